@@ -63,7 +63,8 @@ LADDERS = {  # rungs of pipelines as one would try them, and what the factory is
             f"{SAM} {FUSED} {compiled('default', 'vision_encoder', 'mask_decoder')}",
             f"{SAM} {FUSED} {compiled('reduce-overhead', 'vision_encoder', 'mask_decoder')}",
             f"{SAM} attention[vision_encoder]=flex {compiled('default', 'vision_encoder', 'mask_decoder')}",
-            f"{SAM} {FUSED} {compiled('default', 'vision_encoder')} runtime[mask_decoder]=aoti"
+            f"{SAM} {FUSED} {compiled('reduce-overhead', 'vision_encoder')} runtime[mask_decoder]=exported",
+            f"{SAM} {FUSED} {compiled('reduce-overhead', 'vision_encoder')} runtime[mask_decoder]=exported"
             " algebra[mask_decoder]=fewer-products",
         ),
     ),
@@ -75,7 +76,7 @@ LADDERS = {  # rungs of pipelines as one would try them, and what the factory is
             SD,
             f"{SD} {QUICK}",
             f"{SD} {QUICK} {compiled('default', 'unet', 'vae.decoder')}",
-            f"{SD} {QUICK} {compiled('default', 'unet', 'vae.decoder')} sdpa_backend[unet]=cudnn",
+            f"{SD} {QUICK} {compiled('reduce-overhead', 'unet')} {compiled('default', 'vae.decoder')}",
         ),
     ),
 }  # fmt: skip

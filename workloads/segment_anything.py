@@ -73,14 +73,19 @@ def distinct(logits: torch.Tensor, scores: torch.Tensor, most: int = 100) -> lis
     for place in range(len(order)):
         if len(kept) < most and not any(alike[place][other] for other in kept):
             kept.append(place)
-    return [run_lengths(mask) for mask in filled[order[kept]].cpu()]
+    return run_lengths(filled[order[kept]])
 
 
-def run_lengths(mask: torch.Tensor) -> list:
-    """Lengths of the runs of a flat mask, the first of which is empty pixels."""
-    turns = torch.nonzero(mask[1:] != mask[:-1]).flatten() + 1
-    edges = torch.cat([torch.tensor([0]), turns, torch.tensor([len(mask)])])
-    return [0] * bool(mask[0]) + (edges[1:] - edges[:-1]).tolist()
+def run_lengths(masks: torch.Tensor) -> list:
+    """Lengths of the runs of each flat mask, the first of which is empty pixels."""
+    changes = torch.nn.functional.pad(masks[:, 1:] != masks[:, :-1], (1, 1), value=True)  # both ends are edges
+    edges = changes.nonzero()[:, 1]
+    lengths = (edges[1:] - edges[:-1]).tolist()
+    ends, first, found = changes.sum(1).cumsum(0).tolist(), 0, []
+    for filled, end in zip(masks[:, 0].tolist(), ends, strict=True):
+        found.append([0] * filled + lengths[first : end - 1])
+        first = end
+    return found
 
 
 def build(config: SamConfig) -> SamModel:

@@ -35,5 +35,9 @@ class Algebra(Technique):
         return ""
 
     def bundles(self, facts: Facts) -> list[Bundle]:
+        if not facts.uneven_sdpa:
+            return []
+        if facts.device == "cuda":
+            return [Bundle(5, {"runtime": "exported", "algebra": "fewer-products", "precision": "bf16"})]
         runtime = "openvino-bf16" if facts.has_bf16 else "openvino"
-        return [Bundle(10, {"runtime": runtime, "algebra": "fewer-products", **AS_GIVEN})] if facts.uneven_sdpa else []
+        return [Bundle(10, {"runtime": runtime, "algebra": "fewer-products", **AS_GIVEN})]

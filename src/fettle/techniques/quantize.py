@@ -18,8 +18,30 @@ def quiet_torchao() -> None:
     logging.getLogger("torchao").setLevel(logging.ERROR)
 
 
-def quantize_linear(model: torch.nn.Module, config: str, label: str) -> None:
-    """Quantise every linear layer with a config of torchao, given by name; an error when none could be."""
+def rows_of_linear(model: torch.nn.Module, batches: Any) -> dict[torch.nn.Module, int]:
+    """The fewest rows, of all that a linear layer is given at once, over the batches."""
+    rows: dict[torch.nn.Module, int] = {}
+
+    def count(layer: torch.nn.Module, args: Any) -> None:
+        rows[layer] = min(rows.get(layer, 1 << 62), args[0].numel() // max(1, args[0].shape[-1]))
+
+    linear = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    hooks = [layer.register_forward_pre_hook(count) for layer in linear]
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                args, kwargs = spread(batch)
+                model(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return rows
+
+
+def quantize_linear(model: torch.nn.Module, config: str, label: str, batches: Any = ()) -> None:
+    """Quantise the linear layers with a config of torchao, given by name; an error when none could be. Those that are
+    given 16 rows or fewer in a batch stay as they are, which CUDA's int8 product does not take; and so do those of
+    128 x 128 in float8, which torchao takes for weights that are scaled in blocks of that size."""
     import logging
 
     quiet_torchao()
@@ -31,7 +53,14 @@ def quantize_linear(model: torch.nn.Module, config: str, label: str) -> None:
     made = cls(**({"set_inductor_config": False} if "set_inductor_config" in fields else {}))
     linear = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
     kinds = [type(layer.weight.data) for layer in linear]
-    quantization.quantize_(model, made)
+    rows = rows_of_linear(model, batches)
+
+    def takes(layer: torch.nn.Module, _: str) -> bool:
+        if not isinstance(layer, torch.nn.Linear) or rows.get(layer, 17) <= 16:
+            return False
+        return not (config.startswith("Float8") and layer.weight.shape == (128, 128))
+
+    quantization.quantize_(model, made, takes)
     done = sum(type(layer.weight.data) is not kind for layer, kind in zip(linear, kinds, strict=True))
     if done == 0:
         raise RuntimeError(f"{label}: 0 of {len(linear)} layers matched")
@@ -142,9 +171,10 @@ class Quantize(Technique):
                 helpers=(quiet_torchao, spread, quantize_static, quantize_exported),
                 prepare=("model = quantize_static(model, batches)",),
             )
+        seen = ", batches" if facts.device == "cuda" and level == "int8-dynamic" and not facts.custom_call else ""
         return Code(
-            helpers=(quiet_torchao, quantize_linear),
-            prepare=(f'quantize_linear(model, "{_CONFIGS[level]}", "{level}")',),
+            helpers=(quiet_torchao, spread, rows_of_linear, quantize_linear),
+            prepare=(f'quantize_linear(model, "{_CONFIGS[level]}", "{level}"{seen})',),
         )
 
 

@@ -13,6 +13,7 @@ from fettle.techniques._generation import NO_TEXT
 from fettle.techniques._openvino import MODEL, openvino_engine, openvino_streams_engine
 from fettle.techniques._openvino_int8 import CHOOSING
 from fettle.techniques._openvino_text import TEXT
+from fettle.techniques.compile import mode_options
 
 
 def aoti_engine(flat: torch.nn.Module, tensors: Any, options: Any) -> Any:
@@ -26,6 +27,15 @@ def aoti_engine(flat: torch.nn.Module, tensors: Any, options: Any) -> Any:
         torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=options)
         runner = torch._inductor.aoti_load_package(path)
     return lambda values: runner(*values)
+
+
+def exported_engine(flat: torch.nn.Module, tensors: Any, options: Any) -> Any:
+    """The model exported to one graph, without guards and breaks, which torch.compile compiles."""
+    graph: Any = flat
+    if not isinstance(flat, torch.fx.GraphModule):
+        graph = torch.export.export(flat, tuple(tensors)).module(check_guards=False)
+    compiled = torch.compile(graph, options=options)
+    return lambda values: compiled(*values)
 
 
 def onnxruntime_engine(flat: torch.nn.Module, tensors: Any) -> Any:
@@ -113,7 +123,16 @@ class Runtime(Technique):
     cost = 2
     calibrated = frozenset({"openvino-int8", "openvino-int8-part"})
     learns = Learned("int8_layers", frozenset({"openvino-int8-part"}), _LAYERS)
-    packages = ("onnxruntime", "onnx", "onnxscript", "openvino", "nncf", "torch_tensorrt", "transformers")
+    packages = (
+        "onnxruntime",
+        "onnxruntime-gpu",
+        "onnx",
+        "onnxscript",
+        "openvino",
+        "nncf",
+        "torch_tensorrt",
+        "transformers",
+    )
 
     def levels(self, facts: Facts) -> list[Level]:
         cannot, text = "", "" if facts.generates else NO_TEXT
@@ -127,11 +146,14 @@ class Runtime(Technique):
             cannot = "the model changes its own buffers when it is called, and in an exported model they stay the same"
         cpu = "" if facts.device == "cpu" else f"the work is on {facts.device}, and this level runs on the CPU"
         cuda = "" if facts.device == "cuda" else "TensorRT needs a CUDA device"
+        gpu = "" if facts.device == "cuda" else "it is for GPUs: on a CPU runtime=aoti compiles an exported model"
         openvino = cannot or cpu or _missing(facts, "openvino")
         stateful = text or cpu or _missing(facts, "openvino")
         bf16 = "" if facts.has_bf16 else "this CPU has no bfloat16 instructions"
         data = "" if facts.calibration_batches else "no batches to calibrate on: give at least two"
-        onnx = _missing(facts, "onnxruntime") or _missing(facts, "onnx") or _missing(facts, "onnxscript")
+        onnx = _missing(facts, "onnxruntime-gpu") if facts.device == "cuda" else ""
+        onnx = onnx or (_missing(facts, "onnxruntime") if "onnxruntime-gpu" not in facts.packages else "")
+        onnx = onnx or _missing(facts, "onnx") or _missing(facts, "onnxscript")
         return [
             Level("torch", "as given"),
             Level("openvino-bf16", "OpenVINO, computing in bfloat16", openvino or bf16),
@@ -145,6 +167,7 @@ class Runtime(Technique):
             Level("openvino", "OpenVINO, computing in float32", openvino),
             Level(STATEFUL, "OpenVINO, which keeps keys and values from token to token", stateful),
             Level("aoti", "AOTInductor: compiled ahead of time to a shared library", cannot),
+            Level("exported", "exported to one graph, compiled, launched as a CUDA graph", cannot or gpu),
             Level("onnxruntime", "ONNX Runtime", cannot or onnx),
             Level("tensorrt", "TensorRT", cannot or cuda or _missing(facts, "torch_tensorrt")),
         ]
@@ -161,7 +184,7 @@ class Runtime(Technique):
                 return f"quantize={quantize} uses operators that only torch has"
         if level == STATEFUL and levels.get("kv_cache", "as-given") != "as-given":
             return "the runtime keeps keys and values itself: needs kv_cache=as-given"
-        if level in ("tensorrt", "aoti") and quantize not in ("none", "int8-static"):
+        if level in ("tensorrt", "aoti", "exported") and quantize not in ("none", "int8-static"):
             return f"a model with quantize={quantize} cannot be exported to it"
         if level == "tensorrt" and precision.startswith("autocast"):
             return "TensorRT does not see autocast"
@@ -201,6 +224,11 @@ class Runtime(Technique):
             options = {"freezing": True} if recipe.levels.get("freeze") == "on" else {}
             build = f"lambda flat, tensors, samples: aoti_engine({flat}, tensors, {options})"
             return Code(helpers=(*shared, aoti_engine), prepare=(f"model = Exported(model, {build})",))
+        if level == "exported":
+            build = (
+                f"lambda flat, tensors, samples: exported_engine({flat}, tensors, {mode_options('reduce-overhead')})"
+            )
+            return Code(helpers=(*shared, exported_engine), prepare=(f"model = Exported(model, {build})",))
         if level == STATEFUL:
             bits, group = STATEFUL_WEIGHTS[recipe.levels.get("weights", "as-given")]
             hint = openvino_precision(level, facts.cpu_flags)

@@ -39,6 +39,9 @@ class SdpaBackend(Technique):
             return f"attention={attention} does not call scaled_dot_product_attention"
         if not facts.uses_sdpa and attention == "as-is":
             return "attention as given does not call scaled_dot_product_attention"
+        half = recipe.levels.get("precision", "fp32") != "fp32" or facts.dtype in ("bfloat16", "float16")
+        if facts.device == "cuda" and level in ("flash", "cudnn") and not half:
+            return f"{_BACKENDS[level][1]} on a GPU takes 16-bit numbers only"
         if recipe.levels.get("runtime", "torch") not in ("torch", "aoti"):
             return "another runtime has its own attention"
         return ""

@@ -23,6 +23,7 @@ def sparsify(model: torch.nn.Module) -> None:
         keep = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, groups.abs().topk(2, dim=1).indices, True)
         pruned = (groups * keep).reshape(weight.shape)
         layer.weight = torch.nn.Parameter(torch.sparse.to_sparse_semi_structured(pruned), requires_grad=False)
+        layer.register_forward_pre_hook(lambda _, args: (args[0].contiguous(), *args[1:]))  # the kernels take no other
         done += 1
     if done == 0:
         raise RuntimeError(f"2:4 sparsity: 0 of {len(layers)} layers matched")

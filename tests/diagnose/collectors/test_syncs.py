@@ -32,7 +32,7 @@ WAITS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "host index": (lambda x: x[[0, 1]], "aten.index"),
     "masked_select": (lambda x: torch.masked_select(x, x > 0), "aten.masked_select"),
     "unique": (lambda x: x.unique(), "aten._unique2"),
-    "equal": (lambda x: torch.equal(x, x), "aten.equal"),
+    "equal": (lambda x: torch.equal(x, x.clone()), "aten.equal"),
     "allclose": (lambda x: torch.allclose(x, x), "aten.allclose"),
     "repeat_interleave": (lambda x: x[0].repeat_interleave(x[0].abs().long()), "aten.repeat_interleave"),
     "bincount": (lambda x: x[0].abs().long().bincount(), "aten.bincount"),
@@ -196,7 +196,7 @@ def test_without_a_gpu_the_cuda_check_says_so() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", [*WAITS, *FREE])
+@pytest.mark.parametrize("name", [name for name in (*WAITS, *FREE) if name != "numpy"])  # which CUDA refuses
 def test_cuda_agrees(name: str) -> None:
     """Each line of the table, claimed on a CPU, against CUDA's own checks."""
     call = WAITS[name][0] if name in WAITS else FREE[name]

@@ -24,8 +24,8 @@ from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.steps import step_thread, step_windows
 from fettle.trace.analyses.stops import Why, autograd_threads, host_stops, main_thread
 from fettle.trace.analyses.waits import NUMBER, Held, device_waits
-from fettle.trace.kinds import Kind
 from fettle.trace.intervals import Intervals, length_within, merge
+from fettle.trace.kinds import Kind
 from fettle.trace.model import Bools, Ints, Trace, per_trace
 
 _UPLOAD = re.compile(r"memcpy\s*(HtoD|H2D|HostToDevice)", re.IGNORECASE)
