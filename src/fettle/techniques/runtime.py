@@ -33,8 +33,9 @@ def exported_engine(flat: torch.nn.Module, tensors: Any, options: Any) -> Any:
     """The model exported to one graph, without guards and breaks, which torch.compile compiles."""
     graph: Any = flat
     if not isinstance(flat, torch.fx.GraphModule):
-        graph = torch.export.export(flat, tuple(tensors)).module(check_guards=False)
-    compiled = torch.compile(graph, options=options)
+        program: Any = torch.export.export(flat, tuple(tensors))
+        graph = program.module(check_guards=False)
+    compiled: Any = torch.compile(graph, options=options)
     return lambda values: compiled(*values)
 
 
