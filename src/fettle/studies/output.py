@@ -10,7 +10,7 @@ import polars
 
 from fettle.files import plain, whole
 from fettle.studies.analysis import Analysis
-from fettle.studies.running import Done
+from fettle.studies.outcome import Done
 from fettle.studies.table import Table
 
 

@@ -10,7 +10,7 @@ from fettle.page import Cell, Figure, Table, clean, shell
 from fettle.studies import table as studied
 from fettle.studies.analysis import Analysis
 from fettle.studies.checks import HeldOut
-from fettle.studies.running import Rung
+from fettle.studies.outcome import Rung
 
 _MOST = 60
 MISSING = "–"
