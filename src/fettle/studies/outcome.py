@@ -10,8 +10,8 @@ from fettle.machine import Machine
 from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
 from fettle.studies.batches import Grown
-from fettle.studies.sharing import MACHINE, elsewhere, labels, this_one
-from fettle.studies.table import Table
+from fettle.studies.sharing import elsewhere, labels, this_one
+from fettle.studies.table import MACHINE, Table
 from fettle.studies.trials import Measured, table_of
 from fettle.studies.workloads import Workload
 

@@ -100,6 +100,7 @@ def lead(analysis: Analysis) -> str:
     return (
         f"{believed}{analysis.experiments} experiments{missing}; effects and pairs explain {checks.explained:.1%} of "
         f"the variance of log {analysis.response.name}. {_held_out(checks.held_out)}"
+        + (f" {analysis.pooling}" if analysis.pooling else "")
     )
 
 
