@@ -25,8 +25,8 @@ from atlas_models import FAMILY
 from fettle.atlas import effects, matching, merged, pairs, read_atlas, write_atlas
 from fettle.errors import UsageError
 from fettle.files import write_text
+from fettle.storage import storage_url
 from fettle.studies import Plan, Settings, study
-from fettle.study import storage_url
 from fettle.techniques import CATALOGUE
 from fettle.tuning import atlas_rows
 

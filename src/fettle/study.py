@@ -23,35 +23,30 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 import optuna
-from optuna.exceptions import DuplicatedStudyError, StorageInternalError, UpdateFinishedTrialError
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy.exc import DBAPIError
 
-from fettle.errors import UsageError, extra, first_line
+from fettle.errors import UsageError, first_line
 from fettle.measure import Trial
 from fettle.recipe import Recipe
+from fettle.storage import GRACE_S, ORDERS, hidden, open_storage, opening
 from fettle.techniques import Facts, factors, known_levels
 
 _WORKLOAD, _TRIAL, _MACHINE, _CODE = "fettle:workload", "fettle", "fettle:machine", "fettle:code"
 _OWNER, _GIVEN_BACK = "fettle:worker", "fettle:given back"
-_ORDERS = "fettle:orders"
 HEARTBEAT_S = 10
 """How often a worker says that it lives."""
-GRACE_S = 45
-"""A worker that was silent for so long has lost its claims."""
 DEATHS = 3
 """A recipe whose worker vanished so often has failed: it may be what ends them."""
 OUTAGE_S = 300.0
 """How long a server may be away while a study runs."""
-_BEGUN_S = 5.0
-"""How long whoever made a study may take to say what it is to measure."""
 
 
 class OtherWorkload(UsageError):
@@ -126,14 +121,17 @@ class Study:
 
     @classmethod
     def _open(cls, name: str, storage: str, fingerprint: str, machine_id: str) -> Study:
-        with _opening(storage):
+        with opening(storage):
             study = optuna.create_study(
-                study_name=name, storage=_storage(storage), directions=["minimize", "minimize"], load_if_exists=True
+                study_name=name,
+                storage=open_storage(storage, HEARTBEAT_S, GRACE_S),
+                directions=["minimize", "minimize"],
+                load_if_exists=True,
             )
             owner = study.user_attrs.get(_WORKLOAD)
             if owner is None:
-                if study.trials or _ORDERS in study.user_attrs:
-                    what = "what workers are told" if _ORDERS in study.user_attrs else "not fettle's"
+                if study.trials or ORDERS in study.user_attrs:
+                    what = "what workers are told" if ORDERS in study.user_attrs else "not fettle's"
                     raise UsageError(f"the study {name!r} in {hidden(storage)} is {what}: choose another `study`")
                 study.set_user_attr(_WORKLOAD, fingerprint)
                 with warnings.catch_warnings():
@@ -338,65 +336,6 @@ class Study:
         self._study.set_user_attr(f"fettle:{key}:{self._machine_id}", value)
 
 
-# -- what workers are told -------------------------------------------------------------------------------------------
-
-
-def give_orders(name: str, storage: str, orders: Mapping[str, Any]) -> None:
-    """Keep what workers of the study of that name are told, plain JSON data, unless somebody has done so before.
-
-    Raises `UsageError` when the storage cannot be reached.
-    """
-    with _opening(storage):
-        kept = _storage(storage)
-        try:  # of several that begin at once one makes the study, and only that one writes
-            study = optuna.create_study(study_name=name, storage=kept, directions=["minimize", "minimize"])
-        except DuplicatedStudyError:
-            return
-        study.set_user_attr(_ORDERS, dict(orders))
-
-
-def orders_of(name: str, storage: str) -> dict[str, Any] | None:
-    """What workers of the study of that name are told; None where nobody has begun it.
-
-    Raises `UsageError` when the storage cannot be reached, and where the name belongs to a study without orders.
-    """
-    with _opening(storage):
-        kept = _storage(storage)
-        if name not in optuna.get_all_study_names(kept):
-            return None
-        end = time.monotonic() + _BEGUN_S
-        while time.monotonic() < end:
-            study = optuna.load_study(study_name=name, storage=kept)
-            found = study.user_attrs.get(_ORDERS)
-            if isinstance(found, dict):
-                return found
-            if study.user_attrs or study.trials:
-                break
-            time.sleep(0.2)
-    raise UsageError(f"the study {name!r} in {hidden(storage)} was not begun for workers: choose another `study`")
-
-
-def ordered(storage: str) -> list[str]:
-    """The studies in a storage that workers can be started for, by name."""
-    with _opening(storage):
-        every = optuna.get_all_study_summaries(_storage(storage), include_best_trial=False)
-        return [one.study_name for one in every if _ORDERS in one.user_attrs]
-
-
-@contextlib.contextmanager
-def _opening(storage: str) -> Iterator[None]:
-    """Say in one line what keeps a storage from being opened."""
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    try:
-        yield
-    except UsageError:
-        raise
-    except ImportError as error:
-        raise extra(f"the storage {hidden(storage)} needs {error.name}", "postgresql") from error
-    except Exception as error:
-        raise UsageError(f"cannot open the storage {hidden(storage)}: {first_line(error)[:200]}") from error
-
-
 def _levels(recipe: Recipe, facts: Facts) -> dict[str, Any]:
     """A recipe as Optuna has it: what may be set on such a workload, and what is."""
     params: dict[str, Any] = {}
@@ -407,33 +346,3 @@ def _levels(recipe: Recipe, facts: Facts) -> dict[str, Any]:
             params[name] = recipe.levels.get(name, technique.default)
             distributions[name] = optuna.distributions.CategoricalDistribution(known[technique.name])
     return {"params": params, "distributions": distributions}
-
-
-def _storage(url: str) -> RDBStorage:
-    """The storage at a URL. Where several begin at once on an empty server, one makes the tables."""
-    options: dict[str, Any] = {} if url.startswith("sqlite") else {"pool_pre_ping": True}
-    if url.startswith("postgresql"):  # one that is stopped within a transaction must not hold up all others
-        options["connect_args"] = {"options": f"-c idle_in_transaction_session_timeout={GRACE_S}s"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        for attempt in range(3):
-            try:
-                return RDBStorage(url, options, heartbeat_interval=HEARTBEAT_S, grace_period=GRACE_S)
-            except DBAPIError:
-                if not options or attempt == 2:
-                    raise
-                time.sleep(0.5 + secrets.randbelow(1000) / 1000)
-    raise AssertionError
-
-
-def storage_url(storage: str | None, folder: Path) -> str:
-    """The Optuna storage: as given, or a SQLite file ``study.db`` in `folder`."""
-    if storage:
-        return storage if "://" in storage else f"sqlite:///{Path(storage).resolve()}"
-    return f"sqlite:///{(folder / 'study.db').resolve()}"
-
-
-def hidden(url: str) -> str:
-    """A storage URL without its password."""
-    scheme, separator, rest = url.partition("://")
-    return f"{scheme}{separator}***@{rest.rpartition('@')[2]}" if "@" in rest else url

@@ -9,7 +9,8 @@ import pytest
 from fettle.atlas import read_atlas, subject, write_atlas
 from fettle.machine import Machine
 from fettle.recipe import Recipe
-from fettle.study import Study, storage_url
+from fettle.storage import storage_url
+from fettle.study import Study
 from fettle.techniques import Facts
 from fettle.tuning import atlas_rows
 from tests.atlas.made_up import atlas, gain, trial

@@ -15,10 +15,10 @@ from fettle.studies.analysis import analyse
 from fettle.studies.batches import Grown
 from fettle.studies.charts import figures, unbeaten, write_charts
 from fettle.studies.ladder_chart import beside, unmatched
+from fettle.studies.outcome import Rung
 from fettle.studies.output import rows, study_json, write_table
 from fettle.studies.page import headline, page, shares_table
 from fettle.studies.reading import read_ladder
-from fettle.studies.running import Rung
 from fettle.studies.table import Response, Table
 from tests.studies.made_up import switches, table
 

@@ -25,6 +25,11 @@ Techniques = Annotated[
     typer.Option("--technique", help="levels to try, NAME=LEVEL,LEVEL; one level pins it. May be repeated"),
 ]
 Storage = Annotated[str | None, typer.Option(help="Optuna storage URL; default study.db in the folder")]
+StudyName = Annotated[str, typer.Option(help="the study's name there")]
+StudyOutput = Annotated[
+    list[Path] | None,
+    typer.Option("--output", "-o", help="folder of this machine alone, and .csv or .parquet for the table"),
+]
 TrialTimeout = Annotated[str, typer.Option(help="longest time for one recipe to get ready")]
 UnderLoad = Annotated[bool, typer.Option(help="the fastest beside whatever else this machine does, by time elapsed")]
 Polite = Annotated[bool, typer.Option(help="never go before other processes' work")]

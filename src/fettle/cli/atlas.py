@@ -49,7 +49,7 @@ def add(
     from fettle.atlas import merged, read_atlas, write_atlas
     from fettle.errors import UsageError
     from fettle.files import check_writable
-    from fettle.study import storage_url
+    from fettle.storage import storage_url
     from fettle.tuning import atlas_rows
 
     check_writable(atlas)

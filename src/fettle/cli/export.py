@@ -13,7 +13,7 @@ from fettle.cli import _options, _show
 def command(
     kind: Annotated[str, typer.Argument(help="slurm, kubernetes or ray")],
     storage: Annotated[str, typer.Option(help="Optuna storage URL that every machine reaches, without a password")],
-    study: Annotated[str, typer.Option(help="the study's name there")],
+    study: _options.StudyName,
     targets: Annotated[
         list[str] | None,
         typer.Argument(help="where the study's targets lie on the machines, as fettle worker takes them"),

@@ -20,7 +20,7 @@ from fettle.files import check_writable, write_text
 
 if TYPE_CHECKING:
     from fettle.studies import Analysis, Done, Settings, Table
-    from fettle.studies.running import Rung
+    from fettle.studies.outcome import Rung
 
 _FOLDER = Path("fettle-study")
 _SAID = 6
@@ -82,10 +82,7 @@ def command(
     yes: Annotated[bool, typer.Option("--yes", help="begin also where it takes more than an hour")] = False,
     mode: _options.Mode = "auto",
     max_error: Annotated[float, typer.Option(help="relative L2 error above which a trial is marked inaccurate")] = 0.02,
-    output: Annotated[
-        list[Path] | None,
-        typer.Option("--output", "-o", help="folder, and .csv or .parquet for the table; may be repeated"),
-    ] = None,
+    output: _options.StudyOutput = None,
     storage: Annotated[
         str | None,
         typer.Option(help="Optuna storage URL, which others that run the same command share; default study.db"),
@@ -134,9 +131,7 @@ def command(
     from fettle.recipe import Recipe
     from fettle.studies import Settings, check_name, read_csv, read_ladder
 
-    wanted = _options.outputs(output, ".csv", ".parquet", folder=True)
-    folder = wanted.get("", _FOLDER)
-    check_writable(folder / "study.html", *(path for suffix, path in wanted.items() if suffix))
+    folder, wanted = places(output, _FOLDER)
     if published is not None and (design != "ladder" or from_csv is not None):
         raise UsageError("`published` stands beside a ladder that is measured: `design=ladder` with a target")
     theirs = read_ladder(published) if published is not None else {}
@@ -171,11 +166,20 @@ def command(
     tell(folder, wanted, name, table, done, theirs, as_json)
 
 
+def places(output: Sequence[Path] | None, default: Path) -> tuple[Path, dict[str, Path]]:
+    """The folder of a study and its other files by suffix, as `--output` names them. Raises `UsageError` where one
+    cannot be written."""
+    wanted = _options.outputs(output, ".csv", ".parquet", folder=True)
+    folder = wanted.get("", default)
+    check_writable(folder / "study.html", *(path for suffix, path in wanted.items() if suffix))
+    return folder, wanted
+
+
 def _enqueue(targets: Sequence[str], settings: Settings, as_json: bool) -> None:
     """Begin a study for workers, and say how they are started."""
     from fettle.report import progress
+    from fettle.storage import hidden
     from fettle.studies import enqueue
-    from fettle.study import hidden
 
     with progress(quiet=as_json) as on_progress:
         cells = enqueue(targets, settings, on_progress)

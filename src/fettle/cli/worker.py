@@ -9,13 +9,12 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from fettle.cli import _options
-from fettle.cli.study import measured, tell
-from fettle.files import check_writable
+from fettle.cli.study import measured, places, tell
 
 
 def command(
     storage: Annotated[str, typer.Option(help="Optuna storage URL, as the study was begun with")],
-    study: Annotated[str, typer.Option(help="the study's name there")],
+    study: _options.StudyName,
     targets: Annotated[
         list[str] | None,
         typer.Argument(
@@ -26,10 +25,7 @@ def command(
         list[str] | None,
         typer.Option(metavar="NAME=PATH", help="where an environment that the study compares lies here"),
     ] = None,
-    output: Annotated[
-        list[Path] | None,
-        typer.Option("--output", "-o", help="folder of this worker alone, and .csv or .parquet for the table"),
-    ] = None,
+    output: _options.StudyOutput = None,
     trial_timeout: _options.TrialTimeout = "15m",
     under_load: _options.UnderLoad = False,
     polite: _options.Polite = False,
@@ -50,12 +46,10 @@ def command(
     """
     from fettle.studies import Settings, settings_of
 
-    wanted = _options.outputs(output, ".csv", ".parquet", folder=True)
-    folder = wanted.get("", Path(f"fettle-{study}"))
-    check_writable(folder / "study.html", *(path for suffix, path in wanted.items() if suffix))
+    folder, wanted = places(output, Path(f"fettle-{study}"))
     own = Settings(
-        storage=storage, name=study, pythons=tuple(python or ()), output=folder,
-        trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"), under_load=under_load, polite=polite,
+        storage=storage, name=study, pythons=tuple(python or ()), output=folder, under_load=under_load, polite=polite,
+        trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
     )  # fmt: skip
     found, settings = settings_of(own, targets or ())
     before = signal.signal(signal.SIGTERM, _leave)  # what a cluster sends before it takes the machine away

@@ -90,7 +90,8 @@ def study_recipes(target: Target, storage: str, name: str, most: int) -> list[Re
     """
     from fettle.machine import this_machine
     from fettle.measure import Worker, WorkerError, messages
-    from fettle.study import Study, storage_url
+    from fettle.storage import storage_url
+    from fettle.study import Study
 
     if "://" not in storage and not Path(storage).is_file():
         raise UsageError(f"no such study: {storage}")

@@ -6,8 +6,9 @@
 from fettle.studies.analysis import Analysis, analyse
 from fettle.studies.designs import Plan
 from fettle.studies.orders import check_name, settings_of
+from fettle.studies.outcome import Done
 from fettle.studies.reading import read_csv, read_ladder
-from fettle.studies.running import Done, enqueue, study
+from fettle.studies.running import enqueue, study
 from fettle.studies.settings import Settings
 from fettle.studies.table import Experiment, Response, Table
 

@@ -13,9 +13,10 @@ from optuna.trial import create_trial
 
 from fettle.studies.checks import Checks, check
 from fettle.studies.effects import Effect, effects, shares
-from fettle.studies.model import Model, fit
+from fettle.studies.model import Level, Model, fit
+from fettle.studies.pooled import Pooled, pool
 from fettle.studies.sentences import Sentence, sentences
-from fettle.studies.table import Response, Table
+from fettle.studies.table import MACHINE, Response, Table
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,12 @@ class Analysis:
     """None where there is no fit."""
     why_not: str = ""
     """Why there is no fit."""
+    pooling: str = ""
+    """Of a study on several machines: how they were pooled, or why not."""
+    spreads: Mapping[Level, float] = field(default_factory=dict)
+    """By level: standard deviation of its gain from machine to machine, as a factor; where machines were pooled."""
     model: Model | None = field(default=None, compare=False, repr=False)
+    """With the machine as an ordinary factor: the residuals and shares are its."""
 
     @cached_property
     def importance(self) -> Mapping[str, float]:
@@ -71,10 +77,13 @@ def _analyse(table: Table, group: str, response: Response, confidence: float) ->
     if model is None:
         why = "nothing was measured" if not known else "it does not vary, or too few experiments tell of it"
         return Analysis(group, response, known, missing, why_not=why)
-    found = effects(model, apart=table.apart, confidence=confidence)
+    pooled = pool(table, group, response) if MACHINE in model.levels else ""
+    told, spreads = (pooled.model, pooled.spreads) if isinstance(pooled, Pooled) else (model, {})
+    found = effects(told, apart=table.apart, confidence=confidence)
     return Analysis(
         group, response, known, missing, tuple(found), shares(model),
-        tuple(sentences(model, found, apart=table.apart, confidence=confidence)), check(model), model=model,
+        tuple(sentences(told, found, apart=table.apart, confidence=confidence)), check(model), pooling=str(pooled),
+        spreads=spreads, model=model,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from fettle.page import Figure, as_spec, clean, theme
 from fettle.page.theme import ACCENT, LEVERS, QUIET, Drawn, sized
 from fettle.studies import effect_charts, ladder_chart
 from fettle.studies.analysis import Analysis
-from fettle.studies.running import Rung
+from fettle.studies.outcome import Rung
 from fettle.studies.table import Experiment, Response, Table
 from fettle.studies.trials import ERROR
 

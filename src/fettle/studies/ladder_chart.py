@@ -11,7 +11,7 @@ import altair as alt
 from fettle.page import Figure, as_spec, clean, theme
 from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, captions, line_by_line, sized
 from fettle.studies.batches import Grown
-from fettle.studies.running import Rung
+from fettle.studies.outcome import Rung
 from fettle.units import size_text
 
 _STEP = 46

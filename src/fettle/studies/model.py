@@ -82,6 +82,10 @@ class Model:
     covariance: Vector
     freedom: float
     """Of `covariance`; infinite where it is from the errors of measuring, as too few experiments are left over."""
+    scatter: Vector | None = None
+    """Of a mixed model: the part of `covariance` that is not from how the random draws differ, with `freedom`;"""
+    draws: int = 0
+    """and how many draws there are."""
 
     def gain(self, weights: Mapping[Term, float]) -> Estimate | None:
         """The gain that a weighted sum of columns stands for; None where one of them was left out."""
@@ -90,7 +94,15 @@ class Model:
         contrast = np.array([weights.get(term, 0.0) for term in self.columns])
         known = self.freedom > 0
         error = math.sqrt(max(0.0, float(contrast @ self.covariance @ contrast))) if known else math.inf
-        return Estimate(-float(contrast @ self.results.params), error, self.freedom)
+        return Estimate(-float(contrast @ self.results.params), error, self._freedom(contrast))
+
+    def _freedom(self, contrast: Vector) -> float:
+        """Degrees of freedom of a contrast; Satterthwaite's where its variance has two sources."""
+        if self.scatter is None:
+            return self.freedom
+        whole, own = (float(contrast @ part @ contrast) for part in (self.covariance, self.scatter))
+        inner, between = own**2 / self.freedom, max(0.0, whole - own) ** 2 / (self.draws - 1)
+        return whole**2 / (inner + between) if whole > 0 else self.freedom
 
     def main(self, level: Level) -> Estimate | None:
         """What a level brings over how the factor was given, on average over the levels of the others that it was seen

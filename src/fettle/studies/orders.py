@@ -8,23 +8,29 @@ file of the folder it is started in.
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import optuna
+from optuna.exceptions import DuplicatedStudyError
 
 from fettle.errors import UsageError, first_line
 from fettle.files import read_text
 from fettle.procs.interpreter import find_interpreters
 from fettle.recipe import Recipe
+from fettle.storage import ORDERS, hidden, open_storage, opening, storage_url
 from fettle.studies.settings import Settings
-from fettle.study import give_orders, hidden, ordered, orders_of, storage_url
 from fettle.workload import find_target
 
 MOST_BYTES = 4 << 20
+_BEGUN_S = 5.0
+"""How long whoever made a study may take to say what it is to measure."""
 _NAME = re.compile(r"[\w.-]{1,60}", re.ASCII)
 
 
@@ -85,7 +91,12 @@ def agree(targets: Sequence[str], settings: Settings) -> Orders:
 
 def announce(orders: Orders, settings: Settings) -> None:
     """Keep the orders where workers find them, unless they are there."""
-    give_orders(settings.name, _url(settings), msgspec.to_builtins(orders))
+    with opening(_url(settings)):
+        kept = open_storage(_url(settings))
+        # of several that begin at once one makes the study, and only that one writes
+        with contextlib.suppress(DuplicatedStudyError):
+            study = optuna.create_study(study_name=settings.name, storage=kept, directions=["minimize", "minimize"])
+            study.set_user_attr(ORDERS, msgspec.to_builtins(orders))
     agree(orders.targets, settings)  # of two that began at once with other orders, one is told
 
 
@@ -101,7 +112,7 @@ def settings_of(settings: Settings, targets: Sequence[str] = ()) -> tuple[list[s
     url = _url(settings)
     orders = _read(settings.name, url)
     if orders is None:
-        known = ", ".join(map(repr, ordered(url))) or "none"
+        known = ", ".join(map(repr, _begun(url))) or "none"
         raise UsageError(f"there is no study {settings.name!r} for workers in {hidden(url)}; there are: {known}")
     if targets:
         if sorted(find_target(text).name for text in targets) != sorted(orders.names):
@@ -134,7 +145,8 @@ def _url(settings: Settings) -> str:
 
 
 def _read(name: str, url: str) -> Orders | None:
-    found = orders_of(name, url)
+    """What workers of the study of that name are told; None where nobody has begun it."""
+    found = _kept(name, url)
     try:
         return None if found is None else msgspec.convert(found, Orders)
     except msgspec.ValidationError as error:
@@ -142,6 +154,30 @@ def _read(name: str, url: str) -> Orders | None:
             f"what the workers of {name!r} are told cannot be read, another version may have written it: "
             f"{first_line(error)}"
         ) from error
+
+
+def _kept(name: str, url: str) -> dict[str, Any] | None:
+    with opening(url):
+        kept = open_storage(url)
+        if name not in optuna.get_all_study_names(kept):
+            return None
+        end = time.monotonic() + _BEGUN_S
+        while time.monotonic() < end:
+            study = optuna.load_study(study_name=name, storage=kept)
+            found = study.user_attrs.get(ORDERS)
+            if isinstance(found, dict):
+                return found
+            if study.user_attrs or study.trials:
+                break
+            time.sleep(0.2)
+    raise UsageError(f"the study {name!r} in {hidden(url)} was not begun for workers: choose another `study`")
+
+
+def _begun(url: str) -> list[str]:
+    """The studies in a storage that workers can be started for, by name."""
+    with opening(url):
+        every = optuna.get_all_study_summaries(open_storage(url), include_best_trial=False)
+        return [one.study_name for one in every if ORDERS in one.user_attrs]
 
 
 def _differing(known: Orders, wanted: Orders) -> str:

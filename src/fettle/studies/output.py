@@ -10,7 +10,7 @@ import polars
 
 from fettle.files import plain, whole
 from fettle.studies.analysis import Analysis
-from fettle.studies.running import Done
+from fettle.studies.outcome import Done
 from fettle.studies.table import Table
 
 
@@ -20,7 +20,8 @@ def analysis_json(analyses: Sequence[Analysis]) -> list[dict[str, Any]]:
         plain({
             "group": one.group, "response": one.response.name, "larger_is_better": one.response.larger_is_better,
             "experiments": one.experiments, "missing": one.missing, "why_not": one.why_not,
-            "dominant": one.dominant,
+            "dominant": one.dominant, "pooling": one.pooling,
+            "spreads": {"=".join(level): spread for level, spread in one.spreads.items()},
             "effects": one.effects, "importance": one.importance,
             "shares": [{"factors": names, "share": share} for names, share in one.shares.items()],
             "sentences": [{"kind": sentence.kind, "text": sentence.text, "surprise": sentence.is_surprise,

@@ -10,7 +10,7 @@ from fettle.page import Cell, Figure, Table, clean, shell
 from fettle.studies import table as studied
 from fettle.studies.analysis import Analysis
 from fettle.studies.checks import HeldOut
-from fettle.studies.running import Rung
+from fettle.studies.outcome import Rung
 
 _MOST = 60
 MISSING = "–"
@@ -100,6 +100,7 @@ def lead(analysis: Analysis) -> str:
     return (
         f"{believed}{analysis.experiments} experiments{missing}; effects and pairs explain {checks.explained:.1%} of "
         f"the variance of log {analysis.response.name}. {_held_out(checks.held_out)}"
+        + (f" {analysis.pooling}" if analysis.pooling else "")
     )
 
 

@@ -24,8 +24,6 @@ from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.tuning import Session, recalled
 
-MACHINE = "machine"
-"""The factor."""
 _LOOK_S = 1.0
 """How often others' work is looked at."""
 

@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+MACHINE = "machine"
+"""The factor whose levels are kinds of machines."""
+
 
 @dataclass(frozen=True)
 class Response:

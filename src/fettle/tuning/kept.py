@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 import optuna
 
 from fettle.atlas import Row, rows_of, subject
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError
 from fettle.machine import Machine
 from fettle.measure import Trial
 from fettle.result import Limits
+from fettle.storage import open_storage, opening
 from fettle.study import Study
 from fettle.techniques import Facts
 from fettle.tuning.model import Races
@@ -33,14 +33,9 @@ def atlas_rows(storage: str, *, family: str = "") -> list[Row]:
 
 
 def _studies(storage: str) -> Iterator[tuple[Study, Machine]]:
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            studies = [optuna.load_study(study_name=name, storage=storage)
-                       for name in optuna.get_all_study_names(storage)]  # fmt: skip
-    except Exception as error:
-        raise UsageError(f"cannot open the storage: {first_line(error)[:200]}") from error
+    with opening(storage):
+        kept = open_storage(storage)
+        studies = [optuna.load_study(study_name=name, storage=kept) for name in optuna.get_all_study_names(kept)]
     for study in studies:
         for key, value in study.user_attrs.items():
             if key.startswith(_MACHINE):

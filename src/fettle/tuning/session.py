@@ -32,7 +32,8 @@ from fettle.procs.interpreter import Interpreter
 from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
-from fettle.study import Study, storage_url
+from fettle.storage import storage_url
+from fettle.study import Study
 from fettle.techniques import PYTHON, Facts, batch_factor, canonical, environment, is_calibrated, source, uses_ranks
 from fettle.tuning._budget import Budget
 from fettle.tuning._costs import Costs

@@ -1,0 +1,66 @@
+"""Where studies lie: an Optuna storage, a SQLite file or a server, opened by its URL."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.storages import RDBStorage
+from sqlalchemy.exc import DBAPIError
+
+from fettle.errors import UsageError, extra, first_line
+
+ORDERS = "fettle:orders"
+"""Attribute of a study that only says what the workers of other studies are to measure."""
+GRACE_S = 45
+"""How long a worker may be silent."""
+
+
+@contextlib.contextmanager
+def opening(storage: str) -> Iterator[None]:
+    """Say in one line what keeps a storage from being opened."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        yield
+    except UsageError:
+        raise
+    except ImportError as error:
+        raise extra(f"the storage {hidden(storage)} needs {error.name}", "postgresql") from error
+    except Exception as error:
+        raise UsageError(f"cannot open the storage {hidden(storage)}: {first_line(error)[:200]}") from error
+
+
+def open_storage(url: str, heartbeat_s: int | None = None, grace_s: int = GRACE_S) -> RDBStorage:
+    """The storage at a URL. Where several begin at once on an empty server, one makes the tables."""
+    options: dict[str, Any] = {} if url.startswith("sqlite") else {"pool_pre_ping": True}
+    if url.startswith("postgresql"):  # one that is stopped within a transaction must not hold up all others
+        options["connect_args"] = {"options": f"-c idle_in_transaction_session_timeout={grace_s}s"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        for attempt in range(3):
+            try:
+                return RDBStorage(url, options, heartbeat_interval=heartbeat_s, grace_period=grace_s)
+            except DBAPIError:
+                if not options or attempt == 2:
+                    raise
+                time.sleep(0.5 + secrets.randbelow(1000) / 1000)
+    raise AssertionError
+
+
+def storage_url(storage: str | None, folder: Path) -> str:
+    """The Optuna storage: as given, or a SQLite file ``study.db`` in `folder`."""
+    if storage:
+        return storage if "://" in storage else f"sqlite:///{Path(storage).resolve()}"
+    return f"sqlite:///{(folder / 'study.db').resolve()}"
+
+
+def hidden(url: str) -> str:
+    """A storage URL without its password."""
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}***@{rest.rpartition('@')[2]}" if "@" in rest else url

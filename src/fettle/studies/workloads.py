@@ -1,0 +1,187 @@
+"""The workloads of a study: each target with each combination of its factory's arguments, with its own reference and
+its own trials in the storage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+
+from fettle.errors import UsageError
+from fettle.machine import Machine
+from fettle.measure import Trial
+from fettle.procs.interpreter import Interpreter, find_interpreters
+from fettle.recipe import Recipe
+from fettle.result import Limits
+from fettle.search import Guide, Space, Step
+from fettle.studies import designs
+from fettle.studies.batches import Grown, check_growth
+from fettle.studies.environments import check_same, environments_of
+from fettle.studies.settings import Settings
+from fettle.study import OtherWorkload
+from fettle.techniques import CATALOGUE, PYTHON, check_names
+from fettle.tuning import Event, OnProgress, Options, Session, check_techniques, space_for, writable
+from fettle.workload import Target, check_mode, find_target
+
+REPLICATES = 2
+"""Processes of each recipe where a design has no repeats hidden in it."""
+
+
+@dataclass
+class Workload:
+    """One target with its arguments, opened."""
+
+    group: str
+    arguments: Mapping[str, str]
+    session: Session
+    space: Space = field(default_factory=lambda: Space({}, lambda recipe: ""))
+    cells: Sequence[Recipe] = ()
+    failure: str = ""
+    steps: Sequence[Step] = ()
+    grown: Mapping[Recipe, Grown] = field(default_factory=dict)
+    guide: Guide | None = None
+    environments: Mapping[str, Interpreter] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.group, *(f"{name}={value}" for name, value in self.arguments.items())])
+
+    @property
+    def known(self) -> Mapping[Recipe, Trial]:
+        """All that was measured, by this run or an earlier one."""
+        return self.session.standings.known
+
+    def trials(self) -> list[Trial]:
+        """What is known of recipes in the space."""
+        return self.within(self.known.values())
+
+    def within(self, trials: Iterable[Trial]) -> list[Trial]:
+        """Those of recipes in the space."""
+        allowed = {(name, level) for name, levels in self.space.choices.items() for level in levels}
+        return [trial for trial in trials if trial.recipe.levels.items() <= allowed]
+
+    def unknown(self) -> list[Recipe]:
+        """Cells that are not measured."""
+        return [recipe for recipe in self.cells if recipe not in self.known]
+
+
+@dataclass
+class Telling:
+    """Passes events on with the plan's seconds, so that a bar shows how much is left."""
+
+    on_progress: OnProgress
+    began: float
+    seconds: float | None = None
+
+    def __call__(self, event: Event) -> None:
+        self.on_progress(replace(event, elapsed_s=time.monotonic() - self.began, budget_s=self.seconds))
+
+
+@dataclass(frozen=True)
+class _Target:
+    group: str
+    arguments: Mapping[str, str]
+    target: Target
+
+
+def _check(settings: Settings) -> None:
+    designs.check(settings.design, settings.cells)
+    check_mode(settings.mode)
+    check_techniques(settings.techniques)
+    if settings.start is not None:
+        check_names(settings.start.without(PYTHON.name))
+    known = {PYTHON.name, *(technique.name for technique in CATALOGUE)}
+    if unknown := [name for name in settings.order if name not in known]:
+        raise UsageError(f"`order`: there is no technique {unknown[0]!r}")
+    if settings.grow_batch is not None and settings.design != "ladder":
+        raise UsageError("`grow_batch` is for a ladder: `design=ladder`")
+    if settings.rounds < 3:
+        raise UsageError(f"`rounds={settings.rounds}`: a time needs three at least")
+    for name, values in settings.arguments.items():
+        if len(set(values)) < 2 or not name.isidentifier():
+            raise UsageError(f"`factor={name}`: write NAME=VALUE,VALUE with an argument of the factory and two values")
+
+
+def _targets(texts: Sequence[str], settings: Settings) -> list[_Target]:
+    """Every target with every combination of arguments."""
+    if not texts:
+        raise UsageError("name a target, path/to/file.py:factory, or a table with `from_csv`")
+    found = []
+    groups: list[str] = []
+    for text in dict.fromkeys(texts):
+        target = replace(find_target(text), mode=settings.mode)
+        alike = sum(group == target.name or group.startswith(f"{target.name}#") for group in groups)
+        groups.append(f"{target.name}#{alike + 1}" if alike else target.name)
+        for values in product(*settings.arguments.values()):
+            arguments = dict(zip(settings.arguments, values, strict=True))
+            name = "-".join([groups[-1], *(f"{key}{value}" for key, value in arguments.items())])
+            typed = {key: _typed(value) for key, value in arguments.items()}
+            found.append(_Target(groups[-1], arguments, replace(target, name=name, arguments=typed)))
+    return found
+
+
+def _typed(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def workloads_of(targets: Sequence[str], settings: Settings, telling: Telling) -> list[Workload]:
+    """The workloads of a study, not yet opened. Raises `UsageError` for bad input."""
+    _check(settings)
+    found, wanted = find_interpreters(settings.pythons), _targets(targets, settings)
+    named = settings.start.levels.get(PYTHON.name, PYTHON.default) if settings.start is not None else PYTHON.default
+    if named not in (PYTHON.default, *(one.name for one in found)):
+        raise UsageError(f"`recipe`: there is no environment {named!r}: name it, `python='{named}=PATH'`")
+    folder = writable(settings.output)
+    environments = environments_of(found, folder)
+    return [
+        Workload(target.group, target.arguments, _session(target.target, folder, settings, telling),
+                  environments=environments)
+        for target in wanted
+    ]  # fmt: skip
+
+
+def _session(target: Target, folder: Path, settings: Settings, on_progress: Telling) -> Session:
+    options = Options(
+        limits=Limits(max_error=settings.max_error), output=folder, storage=settings.storage,
+        study=f"{settings.name}/{target.name}" if settings.name else None, confidence=settings.confidence,
+        budget_s=settings.budget_s if settings.design in designs.STEPS else None,
+        trial_timeout_s=settings.trial_timeout_s, under_load=settings.under_load, polite=settings.polite,
+    )  # fmt: skip
+    return Session(target, options, on_progress, started=on_progress.began)
+
+
+def open_workload(workload: Workload, settings: Settings, machine: Machine) -> None:
+    """Probe the workload, and say which recipes are to be measured."""
+    session = workload.session
+    try:
+        session.report(f"building {workload.name} and its reference")
+        session.environments = workload.environments
+        session.open(machine)
+        check_same(session)
+        if settings.grow_batch is not None:
+            check_growth(session, settings.grow_batch)
+    except OtherWorkload:
+        raise
+    except UsageError as error:
+        workload.failure = str(error)
+        return
+    replicates = REPLICATES if settings.design in designs.STEPS else 1
+    session.rules = replace(session.rules, equal_rounds=settings.rounds, replicates=replicates)
+    space, _ = space_for(session.facts, check_techniques(settings.techniques), session.plan.rules_out, session.costs.of)
+    choices = {PYTHON.name: (PYTHON.default, *workload.environments), **space.choices}
+    names = sorted(choices, key=lambda name: settings.order.index(name) if name in settings.order else len(choices))
+    workload.space = replace(space, choices={name: choices[name] for name in names})
+    if clash := [name for name in settings.arguments if len(choices.get(name, ())) > 1]:
+        raise UsageError(
+            f"`factor={clash[0]}`: a technique of that name is varied too: pin it, `technique='{clash[0]}=LEVEL'`, or "
+            "call the argument otherwise"
+        )
+    if settings.design not in designs.STEPS:
+        workload.cells = designs.cells(settings.design, workload.space, settings.start or Recipe(), settings.cells)
