@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -55,6 +56,8 @@ _SMALL_SHARE = 1 / 32
 """Of the memory: weights of no more than that may be built in two processes side by side."""
 SHARED_RACES = 10_000
 """Races of a study that several work at are numbered from here, by the place of their first trial."""
+_KEPT = "cache/kept"
+"""What trials have converted, for their further processes: it is large, and goes when the study ends."""
 _ENERGY_SLICE_S = 0.5
 """A GPU's counter is renewed every 20 to 100 ms (Yang, Adamek and Armour, *Part-time Power Measurements*, 2023): in the
 usual slice it may not move at all."""
@@ -366,7 +369,12 @@ class Session:
             # One compile cache a study, so that the final race and a resumed study find what was compiled.
             "TORCHINDUCTOR_CACHE_DIR": str(self._folder("cache/inductor").resolve()),
             "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+            "FETTLE_CACHE": str(self._folder(_KEPT).resolve()),
         }
+
+    def let_go(self) -> None:
+        """Delete what trials have converted."""
+        shutil.rmtree(self.folder / _KEPT, ignore_errors=True)
 
     def _folder(self, name: str) -> Path:
         folder = self.folder / name
