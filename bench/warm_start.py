@@ -41,7 +41,8 @@ torch.manual_seed(0)
 model = getattr(transformers, kind)(getattr(transformers, config)()).eval()
 save_model(model, folder + "/weights.safetensors")
 if recipe:
-    write_package(Workload(model, [eval(batch), eval(batch)]), Recipe.parse(recipe), Path(folder) / "package", name="model")
+    workload = Workload(model, [eval(batch), eval(batch)])
+    write_package(workload, Recipe.parse(recipe), Path(folder) / "package", name="model")
 """
 EAGER = """
 import sys, time

@@ -99,6 +99,8 @@ class Session:
             self.rules = replace(self.rules, may_go_first=False)
         if options.goal in ("ttft", "tpot"):
             self.rules = replace(self.rules, part=options.goal)
+        if options.goal == "warm-startup":
+            self.rules = replace(self.rules, replicates=2)
         if options.goal == "energy":
             self.rules = replace(self.rules, slice_s=_ENERGY_SLICE_S)
         self.standings = Standings(options.goal, options.limits, Races(options.under_load), options.confidence)
@@ -278,7 +280,7 @@ class Session:
         """Race `recipes` as they are, known or not, in fresh processes (but for what is `held`), and keep nothing.
         Those in `once` have one process whatever the rules say."""
         self._race += 1
-        return race(
+        trials = race(
             self.target,
             self.probed.fingerprint,
             [replace(self._candidate(recipe), once=recipe in once) for recipe in recipes],
@@ -292,6 +294,20 @@ class Session:
             nodes=self._nodes,
             patience=self.patience,
         )
+        return [self._with_first_start(trial) for trial in trials]
+
+    def _with_first_start(self, trial: Trial) -> Trial:
+        """With the start of the recipe's first process of all; those that a later race started are warm ones."""
+        known = self.standings.known.get(trial.recipe)
+        if known is None or known.status == "failed" or not trial.slices:
+            return trial
+        warm_s = trial.startup.warm_s
+        if math.isnan(warm_s):
+            is_new = trial.slices[0].process.startswith(f"{trial.race}:")
+            warm_s = trial.startup.total_s if is_new else known.startup.warm_s
+        startup = replace(known.startup, warm_s=warm_s)
+        self.standings.known[trial.recipe] = replace(known, startup=startup)
+        return replace(trial, startup=startup)
 
     def keep(self, trials: Sequence[Trial]) -> None:
         """Keep a race's trials: in the study those whose recipes were not known, and what the others add to the fit."""
