@@ -30,7 +30,8 @@ HERE = [f"127.0.0.1:{PORT}"]
 LOAD = {"mode": "open", "throughput": 81.5, "goodput": 81.0, "within_limit": 1.0, "limit_ms": 100.0,
         "latency_ms": {"p50": 10.0, "p99": 93.25}}  # fmt: skip
 SLO = {"limit_ms": 100.0, "met": True, "best": 1, "name": "digits", "points": [
-    {"setting": "one row", "measured": None}, {"setting": "8 rows, 2 workers", "measured": 94.4, "tests": [{"run": LOAD}]}]}  # fmt: skip
+    {"setting": "one row", "measured": None},
+    {"setting": "8 rows, 2 workers", "measured": 94.4, "tests": [{"run": LOAD}]}]}  # fmt: skip
 
 
 def begin_study(folder: Path, name: str = "digits") -> optuna.Study:
