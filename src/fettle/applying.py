@@ -15,7 +15,17 @@ from fettle.errors import UsageError
 from fettle.machine import this_machine
 from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile, read_recipe
-from fettle.techniques import LARGEST, Facts, canonical, conflict, environment, load, probe_facts, source
+from fettle.techniques import (
+    LARGEST,
+    Facts,
+    canonical,
+    conflict,
+    environment,
+    keep_converted,
+    load,
+    probe_facts,
+    source,
+)
 from fettle.train import TrainingWorkload, load_training
 from fettle.train.workload import make
 from fettle.workload import Target, Workload
@@ -75,7 +85,7 @@ def _compiled(recipe: Recipe, facts: Facts) -> Callable[..., Any]:
         if os.environ.get(variable) != value:
             warnings.warn(f"{levels} takes full effect only when {variable}={value} is set before Python starts",
                           stacklevel=3)  # fmt: skip
-    return load(source(levels, facts), str(levels))
+    return keep_converted(load(source(levels, facts), str(levels)))
 
 
 def _workload(

@@ -12,7 +12,7 @@ from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, handed_on
 
-Goal = Literal["throughput", "latency", "memory", "energy", "startup", "ttft", "tpot"]
+Goal = Literal["throughput", "latency", "memory", "energy", "startup", "warm-startup", "ttft", "tpot"]
 TIMES: frozenset[Goal] = frozenset({"throughput", "latency", "ttft", "tpot"})
 """Goals that are times, which races compare."""
 Verdict = Literal["faster", "same", "slower", "cannot tell"]
@@ -239,9 +239,23 @@ class Outcome:
         """After how many calls the winner's start-up cost is paid back by its speed; None when it never is."""
         if self.winner is None or self.baseline is None:
             return None
+        return self._payback(self.winner.startup.total_s - self.baseline.startup.total_s)
+
+    @property
+    def warm_payback_calls(self) -> float | None:
+        """The same from the second start on, where what was compiled or converted is kept; None where it never is paid
+        back, or nothing is kept."""
+        if self.winner is None or self.baseline is None or not self.winner.startup.cache:
+            return None
+        if math.isnan(self.winner.startup.warm_s):
+            return None
+        return self._payback(self.winner.startup.warm_s - self.baseline.startup.again_s)
+
+    def _payback(self, extra_s: float) -> float | None:
+        assert self.winner is not None
+        assert self.baseline is not None
         rows = self.winner.samples / self.baseline.samples
         saved_s = (self.baseline.time_ms * rows - self.winner.time_ms) / 1e3
-        extra_s = self.winner.startup.total_s - self.baseline.startup.total_s
         if not saved_s > 0:
             return None
         return max(0.0, extra_s / saved_s)

@@ -76,13 +76,13 @@ def test_a_process_that_loads_it_imports_no_compiler(written):
 @pytest.mark.parametrize("change", ["bytes", "digest", "both"])
 def test_a_library_that_was_changed_is_never_loaded(written, change, caplog, monkeypatch):
     _, package = written
-    (library,) = compiled.cache_folder("compiled").glob("*.pt2")
-    digest, made = library.with_suffix(".sha256"), []
+    (library,) = compiled.cache_folder("compiled").glob("*/model.pt2")
+    digest, made = library.with_name("sums.json"), []
     before = library.read_bytes(), digest.read_text()
     if change in ("bytes", "both"):
         library.write_bytes(b"PK" + before[0][2:-100] + b"x" * 100)
     if change in ("digest", "both"):
-        digest.write_text("0" * 64)
+        digest.write_text(digest.read_text().replace(digest.read_text()[20:30], "0" * 10))
     monkeypatch.setattr(compiled, "_compile", lambda *arguments: made.append(1) or arguments[-1].write_bytes(before[0]))
     try:
         _, text = said(caplog, package)
@@ -109,7 +109,7 @@ def test_where_it_cannot_be_compiled_the_first_call_does_it(written, caplog, mon
 
 def test_a_library_that_answers_otherwise_is_not_kept(written, caplog, monkeypatch, tmp_path):
     _, package = written
-    (library,) = compiled.cache_folder("compiled").glob("*.pt2")
+    (library,) = compiled.cache_folder("compiled").glob("*/model.pt2")
     other = library.read_bytes()
     monkeypatch.setenv("FETTLE_CACHE", str(tmp_path))
     monkeypatch.setattr(compiled, "_compile", lambda *arguments: arguments[-1].write_bytes(other))
@@ -117,18 +117,6 @@ def test_a_library_that_answers_otherwise_is_not_kept(written, caplog, monkeypat
     _, text = said(caplog, package)
     assert "not compiled ahead of time: ValueError: compiled ahead of time, its answers are off by 0.67" in text
     assert not list(tmp_path.rglob("*.pt2"))
-
-
-def test_what_is_kept_is_bounded(monkeypatch, tmp_path):
-    monkeypatch.setattr(compiled, "KEEP", 3)
-    made = tmp_path / "made"
-    for index in range(5):
-        made.write_text(str(index))
-        compiled._keep(made, tmp_path / "cache" / f"{index}.pt2")
-        os.utime(tmp_path / "cache" / f"{index}.pt2", (index, index))
-    assert sorted(file.name for file in (tmp_path / "cache").iterdir()) == [
-        f"{index}.{suffix}" for index in (2, 3, 4) for suffix in ("pt2", "sha256")
-    ]
 
 
 @pytest.mark.parametrize(

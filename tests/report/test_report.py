@@ -100,6 +100,21 @@ def test_the_page_says_what_was_found() -> None:
     assert "def optimize(model, batches):" in seen
 
 
+def test_a_start_that_finds_what_was_kept_is_a_second_figure() -> None:
+    result = resnet()
+    assert result.winner is not None
+    assert "Where that is kept" not in table(result, 300)
+    winner = dataclasses.replace(result.winner, startup=dataclasses.replace(result.winner.startup, warm_s=1.5))
+    warm = dataclasses.replace(result, winner=winner)
+    assert "Where that is kept, it starts in 1.50 s from the second time on: paid back after 3 calls." in page(warm)
+    assert result.payback_calls == warm.payback_calls
+    assert result.warm_payback_calls is None
+    assert "winner, started again" in page(warm)
+    assert from_json(json.loads(json.dumps(to_json(warm)))).winner.startup.warm_s == 1.5  # type: ignore[union-attr]
+    goal = dataclasses.replace(warm, goal="warm-startup")
+    assert "warm start-up time is 1.50 s" in verdict(goal)
+
+
 def test_hostile_names_stay_text() -> None:
     text = page(ALL["hostile"])
     seen = Reader(text)

@@ -17,7 +17,7 @@ from pathlib import Path
 import optuna
 import pytest
 
-from fettle.cli import main
+from fettle.cli import main, ui
 from fettle.errors import UsageError
 from fettle.page import shell
 from fettle.ui import Site, address_of, inventory, listing, serve
@@ -25,6 +25,13 @@ from fettle.ui import Site, address_of, inventory, listing, serve
 HOSTILE = "<script>alert(1)</script>"
 PORT = 4321
 HERE = [f"127.0.0.1:{PORT}"]
+
+
+LOAD = {"mode": "open", "throughput": 81.5, "goodput": 81.0, "within_limit": 1.0, "limit_ms": 100.0,
+        "latency_ms": {"p50": 10.0, "p99": 93.25}}  # fmt: skip
+SLO = {"limit_ms": 100.0, "met": True, "best": 1, "name": "digits", "points": [
+    {"setting": "one row", "measured": None},
+    {"setting": "8 rows, 2 workers", "measured": 94.4, "tests": [{"run": LOAD}]}]}  # fmt: skip
 
 
 def begin_study(folder: Path, name: str = "digits") -> optuna.Study:
@@ -54,6 +61,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "a b#?%2e.json").write_text('{"traceEvents": []}')
     (root / "bad.json.gz").write_bytes(b"\x1f\x8b not gzip")
     (root / "broken.db").write_bytes(b"SQLite format 3\0 and then nothing")
+    (root / "load.json").write_text(json.dumps([LOAD, {**LOAD, "throughput": 90.0, "within_limit": 0.5}]))
+    (root / "compared.json").write_text(json.dumps({"runs": [LOAD], "changes": []}))
+    (root / "load.csv").write_text("Benchmark,TS failed requests,TS throughput\nAB,0,1\n")
+    (root / "other.csv").write_text("a,b\n")
+    (root / "slo-digits").mkdir()
+    (root / "slo-digits" / "result.json").write_text(json.dumps(SLO))
     (root / "memory.pickle").write_bytes(b"\x80\x04\x95segments device_traces")
     (root / "data.pickle").write_bytes(b"\x80\x04\x95anything")
     (root / "digits-1").mkdir()
@@ -78,6 +91,10 @@ def test_the_inventory_knows_each_kind_and_nothing_else(folder: Path) -> None:
     assert {item.path: item.kind for item in found.items} == {
         "out/study.db": "study",
         "out/report.html": "report",
+        "load.json": "load",
+        "compared.json": "load",
+        "load.csv": "load",
+        "slo-digits/result.json": "load",
         "run.json.gz": "trace",
         "a b#?%2e.json": "trace",
         "memory.pickle": "snapshot",
@@ -88,6 +105,28 @@ def test_the_inventory_knows_each_kind_and_nothing_else(folder: Path) -> None:
     assert study.says == "digits: 3 trials (1 rejected, 1 valid, 1 being measured)"
     assert study.running
     assert not {"link.txt", "linked/secret.txt", ".hidden/secret.txt", "pipe.txt"} & set(found.files)
+
+
+def test_load_and_limits_say_what_was_found(folder: Path, tmp_path: Path) -> None:
+    says = {item.path: item.says for item in inventory(folder).items}
+    assert says["load.json"] == "2 load tests: at most 90 answers/s, p99 93.25 ms; 1 not within the limit"
+    assert says["compared.json"] == "1 load test: at most 81.5 answers/s, p99 93.25 ms"
+    assert says["slo-digits/result.json"] == "digits: 94.4 requests/s with p99 within 100 ms: 8 rows, 2 workers"
+    path = tmp_path / "result.json"
+    for changed, said in (
+        ({"best": None}, "digits: no setting was shown to keep p99 within 100 ms"),
+        ({"best": -1}, "digits: no setting was shown to keep p99 within 100 ms"),
+        ({"met": False}, "digits: 94.4 requests/s with p99 within 100 ms: 8 rows, 2 workers; not met"),
+        ({"limit_ms": 0, "ttft_limit_ms": 500.0, "itl_limit_ms": 50.0},
+         "digits: 94.4 requests/s with first token within 500 ms, tokens apart within 50 ms: 8 rows, 2 workers"),
+    ):  # fmt: skip
+        path.write_text(json.dumps({**SLO, **changed}))
+        assert listing._look(path) == ("load", said)
+    for broken in ('{"limit_ms": 1, "met": 7}', '[{"latency_ms": {}, "goodput": "x"}]', '{"limit_ms", "met"'):
+        path.write_text(broken)
+        assert inventory(tmp_path).items == []
+    (tmp_path / "empty.json").write_text('{"latency_ms": 0, "goodput": 0, "runs": []}')
+    assert inventory(tmp_path).items == []
 
 
 def test_a_study_runs_until_its_result_is_newer_or_it_was_silent(tmp_path: Path) -> None:
@@ -264,7 +303,7 @@ def test_bad_input_is_one_line_and_json_is_the_inventory(
     code, out, _ = run(str(folder), "--json")
     assert code == 0
     assert {item["kind"] for item in json.loads(out)["items"]} == {
-        "study", "report", "trace", "snapshot", "package", "results",
+        "study", "report", "load", "trace", "snapshot", "package", "results",
     }  # fmt: skip
     with (
         serve(Site(folder)) as server,
@@ -272,6 +311,34 @@ def test_bad_input_is_one_line_and_json_is_the_inventory(
         serve(Site(folder), server.server_port),
     ):
         pass
+
+
+def test_a_browser_is_opened_without_the_token_among_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+
+    def take(url: str) -> None:
+        page = Path(url.removeprefix("file://"))
+        assert page.parent.stat().st_mode & 0o077 == 0
+        opened.append((url, page.read_text()))
+
+    monkeypatch.setattr("webbrowser.open", take)
+    with ui._opened("http://127.0.0.1:1/secret/"):
+        pass
+    ((url, text),) = opened
+    assert "secret" not in url
+    assert "url=http://127.0.0.1:1/secret/" in text
+    for variables, terminal, wanted in (
+        ({}, True, False),
+        ({"DISPLAY": ":0"}, True, True),
+        ({"DISPLAY": ":0"}, False, False),
+    ):
+        monkeypatch.delenv("DISPLAY", raising=False)
+        monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("sys.stdout.isatty", lambda terminal=terminal: terminal, raising=False)
+        monkeypatch.setattr("sys.platform", "linux")
+        assert ui._has_desktop() is wanted
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ def command(
     target: _options.Target,
     mode: _options.Mode = "auto",
     goal: Annotated[
-        str, typer.Option(help="throughput, latency, memory, energy, startup; ttft, tpot of text")
+        str, typer.Option(help="throughput, latency, memory, energy, startup, warm-startup; ttft, tpot of text")
     ] = "throughput",
     budget: Annotated[str, typer.Option(help="time to spend, for example 90s, 10m, 1h; 0 for no limit")] = "15m",
     max_error: Annotated[float, typer.Option(help="largest relative L2 error of the outputs")] = 0.02,

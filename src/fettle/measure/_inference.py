@@ -35,7 +35,7 @@ from fettle.measure.messages import (
     WriteReference,
 )
 from fettle.structure import structure
-from fettle.techniques import load, probe_facts
+from fettle.techniques import keep_converted, load, probe_facts
 from fettle.workload import device_of, fingerprint, map_tensors, tensors
 
 
@@ -88,7 +88,8 @@ def prepare(state: State, request: Prepare) -> Prepared:
     calibration = list(workload.calibration) or list(workload.inputs[:1])
     with notes_kept() as told:
         started = time.perf_counter()
-        optimize = load(request.source, request.label)
+        later: list[Callable[[], None]] = []
+        optimize = keep_converted(load(request.source, request.label), request.label, later)
         extra = () if workload.call is None else (workload.call,)
         run = optimize(workload.model, calibration, *extra)
         optimize_s = time.perf_counter() - started
@@ -114,6 +115,8 @@ def prepare(state: State, request: Prepare) -> Prepared:
                 answers = outputs_of(state.workload.judged(output, grown))
                 judged.append(compare(first_rows(answers, request.factor, wanted[index]), wanted[index]))
             del output
+        for keep in later:
+            keep()
         accuracy = worst(judged)
         metric = state.workload.metric
         if metric is not None:

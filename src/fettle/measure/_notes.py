@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from fettle.techniques import tally
+
 
 class Notes(logging.Handler):
     def __init__(self) -> None:
@@ -58,13 +60,14 @@ def compiler_notes() -> list[str]:
 
 
 def compile_cache() -> str:
-    """Whether the compile cache had the graphs: cold, warm, partly warm; empty where nothing was compiled."""
-    if "torch._dynamo" not in sys.modules:
-        return ""
-    from torch._dynamo.utils import counters
+    """Whether what was compiled or converted had been kept: cold, warm, partly warm; empty where nothing was."""
+    hits, misses = tally["read"], tally["converted"]
+    if "torch._dynamo" in sys.modules:
+        from torch._dynamo.utils import counters
 
-    hits = counters["inductor"].get("fxgraph_cache_hit", 0)
-    misses = counters["inductor"].get("fxgraph_cache_miss", 0) + counters["inductor"].get("fxgraph_cache_bypass", 0)
+        counted = counters["inductor"]
+        hits += counted.get("fxgraph_cache_hit", 0)
+        misses += counted.get("fxgraph_cache_miss", 0) + counted.get("fxgraph_cache_bypass", 0)
     if not hits and not misses:
         return ""
     return "warm" if not misses else "cold" if not hits else "partly warm"

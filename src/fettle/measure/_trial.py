@@ -85,12 +85,19 @@ class Startup:
     first_call_s: float = math.nan
     """The first call on each batch, compiling included."""
     cache: str = ""
-    """Whether the compile cache was ``cold``, ``warm`` or not used (empty)."""
+    """Whether what was compiled or converted had been kept: ``cold``, ``warm``, or nothing was (empty)."""
+    warm_s: float = math.nan
+    """`total_s` of a further process, which finds what the first one kept; NaN where none was started."""
 
     @property
     def total_s(self) -> float:
-        """What the recipe itself costs before it runs at speed."""
+        """What the recipe itself costs before it runs at speed, the first time."""
         return self.optimize_s + self.first_call_s
+
+    @property
+    def again_s(self) -> float:
+        """The same from the second start on; as the first time where none was measured."""
+        return self.total_s if math.isnan(self.warm_s) else self.warm_s
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,12 @@ def _go_on(
     return trials
 
 
+def _again_s(runners: Sequence[Runner]) -> float:
+    """What the processes after the first took to start."""
+    starts_s = [runner.answer.optimize_s + runner.answer.first_call_s for runner in runners[1:]]
+    return statistics.median(starts_s) if starts_s else math.nan
+
+
 def _is_vague(trial: Trial, rules: Rules) -> bool:
     """Whether its processes leave open how fast it is. What ran in one process has an interval of its rounds alone."""
     several = trial.ok and trial.processes > 1
@@ -204,7 +210,7 @@ def _trial(started: Started, anchor: Started, start: Start, rounds: Rounds) -> T
         peaks_bytes=tuple(peaks),
         fingerprint=first.worker.fingerprint,
         energy_j=statistics.median(energy) if energy else None,
-        startup=Startup(answer.load_s, answer.optimize_s, answer.first_call_s, answer.cache),
+        startup=Startup(answer.load_s, answer.optimize_s, answer.first_call_s, answer.cache, _again_s(runners)),
         accuracy=answer.accuracy,
         start_s=first.started_s,
         phases_ms=answer.phases_ms,

@@ -2,11 +2,11 @@
 
 That is a library compiled by AOTInductor, or a graph that ONNX Runtime has optimised. Making it takes seconds to
 minutes, loading it a fraction of a second. It is made on this machine from the package's checked graph and lies in the
-user's own cache: a package never brings machine code. Its SHA-256 lies beside it, and its name tells package, recipe,
-machine and versions: what does not fit, or was changed, is made again.
+user's own cache: a package never brings machine code. Its SHA-256 lies beside it, and its folder's name tells package,
+recipe, machine and versions: what does not fit, or was changed, is made again.
 
-OpenVINO's models are not kept a second time: in a trial its CPU plugin imported what it had cached no sooner than it
-compiled the package's own files (`bench/warm_start.py --openvino-cache` asks that of a machine).
+OpenVINO's models are not kept a second time: its CPU plugin imports what it has cached no sooner than it compiles the
+package's own files (`bench/warm_start.py --openvino-cache` asks that of a machine).
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fettle.errors import UsageError, first_line
-from fettle.files import cache_folder, whole
+from fettle.errors import first_line
+from fettle.files import cache_folder
+from fettle.kept_files import is_sound, keep
 from fettle.package.host import cores, host_id
 from fettle.package.program import GRAPH, WEIGHTS, load_program
 from fettle.recipe import Recipe
 
-KEEP = 20
-"""Of each kind in the cache; those used longest ago go first."""
 MOST_ERROR = 0.02
 """By which a library's answers may be off from what it was compiled from, relative, in L2: roundings fall otherwise."""
 COMPILING = ("compile", "freeze", "region", "shapes", "runtime", "grad")
 """Techniques that say how a model is compiled: here that is once, ahead of time. The runner needs no gradients."""
-LIBRARY, ONNX = ".pt2", ".onnx"
+LIBRARY, ONNX = "model.pt2", "model.onnx"
 _MOST_ONNX = 1900 << 20
 """Bytes of weights: one file of ONNX holds no more than 2 GiB."""
 
@@ -64,25 +64,29 @@ def compiled(
 
     `samples` are one batch, on `device`.
     """
-    suffix = ONNX if recipe.levels.get("runtime") == "onnxruntime" else LIBRARY
-    path = cache_folder("compiled") / f"{_key(folder, recipe, device)}{suffix}"
+    name = ONNX if recipe.levels.get("runtime") == "onnxruntime" else LIBRARY
+    kept = cache_folder("compiled") / _key(folder, recipe, device)
     began = time.perf_counter()
-    if _sound(path):
+    if is_sound(kept):
         try:
-            found = _load(path)
+            found = _load(kept / name)
             log.info("compiled before: loaded in %.2g s", time.perf_counter() - began)
             return found
         except Exception as error:  # of another system's libraries, say
             log.info("what was compiled before cannot be loaded (%s): compiling again", first_line(error))
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            made = Path(scratch) / f"model{suffix}"
+            made = Path(scratch) / name
             tuned = _tuned(load_program(folder, device), recipe, samples)
             _compile(tuned, recipe, samples, made)
             found = _load(made)
             _compare(found, tuned, samples)
-            _keep(made, path)
-        log.info("compiled in %.3g s, kept for the next start", time.perf_counter() - began)
+            took_s = time.perf_counter() - began
+            try:
+                keep(kept, partial(shutil.copy, made))
+                log.info("compiled in %.3g s, kept for the next start", took_s)
+            except OSError as error:
+                log.info("compiled in %.3g s, which could not be kept: %s", took_s, first_line(error))
         return found
     except Exception as error:
         log.info("not compiled ahead of time: %s", first_line(error))
@@ -125,7 +129,7 @@ def _compile(tuned: _Tuned, recipe: Recipe, samples: Sequence[torch.Tensor], pat
     with torch.inference_mode(False), torch.no_grad():
         examples = [tensor.clone() for tensor in examples]
         program = torch.export.export(tuned, tuple(examples), dynamic_shapes={"tensors": shapes})
-        if path.suffix == ONNX:
+        if path.name == ONNX:
             return _optimise(program, path)
         options = {"freezing": True} if recipe.levels.get("freeze") == "on" else {}
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
@@ -178,7 +182,7 @@ class _Tuned(torch.nn.Module):
 
 def _load(path: Path) -> Callable[..., list[torch.Tensor]]:
     """What a file holds, ready to be called."""
-    if path.suffix == ONNX:
+    if path.name == ONNX:
         return _session(path)
     # torch's own loader of such libraries, without `torch._inductor`, whose import takes longer than the loading
     runner = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
@@ -205,26 +209,3 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _sound(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == path.with_suffix(".sha256").read_text()
-    except OSError:
-        return False
-
-
-def _keep(made: Path, path: Path) -> None:
-    """Copy a file into the cache, and let those go that were used longest ago."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for old in sorted(path.parent.glob(f"*{path.suffix}"), key=lambda file: file.stat().st_atime)[: 1 - KEEP]:
-            old.unlink(missing_ok=True)
-            old.with_suffix(".sha256").unlink(missing_ok=True)
-        with whole(path) as here:
-            shutil.copyfile(made, here)
-        with path.open("rb") as file, whole(path.with_suffix(".sha256")) as here:
-            here.write_text(hashlib.file_digest(file, "sha256").hexdigest())
-    except (OSError, UsageError) as error:
-        log.info("what was compiled could not be kept: %s", first_line(error))

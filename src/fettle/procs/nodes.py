@@ -137,7 +137,8 @@ def join(host: str, port: int, on_progress: Callable[[str], None]) -> int:
             while True:
                 message = _received(study, Begin | End)
                 if isinstance(message, Begin):
-                    variables = {**variables_of(message.share), **message.variables, "TORCHINDUCTOR_CACHE_DIR": cache}
+                    here = {"TORCHINDUCTOR_CACHE_DIR": cache, "FETTLE_CACHE": cache}
+                    variables = {**variables_of(message.share), **message.variables, **here}
                     running[message.share.run_id] = Child(LAUNCHER, variables=variables)
                     ran += 1
                 elif message.run_id in running:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import altair as alt
 
-from fettle.measure import Trial
+from fettle.measure import Startup, Trial
 from fettle.page import theme
 from fettle.page.theme import ACCENT, LEVERS, QUIET, Drawn, moment, sized
 from fettle.report import _format as fmt
@@ -14,7 +15,7 @@ from fettle.report._facts import front_trials, is_winner, ranked, speed, unit_na
 from fettle.result import Outcome
 
 _POINTS = 60
-GIVEN, WINNER = "as given", "winner"
+GIVEN, WINNER, AGAIN = "as given", "winner", "winner, started again"
 
 
 def payback(result: Outcome) -> Drawn | None:
@@ -31,7 +32,7 @@ def payback(result: Outcome) -> Drawn | None:
         for index in range(_POINTS + 1):
             x = end ** (index / _POINTS)
             rows.append({"calls": x, "seconds": trial.startup.total_s + x * per_call, "series": name})
-    colours = {GIVEN: QUIET, WINNER: ACCENT}
+    colours = {GIVEN: QUIET, WINNER: ACCENT, AGAIN: LEVERS[0]}
     range_ = [colours.get(name, LEVERS[1 + 2 * i % 6]) for i, name in enumerate(series)]
     scale = alt.Scale(type="log", nice=False)
     done = "steps made" if unit_name(result) == "step" else "calls answered"
@@ -74,6 +75,8 @@ def _series(result: Outcome) -> dict[str, Trial]:
             and speed(trial) > 1.05
             and trial.startup.total_s < 0.7 * winner.startup.total_s
         ]
+        if result.warm_payback_calls is not None:
+            usable[AGAIN] = replace(winner, startup=Startup(optimize_s=0.0, first_call_s=winner.startup.warm_s))
         for trial in sooner[:2]:
             usable[f"#{number[trial.recipe]} {trial.recipe}"] = trial
     return usable

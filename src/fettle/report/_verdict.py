@@ -32,7 +32,7 @@ def headline(result: Outcome) -> str:
         return "No winner"
     if not winner.recipe.levels:
         return "Leave it as it is" if _others(result) else "Nothing to compare"
-    if result.goal in ("memory", "energy", "startup"):
+    if result.goal in _GOAL_NOUN:
         before, after = _goal_values(result)
         if before and after and after < before:
             return f"{before / after:.2f}x less {_GOAL_NOUN[result.goal]}"
@@ -60,8 +60,19 @@ def payback(result: Outcome) -> str:
     spent = calls * winner.time_ms / 1e3
     return (
         f"It starts {fmt.seconds(extra)} later than the model as given{cache}; that is paid back after "
-        f"{fmt.count(calls)} calls, which take about {fmt.seconds(spent)} at the new speed."
+        f"{fmt.count(calls)} calls, which take about {fmt.seconds(spent)} at the new speed.{_warm_payback(result)}"
     )
+
+
+def _warm_payback(result: Outcome) -> str:
+    """The same of a start that finds what an earlier one compiled or converted; empty where none was measured."""
+    winner, baseline, calls = result.winner, result.baseline, result.warm_payback_calls
+    if winner is None or baseline is None or calls is None:
+        return ""
+    again = f" Where that is kept, it starts in {fmt.seconds(winner.startup.warm_s)} from the second time on"
+    if calls < 1:
+        return f"{again}, and pays from the first call on."
+    return f"{again}: paid back after {fmt.count(calls)} calls."
 
 
 def interval_meaning(result: Outcome) -> str:
@@ -111,7 +122,7 @@ def miss_text(result: Outcome, trial: Trial) -> str:
     return ", ".join(parts)
 
 
-_GOAL_NOUN = {"memory": "memory", "energy": "energy", "startup": "start-up time"}
+_GOAL_NOUN = {"memory": "memory", "energy": "energy", "startup": "start-up time", "warm-startup": "warm start-up time"}
 
 
 def _sentence(result: Outcome) -> str:
@@ -122,7 +133,7 @@ def _sentence(result: Outcome) -> str:
         return _unchanged(result)
     how = name_of(winner.recipe)
     answers = _answers(result, winner)
-    if result.goal in ("memory", "energy", "startup"):
+    if result.goal in _GOAL_NOUN:
         return _other_goal(result, winner, how, answers)
     figures = _figures(winner.speedup, result.confidence)
     if result.verdict == "faster":
@@ -170,9 +181,9 @@ def _unchanged(result: Outcome) -> str:
     others = _others(result)
     if not others:
         return "Nothing to compare: only the model as given was measured; give a longer budget, or allow more levels."
-    what = {"memory": "needs less memory", "energy": "needs less energy", "startup": "starts sooner"}.get(
-        result.goal, "is faster"
-    )
+    goals = {"memory": "needs less memory", "energy": "needs less energy", "startup": "starts sooner",
+             "warm-startup": "starts sooner"}  # fmt: skip
+    what = goals.get(result.goal, "is faster")
     tried = "the one other recipe" if others == 1 else f"none of the {others} other recipes"
     if others == 1:
         return f"Leave it as it is: {tried} that was tried is not one that {what} and keeps the limits."
@@ -182,7 +193,7 @@ def _unchanged(result: Outcome) -> str:
 def _other_goal(result: Outcome, winner: Trial, how: str, answers: str) -> str:
     noun = _GOAL_NOUN[result.goal]
     before, after = _goal_values(result)
-    show = {"memory": fmt.size, "energy": fmt.joules, "startup": fmt.seconds}[result.goal]
+    show = {"memory": fmt.size, "energy": fmt.joules, "startup": fmt.seconds}.get(result.goal, fmt.seconds)
     pace = f"in speed it is {_pace(winner.speedup)}"
     if before is None or after is None:
         return f"The winner is {how}, but its {noun} cannot be compared with the model as given; {pace}, {answers}."
@@ -198,7 +209,8 @@ def _goal_values(result: Outcome) -> tuple[float | None, float | None]:
     def value(trial: Trial | None) -> float | None:
         if trial is None:
             return None
-        found = {"memory": trial.peak_bytes, "energy": trial.energy_j, "startup": trial.startup.total_s}[result.goal]
+        found = {"memory": trial.peak_bytes, "energy": trial.energy_j, "startup": trial.startup.total_s,
+                 "warm-startup": trial.startup.again_s}[result.goal]  # fmt: skip
         return float(found) if found is not None and math.isfinite(found) and found > 0 else None
 
     return value(result.baseline), value(result.winner)

@@ -67,6 +67,7 @@ def _recipe_file(result: Outcome) -> RecipeFile:
         "measured_on": "a quiet machine" if winner.is_quiet else f"a busy machine: {winner.load}",
         "peak_bytes": winner.peak_bytes,
         "startup_s": winner.startup.total_s,
+        "warm_startup_s": None if _is_nan(winner.startup.warm_s) else winner.startup.warm_s,
         "accuracy": accuracy,
         "limits": msgspec.to_builtins(result.limits),
         **result.learned,

@@ -65,6 +65,7 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
             if not workload.failure:
                 _measure(workload, settings, began)
                 close_all()
+                workload.session.let_go()
     except KeyboardInterrupt:
         interrupted = True  # what is done is kept, and shown
     finally:

@@ -35,6 +35,7 @@ from fettle.techniques._catalogue import (
 )
 from fettle.techniques._facts import parts_lines, parts_sentence
 from fettle.techniques._host import cpu_flags, installed
+from fettle.techniques._kept import keep_converted, tally
 from fettle.techniques._openvino import OpenvinoRequest, openvino_model
 from fettle.techniques._openvino_core import openvino_core
 from fettle.techniques._probe import machine_facts, probe_facts, unchanged
@@ -77,6 +78,7 @@ __all__ = [
     "installed",
     "int8_part",
     "is_calibrated",
+    "keep_converted",
     "kind_of",
     "known_levels",
     "learned_types",
@@ -96,6 +98,7 @@ __all__ = [
     "repeated_blocks",
     "respelled",
     "source",
+    "tally",
     "unchanged",
     "uses_ranks",
 ]  # fmt: skip

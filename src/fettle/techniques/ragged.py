@@ -7,6 +7,7 @@ are padding then. A mask among the arguments says which.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -131,18 +132,28 @@ class Ragged(Technique):
         return Code(helpers=(flatten, ByLength), prepare=(f"model = ByLength(model, {mask!r}, {axes}{apart})",))
 
 
+class _Noted(Exception):
+    """The arguments are known: the call need not be made."""
+
+
 def padding_of(model: torch.nn.Module, run: Callable[[], Any]) -> Padding | None:
-    """How rows are padded in the first call of `model` that `run` makes.
+    """How rows are padded in the first call of `model` that `run` makes, which ends where it begins.
 
     None where no argument tells, or where the rows of the output cannot be told from its other axes: the model is
-    called three times more, with other numbers of rows and places.
+    called three times, with other numbers of rows and places.
     """
     from torch.utils import _pytree as pytree
 
     calls: list[tuple[Any, Any]] = []
-    hook = model.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+
+    def note(_: Any, args: Any, kwargs: Any) -> None:
+        calls.append((args, kwargs))
+        raise _Noted
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        run()
+        with suppress(_Noted):
+            run()
     finally:
         hook.remove()
     args, kwargs = calls[0] if calls else ((), {})

@@ -34,8 +34,9 @@ class Options:
     """Goal, limits, budget, and what may be tried. The defaults are those of `fettle.tune`."""
 
     goal: Goal = "throughput"
-    """``throughput``, ``latency``, ``memory``, ``energy`` or ``startup``; for text also ``ttft``, the time to the first
-    token, and ``tpot``, the time per output token."""
+    """``throughput``, ``latency``, ``memory``, ``energy``, ``startup`` (the first answer where nothing was compiled
+    before) or ``warm-startup`` (where it was kept: each recipe is started twice); for text also ``ttft``, the time to
+    the first token, and ``tpot``, the time per output token."""
 
     limits: Limits = field(default_factory=Limits)
     """What a recipe must keep. `fettle.tune` takes its fields too: ``max_error=0.01``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,6 +57,8 @@ _SMALL_SHARE = 1 / 32
 """Of the memory: weights of no more than that may be built in two processes side by side."""
 SHARED_RACES = 10_000
 """Races of a study that several work at are numbered from here, by the place of their first trial."""
+_KEPT = "cache/kept"
+"""What trials have converted, for their further processes: it is large, and goes when the study ends."""
 _ENERGY_SLICE_S = 0.5
 """A GPU's counter is renewed every 20 to 100 ms (Yang, Adamek and Armour, *Part-time Power Measurements*, 2023): in the
 usual slice it may not move at all."""
@@ -97,6 +100,8 @@ class Session:
             self.rules = replace(self.rules, may_go_first=False)
         if options.goal in ("ttft", "tpot"):
             self.rules = replace(self.rules, part=options.goal)
+        if options.goal == "warm-startup":
+            self.rules = replace(self.rules, replicates=2)
         if options.goal == "energy":
             self.rules = replace(self.rules, slice_s=_ENERGY_SLICE_S)
         self.standings = Standings(options.goal, options.limits, Races(options.under_load), options.confidence)
@@ -276,7 +281,7 @@ class Session:
         """Race `recipes` as they are, known or not, in fresh processes (but for what is `held`), and keep nothing.
         Those in `once` have one process whatever the rules say."""
         self._race += 1
-        return race(
+        trials = race(
             self.target,
             self.probed.fingerprint,
             [replace(self._candidate(recipe), once=recipe in once) for recipe in recipes],
@@ -290,6 +295,20 @@ class Session:
             nodes=self._nodes,
             patience=self.patience,
         )
+        return [self._with_first_start(trial) for trial in trials]
+
+    def _with_first_start(self, trial: Trial) -> Trial:
+        """With the start of the recipe's first process of all; those that a later race started are warm ones."""
+        known = self.standings.known.get(trial.recipe)
+        if known is None or known.status == "failed" or not trial.slices:
+            return trial
+        warm_s = trial.startup.warm_s
+        if math.isnan(warm_s):
+            is_new = trial.slices[0].process.startswith(f"{trial.race}:")
+            warm_s = trial.startup.total_s if is_new else known.startup.warm_s
+        startup = replace(known.startup, warm_s=warm_s)
+        self.standings.known[trial.recipe] = replace(known, startup=startup)
+        return replace(trial, startup=startup)
 
     def keep(self, trials: Sequence[Trial]) -> None:
         """Keep a race's trials: in the study those whose recipes were not known, and what the others add to the fit."""
@@ -367,7 +386,12 @@ class Session:
             # One compile cache a study, so that the final race and a resumed study find what was compiled.
             "TORCHINDUCTOR_CACHE_DIR": str(self._folder("cache/inductor").resolve()),
             "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+            "FETTLE_CACHE": str(self._folder(_KEPT).resolve()),
         }
+
+    def let_go(self) -> None:
+        """Delete what trials have converted."""
+        shutil.rmtree(self.folder / _KEPT, ignore_errors=True)
 
     def _folder(self, name: str) -> Path:
         folder = self.folder / name

@@ -152,6 +152,8 @@ def score_of(trial: Trial, goal: Goal) -> float:
         return math.log(trial.energy_j / trial.samples) if trial.energy_j else math.inf
     if goal == "startup":
         return math.log(trial.startup.total_s)
+    if goal == "warm-startup":
+        return math.log(trial.startup.again_s)
     return -math.log(trial.speedup.estimate)
 
 

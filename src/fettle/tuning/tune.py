@@ -111,6 +111,7 @@ def tune(
         result = outcome(session, last, left_out, machine, command, interrupted)
     finally:
         close_all()
+        session.let_go()
         if others is not None:
             others.close()
         watched.close()

@@ -1,4 +1,4 @@
-"""What lies in a folder that fettle knows: studies, reports, traces, snapshots, packages.
+"""What lies in a folder that fettle knows: studies, reports, load, traces, snapshots, packages.
 
 Files are recognised by a few bytes of each: nothing is unpickled, and no code of theirs runs. Symbolic links are not
 followed and not listed, so that what is found lies in the folder.
@@ -40,7 +40,7 @@ TYPES = {".html": "text/html", ".svg": "image/svg+xml", ".png": "image/png"} | d
     (".json", ".jsonl", ".toml", ".csv", ".py", ".md", ".txt", ".log"), "text/plain"
 )
 """What may be shown in a browser, by suffix, as what; of anything else its path is all that is told."""
-KINDS = ("study", "report", "trace", "snapshot", "package", "results")
+KINDS = ("study", "report", "load", "trace", "snapshot", "package", "results")
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,13 @@ def _look(path: Path) -> tuple[str, str]:
             return "trace", "a profiler's trace"
         if name == "manifest.json" and path.with_name("weights.safetensors").exists():
             return "package", "a model that fettle serves"
+        of_load = b'"latency_ms"' in head and b'"goodput"' in head
+        if of_load or (b'limit_ms"' in head and b'"met"' in head):
+            return "load", _under_load(path)
         return ("results", "the same for machines") if name in _RESULTS else ("", "")
+    if name.endswith(".csv"):
+        rows = _head(path).startswith(b"Benchmark,TS failed requests,")
+        return ("load", "load tests in TorchServe's columns") if rows else ("", "")
     if name in ("recipe.toml", "optimized.py", "history.jsonl"):
         return "results", _OTHERS[name]
     if name.endswith((".pickle", ".pkl")):
@@ -190,6 +196,59 @@ def _study(path: Path) -> tuple[str, str]:
         told.append(f"{waiting} being measured")
     line = ", ".join(names) + f": {count_text(sum(states.values()), 'trial')}"
     return "study", line + (f" ({', '.join(told)})" if told else "")
+
+
+class _Run(msgspec.Struct):
+    """One run of ``fettle serve load --json``."""
+
+    latency_ms: dict[str, float | None]
+    throughput: float
+    within_limit: float | None = None
+    limit_ms: float = 0.0
+
+
+class _Runs(msgspec.Struct):
+    runs: list[_Run]
+
+
+class _Setting(msgspec.Struct):
+    setting: str
+    measured: float | None = None
+
+
+class _Searched(msgspec.Struct):
+    """The ``result.json`` of ``fettle serve slo``."""
+
+    met: bool
+    name: str
+    points: list[_Setting]
+    best: int | None = None
+    limit_ms: float = 0.0
+    ttft_limit_ms: float = 0.0
+    itl_limit_ms: float = 0.0
+
+
+def _under_load(path: Path) -> str:
+    """The line of load tests, or of a search for the best setting under a limit; raises where it is neither."""
+    with path.open("rb") as file:
+        text = file.read(_MOST_RESULT)
+    if b'"met"' in text[:_PEEK]:
+        found = msgspec.json.decode(text, type=_Searched)
+        limits = {"p99": found.limit_ms, "first token": found.ttft_limit_ms, "tokens apart": found.itl_limit_ms}
+        kept = ", ".join(f"{name} within {value:.4g} ms" for name, value in limits.items() if value)
+        best = found.points[found.best] if found.best is not None and 0 <= found.best < len(found.points) else None
+        if best is None or not best.measured:
+            return f"{found.name}: no setting was shown to keep {kept}"
+        line = f"{found.name}: {best.measured:.4g} requests/s with {kept}: {best.setting}"
+        return line if found.met else f"{line}; not met"
+    told = msgspec.json.decode(text, type=list[_Run] | _Runs)
+    runs = told.runs if isinstance(told, _Runs) else told
+    most = max(runs, key=lambda run: run.throughput)
+    p99 = most.latency_ms.get("p99")
+    line = f"{count_text(len(runs), 'load test')}: at most {most.throughput:.4g} answers/s"
+    line += f", p99 {p99:.4g} ms" if p99 is not None else ""
+    late = sum(bool(run.limit_ms) and (run.within_limit or 0.0) < 0.99 for run in runs)
+    return line + (f"; {late} not within the limit" if late else "")
 
 
 class _Interval(msgspec.Struct):

@@ -36,8 +36,8 @@ _HEADERS = {
     "Cache-Control": "no-cache", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY", "Cross-Origin-Resource-Policy": "same-origin",
 }  # fmt: skip
-_TITLES = {"study": "Studies", "report": "Reports", "trace": "Traces", "snapshot": "Memory snapshots",
-           "package": "Packages", "results": "Recipes and results"}  # fmt: skip
+_TITLES = {"study": "Studies", "report": "Reports", "load": "Load and limits", "trace": "Traces",
+           "snapshot": "Memory snapshots", "package": "Packages", "results": "Recipes and results"}  # fmt: skip
 
 
 @dataclass(frozen=True)

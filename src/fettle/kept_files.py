@@ -1,0 +1,78 @@
+"""Folders of files that took long to make, kept for the next process: whole, checked by hash, and bounded in size."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+MOST_BYTES = 8 << 30
+"""Of all folders beside each other; those used longest ago go first."""
+SUMS = "sums.json"
+"""The SHA-256 of each file. Its own time is when the folder was last used."""
+_ABANDONED_S = 86400.0
+"""After which a folder that was never finished is one whose process was killed."""
+
+
+def is_sound(folder: Path) -> bool:
+    """Whether a folder was kept and holds the files it was kept with, and no others. It counts as used now."""
+    try:
+        sums = json.loads((folder / SUMS).read_text(encoding="utf-8"))
+        if not isinstance(sums, dict) or sums != _sums(folder):
+            return False
+        os.utime(folder / SUMS)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def keep(folder: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a new folder, put it in the place of `folder`, and let those go that were used longest ago.
+
+    Raises OSError where the place cannot be written, and what `write` raises: nothing is kept then.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    made = Path(tempfile.mkdtemp(dir=folder.parent, prefix="."))
+    try:
+        write(made)
+        (made / SUMS).write_text(json.dumps(_sums(made)), encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(made, folder)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    _let_go(folder.parent)
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    sums = {}
+    for path in sorted(folder.iterdir()):
+        if path.name != SUMS:
+            with path.open("rb") as file:
+                sums[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return sums
+
+
+def _let_go(parent: Path) -> None:
+    """Delete until no more than `MOST_BYTES` are kept, and what killed processes have left."""
+    found = []
+    for folder in parent.iterdir():
+        try:
+            if folder.name.startswith("."):
+                if time.time() - folder.stat().st_mtime > _ABANDONED_S:
+                    shutil.rmtree(folder, ignore_errors=True)
+                continue
+            used = (folder / SUMS).stat().st_mtime_ns
+            found.append((used, sum(file.stat().st_size for file in folder.iterdir()), folder))
+        except OSError:  # another process was first, or it is nothing of ours
+            continue
+    left = sum(size for _, size, _ in found)
+    for _, size, folder in sorted(found):
+        if left <= MOST_BYTES:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        left -= size
