@@ -42,7 +42,7 @@ def test_each_row_is_answered_as_alone(model: Reader, level: str, lengths: list[
     workload = fettle.Workload(model, batch, padding="mask")
     facts = probe_facts(workload)
     assert facts.padding is not None
-    assert facts.padding.axes == ((1,), (), (1,))
+    assert facts.padding.at == ()
     assert facts.padding.share == pytest.approx(1 - sum(lengths) / (64 * len(lengths)))
     run = load(source(Recipe({"ragged": level}), facts), level)(model, [batch])
     assert run.name == "reader"
@@ -58,7 +58,7 @@ def test_each_row_is_answered_as_alone(model: Reader, level: str, lengths: list[
 def test_what_is_filled_from_the_left_or_has_no_mask_is_run_as_given(model: Reader) -> None:
     asked = []
     model.register_forward_pre_hook(lambda _, args, kwargs: asked.append(kwargs), with_kwargs=True)
-    run = ByLength(model, "mask", ((1,), (), (1,)))
+    run = ByLength(model, "mask", {})
     batch = _batch([9, 4], 12)
     left = {name: value.flip(1) for name, value in batch.items()}
     empty = {**batch, "mask": batch["mask"] * torch.tensor([[1], [0]])}
@@ -74,7 +74,43 @@ def test_a_mask_by_its_place(model: Reader) -> None:
     facts = probe_facts(workload)
     assert facts.padding is not None
     assert facts.padding.mask == 1
-    assert "ByLength(model, 1, [[1], [], [1]])" in source(Recipe({"ragged": "grouped"}), facts)
+    assert "ByLength(model, 1, {})" in source(Recipe({"ragged": "grouped"}), facts)
+
+
+class Listener(nn.Module):
+    """Channels first, and an answer for every second place, as in front of a recogniser of text or speech."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 6, 3, stride=2, padding=1)
+
+    def forward(self, pictures, mask):
+        x = self.first(pictures) * mask[:, None, None]
+        return self.second(x).mean(2).transpose(1, 2)
+
+
+@pytest.mark.parametrize("level", ["trimmed", "grouped"])
+@pytest.mark.parametrize("places", [64, 96])
+def test_places_in_the_last_axis_and_an_answer_for_every_second(level: str, places: int) -> None:
+    lengths = [64, 8, 34, 62, 20, 22]
+    mask = (torch.arange(places) < torch.tensor(lengths)[:, None]).float()
+    model = Listener().eval()
+    batch = {"pictures": torch.randn(6, 1, 16, places) * mask[:, None, None], "mask": mask}
+    workload = fettle.Workload(nn.ModuleDict({"listener": model}), batch, parts=["listener"],
+                               call=lambda whole, **batch: whole["listener"](**batch))  # fmt: skip
+    facts = probe_facts(workload)
+    padding = facts.parts["listener"].padding
+    assert padding is not None
+    assert padding.at == (("pictures", 3),)
+    assert "set for each part" in conflict(Recipe({"ragged": level}), facts)
+    recipe = Recipe({"ragged[listener]": "grouped" if places == 64 else level})
+    run = load(source(recipe, facts), level)(workload.model, [batch], workload.call)
+    with torch.no_grad():
+        found = run(**batch)
+        assert found.shape == (6, places // 2, 6)
+        for row, length in enumerate(lengths):
+            alone = model(batch["pictures"][row : row + 1, ..., :length], mask[row : row + 1, :length])[0]
+            torch.testing.assert_close(found[row, : length // 2], alone, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

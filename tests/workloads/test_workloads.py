@@ -2,11 +2,13 @@
 
 import itertools
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +28,15 @@ NEEDS = {
 }
 LIGHT = ["digits", "resnet50", "bert_base", "minilm", "gpt2_generate", "whisper_tiny_encoder", "lstm"]
 HEAVY = ["gpt2", "gpt2_text", "smollm2_text", "convnext_tiny", "vit_b16", "sam_vit_b", "sd_unet", "minilm_passages"]
+TRAINED = ["ocr", "speech"]
 SLOW = {*HEAVY, "gpt2_generate", "bert_base"}
 """Left to the slow tests; of `gpt2_generate` one row is run in each run of the tests."""
 ALL = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in (*LIGHT, *HEAVY)]
+
+
+def module(name: str) -> Any:
+    """The module of a workload."""
+    return runpy.run_path(str(FOLDER / f"{name}.py"))
 
 
 def build(name: str) -> Workload:
@@ -44,7 +52,7 @@ def tensors(tree: object) -> dict[str, torch.Tensor]:
 
 def test_every_file_is_tested() -> None:
     assert {path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("train_")} == {
-        *LIGHT, *HEAVY, "segment_anything", "stable_diffusion",
+        *LIGHT, *HEAVY, *TRAINED, "segment_anything", "stable_diffusion",
     }  # fmt: skip
 
 
@@ -123,7 +131,7 @@ def test_fresh_processes_build_the_same_workload_whatever_their_threads(names: t
 
 def test_readme_names_every_workload() -> None:
     text = (FOLDER / "README.md").read_text("utf-8")
-    missing = [name for name in [*LIGHT, *HEAVY] if f"`{name}.py`" not in text]
+    missing = [name for name in [*LIGHT, *HEAVY, *TRAINED] if f"`{name}.py`" not in text]
     assert not missing
 
 
@@ -176,3 +184,53 @@ def test_stable_diffusion_from_prompt_to_picture(tmp_path: Path, monkeypatch: py
         "grad=inference_mode precision[unet]=autocast-bf16 channels_last[vae.decoder]=on precision[vae.decoder]=bf16",
     )
     assert 0.9 < made.metric(fast) < 1
+
+
+def test_words_of_a_page_are_found_cut_out_and_put_in_order() -> None:
+    """Without training: what the detector should say gives the words' boxes; each crop is read as alone; CTC."""
+    pytest.importorskip("scipy")
+    ocr = module("ocr")
+    page, text, words = ocr["render"](3, 320, 320)
+    boxes = ocr["boxes_of"](2 * ocr["regions"](words, 320, 320) - 1)
+    assert len(boxes) == len(words) == len(text.split()) > 5
+    for found, (_, box) in zip(sorted(boxes), sorted(words, key=lambda word: word[1]), strict=True):
+        assert max(abs(one - other) for one, other in zip(found, box, strict=True)) <= 8
+    lines = [[words[place][0] for place in line] for line in ocr["lines_of"]([box for _, box in words])]
+    assert "\n".join(map(" ".join, lines)) == text
+
+    crops, mask = ocr["cut"](page[None], boxes)
+    recogniser = ocr["Recogniser"]((4, 4, 8, 8, 8), 8).eval()
+    with torch.no_grad():
+        together = recogniser(crops, mask)
+        for row, width in enumerate(mask.sum(1).tolist()):
+            alone = recogniser(crops[row : row + 1, ..., :width], mask[row : row + 1, :width])[0]
+            torch.testing.assert_close(together[row, : width // 4], alone, atol=1e-5, rtol=1e-4)
+    assert ocr["decode"](torch.tensor([[0, 1, 1, 0, 1, 2, 0], [3, 3, 3, 0, 0, 9, 9]]), [7, 4]) == ["aab", "c"]
+    assert ocr["errors"]("kitten", "sitting") == 3
+
+
+def test_speech_of_different_lengths_is_answered_as_alone() -> None:
+    """Without training: syllables sound different, places of padding say nothing and change nothing."""
+    pytest.importorskip("transformers")
+    speech = module("speech")
+    items = [speech["item"](seed, 6) for seed in range(4)]
+    assert len({letters for letters, _ in items}) == 4
+    batch = speech["batch_of"]([sound for _, sound in items])
+    model = speech["network"](hidden=16, layers=1, channels=8).eval()
+    with torch.no_grad():
+        together = model(**batch)
+        for row, length in enumerate(batch["attention_mask"].sum(1).tolist()):
+            alone = model(**{name: value[row : row + 1, :length] for name, value in batch.items()})[0]
+            torch.testing.assert_close(together[row, : len(alone)], alone, atol=1e-5, rtol=1e-4)
+            assert not together[row, len(alone) :].any()
+    letters = torch.nn.functional.one_hot(torch.tensor([[1, 1, 0, 1, 6, 0]]), 11)
+    assert speech["decode"](letters) == ["ppa"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
+def test_trained_weights_read_what_training_has_not_seen(name: str) -> None:
+    """Minutes the first time: weights are kept in the user's cache folder."""
+    made = build(name)
+    assert made.metric is not None
+    assert made.metric(lambda *args, **kwargs: made.run(made.model, kwargs or args)) > 0.95

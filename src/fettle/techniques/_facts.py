@@ -13,8 +13,8 @@ class Padding:
 
     mask: str | int
     """The argument [rows, places] that is 1 where a row has something: its name, or its place."""
-    axes: tuple[tuple[int, ...], ...]
-    """For each tensor of the output, the axes that are as long as the input."""
+    at: tuple[tuple[str | int, int], ...]
+    """By name or place of an argument, the axis of its places where that is not the second."""
     share: float
     """Of the places, those that are padding in the first batch."""
     longest: float

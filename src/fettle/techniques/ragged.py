@@ -21,18 +21,34 @@ _LEAST = 0.05
 """Share of the places from which padding is worth a level."""
 
 
+def cut_to(value: Any, axis: int, rows: int, places: int, index: Any, longest: int) -> Any:
+    """Those rows of an argument's tensors, only so many places long; `axis` is that of the places."""
+    from torch.utils import _pytree as pytree
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+            return leaf
+        if leaf.dim() > axis and leaf.shape[axis] == places and leaf.shape[0] in (1, rows):
+            leaf = leaf.narrow(axis, 0, longest)
+        return leaf[index] if leaf.shape[0] == rows else leaf
+
+    leaves, spec = flatten(value)
+    return pytree.tree_unflatten([cut(leaf) for leaf in leaves], spec)
+
+
 class ByLength(torch.nn.Module):
     """A model that is run on rows of about the same length at once, without the places that only fill them up.
 
     `mask` is the name or the place of the argument [rows, places] that is 1 where a row has something; what a row has
-    comes first. `axes` are, for each tensor of the output in the order of the tree, those that are as long as the
-    input; the first axis is the rows'. Places that are left out are 0 in the output. With `apart` false all rows are
-    run at once, as long as the longest of them.
+    comes first. The first axis of every output is the rows'; places that are left out are 0 in it. `at` is the axis of
+    the places in arguments, by name or place, where it is not the second. With `apart` false all rows are run at once,
+    as long as the longest of them.
     """
 
-    def __init__(self, model: Any, mask: Any, axes: Any, apart: bool = True) -> None:
+    def __init__(self, model: Any, mask: Any, at: Any, apart: bool = True) -> None:
         super().__init__()
-        self.model, self.mask, self.axes, self.apart = model, mask, axes, apart
+        self.model, self.mask, self.at, self.apart = model, mask, at, apart
+        self.shapes: dict[int, Any] = {}
         self.train(model.training)
 
     def __getattr__(self, name: str) -> Any:
@@ -54,27 +70,26 @@ class ByLength(torch.nn.Module):
         filled_from_the_left = not bool((has[:, :-1] >= has[:, 1:]).all())
         if filled_from_the_left or min(lengths) == 0 or (len(groups) == 1 and max(lengths) == places):
             return self.model(*args, **kwargs)
+
+        def run(index: Any, longest: int) -> Any:
+            some = [cut_to(v, self.at.get(n, 1), rows, places, index, longest) for n, v in enumerate(args)]
+            named = {n: cut_to(v, self.at.get(n, 1), rows, places, index, longest) for n, v in kwargs.items()}
+            outputs, form = flatten(self.model(*some, **named))
+            return outputs, form, [leaf for leaf in outputs if isinstance(leaf, torch.Tensor)]
+
         whole: list[Any] = []
         for group in groups:
-            longest = lengths[group[0]]
-            index = torch.tensor(group, device=mask.device)
-
-            def cut(leaf: Any, index: Any = index, longest: int = longest) -> Any:
-                if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
-                    return leaf
-                if leaf.dim() > 1 and leaf.shape[1] == places and leaf.shape[0] in (1, rows):
-                    leaf = leaf[:, :longest]
-                return leaf[index] if leaf.shape[0] == rows else leaf
-
-            tree, spec = flatten((args, kwargs))
-            some, named = pytree.tree_unflatten([cut(leaf) for leaf in tree], spec)
-            outputs, form = flatten(self.model(*some, **named))
-            tensors = [leaf for leaf in outputs if isinstance(leaf, torch.Tensor)]
-            for place, (part, axes) in enumerate(zip(tensors, self.axes, strict=True)):
-                if place == len(whole):
-                    shape = [places if axis in axes else size for axis, size in enumerate(part.shape)]
-                    whole.append(part.new_zeros([rows, *shape[1:]]))
-                whole[place][(index, *(slice(0, size) for size in part.shape[1:]))] = part
+            longest, index = lengths[group[0]], torch.tensor(group, device=mask.device)
+            outputs, form, tensors = run(index, longest)
+            if not whole:  # the longest rows
+                shapes = [part.shape for part in tensors]
+                if longest < places:
+                    if places not in self.shapes:  # an answer may have a place for every few of the input
+                        self.shapes[places] = [part.shape for part in run(index[:1], places)[2]]
+                    shapes = self.shapes[places]
+                whole = [part.new_zeros([rows, *shape[1:]]) for part, shape in zip(tensors, shapes, strict=True)]
+            for part, into in zip(tensors, whole, strict=True):
+                into[(index, *(slice(0, size) for size in part.shape[1:]))] = part
         results = iter(whole)
         return pytree.tree_unflatten(
             [next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs], form
@@ -99,6 +114,7 @@ class Ragged(Technique):
     order = 668
     title = "rows of unequal length"
     default = "padded"
+    of_module = True
     rung = 2
 
     def levels(self, facts: Facts) -> list[Level]:
@@ -127,9 +143,9 @@ class Ragged(Technique):
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         assert facts.padding is not None
-        mask, axes = facts.padding.mask, [list(some) for some in facts.padding.axes]
         apart = "" if level == "grouped" else ", apart=False"
-        return Code(helpers=(flatten, ByLength), prepare=(f"model = ByLength(model, {mask!r}, {axes}{apart})",))
+        made = f"model = ByLength(model, {facts.padding.mask!r}, {dict(facts.padding.at)}{apart})"
+        return Code(helpers=(flatten, cut_to, ByLength), prepare=(made,))
 
 
 class _Noted(Exception):
@@ -140,10 +156,8 @@ def padding_of(model: torch.nn.Module, run: Callable[[], Any]) -> Padding | None
     """How rows are padded in the first call of `model` that `run` makes, which ends where it begins.
 
     None where no argument tells, or where the rows of the output cannot be told from its other axes: the model is
-    called three times, with other numbers of rows and places.
+    called twice more, with two rows and with one, half as long.
     """
-    from torch.utils import _pytree as pytree
-
     calls: list[tuple[Any, Any]] = []
 
     def note(_: Any, args: Any, kwargs: Any) -> None:
@@ -157,32 +171,31 @@ def padding_of(model: torch.nn.Module, run: Callable[[], Any]) -> Padding | None
     finally:
         hook.remove()
     args, kwargs = calls[0] if calls else ((), {})
-    found = [(name, value) for name, value in (*kwargs.items(), *enumerate(args)) if _is_mask(value)]
+    arguments: list[tuple[str | int, Any]] = [*kwargs.items(), *enumerate(args)]
+    found = [(name, value) for name, value in arguments if _is_mask(value)]
     if not found:
         return None
     name, mask = found[0]
     rows, places = mask.shape
-    tree, spec = flatten((args, kwargs))
+    at = {name: value.dim() - 1 for name, value in arguments if _ends_in_places(value, rows, places)}
 
-    def shapes(some_rows: int, some_places: int) -> list[torch.Size]:
-        def cut(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
-                return leaf
-            if leaf.dim() > 1 and leaf.shape[1] == places and leaf.shape[0] in (1, rows):
-                leaf = leaf[:, :some_places]
-            return leaf[:some_rows] if leaf.shape[0] == rows else leaf
-
-        some, named = pytree.tree_unflatten([cut(leaf) for leaf in tree], spec)
+    def shapes(some_rows: int) -> list[torch.Size]:
+        index, half = torch.arange(some_rows, device=mask.device), -(-places // 2)
+        some = [cut_to(value, at.get(n, 1), rows, places, index, half) for n, value in enumerate(args)]
+        named = {n: cut_to(value, at.get(n, 1), rows, places, index, half) for n, value in kwargs.items()}
         return [leaf.shape for leaf in flatten(model(*some, **named))[0] if isinstance(leaf, torch.Tensor)]
 
-    few = min(places - 1, 8)
-    axes = []
-    for base, fewer, shorter in zip(shapes(2, few + 1), shapes(1, few + 1), shapes(2, few), strict=True):
-        if _differ(base, fewer) != (0,):
-            return None
-        axes.append(_differ(base, shorter))
+    if any(_differ(two, one) != (0,) for two, one in zip(shapes(2), shapes(1), strict=True)):
+        return None
     has = mask != 0
-    return Padding(name, tuple(axes), 1 - float(has.float().mean()), int(has.sum(1).max()) / places)
+    return Padding(name, tuple(at.items()), 1 - float(has.float().mean()), int(has.sum(1).max()) / places)
+
+
+def _ends_in_places(value: Any, rows: int, places: int) -> bool:
+    """Whether the places of an argument are its last axis, as the columns of images and the frames of spectrograms."""
+    if not isinstance(value, torch.Tensor) or value.dim() < 3:
+        return False
+    return value.shape[0] in (1, rows) and value.shape[1] != places and value.shape[-1] == places
 
 
 def _is_mask(value: Any) -> bool:
