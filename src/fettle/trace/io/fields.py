@@ -65,7 +65,7 @@ def to_ns(values: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[
 def integers(values: list[Any]) -> npt.NDArray[np.int64]:
     """Integers that are there or -1, at once where they are plain."""
     try:
-        return np.array(values, dtype=np.int64)
+        return np.array([-1 if v is None else v for v in values], dtype=np.int64)
     except (OverflowError, ValueError, TypeError):
         return np.array([integer(v) for v in values], dtype=np.int64)
 
