@@ -140,8 +140,8 @@ def page(rows) -> str:
     ]  # fmt: skip
     if len(rows) < _MANY:
         lines += [
-            "", f"**These are few**: it is meant to have {_MANY:,} trials of 16 models. Where fewer than {_SURE} tell, there",
-            "is no verdict.",
+            "", f"**These are few**: it is meant to have {_MANY:,} trials of 16 models. Where fewer than {_SURE} tell,",
+            "there is no verdict.",
         ]  # fmt: skip
     for machine in machines:
         some = matching(rows, machine=machine)
