@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import tempfile
 import time
 from collections import Counter
@@ -48,7 +47,25 @@ _PIECE_S = 150.0
 """Spent on one model before the next has its turn."""
 _FEWEST_S = 45.0
 _SURE = 3
-"""Models from which a mean over them is shown with an interval."""
+"""Models from which a mean over them is shown with an interval, and a claim has a verdict."""
+_MANY = 1_000
+"""Trials that it is meant to have, of 16 models."""
+CLAIMS = (
+    ("channels_last pays more with mixed precision", "PyTorch's memory-format tutorial", "convolutional",
+     ("channels_last=on", "precision=autocast-bf16")),
+    ("channels_last pays more with bfloat16 weights", "the same", "convolutional",
+     ("channels_last=on", "precision=bf16")),
+    ("eval mode and compile are more together than apart", "Bridger's 800 experiments", "",
+     ("mode=eval", "compile=default")),
+    ("cuDNN's benchmark mode helps", "PyTorch's performance guide", "convolutional", ("cudnn_benchmark=on",)),
+    ("compile helps by itself", "Ansel and others, ASPLOS 2024", "", ("compile=default",)),
+    ("freezing the weights helps compiled models", "PyTorch's freezing tutorial", "", ("freeze=on",)),
+    ("mixed precision helps by itself", "PyTorch's performance guide", "", ("precision=autocast-bf16",)),
+    ("int8 weights of linear layers help transformers", "PyTorch's tutorial on BERT", "transformer",
+     ("quantize=int8-dynamic",)),
+    ("inference mode is faster than recording gradients", "PyTorch's documentation", "", ("grad=inference_mode",)),
+)  # fmt: skip
+"""What articles say: the claim, who says it, of which family, and the level or the two levels that it is about."""
 
 
 def main() -> None:
@@ -121,6 +138,11 @@ def page(rows) -> str:
         "without and with a level in otherwise equal recipes on the same model and machine: the geometric mean over",
         "models, and an interval at 95% that says how much models differ.",
     ]  # fmt: skip
+    if len(rows) < _MANY:
+        lines += [
+            "", f"**These are few**: it is meant to have {_MANY:,} trials of 16 models. Where fewer than {_SURE} tell,",
+            "there is no verdict.",
+        ]  # fmt: skip
     for machine in machines:
         some = matching(rows, machine=machine)
         one = some[0]
@@ -179,28 +201,28 @@ def _pairs(rows) -> list[str]:
 
 def claims(rows) -> list[str]:
     """What is said in articles, against these trials; the verdict whichever way it falls."""
-    alone = {one.name: one.gain for one in effects(rows)}
-    conv = [row for row in rows if row.family == "convolutional"]
-    together = {pair.name: pair.together for pair in pairs(conv)} if conv else {}
-    asked = [
-        ("channels_last pays with mixed precision, on convolutional models (PyTorch's memory-format tutorial)",
-         together.get("channels_last=on with precision=autocast-bf16")),
-        ("channels_last pays with bfloat16 weights, on convolutional models",
-         together.get("channels_last=on with precision=bf16")),
-        ("freezing pays where the model is compiled (it needs it)", alone.get("freeze=on")),
-        ("cuDNN's benchmark mode helps (PyTorch's performance guide)", alone.get("cudnn_benchmark=on")),
-        ("eval mode and compile together are more than both (Bridger)",
-         {pair.name: pair.together for pair in pairs(rows)}.get("compile=default with mode=eval")),
-    ]  # fmt: skip
-    return [f"- {claim}: {_verdict(ratio)}" for claim, ratio in asked]
+    lines = ["| it is said that | by | these trials say |", "| --- | --- | --- |"]
+    for claim, source, family, levels in CLAIMS:
+        some = [row for row in rows if row.family.startswith(family)]
+        lines.append(f"| {claim} | {source} | {_verdict(some, levels)} |")
+    return lines
 
 
-def _verdict(ratio) -> str:
+def _verdict(rows, levels: tuple[str, ...]) -> str:
+    """Of one level what it brings, of two what they bring together over the product of both."""
+    if len(levels) == 1:
+        found = next((one for one in effects(rows) if one.name == levels[0]), None)
+        ratio, models = (found.gain, found.models) if found else (None, 0)
+    else:
+        names = {frozenset("=".join(level) for level in pair.levels): pair for pair in pairs(rows, 1)}
+        pair = names.get(frozenset(levels))
+        ratio, models = (pair.together, pair.models) if pair else (None, 0)
     if ratio is None:
-        return "**no trial here tells**."
-    if not math.isfinite(ratio.high):
-        return f"one model says {ratio.estimate:.2f}x: **open**."
-    return f"**{'yes' if ratio.low > 1 else 'no, the contrary' if ratio.high < 1 else 'open'}**, {ratio}."
+        return "**too few points**: no model had it with and without"
+    if models < _SURE:
+        return f"**too few points**: {ratio.estimate:.2f}x on {models} model{'s' * (models > 1)}"
+    word = "yes" if ratio.low > 1 else "no, the contrary" if ratio.high < 1 else "cannot tell"
+    return f"**{word}**: {ratio} on {models} models"
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from fettle.storage import GRACE_S, ORDERS, hidden, open_storage, opening
 from fettle.techniques import Facts, factors, known_levels
 
 _WORKLOAD, _TRIAL, _MACHINE, _CODE = "fettle:workload", "fettle", "fettle:machine", "fettle:code"
-_OWNER, _GIVEN_BACK = "fettle:worker", "fettle:given back"
+_OWNER, _GIVEN_BACK, _HOST = "fettle:worker", "fettle:given back", "fettle:host"
 HEARTBEAT_S = 10
 """How often a worker says that it lives."""
 DEATHS = 3
@@ -177,6 +177,19 @@ class Study:
         return dict(Counter(trial.user_attrs[_OWNER] for trial in self._finished() if _OWNER in trial.user_attrs))
 
     @_lasting
+    def claimed(self) -> int:
+        """How many recipes somebody on a machine like this one is about to measure."""
+        return sum(not trial.state.is_finished() for trial in self._ours())
+
+    @_lasting
+    def hosts(self) -> dict[str, str]:
+        """The name of the machine that measured each recipe, by the recipe; of trials that know it."""
+        found: dict[str, str] = {}
+        for trial in self._finished():
+            found.setdefault(trial.user_attrs["recipe"], trial.user_attrs.get(_HOST, ""))
+        return found
+
+    @_lasting
     def trials(self) -> list[Trial]:
         """The trials measured on this machine, oldest first."""
         found: dict[Recipe, Trial] = {}
@@ -204,7 +217,7 @@ class Study:
         values = None if failed else [trial.time_ms / trial.samples, error if math.isfinite(error) else 1e9]
         state = TrialState.FAIL if failed else TrialState.COMPLETE
         told = {"recipe": str(trial.recipe), "status": trial.status, "reason": trial.reason,
-                _TRIAL: json.dumps(trial.to_json())}  # fmt: skip
+                _HOST: platform.node(), _TRIAL: json.dumps(trial.to_json())}  # fmt: skip
         # Optuna's own mark for a trial that breaks a constraint: positive means infeasible.
         constraints = [1.0 if trial.status == "rejected" else 0.0]
         if trial.recipe in self._claims:

@@ -247,7 +247,9 @@ def test_a_worker_that_is_told_to_end_gives_back_what_it_claimed_and_one_with_an
 
 
 @pytest.mark.slow
-def test_of_three_workers_one_is_killed_and_the_others_measure_what_it_had_claimed(tmp_path: Path, workers: Workers):
+def test_of_three_workers_one_is_killed_and_the_others_measure_what_it_had_claimed(
+    tmp_path: Path, workers: Workers, run_fettle: Run
+):
     storage = f"sqlite:///{tmp_path / 'shared.db'}"
     workers.start(storage, 3, apart=False)
     killed = _owner_at_work(storage, workers)
@@ -264,6 +266,13 @@ def test_of_three_workers_one_is_killed_and_the_others_measure_what_it_had_claim
         assert all(row["ms_per_sample"] > 0 for row in data["experiments"])
         assert any("measured by" in note and "workers" in note for note in data["notes"])
     assert all(trial.state.is_finished() for trial in _all_trials(storage))
+    drawn = json.loads(
+        run_fettle("study", f"--storage={storage}", "--study=work", "--json", "-o", tmp_path / "drawn").out
+    )
+    names = ("grad", "precision", "threads", "machine", "host")
+    figures = [{tuple(row[name] for name in names): row["ms_per_sample"] for row in data["experiments"]}
+               for data in (drawn, said[0])]  # fmt: skip
+    assert figures[0] == pytest.approx(figures[1], rel=1e-9)  # the page from the storage alone says the same
 
 
 @pytest.mark.slow

@@ -88,7 +88,10 @@ def command(
         typer.Option(help="Optuna storage URL, which others that run the same command share; default study.db"),
     ] = None,
     study: Annotated[
-        str | None, typer.Option(help="the study's name in the storage, by which fettle worker finds it")
+        str | None,
+        typer.Option(
+            help="the study's name in the storage, by which fettle worker finds it; without targets: draw what is there"
+        ),
     ] = None,
     enqueue: Annotated[
         bool, typer.Option("--enqueue", help="begin the study of that name for workers, and measure nothing here")
@@ -122,6 +125,8 @@ def command(
 
       fettle study model.py --storage postgresql://fettle@db/studies --study night --enqueue
 
+      fettle study --storage postgresql://fettle@db/studies --study night      # draw what is there, measure nothing
+
       fettle study model.py --design ladder --order mode,precision,channels_last,compile
 
       fettle study model.py --design ladder --grow-batch 2GiB
@@ -129,7 +134,7 @@ def command(
       fettle study --from-csv cube.csv --response "throughput (it/s)" --group-by model-arch
     """
     from fettle.recipe import Recipe
-    from fettle.studies import Settings, check_name, read_csv, read_ladder
+    from fettle.studies import Settings, check_name, read_csv, read_ladder, stored
 
     folder, wanted = places(output, _FOLDER)
     if published is not None and (design != "ladder" or from_csv is not None):
@@ -160,9 +165,10 @@ def command(
         if enqueue:
             _enqueue(targets or [], settings, as_json)
             return
-        done = measured(targets or [], settings, agreed=yes, quiet=as_json)
+        told = storage is not None and study is not None and not targets
+        done = stored(settings) if told else measured(targets or [], settings, agreed=yes, quiet=as_json)
         table = done.table
-    name = from_csv.name if from_csv is not None else f"{design} of {', '.join(table.groups)}"
+    name = from_csv.name if from_csv is not None else f"{done.design if done else design} of {', '.join(table.groups)}"
     tell(folder, wanted, name, table, done, theirs, as_json)
 
 

@@ -10,9 +10,10 @@ from fettle.studies.outcome import Done
 from fettle.studies.reading import read_csv, read_ladder
 from fettle.studies.running import enqueue, study
 from fettle.studies.settings import Settings
+from fettle.studies.stored import stored
 from fettle.studies.table import Experiment, Response, Table
 
 __all__ = [
     "Analysis", "Done", "Experiment", "Plan", "Response", "Settings", "Table", "analyse", "check_name", "enqueue",
-    "read_csv", "read_ladder", "settings_of", "study",
+    "read_csv", "read_ladder", "settings_of", "stored", "study",
 ]  # fmt: skip

@@ -80,7 +80,7 @@ def orders_for(targets: Sequence[str], settings: Settings) -> Orders:
 def agree(targets: Sequence[str], settings: Settings) -> Orders:
     """The same, after a look at what the study's workers are told already. Raises `UsageError` where that differs."""
     wanted, name = orders_for(targets, settings), settings.name
-    known = _read(name, _url(settings))
+    known = orders_of(name, _url(settings))
     if known is not None and (differing := _differing(known, wanted)):
         raise UsageError(
             f"the study {name!r} in {hidden(_url(settings))} was begun with another `{differing}`: choose another "
@@ -110,9 +110,9 @@ def settings_of(settings: Settings, targets: Sequence[str] = ()) -> tuple[list[s
     if settings.storage is None:
         raise UsageError("name the storage that the study is in, `storage`")
     url = _url(settings)
-    orders = _read(settings.name, url)
+    orders = orders_of(settings.name, url)
     if orders is None:
-        known = ", ".join(map(repr, _begun(url))) or "none"
+        known = ", ".join(map(repr, begun(url))) or "none"
         raise UsageError(f"there is no study {settings.name!r} for workers in {hidden(url)}; there are: {known}")
     if targets:
         if sorted(find_target(text).name for text in targets) != sorted(orders.names):
@@ -144,7 +144,7 @@ def _url(settings: Settings) -> str:
     return storage_url(settings.storage, settings.output)
 
 
-def _read(name: str, url: str) -> Orders | None:
+def orders_of(name: str, url: str) -> Orders | None:
     """What workers of the study of that name are told; None where nobody has begun it."""
     found = _kept(name, url)
     try:
@@ -173,7 +173,7 @@ def _kept(name: str, url: str) -> dict[str, Any] | None:
     raise UsageError(f"the study {name!r} in {hidden(url)} was not begun for workers: choose another `study`")
 
 
-def _begun(url: str) -> list[str]:
+def begun(url: str) -> list[str]:
     """The studies in a storage that workers can be started for, by name."""
     with opening(url):
         every = optuna.get_all_study_summaries(open_storage(url), include_best_trial=False)

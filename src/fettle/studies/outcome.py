@@ -51,12 +51,16 @@ class Done:
 def table_for(workloads: Sequence[Workload], arguments: Mapping[str, Sequence[str]]) -> Table | None:
     """One table of all that was measured, `arguments` the factors outside of the recipe; None where nothing was."""
     measured = [one for workload in workloads if workload.failure or workload.known for one in _measured(workload)]
-    if not measured:
-        return None
+    return together(measured, arguments) if measured else None
+
+
+def together(measured: Sequence[Measured], arguments: Mapping[str, Sequence[str]]) -> Table:
+    """What several sessions measured; where kinds of machines differ, they are the levels of a factor."""
     outside = {**arguments}
-    if machines := list(dict.fromkeys(one.arguments[MACHINE] for one in measured if MACHINE in one.arguments)):
+    machines = list(dict.fromkeys(one.machine for one in measured if one.machine))
+    if len(machines) > 1:
         outside[MACHINE] = machines
-        measured = [replace(one, arguments={MACHINE: machines[0], **one.arguments}) for one in measured]
+        measured = [replace(one, arguments={MACHINE: one.machine or machines[0], **one.arguments}) for one in measured]
     return table_of(measured, outside)
 
 
@@ -64,17 +68,14 @@ def _measured(workload: Workload) -> list[Measured]:
     """What was measured of a workload: here, and where other kinds of machines share the study, on each of them."""
     if workload.failure:
         return [Measured(workload.group, workload.arguments, {}, [Trial(Recipe(), "failed", reason=workload.failure)])]
-    choices = workload.space.choices
-    ours = Measured(workload.group, workload.arguments, choices, workload.trials())
-    others = elsewhere(workload.session)
-    if not others:
-        return [ours]
-    here = this_one(workload.session)
+    session, choices = workload.session, workload.space.choices
+    here, others = this_one(session), elsewhere(session)
     names = labels([here, *(machine for machine, _ in others)])
+    every = [(here, workload.trials()), *((machine, workload.within(trials)) for machine, trials in others)]
     return [
-        replace(ours, arguments={**ours.arguments, MACHINE: names[here.id]}),
-        *(Measured(ours.group, {**ours.arguments, MACHINE: names[machine.id]}, choices, workload.within(trials))
-          for machine, trials in others),
+        Measured(workload.group, workload.arguments, choices, trials, names[machine.id],
+                 session.study.on(machine.id).hosts())
+        for machine, trials in every
     ]  # fmt: skip
 
 

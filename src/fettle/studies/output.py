@@ -11,7 +11,7 @@ import polars
 from fettle.files import plain, whole
 from fettle.studies.analysis import Analysis
 from fettle.studies.outcome import Done
-from fettle.studies.table import Table
+from fettle.studies.table import MACHINE, Experiment, Table
 
 
 def analysis_json(analyses: Sequence[Analysis]) -> list[dict[str, Any]]:
@@ -55,19 +55,25 @@ def study_json(
 
 def rows(table: Table) -> list[dict[str, Any]]:
     """One flat row an experiment; what is missing is None, never zero."""
-    found = []
-    for row in table.experiments:
-        found.append({
-            "group": row.group, **row.levels,
+    return [
+        {
+            "group": row.group, **row.levels, **_where(table, row),
             **{one.name: row.value(one.name) for one in table.responses}, "reason": row.reason,
-        })  # fmt: skip
-    return found
+        }
+        for row in table.experiments
+    ]  # fmt: skip
+
+
+def _where(table: Table, row: Experiment) -> dict[str, str]:
+    """Which machine it was, in studies of fettle's own."""
+    known = {MACHINE: row.machine, "host": row.host} if any(one.machine for one in table.experiments) else {}
+    return {name: value for name, value in known.items() if name not in table.factors}
 
 
 def write_table(table: Table, path: Path) -> None:
     """Write the experiments to `path`, as CSV or as Parquet by its suffix. Raises `UsageError` where it cannot be."""
-    schema: dict[str, Any] = {"group": polars.String, **dict.fromkeys(table.factors, polars.String)}
-    schema |= {**dict.fromkeys((one.name for one in table.responses), polars.Float64), "reason": polars.String}
-    frame = polars.DataFrame(rows(table), schema=schema)
+    found, numbers = rows(table), {one.name for one in table.responses}
+    schema = {name: polars.Float64 if name in numbers else polars.String for name in (found[0] if found else {})}
+    frame = polars.DataFrame(found, schema=schema)
     with whole(path) as partial:
         frame.write_parquet(partial) if path.suffix.lower() == ".parquet" else frame.write_csv(partial)

@@ -47,8 +47,20 @@ def page(
     return shell.render(
         "fettle.studies", "page.html.j2", clean(name), drawn, name=clean(name), headline=clean(said),
         sections=clean(sections), loose=[figure.name for figure in drawn if figure.name not in placed],
-        notes=clean(list(notes)), failed=clean(failed[:_MOST]), experiments=len(table.experiments),
+        notes=clean(list(notes)), machines=clean(machines_table(table)),
+        failed=clean(failed[:_MOST]), experiments=len(table.experiments),
     )  # fmt: skip
+
+
+def machines_table(table: studied.Table) -> Table:
+    """Who measured how much: a row a machine."""
+    found: dict[tuple[str, str], list[bool]] = {}
+    for row in table.experiments:
+        if row.machine:
+            found.setdefault((row.machine, row.host), []).append(bool(row.values))
+    rows = [(Cell(kind, code=True), host or MISSING, str(len(ran)), str(ran.count(False)))
+            for (kind, host), ran in sorted(found.items())]  # fmt: skip
+    return Table(("kind of machine", "host", "experiments", "failed"), rows, numbers=("experiments", "failed"))
 
 
 def headline(analyses: Sequence[Analysis]) -> str:

@@ -36,6 +36,10 @@ class Experiment:
     """Why it failed."""
     rounds: Sequence[tuple[int, float]] = ()
     """The first response by round of its race."""
+    machine: str = ""
+    """The kind of machine that it was made on,"""
+    host: str = ""
+    """and the name of the very one, as far as they are known."""
 
     def value(self, response: str) -> float | None:
         """The response, where it is a number that has a logarithm."""

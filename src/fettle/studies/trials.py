@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fettle.measure import Trial, by_round
 from fettle.studies.table import Experiment, Response, Table
@@ -31,6 +31,9 @@ class Measured:
     choices: Mapping[str, Sequence[str]]
     """Levels by technique, the given one first."""
     trials: Sequence[Trial]
+    machine: str = ""
+    hosts: Mapping[str, str] = field(default_factory=dict)
+    """By recipe: the name of the very machine."""
 
 
 def table_of(measured: Sequence[Measured], arguments: Mapping[str, Sequence[str]]) -> Table:
@@ -56,8 +59,11 @@ def _row(
         name: one.arguments[name] if name in one.arguments else trial.recipe.levels.get(name, choices[name][0])
         for name in factors
     }
+    host = one.hosts.get(str(trial.recipe), "")
     if trial.status == "failed":
-        return Experiment(levels, {}, one.group, reason=trial.reason or "it was not measured")
+        return Experiment(
+            levels, {}, one.group, reason=trial.reason or "it was not measured", machine=one.machine, host=host
+        )
     baseline = next((other for other in one.trials if not other.recipe.levels), trial)
     ratio = trial.speedup if trial.recipe.levels else None
     given_ms = baseline.time_ms / baseline.samples
@@ -75,4 +81,4 @@ def _row(
         errors[TIME] = 0.0  # each speed-up is against it, and has its error
     times = {abs(number): ms for number, ms in by_round(trial.slices).items()}
     rounds = tuple((number, ms / trial.samples) for number, ms in sorted(times.items()))
-    return Experiment(levels, values, one.group, errors, trial.reason, rounds)
+    return Experiment(levels, values, one.group, errors, trial.reason, rounds, one.machine, host)

@@ -108,17 +108,27 @@ def _targets(texts: Sequence[str], settings: Settings) -> list[_Target]:
     """Every target with every combination of arguments."""
     if not texts:
         raise UsageError("name a target, path/to/file.py:factory, or a table with `from_csv`")
+    targets = {text: replace(find_target(text), mode=settings.mode) for text in texts}
+    asked = labelled([target.name for target in targets.values()], settings.arguments)
+    each = [target for target in targets.values() for _ in product(*settings.arguments.values())]
+    return [
+        _Target(group, arguments,
+                replace(target, name=name, arguments={key: _typed(value) for key, value in arguments.items()}))
+        for (group, arguments, name), target in zip(asked, each, strict=True)
+    ]  # fmt: skip
+
+
+def labelled(names: Iterable[str], arguments: Mapping[str, Sequence[str]]) -> list[tuple[str, dict[str, str], str]]:
+    """Every target with every combination of arguments: the group, the arguments, and the name of its study."""
     found = []
     groups: list[str] = []
-    for text in dict.fromkeys(texts):
-        target = replace(find_target(text), mode=settings.mode)
-        alike = sum(group == target.name or group.startswith(f"{target.name}#") for group in groups)
-        groups.append(f"{target.name}#{alike + 1}" if alike else target.name)
-        for values in product(*settings.arguments.values()):
-            arguments = dict(zip(settings.arguments, values, strict=True))
-            name = "-".join([groups[-1], *(f"{key}{value}" for key, value in arguments.items())])
-            typed = {key: _typed(value) for key, value in arguments.items()}
-            found.append(_Target(groups[-1], arguments, replace(target, name=name, arguments=typed)))
+    for own in names:
+        alike = sum(group == own or group.startswith(f"{own}#") for group in groups)
+        groups.append(f"{own}#{alike + 1}" if alike else own)
+        for values in product(*arguments.values()):
+            chosen = dict(zip(arguments, values, strict=True))
+            name = "-".join([groups[-1], *(f"{key}{value}" for key, value in chosen.items())])
+            found.append((groups[-1], chosen, name))
     return found
 
 

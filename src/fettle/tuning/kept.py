@@ -1,4 +1,4 @@
-"""Studies in a storage, read to be put into an atlas."""
+"""Studies in a storage, read by who took no part: for their page, and to be put into an atlas."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ def atlas_rows(storage: str, *, family: str = "") -> list[Row]:
 
     Speed-ups are what all races of a study say together. Raises `UsageError` where there is no study of fettle's.
     """
-    found = [row for study, machine in _studies(storage) for row in _rows(study, machine, family)]
+    found = [row for study, machine in studies_in(storage) for row in _rows(study, machine, family)]
     if not found:
         raise UsageError("there is no study of fettle's with trials in it, or it was made by an earlier version")
     return found
 
 
-def _studies(storage: str) -> Iterator[tuple[Study, Machine]]:
+def studies_in(storage: str, names: Collection[str] | None = None) -> Iterator[tuple[Study, Machine]]:
+    """The studies of these names in a storage, by default all, as each machine that took part sees them."""
     with opening(storage):
         kept = open_storage(storage)
-        studies = [optuna.load_study(study_name=name, storage=kept) for name in optuna.get_all_study_names(kept)]
+        studies = [optuna.load_study(study_name=name, storage=kept)
+                   for name in optuna.get_all_study_names(kept) if names is None or name in names]  # fmt: skip
     for study in studies:
         for key, value in study.user_attrs.items():
             if key.startswith(_MACHINE):
@@ -52,7 +54,7 @@ def _rows(study: Study, machine: Machine, family: str) -> list[Row]:
     return rows_of(about, trials)
 
 
-def recalled(study: Study, limits: Limits, environments: Collection[str] = ()) -> list[Trial]:
-    """What a study knows of one machine, with what all races there say together."""
+def recalled(study: Study, limits: Limits, environments: Collection[str] | None = ()) -> list[Trial]:
+    """What a study knows of one machine, with what all races there say together; None for all environments."""
     standings = Standings("throughput", limits, Races())
     return [standings.known[trial.recipe] for trial in standings.recall(study, environments)]

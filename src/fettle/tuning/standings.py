@@ -51,11 +51,12 @@ class Standings:
             if speedup is not None:
                 self.known[recipe] = replace(trial, speedup=speedup)
 
-    def recall(self, study: Study, environments: Collection[str] = ()) -> list[Trial]:
+    def recall(self, study: Study, environments: Collection[str] | None = ()) -> list[Trial]:
         """Take what earlier runs of a study measured, and return its trials; those of other environments only as far as
-        they are named."""
-        ours = (PYTHON.default, *environments)
-        trials = [trial for trial in study.trials() if trial.recipe.levels.get(PYTHON.name, PYTHON.default) in ours]
+        they are named, or all."""
+        trials, named = study.trials(), (PYTHON.default, *(environments or ()))
+        if environments is not None:
+            trials = [trial for trial in trials if trial.recipe.levels.get(PYTHON.name, PYTHON.default) in named]
         for trial in trials:
             self.known[trial.recipe] = self.judged(trial)
         again = study.notes("again in race ")  # what was known by then ran in these

@@ -1,0 +1,75 @@
+"""A study as its storage has it, for a machine that took no part: nothing is built, run or written there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from fettle.errors import UsageError
+from fettle.measure import Trial
+from fettle.result import Limits
+from fettle.storage import hidden, storage_url
+from fettle.studies.orders import Orders, begun, orders_of
+from fettle.studies.outcome import Done, together
+from fettle.studies.settings import Settings
+from fettle.studies.sharing import labels, shares
+from fettle.studies.trials import Measured
+from fettle.studies.workloads import labelled
+from fettle.techniques import PYTHON, find, known_levels
+from fettle.tuning import recalled, studies_in
+
+
+def stored(settings: Settings) -> Done:
+    """What the study of that name and storage has measured by now, on all machines, by all workers.
+
+    The name is that of a study for workers, or of one workload's study. Raises `UsageError` where there is none.
+    """
+    name, url = settings.name, storage_url(settings.storage, settings.output)
+    file = url.removeprefix("sqlite:///")
+    if file != url and not Path(file).is_file():
+        raise UsageError(f"no such storage: {file}")
+    orders = orders_of(name, url) if name in begun(url) else None
+    wanted = {name: (name, dict[str, str]())}
+    if orders is not None:
+        wanted = {f"{name}/{own}": (group, values) for group, values, own in labelled(orders.names, orders.arguments)}
+    found = [(study, machine) for study, machine in studies_in(url, wanted) if study.trials()]
+    if not found:
+        raise UsageError(f"no study {name!r} with trials is in {hidden(url)}; there are: {_there(url)}")
+    names = labels([machine for _, machine in found])
+    limits = Limits(max_error=orders.max_error if orders is not None else settings.max_error)
+    measured, notes, going = [], [], 0
+    for study, machine in found:
+        trials = recalled(study, limits, None)
+        group, arguments = wanted[study.name]
+        measured.append(Measured(group, arguments, _choices(trials, orders), trials, names[machine.id], study.hosts()))
+        notes += shares(f"{study.name} on {names[machine.id]}", study.workers())
+        going += study.claimed()
+    count = sum(len(one.trials) for one in measured)
+    notes.insert(0, f"read from {hidden(url)}: {count} experiments" + (f", {going} being measured" if going else ""))
+    seconds = sum(float(study.note("seconds") or 0.0) for study, _ in found)
+    return Done(
+        orders.design if orders is not None else "study", together(measured, orders.arguments if orders else {}), {},
+        found[0][1], seconds, False, tuple(notes),
+    )  # fmt: skip
+
+
+def _there(url: str) -> str:
+    single = {study.name for study, _ in studies_in(url) if "/" not in study.name}
+    return ", ".join(map(repr, sorted({*begun(url), *single}))) or "none"
+
+
+def _choices(trials: Iterable[Trial], orders: Orders | None) -> Mapping[str, Sequence[str]]:
+    """Levels by technique, the default first, as far as they were tried; what was pinned is no factor."""
+    tried: dict[str, set[str]] = {}
+    for trial in trials:
+        for name, level in trial.recipe.levels.items():
+            tried.setdefault(name, set()).add(level)
+    asked: Mapping[str, Collection[str] | str] = orders.techniques if orders is not None else {}
+    order = {**known_levels(), PYTHON.name: sorted(tried.get(PYTHON.name, ()))}
+    found = {}
+    for name in sorted(tried, key=lambda one: list(order).index(find(one).name)):
+        levels = [level for level in order[find(name).name] if level in tried[name]]
+        levels += sorted(tried[name].difference(levels))
+        pinned = name in asked and (isinstance(asked[name], str) or len(asked[name]) == 1)
+        found[name] = levels if pinned else [find(name).default, *levels]
+    return found

@@ -1,0 +1,83 @@
+"""A study's page from its storage alone, on a machine that took no part."""
+
+import csv
+import json
+import math
+import platform
+from pathlib import Path
+from random import Random
+
+import msgspec
+import polars
+import pytest
+
+from fettle.machine import Machine
+from fettle.recipe import Recipe
+from fettle.storage import storage_url
+from fettle.studies import Settings
+from fettle.studies.orders import agree, announce
+from fettle.study import Study
+from tests.atlas.made_up import trial
+from tests.conftest import Run
+
+RECIPES = ("", "precision=bf16", "compile=default", "compile=default precision=bf16")
+GAINS = {"precision=bf16": 0.6, "compile=default": 0.2}
+
+
+@pytest.fixture
+def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A study for workers that three kinds of machines measured, and that of one workload by itself."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text("def workload():\n    ...\n")
+    settings = Settings(storage="s.db", name="night", output=tmp_path, arguments={"batch": ["1", "4"]})
+    announce(agree(["net.py"], settings), settings)
+    url = storage_url("s.db", tmp_path)
+    for name in ("night/net-batch1", "night/net-batch4", "alone"):
+        for place in range(1 if name == "alone" else 3):
+            machine = Machine(f"id{place}", f"cpu {place}", 2, 1, (), "linux", "3.13", {"torch": "2.13"})
+            study = Study.open(name, url, name, machine.id)
+            study.set_note("machine", msgspec.to_builtins(machine))
+            random = Random(f"{name} {place}")
+            for text in RECIPES:
+                recipe = Recipe.parse(text)
+                gain = sum(value * (1 + 0.1 * place) for level, value in GAINS.items() if level in text)
+                study.add(trial(recipe, gain + random.gauss(0, 0.01)))
+    (tmp_path / "net.py").unlink()
+    return "s.db"
+
+
+def test_the_page_is_drawn_with_machine_and_host_of_each_experiment(storage: str, run_fettle: Run, tmp_path: Path):
+    said = run_fettle("study", f"--storage={storage}", "--study=night", "--json", "-o", "drawn", "-o", "t.parquet")
+    assert said.code == 0, said.err
+    data = json.loads(said.out)
+    assert data["factors"]["machine"] == ["cpu-0-x2", "cpu-1-x2", "cpu-2-x2"]
+    assert data["factors"]["batch"] == ["1", "4"]
+    assert data["design"] == "factorial"
+    assert len(data["experiments"]) == 2 * 3 * len(RECIPES)
+    assert any("24 experiments" in note for note in data["notes"])
+    time = next(one for one in data["analyses"] if one["response"] == "ms_per_sample")
+    assert "3 machines are pooled by a mixed model" in time["pooling"]
+    found = {json.dumps(one["levels"]): one["ratio"] for one in time["effects"]}
+    bf16 = found['[["precision", "bf16"]]']
+    assert bf16["low"] < math.exp(0.6 * 1.1) < bf16["high"]
+    with (tmp_path / "drawn" / "study.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["machine"] for row in rows} == set(data["factors"]["machine"])
+    assert {row["host"] for row in rows} == {platform.node()}
+    assert polars.read_parquet(tmp_path / "t.parquet").columns == list(rows[0])
+    assert "Which machine measured what" in (tmp_path / "drawn" / "study.html").read_text()
+
+
+def test_one_workloads_study_is_drawn_by_its_own_name_and_its_machine_is_a_column(storage: str, run_fettle: Run):
+    data = json.loads(run_fettle("study", f"--storage={storage}", "--study=alone", "--json", "-o", "drawn").out)
+    assert "machine" not in data["factors"]
+    assert [row["machine"] for row in data["experiments"]] == ["cpu-0-x2"] * len(RECIPES)
+    assert [row["precision"] for row in data["experiments"]] == ["fp32", "bf16", "fp32", "bf16"]
+
+
+def test_what_is_not_there_is_said_in_one_line_and_nothing_is_made(storage: str, run_fettle: Run, tmp_path: Path):
+    said = run_fettle("study", f"--storage={storage}", "--study=other", "-o", "drawn")
+    assert (said.code, "there are: 'alone', 'night'" in said.err.replace("\n", " ")) == (2, True), said.err
+    said = run_fettle("study", "--storage=none.db", "--study=night", "-o", "drawn")
+    assert (said.code, "no such storage" in said.err) == (2, True), said.err
+    assert not (tmp_path / "none.db").exists()
