@@ -16,14 +16,14 @@ def write(text):
 def test_what_was_kept_is_sound_until_a_file_is_changed_added_or_lost(tmp_path):
     folder = tmp_path / "cache" / "one"
     assert not is_sound(folder)
-    keep(folder, write("text"))
+    keep(folder, write("text"), 8)
     assert is_sound(folder)
     changes = [
         lambda: (folder / "a").write_text("tex_"), lambda: (folder / "c").touch(), lambda: (folder / "b").unlink(),
         lambda: (folder / kept_files.SUMS).write_text("[]"), lambda: (folder / kept_files.SUMS).write_bytes(b"\xff"),
     ]  # fmt: skip
     for change in changes:
-        keep(folder, write("text"))
+        keep(folder, write("text"), 8)
         assert is_sound(folder)
         change()
         assert not is_sound(folder)
@@ -31,7 +31,14 @@ def test_what_was_kept_is_sound_until_a_file_is_changed_added_or_lost(tmp_path):
 
 def test_what_could_not_be_written_is_not_kept(tmp_path):
     with pytest.raises(RuntimeError):
-        keep(tmp_path / "one", lambda folder: (folder / "a").write_text("half") and fail())
+        keep(tmp_path / "one", lambda folder: (folder / "a").write_text("half") and fail(), 4)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_too_large_is_not_begun(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_files, "MOST_BYTES", 100)
+    with pytest.raises(OSError, match="no room"):
+        keep(tmp_path / "one", lambda folder: fail(), 51)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -44,9 +51,9 @@ def test_those_used_longest_ago_go_first_and_what_killed_processes_left(tmp_path
     abandoned.mkdir()
     os.utime(abandoned, (time.time() - 1e6,) * 2)
     for index in range(3):
-        keep(tmp_path / str(index), write("x" * 1000))
+        keep(tmp_path / str(index), write("x" * 1000), 1004)
         os.utime(tmp_path / str(index) / kept_files.SUMS, (index, index))
     assert is_sound(tmp_path / "0")  # used
     monkeypatch.setattr(kept_files, "MOST_BYTES", 2600)
-    keep(tmp_path / "3", write("x" * 1000))
+    keep(tmp_path / "3", write("x" * 1000), 1004)
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["0", "3"]

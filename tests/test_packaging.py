@@ -34,6 +34,25 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_what_an_image_pins_installs_in_a_fresh_environment(built: Path, tmp_path: Path) -> None:
+    """All of it, by the real pip: needs a package index."""
+    from fettle.container import write_image
+
+    (wheel,) = built.glob("*.whl")
+    (tmp_path / "recipe.toml").write_text('format = 1\n[levels]\ncompile = "default"\n')
+    write_image(tmp_path / "recipe.toml", tmp_path / "image", wheel)
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "fresh")], check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for command in (
+        "pip install --quiet --no-cache-dir --require-hashes --no-deps -r requirements.lock", "pip check",
+        "fettle --version",
+    ):  # fmt: skip
+        program, *rest = command.split()
+        done = subprocess.run([str(tmp_path / "fresh" / "bin" / program), *rest], cwd=tmp_path / "image",
+                              env=environment, capture_output=True, text=True)  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
 def _names(built: Path) -> tuple[set[str], set[str]]:
     (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as packed, tarfile.open(sdist) as tar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -31,12 +32,16 @@ def is_sound(folder: Path) -> bool:
     return True
 
 
-def keep(folder: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a new folder, put it in the place of `folder`, and let those go that were used longest ago.
+def keep(folder: Path, write: Callable[[Path], object], size_bytes: int) -> None:
+    """Let `write` fill a new folder with about `size_bytes`, put it in the place of `folder`, and let those go that
+    were used longest ago.
 
-    Raises OSError where the place cannot be written, and what `write` raises: nothing is kept then.
+    Raises OSError where the place cannot be written, or that many bytes are more than half of what may be kept or of
+    what is free there, and what `write` raises: nothing is kept then.
     """
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if 2 * size_bytes > min(MOST_BYTES, shutil.disk_usage(folder.parent).free):
+        raise OSError(errno.ENOSPC, "there is no room for it")
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix="."))
     try:
         write(made)

@@ -18,12 +18,13 @@ from rich.console import Console
 from fettle.errors import UsageError
 from fettle.measure import Interval
 from fettle.report import _format as fmt
-from fettle.report import cell, load_result, page, print_result, save, to_json, write_charts
+from fettle.report import cell, load_result, page, print_result, progress, save, to_json, write_charts
 from fettle.report._facts import checks, front_trials, levers, ranked, status_of
 from fettle.report._ladder import throughput_rows
 from fettle.report._verdict import headline, verdict
 from fettle.report.data import from_json
 from fettle.result import Reference, Rung
+from fettle.tuning import Event
 from tests.report.made_up import BEST, EVAL, HOSTILE, degenerate, resnet, trial
 
 ALL = {"full": resnet(), **degenerate()}
@@ -103,16 +104,25 @@ def test_the_page_says_what_was_found() -> None:
 def test_a_start_that_finds_what_was_kept_is_a_second_figure() -> None:
     result = resnet()
     assert result.winner is not None
-    assert "Where that is kept" not in table(result, 300)
+    assert "is kept, it starts" not in table(result, 300)
     winner = dataclasses.replace(result.winner, startup=dataclasses.replace(result.winner.startup, warm_s=1.5))
     warm = dataclasses.replace(result, winner=winner)
-    assert "Where that is kept, it starts in 1.50 s from the second time on: paid back after 3 calls." in page(warm)
+    said = "is kept, it starts in 1.50 s from the second time on: paid back after 3 calls."
+    assert f"Where what was compiled or converted {said}" in page(warm)
     assert result.payback_calls == warm.payback_calls
     assert result.warm_payback_calls is None
     assert "winner, started again" in page(warm)
     assert from_json(json.loads(json.dumps(to_json(warm)))).winner.startup.warm_s == 1.5  # type: ignore[union-attr]
     goal = dataclasses.replace(warm, goal="warm-startup")
     assert "warm start-up time is 1.50 s" in verdict(goal)
+
+
+def test_a_log_is_told_once_that_it_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress() as told:
+        for waited in (4, 5, 9):
+            told(Event(f"the machine is busy (others took {waited}% of the cores): waiting for a quiet moment"))
+            told(Event("round 1"))
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_hostile_names_stay_text() -> None:

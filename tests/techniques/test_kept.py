@@ -57,10 +57,9 @@ def test_the_second_time_it_is_read_and_answers_alike(start, caplog):
 
 def test_a_model_that_computes_otherwise_is_converted(start):
     start()
-    weight, bits = Net(), Net()
-    weight.layer.weight.data[0, 0] += 1
+    bits = Net()
     bits.layer.bias.data = bits.layer.bias.data.nextafter(torch.tensor(9.0))
-    for other in (Net(scale=3.0), Net(table=0.0), Net(function=torch.tanh), weight, bits):
+    for other in (Net(scale=3.0), Net(table=0.0), Net(function=torch.tanh), bits):
         assert start(other) == (0, 1)
 
 
@@ -74,6 +73,16 @@ def test_what_was_changed_or_is_another_versions_is_converted_again(start, monke
     assert start() == (1, 0)
     monkeypatch.setattr(_kept, "installed", lambda names: {"openvino": "another"})
     assert start() == (0, 1)
+
+
+@pytest.mark.parametrize("recipe", [
+    "runtime=onnxruntime", pytest.param("runtime=aoti freeze=on grad=inference_mode", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_files_of_other_runtimes_are_kept_too(start, recipe):
+    if "onnx" in recipe:
+        pytest.importorskip("onnxscript")
+    assert start(recipe=recipe) == (0, 1)
+    assert start(recipe=recipe) == (1, 0)
 
 
 def test_where_nothing_can_be_kept_it_works_all_the_same(start, tmp_path, monkeypatch, caplog):

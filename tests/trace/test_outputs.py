@@ -281,7 +281,10 @@ def test_record_then_read(tmp_path: Path, run_fettle: Run) -> None:
     assert T.memory_timeline(trace).height > 0
     assert T.time_account(trace)["compute_ns"].min() > 0
     program.write_text("calls = []\ndef step():\n    calls.append(1)\n    assert len(calls) < 3, 'three\\nlines'\n")
-    for text, said in ((program.read_text(), "raised in step 2: AssertionError: three"), ("def step(:", "SyntaxError")):
+    for text, said in (
+        (program.read_text(), "raised in step 2: AssertionError: three"), ("def step(:", "SyntaxError"),
+        ("def step():\n    return print, [1]\n", "name a function that runs one step"),
+    ):  # fmt: skip
         program.write_text(text)
         told = run_fettle("trace", "record", f"{program}:step", "-o", tmp_path / "none.json")
         assert told.code == 2

@@ -83,7 +83,7 @@ def compiled(
             _compare(found, tuned, samples)
             took_s = time.perf_counter() - began
             try:
-                keep(kept, partial(shutil.copy, made))
+                keep(kept, partial(shutil.copy, made), made.stat().st_size)
                 log.info("compiled in %.3g s, kept for the next start", took_s)
             except OSError as error:
                 log.info("compiled in %.3g s, which could not be kept: %s", took_s, first_line(error))

@@ -196,9 +196,10 @@ def under(trial: Trial, asked: bool = False) -> str:
     measured beside whatever else the machine does."""
     if trial.is_quiet:
         return ""
+    load = "" if trial.load.is_quiet else f" ({trial.load})"  # on the mean of all slices there may have been little
     if asked:
-        return f"Measured under load, as asked ({trial.load}): "
-    return f"On a busy machine ({trial.load}), waiting for a core taken out: "
+        return f"Measured under load, as asked{load}: "
+    return f"On a busy machine{load}, waiting for a core taken out: "
 
 
 def elapsed(trial: Trial) -> str:

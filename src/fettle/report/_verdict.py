@@ -69,7 +69,8 @@ def _warm_payback(result: Outcome) -> str:
     winner, baseline, calls = result.winner, result.baseline, result.warm_payback_calls
     if winner is None or baseline is None or calls is None:
         return ""
-    again = f" Where that is kept, it starts in {fmt.seconds(winner.startup.warm_s)} from the second time on"
+    seconds = fmt.seconds(winner.startup.warm_s)
+    again = f" Where what was compiled or converted is kept, it starts in {seconds} from the second time on"
     if calls < 1:
         return f"{again}, and pays from the first call on."
     return f"{again}: paid back after {fmt.count(calls)} calls."

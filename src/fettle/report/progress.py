@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +19,10 @@ from fettle.report import _format as fmt
 
 if TYPE_CHECKING:
     from fettle.tuning import Event, OnProgress
+
+
+_WAITS_S = 30.0
+"""Between two lines that say that it waits."""
 
 
 @contextmanager
@@ -82,10 +87,15 @@ def _cell() -> Iterator[OnProgress]:
 
 
 def _lines() -> OnProgress:
-    """For a log file: nothing for the rounds of a race."""
-    began = time.monotonic()
+    """For a log file: nothing for the rounds of a race, and once in a while that it waits."""
+    began, waits = time.monotonic(), -math.inf
 
     def on_progress(event: Event) -> None:
+        nonlocal waits
+        if event.doing.endswith("waiting for a quiet moment"):
+            if time.monotonic() - waits < _WAITS_S:
+                return
+            waits = time.monotonic()
         if event.trial is not None:
             text = Text.from_markup(trial_line(event)).plain
         elif event.doing.startswith("round"):

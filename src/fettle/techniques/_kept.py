@@ -1,4 +1,4 @@
-"""What a recipe's lines converted a model to, kept for the next process: OpenVINO's model, as its own two files.
+"""What a recipe's lines made of a model, kept for the next process: OpenVINO's model, AOTInductor's library, ONNX.
 
 Exporting and converting takes seconds to minutes, reading what came of it a fraction of a second. A file fits where the
 same operators would run on the same numbers: the model is called once with tensors that have no data, and the key of a
@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,14 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fettle.errors import first_line
 from fettle.files import cache_folder
-from fettle.kept_files import is_sound, keep
+from fettle.kept_files import MOST_BYTES, SUMS, is_sound, keep
 from fettle.machine import cpu_name
 from fettle.techniques import _openvino, _openvino_int8
 from fettle.techniques._host import cpu_flags, installed
 from fettle.techniques._openvino_core import openvino_core
 
 FOLDER = "converted"
-_CONVERTS = "openvino_converted"
 _GRAPH, _SAID = "model.xml", "said.json"
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -48,50 +48,89 @@ def keep_converted(
     """Let the function of a recipe's source read what was converted before, and keep what it converts.
 
     With `label` only what was kept with the same one is read. Where there is a list `later`, what is to be kept is
-    written when its functions are called: writing is no part of the time that is measured until then.
+    written when its functions are called: writing is no part of the time that is measured until then. What is files
+    from the start (a library, a model of ONNX) is not kept then.
     """
     names = optimize.__globals__
-    if _CONVERTS in names:
-        names[_CONVERTS] = functools.partial(_converted, names[_CONVERTS], label, later)
+    if "openvino_converted" in names:
+        names["openvino_converted"] = functools.partial(_openvino_model, names["openvino_converted"], label, later)
+    for name in ("aoti_files", "onnx_files"):
+        if name in names and later is None:
+            names[name] = functools.partial(_files, names[name], label)
     return optimize
 
 
-def _converted(
+def _openvino_model(
     convert: Callable[..., Any], label: str, later: list[Callable[[], None]] | None, flat: torch.nn.Module,
-    tensors: Sequence[torch.Tensor], samples: Sequence[Sequence[torch.Tensor]], level: str, part: Any = None,
+    tensors: Sequence[torch.Tensor], samples: Sequence[Sequence[torch.Tensor]], level: str, part: Any,
 ) -> Any:  # fmt: skip
     """As `openvino_converted`: read where it was kept."""
+    said: list[dict[str, Any]] = []
+
+    def make() -> Any:
+        with _listening(said):
+            return convert(flat, tensors, samples, level, part)
+
+    def read(folder: Path) -> Any:
+        model = openvino_core().read_model(str(folder / _GRAPH))
+        _say_again(folder / _SAID, part)
+        return model
+
+    def write(model: Any, folder: Path) -> None:
+        import openvino
+
+        openvino.save_model(model, str(folder / _GRAPH), compress_to_fp16=False)
+        (folder / _SAID).write_text(json.dumps({"said": said, "part": part}), encoding="utf-8")
+
+    return _kept((flat, tensors, samples, [label, level, part]), make, read, write, later)
+
+
+def _files(
+    fill: Callable[..., None], label: str, flat: torch.nn.Module, tensors: Sequence[torch.Tensor], options: Any,
+    folder: str,
+) -> None:  # fmt: skip
+    """As `aoti_files` or `onnx_files`: copied where they were kept."""
+
+    def copy(source: Path, target: Path) -> None:
+        for path in source.iterdir():
+            if path.name != SUMS:
+                shutil.copyfile(path, target / path.name)
+
+    _kept(
+        (flat, tensors, (), [label, fill.__name__, options]), lambda: fill(flat, tensors, options, folder),
+        lambda kept: copy(kept, Path(folder)), lambda _, place: copy(Path(folder), place), None,
+    )  # fmt: skip
+
+
+def _kept(
+    about: tuple[Any, ...], make: Callable[[], Any], read: Callable[[Path], Any], write: Callable[[Any, Path], None],
+    later: list[Callable[[], None]] | None,
+) -> Any:  # fmt: skip
+    """What `read` finds in the folder that belongs to `about` (see `_key`), or what `make` makes, which `write` keeps
+    there."""
     began = time.perf_counter()
     try:
-        key = _key(flat, tensors, samples, [label, level, part])
+        key, size = _key(*about)
     except Exception as error:  # it asks for values, say: exporting tells what that means
         log.info("what is converted cannot be kept: %s", first_line(error))
-        return convert(flat, tensors, samples, level, part)
+        return make()
     folder = cache_folder(FOLDER) / key
     if is_sound(folder):
         try:
-            model = openvino_core().read_model(str(folder / _GRAPH))
-            _say_again(folder / _SAID, part)
+            found = read(folder)
         except Exception as error:
             log.info("what was converted before cannot be read (%s): converting again", first_line(error))
         else:
             tally["read"] += 1
             log.info("converted before: read in %.2g s", time.perf_counter() - began)
-            return model
-    with _listening() as said:
-        model = convert(flat, tensors, samples, level, part)
+            return found
+    found = make()
     tally["converted"] += 1
     took_s = time.perf_counter() - began
 
-    def write(place: Path) -> None:
-        import openvino
-
-        openvino.save_model(model, str(place / _GRAPH), compress_to_fp16=False)
-        (place / _SAID).write_text(json.dumps({"said": said, "part": part}), encoding="utf-8")
-
     def keep_it() -> None:
         try:
-            keep(folder, write)
+            keep(folder, functools.partial(write, found), size)
             log.info("converted in %.3g s, kept for the next start", took_s)
         except Exception as error:  # a full disk, or what OpenVINO cannot write
             log.info("converted in %.3g s, which could not be kept: %s", took_s, first_line(error))
@@ -100,13 +139,12 @@ def _converted(
         keep_it()
     else:
         later.append(keep_it)
-    return model
+    return found
 
 
 @contextmanager
-def _listening() -> Iterator[list[dict[str, Any]]]:
-    """What the lines say of themselves meanwhile, and what they learned."""
-    said: list[dict[str, Any]] = []
+def _listening(said: list[dict[str, Any]]) -> Iterator[None]:
+    """Note what the lines say of themselves meanwhile, and what they learned."""
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -116,7 +154,7 @@ def _listening() -> Iterator[list[dict[str, Any]]]:
     level, logger.level = logger.level, logging.INFO
     logger.addHandler(handler)
     try:
-        yield said
+        yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
@@ -134,17 +172,22 @@ def _say_again(path: Path, part: Any) -> None:
 
 def _key(
     flat: torch.nn.Module, tensors: Sequence[torch.Tensor], samples: Sequence[Sequence[torch.Tensor]], said: list[Any]
-) -> str:
-    """What must be equal for a converted model to fit. Raises where the model's operators depend on values."""
+) -> tuple[str, int]:
+    """What must be equal for a converted model to fit, and the bytes of its weights. Raises where the model's operators
+    depend on values, and for what is not on the CPU."""
     digest = hashlib.sha256()
-    versions = installed(("torch", "openvino", "nncf", "torch-fettle"))
-    digest.update(json.dumps([*said, versions, cpu_name(), sorted(cpu_flags())], sort_keys=True).encode())
-    for module in (_openvino, _openvino_int8):  # how it is converted
-        digest.update(Path(str(module.__file__)).read_bytes())
+    versions = installed(("torch", "openvino", "nncf", "onnx", "onnxscript", "onnxruntime", "torch-fettle"))
+    machine = [cpu_name(), sorted(cpu_flags()), torch.get_num_threads(), torch.get_float32_matmul_precision()]
+    digest.update(json.dumps([*said, versions, machine], sort_keys=True).encode())
+    for path in (_openvino.__file__, _openvino_int8.__file__, Path(__file__).with_name("runtime.py")):
+        digest.update(Path(str(path)).read_bytes())  # how it is converted
     used = _add_operators(flat, tensors, digest)
+    size = sum(tensor.nbytes for tensor in used)
+    if 2 * size > MOST_BYTES:
+        raise ValueError("it is larger than what may be kept")
     for tensor in itertools.chain(used, *samples):
         _add_values(tensor, digest)
-    return digest.hexdigest()[:40]
+    return digest.hexdigest()[:40], size
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -193,7 +236,7 @@ def _add_operators(flat: torch.nn.Module, tensors: Sequence[torch.Tensor], diges
     mode, operators = FakeTensorMode(allow_non_fake_inputs=True), _Operators(digest)
     given = [mode.from_tensor(tensor) for tensor in tensors]
     for tensor in given:
-        digest.update(f"{tensor.shape}{tensor.dtype}{tensor.stride()}{operators.meet(tensor)}".encode())
+        digest.update(f"{tensor.shape}{tensor.dtype}{tensor.stride()}{tensor.device}{operators.meet(tensor)}".encode())
     with _unchanged(flat), _as_if_exporting(), mode, operators:
         results = flat(*given)
     digest.update(str([operators.tell(result) for result in results]).encode())

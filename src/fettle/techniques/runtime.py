@@ -16,16 +16,19 @@ from fettle.techniques._openvino_text import TEXT
 from fettle.techniques.compile import mode_options
 
 
+def aoti_files(flat: torch.nn.Module, tensors: Any, options: Any, folder: str) -> None:
+    """Compile the model ahead of time by AOTInductor, to ``model.pt2`` in a folder."""
+    program = torch.export.export(flat, tuple(tensors))
+    torch._inductor.aoti_compile_and_package(program, package_path=f"{folder}/model.pt2", inductor_configs=options)
+
+
 def aoti_engine(flat: torch.nn.Module, tensors: Any, options: Any) -> Any:
-    """The model compiled ahead of time to a shared library by AOTInductor."""
-    import os
+    """The model compiled ahead of time to a shared library."""
     import tempfile
 
-    program = torch.export.export(flat, tuple(tensors))
     with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "model.pt2")
-        torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=options)
-        runner = torch._inductor.aoti_load_package(path)
+        aoti_files(flat, tensors, options, folder)
+        runner = torch._inductor.aoti_load_package(f"{folder}/model.pt2")
     return lambda values: runner(*values)
 
 
@@ -39,23 +42,26 @@ def exported_engine(flat: torch.nn.Module, tensors: Any, options: Any) -> Any:
     return lambda values: compiled(*values)
 
 
+def onnx_files(flat: torch.nn.Module, tensors: Any, options: Any, folder: str) -> None:
+    """Export the model to ``model.onnx`` in a folder, the weights beside it: one file may not exceed 2 GB."""
+    program: Any = torch.onnx.export(flat, tuple(tensors), dynamo=True, verbose=False, **options)
+    program.save(f"{folder}/model.onnx", external_data=True)
+
+
 def onnxruntime_engine(flat: torch.nn.Module, tensors: Any) -> Any:
     """The model exported to ONNX and run by ONNX Runtime."""
-    import os
     import tempfile
 
     import onnxruntime
 
-    program: Any = torch.onnx.export(flat, tuple(tensors), dynamo=True, optimize=True, verbose=False)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
     cuda = any(tensor.is_cuda for tensor in tensors)
     providers = ["CUDAExecutionProvider"] if cuda else ["CPUExecutionProvider"]
-    with tempfile.TemporaryDirectory() as folder:  # a file, since a model in memory may not exceed 2 GB
-        path = os.path.join(folder, "model.onnx")
-        program.save(path, external_data=True)
-        session = onnxruntime.InferenceSession(path, options, providers=providers)
+    with tempfile.TemporaryDirectory() as folder:
+        onnx_files(flat, tensors, {"optimize": True}, folder)
+        session = onnxruntime.InferenceSession(f"{folder}/model.onnx", options, providers=providers)
     names = [item.name for item in session.get_inputs()]
     if len(names) != len(tensors):
         raise RuntimeError(f"ONNX export kept {len(names)} of {len(tensors)} inputs")
@@ -224,7 +230,7 @@ class Runtime(Technique):
         if level == "aoti":
             options = {"freezing": True} if recipe.levels.get("freeze") == "on" else {}
             build = f"lambda flat, tensors, samples: aoti_engine({flat}, tensors, {options})"
-            return Code(helpers=(*shared, aoti_engine), prepare=(f"model = Exported(model, {build})",))
+            return Code(helpers=(*shared, aoti_files, aoti_engine), prepare=(f"model = Exported(model, {build})",))
         if level == "exported":
             build = (
                 f"lambda flat, tensors, samples: exported_engine({flat}, tensors, {mode_options('reduce-overhead')})"
@@ -247,9 +253,9 @@ class Runtime(Technique):
                     f"model = Exported(model, lambda flat, tensors, samples: {engine.__name__}({given}){batches})",
                 ),
             )
-        engine = {"onnxruntime": onnxruntime_engine, "tensorrt": tensorrt_engine}[level]
-        build = f"lambda flat, tensors, samples: {engine.__name__}({flat}, tensors)"
-        return Code(helpers=(*shared, engine), prepare=(f"model = Exported(model, {build})",))
+        engines: Any = (onnx_files, onnxruntime_engine) if level == "onnxruntime" else (tensorrt_engine,)
+        build = f"lambda flat, tensors, samples: {engines[-1].__name__}({flat}, tensors)"
+        return Code(helpers=(*shared, *engines), prepare=(f"model = Exported(model, {build})",))
 
 
 @register

@@ -160,9 +160,14 @@ def record(
             for number in range(warmup + active):
                 show("recording", number, warmup + active)
                 try:
-                    step()
+                    made = step()
                 except Exception as error:
                     raise UsageError(f"{target} raised in step {number}: {first_line(error)}") from error
+                if callable(made[0] if isinstance(made, tuple) and made else made):
+                    raise UsageError(
+                        f"{target} makes a model or a function, and is itself called once a step: name a function that "
+                        "runs one step"
+                    )
                 profiler.step()
     data = {"file": str(output), "steps": active}
     _show.answer(as_json, lambda: data, lambda console: console.print(f"wrote {output}"))
