@@ -28,7 +28,7 @@ NEEDS = {
 }
 LIGHT = ["digits", "resnet50", "bert_base", "minilm", "gpt2_generate", "whisper_tiny_encoder", "lstm"]
 HEAVY = ["gpt2", "gpt2_text", "smollm2_text", "convnext_tiny", "vit_b16", "sam_vit_b", "sd_unet", "minilm_passages"]
-TRAINED = ["ocr", "speech"]
+TRAINED = ["ocr", "speech", "detection"]
 SLOW = {*HEAVY, "gpt2_generate", "bert_base"}
 """Left to the slow tests; of `gpt2_generate` one row is run in each run of the tests."""
 ALL = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in (*LIGHT, *HEAVY)]
@@ -225,6 +225,33 @@ def test_speech_of_different_lengths_is_answered_as_alone() -> None:
             assert not together[row, len(alone) :].any()
     letters = torch.nn.functional.one_hot(torch.tensor([[1, 1, 0, 1, 6, 0]]), 11)
     assert speech["decode"](letters) == ["ppa"]
+
+
+def test_shapes_are_found_where_they_were_drawn() -> None:
+    """Without training: answers made from what is drawn give its boxes in images of two sizes; each counts once."""
+    pytest.importorskip("transformers")
+    detection = module("detection")
+    images, drawn = zip(*(detection["picture"](seed, 100 + 60 * seed, 200) for seed in range(2)), strict=True)
+    answers = torch.full((2, 8, 32, 32), -9.0)
+    for row, (image, shapes) in enumerate(zip(images, drawn, strict=True)):
+        scale = [200 / 32, image.shape[1] / 32] * 2
+        for kind, *box in shapes:
+            left, top, right, bottom = (edge / each for edge, each in zip(box, scale, strict=True))
+            x, y = (left + right) / 2, (top + bottom) / 2
+            sides = torch.tensor([x % 1, y % 1, (right - left) / 4, (bottom - top) / 4])
+            answers[row, :, int(y), int(x)] = torch.cat([torch.full([4], -9.0), sides[:2], sides[2:].log()])
+            answers[row, kind, int(y), int(x)] = 5.0
+    found = detection["found_in"](answers, images)
+    for some, shapes in zip(found, drawn, strict=True):
+        assert len(some) == len(shapes) == detection["right"](some, shapes) > 1
+        assert detection["right"]([*some, *some], shapes) == len(shapes)
+        assert detection["right"]([((kind + 1) % 4, *box) for kind, *box in some], shapes) == 0
+
+    loss = detection["loss_of"](answers, drawn, [image.shape[1:] for image in images])
+    assert loss < 0.1 < detection["loss_of"](0 * answers, drawn, [image.shape[1:] for image in images])
+    with torch.no_grad():
+        model = torch.nn.ModuleDict({"detector": detection["Detector"](width=4).eval()})
+        assert detection["detect"](model, *images)["answers"].shape == (2, 8, 32, 32)
 
 
 @pytest.mark.slow
