@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from fettle.errors import UsageError
 from fettle.machine import Machine
@@ -35,10 +34,11 @@ from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
 from fettle.storage import storage_url
 from fettle.study import Study
-from fettle.techniques import PYTHON, Facts, batch_factor, canonical, environment, is_calibrated, source, uses_ranks
+from fettle.techniques import PYTHON, batch_factor, canonical, environment, is_calibrated, source, uses_ranks
 from fettle.tuning._budget import Budget
 from fettle.tuning._costs import Costs
 from fettle.tuning._probe import Probed, plan_memory, probe
+from fettle.tuning._race_rules import abreast, rules_of
 from fettle.tuning.model import PRIOR_SPREAD, Races
 from fettle.tuning.options import Options
 from fettle.tuning.standings import Standings
@@ -53,15 +53,10 @@ _SCREENING_INDIFFERENCE = PRIOR_SPREAD
 to tell, which the final race has."""
 _SWINGS = 1.5
 """Slowest over fastest round of the workload as given from which that is said."""
-_SMALL_SHARE = 1 / 32
-"""Of the memory: weights of no more than that may be built in two processes side by side."""
 SHARED_RACES = 10_000
 """Races of a study that several work at are numbered from here, by the place of their first trial."""
 _KEPT = "cache/kept"
 """What trials have converted, for their further processes: it is large, and goes when the study ends."""
-_ENERGY_SLICE_S = 0.5
-"""A GPU's counter is renewed every 20 to 100 ms (Yang, Adamek and Armour, *Part-time Power Measurements*, 2023): in the
-usual slice it may not move at all."""
 
 
 @dataclass(frozen=True)
@@ -90,20 +85,9 @@ class Session:
         started: float | None = None,
     ) -> None:  # fmt: skip
         self.target, self.options, self.folder = target, options, options.output
-        seconds, effort = options.budget_s or None, options.effort
+        seconds = options.budget_s or None
         self.budget = Budget(seconds, time.monotonic() if started is None else started)
-        self.rules = Rules(
-            effort.slice_s, effort.rounds, options.confidence, prepare_timeout_s=options.trial_timeout_s,
-            under_load=options.under_load,
-        )  # fmt: skip
-        if options.polite:
-            self.rules = replace(self.rules, may_go_first=False)
-        if options.goal in ("ttft", "tpot"):
-            self.rules = replace(self.rules, part=options.goal)
-        if options.goal == "warm-startup":
-            self.rules = replace(self.rules, replicates=2)
-        if options.goal == "energy":
-            self.rules = replace(self.rules, slice_s=_ENERGY_SLICE_S)
+        self.rules = rules_of(options)
         self.standings = Standings(options.goal, options.limits, Races(options.under_load), options.confidence)
         self.costs = Costs(self.standings, self.budget)
         self.held = Held()
@@ -189,7 +173,7 @@ class Session:
         self.probed, self.facts = probed, replace(probed.facts, ranks=self._ranks, nodes=self._node_count)
         if allowed is not None:
             self.facts = replace(self.facts, max_error=allowed)
-        self.rules = replace(self.rules, abreast=_abreast(self.facts))
+        self.rules = replace(self.rules, abreast=abreast(self.facts))
         self.standings.judge = Judge(
             str(probed.reference_path),
             allowed,
@@ -405,9 +389,3 @@ def _asked_of_text(goal: Goal, limits: Limits) -> str:
         return f"the goal {goal}"
     asked = {"max_ttft_ms": limits.max_ttft_ms, "max_tpot_ms": limits.max_tpot_ms, "exact": limits.exact or None}
     return next((f"the limit `{name}`" for name, value in asked.items() if value is not None), "")
-
-
-def _abreast(facts: Facts) -> int:
-    """How many processes import and build side by side: two of a small workload, where there are cores for it."""
-    small = facts.parameter_bytes <= _SMALL_SHARE * psutil.virtual_memory().total
-    return 2 if facts.ranks == 1 and facts.physical_cores > 1 and small else 1
