@@ -70,7 +70,7 @@ class Compile(Technique):
             compiled = Bundle(70, {**autocast(facts), "compile": "default"})
             return [Bundle(60, masters), compiled] if computes_in_bf16(facts) else [compiled]
         if facts.device == "cuda":
-            alone = ("max-autotune", "reduce-overhead", "default")
+            alone = ("reduce-overhead", "max-autotune", "default")  # the second compiles for minutes
             found = [Bundle(place, {"compile": level}) for place, level in zip((10, 20, 30), alone, strict=True)]
             return [*found, Bundle(50, {"compile": "max-autotune", "freeze": "on"})]
         if not facts.has_bf16:
