@@ -196,21 +196,19 @@ class Guide:
         return tried and move not in self._vouched
 
     def unproven(self, space: Space, evidence: Evidence, leader: Trial) -> list[Recipe]:
-        """The leader with levels that nothing vouches for yet, as many together as can be."""
+        """Levels that nothing vouches for yet, as many together as can be: those that start in seconds on what the
+        leader has of such, as they need no compiled model to be seen wrong; the others on the leader."""
         left = [
             (name, level) for name, levels in space.choices.items() for level in levels[1:]
             if (name, level) not in self._vouched and name not in space.required.levels
             and leader.recipe.levels.get(name) != level
         ]  # fmt: skip
-        found: list[Recipe] = []
-        while left:
-            recipe, added = leader.recipe, list[Level]()
-            for level in left:
-                bigger = evidence.moved(recipe, *level)
-                if bigger is not None and {level, *added} <= set(bigger.levels.items()):
-                    recipe, added = bigger, [*added, level]
-            left = [level for level in left if level not in added] if added else []
-            found.append(recipe)
+        cheap = _cheap_part(space, evidence, leader.recipe)
+        quick = [level for level in left if space.cost(Recipe(dict([level]))) <= space.cost(cheap)]
+        found = [
+            *_packed(evidence, cheap, quick),
+            *_packed(evidence, leader.recipe, [level for level in left if level not in quick]),
+        ]
         known = evidence.trials
         return [one for one in dict.fromkeys(found) if one not in known and not evidence.known_wrong(one)]
 
@@ -256,10 +254,12 @@ class Guide:
                 key=lambda item: (-item[1].improvement(best) / max(item[1].seconds, 1e-3), str(item[0])),
             )
             recipe, expected = ranked[0]
-            if expected.improvement(best) < WORTH:
+            proving = batch and len(self.foreseen) + len(batch) < _ENOUGH  # a word is kept by so many
+            if expected.improvement(best) < WORTH and not proving:
                 break
             batch.append(recipe)
             believed[recipe] = expected.gain
+            best = max(best, expected.gain)  # what comes next must bring more than that (Kriging believer)
             pool = [other for other, _ in ranked[1:_SHORTLIST]]
             if len(batch) >= min(_TOGETHER.get(space.cost(one), 3) for one in batch):
                 break
@@ -280,6 +280,29 @@ class Guide:
             moved = [evidence.moved(recipe, *move) for recipe in best for move in moves]
             thought = _usable(space, evidence, [recipe for recipe in moved if recipe is not None])
         return [recipe for recipe in pool if recipe not in evidence.trials]
+
+
+def _cheap_part(space: Space, evidence: Evidence, recipe: Recipe) -> Recipe:
+    """The recipe without what makes it expensive to start."""
+    for name in recipe.levels:
+        smaller = evidence.moved(recipe, name, space.default(name))
+        if smaller is not None and space.cost(smaller) < space.cost(recipe):
+            recipe = smaller
+    return recipe
+
+
+def _packed(evidence: Evidence, base: Recipe, levels: Sequence[Level]) -> list[Recipe]:
+    """The recipe with these levels, in as few recipes as hold them all; those that cannot stand on it are left out."""
+    found, left = list[Recipe](), list(levels)
+    while left:
+        recipe, added = base, list[Level]()
+        for level in left:
+            bigger = evidence.moved(recipe, *level)
+            if bigger is not None and {level, *added} <= set(bigger.levels.items()):
+                recipe, added = bigger, [*added, level]
+        left = [level for level in left if level not in added] if added else []
+        found.append(recipe)
+    return found
 
 
 def _usable(space: Space, evidence: Evidence, recipes: Iterable[Recipe]) -> list[Recipe]:
