@@ -95,6 +95,12 @@ def test_every_level_runs_at_least_beside_others() -> None:
     assert tried == {(name, level) for name, levels in LEVELS.items() for level in levels[1:]}
 
 
+def test_a_first_race_holds_what_may_beat_the_best_in_it_and_enough_to_prove_the_atlas() -> None:
+    told = session()
+    auto(SPACE, told, guide=Guide(Says(truth, 0.02)))
+    assert sum(bool(recipe.levels) for recipe in told.races[0]) == 3
+
+
 def test_what_takes_a_minute_must_promise_more() -> None:
     told = session()
     guide = Guide(Says(truth, seconds=lambda recipe: 600.0 if "compile" in recipe.levels else 5.0))

@@ -256,10 +256,12 @@ class Guide:
                 key=lambda item: (-item[1].improvement(best) / max(item[1].seconds, 1e-3), str(item[0])),
             )
             recipe, expected = ranked[0]
-            if expected.improvement(best) < WORTH:
+            proving = batch and len(self.foreseen) + len(batch) < _ENOUGH  # a word is kept by so many
+            if expected.improvement(best) < WORTH and not proving:
                 break
             batch.append(recipe)
             believed[recipe] = expected.gain
+            best = max(best, expected.gain)  # what comes next must bring more than that (Kriging believer)
             pool = [other for other, _ in ranked[1:_SHORTLIST]]
             if len(batch) >= min(_TOGETHER.get(space.cost(one), 3) for one in batch):
                 break
