@@ -115,8 +115,8 @@ def prepare(state: State, request: Prepare) -> Prepared:
                 answers = outputs_of(state.workload.judged(output, grown))
                 judged.append(compare(first_rows(answers, request.factor, wanted[index]), wanted[index]))
             del output
-        for keep in later:
-            keep()
+        while later:  # and let go: what it holds is none of the recipe's memory
+            later.pop()()
         accuracy = worst(judged)
         metric = state.workload.metric
         if metric is not None:
