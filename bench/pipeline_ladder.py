@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from fettle.machine import this_machine
@@ -37,30 +38,29 @@ def worker(target: str, small: str, recipe: str) -> None:
 
     from fettle.recipe import Recipe
     from fettle.techniques import conflict, load, probe_facts, source
-    from fettle.workload import find_target, tensors
+    from fettle.workload import find_target, spread, tensors
 
-    run, metric, asked = None, None, Recipe.parse(recipe)
+    metric, asked = None, Recipe.parse(recipe)
     facts = probe_facts(find_target(f"{target.partition(':')[0]}:{small}").load()) if recipe else None
     made = find_target(target).load()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run = partial(made.call, made.model) if made.call else made.model
     if facts is None:
-        run = made.call
+        metric = made.metric(run) if made.metric else None
     else:
         if why_not := conflict(asked, facts):
             raise SystemExit(why_not)
         optimize = load(source(asked, facts), "optimized")
-        fast = optimize(made.model, list(made.inputs), made.call)
-        metric = made.metric(fast) if made.metric else None
-
-        def run(_: object, *inputs: object) -> object:
-            return fast(*inputs)
+        run = optimize(made.model, list(made.inputs), *([made.call] if made.call else []))
+        metric = made.metric(run) if made.metric else None
 
     print(json.dumps(metric), file=answers, flush=True)
+    args, kwargs = spread(made.inputs[0])
     for question in sys.stdin:
         if question == "stop\n":
             break
         start = time.perf_counter()
-        found = run(made.model, *made.inputs[0])
+        found = run(*args, **kwargs)
         seconds = time.perf_counter() - start
         assert tensors(found)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
