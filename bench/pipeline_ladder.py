@@ -67,7 +67,7 @@ def worker(target: str, small: str, recipe: str) -> None:
         print(json.dumps([seconds, peak * 1024]), file=answers, flush=True)
 
 
-def start(asked: argparse.Namespace, recipes: list[str], folder: Path, rows: dict) -> None:
+def start(asked: argparse.Namespace, recipes: list[str], folder: Path) -> None:
     """A process for each recipe, built and judged; its questions and answers are files of a folder of its own."""
     for recipe in recipes:
         own = folder / hashlib.sha256(recipe.encode()).hexdigest()[:12]
@@ -82,9 +82,13 @@ def start(asked: argparse.Namespace, recipes: list[str], folder: Path, rows: dic
             time.sleep(0.2)
         if process.poll() is not None:
             raise SystemExit(f"{recipe or 'as given'}: its process ended")
-        row = rows.setdefault(recipe, {"seconds": [], "speedups": []})
-        row["metric"] = json.loads((own / "answers").read_bytes())
-        print(f"{recipe or 'as given'}: metric {row['metric']}", flush=True)
+        print(f"{recipe or 'as given'}: metric {(own / 'answers').read_text('utf-8').strip()}", flush=True)
+
+
+def metric_of(folder: Path, recipe: str) -> float | None:
+    """What a recipe's process said when it was ready."""
+    own = folder / hashlib.sha256(recipe.encode()).hexdigest()[:12]
+    return json.loads((own / "answers").read_text("utf-8").splitlines()[0])
 
 
 def ask(folder: Path, recipe: str, question: str, answered: bool = True) -> list:
@@ -119,7 +123,10 @@ def main() -> None:
     rows = kept.setdefault("recipes", {})
     recipes, folder = ["", *asked.recipe], asked.json.with_suffix(".running")
     if asked.what in ("all", "start"):
-        start(asked, recipes, folder, rows)
+        start(asked, recipes, folder)
+    for recipe in recipes if asked.what in ("all", "rounds") else ():
+        row = rows.setdefault(recipe, {"seconds": [], "speedups": []})
+        row["metric"] = metric_of(folder, recipe)
     for _ in range(asked.rounds if asked.what in ("all", "rounds") else 0):
         seconds = {}
         for recipe in random.sample(recipes, len(recipes)):
