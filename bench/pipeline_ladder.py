@@ -28,6 +28,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from fettle.machine import this_machine
@@ -50,45 +51,44 @@ def worker(target: str, small: str, recipe: str, arguments: list[str]) -> None:
 
     from fettle.recipe import Recipe
     from fettle.techniques import conflict, load, probe_facts, source
-    from fettle.workload import tensors
+    from fettle.workload import spread, tensors
 
     words = recipe.split()
     arguments = arguments + [word[1:] for word in words if word.startswith("@")]
-    run, metric, asked = None, None, Recipe.parse(" ".join(word for word in words if not word.startswith("@")))
+    metric, asked = None, Recipe.parse(" ".join(word for word in words if not word.startswith("@")))
     reduced = with_arguments(find_target(f"{target.partition(':')[0]}:{small}"), arguments)
     facts = probe_facts(reduced.load()) if asked.levels else None
     made = with_arguments(find_target(target), arguments).load()
     on_gpu = any(tensor.is_cuda for tensor in made.model.parameters())
 
     def peak_bytes() -> int:
-        return (
-            torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        )
+        if on_gpu:
+            return torch.cuda.max_memory_allocated()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     before = peak_bytes()
+    run = partial(made.call, made.model) if made.call else made.model
     if facts is None:
-        run = made.call
+        metric = made.metric(run) if made.metric else None
     else:
         if why_not := conflict(asked, facts):
             raise SystemExit(why_not)
         optimize = load(source(asked, facts), "optimized")
-        fast = optimize(made.model, list(made.inputs), made.call)
-        metric = made.metric(fast) if made.metric else None
-
-        def run(_: object, *inputs: object) -> object:
-            return fast(*inputs)
+        run = optimize(made.model, list(made.inputs), *([made.call] if made.call else []))
+        metric = made.metric(run) if made.metric else None
 
     print(json.dumps({"metric": metric, "loaded_bytes": before}), file=answers, flush=True)
+    args, kwargs = spread(made.inputs[0])
     for question in sys.stdin:
         if question == "stop\n":
             break
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        found = run(made.model, *made.inputs[0])
+        found = run(*args, **kwargs)
         if on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
@@ -96,7 +96,7 @@ def worker(target: str, small: str, recipe: str, arguments: list[str]) -> None:
         print(json.dumps([seconds, peak_bytes() - before]), file=answers, flush=True)
 
 
-def start(asked: argparse.Namespace, recipes: list[str], folder: Path, rows: dict) -> None:
+def start(asked: argparse.Namespace, recipes: list[str], folder: Path) -> None:
     """A process for each recipe, built and judged; its questions and answers are files of a folder of its own."""
     processes = {}
     for recipe in recipes:
@@ -110,13 +110,13 @@ def start(asked: argparse.Namespace, recipes: list[str], folder: Path, rows: dic
                 [*command, f"--worker={recipe}"], stdin=questions, stdout=answers, start_new_session=True
             )
         if not asked.together:
-            wait_for(folder, {recipe: processes[recipe]}, rows)
+            wait_for(folder, {recipe: processes[recipe]})
     if asked.together:
-        wait_for(folder, processes, rows)
+        wait_for(folder, processes)
 
 
-def wait_for(folder: Path, processes: dict[str, subprocess.Popen[bytes]], rows: dict) -> None:
-    """Until they have answered with their metrics; one that ended instead is told, and has no row."""
+def wait_for(folder: Path, processes: dict[str, subprocess.Popen[bytes]]) -> None:
+    """Until they have answered with their metrics; one that ended instead is told."""
     for recipe, process in processes.items():
         own = folder / hashlib.sha256(recipe.encode()).hexdigest()[:12]
         while not (own / "answers").read_bytes().endswith(b"\n") and process.poll() is None:
@@ -124,9 +124,14 @@ def wait_for(folder: Path, processes: dict[str, subprocess.Popen[bytes]], rows: 
         if process.poll() is not None:
             print(f"{recipe or 'as given'}: its process ended with exit code {process.returncode}", flush=True)
             continue
-        row = rows.setdefault(recipe, {"seconds": [], "speedups": []})
-        row |= json.loads((own / "answers").read_bytes())
-        print(f"{recipe or 'as given'}: metric {row['metric']}", flush=True)
+        print(f"{recipe or 'as given'}: metric {said_of(folder, recipe)['metric']}", flush=True)
+
+
+def said_of(folder: Path, recipe: str) -> dict:
+    """What a recipe's process said when it was ready, its metric and the bytes it held then; nothing where it ended."""
+    answers = folder / hashlib.sha256(recipe.encode()).hexdigest()[:12] / "answers"
+    lines = answers.read_text("utf-8").splitlines() if answers.exists() else []
+    return json.loads(lines[0]) if lines else {}
 
 
 def ask(folder: Path, recipe: str, question: str, answered: bool = True) -> list:
@@ -164,10 +169,12 @@ def main() -> None:
     rows = kept.setdefault("recipes", {})
     recipes, folder = [asked.given, *asked.recipe], asked.json.with_suffix(".running")
     if asked.what in ("all", "start"):
-        start(asked, recipes, folder, rows)
-    recipes = [recipe for recipe in recipes if recipe in rows]
+        start(asked, recipes, folder)
+    recipes = [recipe for recipe in recipes if said_of(folder, recipe)]
     if asked.given not in recipes:
         raise SystemExit("the model as given does not run: there is nothing to compare with")
+    for recipe in recipes:
+        rows[recipe] = {"seconds": [], "speedups": [], **rows.get(recipe, {}), **said_of(folder, recipe)}
     for _ in range(asked.rounds if asked.what in ("all", "rounds") else 0):
         seconds = {}
         for recipe in random.sample(recipes, len(recipes)):
