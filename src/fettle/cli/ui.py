@@ -71,6 +71,6 @@ def _opened(address: str) -> Iterator[None]:
     command, and a token among them would let them in."""
     with tempfile.TemporaryDirectory(prefix="fettle-ui-") as folder:
         page = Path(folder, "open.html")
-        page.write_text(f'<!doctype html><meta http-equiv="refresh" content="0;url={address}">', encoding="utf-8")
+        page.write_text(f'<meta http-equiv="refresh" content="0;url={address}">', encoding="utf-8")
         webbrowser.open(page.as_uri())
         yield
