@@ -75,7 +75,7 @@ class Exported:
             def __init__(self) -> None:
                 super().__init__()
                 self.model = model
-                self.train(model.training)
+                self.training = model.training  # not train(): an exported module takes none
 
             def forward(self, *tensors: torch.Tensor) -> Any:
                 given = iter(tensors)

@@ -20,7 +20,7 @@ class Part(torch.nn.Module):
         super().__init__()
         self.module = module
         self.__dict__["run"] = run  # no child of this module: it may be the module itself
-        self.train(module.training)
+        self.training = module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)

@@ -49,7 +49,7 @@ class ByLength(torch.nn.Module):
         super().__init__()
         self.model, self.mask, self.at, self.apart = model, mask, at, apart
         self.shapes: dict[int, Any] = {}
-        self.train(model.training)
+        self.training = model.training
 
     def __getattr__(self, name: str) -> Any:
         try:
