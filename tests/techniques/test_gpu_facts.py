@@ -1,0 +1,57 @@
+"""What is told of levels for GPUs before they are tried, and what their lines do that a CPU shows as well."""
+
+import torch
+from torch import nn
+
+from fettle.recipe import Recipe
+from fettle.techniques import Facts, conflict, source
+from fettle.techniques.quantize import quantize_linear, rows_of_linear
+
+GPU = Facts(device="cuda", cuda_capability=(9, 0), uses_sdpa=True, num_linear=3, packages={"torchao": "0.18.0"})
+
+
+def test_attention_kernels_of_16_bit_numbers_are_not_offered_in_float32() -> None:
+    for level in ("flash", "cudnn"):
+        assert "16-bit" in conflict(Recipe.parse(f"sdpa_backend={level}"), GPU)
+        assert conflict(Recipe.parse(f"sdpa_backend={level} precision=bf16"), GPU) == ""
+        assert conflict(Recipe.parse(f"sdpa_backend={level}"), Facts(**{**vars(GPU), "dtype": "float16"})) == ""
+    assert conflict(Recipe.parse("sdpa_backend=efficient"), GPU) == ""
+
+
+def test_onnxruntime_on_a_gpu_is_another_package() -> None:
+    packages = {"onnx": "1", "onnxscript": "1", "onnxruntime": "1"}
+    recipe = Recipe.parse("runtime=onnxruntime")
+    assert "onnxruntime-gpu" in conflict(recipe, Facts(**{**vars(GPU), "packages": packages}))
+    assert conflict(recipe, Facts(packages=packages)) == ""
+    packages = {"onnx": "1", "onnxscript": "1", "onnxruntime-gpu": "1"}
+    assert conflict(recipe, Facts(**{**vars(GPU), "packages": packages})) == ""
+
+
+def test_an_exported_graph_is_for_gpus() -> None:
+    recipe = Recipe.parse("grad=inference_mode runtime=exported")
+    assert conflict(recipe, GPU) == ""
+    assert "for GPUs" in conflict(recipe, Facts())
+    assert "triton.cudagraphs" in source(recipe, GPU)
+
+
+def test_int8_leaves_layers_alone_that_are_given_few_rows() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.head = nn.Linear(32, 32), nn.Linear(32, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.wide(x).mean(1))
+
+    net, batches = Net().eval(), [torch.randn(16, 5, 32)]
+    assert {name: rows_of_linear(net, batches)[getattr(net, name)] for name in ("wide", "head")} == {
+        "wide": 80,
+        "head": 16,
+    }
+    plain = type(net.head.weight)
+    quantize_linear(net, "Int8DynamicActivationInt8WeightConfig", "int8-dynamic", batches)
+    assert type(net.head.weight) is plain
+    assert type(net.wide.weight.data) is not torch.Tensor
+    recipe = Recipe.parse("compile=default grad=inference_mode quantize=int8-dynamic")
+    assert ', "int8-dynamic", batches)' in source(recipe, GPU)
+    assert ', "int8-dynamic")' in source(recipe, Facts(num_linear=3, packages={"torchao": "0.18.0"}))
