@@ -12,12 +12,11 @@ by half of their union, on images that training has not seen.
 
 import json
 import math
-import os
 import random
 import time
-from pathlib import Path
 
 import torch
+from _trained import with_weights
 from PIL import Image, ImageDraw
 from torch import nn
 from transformers import RTDetrResNetBackbone, RTDetrResNetConfig
@@ -193,15 +192,7 @@ def trained() -> Detector:
     """The model with its weights, which are trained if they are not in the cache folder."""
     torch.manual_seed(0)
     model = Detector()
-    path = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fettle-workloads" / "detection-1.pt"
-    if path.exists():
-        model.load_state_dict(torch.load(path, weights_only=True))
-    else:
-        train(model)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(model.state_dict(), path.with_suffix(f".{os.getpid()}"))
-        os.replace(path.with_suffix(f".{os.getpid()}"), path)
-    return model.eval()
+    return with_weights(model, train, "detection-1")
 
 
 def pipeline(model: Detector, rows: int, device: str, name: str) -> dict:

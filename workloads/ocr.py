@@ -11,7 +11,6 @@ that) and kept in the cache folder. Pages are text out of Python's own documenta
 letters of different sizes; the metric is 1 - the character error rate on pages that training has not seen.
 """
 
-import os
 import random
 import re
 import time
@@ -20,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from _trained import errors, with_weights
 from PIL import Image, ImageDraw, ImageFont
 from scipy import ndimage
 from torch import nn
@@ -295,26 +295,7 @@ def trained() -> Reader:
     """The model with its weights, which are trained if they are not in the cache folder."""
     torch.manual_seed(0)
     model = Reader()
-    path = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fettle-workloads" / "ocr-1.pt"
-    if path.exists():
-        model.load_state_dict(torch.load(path, weights_only=True))
-    else:
-        train(model)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(model.state_dict(), path.with_suffix(f".{os.getpid()}"))
-        os.replace(path.with_suffix(f".{os.getpid()}"), path)
-    return model.eval()
-
-
-def errors(read: str, wanted: str) -> int:
-    """Letters to be put in, left out or replaced (Levenshtein's distance)."""
-    last = list(range(len(wanted) + 1))
-    for row, letter in enumerate(read, 1):
-        now = [row]
-        for column, other in enumerate(wanted, 1):
-            now.append(min(last[column] + 1, now[-1] + 1, last[column - 1] + (letter != other)))
-        last = now
-    return last[-1]
+    return with_weights(model, train, "ocr-1")
 
 
 def pipeline(height: int, width: int, device: str, name: str) -> dict:

@@ -11,13 +11,12 @@ items that training has not seen.
 """
 
 import math
-import os
 import time
 from itertools import pairwise
-from pathlib import Path
 
 import numpy
 import torch
+from _trained import errors, with_weights
 from torch import nn
 from transformers import ParakeetCTCConfig, ParakeetForCTC
 
@@ -156,15 +155,7 @@ def train(model: nn.Module, steps: int = 600, rows: int = 16) -> None:
 def trained() -> Recogniser:
     """The model with its weights, which are trained if they are not in the cache folder."""
     model = network()
-    path = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fettle-workloads" / "speech-1.pt"
-    if path.exists():
-        model.load_state_dict(torch.load(path, weights_only=True))
-    else:
-        train(model)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(model.state_dict(), path.with_suffix(f".{os.getpid()}"))
-        os.replace(path.with_suffix(f".{os.getpid()}"), path)
-    return model.eval()
+    return with_weights(model, train, "speech-1")
 
 
 def decode(logits: torch.Tensor) -> list:
@@ -174,17 +165,6 @@ def decode(logits: torch.Tensor) -> list:
         kept = [now for before, now in pairwise([0, *row]) if now != before and now != 0]
         found.append("".join(LETTERS[letter] for letter in kept))
     return found
-
-
-def errors(read: str, wanted: str) -> int:
-    """Letters to be put in, left out or replaced (Levenshtein's distance)."""
-    last = list(range(len(wanted) + 1))
-    for row, letter in enumerate(read, 1):
-        now = [row]
-        for column, other in enumerate(wanted, 1):
-            now.append(min(last[column] + 1, now[-1] + 1, last[column - 1] + (letter != other)))
-        last = now
-    return last[-1]
 
 
 def recogniser(model: Recogniser, rows: int, most: int, device: str, name: str) -> dict:

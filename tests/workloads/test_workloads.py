@@ -35,8 +35,10 @@ ALL = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for 
 
 
 def module(name: str) -> Any:
-    """The module of a workload."""
-    return runpy.run_path(str(FOLDER / f"{name}.py"))
+    """The module of a workload, which finds those beside it as it does where fettle loads it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        return runpy.run_path(str(FOLDER / f"{name}.py"))
 
 
 def build(name: str) -> Workload:
@@ -51,7 +53,7 @@ def tensors(tree: object) -> dict[str, torch.Tensor]:
 
 
 def test_every_file_is_tested() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("train_")} == {
+    assert {path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith(("train_", "_"))} == {
         *LIGHT, *HEAVY, *TRAINED, "segment_anything", "stable_diffusion",
     }  # fmt: skip
 

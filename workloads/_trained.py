@@ -1,0 +1,34 @@
+"""What the workloads share that are trained here: their weights are kept, and what they read is compared by letters."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def with_weights(model: Model, train: Callable[[Model], object], name: str) -> Model:
+    """The model with the weights of that name from the cache folder, trained where they are not there yet."""
+    path = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fettle-workloads" / f"{name}.pt"
+    if path.exists():
+        model.load_state_dict(torch.load(path, weights_only=True))
+    else:
+        train(model)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(model.state_dict(), path.with_suffix(f".{os.getpid()}"))
+        os.replace(path.with_suffix(f".{os.getpid()}"), path)
+    return model.eval()
+
+
+def errors(read: str, wanted: str) -> int:
+    """Letters to be put in, left out or replaced (Levenshtein's distance)."""
+    last = list(range(len(wanted) + 1))
+    for row, letter in enumerate(read, 1):
+        now = [row]
+        for column, other in enumerate(wanted, 1):
+            now.append(min(last[column] + 1, now[-1] + 1, last[column - 1] + (letter != other)))
+        last = now
+    return last[-1]
