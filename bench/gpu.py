@@ -54,6 +54,11 @@ def compiled(how: str, *parts: str) -> str:
     return " ".join(f"compile[{part}]={how}" for part in parts)
 
 
+BEST_SAM = (
+    f"{SAM} {FUSED} {compiled('reduce-overhead', 'vision_encoder')} runtime[mask_decoder]=exported"
+    " algebra[mask_decoder]=fewer-products"
+)
+
 LADDERS = {  # rungs of pipelines as one would try them, and what the factory is given
     "segment_anything": (
         "workloads/segment_anything.py", "", (),
@@ -62,10 +67,18 @@ LADDERS = {  # rungs of pipelines as one would try them, and what the factory is
             f"{SAM} {compiled('default', 'vision_encoder', 'mask_decoder')}",
             f"{SAM} {FUSED} {compiled('default', 'vision_encoder', 'mask_decoder')}",
             f"{SAM} {FUSED} {compiled('reduce-overhead', 'vision_encoder', 'mask_decoder')}",
-            f"{SAM} attention[vision_encoder]=flex {compiled('default', 'vision_encoder', 'mask_decoder')}",
             f"{SAM} {FUSED} {compiled('reduce-overhead', 'vision_encoder')} runtime[mask_decoder]=exported",
-            f"{SAM} {FUSED} {compiled('reduce-overhead', 'vision_encoder')} runtime[mask_decoder]=exported"
-            " algebra[mask_decoder]=fewer-products",
+            BEST_SAM,
+            f"{BEST_SAM} {compiled('reduce-overhead', 'prompt_encoder')}",
+        ),
+    ),
+    "segment_anything-eight": (
+        "workloads/segment_anything.py:eight", "", (),
+        (
+            SAM,
+            f"{SAM} {compiled('default', 'vision_encoder', 'mask_decoder')}",
+            f"{SAM} {FUSED} {compiled('default', 'vision_encoder', 'mask_decoder')}",
+            f"{BEST_SAM} {compiled('reduce-overhead', 'prompt_encoder')}",
         ),
     ),
     "stable_diffusion": (
@@ -176,7 +189,8 @@ def script(name: str, *arguments: str) -> dict[str, Any]:
 def ladder(name: str, device: str) -> dict[str, Any]:
     target, given, arguments, rungs = LADDERS[name]
     if device == "cpu":  # a rehearsal
-        target, rungs = f"{target}:small", rungs[:1]
+        path, _, factory = target.partition(":")
+        target, rungs = f"{path}:small{'_' * bool(factory)}{factory}", rungs[:1]
     asked = [f"--argument={one}" for one in (f"device={device}", *arguments)] + [f"--recipe={rung}" for rung in rungs]
     together = ["--together"] if device == "cuda" else []
     return script("pipeline_ladder.py", target, "--small=small", f"--given={given}", "--rounds=5", *asked, *together)
