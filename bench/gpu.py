@@ -54,31 +54,34 @@ def compiled(how: str, *parts: str) -> str:
     return " ".join(f"compile[{part}]={how}" for part in parts)
 
 
-BEST_SAM = (
-    f"{SAM} {FUSED} {compiled('reduce-overhead', 'vision_encoder')} runtime[mask_decoder]=exported"
-    " algebra[mask_decoder]=fewer-products"
-)
+EXPORTED = "runtime[mask_decoder]=exported algebra[mask_decoder]=fewer-products"
+GRAPHS = "cuda_graphs[vision_encoder]=on cuda_graphs[mask_decoder]=on matmul=high"
+ENCODER = compiled("default", "vision_encoder")
+COMPILED = compiled("default", "vision_encoder", "mask_decoder")
+BEST_SAM = f"{SAM} {FUSED} {ENCODER} {EXPORTED} {GRAPHS} cuda_graphs[prompt_encoder]=on"
 
 LADDERS = {  # rungs of pipelines as one would try them, and what the factory is given
     "segment_anything": (
         "workloads/segment_anything.py", "", (),
         (
             SAM,
-            f"{SAM} {compiled('default', 'vision_encoder', 'mask_decoder')}",
-            f"{SAM} {FUSED} {compiled('default', 'vision_encoder', 'mask_decoder')}",
+            f"{SAM} {COMPILED}",
+            f"{SAM} {FUSED} {COMPILED}",
             f"{SAM} {FUSED} {compiled('reduce-overhead', 'vision_encoder', 'mask_decoder')}",
-            f"{SAM} {FUSED} {compiled('reduce-overhead', 'vision_encoder')} runtime[mask_decoder]=exported",
+            f"{SAM} {FUSED} {compiled('reduce-overhead', 'vision_encoder')} {EXPORTED}",
+            f"{SAM} {FUSED} {ENCODER} {EXPORTED} {GRAPHS}",
             BEST_SAM,
-            f"{BEST_SAM} {compiled('reduce-overhead', 'prompt_encoder')}",
+            f"{BEST_SAM} channels_last[vision_encoder]=on",
         ),
     ),
     "segment_anything-eight": (
         "workloads/segment_anything.py:eight", "", (),
         (
             SAM,
-            f"{SAM} {compiled('default', 'vision_encoder', 'mask_decoder')}",
-            f"{SAM} {FUSED} {compiled('default', 'vision_encoder', 'mask_decoder')}",
-            f"{BEST_SAM} {compiled('reduce-overhead', 'prompt_encoder')}",
+            f"{SAM} {COMPILED}",
+            f"{SAM} {FUSED} {COMPILED}",
+            f"{SAM} {FUSED} {ENCODER} {EXPORTED} {GRAPHS}",
+            BEST_SAM,
         ),
     ),
     "stable_diffusion": (

@@ -88,9 +88,11 @@ def distinct(logits: torch.Tensor, scores: torch.Tensor, most: int = 100) -> lis
     area = together.diagonal()
     alike = together / (area[:, None] + area - together).clamp(min=1) > 0.7
     table, kept = alike.cpu().numpy(), []  # one copy to the host, not one for each pair
+    free = np.ones(len(table), dtype=bool)
     for place, overlaps in enumerate(table):
-        if len(kept) < most and not overlaps[kept].any():
+        if free[place] and len(kept) < most:
             kept.append(place)
+            free &= ~overlaps
     return run_lengths(filled[torch.tensor(kept, device=filled.device)])
 
 
