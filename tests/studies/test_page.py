@@ -1,8 +1,12 @@
 """The page and the pictures: drawn of what there is, escaped, without network."""
 
 import copy
+import html
+import json
 import math
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 
 import polars
@@ -187,3 +191,59 @@ def test_a_table_of_one_response_that_does_not_vary_says_why_there_is_no_fit(stu
     analyses = analyse(flat)
     assert analyses[0].checks is None
     assert "it does not vary" in page("x", flat, analyses, figures(flat, analyses, {}), ())
+
+
+CLICKS = """
+<script>
+const wait = ms => new Promise(done => setTimeout(done, ms));
+const picture = () => document.getElementById("chart-scatter-0");
+const words = () => [...picture().querySelectorAll("svg text")].map(one => one.textContent).join("|");
+const turn = (query, value) => {
+  const control = picture().querySelector(query);
+  control.value = value;
+  for (const kind of ["input", "change"]) control.dispatchEvent(new Event(kind, {bubbles: true}));
+};
+const turned = async () => {
+  const seen = {};
+  for (let tries = 0; tries < 100 && !picture().querySelector(".vega-bind input"); tries++) await wait(50);
+  await wait(200); seen.first = words();
+  turn("input[type=range]", 2); await wait(200); seen.together = words();
+  turn("input[type=range]", 1);
+  const [colour, split] = picture().querySelectorAll("select");
+  seen.choices = [...colour.options].map(one => one.textContent);
+  for (const list of [colour, split]) { list.value = "c"; list.dispatchEvent(new Event("change", {bubbles: true})); }
+  await wait(200); seen.other = words();
+  return seen;
+};
+turned().catch(error => ({error: String(error), page: picture().innerHTML})).then(seen => {
+  const out = document.createElement("pre");
+  out.id = "seen"; out.textContent = JSON.stringify(seen);
+  document.body.append(out);
+});
+</script>
+"""
+
+
+@pytest.mark.slow
+def test_in_a_browser_the_slider_and_the_lists_change_the_picture(study, tmp_path):
+    browser = next((found for name in ("chromium", "google-chrome", "chrome") if (found := shutil.which(name))), None)
+    if browser is None:
+        pytest.skip("no Chromium")
+    analyses = analyse(study)
+    text = page("study", study, analyses, figures(study, analyses, {}), ())
+    before, end, after = text.rpartition("</body>")
+    (tmp_path / "page.html").write_text(before + CLICKS + end + after)
+    done = subprocess.run(
+        [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+         "--timeout=20000", "--virtual-time-budget=15000", "--dump-dom", f"file://{tmp_path / 'page.html'}"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    found = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found, done.stdout[-2000:] + done.stderr[-2000:]
+    seen = json.loads(html.unescape(found[1]))
+    assert set(seen["choices"]) == {"a", "b", "c"}
+    assert "a = on" in seen["first"]
+    assert "b = on, a = on" not in seen["first"]
+    assert "b = on, a = on" in seen["together"]
+    assert "c = on" in seen["other"]
+    assert "a = on" not in seen["other"]
