@@ -12,6 +12,7 @@ from fettle.errors import UsageError
 from fettle.generate import limits, quality
 from fettle.generate.decoding import Kept, decoder_of, score, write
 from fettle.generate.speed import Came, Generation, Watcher, figures, rows_of, tokens_per_s
+from fettle.measure._inference import hides_text
 from fettle.recipe import Recipe
 from fettle.techniques import conflict, load, probe_facts, source
 from fettle.techniques.kv_cache import attention_of_few
@@ -189,6 +190,13 @@ def test_a_dict_with_new_tokens_is_one(tmp_path) -> None:
 
 
 # -- quality ----------------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_generates_is_told_to_say_new_tokens() -> None:
+    model, prompts = gpt2(), [ids(1, 5)]
+    assert hides_text(fettle.Workload(model, prompts, call=lambda model, batch: model.generate(batch)))
+    assert not hides_text(fettle.Workload(model, prompts, call=lambda model, batch: model(batch).logits))
+    assert not hides_text(fettle.Workload(model, prompts))
 
 
 def test_a_recipe_is_judged_by_divergence_and_not_by_its_free_text(tmp_path) -> None:

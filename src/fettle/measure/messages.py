@@ -107,6 +107,8 @@ class Built(Answer, frozen=True, kw_only=True):
     """The workload writes text."""
     inputs: str = ""
     """What live inputs were taken for."""
+    hides_text: bool = False
+    """Its call lets the model write text, as a black box."""
 
     def with_ranks(self, others: Sequence[Self]) -> Self:
         """Raises `ChildError` where they differ."""
