@@ -68,6 +68,8 @@ class Prepare(Request):
     """Of a text: what is timed, see `fettle.generate.speed.PARTS`."""
     exact: bool = False
     """Every prompt's text is to be compared with the reference's, not only those of the inputs."""
+    as_given: bool = False
+    """The source changes nothing."""
 
 
 class MeasureRows(Request, tag="rows"):
