@@ -54,18 +54,34 @@ def compiled(how: str, *parts: str) -> str:
     return " ".join(f"compile[{part}]={how}" for part in parts)
 
 
+EXPORTED = "runtime[mask_decoder]=exported algebra[mask_decoder]=fewer-products"
+GRAPHS = "cuda_graphs[vision_encoder]=on cuda_graphs[mask_decoder]=on matmul=high"
+ENCODER = compiled("default", "vision_encoder")
+COMPILED = compiled("default", "vision_encoder", "mask_decoder")
+BEST_SAM = f"{SAM} {FUSED} {ENCODER} {EXPORTED} {GRAPHS} cuda_graphs[prompt_encoder]=on"
+
 LADDERS = {  # rungs of pipelines as one would try them, and what the factory is given
     "segment_anything": (
         "workloads/segment_anything.py", "", (),
         (
             SAM,
-            f"{SAM} {compiled('default', 'vision_encoder', 'mask_decoder')}",
-            f"{SAM} {FUSED} {compiled('default', 'vision_encoder', 'mask_decoder')}",
+            f"{SAM} {COMPILED}",
+            f"{SAM} {FUSED} {COMPILED}",
             f"{SAM} {FUSED} {compiled('reduce-overhead', 'vision_encoder', 'mask_decoder')}",
-            f"{SAM} attention[vision_encoder]=flex {compiled('default', 'vision_encoder', 'mask_decoder')}",
-            f"{SAM} {FUSED} {compiled('reduce-overhead', 'vision_encoder')} runtime[mask_decoder]=exported",
-            f"{SAM} {FUSED} {compiled('reduce-overhead', 'vision_encoder')} runtime[mask_decoder]=exported"
-            " algebra[mask_decoder]=fewer-products",
+            f"{SAM} {FUSED} {compiled('reduce-overhead', 'vision_encoder')} {EXPORTED}",
+            f"{SAM} {FUSED} {ENCODER} {EXPORTED} {GRAPHS}",
+            BEST_SAM,
+            f"{BEST_SAM} channels_last[vision_encoder]=on",
+        ),
+    ),
+    "segment_anything-eight": (
+        "workloads/segment_anything.py:eight", "", (),
+        (
+            SAM,
+            f"{SAM} {COMPILED}",
+            f"{SAM} {FUSED} {COMPILED}",
+            f"{SAM} {FUSED} {ENCODER} {EXPORTED} {GRAPHS}",
+            BEST_SAM,
         ),
     ),
     "stable_diffusion": (
@@ -176,7 +192,8 @@ def script(name: str, *arguments: str) -> dict[str, Any]:
 def ladder(name: str, device: str) -> dict[str, Any]:
     target, given, arguments, rungs = LADDERS[name]
     if device == "cpu":  # a rehearsal
-        target, rungs = f"{target}:small", rungs[:1]
+        path, _, factory = target.partition(":")
+        target, rungs = f"{path}:small{'_' * bool(factory)}{factory}", rungs[:1]
     asked = [f"--argument={one}" for one in (f"device={device}", *arguments)] + [f"--recipe={rung}" for rung in rungs]
     together = ["--together"] if device == "cuda" else []
     return script("pipeline_ladder.py", target, "--small=small", f"--given={given}", "--rounds=5", *asked, *together)

@@ -9,8 +9,10 @@ point, which are computed once and kept in the cache folder.
 
 import hashlib
 import os
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from sklearn.datasets import load_sample_image
 from transformers import SamConfig, SamModel
@@ -37,11 +39,9 @@ def grid(side: int, size: int) -> torch.Tensor:
     return torch.stack([columns, rows], -1).reshape(1, -1, 1, 2)
 
 
-@torch.no_grad()  # as the published generator: a graph through 256 points does not fit into 24 GB
-def generate(model: torch.nn.Module, pixels: torch.Tensor, points: torch.Tensor) -> dict:
-    """Everything in an image: logits (points x 3 x height x width) and predicted IoU of the masks at every point, and
+def masks_at(model: torch.nn.Module, image: torch.Tensor, points: torch.Tensor) -> dict:
+    """Of one encoded image: logits (points x 3 x height x width) and predicted IoU of the masks at every point, and
     those masks that are good, stable and no repetition of a better one, as run lengths."""
-    image = model.vision_encoder(pixels).last_hidden_state
     position = model.get_image_wide_positional_embeddings()
     logits, scores = [], []
     for some in points.split(AT_ONCE, 1):
@@ -60,30 +60,49 @@ def generate(model: torch.nn.Module, pixels: torch.Tensor, points: torch.Tensor)
     return {**found, "masks": distinct(found["logits"].flatten(0, 1), found["scores"].flatten())}
 
 
+@torch.no_grad()  # as the published generator: a graph through 256 points does not fit into 24 GB
+def generate(model: torch.nn.Module, pixels: torch.Tensor, points: torch.Tensor) -> dict:
+    """Everything in an image, as `masks_at` says it."""
+    return masks_at(model, model.vision_encoder(pixels).last_hidden_state, points)
+
+
+@torch.no_grad()
+def generate_each(model: torch.nn.Module, pixels: torch.Tensor, points: torch.Tensor) -> list:
+    """Everything in each of several images, which are encoded at once: what is filled at every point instead of its
+    logits, so that the masks of an image take an eighth of their memory, and the rest as `masks_at` says it."""
+    found = []
+    for image in model.vision_encoder(pixels).last_hidden_state.split(1):
+        one = masks_at(model, image, points)
+        found.append({"filled": one.pop("logits") > 0, **one})
+    return found
+
+
 def distinct(logits: torch.Tensor, scores: torch.Tensor, most: int = 100) -> list:
     """The best of the stable masks, none of which overlaps a better one by more than 0.7 of their union."""
-    stable = (logits > 1).sum((-2, -1)) / (logits > -1).sum((-2, -1)).clamp(min=1)
-    filled = (logits > 0).flatten(1)
+    logits = logits.flatten(1)
+    stable = (logits > 1).sum(1) / (logits > -1).sum(1).clamp(min=1)
     order = torch.argsort(scores * stable, descending=True)[: 2 * most]
-    kept: list[int] = []
-    masks = filled[order].float()
+    filled = logits[order] > 0
+    masks = filled.float()
     together = masks @ masks.T
-    union = masks.sum(1)[:, None] + masks.sum(1)[None] - together
-    alike = (together / union.clamp(min=1) > 0.7).tolist()  # one copy to the host, not one for each pair
-    for place in range(len(order)):
-        if len(kept) < most and not any(alike[place][other] for other in kept):
+    area = together.diagonal()
+    alike = together / (area[:, None] + area - together).clamp(min=1) > 0.7
+    table, kept = alike.cpu().numpy(), []  # one copy to the host, not one for each pair
+    free = np.ones(len(table), dtype=bool)
+    for place, overlaps in enumerate(table):
+        if free[place] and len(kept) < most:
             kept.append(place)
-    return run_lengths(filled[order[kept]])
+            free &= ~overlaps
+    return run_lengths(filled[torch.tensor(kept, device=filled.device)])
 
 
 def run_lengths(masks: torch.Tensor) -> list:
-    """Lengths of the runs of each flat mask, the first of which is empty pixels."""
+    """Lengths of the runs of each flat mask, the first of which is empty pixels: an array for each mask."""
     changes = torch.nn.functional.pad(masks[:, 1:] != masks[:, :-1], (1, 1), value=True)  # both ends are edges
-    edges = changes.nonzero()[:, 1]
-    lengths = (edges[1:] - edges[:-1]).tolist()
+    lengths = changes.nonzero()[:, 1].diff().cpu().numpy()
     ends, first, found = changes.sum(1).cumsum(0).tolist(), 0, []
     for filled, end in zip(masks[:, 0].tolist(), ends, strict=True):
-        found.append([0] * filled + lengths[first : end - 1])
+        found.append(np.concatenate([np.zeros(int(filled), lengths.dtype), lengths[first : end - 1]]))
         first = end
     return found
 
@@ -102,8 +121,14 @@ def build(config: SamConfig) -> SamModel:
     return model
 
 
-def float32_masks(model: SamModel, batch: tuple) -> torch.Tensor:
-    """The masks at every point as the model in float32 has them, computed once for weights and inputs."""
+def filled_by(run, batch: tuple) -> torch.Tensor:
+    """What is filled at every point of each image: images * points x 3 x height x width."""
+    found = run(*batch)
+    return torch.cat([one["filled"] for one in found]) if isinstance(found, list) else found["logits"] > 0
+
+
+def float32_masks(model: SamModel, call, batch: tuple) -> torch.Tensor:
+    """What is filled at every point as the model in float32 has it, computed once for weights and inputs."""
     digest = hashlib.sha256()
     for value in (*model.state_dict().values(), *batch):
         digest.update(value.reshape(-1)[:: max(1, value.numel() // 997)].cpu().numpy().tobytes())
@@ -112,7 +137,7 @@ def float32_masks(model: SamModel, batch: tuple) -> torch.Tensor:
     if not path.exists():
         training = model.training
         with torch.inference_mode():
-            masks = generate(model.eval(), *batch)["logits"] > 0
+            masks = filled_by(partial(call, model.eval()), batch)
         model.train(training)
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(masks, path.with_suffix(f".{os.getpid()}"))
@@ -120,27 +145,34 @@ def float32_masks(model: SamModel, batch: tuple) -> torch.Tensor:
     return torch.load(path, weights_only=True, map_location=batch[0].device)
 
 
-def pipeline(config: SamConfig, side: int, name: str, device: str) -> dict:
+def pipeline(config: SamConfig, side: int, name: str, device: str, views: int = 1) -> dict:
+    """`views` is how many photographs are taken at once: the same one, turned and mirrored."""
     model = build(config).to(device)
     size = model.config.vision_config.image_size
     points = grid(side, size).to(device)
-    images = [(photograph(photo, size).to(device), points) for photo in ("china.jpg", "flower.jpg")]
-    wanted = float32_masks(model, images[1])
+    call = generate if views == 1 else generate_each
+    images = []
+    for photo in ("china.jpg", "flower.jpg"):
+        pixels = photograph(photo, size)
+        turned = [pixels.flip(3) if view % 2 else pixels for view in range(views)]
+        turned = [one.rot90(view // 2, (2, 3)) for view, one in enumerate(turned)]
+        images.append((torch.cat(turned).to(device), points))
+    wanted = float32_masks(model, call, images[1])
 
     def mean_iou(run) -> float:
-        found = run(*images[1])["logits"] > 0
-        union = (found | wanted).sum((-2, -1))
-        return float(torch.where(union > 0, (found & wanted).sum((-2, -1)) / union.clamp(min=1), 1.0).mean())
+        found = filled_by(run, images[1])
+        both = [((a & b).sum((-2, -1)), (a | b).sum((-2, -1))) for a, b in zip(found, wanted, strict=True)]
+        return float(torch.cat([torch.where(of > 0, of_both / of.clamp(min=1), 1.0) for of_both, of in both]).mean())
 
     return {
         "model": model,
         "inputs": images[:1],
         "check_inputs": images[1:],
-        "call": generate,
+        "call": call,
         "parts": ["vision_encoder", "mask_decoder", "prompt_encoder"],
         "metric": mean_iou,
         "name": name,
-        "samples": 1,
+        "samples": views,
     }
 
 
@@ -149,9 +181,13 @@ def workload(device: str = "cpu") -> dict:
     return pipeline(SamConfig(), 16, "segment-anything-vit-b", device)
 
 
-def small(device: str = "cpu") -> dict:
-    """The same at an eighth of its size: 256 x 256 pixels, four layers, a grid of 4 x 4 points."""
-    config = SamConfig(
+def eight(device: str = "cpu") -> dict:
+    """ViT-B with eight photographs at once, as in the published ladder (pytorch-labs, batch 8): for a GPU."""
+    return pipeline(SamConfig(), 16, "segment-anything-vit-b-8", device, 8)
+
+
+def small_config() -> SamConfig:
+    return SamConfig(
         vision_config={
             "hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "image_size": 256, "mlp_dim": 384,
             "global_attn_indexes": [1, 3], "output_channels": 64, "num_pos_feats": 32,
@@ -159,7 +195,16 @@ def small(device: str = "cpu") -> dict:
         prompt_encoder_config={"hidden_size": 64, "image_size": 256},
         mask_decoder_config={"hidden_size": 64, "mlp_dim": 256, "num_attention_heads": 4, "iou_head_hidden_dim": 64},
     )  # fmt: skip
-    return pipeline(config, 4, "segment-anything-small", device)
+
+
+def small(device: str = "cpu") -> dict:
+    """The same at an eighth of its size: 256 x 256 pixels, four layers, a grid of 4 x 4 points."""
+    return pipeline(small_config(), 4, "segment-anything-small", device)
+
+
+def small_eight(device: str = "cpu") -> dict:
+    """`eight` at that size."""
+    return pipeline(small_config(), 4, "segment-anything-small-8", device, 8)
 
 
 def vit_h(device: str = "cpu") -> dict:

@@ -5,7 +5,14 @@ import torch
 
 from fettle.recipe import Recipe
 from fettle.techniques import conflict, load, probe_facts, source
-from fettle.techniques._algebra import equal_after_reshape, fewer_products, fold_attention, rows_once, with_shapes
+from fettle.techniques._algebra import (
+    equal_after_reshape,
+    fewer_products,
+    fold_attention,
+    patches_by_products,
+    rows_once,
+    with_shapes,
+)
 from fettle.workload import Workload
 
 
@@ -63,6 +70,10 @@ def test_repeated_rows_are_computed_once():
     rows = {node.meta["val"].shape[0] for node in once.graph.nodes if node.target is torch.ops.aten.layer_norm.default}
     assert smaller >= 6
     assert rows == {1}
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    first = next(node for node in once.graph.nodes if node.target is attention)
+    assert first.args[0].meta["val"].shape == (1, 4, 12, 16)  # two queries of each of six prompts, of one image
+    assert first.args[1].meta["val"].shape == (1, 4, 128, 16)
     for wanted, found in zip(model(*tensors), once(*tensors), strict=True):
         torch.testing.assert_close(found, wanted)
 
@@ -78,6 +89,19 @@ def test_projections_are_applied_to_the_side_with_fewer_tokens():
     assert {node.meta["val"].shape[1] for node in linears} == {2}  # nothing projects the 128 tokens any more
     for wanted, found in zip(model(*tensors), traced(*tensors), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_transposed_convolutions_without_overlap_are_products(bias):
+    torch.manual_seed(0)
+    apart = torch.nn.ConvTranspose2d(6, 4, (2, 3), stride=(2, 3), bias=bias)
+    model = torch.nn.Sequential(apart, torch.nn.GELU(), torch.nn.ConvTranspose2d(4, 3, 3, stride=2))
+    tensors = [torch.randn(2, 6, 5, 7)]
+    traced = with_shapes(torch.export.export(model, tuple(tensors)).module(check_guards=False), tensors)
+    traced = with_shapes(patches_by_products(traced), tensors)
+    left = [node for node in traced.graph.nodes if node.target is torch.ops.aten.conv_transpose2d.input]
+    assert len(left) == 1  # whose patches overlap
+    torch.testing.assert_close(traced(*tensors), model(*tensors), rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_without_either_is_refused():

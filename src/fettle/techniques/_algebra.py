@@ -87,9 +87,22 @@ def equal_dims(node: torch.fx.Node, equal: Any) -> Any:
     return None
 
 
+def shares_keys(node: torch.fx.Node, equal: Any) -> bool:
+    """Whether `node` is attention of a batch of queries to keys and values that are the same for all of the batch."""
+    if node.target is not torch.ops.aten.scaled_dot_product_attention.default or set(node.kwargs) - {"scale"}:
+        return False
+    if len(node.args) != 3 or node.meta["val"].dim() != 4:
+        return False
+    query, key, value = node.args
+    same_heads = query.meta["val"].shape[1] == key.meta["val"].shape[1]  # type: ignore[union-attr]
+    return same_heads and not equal[query] and equal[key] == equal[value] == {0}
+
+
 def rows_once(traced: Any) -> tuple[Any, int]:
     """A graph module that computes once what is equal along a dimension because it was repeated, and how many of its
-    operators are smaller for that. `traced` is an export with shapes in ``meta["val"]``."""
+    operators are smaller for that. `traced` is an export with shapes in ``meta["val"]``.
+
+    Queries of a batch that attend to the same keys become the queries of one attention, which reads the keys once."""
     aten, graph = torch.ops.aten, torch.fx.Graph()
     new: dict[Any, Any] = {}
     equal: dict[Any, set[int]] = {}  # dimensions that have size 1 in the new graph
@@ -111,6 +124,15 @@ def rows_once(traced: Any) -> tuple[Any, int]:
             if grown and all(size[dim] == 1 or dim in own for dim in grown):
                 new[node], equal[node] = new[inputs[0]], own | grown
                 continue
+        if plain and shares_keys(node, equal):
+            query, key, value = node.args
+            batch, heads, tokens, width = query.meta["val"].shape
+            turned = graph.call_function(aten.permute.default, (full(query), [1, 0, 2, 3]))
+            joined = graph.call_function(aten.reshape.default, (turned, [1, heads, batch * tokens, width]))
+            answer = graph.call_function(node.target, (joined, new[key], new[value]), node.kwargs)
+            cut = graph.call_function(aten.reshape.default, (answer, [heads, batch, tokens, node.meta["val"].shape[3]]))
+            new[node], smaller = graph.call_function(aten.permute.default, (cut, [1, 0, 2, 3])), smaller + 1
+            continue
         found = equal_dims(node, equal) if plain and any(equal[item] for item in inputs) else None
         if found is None:
             new[node] = graph.node_copy(node, full)
@@ -290,6 +312,36 @@ def fold_attention(traced: Any) -> tuple[int, float]:
     return done, after / max(1, before)
 
 
+def patches_by_products(traced: Any) -> Any:
+    """Transposed convolutions whose patches do not overlap, as the plain products that they are: `traced`, changed.
+
+    An output pixel is then one product of an input pixel's channels, and its channels lie next to each other."""
+    aten, graph = torch.ops.aten, traced.graph
+    for node in [node for node in graph.nodes if node.target is aten.conv_transpose2d.input]:
+        x, weight, bias, stride, padding, more, groups, dilation = (
+            *node.args, *(None, [1, 1], [0, 0], [0, 0], 1, [1, 1])[len(node.args) - 2 :]
+        )  # fmt: skip
+        (count, channels, height, width), (_, outputs, *size) = x.meta["val"].shape, weight.meta["val"].shape
+        steps = [step if len(step) == 2 else [step[0]] * 2 for step in map(list, (stride, padding, more, dilation))]
+        if steps != [size, [0, 0], [0, 0], [1, 1]] or groups != 1:
+            continue
+        with graph.inserting_before(node):
+
+            def make(target: Any, *args: Any) -> Any:
+                return graph.call_function(target, args)
+
+            tall, wide = size
+            by_output = make(aten.reshape.default, make(aten.permute.default, weight, [2, 3, 1, 0]), [-1, channels])
+            rows = make(aten.linear.default, make(aten.permute.default, x, [0, 2, 3, 1]), by_output)
+            cut = make(aten.reshape.default, rows, [count, height, width, tall, wide, outputs])
+            turned = make(aten.permute.default, cut, [0, 1, 3, 2, 4, 5])
+            joined = make(aten.reshape.default, turned, [count, height * tall, width * wide, outputs])
+            answer = make(aten.add.Tensor, joined, bias) if bias is not None else joined
+            node.replace_all_uses_with(make(aten.permute.default, answer, [0, 3, 1, 2]))
+        graph.erase_node(node)
+    return traced
+
+
 def fewer_products(flat: torch.nn.Module, tensors: Any) -> Any:
     """`flat`, a module from tensors to tensors, with what `rows_once` and `fold_attention` save, checked on `tensors`.
 
@@ -304,6 +356,8 @@ def fewer_products(flat: torch.nn.Module, tensors: Any) -> Any:
     folded, left = fold_attention(traced)
     if not smaller and not folded:
         raise RuntimeError("algebra: 0 operators are equal along a batch, 0 projections are less work folded")
+    if any(tensor.is_cuda for tensor in tensors):  # a compiler that fuses is to follow
+        patches_by_products(traced)
     traced.graph.eliminate_dead_code()
     traced.recompile()
     for wanted, found in zip(flat(*tensors), traced(*tensors), strict=True):
@@ -321,7 +375,7 @@ def fewer_products(flat: torch.nn.Module, tensors: Any) -> Any:
 
 
 ALGEBRA = (
-    equal_after_reshape, equal_dims, rows_once, with_shapes, through, head_projection, merged_projection,
-    fold_attention, fewer_products,
+    equal_after_reshape, equal_dims, shares_keys, rows_once, with_shapes, through, head_projection, merged_projection,
+    fold_attention, patches_by_products, fewer_products,
 )  # fmt: skip
 """All that `fewer_products` needs in a file of its own."""

@@ -73,7 +73,7 @@ class CudaGraphs(Technique):
         compiled, runtime = recipe.levels.get("compile", "off"), recipe.levels.get("runtime", "torch")
         if compiled in ("reduce-overhead", "max-autotune"):
             return f"compile={compiled} records CUDA graphs itself"
-        if runtime != "torch":
+        if runtime not in ("torch", "exported"):
             return f"runtime={runtime} launches its own kernels"
         if recipe.levels.get("grad", "grad") == "grad":
             return "a graph cannot be recorded with autograd: needs grad=inference_mode or no_grad"

@@ -157,6 +157,8 @@ class KvCache(Technique):
         if facts.keeps != "static":
             return []
         half = {"precision": "bf16"} if facts.device != "cpu" or facts.has_bf16 else {}
+        if facts.device == "cuda":  # where what a step launches takes longer than what it computes
+            return [Bundle(20, {"kv_cache": "static-compiled", **half})]
         return [
             Bundle(20, {"kv_cache": "static", **half}),
             Bundle(30, {"kv_cache": "static-frozen", **half}),

@@ -236,9 +236,8 @@ class Runtime(Technique):
             build = f"lambda flat, tensors, samples: aoti_engine({flat}, tensors, {options})"
             return Code(helpers=(*shared, aoti_files, aoti_engine), prepare=(f"model = Exported(model, {build})",))
         if level == "exported":
-            build = (
-                f"lambda flat, tensors, samples: exported_engine({flat}, tensors, {mode_options('reduce-overhead')})"
-            )
+            graphs = "reduce-overhead" if recipe.levels.get("cuda_graphs", "off") == "off" else "default"
+            build = f"lambda flat, tensors, samples: exported_engine({flat}, tensors, {mode_options(graphs)})"
             return Code(helpers=(*shared, exported_engine), prepare=(f"model = Exported(model, {build})",))
         if level == STATEFUL:
             bits, group = STATEFUL_WEIGHTS[recipe.levels.get("weights", "as-given")]
