@@ -3,23 +3,32 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
+def kept(make: Callable[[], Any], name: str) -> Any:
+    """Tensors and plain values of that name from the cache folder, made where they are not there yet."""
+    path = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fettle-workloads" / f"{name}.pt"
+    if not path.exists():
+        made = make()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(made, path.with_suffix(f".{os.getpid()}"))
+        os.replace(path.with_suffix(f".{os.getpid()}"), path)
+    return torch.load(path, weights_only=True)
+
+
 def with_weights(model: Model, train: Callable[[Model], object], name: str) -> Model:
     """The model with the weights of that name from the cache folder, trained where they are not there yet."""
-    path = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fettle-workloads" / f"{name}.pt"
-    if path.exists():
-        model.load_state_dict(torch.load(path, weights_only=True))
-    else:
+
+    def trained() -> Any:
         train(model)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(model.state_dict(), path.with_suffix(f".{os.getpid()}"))
-        os.replace(path.with_suffix(f".{os.getpid()}"), path)
+        return model.state_dict()
+
+    model.load_state_dict(kept(trained, name))
     return model.eval()
 
 

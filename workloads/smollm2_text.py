@@ -12,7 +12,8 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from _trained import kept
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig, LlamaForCausalLM
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -27,20 +28,25 @@ def folder() -> str:
     return str(Path(spec.submodule_search_locations[0]))
 
 
-def workload() -> dict:
-    tokenizer = AutoTokenizer.from_pretrained(folder(), gguf_file=FILE)
+def read() -> dict:
+    """The file's weights in float32, its configuration, and the help texts as tokens."""
     whole = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
-    read = AutoModelForCausalLM.from_pretrained(folder(), gguf_file=FILE, **whole)
-    config = read.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    model = type(read)(config).eval()  # what was read may not be converted to another type
-    model.load_state_dict(read.state_dict())
+    model = AutoModelForCausalLM.from_pretrained(folder(), gguf_file=FILE, **whole)
+    tokenizer = AutoTokenizer.from_pretrained(folder(), gguf_file=FILE)
     names = ("for", "assignment", "operator-summary", "yield", "try", "class", "lambda")
     tokens = [tokenizer(topics[name], return_tensors="pt").input_ids for name in names if name in topics]
+    config = {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
+    return {"weights": model.state_dict(), "config": config, "tokens": tokens}
+
+
+def workload() -> dict:
+    found = kept(read, "smollm2-135m-q4_1")
+    tokens = found["tokens"]
+    model = LlamaForCausalLM(LlamaConfig.from_dict(found["config"]))  # what was read itself may not be converted
+    model.load_state_dict(found["weights"])
     prompts = [text[:, :length] for text, length in zip(tokens, (16, 64, 128, 16, 64), strict=False)]
     return {
-        "model": model,
+        "model": model.eval(),
         "inputs": prompts[:3],
         "check_inputs": prompts[3:],
         "texts": [text[:, :160] for text in tokens[5:]],

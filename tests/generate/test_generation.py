@@ -12,8 +12,9 @@ from fettle.errors import UsageError
 from fettle.generate import limits, quality
 from fettle.generate.decoding import Kept, decoder_of, score, write
 from fettle.generate.speed import Came, Generation, Watcher, figures, rows_of, tokens_per_s
+from fettle.measure._inference import hides_text
 from fettle.recipe import Recipe
-from fettle.techniques import conflict, load, probe_facts, source
+from fettle.techniques import _kept, conflict, load, probe_facts, source
 from fettle.techniques.kv_cache import attention_of_few
 from fettle.techniques.weights import FewBits
 
@@ -189,6 +190,13 @@ def test_a_dict_with_new_tokens_is_one(tmp_path) -> None:
 
 
 # -- quality ----------------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_generates_is_told_to_say_new_tokens() -> None:
+    model, prompts = gpt2(), [ids(1, 5)]
+    assert hides_text(fettle.Workload(model, prompts, call=lambda model, batch: model.generate(batch)))
+    assert not hides_text(fettle.Workload(model, prompts, call=lambda model, batch: model(batch).logits))
+    assert not hides_text(fettle.Workload(model, prompts))
 
 
 def test_a_recipe_is_judged_by_divergence_and_not_by_its_free_text(tmp_path) -> None:
@@ -393,6 +401,25 @@ def test_openvino_keeps_keys_and_values(make, level, most, tmp_path) -> None:
             decoder.crop(forgotten)
     said, wanted = (decoder.decode(ids(2, 3, 5)).log_softmax(-1) for decoder in (run.decoder, own))
     assert (wanted.exp() * (wanted - said)).sum(-1).mean() < most
+
+
+@pytest.mark.slow
+def test_what_openvino_made_of_a_model_is_read_the_second_time(monkeypatch, tmp_path) -> None:
+    pytest.importorskip("openvino")
+    monkeypatch.setenv("FETTLE_CACHE", str(tmp_path))
+    work = fettle.GenerationWorkload(gpt2(), [ids(1, 5)])
+    lines = source(Recipe({"runtime": "openvino-stateful"}), probe_facts(work))
+    scores, told = [], []
+    for change in (0.0, 0.0, 1.0):
+        with torch.no_grad():
+            work.model.transformer.h[0].mlp.c_fc.bias[0] += change
+        before = dict(_kept.tally)
+        run = _kept.keep_converted(load(lines, "text"))(work.model, work.inputs)
+        scores.append(run(input_ids=ids(1, 5), forced=ids(1, 4)))
+        told.append([name for name in before if _kept.tally[name] > before[name]])
+    assert told == [["converted"], ["read"], ["converted"]]
+    assert torch.equal(scores[0], scores[1])
+    assert not torch.equal(scores[0], scores[2])
 
 
 @pytest.mark.parametrize(("bits", "parts"), [(8, 0), (8, 1), (8, 2), (4, 0)])

@@ -3,16 +3,21 @@
 import contextlib
 import math
 import random
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from fettle.generate.speed import Generation
 from fettle.measure import _rounds, _watch
-from fettle.measure._candidates import Runner, Started
+from fettle.measure._candidates import Runner, Start, Started
+from fettle.measure._clock import is_steady
+from fettle.measure._process import WorkerError
 from fettle.measure._rounds import Rounds
 from fettle.measure._rules import Candidate, Rules
 from fettle.measure._watch import Patience, Reading, Watch
-from fettle.measure.messages import SliceTaken
+from fettle.measure.messages import RowsMeasured, SliceTaken
 from fettle.recipe import Recipe
 
 
@@ -129,3 +134,39 @@ def test_a_neighbour_that_comes_in_the_last_rounds_leaves_the_quiet_ones(monkeyp
     _, slices = run(monkeypatch, lambda now: 1.0 if now > 0.7 else 0.0, patience_s=patience_s)
     assert sum(one.quiet for one in slices) >= 6
     assert any(not one.quiet for one in slices)
+
+
+@pytest.mark.parametrize(
+    ("ms", "steady"),
+    [([90, 50, 40, 40, 40, 40, 41, 40, 40], True), ([90, 80, 70, 60, 50, 40, 30, 20, 10], False), ([40, 40], False)],
+)
+def test_calls_are_steady_where_the_last_third_is_no_faster(ms, steady) -> None:
+    assert is_steady([int(one * 1e6) for one in ms]) is steady
+
+
+class Writer:
+    """A worker whose texts of several rows are told, or which ends of them."""
+
+    def __init__(self, ends: bool) -> None:
+        self.ends, self.asked = ends, []
+
+    def ask(self, request, kind, timeout_s):
+        self.asked.append(request.rows)
+        if self.ends:
+            raise WorkerError("out of memory")
+        return RowsMeasured(tokens_per_s={str(rows): 10.0 * rows for rows in request.rows})
+
+    def pause(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("left_s", "ends", "found"), [(100.0, False, {"1": 10.0, "4": 40.0}), (100.0, True, {}), (10.0, False, {})]
+)
+def test_rows_are_told_where_there_is_time_and_fail_nothing(left_s, ends, found) -> None:
+    writer, answer = Writer(ends), SimpleNamespace(generation=Generation(rows=2))
+    runner = Runner(Candidate(Recipe(), "", {}), writer, answer, "", 0.0, turns_s=[4.0])
+    rules = Rules(rows=(1, 2, 4), deadline=time.monotonic() + left_s, grace_s=0.0)
+    start = Start(None, "", None, rules, None, {}, 1, None)
+    assert start.row_rates(Started([runner])) == found
+    assert writer.asked == ([(1, 4)] if left_s > 20 else [])
+    assert start.row_rates(Started([replace(runner, candidate=replace(runner.candidate, once=True))])) == {}

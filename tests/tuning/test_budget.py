@@ -1,6 +1,7 @@
 """A budget holds the final race too. Machine, processes and clock are made up; session, race and search are real."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from simulated import World, made_up_space, session_in, study
 from fettle.measure import Interval, Startup, Trial
 from fettle.recipe import Recipe
 from fettle.search import auto
-from fettle.tuning._budget import FEWEST_ROUNDS, Budget, plan_final_race, race_s, replicates_s, start_s
+from fettle.tuning._budget import FEWEST_ROUNDS, Budget, plan_final_race, race_s, replicates_s, start_s, turn_s
 
 
 def time_ms(scale):
@@ -142,6 +143,12 @@ def test_a_compile_that_is_in_the_cache_costs_less_the_second_time():
     assert start_s(trial(start=30.0, cache="cold", first=20.0)) == 20.0
     assert start_s(trial(start=30.0, cache="warm", first=20.0)) == 30.0
     assert start_s(trial(start=math.nan)) == 7.0  # a study of an earlier version: the parts that it kept, and a guess
+
+
+def test_a_turn_takes_what_it_took_where_that_is_known():
+    """Prompts of three lengths are written after in each turn, and the time of a call is that of one."""
+    assert turn_s(trial(ms=1300.0)) == pytest.approx(1.35)
+    assert turn_s(replace(trial(ms=1300.0), turn_s=3.9)) == 3.9
 
 
 def test_a_small_study_is_cheap_and_right(tmp_path, monkeypatch):

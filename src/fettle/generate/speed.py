@@ -84,6 +84,11 @@ class Text:
         """Time of all that came after it."""
         return self.came[-1][0] - self.came[0][0]
 
+    @property
+    def whole_ns(self) -> int:
+        """Time of all of it."""
+        return self.came[-1][0] - self.began_ns
+
     def told(self) -> Came:
         """For the parent."""
         steps = [later[0] - earlier[0] for earlier, later in itertools.pairwise(self.came)]

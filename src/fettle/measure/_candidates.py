@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import psutil
 
 from fettle.errors import UsageError
@@ -24,6 +23,9 @@ from fettle.measure.messages import Build, Built, MeasureRows, Prepare, Prepared
 from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
 from fettle.workload import Target
+
+_ROWS_TURNS = 2
+"""Slices of one row that a few texts of several rows take about as long as."""
 
 
 @dataclass
@@ -38,7 +40,7 @@ class Held:
         kept = self.runners.get(recipe)
         if kept is None or kept.failure:
             return None
-        return replace(kept, began=time.monotonic(), slices=[], samples_ns=[], energy_j=[], texts=[])
+        return replace(kept, began=time.monotonic(), slices=[], turns_s=[], samples_ns=[], energy_j=[], texts=[])
 
     def keep(self, recipes: Collection[Recipe]) -> None:
         """End all processes but those of these recipes."""
@@ -62,6 +64,8 @@ class Runner:
     process: str = ""
     started_s: float = 0.0
     slices: list[Slice] = field(default_factory=list)
+    turns_s: list[float] = field(default_factory=list)
+    """What each slice took of the race's time."""
     samples_ns: list[int] = field(default_factory=list)
     energy_j: list[float] = field(default_factory=list)
     texts: list[Came] = field(default_factory=list)
@@ -158,13 +162,13 @@ class Start:
             if index and time.monotonic() > self.rules.deadline:
                 break
             waiting = self._held(candidate)
-            if waiting is not None and not self.rules.rows:
+            if waiting is not None:
                 running[index] = Started([waiting], elapsed=self.rules.under_load)
                 continue
             on_progress(Progress("start", candidate.recipe, candidate.label))
             began = time.monotonic()
             try:
-                runner = self._with_rows(waiting or self._ready(next(line), candidate))
+                runner = self._ready(next(line), candidate)
             except WorkerError as error:
                 if error.kind == "timeout" and time.monotonic() > self.rules.deadline:
                     break  # the budget ended it, not its own time limit: that says nothing about the recipe
@@ -174,8 +178,6 @@ class Start:
                 on_progress(Progress("trial", candidate.recipe, trial=trials[index]))
                 continue
             running[index] = Started([runner], elapsed=self.rules.under_load)
-            if waiting is not None:
-                continue
             if self.held is not None:
                 self.held.runners[candidate.recipe] = runner
             else:
@@ -265,20 +267,22 @@ class Start:
                 "(seed every generator; fettle calls torch.manual_seed(0) first)"
             )
 
-    def _with_rows(self, runner: Runner) -> Runner:
-        """The same with tokens a second at other numbers of rows, where the race tells them."""
+    def row_rates(self, started: Started) -> Mapping[str, float]:
+        """Tokens a second at other numbers of rows, where the race tells them and there is time for it; no process of
+        these runs any more."""
+        runner, left_s = started.first, self.rules.deadline + self.rules.grace_s - time.monotonic()
         known = runner.answer.generation
-        if known is None or not self.rules.rows:
-            return runner
+        if known is None or started.rejected or started.failure or runner.candidate.once or not runner.turns_s:
+            return {}
+        wanted = tuple(count for count in self.rules.rows if count != known.rows)
+        if _ROWS_TURNS * len(wanted) * statistics.fmean(runner.turns_s) > left_s:
+            return {}
         try:
-            asked = MeasureRows(tuple(count for count in self.rules.rows if count != known.rows))
-            found = runner.worker.ask(asked, RowsMeasured, self._timeout_s())
-        except BaseException:
-            runner.worker.close()
-            raise
-        runner.worker.pause()
-        known = replace(known, tokens_per_s={**known.tokens_per_s, **found.tokens_per_s})
-        return replace(runner, answer=msgspec.structs.replace(runner.answer, generation=known))
+            found = runner.worker.ask(MeasureRows(wanted), RowsMeasured, self._timeout_s())
+            runner.worker.pause()
+        except WorkerError:  # it has been timed already; that more rows end it is no fault of what it was timed with
+            return {}
+        return found.tokens_per_s
 
     def _timeout_s(self) -> float:
         left_s = self.rules.deadline - time.monotonic() + self.rules.grace_s
@@ -301,7 +305,7 @@ class Start:
     def _prepared(self, worker: Worker, candidate: Candidate, began: float) -> Runner:
         request = Prepare(
             candidate.source, str(candidate.recipe), self.judging.path, candidate.factor, candidate.calibrated,
-            self.rules.part, self.judging.exact,
+            self.rules.part, self.judging.exact, as_given=not candidate.recipe.levels,
         )  # fmt: skip
         with _usage_as_failure(candidate):
             answer = worker.ask(request, Prepared, self._timeout_s())

@@ -53,21 +53,26 @@ def warm_up(
 ) -> tuple[list[int], bool]:
     """Call until the time is steady. `call` makes one call and returns its nanoseconds, as `earlier` ones took.
 
-    Steady: the median of the newest third of calls is within `tolerance` of the third before it, or is not lower.
-    Returns the samples and whether they became steady within `limit_s` seconds.
+    Returns the samples and whether they became steady (`is_steady`) within `limit_s` seconds.
     """
     samples = list(earlier)
     deadline = time.perf_counter() + limit_s
     while True:
         samples.append(call())
-        size = len(samples) // 3
-        if size >= 1 and len(samples) >= _fewest(samples[-1]):
-            newest = sorted(samples[-size:])[size // 2]
-            before = sorted(samples[-2 * size : -size])[size // 2]
-            if newest >= before * (1 - tolerance):
-                return samples, True
+        if is_steady(samples, tolerance):
+            return samples, True
         if agreed(time.perf_counter() > deadline):
             return samples, False
+
+
+def is_steady(samples_ns: Sequence[int], tolerance: float = 0.02) -> bool:
+    """Whether the median of the newest third of what was timed is within `tolerance` of that of the third before it, or
+    not lower."""
+    size = len(samples_ns) // 3
+    if size < 1 or len(samples_ns) < _fewest(samples_ns[-1]):
+        return False
+    newest = sorted(samples_ns[-size:])[size // 2]
+    return newest >= sorted(samples_ns[-2 * size : -size])[size // 2] * (1 - tolerance)
 
 
 def _fewest(last_ns: int) -> int:

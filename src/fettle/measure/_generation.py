@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +18,15 @@ from fettle.generate.quality import Closeness, astray, closeness, read_pieces, s
 from fettle.generate.speed import Generation, Watcher, tokens_per_s
 from fettle.measure import _meters
 from fettle.measure._accuracy import user_metric
-from fettle.measure._clock import Clock
+from fettle.measure._clock import Clock, is_steady
 from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._state import State, prepared, settled
 from fettle.measure._trial import Accuracy
 from fettle.measure.messages import MeasureRows, Prepare, Prepared, Reference, RowsMeasured, WriteReference
-from fettle.techniques import load
+from fettle.techniques import keep_converted, load
+
+_LONG_NS = 300_000_000
+"""Texts that take so long together show by their steps whether the time is steady."""
 
 
 def reference(state: State, request: WriteReference) -> Reference:
@@ -49,13 +53,14 @@ def prepare(state: State, request: Prepare) -> Prepared:
     calibration = list(workload.calibration) or list(workload.inputs[:1])
     with notes_kept() as told:
         started = time.perf_counter()
-        run: Any = load(request.source, request.label)(workload.model, calibration)
+        later: list[Callable[[], None]] = []
+        optimize = keep_converted(load(request.source, request.label), request.label, later)
+        run: Any = optimize(workload.model, calibration)
         optimize_s = time.perf_counter() - started
-        started = time.perf_counter()
-        fed = scored(state, run, request, len(calibration) if request.calibrated else 0)  # compiling is paid for here
-        if state.device == "cuda":
-            torch.cuda.synchronize()
-        first_call_s = time.perf_counter() - started
+        # Compiling is paid for here.
+        fed, first_ns = scored(state, run, request, len(calibration) if request.calibrated else 0)
+        while later:
+            later.pop()()
 
         state.run, state.clock = run, Clock(state.device)
         state.watcher = watcher = Watcher(int(workload.new_tokens), request.part or "text")
@@ -64,14 +69,21 @@ def prepare(state: State, request: Prepare) -> Prepared:
         _meters.trim()
         has_peak = _meters.reset_peak(state.device)
         held, written, whole = 0, [], Watcher(watcher.new_tokens)
-        for number, prompt in numbered:  # a whole text, for what the race does not go by
-            whole.sample_ns(lambda **given: written.append(run(**given)), prompt, number)
-            held = max(held, cache_bytes(run.decoder))
-        earlier = []
-        if watcher.part == "text":
-            took = sum(text.ttft_ns + text.decode_ns for text in whole.texts)
-            earlier = [max(int(first_call_s * 1e9), took), took]
-        peak = settled(state, has_peak, told.lines, [ns // len(numbered) for ns in earlier])
+
+        def own_texts() -> tuple[list[int], bool]:
+            """Write a text after each input, for what the race does not go by: nanoseconds of a mean one, and whether
+            the steps were steady, where the race goes by whole texts."""
+            nonlocal held
+            took = 0
+            for number, prompt in numbered:
+                took += whole.sample_ns(lambda **given: written.append(run(**given)), prompt, number)
+                held = max(held, cache_bytes(run.decoder))
+            steps = [ns for text in whole.texts for ns in text.told().steps_ns]
+            return ([took // len(numbered)], took > _LONG_NS and is_steady(steps)) if is_text else ([], False)
+
+        is_text = watcher.part == "text"
+        peak = settled(state, has_peak, told.lines, own_texts)
+        first_call_s = (first_ns or whole.texts[0].whole_ns) / 1e9
         watcher.texts = []
         accuracy = judged(state, run, fed, written, request)
         if workload.metric is not None:
@@ -109,18 +121,35 @@ class Scored:
     """and what the recipe gives the tokens of the first of these."""
 
 
-def scored(state: State, run: Any, request: Prepare, unseen: int) -> Scored | None:
-    """Feed the reference's tokens to a recipe, and compare its distributions; None where nothing judges, and the recipe
-    has only written after each input."""
-    if not request.path:
-        for prompt in state.workload.inputs:
-            run(**prompt)
-        return None
-    pieces = read_pieces(request.path)[unseen:]
+def scored(state: State, run: Any, request: Prepare, unseen: int) -> tuple[Scored | None, int]:
+    """Feed the reference's tokens to a recipe, and compare its distributions: None where nothing judges, and the recipe
+    has only written after each input. Then the nanoseconds of its first call, 0 where there was none: the model as
+    given, where it is the reference, is not asked again for what it said."""
+    calls: list[Callable[[], Any]] = [functools.partial(run, **prompt) for prompt in state.workload.inputs]
+    pieces = read_pieces(request.path)[unseen:] if request.path else []
+    same = bool(pieces) and request.as_given and _is_reference(state.workload.model)
+    if pieces:
+        calls = [] if same else [functools.partial(scores_of, run, piece, state.device) for piece in pieces]
+    scores, took_ns = [piece.log_p for piece in pieces] if same else [], 0
     with torch.no_grad():
-        scores = [scores_of(run, piece, state.device) for piece in pieces]
+        for call in calls:
+            started = time.perf_counter_ns()
+            scores.append(call())
+            if state.device == "cuda":
+                torch.cuda.synchronize()
+            took_ns = took_ns or time.perf_counter_ns() - started
+    if not pieces:
+        return None, took_ns
     prompts = [piece.forced for piece in pieces if not piece.is_text]
-    return Scored(closeness(pieces, scores), len(pieces), unseen, prompts, scores[0] if prompts else None)
+    found = closeness(pieces, scores)
+    return Scored(found, len(pieces), unseen, prompts, scores[0] if prompts else None), took_ns
+
+
+def _is_reference(model: Any) -> bool:
+    """Whether a model is in eval mode and float32 as it was given: then it is what the reference is made with."""
+    if not isinstance(model, torch.nn.Module) or any(module.training for module in model.modules()):
+        return False
+    return all(one.dtype == torch.float32 for one in model.parameters() if one.is_floating_point())
 
 
 def judged(state: State, run: Any, fed: Scored | None, written: Sequence[Any], request: Prepare) -> Accuracy:

@@ -36,7 +36,7 @@ from fettle.measure.messages import (
 )
 from fettle.structure import structure
 from fettle.techniques import keep_converted, load, probe_facts
-from fettle.workload import device_of, fingerprint, map_tensors, tensors
+from fettle.workload import Workload, device_of, fingerprint, map_tensors, tensors
 
 
 def build(state: State, request: Build) -> Built:
@@ -60,7 +60,14 @@ def build(state: State, request: Build) -> Built:
         mode=state.mode,
         writes=state.writes,
         inputs=made.inputs_taken_for,
+        hides_text=hides_text(made),
     )
+
+
+def hides_text(workload: Workload) -> bool:
+    """Whether the workload's own call asks a language model for text, which makes a black box of it."""
+    names = getattr(getattr(workload.call, "__code__", None), "co_names", ())
+    return "generate" in names and callable(getattr(workload.model, "generate", None))
 
 
 def probe(state: State, request: Probe) -> Probed:

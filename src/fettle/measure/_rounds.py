@@ -96,6 +96,7 @@ class Rounds:
         with going_first(runner.worker.pid) if first else contextlib.nullcontext():
             answer = runner.worker.ask(TakeSlice(self.rules.slice_s, apart), SliceTaken, timeout_s)
             runner.worker.pause()
+        runner.turns_s.append(time.monotonic() - began)
         self.watch.mark(answer.cpu_s)
         load = self.watch.load(answer.waits)
         if runner.answer.gpu:

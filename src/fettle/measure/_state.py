@@ -67,16 +67,20 @@ def examine(state: State, request: Examine) -> Examined:
     return Examined(evidence=msgspec.Raw(msgspec.msgpack.encode(found)), load_s=state.load_s)
 
 
-def settled(state: State, has_peak: bool, notes: list[str], earlier: Sequence[int] = ()) -> int | None:
+def settled(
+    state: State, has_peak: bool, notes: list[str], first: Callable[[], tuple[list[int], bool]] = lambda: ([], False)
+) -> int | None:
     """Call until the time is steady; the peak of memory meanwhile, where it was reset and can be known.
 
-    `earlier` are the nanoseconds of calls that were made already."""
+    `first` makes the first calls: their nanoseconds, and whether they were steady already."""
     from fettle.measure import _meters
     from fettle.measure._clock import warm_up
 
     state.waits.refresh()
     before = state.waits.by_thread()
-    samples, steady = warm_up(lambda: one_sample(state), earlier)
+    samples, steady = first()
+    if not steady:
+        samples, steady = warm_up(lambda: one_sample(state), samples)
     state.waits.refresh()
     state.computing = busiest(before, state.waits.by_thread())
     peak = _meters.peak_bytes(state.device) if has_peak else None

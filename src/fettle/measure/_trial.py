@@ -195,6 +195,8 @@ class Trial:
     start_s: float = math.nan
     """What one process of it took until it was ready to be timed: Python, the workload, the recipe, its first answers
     and the warm-up."""
+    turn_s: float = math.nan
+    """What a slice of it took of a race's time."""
     race: int = 0
     """The race it was measured in."""
 

@@ -68,6 +68,8 @@ class Prepare(Request):
     """Of a text: what is timed, see `fettle.generate.speed.PARTS`."""
     exact: bool = False
     """Every prompt's text is to be compared with the reference's, not only those of the inputs."""
+    as_given: bool = False
+    """The source changes nothing."""
 
 
 class MeasureRows(Request, tag="rows"):
@@ -107,6 +109,8 @@ class Built(Answer, frozen=True, kw_only=True):
     """The workload writes text."""
     inputs: str = ""
     """What live inputs were taken for."""
+    hides_text: bool = False
+    """Its call lets the model write text, as a black box."""
 
     def with_ranks(self, others: Sequence[Self]) -> Self:
         """Raises `ChildError` where they differ."""

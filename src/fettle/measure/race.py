@@ -69,7 +69,7 @@ def race(
             rounds.run(list(running.values()), anchor, before)
             found = {index: _trial(started, anchor, start, rounds) for index, started in running.items()}
             found |= _go_on(start, rounds, running, found, anchor, stack, on_progress)
-            trials |= found
+            trials |= {index: _with_rows(trial, start.row_rates(running[index])) for index, trial in found.items()}
             if held is not None:
                 held.keep({e.first.candidate.recipe for e in running.values() if not e.failure})
     for index in sorted(running):
@@ -88,6 +88,14 @@ def race(
                  on_progress=on_progress, number=number, seed=seed + 1, held=held, nodes=nodes, patience=patience,
                  before=last)  # fmt: skip
     return done + later[1:]
+
+
+def _with_rows(trial: Trial, tokens_per_s: Mapping[str, float]) -> Trial:
+    """The same with tokens a second at further numbers of rows."""
+    known = trial.generation
+    if known is None or not tokens_per_s:
+        return trial
+    return replace(trial, generation=replace(known, tokens_per_s={**tokens_per_s, **known.tokens_per_s}))
 
 
 def _go_on(
@@ -213,6 +221,7 @@ def _trial(started: Started, anchor: Started, start: Start, rounds: Rounds) -> T
         startup=Startup(answer.load_s, answer.optimize_s, answer.first_call_s, answer.cache, _again_s(runners)),
         accuracy=answer.accuracy,
         start_s=first.started_s,
+        turn_s=statistics.fmean(first.turns_s) if first.turns_s else math.nan,
         phases_ms=answer.phases_ms,
         generation=_generation(runners),
         notes=tuple(answer.notes),

@@ -28,7 +28,7 @@ from fettle.errors import first_line
 from fettle.files import cache_folder
 from fettle.kept_files import MOST_BYTES, SUMS, is_sound, keep
 from fettle.machine import cpu_name
-from fettle.techniques import _openvino, _openvino_int8
+from fettle.techniques import _openvino, _openvino_int8, _openvino_text
 from fettle.techniques._host import cpu_flags, installed
 from fettle.techniques._openvino_core import openvino_core
 
@@ -54,6 +54,8 @@ def keep_converted(
     names = optimize.__globals__
     if "openvino_converted" in names:
         names["openvino_converted"] = functools.partial(_openvino_model, names["openvino_converted"], label, later)
+    if "openvino_text_model" in names:
+        names["openvino_text_model"] = functools.partial(_text_model, names["openvino_text_model"], label, later)
     for name in ("aoti_files", "onnx_files"):
         if name in names and later is None:
             names[name] = functools.partial(_files, names[name], label)
@@ -65,11 +67,38 @@ def _openvino_model(
     tensors: Sequence[torch.Tensor], samples: Sequence[Sequence[torch.Tensor]], level: str, part: Any,
 ) -> Any:  # fmt: skip
     """As `openvino_converted`: read where it was kept."""
+    make = functools.partial(convert, flat, tensors, samples, level, part)
+    return _kept_graph((flat, tensors, samples, [label, level, part]), make, part, later)
+
+
+class _Scores(torch.nn.Module):
+    """A language model as tensors in, tensors out."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.model(input_ids=tokens, use_cache=False).logits,)
+
+
+def _text_model(
+    convert: Callable[..., Any], label: str, later: list[Callable[[], None]] | None, model: torch.nn.Module, bits: int
+) -> Any:
+    """As `openvino_text_model`: read where it was kept."""
+    make, tokens = functools.partial(convert, model, bits), torch.ones(2, 3, dtype=torch.long)
+    return _kept_graph((_Scores(model), [tokens], (), [label, bits]), make, None, later)
+
+
+def _kept_graph(
+    about: tuple[Any, ...], convert: Callable[[], Any], part: Any, later: list[Callable[[], None]] | None
+) -> Any:
+    """OpenVINO's model that belongs to `about`, read or converted."""
     said: list[dict[str, Any]] = []
 
     def make() -> Any:
         with _listening(said):
-            return convert(flat, tensors, samples, level, part)
+            return convert()
 
     def read(folder: Path) -> Any:
         model = openvino_core().read_model(str(folder / _GRAPH))
@@ -82,7 +111,7 @@ def _openvino_model(
         openvino.save_model(model, str(folder / _GRAPH), compress_to_fp16=False)
         (folder / _SAID).write_text(json.dumps({"said": said, "part": part}), encoding="utf-8")
 
-    return _kept((flat, tensors, samples, [label, level, part]), make, read, write, later)
+    return _kept(about, make, read, write, later)
 
 
 def _files(
@@ -176,10 +205,17 @@ def _key(
     """What must be equal for a converted model to fit, and the bytes of its weights. Raises where the model's operators
     depend on values, and for what is not on the CPU."""
     digest = hashlib.sha256()
-    versions = installed(("torch", "openvino", "nncf", "onnx", "onnxscript", "onnxruntime", "torch-fettle"))
+    versions = installed(
+        ("torch", "openvino", "nncf", "onnx", "onnxscript", "onnxruntime", "transformers", "torch-fettle")
+    )
     machine = [cpu_name(), sorted(cpu_flags()), torch.get_num_threads(), torch.get_float32_matmul_precision()]
     digest.update(json.dumps([*said, versions, machine], sort_keys=True).encode())
-    for path in (_openvino.__file__, _openvino_int8.__file__, Path(__file__).with_name("runtime.py")):
+    for path in (
+        _openvino.__file__,
+        _openvino_int8.__file__,
+        _openvino_text.__file__,
+        Path(__file__).with_name("runtime.py"),
+    ):
         digest.update(Path(str(path)).read_bytes())  # how it is converted
     used = _add_operators(flat, tensors, digest)
     size = sum(tensor.nbytes for tensor in used)

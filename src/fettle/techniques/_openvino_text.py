@@ -40,10 +40,9 @@ class Step(torch.nn.Module):
         return (output.logits, *(tensor for layer in cache.layers for tensor in layer))
 
 
-def openvino_stateful(model: Any) -> tuple[Any, list[list[int]]]:
-    """The model converted, with keys and values that stay inside from one call to the next, and for each of them its
-    number of heads and their size. Its inputs: tokens, seen, places and kept as for `Step`, and the row whose past each
-    row goes on from."""
+def openvino_stateful(model: Any) -> Any:
+    """The model converted, with keys and values that stay inside from one call to the next. Its inputs: tokens, seen,
+    places and kept as for `Step`, and the row whose past each row goes on from."""
     import warnings
 
     import numpy
@@ -93,7 +92,7 @@ def openvino_stateful(model: Any) -> tuple[Any, list[list[int]]]:
             empty = opset13.broadcast(opset13.constant(numpy.float32(0)), opset13.concat([rows, rest], 0))
             node.set_arguments([empty])
     graph.validate_nodes_and_infer_types()
-    return graph, shapes
+    return graph
 
 
 def openvino_joined(graph: Any) -> Any:
@@ -175,6 +174,12 @@ def openvino_weights(graph: Any, bits: int) -> Any:
     return nncf.compress_weights(graph, mode=nncf.CompressWeightsMode.INT8_SYM, ignored_scope=done)
 
 
+def openvino_text_model(model: Any, bits: int) -> Any:
+    """The model as OpenVINO's stateful one, its weights in `bits` bits, 0: as they are."""
+    graph = openvino_joined(openvino_stateful(model))
+    return openvino_weights(graph, bits) if bits else graph
+
+
 class OpenvinoText:
     """Reads prompts and goes on with a stateful model of OpenVINO on the CPU.
 
@@ -184,10 +189,7 @@ class OpenvinoText:
     """
 
     def __init__(self, model: Any, precision: str, bits: int = 0, group: int = 0) -> None:
-        graph, shapes = openvino_stateful(model.float().eval())
-        graph = openvino_joined(graph)
-        if bits:
-            graph = openvino_weights(graph, bits)
+        graph = openvino_text_model(model.float().eval(), bits)
         config = {
             "INFERENCE_PRECISION_HINT": precision,
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
@@ -197,7 +199,8 @@ class OpenvinoText:
         }
         half = 2 if precision == "bf16" else 1
         self.weight_bytes = self.bytes_read(graph) if bits else self.bytes_read(graph) // half
-        token_bytes = sum(heads * size for heads, size in shapes)
+        kept = [node.get_output_partial_shape(0) for node in graph.get_ops() if node.get_type_name() == "ReadValue"]
+        token_bytes = sum(int(shape[1].get_length() * shape[3].get_length()) for shape in kept)
         self.token_bytes = token_bytes if bits else token_bytes * 4 // half
         self.request = openvino_core().compile_model(graph, "CPU", config).create_infer_request()
         self.seen = self.places = torch.zeros(0, 0, dtype=torch.long)
@@ -255,4 +258,7 @@ class OpenvinoText:
         return torch.from_numpy(self.request.get_output_tensor(0).data.copy())
 
 
-TEXT = (openvino_core, Step, openvino_stateful, openvino_joined, openvino_four_bits, openvino_weights, OpenvinoText)
+TEXT = (
+    openvino_core, Step, openvino_stateful, openvino_joined, openvino_four_bits, openvino_weights, openvino_text_model,
+    OpenvinoText,
+)  # fmt: skip

@@ -179,6 +179,10 @@ class Runtime(Technique):
             Level("tensorrt", "TensorRT", cannot or cuda or _missing(facts, "torch_tensorrt")),
         ]
 
+    def level_cost(self, level: str) -> int:
+        # Converting it takes as long as the model as given writes a few texts, and it is judged on texts.
+        return 1 if level == STATEFUL else self.cost
+
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         levels = recipe.levels
         precision, quantize = levels.get("precision", "fp32"), levels.get("quantize", "none")
@@ -204,7 +208,7 @@ class Runtime(Technique):
 
     def bundles(self, facts: Facts) -> list[Bundle]:
         if facts.generates:
-            places = {"int8": 12, "int8-dynamic": 25, "int4": 45, "as-given": 55}
+            places = {"int8": 10, "int8-dynamic": 25, "int4": 45, "as-given": 55}
             return [
                 Bundle(place, {"runtime": STATEFUL, "weights": level, **AS_GIVEN}) for level, place in places.items()
             ]

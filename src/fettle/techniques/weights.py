@@ -159,7 +159,7 @@ class Weights(Technique):
         if not facts.generates:
             return []
         half = {"precision": "bf16"} if facts.dtype == "float32" else {}
-        levels = {"int8-dynamic": 10, "int8-16": 15, "int8": 40, "int4": 50}
+        levels = {"int8-dynamic": 15, "int8-16": 20, "int8": 40, "int4": 50}
         found = [Bundle(place, {"weights": level, **half}) for level, place in levels.items()]
         if facts.keeps != "static":
             return found

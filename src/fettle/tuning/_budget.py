@@ -84,6 +84,8 @@ def start_s(trial: Trial) -> float:
 
 def turn_s(trial: Trial) -> float:
     """Seconds of one slice of the trial's recipe in a round."""
+    if math.isfinite(trial.turn_s):
+        return trial.turn_s
     return max(_SLICE_S, trial.time_ms / 1e3 if math.isfinite(trial.time_ms) else 0.0) + 0.05
 
 

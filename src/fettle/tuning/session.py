@@ -59,6 +59,12 @@ _KEPT = "cache/kept"
 """What trials have converted, for their further processes: it is large, and goes when the study ends."""
 
 
+_HIDES_TEXT = (
+    "the workload's call lets the model generate, as one black box: with `new_tokens` in place of `call` text is taken "
+    "apart, judged as such, and can be made much faster (fettle.GenerationWorkload)"
+)
+
+
 @dataclass(frozen=True)
 class Event:
     """What a study tells while it runs, for a progress display."""
@@ -125,6 +131,9 @@ class Session:
                     self.standings.limits = self.options.training_limits
                 if built.inputs:
                     self.note(f"inputs: {built.inputs}")
+                if built.hides_text:
+                    self.notes.append(_HIDES_TEXT)
+                    self.note(_HIDES_TEXT)
                 if fingerprint and built.fingerprint != fingerprint:
                     raise UsageError("the recipe is for another workload: its weights or inputs differ from this one's")
                 own = f"-{built.fingerprint[:8]}" if self.target.is_live else ""
