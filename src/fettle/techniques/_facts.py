@@ -73,6 +73,8 @@ class Facts:
     """Modules whose attention is written out by hand and can be rewritten to SDPA."""
     decomposed_bias: int = 0
     """Modules whose attention has a bias by row and by column, which can be added tile by tile."""
+    is_unet: bool = False
+    """It is a UNet of diffusers whose outermost blocks can be computed alone."""
     uses_sdpa: bool = False
     """`scaled_dot_product_attention` was called in a forward pass."""
     uneven_sdpa: int = 0

@@ -117,9 +117,6 @@ _SHARE = 0.9
 """Of the limit on the error: batches that layers were chosen on flatter the choice, and others judge it."""
 
 
-_OF_A_PART = "its layers are chosen by the error of a whole model, and a part's is another"
-
-
 @register
 class Runtime(Technique):
     name = "runtime"
@@ -166,11 +163,7 @@ class Runtime(Technique):
             Level("openvino-bf16", "OpenVINO, computing in bfloat16", openvino or bf16),
             Level("openvino-bf16-sums", "OpenVINO, bfloat16 in the sums between layers too", openvino or bf16),
             Level("openvino-int8", "OpenVINO, int8 calibrated by NNCF", openvino or _missing(facts, "nncf") or data),
-            Level(
-                "openvino-int8-part",
-                "OpenVINO, int8 in as many layers as the error allows",
-                openvino or data or (_OF_A_PART if facts.part else ""),
-            ),
+            Level("openvino-int8-part", "OpenVINO, int8 in as many layers as the error allows", openvino or data),
             Level("openvino", "OpenVINO, computing in float32", openvino),
             Level(STATEFUL, "OpenVINO, which keeps keys and values from token to token", stateful),
             Level("aoti", "AOTInductor: compiled ahead of time to a shared library", cannot),

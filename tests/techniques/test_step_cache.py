@@ -1,0 +1,129 @@
+"""What deep blocks found in one step of a sampling is used in the next."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import fettle
+from fettle.techniques import conflict, find, probe_facts
+from fettle.techniques.step_cache import ShallowUnet, StepCache, is_unet
+from fettle.workload import Workload
+
+diffusers = pytest.importorskip("diffusers")
+OUTER = {True: ("CrossAttnDownBlock2D", "CrossAttnUpBlock2D"), False: ("DownBlock2D", "UpBlock2D")}
+SDXL = {
+    "addition_embed_type": "text_time", "addition_time_embed_dim": 4,
+    "projection_class_embeddings_input_dim": 8 + 6 * 4,
+}  # fmt: skip
+
+
+def unet(attends: bool = True, **more: Any) -> Any:
+    torch.manual_seed(0)
+    down, up = OUTER[attends]
+    return diffusers.UNet2DConditionModel(
+        sample_size=8, cross_attention_dim=8, block_out_channels=(8, 16), attention_head_dim=4, layers_per_block=2,
+        norm_num_groups=4, down_block_types=(down, "DownBlock2D"), up_block_types=("UpBlock2D", up), **more,
+    ).eval()  # fmt: skip
+
+
+def given(time: int, rows: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(time)
+    sample, text = torch.randn(rows, 4, 8, 8, generator=generator), torch.randn(rows, 5, 8, generator=generator)
+    return sample, torch.tensor(time), text
+
+
+@pytest.mark.parametrize(("attends", "more"), [(True, {}), (False, SDXL)])
+def test_with_what_its_deep_blocks_find_a_step_in_between_is_the_whole_one(attends: bool, more: dict[str, Any]) -> None:
+    plain = unet(attends, **more)
+    assert is_unet(plain)
+    assert not is_unet(unet(attends, class_embed_type="timestep"))
+    added = {"added_cond_kwargs": {"text_embeds": torch.randn(2, 8), "time_ids": torch.randn(2, 6)}} if more else {}
+    with torch.no_grad():
+        wanted = plain(*given(500), **added).sample
+        shallow = ShallowUnet(plain)
+        whole, deep = shallow(*given(500), **added)
+        between, nothing = shallow(*given(500), deep=deep, **added)
+        (bare,), _ = shallow(*given(500), deep=deep, return_dict=False, **added)
+        other = shallow(*given(500), deep=0.5 * deep, **added)[0].sample
+    assert nothing is None
+    assert torch.equal(whole.sample, wanted)
+    torch.testing.assert_close(between.sample, wanted)
+    assert torch.equal(bare, between.sample)
+    assert (other - wanted).norm() > 1e-3 * wanted.norm()
+    with pytest.raises(RuntimeError, match="steps in between are made without attention_mask"):
+        shallow(*given(500), deep=deep, attention_mask=torch.ones(2, 5))
+
+
+def test_which_steps_are_whole_and_what_the_others_are_given() -> None:
+    def forward(sample: Any, timestep: Any, text: Any = None) -> None: ...
+
+    steps = StepCache(SimpleNamespace(forward=forward), 2)
+
+    def call(time: float, sample: torch.Tensor) -> float | None:
+        """What comes from below is the timestep itself where it is computed."""
+        named = steps.before((sample, torch.tensor(time)), {"text": None})
+        assert list(named)[:2] == ["sample", "timestep"]
+        assert "text" not in named
+        deep = named.get("deep")
+        assert steps.after(("answer", torch.tensor(time) if deep is None else None)) == "answer"
+        return None if deep is None else float(deep)
+
+    def picture(times: list[float], calls: int = 1) -> list[list[float | None]]:
+        latents = [torch.rand(1, 4) for _ in times]
+        return [[call(time, latent) for _ in range(calls)] for time, latent in zip(times, latents, strict=True)]
+
+    # 800 is as 900 was; from then on the line through the last two is followed, whatever their distance
+    assert picture([900, 800, 700, 550, 500, 100]) == [[None], [900], [None], [550], [None], [100]]
+    assert picture([900, 800]) == [[None], [900]]  # a new picture: nothing is left of the last
+    assert picture([900, 800, 700, 600], calls=2) == [[None, None], [900, 900], [None, None], [600, 600]]
+    assert picture([700]) == [[None]]  # one that was given up,
+    assert picture([700, 600]) == [[None], [700]]  # and one that begins where it ended
+    assert picture([100, 200, 300]) == [[None], [None], [None]]  # the other way nothing is left out
+    assert call(200, torch.rand(1, 4)) == 300
+    assert call(100, torch.rand(2, 4)) is None  # another number of rows
+
+
+def test_where_it_is_offered() -> None:
+    facts = replace(probe_facts(Workload(unet(), [given(500)])), calls=10)
+    technique = find("step_cache")
+    assert facts.is_unet
+    assert technique.why_not("2", facts) == ""
+    assert technique.why_not("2", replace(facts, calls=1)) == "it is not called for step after step"
+    assert "no UNet" in technique.why_not("2", probe_facts(Workload(torch.nn.Linear(2, 2), [torch.rand(2, 2)])))
+    recipe = fettle.Recipe.parse("step_cache=2 runtime=openvino-int8-part")
+    assert "another" in conflict(recipe, replace(facts, calibration_batches=2, packages={"openvino": "", "nncf": ""}))
+
+
+def sample(pipe: Any, start: torch.Tensor) -> torch.Tensor:
+    """Eight steps down a straight line."""
+    for time in torch.arange(800, 0, -100):
+        found = pipe["unet"](start, time, torch.ones(len(start), 5, 8)).sample
+        start = start - 0.1 * found
+    return start
+
+
+@pytest.mark.parametrize(
+    "runtime",
+    ["", *(pytest.param(f"runtime[unet]={level}", marks=pytest.mark.slow) for level in ("openvino", "openvino-int8"))],
+)
+def test_a_sampling_with_cached_steps(runtime: str) -> None:
+    if runtime:
+        pytest.importorskip("openvino")
+        pytest.importorskip("nncf")
+    model = torch.nn.ModuleDict({"unet": unet()}).eval()
+    work = Workload(model, [torch.randn(2, 4, 8, 8) for _ in range(2)], sample, parts=["unet"])
+    with torch.no_grad():
+        wanted = sample(model, work.inputs[0])
+        calls = []
+        hook = model["unet"].mid_block.register_forward_hook(lambda *_: calls.append(1))
+        fast = fettle.apply(work, f"grad=no_grad step_cache[unet]=2 {runtime}")
+        calls.clear()
+        found = fast(work.inputs[0])
+        again = fast(work.inputs[0])
+        hook.remove()
+    assert len(calls) == 8 or runtime  # four of eight steps, twice
+    assert 0 < (found - wanted).norm() / wanted.norm() < (0.05 if "int8" in runtime else 0.01)
+    torch.testing.assert_close(found, again)
