@@ -318,12 +318,18 @@ def patches_by_products(traced: Any) -> Any:
     An output pixel is then one product of an input pixel's channels, and its channels lie next to each other."""
     aten, graph = torch.ops.aten, traced.graph
     for node in [node for node in graph.nodes if node.target is aten.conv_transpose2d.input]:
-        x, weight, bias, stride, padding, more, groups, dilation = (
-            *node.args, *(None, [1, 1], [0, 0], [0, 0], 1, [1, 1])[len(node.args) - 2 :]
-        )  # fmt: skip
+        defaults: tuple[Any, ...] = (None, 1, 0, 0, 1, 1)
+        given: tuple[Any, ...] = (*node.args, *defaults[len(node.args) - 2 :])
+        (x, weight, bias, *_), (stride, padding, more, groups, dilation) = given, given[3:]
         (count, channels, height, width), (_, outputs, *size) = x.meta["val"].shape, weight.meta["val"].shape
-        steps = [step if len(step) == 2 else [step[0]] * 2 for step in map(list, (stride, padding, more, dilation))]
-        if steps != [size, [0, 0], [0, 0], [1, 1]] or groups != 1:
+
+        def pair(step: Any) -> list[int]:
+            """An argument for both dimensions: a number, or a list of one or two."""
+            return [*step, *step][:2] if isinstance(step, (list, tuple)) else [step, step]
+
+        if pair(stride) != size or pair(padding) != [0, 0] or pair(more) != [0, 0] or pair(dilation) != [1, 1]:
+            continue
+        if groups != 1:
             continue
         with graph.inserting_before(node):
 
