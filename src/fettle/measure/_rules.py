@@ -157,7 +157,7 @@ class Progress:
         return {
             "start": f"starting {self.label or self.recipe}",
             "busy": f"the machine is busy ({self.load}): waiting for a quiet moment",
-            "vague": "the processes differ too much: a few more of each",
+            "vague": "not certain yet: a few more processes of each",
             "round": f"round {self.round}, {self.live} in the race",
         }.get(self.stage, "")
 
