@@ -30,6 +30,7 @@ from fettle.comparing import bench
 from fettle.machine import this_machine
 from fettle.measure import Load
 from fettle.measure._watch import Watch
+from fettle.procs.parent import die_with_parent
 from fettle.recipe import Recipe
 from fettle.result import Limits
 
@@ -59,12 +60,12 @@ HERE = Path(__file__).parent
 
 @contextlib.contextmanager
 def neighbour(name: str) -> Iterator[None]:
-    """The neighbour, in a session of its own as another user's process is."""
+    """The neighbour, in a session of its own as another user's process is; it ends with this process in any case."""
     code = NEIGHBOURS[name]
     if not code:
         yield
         return
-    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, preexec_fn=die_with_parent)
     try:
         time.sleep(1.0)
         yield

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,7 +25,7 @@ from fettle.machine import this_machine
 from fettle.measure import Interval, Slice, Trial, contrast_interval, ratio_interval
 from fettle.measure._statistics import replicate_interval
 from fettle.recipe import Recipe
-from fettle.workload import find_target
+from fettle.workload import Target, find_target
 
 MODEL = "import torch\nfrom work import wait\n\ndef workload():\n    return wait, [torch.ones(2, 2)]\n"
 WORK = "import time\n\ndef wait(x):\n    time.sleep({})\n    return x\n"
@@ -249,6 +250,32 @@ def test_modules_of_the_working_tree_do_not_stand_in_for_another_revision(
 
 
 # -- races ------------------------------------------------------------------------------------------------------------
+
+
+def test_two_looks_at_a_gate_share_its_error_rate(tmp_path: Path) -> None:
+    def rules(**settings):
+        return racing.Ground(Target("model.py:workload", "", ()), Settings(**settings), print, tmp_path).gate_rules()
+
+    once, twice = rules(processes=6), rules()
+    assert (once.confidence, once.replicates, once.most_replicates) == (0.95, 6, 6)
+    assert (twice.confidence, twice.replicates, twice.most_replicates) == (0.975, 4, 8)
+    assert twice.is_enough is not None
+    old = Trial(Recipe(), "measured", processes=4)
+    said = [
+        twice.is_enough([old, replace(old, speedup=Interval(1, 1 / high, high))]) for high in (1.02, 1.04)
+    ]  # fmt: skip
+    assert said == [True, False]
+
+
+@pytest.mark.parametrize(("change", "verdict"), [(0.0, "within"), (0.1, "worse")])
+def test_whole_gates_on_made_up_processes(monkeypatch: pytest.MonkeyPatch, change: float, verdict: str) -> None:
+    """A few of those of `bench/gate_simulation.py`, which tells the error rates from thousands."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    from gate_simulation import Simulated
+
+    said = [Simulated(seed, change, Settings()).run()[0] for seed in range(6)]
+    assert said.count(verdict) >= 5
+    assert set(said) <= {verdict, "cannot tell"}
 
 
 def test_code_that_waits_twenty_times_as_long_fails(git: Git, tmp_path: Path, run_fettle) -> None:

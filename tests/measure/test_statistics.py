@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fettle.measure import Interval, log_interval, ratio_interval, verdict
-from fettle.measure._statistics import LOOKS, _signed_rank_quantile, is_vague, replicate_interval
+from fettle.measure._statistics import LOOKS, _signed_rank_quantile, is_exhausted, is_vague, replicate_interval
 
 
 @pytest.mark.parametrize(("n", "cut"), [(6, 1), (8, 4), (10, 9), (15, 26), (20, 53), (25, 90)])
@@ -138,6 +138,20 @@ def test_processes_that_came_later_are_told_apart_by_the_rounds_that_they_share(
     found = replicate_interval(groups[0], groups[1], 0.05)
     assert found.estimate == pytest.approx(0.5)
     assert 0.49 < found.low < found.high < 0.51
+
+
+@pytest.mark.parametrize(
+    ("spread", "noise", "rounds", "exhausted"),
+    [(0.03, 0.01, 10, True), (0.003, 0.03, 4, False), (0.003, 0.03, 10, False), (0.001, 0.001, 4, True)],
+)
+def test_more_rounds_are_needless_beside_what_processes_differ_by(spread, noise, rounds, exhausted) -> None:
+    """Or where the interval is narrow already: in nearly all of 40 races."""
+    generator, found = np.random.default_rng(11), 0
+    for _ in range(40):
+        logs = generator.normal(0, spread, (2, 4, 1)) + generator.normal(0, noise, (2, 4, rounds))
+        first, second = [[dict(enumerate(process)) for process in group] for group in logs]
+        found += is_exhausted(first, second, 0.025, 0.01)
+    assert found >= 36 if exhausted else found <= 4
 
 
 @pytest.mark.parametrize(

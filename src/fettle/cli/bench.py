@@ -41,7 +41,7 @@ def command(
         str | None, typer.Option(help="gate: exit code 1 where its peak memory is so much more, for example 5%")
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(help="gate: processes of each side; default 4, and 8 where that is vague")
+        int | None, typer.Option(help="gate: processes of each side; default 4, and 8 where those do not decide")
     ] = None,
     link: Annotated[
         list[Path] | None,

@@ -79,7 +79,6 @@ def bisect(
     search = _Search(ground, repository, target, first, last, 1 + math.ceil(math.log2(len(commits))))
     with contextlib.ExitStack() as stack:
         ends = [stack.enter_context(revision(ground, repository, commit)) for commit in (first, last)]
-        ground.look(ends[1])
         return search.run(ends, commits)
 
 

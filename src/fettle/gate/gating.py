@@ -11,7 +11,7 @@ from typing import Any
 from fettle.errors import UsageError
 from fettle.files import check_writable, plain
 from fettle.gate import history
-from fettle.gate.judging import Judged, Verdict, judge, more_memory, overall, slowdown
+from fettle.gate.judging import Judged, Verdict, overall
 from fettle.gate.racing import Ground, Settings, Side, ground_for, interpreter, repository_for, revision
 from fettle.machine import Machine, this_machine
 from fettle.measure import Trial
@@ -74,10 +74,9 @@ def gate(
     with contextlib.ExitStack() as stack:
         old, new = _sides(ground, against, against_python, stack)
         check_writable(history.path_of(settings.output))
-        ground.look(new)
-        trials = ground.race([old, new], ground.rules(settings.processes))
+        trials = ground.race([old, new], ground.gate_rules())
     found = Gate(
-        ground.name, old.label, new.label, this_machine(), trials, _judged(trials, settings), ground.notes,
+        ground.name, old.label, new.label, this_machine(), trials, ground.judged(trials), ground.notes,
         time.monotonic() - began, trials[1].reason if trials[1].status == "failed" else "",
     )  # fmt: skip
     history.keep(settings.output, history.entry_of(found, target, old.commit))
@@ -99,18 +98,6 @@ def _sides(ground: Ground, against: str, against_python: str, stack: contextlib.
         )  # fmt: skip
     old = stack.enter_context(revision(ground, repository, commit, python))
     return old, Side(repository.working_tree(), ground.target)
-
-
-def _judged(trials: Sequence[Trial], settings: Settings) -> list[Judged]:
-    old, new = trials
-    if new.status == "failed":
-        return []
-    processes = min(old.processes, new.processes)
-    found = [judge("time", slowdown(new.speedup), settings.fail_slower, processes)]
-    if settings.fail_memory is not None:
-        change = more_memory(old, new, 1 - settings.confidence)
-        found.append(judge("memory", change, settings.fail_memory, processes))
-    return found
 
 
 def gate_json(found: Gate) -> dict[str, Any]:

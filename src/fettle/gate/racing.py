@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import shutil
 import subprocess
@@ -14,32 +13,32 @@ from pathlib import Path
 
 import fettle
 from fettle.errors import UsageError
+from fettle.gate.judging import Judged, judge, more_memory, overall, slowdown
 from fettle.gate.revisions import Repository, at, repository_of
 from fettle.measure import (
-    READY,
     Candidate,
     Judge,
     Patience,
     Progress,
     Rules,
     Trial,
-    Worker,
-    WorkerError,
     close_all,
     may_go_first,
-    messages,
-    prefer,
     race,
 )
 from fettle.recipe import Recipe
-from fettle.techniques import source
 from fettle.tuning import Event, OnProgress
 from fettle.workload import AUTO, Target, check_mode, find_target
 
 PROCESSES, MORE_PROCESSES = 4, 8
-"""Of each side, and where that leaves the change vague."""
-_WAIT_S = 30.0
-"""Longest that a race waits for a quiet machine, all its slices together."""
+"""Of each side, and where those do not decide."""
+_WAIT_S, _LONGEST_WAIT_S = 10.0, 1.0
+"""How long a race waits for a quiet machine, all its slices together and at once: what others do to a slice is done to
+both sides, so that little is won by sitting it out."""
+_SLICE_S = 0.04
+"""Of two processes that take turns twice as often, what a shared machine does to them cancels twice as often; each
+slice costs 15 ms beside it. Beside a busy process 40 slices of 0.03 s in 14 s told as much each as 20 of 0.08 s in 17 s
+(four processes a side, spread of a slice about its process 0.9% and 1.0%)."""
 _START_S = 300.0
 """What starting the processes may take in all."""
 
@@ -53,7 +52,7 @@ class Settings:
     fail_memory: float | None = None
     """The same of peak memory; None: not judged."""
     processes: int | None = None
-    """Of each side; None for 4, and 8 where that is vague."""
+    """Of each side; None for 4, and 8 where those do not decide."""
     confidence: float = 0.95
     max_rounds: int = 48
     budget_s: float | None = None
@@ -91,7 +90,7 @@ class Side:
 
 @dataclass
 class Ground:
-    """A target whose revisions are raced: its repository, and what a first process saw of it."""
+    """A target whose revisions are raced, and how."""
 
     target: Target
     settings: Settings
@@ -100,7 +99,6 @@ class Ground:
     name: str = ""
     notes: list[str] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
-    _lines: str = ""
     _races: int = 0
 
     def say(self, doing: str, note: str = "") -> None:
@@ -112,37 +110,24 @@ class Ground:
         if text not in self.notes:
             self.notes.append(text)
 
-    def look(self, side: Side) -> None:
-        """Build the workload of one side once: how it is called, and whether it runs. Raises `UsageError`."""
-        self.say(f"building the workload: {side.label}")
-        rules = Rules()
-        with Worker(self.environment, self.log("look"), python=side.python) as worker:
-            if not (self.settings.polite or self.settings.under_load) and may_go_first():
-                prefer(worker.pid, READY)
-            try:
-                built = worker.ask(messages.Build(side.target), messages.Built, rules.prepare_timeout_s)
-                facts = worker.ask(messages.Probe(), messages.Probed, rules.prepare_timeout_s).facts
-            except (WorkerError, UsageError) as error:
-                raise UsageError(f"{side.label}: {error}") from error
-        self.target = replace(self.target, mode=built.mode)
-        self.name, self._lines = built.name or self.target.name, source(Recipe(), facts)
-
     def race(self, sides: Sequence[Side], rules: Rules) -> list[Trial]:
         """Race the sides; the first is what the others are compared with. Raises `UsageError` where one cannot be
         built, with its label before the reason."""
         self._races += 1
         candidates = [
-            Candidate(Recipe(), self._lines, label=side.label, python=side.python,
-                      target=replace(side.target, mode=self.target.mode))
-            for side in sides
+            Candidate(Recipe(), None, label=side.label, python=side.python,
+                      target=replace(side.target, mode=self.settings.mode)) for side in sides
         ]  # fmt: skip
         budget_s = self.settings.budget_s
         if budget_s:
             rules = replace(rules, deadline=time.monotonic() + budget_s)
-        patience = Patience(min(_WAIT_S, budget_s / 4) if budget_s else _WAIT_S)
+        wait_s = min(_WAIT_S, budget_s / 4) if budget_s else _WAIT_S
+        logs = self.folder / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        patience = Patience(wait_s, longest_s=_LONGEST_WAIT_S)
         try:
             trials = race(
-                self.target, "", candidates, Judge(), rules, log_folder=self.log("").parent,
+                self.target, "", candidates, Judge(), rules, log_folder=logs,
                 environment=self.environment, on_progress=self._pass_on, number=self._races,
                 seed=os.getpid(), patience=patience,
             )  # fmt: skip
@@ -160,13 +145,39 @@ class Ground:
                 )
         return trials
 
-    def rules(self, processes: int | None) -> Rules:
-        """How races are run; a number of processes is kept to, without one it grows where the change is vague."""
+    def gate_rules(self) -> Rules:
+        """How a gate's race is run: in the number of processes that the settings ask for, or in a few and, where those
+        do not decide, in more. That is two looks at what the race says, and each has half of the error rate."""
+        limit, processes = self.settings.fail_slower, self.settings.processes
+        return replace(
+            self.rules(processes or PROCESSES), most_replicates=processes or MORE_PROCESSES, confidence=1 - self._alpha,
+            narrow=limit / 2,
+            is_enough=lambda trials: overall(self.judged(trials)) != "cannot tell",
+        )  # fmt: skip
+
+    def judged(self, trials: Sequence[Trial]) -> list[Judged]:
+        """What the two sides' trials say; nothing where the new one did not run."""
+        old, new = trials
+        if new.status == "failed":
+            return []
+        settings, processes = self.settings, min(old.processes, new.processes)
+        found = [judge("time", slowdown(new.speedup), settings.fail_slower, processes)]
+        if settings.fail_memory is not None:
+            change = more_memory(old, new, self._alpha)
+            found.append(judge("memory", change, settings.fail_memory, processes))
+        return found
+
+    @property
+    def _alpha(self) -> float:
+        """Error rate of one look of a gate."""
+        return (1 - self.settings.confidence) / (1 if self.settings.processes else 2)
+
+    def rules(self, processes: int) -> Rules:
+        """How a race of so many processes of each side is run."""
         settings = self.settings
         return Rules(
-            confidence=settings.confidence, settle_verdicts=True, max_rounds=settings.max_rounds,
-            indifference=min(Rules.indifference, settings.fail_slower / 3), replicates=processes or PROCESSES,
-            most_replicates=processes or MORE_PROCESSES, vague_above=settings.fail_slower / 2,
+            confidence=settings.confidence, settle_verdicts=True, max_rounds=settings.max_rounds, slice_s=_SLICE_S,
+            indifference=min(Rules.indifference, settings.fail_slower / 3), replicates=processes,
             replicate_s=max(_START_S, settings.budget_s or 0.0), abreast=2 if (os.cpu_count() or 1) > 1 else 1,
             under_load=settings.under_load, may_go_first=may_go_first() and not settings.polite,
         )  # fmt: skip
@@ -177,12 +188,8 @@ class Ground:
         return {"TORCHINDUCTOR_CACHE_DIR": str((self.folder / "cache" / "inductor").resolve()),
                 "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}  # fmt: skip
 
-    def log(self, name: str) -> Path:
-        """The log of a process."""
-        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-        return self.folder / "logs" / f"{name}.log"
-
     def _pass_on(self, progress: Progress) -> None:
+        self.name = progress.name or self.name
         if progress.doing:
             self.say(progress.doing)
 
@@ -192,7 +199,8 @@ def ground_for(target: str, settings: Settings, on_progress: OnProgress) -> Grou
     for path in settings.links:
         if not path.exists():
             raise UsageError(f"`link`: there is no {path}")
-    return Ground(find_target(target), settings, on_progress, settings.output)
+    found = find_target(target)
+    return Ground(found, settings, on_progress, settings.output, found.name)
 
 
 def repository_for(ground: Ground) -> Repository:
@@ -242,8 +250,3 @@ def interpreter(path: str) -> str:
     if (version := done.stdout.strip()) != fettle.__version__:
         raise UsageError(f"`against_python`: fettle is {version} there and {fettle.__version__} here")
     return executable
-
-
-def spent_s(trials: Sequence[Trial]) -> float:
-    """Seconds of the longest trial."""
-    return max((trial.seconds for trial in trials if math.isfinite(trial.seconds)), default=0.0)

@@ -19,9 +19,10 @@ from fettle.measure._priority import READY, prefer
 from fettle.measure._process import Worker, WorkerError
 from fettle.measure._rules import Candidate, Judge, OnProgress, Progress, Rules
 from fettle.measure._trial import Slice, Trial, by_round
-from fettle.measure.messages import Build, Built, MeasureRows, Prepare, Prepared, RowsMeasured
+from fettle.measure.messages import Build, Built, MeasureRows, Prepare, Prepared, Probe, Probed, RowsMeasured
 from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
+from fettle.techniques import source
 from fettle.workload import Target
 
 _ROWS_TURNS = 2
@@ -178,6 +179,7 @@ class Start:
                 on_progress(Progress("trial", candidate.recipe, trial=trials[index]))
                 continue
             running[index] = Started([runner], elapsed=self.rules.under_load)
+            on_progress(Progress("built", candidate.recipe, candidate.label, runner.worker.name))
             if self.held is not None:
                 self.held.runners[candidate.recipe] = runner
             else:
@@ -257,7 +259,7 @@ class Start:
     def _finish(self, worker: Worker, candidate: Candidate) -> None:
         with _usage_as_failure(candidate):
             built = worker.finish(Built, self.rules.prepare_timeout_s)
-        worker.fingerprint = built.fingerprint
+        worker.fingerprint, worker.name = built.fingerprint, built.name
         worker.pause()
         if self.fingerprint and built.fingerprint != self.fingerprint:
             raise WorkerError(
@@ -303,8 +305,12 @@ class Start:
         return runner
 
     def _prepared(self, worker: Worker, candidate: Candidate, began: float) -> Runner:
+        if candidate.source is None:
+            with _usage_as_failure(candidate):
+                facts = worker.ask(Probe(), Probed, self._timeout_s()).facts
+            candidate = replace(candidate, source=source(candidate.recipe, facts))
         request = Prepare(
-            candidate.source, str(candidate.recipe), self.judging.path, candidate.factor, candidate.calibrated,
+            candidate.source or "", str(candidate.recipe), self.judging.path, candidate.factor, candidate.calibrated,
             self.rules.part, self.judging.exact, as_given=not candidate.recipe.levels,
         )  # fmt: skip
         with _usage_as_failure(candidate):

@@ -17,7 +17,7 @@ from fettle.measure._accuracy import compare, first_rows, outputs_of, repeat_row
 from fettle.measure._clock import Clock
 from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._reference import buffers_kept, read_reference, write_reference
-from fettle.measure._state import State, call, examine, peaks, prepared, same_shapes, settled, take_slice, weight_bytes
+from fettle.measure._state import State, call, examine, peaks, prepared, rebase, same_shapes, settled, take_slice
 from fettle.measure.messages import (
     Answer,
     Asked,
@@ -50,8 +50,7 @@ def build(state: State, request: Build) -> Built:
     state.load_s = time.perf_counter() - started
     state.fingerprint = fingerprint(state.workload)
     state.device = device_of(state.workload.model, state.workload.inputs[0])
-    _meters.trim()
-    state.base_bytes = _meters.resident_bytes() - weight_bytes(state.workload.model)
+    rebase(state)
     return Built(
         load_s=state.load_s,
         fingerprint=state.fingerprint,
@@ -77,6 +76,7 @@ def probe(state: State, request: Probe) -> Probed:
     if state.derived_check:  # the same rows again: what calibrates a recipe must not judge it
         parts = {name: replace(part, calibration_batches=0) for name, part in facts.parts.items()}
         facts = replace(facts, calibration_batches=0, parts=parts)
+    rebase(state)  # looking has imported modules
     return Probed(facts=facts, has_metric=state.workload.metric is not None)
 
 

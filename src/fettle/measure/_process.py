@@ -29,6 +29,8 @@ class Worker(Ranks):
         super().__init__(module, ranks, nodes=nodes, variables=environment, log=log, python=python)
         self.fingerprint = ""
         """Of the workload that it has built, once it has."""
+        self.name = ""
+        """What that workload calls itself."""
         _LIVE.add(self)
 
     def ask(self, request: Asked, answer: type[A], timeout_s: float) -> A:

@@ -43,10 +43,20 @@ class Rounds:
     """By process."""
     _busy_until: float = 0.0
     """Until when the machine is taken to be busy, after a slice in which others had it."""
+    _first: set[int] = field(default_factory=set)
+    """Processes that go first. They do so until none need to: what a group of tasks has had above its share grows with
+    each change of its weight, and beside a busy process it then waited a tenth of a second at its next slice."""
+    _raised: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def run(self, running: Sequence[Started], anchor: Started, before: int = 0) -> None:
         """Until the leader is certain, nothing is left to win, or time is up. `before`: rounds that have been run
         already, which are neither counted nor looked at again."""
+        try:
+            self._run(running, anchor, before)
+        finally:
+            self._nobody_first()
+
+    def _run(self, running: Sequence[Started], anchor: Started, before: int) -> None:
         rules = self.rules
         self.watch.restart()
         self.own |= {runner.worker.pid for started in running for runner in started.runners}
@@ -87,15 +97,23 @@ class Rounds:
             if first or not self.rules.may_go_first:
                 return
 
+    def _nobody_first(self) -> None:
+        self._raised.close()
+        self._first.clear()
+
     def _is_busy(self) -> bool:
         return time.monotonic() < self._busy_until and not self.rules.under_load
 
     def _slice(self, runner: Runner, number: int, first: bool) -> Load:
         began, apart = time.monotonic(), self._is_busy() and not first
         timeout_s = self.rules.call_timeout_s + 20 * runner.answer.call_ns / 1e9 + self.rules.slice_s
-        with going_first(runner.worker.pid) if first else contextlib.nullcontext():
-            answer = runner.worker.ask(TakeSlice(self.rules.slice_s, apart), SliceTaken, timeout_s)
-            runner.worker.pause()
+        if not first:
+            self._nobody_first()
+        elif runner.worker.pid not in self._first:
+            self._first.add(runner.worker.pid)
+            self._raised.enter_context(going_first(runner.worker.pid))
+        answer = runner.worker.ask(TakeSlice(self.rules.slice_s, apart), SliceTaken, timeout_s)
+        runner.worker.pause()
         runner.turns_s.append(time.monotonic() - began)
         self.watch.mark(answer.cpu_s)
         load = self.watch.load(answer.waits)
@@ -170,16 +188,17 @@ def is_expensive(started: Started) -> bool:
 def _is_settled(anchor: Started, started: Started, rules: Rules) -> bool:
     """Whether more rounds would tell no more of a candidate against the anchor.
 
-    With replicates the only question is how precise the rounds have become, whatever they say: a race that stops for
-    its precision may be judged once, at the full error rate. With one process the verdict itself is waited for, and
-    every look pays its share.
+    With replicates the only question is how precise the rounds have become, on their own or, with `Rules.narrow`,
+    beside what the processes differ by, whatever they say: a race that stops for its precision may be judged once, at
+    the full error rate. With one process the verdict itself is waited for, and every look pays its share.
     """
-    replicated = min(len(anchor.runners), len(started.runners)) > 1
+    slower, faster = anchor.process_logs(), started.process_logs()
+    replicated = min(len(slower), len(faster)) > 1
     alpha = 1 - rules.confidence if replicated else rules.alpha
     found = _statistics.log_interval(log_ratios(anchor, started), alpha)
     precise = found.high - found.low < 2 * math.log(1 + rules.indifference)
     if replicated:
-        return precise
+        return precise or (rules.narrow > 0 and _statistics.is_exhausted(slower, faster, alpha, rules.narrow))
     return precise and _statistics.verdict(_statistics.exp(found), rules.indifference) != "cannot tell"
 
 

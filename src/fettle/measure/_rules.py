@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fettle.measure._load import Load
 from fettle.measure._priority import may_go_first
-from fettle.measure._statistics import LOOKS, VAGUE
+from fettle.measure._statistics import LOOKS
 from fettle.measure._trial import Accuracy, Trial
 from fettle.recipe import Recipe
 from fettle.workload import Target
@@ -19,7 +19,8 @@ class Candidate:
     """A recipe at the start line: its source and what its process needs."""
 
     recipe: Recipe
-    source: str
+    source: str | None
+    """None: written for what its first process finds of the model."""
     environment: Mapping[str, str] = field(default_factory=dict)
     factor: int = 1
     """The batch is this many times larger."""
@@ -65,8 +66,12 @@ class Rules:
     """Processes for each candidate, as far as `replicate_s` allows."""
     most_replicates: int = 1
     """Processes for each candidate where a speed-up is still vague after the rounds (`is_vague`), if these are more."""
-    vague_above: float = VAGUE
-    """Half an interval's width from which a speed-up near 1 is vague."""
+    is_enough: Callable[[Sequence[Trial]], bool] | None = None
+    """Whether the trials need no more processes, in place of `is_vague`. What looks at more than an interval's width
+    looks twice, and `confidence` must leave each look its share."""
+    narrow: float = 0.0
+    """Where each has several processes, no more rounds than would make the interval over them narrower, or half of it
+    this narrow (`is_exhausted`). 0: until the rounds alone are as precise as is asked for."""
     replicate_s: float = 60.0
     """What starting the second and further processes of all candidates may take together, in seconds; as much again for
     those of candidates that are still vague."""
@@ -135,10 +140,12 @@ class Progress:
     """What a race tells while it runs."""
 
     stage: str
-    """``start`` a worker, ``round`` of the race, ``busy`` where it waits for a quiet machine, ``vague`` if more
-    processes are needed, ``trial`` is known."""
+    """``start`` a worker, ``built`` in it, ``round`` of the race, ``busy`` where it waits for a quiet machine,
+    ``vague`` if more processes are needed, ``trial`` is known."""
     recipe: Recipe | None = None
     label: str = ""
+    name: str = ""
+    """What the workload that was built calls itself."""
     round: int = 0
     live: int = 0
     load: Load | None = None
@@ -150,7 +157,7 @@ class Progress:
         return {
             "start": f"starting {self.label or self.recipe}",
             "busy": f"the machine is busy ({self.load}): waiting for a quiet moment",
-            "vague": "the processes differ too much: a few more of each",
+            "vague": "not certain yet: a few more processes of each",
             "round": f"round {self.round}, {self.live} in the race",
         }.get(self.stage, "")
 

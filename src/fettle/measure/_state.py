@@ -67,6 +67,14 @@ def examine(state: State, request: Examine) -> Examined:
     return Examined(evidence=msgspec.Raw(msgspec.msgpack.encode(found)), load_s=state.load_s)
 
 
+def rebase(state: State) -> None:
+    """Take what the process holds now, without the model's weights, as what memory is counted from."""
+    from fettle.measure import _meters
+
+    _meters.trim()
+    state.base_bytes = _meters.resident_bytes() - weight_bytes(state.workload.model)
+
+
 def settled(
     state: State, has_peak: bool, notes: list[str], first: Callable[[], tuple[list[int], bool]] = lambda: ([], False)
 ) -> int | None:

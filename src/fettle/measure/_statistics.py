@@ -35,6 +35,8 @@ LOOKS = (3, 4, 6, 8, 11, 15, 20, 27, 36, 48)
 
 VAGUE = 0.025
 """Half an interval of 2.5% hides a difference of 3%."""
+LITTLE = 0.3
+"""Share of what processes differ by that may come of the rounds where more of these are hardly worth their time."""
 ENOUGH = LOOKS[0]
 """Quiet rounds from which those in which others had the machine are left out."""
 
@@ -79,17 +81,7 @@ def replicate_interval(
     which in simulation claims a difference of equals in 5% where they do, in 8% where one spreads three times as much,
     and in 14% where one does not spread at all.
     """
-    from scipy import stats  # a second to import, and a worker process never comes here
-
-    first, second = _units([slower, faster])
-    fewest = min(len(first), len(second))
-    trim = TRIM if fewest >= 1 / TRIM else 0.0
-    found = stats.ttest_ind(first, second, equal_var=fewest == 2, trim=trim)
-    estimate = float(stats.trim_mean(first, trim) - stats.trim_mean(second, trim))
-    if not np.isfinite(found.statistic):  # all equal to the last bit
-        return Interval(estimate, estimate, estimate)
-    low, high = found.confidence_interval(1 - alpha)
-    return Interval(estimate, float(low), float(high))
+    return contrast_interval([slower, faster], (1, -1), alpha)
 
 
 def contrast_interval(
@@ -97,23 +89,27 @@ def contrast_interval(
 ) -> Interval:
     """The sum of `weights` times the means of `groups` of processes, with its two-sided interval of level 1 - `alpha`:
     processes are the units as in `replicate_interval`, of which this is the form for more than two groups, with the
-    same trimming and the degrees of freedom of Welch and Satterthwaite. At least two processes a group; the weights
-    add up to 0.
+    same trimming and the degrees of freedom of Welch and Satterthwaite, or with a spread that all share where a group
+    has two only. At least two processes a group; the weights add up to 0.
     """
-    from scipy.special import stdtrit
+    from scipy.special import stdtrit  # scipy.stats takes a second more to import
 
     estimate, parts = 0.0, []
+    fewest = min(map(len, groups))
     for units, weight in zip(_units(groups), weights, strict=True):
         values, count = np.sort(np.asarray(units)), len(units)
-        cut = int(TRIM * count) if count >= 1 / TRIM else 0
+        cut = int(TRIM * count) if fewest >= 1 / TRIM else 0
         left = count - 2 * cut
         estimate += weight * float(values[cut : count - cut].mean())
         spread = float(np.clip(values, values[cut], values[count - cut - 1]).var(ddof=1))
-        parts.append((weight**2 * (count - 1) * spread / (left * (left - 1)), left - 1))
-    variance = sum(part for part, _ in parts)
-    if variance <= 0:
+        parts.append(((count - 1) * spread, weight**2 / left, left - 1))
+    degrees = sum(part[2] for part in parts)
+    shared = sum(squares for squares, _, _ in parts) / degrees
+    each = [(times * (shared if fewest == 2 else squares / free), free) for squares, times, free in parts]
+    variance = sum(part for part, _ in each)
+    if variance <= 0:  # all equal to the last bit
         return Interval(estimate, estimate, estimate)
-    freedom = variance**2 / sum(part**2 / degrees for part, degrees in parts)
+    freedom = degrees if fewest == 2 else variance**2 / sum(part**2 / free for part, free in each)
     half = float(stdtrit(freedom, 1 - alpha / 2)) * math.sqrt(variance)
     return Interval(estimate, estimate - half, estimate + half)
 
@@ -124,11 +120,33 @@ def _units(groups: Sequence[Sequence[Mapping[int, float]]]) -> list[list[float]]
     return [[statistics.fmean(_apart(process, other) for other in every) for process in group] for group in groups]
 
 
-def is_vague(speedup: Interval, above: float = VAGUE) -> bool:
-    """Whether a speed-up is known less well than to a quarter of itself, on the log scale, or to `above` if that is
+def is_exhausted(
+    slower: Sequence[Mapping[int, float]], faster: Sequence[Mapping[int, float]], alpha: float, narrow: float
+) -> bool:
+    """Whether more rounds would hardly narrow `replicate_interval`, or half of it is `narrow` already.
+
+    What rounds leave open of a process is how far one half of them is from the other: the variance of all is a quarter
+    of that of the difference.
+    """
+    found = replicate_interval(slower, faster, alpha)
+    if found.high - found.low < 2 * narrow:
+        return True
+    odd, even = (
+        _units(
+            [[{k: v for k, v in process.items() if k % 2 == rest} for process in group] for group in (slower, faster)]
+        )
+        for rest in (1, 0)
+    )
+    apart = [(one - other) ** 2 for a, b in zip(odd, even, strict=True) for one, other in zip(a, b, strict=True)]
+    between = statistics.fmean(statistics.variance(group) for group in _units([slower, faster]))
+    return statistics.fmean(apart) / 4 < LITTLE * between
+
+
+def is_vague(speedup: Interval) -> bool:
+    """Whether a speed-up is known less well than to a quarter of itself, on the log scale, or to `VAGUE` if that is
     more: "ten times" should not be "four to twenty-four"."""
     low, high = (math.log(max(end, sys.float_info.min)) for end in (speedup.low, speedup.high))
-    return (high - low) / 2 > max(above, abs(math.log(speedup.estimate)) / 4)
+    return (high - low) / 2 > max(VAGUE, abs(math.log(speedup.estimate)) / 4)
 
 
 def ratio_interval(observations: Sequence[float], alpha: float) -> Interval:

@@ -22,7 +22,7 @@ from fettle.measure._accuracy import user_metric
 from fettle.measure._clock import Clock
 from fettle.measure._lockstep import mean
 from fettle.measure._notes import compiler_notes, notes_kept
-from fettle.measure._state import State, examine, peaks, prepared, same_shapes, settled, take_slice, weight_bytes
+from fettle.measure._state import State, examine, peaks, prepared, rebase, same_shapes, settled, take_slice
 from fettle.measure._trial import Accuracy
 from fettle.measure.messages import (
     Answer,
@@ -72,8 +72,7 @@ def build(state: State, request: Build) -> Built:
     state.load_s = time.perf_counter() - started
     state.fingerprint = training_fingerprint(workload)
     state.device = next(workload.model.parameters()).device.type
-    _meters.trim()
-    state.base_bytes = _meters.resident_bytes() - weight_bytes(workload.model)
+    rebase(state)
     return Built(
         load_s=state.load_s,
         fingerprint=state.fingerprint,

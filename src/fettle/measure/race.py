@@ -109,10 +109,11 @@ def _go_on(
 ) -> dict[int, Trial]:
     """Where a speed-up is vague: more processes of all that have several, as many rounds again, and what is known then.
 
-    How wide an interval is decides this, not what it says, and it is done once: the error rate stays what it was.
+    How wide an interval is decides this, not what it says, and it is done once: the error rate stays what it was. Rules
+    that do look at what it says have their own `is_enough`, and a confidence for two looks.
     """
     rules, had = start.rules, len(anchor.runners)
-    if anchor.failure or had >= rules.most_replicates or not any(_is_vague(trial, rules) for trial in found.values()):
+    if anchor.failure or had >= rules.most_replicates or not _is_vague(list(found.values()), rules):
         return {}
     on_progress(Progress("vague"))
     again = {index: running[index] for index, trial in found.items() if trial.ok and trial.processes > 1}
@@ -137,10 +138,12 @@ def _again_s(runners: Sequence[Runner]) -> float:
     return statistics.median(starts_s) if starts_s else math.nan
 
 
-def _is_vague(trial: Trial, rules: Rules) -> bool:
-    """Whether its processes leave open how fast it is. What ran in one process has an interval of its rounds alone."""
-    several = trial.ok and trial.processes > 1
-    return several and trial.speedup is not None and _statistics.is_vague(trial.speedup, rules.vague_above)
+def _is_vague(trials: Sequence[Trial], rules: Rules) -> bool:
+    """Whether the processes leave open how fast one is. What ran in one process has an interval of its rounds alone."""
+    several = [trial for trial in trials if trial.ok and trial.processes > 1]
+    if rules.is_enough is not None:
+        return bool(several) and not rules.is_enough(trials)
+    return any(trial.speedup is not None and _statistics.is_vague(trial.speedup) for trial in several)
 
 
 def _ended(started: Started) -> str:
@@ -152,13 +155,11 @@ def _speedup(anchor: Started, started: Started, rules: Rules) -> Interval | None
     the rounds."""
     if started is anchor:
         return Interval(1.0, 1.0, 1.0)
-    ratios = log_ratios(anchor, started)
-    if not ratios:
-        return None
     slower, faster = anchor.process_logs(), started.process_logs()
-    if min(len(slower), len(faster)) < 2:
-        return _statistics.exp(_statistics.log_interval(ratios, rules.alpha))
-    return _statistics.exp(_statistics.replicate_interval(slower, faster, 1 - rules.confidence))
+    if min(len(slower), len(faster)) > 1:
+        return _statistics.exp(_statistics.replicate_interval(slower, faster, 1 - rules.confidence))
+    ratios = log_ratios(anchor, started)
+    return _statistics.exp(_statistics.log_interval(ratios, rules.alpha)) if ratios else None
 
 
 def _elapsed_speedup(anchor: Started, started: Started, rules: Rules) -> Interval | None:
