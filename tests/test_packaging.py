@@ -40,12 +40,12 @@ def test_what_an_image_pins_installs_in_a_fresh_environment(built: Path, tmp_pat
 
     (wheel,) = built.glob("*.whl")
     (tmp_path / "recipe.toml").write_text('format = 1\n[levels]\ncompile = "default"\n')
-    write_image(tmp_path / "recipe.toml", tmp_path / "image", wheel)
+    image = write_image(tmp_path / "recipe.toml", tmp_path / "image", wheel)
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "fresh")], check=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     for command in (
-        "pip install --quiet --no-cache-dir --require-hashes --no-deps -r requirements.lock", "pip check",
-        "fettle --version",
+        *(f"pip install --quiet --no-cache-dir --require-hashes --no-deps -r {name}" for name in image.locks),
+        "pip check", "fettle --version",
     ):  # fmt: skip
         program, *rest = command.split()
         done = subprocess.run([str(tmp_path / "fresh" / "bin" / program), *rest], cwd=tmp_path / "image",

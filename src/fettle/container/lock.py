@@ -1,4 +1,4 @@
-"""The distributions of this environment that fettle and a recipe need, as a lock with hashes."""
+"""The distributions of this environment that fettle and a recipe need, as locks with hashes."""
 
 from __future__ import annotations
 
@@ -60,27 +60,37 @@ def torch_index(version: str) -> str:
     return f"{_TORCH_INDEX}/{label}" if label else ""
 
 
-def lock(versions: Mapping[str, str], wheel: Path | None) -> str:
-    """``requirements.lock``: each distribution with its version and the hashes of what pip would install of it here.
+def locks(versions: Mapping[str, str], wheel: Path | None) -> dict[str, str]:
+    """``requirements.lock``: each distribution with its version and the hashes of what pip would install of it here;
+    and ``torch.lock`` before it, for a build of torch that has an index of its own. pip never looks in both for one
+    name, so that neither can put its own package in place of the other's.
 
-    fettle itself is the `wheel`, which lies beside it. pip is asked, which asks the package index: `UsageError` where
+    fettle itself is the `wheel`, which lies beside them. pip is asked, which asks the package index: `UsageError` where
     that has no such version for this machine, or cannot be reached.
     """
     index = torch_index(versions.get("torch", ""))
-    asked = [f"{name}=={version}" for name, version in versions.items() if name != OWN or wheel is None]
-    entries = _report(asked, index)
+    label = versions.get("torch", "").partition("+")[2]
+    of_build = [name for name, version in versions.items() if label and version.partition("+")[2] == label]
+    rest = [name for name in versions if name not in of_build and (name != OWN or wheel is None)]
+    found = {}
+    if of_build:
+        found["torch.lock"] = "\n".join([f"--index-url {index}", *_pinned(of_build, versions, index)]) + "\n"
+    lines = _pinned(rest, versions, "")
+    if wheel is not None and OWN in versions:
+        lines.append(f"./{wheel.name} --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}")
+    return {**found, "requirements.lock": "\n".join(lines) + "\n"}
+
+
+def _pinned(names: Sequence[str], versions: Mapping[str, str], index: str) -> list[str]:
+    """A line for each: its version, and its hashes in this index, or in the one that pip knows."""
+    entries = _report([f"{name}=={versions[name]}" for name in names], index)
     hashes = {str(canonicalize_name(item["metadata"]["name"])): _hashes(item) for item in entries}
-    lines = ["# Written by fettle container; pip install --require-hashes --no-deps -r requirements.lock"]
-    lines += [f"--extra-index-url {index}"] if index else []
-    for name, version in versions.items():
-        if name == OWN and wheel is not None:
-            digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-            lines.append(f"./{wheel.name} --hash=sha256:{digest}")
-            continue
+    for name in names:
         if not hashes.get(name):
-            raise UsageError(f"pip told no hash of {name}=={version}: it is not from a package index")
-        lines.append(" ".join([f"{name}=={version}", *(f"--hash=sha256:{digest}" for digest in hashes[name])]))
-    return "\n".join(lines) + "\n"
+            raise UsageError(f"pip told no hash of {name}=={versions[name]}: it is not from a package index")
+    return [
+        " ".join([f"{name}=={versions[name]}", *(f"--hash=sha256:{one}" for one in hashes[name])]) for name in names
+    ]
 
 
 def _hashes(item: Mapping[str, Any]) -> list[str]:
@@ -96,7 +106,7 @@ def _report(requirements: Sequence[str], index: str) -> list[Mapping[str, Any]]:
         wanted.write_text("\n".join(requirements) + "\n")
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet",
                    "--disable-pip-version-check", "--only-binary=:all:", "--report", "-", "-r", str(wanted),
-                   *(["--extra-index-url", index] if index else [])]  # fmt: skip
+                   *(["--index-url", index] if index else [])]  # fmt: skip
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
