@@ -445,6 +445,41 @@ def test_what_repeats_is_guessed() -> None:
     assert sum(heard) == 11
 
 
+def smaller(agrees: bool) -> nn.Module:
+    """A draft that guesses what `llama` writes, or hardly ever."""
+    draft = llama()
+    if not agrees:
+        with torch.no_grad():
+            draft.lm_head.weight.copy_(draft.lm_head.weight.flip(0))
+    return draft
+
+
+@pytest.mark.parametrize(("agrees", "steps"), [(True, 3), (False, 12)])
+@pytest.mark.parametrize("more", [{}, {"kv_cache": "static"}])
+def test_a_draft_guesses_and_the_text_is_the_models_own(agrees, steps, more) -> None:
+    work = fettle.GenerationWorkload(llama(), [ids(2, 9)], new_tokens=12, draft=smaller(agrees))
+    mask = torch.ones(2, 9).long()
+    mask[1, :3] = 0
+    run = runs(work, guessing="draft", **more)
+    for prompt in ({"input_ids": ids(2, 9)}, {"input_ids": ids(2, 9), "attention_mask": mask}):
+        heard: list[int] = []
+        text = run(**prompt, on_tokens=lambda tokens, heard=heard: heard.append(tokens.shape[1]))
+        assert torch.equal(text, write(decoder_of(work.model), **prompt, new_tokens=12))
+        assert sum(heard) == 12
+        assert len(heard) == steps if agrees else len(heard) > 6
+
+
+def test_a_draft_must_fit() -> None:
+    config = transformers.GPT2Config(vocab_size=12, n_embd=8, n_layer=1, n_head=1, n_positions=32)
+    other = transformers.GPT2LMHeadModel(config)
+    with pytest.raises(UsageError, match="draft has 96 tokens and the model 12"):
+        fettle.GenerationWorkload(other, [ids(1, 4)], draft=llama())
+    with pytest.raises(UsageError, match="beside a causal model"):
+        fettle.GenerationWorkload(t5(), [ids(1, 4)], draft=llama())
+    work = fettle.GenerationWorkload(llama(), [ids(1, 4)])
+    assert "no `draft`" in conflict(Recipe({"guessing": "draft"}), probe_facts(work))
+
+
 def test_levels_say_why_they_cannot_be_had() -> None:
     plain = probe_facts(fettle.Workload(nn.Linear(2, 2), [torch.rand(2, 2)]))
     assert "GenerationWorkload" in conflict(Recipe({"kv_cache": "static"}), plain)

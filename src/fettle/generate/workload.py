@@ -35,6 +35,10 @@ class GenerationWorkload(Workload):
     batches: Sequence[int] = (1, 2, 4)
     """Rows at which tokens a second are told."""
 
+    draft: Any = None
+    """A smaller model of the same tokens, which may guess what the model will write (``guessing=draft``); it becomes
+    `model.draft`, and no submodule. For causal models."""
+
     def __post_init__(self) -> None:
         model, speaks = self.model, hasattr(self.model, "prefill") and hasattr(self.model, "decode")
         if not speaks and not isinstance(model, torch.nn.Module):
@@ -48,6 +52,7 @@ class GenerationWorkload(Workload):
             raise UsageError(f"the workload's metric is a {type(self.metric).__name__}, which cannot be called")
         if isinstance(self.new_tokens, bool) or not isinstance(self.new_tokens, Integral) or self.new_tokens < 2:
             raise UsageError(f"the workload's new_tokens are {self.new_tokens!r}: give 2 or more")
+        self._join_draft()
         if not self.batches or any(not isinstance(rows, int) or not 1 <= rows <= 4096 for rows in self.batches):
             raise UsageError(f"the workload's batches are {self.batches!r}: give numbers of rows, such as (1, 2, 4)")
         read = read_batches(self.inputs)
@@ -58,6 +63,19 @@ class GenerationWorkload(Workload):
         object.__setattr__(self, "texts", _texts(self.texts))
         if self.texts and (self.is_two_parts or (speaks and not hasattr(model, "crop"))):
             raise UsageError("texts are for causal models: an encoder-decoder's answers are judged on its prompts")
+
+    def _join_draft(self) -> None:
+        draft = self.draft
+        if draft is None:
+            return
+        if self.is_two_parts or not isinstance(draft, torch.nn.Module):
+            raise UsageError("the workload's draft is an nn.Module beside a causal model: a smaller one of its tokens")
+        sizes = [getattr(getattr(one, "config", None), "vocab_size", None) for one in (self.model, draft)]
+        if None not in sizes and sizes[0] != sizes[1]:
+            raise UsageError(
+                f"the workload's draft has {sizes[1]} tokens and the model {sizes[0]}: they must be the same"
+            )
+        self.model.__dict__["draft"] = draft.eval()
 
     @property
     def is_two_parts(self) -> bool:

@@ -44,6 +44,8 @@ class Facts:
     """Tokens that are written after each prompt; 0 where the workload is no `fettle.GenerationWorkload`."""
     prompt_tokens: int = 0
     """Tokens of the longest prompt that a decoder reads."""
+    has_draft: bool = False
+    """The workload has a smaller model that guesses what the model will write."""
     row_counts: tuple[int, ...] = ()
     """Rows at which tokens a second are told."""
     keeps: str = ""

@@ -23,6 +23,7 @@ def generation_facts(workload: Workload) -> dict[str, Any]:
     return {
         "new_tokens": int(workload.new_tokens),
         "prompt_tokens": workload.prompt_tokens,
+        "has_draft": workload.draft is not None,
         "row_counts": tuple(workload.batches),
         "keeps": keeps,
     }

@@ -1,15 +1,18 @@
-"""Several tokens a step: what comes next is guessed from the text so far, and one call of the model checks the guesses.
+"""Several tokens a step: what comes next is guessed, and one call of the model checks the guesses.
 
-What is written stays the model's own, token by token. It pays where texts repeat what they were given: summaries, code,
-answers about a document (prompt lookup; Saxena 2023, and Leviathan et al. 2023 for checking ahead).
+What is written stays the model's own, token by token (Leviathan et al. 2023: *Fast inference from transformers via
+speculative decoding*; always the likeliest token here, so that a guess is right or wrong).
+
+Guesses come from the text so far, which pays where texts repeat what they were given: summaries, code, answers about a
+document (prompt lookup; Saxena 2023). Or a smaller model writes them, the workload's `draft`.
 """
 
 from typing import Any
 
 import torch
 
-from fettle.generate.decoding import score, write
-from fettle.techniques._base import Code, Facts, Level, Recipe, Technique, register
+from fettle.generate.decoding import decoder_of, score, write
+from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._generation import NO_TEXT
 from fettle.techniques.kv_cache import AHEAD
 
@@ -31,31 +34,74 @@ def guess(text: torch.Tensor, ahead: int) -> Any:
     return torch.stack(found) if known else None
 
 
+class Lookup:
+    """Guesses from the text itself."""
+
+    def begin(self, room: int, **prompt: Any) -> None:
+        """A prompt: nothing is to be read."""
+
+    def guess(self, text: torch.Tensor, ahead: int) -> Any:
+        return guess(text, ahead)
+
+    def keep(self, tokens: int) -> None:
+        """Only so many tokens of the text were right."""
+
+
+class Draft:
+    """Guesses of a smaller model, `model.draft`, which keeps its own keys and values of the text."""
+
+    def __init__(self, model: Any) -> None:
+        if getattr(model, "draft", None) is None:
+            raise RuntimeError("guessing=draft: model.draft is to be the smaller model that guesses")
+        self.decoder = decoder_of(model.draft)
+        self.read = 0  # tokens of the text that it has read
+
+    def begin(self, room: int, **prompt: Any) -> None:
+        self.decoder.prefill(room=room, **prompt)
+        self.read = prompt["input_ids"].shape[1]
+
+    def guess(self, text: torch.Tensor, ahead: int) -> torch.Tensor:
+        tokens, found = text[:, self.read :], []
+        for _ in range(ahead):
+            tokens = self.decoder.decode(tokens)[:, -1:].argmax(-1)
+            found.append(tokens)
+        self.read = text.shape[1] + ahead - 1
+        return torch.cat(found, 1)
+
+    def keep(self, tokens: int) -> None:
+        if self.read > tokens:
+            self.decoder.crop(self.read - tokens)
+            self.read = tokens
+
+
 @torch.no_grad()
 def write_guessing(
     decoder: Any, input_ids: Any = None, *, new_tokens: int, stop_tokens: Any = (), on_tokens: Any = None,
-    forced: Any = None, stride: int = 1, ahead: int, **prompt: Any,
+    forced: Any = None, stride: int = 1, ahead: int, guesses: Any, **prompt: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """`write`, with `ahead` tokens guessed at a time where the text has something to guess from. Rows go on together,
-    as far as the guess is right for all of them."""
+    """`write`, with `ahead` tokens guessed at a time where there is something to guess from.
+
+    Rows go on together, as far as the guess is right for all of them."""
     if forced is not None:
         prompt |= {} if input_ids is None else {"input_ids": input_ids}
         return score(decoder, forced, max(stride, 1 + ahead), room=ahead, **prompt)
-    if input_ids is None or stop_tokens:  # nothing to look up in, or rows that end by themselves
+    if input_ids is None or stop_tokens:  # nothing to guess from, or rows that end by themselves
         return write(decoder, input_ids, new_tokens=new_tokens, stop_tokens=stop_tokens, on_tokens=on_tokens, **prompt)
     scores = decoder.prefill(room=new_tokens + ahead, input_ids=input_ids, **prompt)
     text = torch.cat([input_ids, scores.argmax(-1, keepdim=True)], 1)
     end = input_ids.shape[1] + new_tokens
     if on_tokens is not None:
         on_tokens(text[:, -1:])
+    guesses.begin(new_tokens + ahead, input_ids=input_ids, **prompt)
     while text.shape[1] < end:
-        guessed = guess(text, ahead)
+        guessed = guesses.guess(text, ahead)
         tokens = text[:, -1:] if guessed is None else torch.cat([text[:, -1:], guessed], 1)
         likeliest = decoder.decode(tokens).argmax(-1)
         right = 0
         if guessed is not None:
             right = int((likeliest[:, :-1] == guessed).all(0).long().cumprod(0).sum())
             decoder.crop(guessed.shape[1] - right)
+            guesses.keep(text.shape[1] + right)
         new = likeliest[:, : right + 1][:, : end - text.shape[1]]
         text = torch.cat([text, new], 1)
         if on_tokens is not None:
@@ -72,11 +118,19 @@ class Guessing(Technique):
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = "" if facts.generates else NO_TEXT
+        no_draft = why_not or ("" if facts.has_draft else "the workload has no `draft`, a smaller model that guesses")
         return [
             Level("off", "one token a step"),
             Level("prompt", "what followed the same tokens before, checked in one call", why_not),
+            Level("draft", "what the workload's smaller model writes, checked in one call", no_draft),
         ]
 
+    def bundles(self, facts: Facts) -> list[Bundle]:
+        return [Bundle(15, {"guessing": "draft"})] if facts.has_draft else []
+
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        ahead = (f'kwargs.setdefault("ahead", {AHEAD})',)
-        return Code(helpers=(guess, write_guessing), inputs=ahead, writer="write_guessing")
+        given = (f'kwargs.setdefault("ahead", {AHEAD})', 'kwargs.setdefault("guesses", guesses)')
+        own, made = ((guess, Lookup), "Lookup()") if level == "prompt" else ((Draft,), "Draft(model)")
+        return Code(
+            helpers=(*own, write_guessing), setup=(f"guesses = {made}",), inputs=given, writer="write_guessing"
+        )  # fmt: skip
