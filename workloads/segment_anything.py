@@ -7,57 +7,11 @@ two that ship with scikit-learn; the metric is the mean IoU with the masks of th
 point, which are computed once and kept in the cache folder.
 """
 
-import hashlib
 import os
-from functools import partial
-from pathlib import Path
 
-import numpy as np
 import torch
-from sklearn.datasets import load_sample_image
+from _masks import behave, masks_at, pipeline
 from transformers import SamConfig, SamModel
-
-MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
-AT_ONCE = 64
-"""Points that the decoder is given in one call, as in the published generator."""
-
-
-def photograph(name: str, size: int) -> torch.Tensor:
-    """One of scikit-learn's photographs with its longer side `size`, normalised and padded to a square."""
-    pixels = torch.tensor(load_sample_image(name)).permute(2, 0, 1)[None].float()
-    scale = size / max(pixels.shape[-2:])
-    height, width = (round(side * scale) for side in pixels.shape[-2:])
-    pixels = torch.nn.functional.interpolate(pixels, (height, width), mode="bilinear", antialias=True)
-    pixels = (pixels - torch.tensor(MEAN).view(1, 3, 1, 1)) / torch.tensor(DEVIATION).view(1, 3, 1, 1)
-    return torch.nn.functional.pad(pixels, (0, size - width, 0, size - height))
-
-
-def grid(side: int, size: int) -> torch.Tensor:
-    """Points in the middle of side x side cells: 1 x points x 1 x 2, in pixels."""
-    places = (torch.arange(side) + 0.5) * size / side
-    rows, columns = torch.meshgrid(places, places, indexing="ij")
-    return torch.stack([columns, rows], -1).reshape(1, -1, 1, 2)
-
-
-def masks_at(model: torch.nn.Module, image: torch.Tensor, points: torch.Tensor) -> dict:
-    """Of one encoded image: logits (points x 3 x height x width) and predicted IoU of the masks at every point, and
-    those masks that are good, stable and no repetition of a better one, as run lengths."""
-    position = model.get_image_wide_positional_embeddings()
-    logits, scores = [], []
-    for some in points.split(AT_ONCE, 1):
-        labels = torch.ones(some.shape[:-1], dtype=torch.int, device=some.device)
-        sparse, dense = model.prompt_encoder(input_points=some, input_labels=labels, input_boxes=None, input_masks=None)
-        masks, predicted = model.mask_decoder(
-            image_embeddings=image,
-            image_positional_embeddings=position,
-            sparse_prompt_embeddings=sparse,
-            dense_prompt_embeddings=dense,
-            multimask_output=True,
-        )
-        logits.append(masks[0])
-        scores.append(predicted[0])
-    found = {"logits": torch.cat(logits), "scores": torch.cat(scores)}
-    return {**found, "masks": distinct(found["logits"].flatten(0, 1), found["scores"].flatten())}
 
 
 @torch.no_grad()  # as the published generator: a graph through 256 points does not fit into 24 GB
@@ -77,113 +31,22 @@ def generate_each(model: torch.nn.Module, pixels: torch.Tensor, points: torch.Te
     return found
 
 
-def distinct(logits: torch.Tensor, scores: torch.Tensor, most: int = 100) -> list:
-    """The best of the stable masks, none of which overlaps a better one by more than 0.7 of their union."""
-    logits = logits.flatten(1)
-    stable = (logits > 1).sum(1) / (logits > -1).sum(1).clamp(min=1)
-    order = torch.argsort(scores * stable, descending=True)[: 2 * most]
-    filled = logits[order] > 0
-    masks = filled.float()
-    together = masks @ masks.T
-    area = together.diagonal()
-    alike = together / (area[:, None] + area - together).clamp(min=1) > 0.7
-    table, kept = alike.cpu().numpy(), []  # one copy to the host, not one for each pair
-    free = np.ones(len(table), dtype=bool)
-    for place, overlaps in enumerate(table):
-        if free[place] and len(kept) < most:
-            kept.append(place)
-            free &= ~overlaps
-    return run_lengths(filled[torch.tensor(kept, device=filled.device)])
-
-
-def run_lengths(masks: torch.Tensor) -> list:
-    """Lengths of the runs of each flat mask, the first of which is empty pixels: an array for each mask."""
-    changes = torch.nn.functional.pad(masks[:, 1:] != masks[:, :-1], (1, 1), value=True)  # both ends are edges
-    lengths = changes.nonzero()[:, 1].diff().cpu().numpy()
-    ends, first, found = changes.sum(1).cumsum(0).tolist(), 0, []
-    for filled, end in zip(masks[:, 0].tolist(), ends, strict=True):
-        found.append(np.concatenate([np.zeros(int(filled), lengths.dtype), lengths[first : end - 1]]))
-        first = end
-    return found
-
-
 def build(config: SamConfig) -> SamModel:
-    """The model with random weights that behave like trained ones, or the user's checkpoint."""
+    """The model with random weights, or the user's checkpoint."""
     torch.manual_seed(0)
     if checkpoint := os.environ.get("FETTLE_SAM_CHECKPOINT"):
         return SamModel.from_pretrained(checkpoint, local_files_only=True)
-    model = SamModel(config)
-    for name, weight in model.named_parameters():
-        if weight.dim() > 1 and "embedding" not in name and "embed" not in name:
-            torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)  # the configuration's 1e-10 would give zeros
-        elif "pos" in name or "embed" in name or "token" in name:
-            torch.nn.init.normal_(weight, std=0.02 if "rel_pos" in name or "pos_embed" in name else 1.0)
-    return model
-
-
-def filled_by(run, batch: tuple) -> torch.Tensor:
-    """What is filled at every point of each image: images * points x 3 x height x width."""
-    found = run(*batch)
-    return torch.cat([one["filled"] for one in found]) if isinstance(found, list) else found["logits"] > 0
-
-
-def float32_masks(model: SamModel, call, batch: tuple) -> torch.Tensor:
-    """What is filled at every point as the model in float32 has it, computed once for weights and inputs."""
-    digest = hashlib.sha256()
-    for value in (*model.state_dict().values(), *batch):
-        digest.update(value.reshape(-1)[:: max(1, value.numel() // 997)].cpu().numpy().tobytes())
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fettle-workloads"
-    path = folder / f"sam-{digest.hexdigest()[:16]}-{batch[0].device.type}.pt"
-    if not path.exists():
-        training = model.training
-        with torch.inference_mode():
-            masks = filled_by(partial(call, model.eval()), batch)
-        model.train(training)
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(masks, path.with_suffix(f".{os.getpid()}"))
-        os.replace(path.with_suffix(f".{os.getpid()}"), path)
-    return torch.load(path, weights_only=True, map_location=batch[0].device)
-
-
-def pipeline(config: SamConfig, side: int, name: str, device: str, views: int = 1) -> dict:
-    """`views` is how many photographs are taken at once: the same one, turned and mirrored."""
-    model = build(config).to(device)
-    size = model.config.vision_config.image_size
-    points = grid(side, size).to(device)
-    call = generate if views == 1 else generate_each
-    images = []
-    for photo in ("china.jpg", "flower.jpg"):
-        pixels = photograph(photo, size)
-        turned = [pixels.flip(3) if view % 2 else pixels for view in range(views)]
-        turned = [one.rot90(view // 2, (2, 3)) for view, one in enumerate(turned)]
-        images.append((torch.cat(turned).to(device), points))
-    wanted = float32_masks(model, call, images[1])
-
-    def mean_iou(run) -> float:
-        found = filled_by(run, images[1])
-        both = [((a & b).sum((-2, -1)), (a | b).sum((-2, -1))) for a, b in zip(found, wanted, strict=True)]
-        return float(torch.cat([torch.where(of > 0, of_both / of.clamp(min=1), 1.0) for of_both, of in both]).mean())
-
-    return {
-        "model": model,
-        "inputs": images[:1],
-        "check_inputs": images[1:],
-        "call": call,
-        "parts": ["vision_encoder", "mask_decoder", "prompt_encoder"],
-        "metric": mean_iou,
-        "name": name,
-        "samples": views,
-    }
+    return behave(SamModel(config))
 
 
 def workload(device: str = "cpu") -> dict:
     """ViT-B at 1024 x 1024, a grid of 16 x 16 points."""
-    return pipeline(SamConfig(), 16, "segment-anything-vit-b", device)
+    return pipeline(build(SamConfig()), generate, 16, "segment-anything-vit-b", device)
 
 
 def eight(device: str = "cpu") -> dict:
     """ViT-B with eight photographs at once, as in the published ladder (pytorch-labs, batch 8): for a GPU."""
-    return pipeline(SamConfig(), 16, "segment-anything-vit-b-8", device, 8)
+    return pipeline(build(SamConfig()), generate_each, 16, "segment-anything-vit-b-8", device, 8)
 
 
 def small_config() -> SamConfig:
@@ -199,12 +62,12 @@ def small_config() -> SamConfig:
 
 def small(device: str = "cpu") -> dict:
     """The same at an eighth of its size: 256 x 256 pixels, four layers, a grid of 4 x 4 points."""
-    return pipeline(small_config(), 4, "segment-anything-small", device)
+    return pipeline(build(small_config()), generate, 4, "segment-anything-small", device)
 
 
 def small_eight(device: str = "cpu") -> dict:
     """`eight` at that size."""
-    return pipeline(small_config(), 4, "segment-anything-small-8", device, 8)
+    return pipeline(build(small_config()), generate_each, 4, "segment-anything-small-8", device, 8)
 
 
 def vit_h(device: str = "cpu") -> dict:
@@ -215,4 +78,4 @@ def vit_h(device: str = "cpu") -> dict:
             "global_attn_indexes": [7, 15, 23, 31],
         },
     )  # fmt: skip
-    return pipeline(config, 32, "segment-anything-vit-h", device)
+    return pipeline(build(config), generate, 32, "segment-anything-vit-h", device)

@@ -54,7 +54,7 @@ def tensors(tree: object) -> dict[str, torch.Tensor]:
 
 def test_every_file_is_tested() -> None:
     assert {path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith(("train_", "_"))} == {
-        *LIGHT, *HEAVY, *TRAINED, "segment_anything", "stable_diffusion",
+        *LIGHT, *HEAVY, *TRAINED, "segment_anything", "segment_anything_2", "stable_diffusion",
     }  # fmt: skip
 
 
@@ -137,12 +137,21 @@ def test_readme_names_every_workload() -> None:
     assert not missing
 
 
-def test_segment_anything_from_photograph_to_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("segment_anything", "precision[vision_encoder]=bf16 attention[vision_encoder]=tiled grad=inference_mode"),
+        ("segment_anything_2", "precision[vision_encoder]=bf16 precision[mask_decoder]=bf16 grad=inference_mode"),
+    ],
+)
+def test_segment_anything_from_photograph_to_masks(
+    name: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The reduced configuration: parts, grid of points, masks as run lengths, and a metric that sees other masks."""
     pytest.importorskip("transformers")
     pytest.importorskip("sklearn")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made = find_target(f"{FOLDER / 'segment_anything.py'}:small").load()
+    made = find_target(f"{FOLDER / name}.py:small").load()
     assert made.metric is not None
     assert list(made.parts) == ["vision_encoder", "mask_decoder", "prompt_encoder"]
     with torch.inference_mode():
@@ -153,8 +162,7 @@ def test_segment_anything_from_photograph_to_masks(tmp_path: Path, monkeypatch: 
     assert all(sum(runs) == 64 * 64 for runs in found["masks"])
     assert (found["logits"] - other["logits"]).norm() > 0.1 * found["logits"].norm()
     assert made.metric(lambda *inputs: made.run(made.model, inputs)) == 1
-    fast = fettle.apply(made, "precision[vision_encoder]=bf16 attention[vision_encoder]=tiled grad=inference_mode")
-    assert 0.98 < made.metric(fast) < 1
+    assert 0.98 < made.metric(fettle.apply(made, recipe)) < 1
     assert made.metric(lambda *inputs: {"logits": -other["logits"]}) < 0.5
 
 
