@@ -69,8 +69,7 @@ def locks(versions: Mapping[str, str], wheel: Path | None) -> dict[str, str]:
     that has no such version for this machine, or cannot be reached.
     """
     index = torch_index(versions.get("torch", ""))
-    label = versions.get("torch", "").partition("+")[2]
-    of_build = [name for name, version in versions.items() if label and version.partition("+")[2] == label]
+    of_build = [name for name, version in versions.items() if index and torch_index(version) == index]
     rest = [name for name in versions if name not in of_build and (name != OWN or wheel is None)]
     found = {}
     if of_build:

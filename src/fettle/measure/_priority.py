@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-USUAL, READY, HIGHEST = 0, -5, -20
-"""Niceness: as it is given, while a worker is made ready and waits, while a slice is timed."""
+READY, HIGHEST = -5, -20
+"""Niceness: while a worker is made ready and waits, while a slice is timed."""
 
 
 @lru_cache(maxsize=1)

@@ -17,23 +17,6 @@ from fettle.techniques._generation import NO_TEXT
 from fettle.techniques.kv_cache import AHEAD
 
 
-def guess(text: torch.Tensor, ahead: int) -> Any:
-    """The `ahead` tokens [rows, ahead] that followed when the last three, or two, tokens of each row of `text` came up
-    before; None where they did in no row."""
-    found, known = [], False
-    for row in text:
-        following = row[-1:]
-        for length in (3, 2):
-            if len(row) > length:
-                same = (row.unfold(0, length, 1)[:-1] == row[-length:]).all(1).nonzero()
-                if len(same):
-                    start = int(same[-1]) + length
-                    following, known = row[start : start + ahead], True
-                    break
-        found.append(torch.cat([following, following[-1:].expand(ahead - len(following))]))
-    return torch.stack(found) if known else None
-
-
 class Lookup:
     """Guesses from the text itself."""
 
@@ -41,7 +24,20 @@ class Lookup:
         """A prompt: nothing is to be read."""
 
     def guess(self, text: torch.Tensor, ahead: int) -> Any:
-        return guess(text, ahead)
+        """The `ahead` tokens [rows, ahead] that followed when the last three, or two, tokens of each row of `text` came
+        up before; None where they did in no row."""
+        found, known = [], False
+        for row in text:
+            following = row[-1:]
+            for length in (3, 2):
+                if len(row) > length:
+                    same = (row.unfold(0, length, 1)[:-1] == row[-length:]).all(1).nonzero()
+                    if len(same):
+                        start = int(same[-1]) + length
+                        following, known = row[start : start + ahead], True
+                        break
+            found.append(torch.cat([following, following[-1:].expand(ahead - len(following))]))
+        return torch.stack(found) if known else None
 
     def keep(self, tokens: int) -> None:
         """Only so many tokens of the text were right."""
@@ -130,7 +126,5 @@ class Guessing(Technique):
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         given = (f'kwargs.setdefault("ahead", {AHEAD})', 'kwargs.setdefault("guesses", guesses)')
-        own, made = ((guess, Lookup), "Lookup()") if level == "prompt" else ((Draft,), "Draft(model)")
-        return Code(
-            helpers=(*own, write_guessing), setup=(f"guesses = {made}",), inputs=given, writer="write_guessing"
-        )  # fmt: skip
+        own, made = (Lookup, "Lookup()") if level == "prompt" else (Draft, "Draft(model)")
+        return Code(helpers=(own, write_guessing), setup=(f"guesses = {made}",), inputs=given, writer="write_guessing")
