@@ -16,7 +16,7 @@ import random
 import time
 
 import torch
-from _trained import with_weights
+from _shared import with_weights
 from PIL import Image, ImageDraw
 from torch import nn
 from transformers import RTDetrResNetBackbone, RTDetrResNetConfig

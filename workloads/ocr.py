@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from _trained import errors, with_weights
+from _shared import errors, with_weights
 from PIL import Image, ImageDraw, ImageFont
 from scipy import ndimage
 from torch import nn

@@ -12,7 +12,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
-from _trained import kept
+from _shared import kept
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig, LlamaForCausalLM
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

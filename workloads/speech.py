@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy
 import torch
-from _trained import errors, with_weights
+from _shared import errors, with_weights
 from torch import nn
 from transformers import ParakeetCTCConfig, ParakeetForCTC
 

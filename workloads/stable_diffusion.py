@@ -9,11 +9,8 @@ in float32, which is computed once and kept in the cache folder: structural simi
 ``measure="psnr"`` the peak signal-to-noise ratio in dB, 100 at most.
 """
 
-import hashlib
-import os
-from pathlib import Path
-
 import torch
+from _shared import kept_answer
 from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 from transformers import CLIPTextConfig, CLIPTextModel
@@ -92,20 +89,6 @@ def scaled(pipe: StableDiffusion, size: int) -> None:
         layer.bias.mul_(gain)
 
 
-def float32_picture(pipe: StableDiffusion, batch: tuple) -> torch.Tensor:
-    """The picture as the model in float32 has it, computed once for weights and inputs."""
-    digest = hashlib.sha256(f"{pipe.steps}".encode())
-    for value in (*pipe.state_dict().values(), *batch):
-        digest.update(value.reshape(-1)[:: max(1, value.numel() // 997)].cpu().numpy().tobytes())
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fettle-workloads"
-    path = folder / f"sd-{digest.hexdigest()[:16]}-{batch[0].device.type}.pt"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(sample(pipe, *batch), path.with_suffix(f".{os.getpid()}"))
-        os.replace(path.with_suffix(f".{os.getpid()}"), path)
-    return torch.load(path, weights_only=True, map_location=batch[0].device)
-
-
 def pipeline(
     name: str, text: dict, unet: dict, vae: dict, steps: int, halves: str, measure: str, device: str, attention: str
 ) -> dict:
@@ -123,7 +106,7 @@ def pipeline(
         tokens[:, 0] = BEGIN
         tokens[1, 1:17] = torch.randint(BEGIN, (16,))
         batches.append((tokens.to(device), torch.randn(1, 4, size, size).to(device)))
-    wanted = float32_picture(pipe, batches[3])
+    wanted = kept_answer(lambda: sample(pipe, *batches[3]), pipe, batches[3], "sd", f"{pipe.steps}")
     likeness = {"ssim": ssim, "psnr": psnr}[measure]
     return {
         "model": pipe,
