@@ -1,7 +1,7 @@
 """The pages of the reference that are made from the code when the documentation is built (a hook of mkdocs).
 
-`cli.md` from the commands, `json.md` and `schemas/*.json` from the classes whose fields become JSON, `techniques.md` from
-the catalogue, `traces.md` from what the questions about a small trace answer.
+`cli.md` from the commands, `json.md` and `schemas/*.json` from the classes whose fields become JSON, `techniques.md`
+from the catalogue, `traces.md` from what the questions about a small trace answer.
 """
 
 from __future__ import annotations
@@ -59,11 +59,15 @@ def commands() -> Iterator[tuple[str, Any, Any]]:
 
 def cli() -> str:
     """The command line, option by option."""
-    parts = ["# Command line", "", "What `--help` says of each command, on one page. [What they have in common](../commands.md)."]
+    parts = [
+        "# Command line",
+        "",
+        "What `--help` says of each command, on one page. [What they have in common](../commands.md).",
+    ]
     for path, command, context in commands():
         text, _, examples = inspect.cleandoc(_unmarked(command.help)).partition("Examples\n")
         arguments = [param for param in command.params if param.param_type_name == "argument"]
-        usage = " ".join([path, *(param.make_metavar(context) for param in arguments), "[OPTIONS]"])
+        usage = " ".join([path, *map(_argument, arguments), "[OPTIONS]"])
         parts += ["", f"## {path}", "", text.strip(), "", "```text", usage, "```"]
         if examples:
             lines = [line.strip() for line in examples.splitlines() if line.strip()]
@@ -72,6 +76,11 @@ def cli() -> str:
         if rows:
             parts += ["", "| | |", "| --- | --- |", *(f"| `{name}` | {_cell(says)} |" for name, says in rows)]
     return "\n".join(parts) + "\n"
+
+
+def _argument(param: Any) -> str:
+    name = param.name.upper() + ("..." if param.nargs == -1 else "")
+    return name if param.required else f"[{name}]"
 
 
 def _record(param: Any, context: Any) -> tuple[str, str] | None:
@@ -87,7 +96,7 @@ def _unmarked(text: str | None) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    return " ".join(text.split()).replace("``", "`").replace("|", "\\|").replace("<", "&lt;")
 
 
 # JSON
@@ -105,33 +114,61 @@ class Output:
     """Fields that a class has in JSON and not in Python, by the class's name."""
     optional: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields that are not always there."""
+    of: type | None = None
+    """The class that has these fields and says what they are."""
 
 
 def outputs() -> tuple[Output, ...]:
     """All outputs that have a schema."""
-    from fettle.diagnose import Finding
+    from fettle.diagnose import Diagnosis, Finding
     from fettle.doctor import Finding as Seen
-    from fettle.gate import Bisection, Judged
+    from fettle.gate import Bisection, Gate, Judged
     from fettle.machine import Machine
     from fettle.measure import Trial
     from fettle.result import Outcome
 
-    judged = {"Trial": {"verdict": str}}
-    advisories = {"checked": str, "age_days": int, "releases": int}
+    class Advisories(typing.TypedDict):
+        checked: str
+        age_days: int
+        releases: int
+
     return (
-        Output("result", "`result.json`, `fettle tune --json`, `fettle report --json`", {"format": int, **_fields(Outcome)}),
-        Output("comparison", "`fettle bench --json`, `fettle check --json`",
-               {"workload": str, "machine": Machine, "trials": list[Trial]}, judged),
-        Output("gate", "`fettle bench --against REVISION --json`",
-               {"workload": str, "old": str, "new": str, "verdict": str, "reason": str, "judged": list[Judged],
-                "settled_by": list[str], "notes": list[str], "seconds": float, "machine": Machine, "trials": list[Trial]}),
-        Output("bisection", "`fettle bench --bisect GOOD..BAD --json`", {**_fields(Bisection), "found": bool}),
-        Output("diagnosis", "`fettle diagnose --json`",
-               {"subject": str, "verdict": str, "machine": str, "wall_s": float, "budget": dict[str, float],
-                "findings": list[Finding], "opportunities": list[Finding], "notes": list[str], "recordings": list[Any]},
-               {"Finding": {"speedup_at_most": float}}, {"parts": list[Any], "roofline": Any, "evidence": Any, "verified": list[Any], "over_the_limit": list[str]}),
-        Output("doctor", "`fettle doctor --json`",
-               {"findings": list[Seen], "checks": int, "ignored": list[str], "advisories": typing.TypedDict("Advisories", advisories)}),
+        Output(
+            "result", "`result.json`, `fettle tune --json`, `fettle report --json`",
+            {"format": int, **_fields(Outcome)}, of=Outcome,
+        ),
+        Output(
+            "comparison", "`fettle bench --json`, `fettle check --json`",
+            {"workload": str, "machine": Machine, "trials": list[Trial]}, {"Trial": {"verdict": str}},
+        ),
+        Output(
+            "gate", "`fettle bench --against REVISION --json`",
+            {
+                "workload": str, "old": str, "new": str, "verdict": str, "reason": str, "judged": list[Judged],
+                "settled_by": list[str], "notes": list[str], "seconds": float, "machine": Machine,
+                "trials": list[Trial],
+            }, of=Gate,
+        ),
+        Output(
+            "bisection", "`fettle bench --bisect GOOD..BAD --json`", {**_fields(Bisection), "found": bool}, of=Bisection
+        ),
+        Output(
+            "diagnosis", "`fettle diagnose --json`",
+            {
+                "subject": str, "verdict": str, "machine": str, "wall_s": float, "budget": dict[str, float],
+                "findings": list[Finding], "opportunities": list[Finding], "notes": list[str],
+                "recordings": list[Any],
+            },
+            {"Finding": {"speedup_at_most": float}},
+            {
+                "parts": list[Any], "roofline": Any, "evidence": Any, "verified": list[Any],
+                "over_the_limit": list[str],
+            }, Diagnosis,
+        ),
+        Output(
+            "doctor", "`fettle doctor --json`",
+            {"findings": list[Seen], "checks": int, "ignored": list[str], "advisories": Advisories},
+        ),
     )  # fmt: skip
 
 
@@ -143,7 +180,7 @@ def _fields(kind: type) -> dict[str, Any]:
 def schema(output: Output) -> dict[str, Any]:
     """The output as JSON Schema: every field is there, and no other; a number that is not finite is null."""
     top = typing.TypedDict(output.name, {**output.fields, **output.optional})  # type: ignore[misc]
-    (whole,), components = msgspec.json.schema_components([top], schema_hook=lambda kind: {"type": "string"})
+    _, components = msgspec.json.schema_components([top], schema_hook=lambda kind: {"type": "string"})
     components["Recipe"] = {"type": "object", "additionalProperties": {"type": "string"}}
     for name, fields in output.more.items():
         kinds = list(fields.values())
@@ -151,6 +188,7 @@ def schema(output: Output) -> dict[str, Any]:
             components[name]["properties"][field] = made
     body = _strict(components.pop(output.name))
     body["required"] = list(output.fields)
+    body["properties"] = {name: body["properties"][name] for name in (*output.fields, *output.optional)}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **body, "$defs": _strict(components)}
 
 
@@ -177,14 +215,22 @@ def json_page() -> str:
         "(JSON Schema 2020-12); a test holds what fettle writes against it. `result.json` and `recipe.toml` carry "
         "`format`, which changes when a reader would have to; fettle reads what earlier versions of a format wrote.",
     ]  # fmt: skip
+    shown: dict[str, Mapping[str, Any]] = {}
     for output in outputs():
         parts += ["", f"## {output.name.capitalize()}", "", f"{output.where}. [Schema](schemas/{output.name}.json)."]
         made = schema(output)
-        parts += ["", *_rows({name: "" for name in made["properties"]}, made["properties"])]
+        parts += ["", *_rows(_documented(output.of), made["properties"])]
+        classes = {kind.__name__: kind for kind in _classes(output.fields.values())}
         for name, body in made["$defs"].items():
-            if "properties" in body:
-                docs = _documented(name, output)
-                parts += ["", f"### {name}", "", docs.pop("", ""), "", *_rows(docs, body["properties"])]
+            fields, known = body.get("properties", {}), shown.get(name, {})
+            if not set(known) <= set(fields):  # another class of that name
+                known = {}
+            fields = {field: kind for field, kind in fields.items() if field not in known}
+            if fields:
+                docs = _documented(classes.get(name))
+                parts += ["", f"### {name}", "", f"{docs.get('', '')}{' As above, and' if known else ''}", ""]
+                parts += _rows(docs, fields)
+                shown.setdefault(name, fields)
     return "\n".join(parts) + "\n"
 
 
@@ -210,13 +256,12 @@ def _type(kind: Mapping[str, Any]) -> str:
     return " or ".join(found) if isinstance(found, list) else str(found)
 
 
-def _documented(name: str, output: Output) -> dict[str, str]:
-    """The words of a class and of its fields, from its source."""
-    kind = next((kind for kind in _classes(output.fields.values()) if kind.__name__ == name), None)
-    if kind is None:
+def _documented(kind: type | None) -> dict[str, str]:
+    """The words of a class's fields, from its source; under the empty name, those of the class."""
+    if kind is None or not dataclasses.is_dataclass(kind):
         return {}
     module = importlib.import_module(kind.__module__)
-    found = griffe.visit(kind.__module__, Path(str(module.__file__)), inspect.getsource(module))[name]
+    found = griffe.visit(kind.__module__, Path(str(module.__file__)), inspect.getsource(module))[kind.__name__]
     docs = {field: item.docstring.value for field, item in found.members.items() if item.docstring}
     return {"": found.docstring.value.partition("\n\n")[0] if found.docstring else "", **docs}
 
@@ -228,7 +273,11 @@ def _classes(kinds: Iterable[Any]) -> Iterator[type]:
     while waiting:
         kind = waiting.pop()
         waiting += typing.get_args(kind)
-        if isinstance(kind, type) and kind not in seen and (dataclasses.is_dataclass(kind) or hasattr(kind, "__struct_fields__")):
+        if (
+            isinstance(kind, type)
+            and kind not in seen
+            and (dataclasses.is_dataclass(kind) or hasattr(kind, "__struct_fields__"))
+        ):
             seen.append(kind)
             waiting += typing.get_type_hints(kind).values()
             yield kind
@@ -239,15 +288,24 @@ def _classes(kinds: Iterable[Any]) -> Iterator[type]:
 
 def techniques() -> str:
     """The catalogue."""
-    parts = ["# Techniques and levels", "", "What a [recipe](recipe.md) may name. `fettle techniques TARGET` says which "
-             "of them can be used here, and why the others cannot. One level is the workload as given; the others "
-             "are written `technique=level`."]  # fmt: skip
+    parts = [
+        "# Techniques and levels", "",
+        "What a [recipe](recipe.md) may name. `fettle techniques TARGET` says which of them can be used here, and why "
+        "the others cannot. One level is the workload as given; the others are written `technique=level`.",
+    ]  # fmt: skip
     for technique in CATALOGUE:
-        said = {level.name: level.summary for level in technique.levels(Facts())}
-        levels = list(dict.fromkeys([*said, *technique.every_level()]))
-        parts += ["", f"## {technique.name}", "", f"{technique.title[:1].upper()}{technique.title[1:]}. "
-                  f"For {' and '.join(technique.modes)}. As given: `{technique.default}`.", "", "| level | |", "| --- | --- |"]  # fmt: skip
-        parts += [f"| `{level}` | {_cell(said.get(level, ''))} |" for level in levels if level != technique.default]
+        words = {level.name: level.summary for level in technique.levels(Facts()) if level.summary}
+        title = f"{technique.title[:1].upper()}{technique.title[1:]}"
+        parts += [
+            "", f"## {technique.name}", "",
+            f"{title}. For {' and '.join(technique.modes)}. As given: `{technique.default}`.", "",
+            "| level | |", "| --- | --- |",
+        ]  # fmt: skip
+        parts += [f"| `{level}` | {_cell(text)} |" for level, text in words.items() if level != technique.default]
+        others = [level for level in technique.every_level() if level not in words and level != technique.default]
+        if others:
+            named = [f"`{level}`" for level in others]
+            parts.append(f"| {', '.join(named if len(named) < 20 else [*named[:2], '...', named[-1]])} | |")
     return "\n".join(parts) + "\n"
 
 
@@ -255,7 +313,8 @@ def techniques() -> str:
 
 _EVENTS = [
     {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "pid": 1, "tid": 1, "ts": 0, "dur": 90},
-    {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 5, "dur": 20, "args": {"External id": 1}},
+    {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 5, "dur": 20,
+     "args": {"External id": 1}},
     {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 1, "ts": 10, "dur": 5,
      "args": {"correlation": 1, "External id": 1}},
     {"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": 30, "dur": 40,
@@ -274,9 +333,12 @@ def traces() -> str:
         path.write_text(json.dumps({"traceEvents": _EVENTS}))
         trace = load(path)
         frames = {name: (make, make(trace)) for name, make in TABLES.items()}
-    parts = ["# Columns of a trace", "", "The tables of `fettle trace sql` and of [`fettle.trace.query`](../trace.md), as "
-             "polars frames. Times are integer nanoseconds on the trace's own clock (`_ns`); `rank` is that of the "
-             "file. [What the numbers mean](../trace.md#what-the-numbers-mean)."]  # fmt: skip
+    parts = [
+        "# Columns of a trace", "",
+        "The tables of `fettle trace sql` and of [`fettle.trace.query`](../trace.md), as polars frames. Times are "
+        "integer nanoseconds on the trace's own clock (`_ns`); `rank` is that of the file. [What the numbers "
+        "mean](../trace.md#what-the-numbers-mean).",
+    ]  # fmt: skip
     for name, (make, frame) in frames.items():
         words = " ".join(inspect.cleandoc(make.__doc__ or "").partition("\n\n")[0].split())
         parts += ["", f"## {name}", "", words, "", "| column | type |", "| --- | --- |"]
