@@ -1,10 +1,14 @@
 """What is told of levels for GPUs before they are tried, and what their lines do that a CPU shows as well."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
 import torch
 from torch import nn
 
 from fettle.recipe import Recipe
-from fettle.techniques import Facts, conflict, source
+from fettle.techniques import CATALOGUE, Facts, _probe, conflict, find, source
 from fettle.techniques.quantize import quantize_linear, rows_of_linear
 
 GPU = Facts(device="cuda", cuda_capability=(9, 0), uses_sdpa=True, num_linear=3, packages={"torchao": "0.18.0"})
@@ -55,3 +59,31 @@ def test_int8_leaves_layers_alone_that_are_given_few_rows() -> None:
     recipe = Recipe.parse("compile=default grad=inference_mode quantize=int8-dynamic")
     assert ', "int8-dynamic", batches)' in source(recipe, GPU)
     assert ', "int8-dynamic")' in source(recipe, Facts(num_linear=3, packages={"torchao": "0.18.0"}))
+
+
+def test_an_amd_gpu_is_offered_what_it_has() -> None:
+    """torch's build for AMD calls them CUDA devices; what needs NVIDIA's says whose the GPU is."""
+    packages = {"torchao": "0.18", "triton": "3.6", "torch_tensorrt": "2.9", "onnxruntime-gpu": "1.3"}
+    amd = replace(
+        GPU, cuda_capability=(0, 0), amd="gfx942", decomposed_bias=1, calibration_batches=2, packages=packages
+    )
+    here = {
+        f"{technique.name}={level.name}": level.why_not for technique in CATALOGUE for level in technique.levels(amd)
+    }
+    theirs = {name for name, why_not in here.items() if "this one is AMD's gfx942" in why_not}
+    assert theirs == {"matmul=high", "matmul=medium", "sparsity=2:4", "sdpa_backend=cudnn", "allocator=cuda-async",
+                      "runtime=tensorrt", "runtime=onnxruntime"}  # fmt: skip
+    assert {"precision=bf16", "compile=default", "cuda_graphs=on", "quantize=float8-dynamic", "attention=fused"} <= {
+        name for name, why_not in here.items() if not why_not
+    }
+    older = replace(amd, amd="gfx90a")
+    assert "MI300" in {level.name: level.why_not for level in find("quantize").levels(older)}["float8-dynamic"]
+    assert find("precision").usual(older) == "bf16"
+
+
+def test_the_architecture_of_an_amd_gpu_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert _probe._gpu(True) == {"amd": "gfx942"}
+    assert _probe._gpu(False) == {}

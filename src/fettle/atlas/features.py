@@ -49,7 +49,7 @@ def subject(
     vector = next((flag for flag in _VECTOR if flag in facts.cpu_flags), "")
     units = " ".join(flag for flag in facts.cpu_flags if flag.startswith("amx"))
     if facts.device == "cuda":
-        units = "sm{}{}".format(*facts.cuda_capability)
+        units = facts.amd or "sm{}{}".format(*facts.cuda_capability)
     others = {name: version for name, version in machine.versions.items() if name not in ("torch", "torch-fettle")}
     return Subject(
         workload=name[:300], fingerprint=fingerprint, family=(family or _family(facts, features))[:300],

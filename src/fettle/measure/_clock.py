@@ -1,6 +1,7 @@
 """The clock: how long one call takes, on a CPU and on a GPU.
 
-CPU work is timed by the wall clock. GPU work is timed with CUDA events around each call, the device idle before and
+CPU work is timed by the wall clock, and so is that of accelerators other than NVIDIA's and AMD's GPUs, which are waited
+for before and after a call. GPU work is timed with CUDA events around each call, the device idle before and
 after it, so host time that the device waits for counts; the L2 cache is flushed before each call, because in service
 a model does not find its last input there.
 """
@@ -16,12 +17,19 @@ import torch
 from fettle.measure._lockstep import agreed
 
 
+def synchronize(device: str) -> None:
+    """Wait until a device, by its type, has done everything that it was given."""
+    if device != "cpu" and torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
 class Clock:
     """Times calls on one device. `time_ns(function)` returns nanoseconds of one call."""
 
     def __init__(self, device: str) -> None:
-        self.on_gpu = device == "cuda" and torch.cuda.is_available()
-        if self.on_gpu:
+        self._device = device
+        self._has_events = device == "cuda" and torch.cuda.is_available()
+        if self._has_events:
             properties = torch.cuda.get_device_properties(torch.cuda.current_device())
             size = max(int(getattr(properties, "L2_cache_size", 0)), 1 << 20)
             self._flush = torch.empty(2 * size, dtype=torch.int8, device="cuda")
@@ -30,9 +38,11 @@ class Clock:
 
     def time_ns(self, function: Callable[[], Any]) -> int:
         """Run `function` once and return its time."""
-        if not self.on_gpu:
+        if not self._has_events:
+            self.synchronize()
             start = time.perf_counter_ns()
             function()
+            self.synchronize()
             return time.perf_counter_ns() - start
         self._flush.zero_()
         torch.cuda.synchronize()
@@ -44,8 +54,7 @@ class Clock:
 
     def synchronize(self) -> None:
         """Wait until the device has done everything it was given."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
+        synchronize(self._device)
 
 
 def warm_up(

@@ -18,7 +18,7 @@ from fettle.generate.quality import Closeness, astray, closeness, read_pieces, s
 from fettle.generate.speed import Generation, Watcher, tokens_per_s
 from fettle.measure import _meters
 from fettle.measure._accuracy import user_metric
-from fettle.measure._clock import Clock, is_steady
+from fettle.measure._clock import Clock, is_steady, synchronize
 from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._state import State, prepared, settled
 from fettle.measure._trial import Accuracy
@@ -135,8 +135,7 @@ def scored(state: State, run: Any, request: Prepare, unseen: int) -> tuple[Score
         for call in calls:
             started = time.perf_counter_ns()
             scores.append(call())
-            if state.device == "cuda":
-                torch.cuda.synchronize()
+            synchronize(state.device)
             took_ns = took_ns or time.perf_counter_ns() - started
     if not pieces:
         return None, took_ns

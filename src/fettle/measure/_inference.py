@@ -14,7 +14,7 @@ from fettle.errors import UsageError, first_line, place
 from fettle.generate import GenerationWorkload, brief
 from fettle.measure import _generation, _meters
 from fettle.measure._accuracy import compare, first_rows, outputs_of, repeat_rows, user_metric, worst
-from fettle.measure._clock import Clock
+from fettle.measure._clock import Clock, synchronize
 from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._reference import buffers_kept, read_reference, write_reference
 from fettle.measure._state import State, call, examine, peaks, prepared, rebase, same_shapes, settled, take_slice
@@ -115,8 +115,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
             torch.manual_seed(0)
             started = time.perf_counter()
             output = call(run, grown)
-            if state.device == "cuda":
-                torch.cuda.synchronize()
+            synchronize(state.device)
             first_call_s += time.perf_counter() - started if index < len(state.workload.inputs) else 0.0
             if wanted is not None and index in unseen:
                 answers = outputs_of(state.workload.judged(output, grown))

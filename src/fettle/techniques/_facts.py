@@ -87,6 +87,9 @@ class Facts:
     cpu_flags: tuple[str, ...] = ()
     """Those of ``avx2, avx512f, avx512_bf16, avx512_vnni, avx512_fp16, amx_bf16, amx_int8, neon, sve`` present."""
     cuda_capability: tuple[int, int] = (0, 0)
+    """Of NVIDIA's GPUs; 0, 0 on others."""
+    amd: str = ""
+    """The architecture of AMD's GPU, such as ``gfx942``; empty elsewhere."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Version by distribution name for those installed among the `Technique.packages` of all techniques."""
     libraries: Mapping[str, str] = field(default_factory=dict)
@@ -127,6 +130,11 @@ class Facts:
     def generates(self) -> bool:
         """Whether the workload writes text."""
         return self.new_tokens > 0
+
+    @property
+    def not_nvidia(self) -> str:
+        """Why what only NVIDIA's GPUs have cannot be used; empty on those, and where there is no GPU."""
+        return f"it is for NVIDIA's GPUs, and this one is AMD's {self.amd}" if self.amd else ""
 
     @property
     def has_bf16(self) -> bool:

@@ -112,11 +112,21 @@ def _facts(workload: Workload, allow_batch: bool, forward: tuple[bool, int, int,
         physical_cores=usable_cores(),
         threads=torch.get_num_threads(),
         cpu_flags=cpu_flags(),
-        cuda_capability=torch.cuda.get_device_capability() if device == "cuda" else (0, 0),
+        **_gpu(device == "cuda"),
         packages=_packages(),
         libraries=find_libraries(),
         allow_batch=allow_batch,
     )
+
+
+def _gpu(is_used: bool) -> dict[str, Any]:
+    """What the GPU can do, as fields of `Facts`. torch's build for AMD's calls them CUDA devices, and numbers their
+    architectures as if they were NVIDIA's."""
+    if not is_used:
+        return {}
+    if torch.version.hip:
+        return {"amd": torch.cuda.get_device_properties(0).gcnArchName.partition(":")[0]}
+    return {"cuda_capability": torch.cuda.get_device_capability()}
 
 
 def _padding(workload: Workload) -> Padding | None:
@@ -157,7 +167,7 @@ def machine_facts(mode: str = "inference") -> Facts:
         physical_cores=usable_cores(),
         threads=torch.get_num_threads(),
         cpu_flags=cpu_flags(),
-        cuda_capability=torch.cuda.get_device_capability() if cuda else (0, 0),
+        **_gpu(cuda),
         packages=_packages(),
         libraries=find_libraries(),
         allow_batch=True,

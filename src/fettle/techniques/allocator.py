@@ -58,7 +58,11 @@ class Allocator(Technique):
             for name in ("jemalloc", "tcmalloc")
         ]
         cpu = "" if facts.device == "cuda" else "the work is not on a CUDA device"
-        return [*found, *(Level(name, summary, cpu) for name, (summary, _) in _DEVICE.items())]
+        return [
+            *found,
+            *(Level(name, summary, cpu or facts.not_nvidia * (name == "cuda-async"))
+              for name, (summary, _) in _DEVICE.items()),
+        ]  # fmt: skip
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if level in _DEVICE:

@@ -113,6 +113,6 @@ def _fused(facts: Facts) -> str:
         return _NO_BIAS
     if facts.device != "cuda":
         return "the kernel is for GPUs"
-    if facts.cuda_capability < (8, 0):
+    if not facts.amd and facts.cuda_capability < (8, 0):
         return "the kernel is for GPUs of compute capability 8.0 and later"
     return "" if any(name in facts.packages for name in _TRITON) else "Triton is not installed: pip install triton"

@@ -20,6 +20,8 @@ class Matmul(Technique):
             why_not = f"the weights are {facts.dtype}, so no float32 product is made"
         elif facts.device == "cpu" and "amx_bf16" not in facts.cpu_flags and "avx512_bf16" not in facts.cpu_flags:
             why_not = "this CPU has no bfloat16 instructions"
+        elif facts.not_nvidia:
+            why_not = facts.not_nvidia
         elif facts.device == "cuda" and facts.cuda_capability < (8, 0):
             why_not = "TF32 needs compute capability 8.0"
         high = "TF32 on a GPU has it" if facts.device == "cpu" else ""

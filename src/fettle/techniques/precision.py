@@ -84,7 +84,7 @@ class Precision(Technique):
     def usual(self, facts: Facts) -> str:
         if facts.mode == "training" or facts.device != "cuda" or facts.dtype != "float32":
             return self.default
-        return "bf16" if facts.cuda_capability >= (8, 0) else "fp16"
+        return "bf16" if facts.amd or facts.cuda_capability >= (8, 0) else "fp16"
 
     def bundles(self, facts: Facts) -> list[Bundle]:
         if facts.mode == "training":

@@ -106,6 +106,8 @@ def quantize_exported(exported: Any, batches: Any) -> Any:
     return converted
 
 
+_FLOAT8 = ("gfx94", "gfx95", "gfx12")
+"""AMD's architectures that multiply in float8."""
 _CONFIGS = {
     "int8-weight": "Int8WeightOnlyConfig",
     "int8-dynamic": "Int8DynamicActivationInt8WeightConfig",
@@ -129,7 +131,8 @@ class Quantize(Technique):
         cannot = "" if facts.is_module else "the model is a plain callable"
         cannot = cannot or ("" if "torchao" in facts.packages else "torchao is not installed")
         linear = "" if facts.num_linear else "the model has no linear layer"
-        float8 = "" if facts.cuda_capability >= (8, 9) else "float8 needs a GPU of compute capability 8.9"
+        has_float8 = facts.cuda_capability >= (8, 9) or facts.amd.startswith(_FLOAT8)
+        float8 = "" if has_float8 else "float8 needs a GPU of compute capability 8.9, or AMD's MI300 or later"
         return [
             Level("none", "as given"),
             Level("int8-dynamic", "linear layers: int8 weights, activations scaled at run time", cannot or linear),

@@ -149,13 +149,13 @@ class Runtime(Technique):
         elif facts.changes_buffers:
             cannot = "the model changes its own buffers when it is called, and in an exported model they stay the same"
         cpu = "" if facts.device == "cpu" else f"the work is on {facts.device}, and this level runs on the CPU"
-        cuda = "" if facts.device == "cuda" else "TensorRT needs a CUDA device"
+        cuda = facts.not_nvidia if facts.device == "cuda" else "TensorRT needs a CUDA device"
         gpu = "" if facts.device == "cuda" else "it is for GPUs: on a CPU runtime=aoti compiles an exported model"
         openvino = cannot or cpu or _missing(facts, "openvino")
         stateful = text or cpu or _missing(facts, "openvino")
         bf16 = "" if facts.has_bf16 else "this CPU has no bfloat16 instructions"
         data = "" if facts.calibration_batches else "no batches to calibrate on: give at least two"
-        onnx = _missing(facts, "onnxruntime-gpu") if facts.device == "cuda" else ""
+        onnx = facts.not_nvidia or (_missing(facts, "onnxruntime-gpu") if facts.device == "cuda" else "")
         onnx = onnx or (_missing(facts, "onnxruntime") if "onnxruntime-gpu" not in facts.packages else "")
         onnx = onnx or _missing(facts, "onnx") or _missing(facts, "onnxscript")
         return [

@@ -27,7 +27,11 @@ class SdpaBackend(Technique):
         unused = "" if uses else "the model does not use scaled_dot_product_attention"
         gpu = "" if facts.device == "cuda" else "on a CPU there are flash and math only"
         return [Level("auto", "torch chooses")] + [
-            Level(name, summary, unused or ("" if name in ("flash", "math") else gpu))
+            Level(
+                name,
+                summary,
+                unused or ("" if name in ("flash", "math") else gpu or facts.not_nvidia * (name == "cudnn")),
+            )
             for name, (_, summary) in _BACKENDS.items()
         ]
 

@@ -43,6 +43,8 @@ class Sparsity(Technique):
         why_not = "" if facts.num_linear else "the model has no linear layer"
         if not facts.is_module:
             why_not = "the model is a plain callable"
+        elif facts.not_nvidia:
+            why_not = facts.not_nvidia
         elif facts.device != "cuda" or facts.cuda_capability < (8, 0):
             why_not = "sparse matrix units need a GPU of compute capability 8.0"
         return [Level("none", "as given"), Level("2:4", "half of the weights of linear layers dropped", why_not)]

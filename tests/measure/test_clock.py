@@ -1,0 +1,27 @@
+"""The clock waits for whatever accelerator the work is on."""
+
+import time
+
+import pytest
+import torch
+
+from fettle.measure._clock import Clock
+
+
+def test_work_on_another_accelerator_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work that is only handed over takes as long as it takes, not as long as handing it over."""
+    pending: list[float] = []
+
+    def wait() -> None:
+        while pending:
+            time.sleep(pending.pop())
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", wait)
+    assert Clock("mps").time_ns(lambda: pending.append(0.05)) >= 50e6
+    assert not pending
+
+
+def test_a_cpu_is_not_asked_whether_there_is_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: pytest.fail("asked"))
+    assert Clock("cpu").time_ns(lambda: None) >= 0
