@@ -3,6 +3,7 @@ writes as JSON is what its schema says."""
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -97,3 +98,11 @@ def test_every_field_of_the_json_has_words_where_its_class_has_some(pages: Modul
     text = pages.json_page()
     assert "| `bound` | number or null | Time: the most that mending it could take off" in text
     assert "schemas/result.json" in text
+
+
+@pytest.mark.slow
+def test_the_documentation_builds_without_a_broken_link(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "site" / "reference" / "schemas" / "result.json").exists()
