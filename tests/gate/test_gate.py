@@ -398,16 +398,17 @@ def test_another_environment_is_raced_for_real(git: Git, tmp_path: Path, run_fet
     assert found["old"] == f"environment {python}"
 
 
-def test_another_interpreter_must_have_fettle(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 'ModuleNotFoundError: No module named torch' >&2\nexit 1\n")
-    python.chmod(0o755)
-    with pytest.raises(UsageError, match=r"needs fettle and torch in its environment .*No module named torch"):
-        racing.interpreter(str(python))
-    python.write_text("#!/bin/sh\necho 9.9\n")
-    with pytest.raises(UsageError, match=r"fettle is 9\.9 there"):
-        racing.interpreter(str(python))
-    assert racing.interpreter(sys.executable) == sys.executable
+def test_a_target_that_is_newer_than_the_revision_is_lent_to_it(git: Git, tmp_path: Path) -> None:
+    (tmp_path / "newer.py").write_text(MODEL)
+    settings = Settings(output=tmp_path / "out")
+    with pytest.raises(UsageError, match=r"not there at .*lend it today's, `link=newer\.py`"):
+        gating.gate("newer.py", "v1", settings=settings)
+    ground = racing.ground_for("newer.py", replace(settings, links=(Path("newer.py"),)), lambda event: None)
+    repository = racing.repository_for(ground)
+    with racing.revision(ground, repository, repository.resolve("v1")) as side:
+        lent = Path(side.target.reference.rpartition(":")[0])
+        assert lent.name == "newer.py"
+        assert lent.resolve() == tmp_path / "newer.py"
 
 
 def test_the_gate_needs_something_to_compare_with() -> None:

@@ -47,6 +47,9 @@ def command(
         list[Path] | None,
         typer.Option(help="gate: a path that git does not hold, such as weights/, for the revision too. Repeatable"),
     ] = None,
+    same_environment: Annotated[
+        bool, typer.Option("--same-environment", help="gate: build none for a revision whose lock file differs")
+    ] = False,
     mode: _options.Mode = "auto",
     under_load: _options.UnderLoad = False,
     polite: _options.Polite = False,
@@ -95,7 +98,7 @@ def command(
             3e-2 if fail_slower is None else _options.share(fail_slower, "--fail-slower"),
             None if fail_memory is None else _options.share(fail_memory, "--fail-memory"),
             processes, confidence, rounds, _options.duration_s(budget, "--budget") or None, mode, tuple(link or ()),
-            output or _OUTPUT, under_load, polite,
+            same_environment, output or _OUTPUT, under_load, polite,
         )  # fmt: skip
         with _ended_in_order():
             if bisect:
@@ -105,7 +108,7 @@ def command(
         return
     of_gate = {
         "--fail-slower": fail_slower, "--fail-memory": fail_memory, "--processes": processes, "--link": link,
-        "--output": output, "--markdown": as_markdown or None,
+        "--output": output, "--markdown": as_markdown or None, "--same-environment": same_environment or None,
     }  # fmt: skip
     for name, value in of_gate.items():
         if value is not None:

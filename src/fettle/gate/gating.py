@@ -10,9 +10,9 @@ from typing import Any
 
 from fettle.errors import UsageError
 from fettle.files import check_writable, plain
-from fettle.gate import history
+from fettle.gate import environments, history
 from fettle.gate.judging import Judged, Verdict, overall
-from fettle.gate.racing import Ground, Settings, Side, ground_for, interpreter, repository_for, revision
+from fettle.gate.racing import Ground, Settings, Side, ground_for, repository_for, revision
 from fettle.machine import Machine, this_machine
 from fettle.measure import Trial
 from fettle.tuning import OnProgress
@@ -84,19 +84,12 @@ def gate(
 
 
 def _sides(ground: Ground, against: str, against_python: str, stack: contextlib.ExitStack) -> tuple[Side, Side]:
-    python = interpreter(against_python) if against_python else ""
+    interpreter = environments.named(against_python, ground.folder) if against_python else None
     if not against:
         new = Side("this environment", ground.target)
-        return Side(f"environment {against_python}", ground.target, python=python), new
+        return Side(f"environment {against_python}", ground.target, interpreter=interpreter), new
     repository = repository_for(ground)
-    commit = repository.resolve(against)
-    if changed := repository.changed_locks(commit):
-        ground.note(
-            f"{', '.join(changed[:3])} differ{'s' if len(changed) == 1 else ''} from {against}, and no environment is "
-            "built for it: " + ("both sides run in this one; name another with --against-python" if not python
-                                else f"{against} runs in {against_python}")
-        )  # fmt: skip
-    old = stack.enter_context(revision(ground, repository, commit, python))
+    old = stack.enter_context(revision(ground, repository, repository.resolve(against), interpreter))
     return old, Side(repository.working_tree(), ground.target)
 
 

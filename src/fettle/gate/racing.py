@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import fettle
 from fettle.errors import UsageError
+from fettle.gate import environments
 from fettle.gate.judging import Judged, judge, more_memory, overall, slowdown
 from fettle.gate.revisions import Repository, at, repository_of
 from fettle.measure import (
@@ -26,6 +25,7 @@ from fettle.measure import (
     may_go_first,
     race,
 )
+from fettle.procs.interpreter import Interpreter
 from fettle.recipe import Recipe
 from fettle.tuning import Event, OnProgress
 from fettle.workload import AUTO, Target, check_mode, find_target
@@ -60,6 +60,8 @@ class Settings:
     mode: str = AUTO
     links: Sequence[Path] = ()
     """Paths that git does not know, such as weights, which another revision is given as well."""
+    same_environment: bool = False
+    """No environment of its own for a revision whose lock file differs."""
     output: Path = Path("fettle-gate")
     under_load: bool = False
     polite: bool = False
@@ -85,7 +87,8 @@ class Side:
     target: Target
     commit: str = ""
     """Empty for the working tree."""
-    python: str = ""
+    interpreter: Interpreter | None = None
+    """Of another environment; None for ours."""
 
 
 @dataclass
@@ -115,8 +118,12 @@ class Ground:
         built, with its label before the reason."""
         self._races += 1
         candidates = [
-            Candidate(Recipe(), None, label=side.label, python=side.python,
-                      target=replace(side.target, mode=self.settings.mode)) for side in sides
+            Candidate(
+                Recipe(), None, label=side.label, target=replace(side.target, mode=self.settings.mode),
+                python=side.interpreter.path if side.interpreter else "",
+                environment=side.interpreter.variables if side.interpreter else {},
+            )
+            for side in sides
         ]  # fmt: skip
         budget_s = self.settings.budget_s
         if budget_s:
@@ -216,37 +223,33 @@ def repository_for(ground: Ground) -> Repository:
 
 
 @contextlib.contextmanager
-def revision(ground: Ground, repository: Repository, commit: str, python: str = "") -> Iterator[Side]:
-    """A side that runs a commit, in a worktree of its own until the block ends."""
+def revision(
+    ground: Ground, repository: Repository, commit: str, interpreter: Interpreter | None = None
+) -> Iterator[Side]:
+    """A side that runs a commit, in a worktree of its own until the block ends; in the environment of `interpreter`, or
+    in one that is built where its lock file differs from the working tree's."""
     location = ground.target.reference.rpartition(":")[0]
     label = repository.name(commit)
-    if location.endswith(".py") and not repository.holds(commit, Path(location)):
-        raise UsageError(f"{Path(location).relative_to(repository.root)} is not there at {label!r}")
+    lent = {path.resolve() for path in ground.settings.links}
+    if location.endswith(".py") and Path(location) not in lent and not repository.holds(commit, Path(location)):
+        name = Path(location).relative_to(repository.root)
+        raise UsageError(f"{name} is not there at {label!r}: lend it today's, `link={name}`")
     with repository.checkout(commit, ground.folder / "worktrees", ground.settings.links) as place:
         if missing := repository.add_submodules(commit, place):
             ground.note(
                 f"{label!r} has submodules whose commits are not in this clone ({', '.join(missing[:3])}): it runs "
                 "without them; git submodule update --init fetches those of a revision that is checked out"
             )
-        yield Side(label, at(ground.target, repository, place), commit, python)
+        changed = repository.changed_locks(commit)
+        if changed and interpreter is None and not ground.settings.same_environment and environments.can_build(changed):
+            interpreter = environments.build(place, changed, ground.folder, ground.say)
+            ground.note(f"{label!r} has another {_listed(changed)}, and runs in the environment that it asks for")
+        elif changed and interpreter is None:
+            ground.note(
+                f"{_listed(changed)} differ{'s' * (len(changed) == 1)} from {label!r}, and all run in this environment"
+            )
+        yield Side(label, at(ground.target, repository, place), commit, interpreter)
 
 
-def interpreter(path: str) -> str:
-    """The Python of another environment, from its path or that of its folder. Raises `UsageError` where it cannot
-    run what is measured here."""
-    place = Path(path).expanduser()
-    found = place / "bin" / "python" if place.is_dir() else place
-    executable = shutil.which(str(found.absolute() if os.sep in path or place.exists() else found))
-    if executable is None:
-        raise UsageError(f"`against_python`: there is no Python at {path}")
-    code = "import fettle, msgspec, psutil, torch; print(fettle.__version__)"
-    try:
-        done = subprocess.run([executable, "-c", code], capture_output=True, text=True, timeout=120)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise UsageError(f"`against_python`: {path} cannot be run ({type(error).__name__})") from error
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["it failed"])[-1]
-        raise UsageError(f"`against_python`: {path} needs fettle and torch in its environment ({why})")
-    if (version := done.stdout.strip()) != fettle.__version__:
-        raise UsageError(f"`against_python`: fettle is {version} there and {fettle.__version__} here")
-    return executable
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3])

@@ -18,7 +18,7 @@ from fettle.workload import Target
 
 LOCKS = (
     "uv.lock", "poetry.lock", "pdm.lock", "pixi.lock", "Pipfile.lock", "conda-lock.yml", "environment.yml",
-    "*requirements*.txt", "constraints*.txt", "requirements/*.txt",
+    "*requirements*.txt", "requirements*.lock", "constraints*.txt", "requirements/*.txt",
 )  # fmt: skip
 """Files that say what an environment holds."""
 

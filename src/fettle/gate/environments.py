@@ -1,0 +1,113 @@
+"""The environment that one side of a gate runs in: one that is named, or one built from a revision's lock file."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from fettle.errors import UsageError
+from fettle.procs.interpreter import Interpreter, find_interpreters, look
+
+_WORKER = "fettle.measure._worker"
+_PIP_FILE = re.compile(r"(requirements|constraints)[^/]*\.(txt|lock)$|requirements/[^/]+\.txt$")
+_MINUTES = 30
+"""Longest installation."""
+
+
+def named(path: str, folder: Path) -> Interpreter:
+    """The environment of another Python, by its path or that of its folder. Raises `UsageError` where it cannot run
+    what is measured here. `folder` is written to."""
+    place = path if os.sep in path or Path(path).exists() else shutil.which(path) or path
+    try:
+        (found,) = find_interpreters([f"other={place}"])
+    except UsageError:
+        raise UsageError(f"`against_python`: there is no Python at {path}") from None
+    return _able(found, folder, f"`against_python`: {path}")
+
+
+def can_build(locks: Sequence[str]) -> bool:
+    """Whether an environment can be built from these files."""
+    return any(_PIP_FILE.search(name) or (name == "uv.lock" and shutil.which("uv")) for name in locks)
+
+
+def build(place: Path, locks: Sequence[str], folder: Path, say: Callable[[str], None]) -> Interpreter:
+    """The environment that the lock files `locks` of the checkout `place` ask for, and what fettle needs beside it. It
+    lies below `folder`, by the files' content, and is built once. Raises `UsageError` where it cannot be."""
+    content = b"".join(name.encode() + b"\0" + (place / name).read_bytes() for name in locks if (place / name).exists())
+    home = folder / "environments" / hashlib.sha256(content + sys.version.encode()).hexdigest()[:12]
+    done = home / "complete"
+    if not done.exists():
+        say(f"installing {', '.join(locks[:3])} into {home}")
+        shutil.rmtree(home, ignore_errors=True)  # what was begun and not finished
+        for command in _commands(place, locks, home.resolve()):
+            _run(command, place, home.resolve())
+        done.touch()
+    (found,) = find_interpreters([f"other={home}"])
+    return _able(found, folder, f"the environment of {', '.join(locks[:3])}")
+
+
+def _commands(place: Path, locks: Sequence[str], home: Path) -> list[list[str]]:
+    """What builds the environment, in the checkout's folder."""
+    python = str(home / "bin" / "python")
+    needs = _needs()
+    if "uv.lock" in locks and shutil.which("uv"):
+        return [["uv", "sync", "--frozen", "--python", sys.executable],
+                ["uv", "pip", "install", "--python", python, *needs]]  # fmt: skip
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    files = [name for name in locks if _PIP_FILE.search(name) and (place / name).exists()]
+    lists = [name for name in files if "constraints" not in name]
+    wanted = [word for name in lists for word in ("-r", name)]
+    bounds = [word for name in files if name not in lists for word in ("-c", name)]
+    if not lists and any((place / name).exists() for name in ("pyproject.toml", "setup.py")):
+        wanted = ["."]  # constraints alone say no more than which versions of what the project asks for
+    install = [[*pip, *wanted, *bounds]] if wanted else []
+    # Hashes, where a list has them, are asked of everything in one call: what fettle needs comes in another.
+    return [[sys.executable, "-m", "venv", str(home)], *install, [*pip, *needs, *bounds]]
+
+
+def _needs() -> list[str]:
+    """What fettle itself asks for; it is linked there, in the version that is here."""
+    try:
+        return [text for text in metadata.requires("torch-fettle") or () if "extra ==" not in text]
+    except metadata.PackageNotFoundError:
+        raise UsageError(
+            "fettle is not installed here, so that nothing says what it needs in another environment: name one, "
+            "`against_python`, or run both sides in this one, `same_environment`"
+        ) from None
+
+
+def _run(command: Sequence[str], place: Path, home: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    try:
+        done = subprocess.run(
+            command, cwd=place, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL,
+            timeout=60 * _MINUTES, env={**environment, "UV_PROJECT_ENVIRONMENT": str(home)},
+        )  # fmt: skip
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        problem = "" if done.returncode == 0 else next((line for line in lines if "error" in line.lower()), "it failed")
+    except subprocess.TimeoutExpired:
+        problem = f"it took longer than {_MINUTES} minutes"
+    except OSError as error:
+        problem = str(error)
+    if problem:
+        words = " ".join(Path(word).name if os.sep in word else word for word in command[:4])
+        raise UsageError(
+            f"the revision's environment cannot be built ({words}: {problem[:300]}): name one, `against_python`, or "
+            "run both sides in this one, `same_environment`"
+        )
+
+
+def _able(found: Interpreter, folder: Path, what: str) -> Interpreter:
+    source = folder / "cache" / "source"
+    source.mkdir(parents=True, exist_ok=True)
+    found = look(found, (), source, module=_WORKER)
+    if found.problem:
+        raise UsageError(f"{what} cannot run what is measured here: {found.problem}")
+    return found

@@ -1,0 +1,112 @@
+"""The environment of one side of a gate: how it is named, and how one is built from a lock file."""
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from fettle.errors import UsageError
+from fettle.gate import environments
+
+MODEL = """
+import time
+
+try:
+    from dependency import SECONDS
+except ImportError:
+    SECONDS = 0.001
+
+def wait(x):
+    time.sleep(SECONDS)
+    return x
+
+def workload():
+    import torch
+    return wait, [torch.ones(2, 2)]
+"""
+
+
+def _wheel(folder: Path, name: str, version: str, **files: str) -> str:
+    """A wheel of a few text files; its name."""
+    about = f"{name}-{version}.dist-info"
+    files = {f"{key}": text for key, text in files.items()} | {
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for place, text in {**files, f"{about}/RECORD": "".join(f"{place},,\n" for place in files)}.items():
+            archive.writestr(place, text)
+    return path.name
+
+
+def test_an_environment_must_be_able_to_measure(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no Python at nowhere"):
+        environments.named("nowhere", tmp_path)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'no such library' \nexit 1\n")
+    python.chmod(0o755)
+    with pytest.raises(UsageError, match=r"python cannot run what is measured here: .*no such library"):
+        environments.named(str(python), tmp_path)
+    assert environments.named(sys.executable, tmp_path).path == sys.executable
+
+
+def test_what_an_environment_is_built_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "_needs", lambda: ["psutil"])
+    home = tmp_path / "home"
+    for name in ("requirements.txt", "constraints.txt", "pyproject.toml"):
+        (tmp_path / name).touch()
+
+    def calls(*locks: str) -> list[list[str]]:
+        made = environments._commands(tmp_path, locks, home)
+        assert made[0][1:] == ["-m", "venv", str(home)]
+        return [command[6:] for command in made[1:]]
+
+    assert calls("requirements.txt") == [["-r", "requirements.txt"], ["psutil"]]
+    assert calls("requirements.txt", "gone/requirements.txt") == [["-r", "requirements.txt"], ["psutil"]]
+    assert calls("constraints.txt") == [[".", "-c", "constraints.txt"], ["psutil", "-c", "constraints.txt"]]
+    assert environments.can_build(["requirements-dev.txt"])
+    assert not environments.can_build(["poetry.lock", "environment.yml"])
+
+
+def test_an_environment_that_cannot_be_built_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = [sys.executable, "-c", "import sys; sys.exit('begin\\nERROR: No matching distribution found for x')"]
+    monkeypatch.setattr(environments, "_commands", lambda *_: [fails])
+    (tmp_path / "requirements.txt").touch()
+    with pytest.raises(UsageError, match=r"cannot be built .*No matching distribution found for x\): name one"):
+        environments.build(tmp_path, ["requirements.txt"], tmp_path / "out", lambda text: None)
+
+
+@pytest.mark.slow
+def test_a_revision_with_another_lock_file_runs_in_an_environment_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_fettle
+) -> None:
+    """The dependency makes the model wait 20 ms in place of 1 ms; it is not installed here."""
+    monkeypatch.chdir(tmp_path)
+
+    def git(*arguments: str) -> None:
+        names = ["-c", "user.name=n", "-c", "user.email=n@example.org", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *names, *arguments], check=True, capture_output=True)
+
+    wheel = _wheel(tmp_path, "dependency", "1.0", **{"dependency.py": "SECONDS = 0.02\n"})
+    here = "\n".join(path for path in sys.path if path and Path(path).is_dir())
+    ours = _wheel(tmp_path, "ours", "1.0", **{"ours.pth": here + "\n"})  # torch and the rest are not installed again
+    monkeypatch.setattr(environments, "_needs", lambda: [str(tmp_path / ours)])
+    (tmp_path / "model.py").write_text(MODEL)
+    git("init", "-q")
+    for text in (f"./{wheel}\n", "# nothing any more\n"):
+        (tmp_path / "requirements.txt").write_text(text)
+        git("add", "model.py", "requirements.txt", wheel), git("commit", "-qm", text)
+    for _ in range(2):  # the second finds the environment that the first built
+        said = run_fettle("bench", "model.py", "--against", "HEAD~1", "--processes", "2", "--json")
+        assert said.code == 0, said.err
+        found = json.loads(said.out)
+        assert found["judged"][0]["change"]["high"] < 0.3
+        assert any("runs in the environment that it asks for" in note for note in found["notes"])
+    said = run_fettle("bench", "model.py", "--against", "HEAD~1", "--processes", "2", "--json", "--same-environment")
+    found = json.loads(said.out)
+    assert found["judged"][0]["change"]["high"] > 0.5
+    assert any("all run in this environment" in note for note in found["notes"])
