@@ -110,15 +110,15 @@ def check(
 
     A recipe file names the workload that it was found on: `UsageError` for another one, unless `force`.
     """
-    found = read_recipe(recipe)
-    kept = found.evidence.get("limits")
+    file = read_recipe(recipe)
+    kept = file.evidence.get("limits")
     limits = (
         None if kept is None else Limits(**{name: kept.get(name) for name in _JUDGED}, exact=bool(kept.get("exact")))
     )
     rules = Rules(settle_verdicts=True, max_rounds=48, replicates=REPLICATES, most_replicates=MOST_REPLICATES)
-    fingerprint = "" if force else found.workload.get("fingerprint", "")
+    fingerprint = "" if force else file.workload.get("fingerprint", "")
     return _race(
-        workload_of(model, inputs, call, None, mode), [found], rules, limits, budget_s, fingerprint, on_progress
+        workload_of(model, inputs, call, None, mode), [file], rules, limits, budget_s, fingerprint, on_progress
     )
 
 

@@ -30,7 +30,7 @@ def check_writable(*paths: str | os.PathLike[str] | None) -> None:
 
     None is not a file. Nothing is written; a folder that is not there is not an error, because writing makes it.
     """
-    for path in (Path(given).absolute() for given in paths if given is not None):
+    for path in (Path(path).absolute() for path in paths if path is not None):
         try:
             if path.is_dir():
                 raise UsageError(f"cannot write {path}: it is a folder")

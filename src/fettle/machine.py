@@ -79,13 +79,13 @@ def this_machine() -> Machine:
 
 def installed() -> dict[str, str]:
     """Versions of the libraries that decide what is measured, of those that are installed. None is imported."""
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def find_libraries() -> dict[str, str]:
@@ -95,7 +95,7 @@ def find_libraries() -> dict[str, str]:
         return {}
     cache = _linker_cache()
     library, version = platform.libc_ver()
-    found = {library: version} if library == "glibc" else {}
+    libraries = {library: version} if library == "glibc" else {}
     for name, files in _ALLOCATORS.items():
         for file in files:
             path = cache.get(file) or next(
@@ -103,9 +103,9 @@ def find_libraries() -> dict[str, str]:
                 "",
             )
             if path:
-                found[name] = path
+                libraries[name] = path
                 break
-    return found
+    return libraries
 
 
 @lru_cache

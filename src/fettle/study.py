@@ -61,7 +61,7 @@ def _lasting(call: Callable[Concatenate[Study, _P], _R]) -> Callable[Concatenate
     """Ask a server again while it is away, for `OUTAGE_S` at most."""
 
     @functools.wraps(call)
-    def asked(self: Study, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def asking(self: Study, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         end = time.monotonic() + (0 if self.is_file else OUTAGE_S)
         while True:
             try:
@@ -71,7 +71,7 @@ def _lasting(call: Callable[Concatenate[Study, _P], _R]) -> Callable[Concatenate
                     raise
                 time.sleep(1.0)
 
-    return asked
+    return asking
 
 
 class Study:
@@ -83,7 +83,7 @@ class Study:
         self._owner = f"{platform.node()}:{os.getpid()}:{secrets.token_hex(3)}"
         self._claims: dict[Recipe, int] = {}
         """What this process is about to measure, and the number that Optuna's storage has for each trial."""
-        self._seen: dict[int, float] = {}
+        self._first_seen: dict[int, float] = {}
         """When a claim without a heartbeat was first seen, by the number of its trial."""
         self._ended: threading.Event | None = None
 
@@ -216,21 +216,21 @@ class Study:
         error = trial.accuracy.error
         values = None if failed else [trial.time_ms / trial.samples, error if math.isfinite(error) else 1e9]
         state = TrialState.FAIL if failed else TrialState.COMPLETE
-        told = {"recipe": str(trial.recipe), "status": trial.status, "reason": trial.reason,
-                _HOST: platform.node(), _TRIAL: json.dumps(trial.to_json())}  # fmt: skip
+        summary = {"recipe": str(trial.recipe), "status": trial.status, "reason": trial.reason,
+                   _HOST: platform.node(), _TRIAL: json.dumps(trial.to_json())}  # fmt: skip
         # Optuna's own mark for a trial that breaks a constraint: positive means infeasible.
         constraints = [1.0 if trial.status == "rejected" else 0.0]
         if trial.recipe in self._claims:
             storage, number = self._study._storage, self._claims[trial.recipe]
             with contextlib.suppress(UpdateFinishedTrialError):
                 storage.set_trial_system_attr(number, "constraints", constraints)
-                for key, value in told.items():
+                for key, value in summary.items():
                     storage.set_trial_user_attr(number, key, value)
                 storage.set_trial_state_values(number, state, values)
             del self._claims[trial.recipe]
             return
         kept = create_trial(state=state, values=values, **_levels(trial.recipe, facts),
-                            user_attrs={**told, _MACHINE: self._machine_id},
+                            user_attrs={**summary, _MACHINE: self._machine_id},
                             system_attrs={"constraints": constraints})  # fmt: skip
         if kept.datetime_complete and math.isfinite(trial.seconds):  # a timeline without this has points, not bars
             kept.datetime_start = kept.datetime_complete - datetime.timedelta(seconds=trial.seconds)
@@ -322,7 +322,7 @@ class Study:
         for trial in self._ours():
             if trial.state.is_finished() or trial._trial_id in self._claims.values():
                 continue
-            waited_s = now - self._seen.setdefault(trial._trial_id, now)
+            waited_s = now - self._first_seen.setdefault(trial._trial_id, now)
             ours = trial.user_attrs.get(_OWNER) == self._owner
             if ours or (trial.state == TrialState.WAITING and waited_s > GRACE_S):
                 with contextlib.suppress(UpdateFinishedTrialError):

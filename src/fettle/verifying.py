@@ -16,7 +16,7 @@ from fettle.workload import Target
 
 def verify(
     target: str | Target,
-    found: Sequence[Finding],
+    findings: Sequence[Finding],
     facts: Facts,
     *,
     budget_s: float = 180.0,
@@ -29,7 +29,7 @@ def verify(
     first = preconditions(facts)
     answers: list[Verified] = []
     able: dict[Recipe, Finding] = {}
-    for finding in found:
+    for finding in findings:
         recipe = canonical(Recipe({**first.levels, **for_parts(finding.levels, facts)}))
         if not finding.levels or finding.bound <= 0 or recipe in able:
             continue

@@ -205,7 +205,7 @@ def test_what_lies_between_two_commits_and_what_the_working_tree_is(git: Git, tm
         ("--against v1 --json --markdown", "choose --json or --markdown"),
         ("--bisect v1", "write GOOD..BAD"),
         ("--bisect v1..v2 --against v1", "leave --against"),
-        ("--bisect v2..v1", "is no ancestor of"),
+        ("--bisect v2..v1", "is not an ancestor of"),
         ("--fail-slower 3%", "--fail-slower is for a gate"),
         ("--markdown", "--markdown is for a gate"),
     ],

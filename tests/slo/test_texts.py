@@ -131,14 +131,14 @@ class Server:
         self.slower, self.rates = slower, []
 
     async def test(self, search, served, setting, rate, seconds):
-        search.found.scale, kept = dict.fromkeys(search.found.scale, self.slower), search.found.scale
+        search.result.scale, kept = dict.fromkeys(search.result.scale, self.slower), search.result.scale
         tables = search._tables(setting)
-        search.found.scale = kept
+        search.result.scale = kept
         due = np.arange(400) / rate
-        seen = simulate_texts(due, search.found.prompts, search.found.outputs, setting.rows, setting.chunk, tables)
-        limits = search.found.limits
+        seen = simulate_texts(due, search.result.prompts, search.result.outputs, setting.rows, setting.chunk, tables)
+        limits = search.result.limits
         expected = simulate_texts(
-            due, search.found.prompts, search.found.outputs, setting.rows, setting.chunk, search._tables(setting)
+            due, search.result.prompts, search.result.outputs, setting.rows, setting.chunk, search._tables(setting)
         )  # fmt: skip
         self.rates.append((setting, rate))
         times = {"ttft_ms": {"p99": 1.0}, "itl_ms": {"p99": 1.0}, "tokens_per_s": 1.0}

@@ -159,7 +159,7 @@ def test_a_ray_job_is_a_program(gpus: int) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["cloud"], "'cloud' is no cluster"),
+        (["cloud"], "'cloud' is not a cluster"),
         (["slurm", "--study=../x"], "letters, digits"),
         (["slurm", "--storage=study.db"], "cannot share a file, name a server"),
         (["ray", "--storage=postgresql://fettle:secret@db/studies"], "its password would stand in the job"),

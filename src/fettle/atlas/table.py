@@ -185,7 +185,7 @@ def checked(rows: Sequence[dict[str, Any]], name: str) -> list[Row]:
             found.append(msgspec.convert(plain, Row))
             _sensible(found[-1])
         except (msgspec.ValidationError, UsageError) as error:
-            raise UsageError(f"{name}: row {number} is no trial: {error}") from error
+            raise UsageError(f"{name}: row {number} is not a trial: {error}") from error
     return found
 
 

@@ -46,7 +46,7 @@ def renewed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     if args[:1] == ["serve"] and len(args) > 1 and args[1] not in known | {"-h", "--help"}:
         args.insert(1, "run")  # `fettle serve PACKAGE` is not old: it is short
     command = " ".join(args[: 2 if args[:1] == ["serve"] else 1])
-    found: list[str] = []
+    rewritten: list[str] = []
     for index, arg in enumerate(args):
         name, equals, value = arg.partition("=")
         following = value if equals else args[index + 1] if index + 1 < len(args) else ""
@@ -57,8 +57,8 @@ def renewed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             spelled = ["--storage"]
         if spelled:
             said.append(f"{name} is now {' '.join(spelled)}")
-        found += [*spelled[:-1], spelled[-1] + equals + value] if spelled else [arg]
-    return found, said
+        rewritten += [*spelled[:-1], spelled[-1] + equals + value] if spelled else [arg]
+    return rewritten, said
 
 
 _SPELLED = {"max_file_bytes": "max_file_size"}

@@ -75,46 +75,46 @@ def share(text: str, option: str) -> float:
 def devices(texts: str | Sequence[str] | None, also: Sequence[str] = ()) -> list[str]:
     """The devices of a ``--device cpu``, ``--device cuda:0,cuda:1`` or one that is repeated; `also` are other words."""
     values = [texts] if isinstance(texts, str) else texts or ()
-    found = [name.strip() for text in values if text for name in text.split(",")]
-    for name in found:
+    names = [name.strip() for text in values if text for name in text.split(",")]
+    for name in names:
         if name not in also and not _DEVICE.fullmatch(name):
             raise UsageError(f"--device {name}: write {', '.join((*also, 'cpu', 'cuda'))} or cuda:0")
-    return found
+    return names
 
 
 def one_device(text: str, also: Sequence[str] = ()) -> str:
     """The same where there can be one only."""
-    found = devices(text, also)
-    if len(found) != 1:
+    names = devices(text, also)
+    if len(names) != 1:
         raise UsageError(f"--device {text}: name one device")
-    return found[0]
+    return names[0]
 
 
 def outputs(paths: Sequence[Path] | None, *suffixes: str, folder: bool = False) -> dict[str, Path]:
     """What each ``--output`` is for, by suffix; without any it is the `folder` (key ``""``), if there can be one."""
     known = (*suffixes, *([""] if folder else []))
-    found: dict[str, Path] = {}
+    by_suffix: dict[str, Path] = {}
     for path in paths or ():
         suffix = path.suffix.lower() if path.suffix.lower() in suffixes or not folder else ""
         if suffix not in known:
             raise UsageError(f"--output {path}: name a file that ends in {' or '.join(suffixes)}")
-        if suffix in found:
-            raise UsageError(f"--output {path}: {found[suffix]} is named for the same")
-        found[suffix] = path
-    return found
+        if suffix in by_suffix:
+            raise UsageError(f"--output {path}: {by_suffix[suffix]} is named for the same")
+        by_suffix[suffix] = path
+    return by_suffix
 
 
 def technique_levels(options: Sequence[str]) -> dict[str, list[str]]:
     """``["precision=fp32,bf16", "compile=off"]`` as levels by technique."""
-    found: dict[str, list[str]] = {}
+    chosen: dict[str, list[str]] = {}
     for option in options:
         name, equals, levels = option.partition("=")
         if not equals or not name.strip() or not levels.strip(" ,"):
             raise UsageError(
                 f"--technique {option!r}: write NAME=LEVEL or NAME=LEVEL,LEVEL, for example precision=bf16"
             )
-        found.setdefault(name.strip(), []).extend(level.strip() for level in levels.split(",") if level.strip())
-    return found
+        chosen.setdefault(name.strip(), []).extend(level.strip() for level in levels.split(",") if level.strip())
+    return chosen
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:

@@ -48,7 +48,7 @@ def after_spoilers(show: Callable[[Any], None]) -> Callable[[Any], None]:
             from fettle.doctor import spoilers
 
             for finding in spoilers():
-                print(f"fettle: {finding.seen} {finding.why} Mend it: {finding.mend}", file=sys.stderr)
+                print(f"fettle: {finding.seen} {finding.why} Fix: {finding.mend}", file=sys.stderr)
         show(event)
 
     return told

@@ -146,10 +146,10 @@ def _best(rows: Sequence[Row]) -> list[dict[str, Any]]:
              "low": row.low, "high": row.high} for _, row in sorted(best.items())]  # fmt: skip
 
 
-def _plain(found: Sequence[Effect] | Sequence[Pair]) -> list[dict[str, Any]]:
+def _plain(effects: Sequence[Effect] | Sequence[Pair]) -> list[dict[str, Any]]:
     from fettle.files import plain
 
-    return [{"name": one.name, **plain(one)} for one in found]
+    return [{"name": one.name, **plain(one)} for one in effects]
 
 
 def _print_contents(console: Console, rows: Sequence[Row]) -> None:

@@ -144,21 +144,21 @@ def _gate(target: str, against: str, against_python: str, settings: Settings, as
     from fettle.report import progress
 
     with progress(quiet=as_json) as show:
-        found = gate(target, against, against_python=against_python, settings=settings, on_progress=show)
+        gated = gate(target, against, against_python=against_python, settings=settings, on_progress=show)
 
     def say(console: Any) -> None:
-        console.print(headline(found), markup=False, soft_wrap=True)
-        if found.judged:
-            _show.print_table(console, table(found))
-        for line in lines(found):
+        console.print(headline(gated), markup=False, soft_wrap=True)
+        if gated.judged:
+            _show.print_table(console, table(gated))
+        for line in lines(gated):
             console.print(line, markup=False, soft_wrap=True)
 
     if as_markdown:
-        print(markdown(found))
+        print(markdown(gated))
     else:
-        _show.answer(as_json, lambda: gate_json(found), say, settings.output / "gate.html")
-    if found.verdict != "within":
-        raise typer.Exit(1 if found.verdict == "worse" else CANNOT_TELL)
+        _show.answer(as_json, lambda: gate_json(gated), say, settings.output / "gate.html")
+    if gated.verdict != "within":
+        raise typer.Exit(1 if gated.verdict == "worse" else CANNOT_TELL)
 
 
 def _bisect(target: str, text: str, settings: Settings, as_json: bool, as_markdown: bool) -> None:
@@ -169,17 +169,17 @@ def _bisect(target: str, text: str, settings: Settings, as_json: bool, as_markdo
     if not good or not dots or bad.startswith("."):
         raise UsageError(f"--bisect {text!r}: write GOOD..BAD, for example v1.2..HEAD")
     with progress(quiet=as_json) as show:
-        found = bisect(target, good, bad or "HEAD", settings, show)
+        bisection = bisect(target, good, bad or "HEAD", settings, show)
 
     def say(console: Any) -> None:
-        for line in bisection_lines(found):
+        for line in bisection_lines(bisection):
             console.print(line, markup=False, soft_wrap=True)
 
     if as_markdown:
-        print(bisection_markdown(found))
+        print(bisection_markdown(bisection))
     else:
-        _show.answer(as_json, lambda: bisection_json(found), say, settings.output / "gate.html")
-    if not found.found and found.steps[0].verdict != "fast":
+        _show.answer(as_json, lambda: bisection_json(bisection), say, settings.output / "gate.html")
+    if not bisection.found and bisection.steps[0].verdict != "fast":
         raise typer.Exit(CANNOT_TELL)
 
 

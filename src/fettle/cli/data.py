@@ -122,5 +122,5 @@ def _print(result: PipelineResult, busy: str, console: Console) -> None:
         console.print(f"\n[yellow]{escape(lint.says)}[/] {escape(lint.evidence)}\n  → {escape(lint.advice)}")
     for note in result.notes:
         console.print(f"[dim]{escape(note)}[/]")
-    if result.best.setting != result.given.setting:
+    if result.best.setting != result.as_given.setting:
         console.print(f"\n{escape(result.code)}", style="green", soft_wrap=True)

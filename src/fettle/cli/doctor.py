@@ -85,21 +85,21 @@ def command(
             program = this_program(find_target(target).make())
             here = replace(here, program=program, variables=dict(os.environ))
             target = ""
-        found = [finding for finding in examine(here) if finding.check not in left_out]
+        findings = [finding for finding in examine(here) if finding.check not in left_out]
     age = (here.today - known.checked).days
     data = {
-        "findings": found, "checks": len(CHECKS) - len(left_out), "ignored": left_out,
+        "findings": findings, "checks": len(CHECKS) - len(left_out), "ignored": left_out,
         "advisories": {"checked": str(known.checked), "age_days": age, "releases": len(known.advisory)},
     }  # fmt: skip
-    _show.answer(as_json, lambda: data, lambda console: _print(console, found))
+    _show.answer(as_json, lambda: data, lambda console: _print(console, findings))
     if not as_json:
         counts = [f"{count} {level}{'s' if count > 1 else ''}" for level in LEVELS
-                  if (count := sum(finding.level == level for finding in found))]  # fmt: skip
+                  if (count := sum(finding.level == level for finding in findings))]  # fmt: skip
         said = ", ".join(counts) or "Nothing found"
         print(f"{said}: {data['checks']} checks; compromised releases known up to {known.checked} ({age} days ago).")
         if target:
             print(f"{target} was not built, because a compromised release is installed.")
-    _leave(found, fail_on)
+    _leave(findings, fail_on)
 
 
 def _audit(lock: Path, known: Advisories, fail_on: str, as_json: bool) -> None:
@@ -119,15 +119,15 @@ def _audit(lock: Path, known: Advisories, fail_on: str, as_json: bool) -> None:
     _leave(found, fail_on)
 
 
-def _leave(found: list[Finding], fail_on: str) -> None:
+def _leave(findings: list[Finding], fail_on: str) -> None:
     from fettle.doctor import LEVELS
 
     worst = LEVELS.index(fail_on) if fail_on != "never" else -1
-    _show.leave(missed=any(LEVELS.index(finding.level) <= worst for finding in found))
+    _show.leave(missed=any(LEVELS.index(finding.level) <= worst for finding in findings))
 
 
-def _print(console: Console, found: list[Finding]) -> None:
-    for finding in found:
+def _print(console: Console, findings: list[Finding]) -> None:
+    for finding in findings:
         style = _STYLES[finding.level]
         console.print(f"[{style}]{finding.level}[/] [bold]{escape(finding.seen)}[/]", soft_wrap=True)
         console.print(f"  {escape(finding.why)} [dim]{finding.check}[/]", soft_wrap=True)

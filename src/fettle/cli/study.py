@@ -165,11 +165,11 @@ def command(
         if enqueue:
             _enqueue(targets or [], settings, as_json)
             return
-        told = storage is not None and study is not None and not targets
-        done = stored(settings) if told else measured(targets or [], settings, agreed=yes, quiet=as_json)
+        from_storage = storage is not None and study is not None and not targets
+        done = stored(settings) if from_storage else measured(targets or [], settings, agreed=yes, quiet=as_json)
         table = done.table
     name = from_csv.name if from_csv is not None else f"{done.design if done else design} of {', '.join(table.groups)}"
-    tell(folder, wanted, name, table, done, theirs, as_json)
+    show(folder, wanted, name, table, done, theirs, as_json)
 
 
 def places(output: Sequence[Path] | None, default: Path) -> tuple[Path, dict[str, Path]]:
@@ -198,7 +198,7 @@ def _enqueue(targets: Sequence[str], settings: Settings, as_json: bool) -> None:
     )
 
 
-def tell(
+def show(
     folder: Path, wanted: dict[str, Path], name: str, table: Table, done: Done | None, theirs: Mapping[str, float],
     as_json: bool,
 ) -> None:  # fmt: skip
@@ -236,16 +236,16 @@ def measured(targets: Sequence[str], settings: Settings, *, agreed: bool, quiet:
 
 def _arguments(options: Sequence[str]) -> dict[str, list[str]]:
     """``["batch=1,4,16"]`` as values by argument."""
-    found: dict[str, list[str]] = {}
+    arguments: dict[str, list[str]] = {}
     for option in options:
         name, equals, values = option.partition("=")
         levels = list(dict.fromkeys(value.strip() for value in values.split(",") if value.strip()))
-        if not equals or not name.strip().isidentifier() or len(levels) < 2 or name.strip() in found:
+        if not equals or not name.strip().isidentifier() or len(levels) < 2 or name.strip() in arguments:
             raise UsageError(
                 f"--factor {option!r}: write NAME=VALUE,VALUE once for each argument, for example batch=1,4"
             )
-        found[name.strip()] = levels
-    return found
+        arguments[name.strip()] = levels
+    return arguments
 
 
 def _limit_bytes(text: str) -> float:

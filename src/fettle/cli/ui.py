@@ -41,15 +41,15 @@ def command(
     from fettle.ui import Site, address_of, inventory, serve
 
     if as_json:
-        found = inventory(folder)
+        contents = inventory(folder)
         _show.answer(
-            True, lambda: {"folder": str(found.folder), "items": found.items, "cut": found.cut}, lambda _: None
+            True, lambda: {"folder": str(contents.folder), "items": contents.items, "cut": contents.cut}, lambda _: None
         )
         return
     site = Site(folder)
     with serve(site, port) as server:
         print(
-            f"{folder}: {len(site.found().items)} things found. Open (Ctrl-C ends it):\n{address_of(server)}",
+            f"{folder}: {len(site.contents().items)} things found. Open (Ctrl-C ends it):\n{address_of(server)}",
             flush=True,
         )
         with _opened(address_of(server)) if browser and _has_desktop() else nullcontext():

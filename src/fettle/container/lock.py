@@ -26,7 +26,7 @@ _TIMEOUT_S = 600
 def closure(roots: Iterable[str]) -> dict[str, str]:
     """Versions here of these requirements and all that they need, by canonical name. Those that are not installed are
     left out, but for the roots themselves: `UsageError`."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
     queue = [(Requirement(root), True) for root in roots]
     while queue:
@@ -38,7 +38,7 @@ def closure(roots: Iterable[str]) -> dict[str, str]:
             if is_root:
                 raise UsageError(f"{wanted.name} is not installed here, and the image needs it") from error
             continue
-        found[name] = distribution.version
+        versions[name] = distribution.version
         for extra in ["", *wanted.extras]:
             if (name, extra) in seen:
                 continue
@@ -51,7 +51,7 @@ def closure(roots: Iterable[str]) -> dict[str, str]:
                 # without an extra a marker that names one is false; with one those without any are known already
                 if needed.marker is None or needed.marker.evaluate({"extra": extra}):
                     queue.append((needed, False))
-    return dict(sorted(found.items()))
+    return dict(sorted(versions.items()))
 
 
 def torch_index(version: str) -> str:

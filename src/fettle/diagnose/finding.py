@@ -97,9 +97,9 @@ class Verified:
         return None if self.speedup is None else keeps(self.finding.bound, self.speedup, self.before)
 
 
-def advice(found: Iterable[Finding]) -> list[Advice]:
+def advice(findings: Iterable[Finding]) -> list[Advice]:
     """What findings advise a study to try, before it has."""
-    return [Advice(f.rule, f.says, dict(f.levels), f.bound) for f in found if f.levels and f.bound > 0]
+    return [Advice(f.rule, f.says, dict(f.levels), f.bound) for f in findings if f.levels and f.bound > 0]
 
 
 def brought(advised: Iterable[Advice], trials: Iterable[Trial]) -> list[Advice]:

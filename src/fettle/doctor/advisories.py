@@ -59,7 +59,7 @@ def shipped_advisories() -> Advisories:
 
 
 def read_advisories(path: Path) -> Advisories:
-    """Read a file of them, which may come from anywhere. Raises `UsageError` where it is none."""
+    """Read a file of them, which may come from anywhere. Raises `UsageError` where it is not one."""
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
@@ -68,10 +68,10 @@ def read_advisories(path: Path) -> Advisories:
     if len(content) > _MOST_BYTES:
         raise UsageError(f"{path} is larger than {_MOST_BYTES >> 20} MiB: no list of advisories")
     try:
-        found = toml.decode(content, type=Advisories)
+        advisories = toml.decode(content, type=Advisories)
     except (ValidationError, DecodeError, ValueError, RecursionError, OverflowError) as error:
         said = re.sub(r"[^\x20-\x7e]+", " ", str(error))[:200]
-        raise UsageError(f"{path} is no list of advisories: {said}") from error
-    if found.checked == date.min:
-        raise UsageError(f"{path} is no list of advisories: it does not say when it was `checked`")
-    return found
+        raise UsageError(f"{path} is not a list of advisories: {said}") from error
+    if advisories.checked == date.min:
+        raise UsageError(f"{path} is not a list of advisories: it does not say when it was `checked`")
+    return advisories

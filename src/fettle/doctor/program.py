@@ -31,7 +31,7 @@ class Model:
     dtypes: tuple[str, ...] = ()
     """Of its parameters: ``float32``."""
     odd: tuple[str, ...] = ()
-    """Linear layers with a side that is no multiple of 8."""
+    """Linear layers with a side that is not a multiple of 8."""
     tiny: float = 0.0
     """Share of its weights that are denormal numbers."""
     deprecated: tuple[str, ...] = ()

@@ -29,8 +29,8 @@ _PINNED = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^]]*\])?\s*===?\s*(
 
 def locked(text: str) -> tuple[Package, ...]:
     """The distributions that a lock pins (``name==version``: requirements, constraints), whatever else a line says."""
-    found = [match for line in text.splitlines() if (match := _PINNED.match(line.strip()))]
-    return tuple(Package(re.sub(r"[-_.]+", "-", match[1]).lower(), match[2]) for match in found)
+    matches = [match for line in text.splitlines() if (match := _PINNED.match(line.strip()))]
+    return tuple(Package(re.sub(r"[-_.]+", "-", match[1]).lower(), match[2]) for match in matches)
 
 
 def compromised(here: Environment) -> Iterator[tuple[Advisory, Package]]:
@@ -55,9 +55,9 @@ def compromised_release(here: Environment) -> Iterator[Finding]:
 def pinned(here: Environment, lock: str) -> Iterator[Finding]:
     """The same of what a lock pins: its packages, as `locked` reads them, are those of `here`."""
     for advisory, package in compromised(here):
-        found = _compromise(advisory, f"{package.name} {package.version}, pinned by {lock},", "",
-                            f"pin another release of {package.name} in {lock}; {_REBUILD}")  # fmt: skip
-        yield replace(found, check=compromised_release.name)
+        finding = _compromise(advisory, f"{package.name} {package.version}, pinned by {lock},", "",
+                              f"pin another release of {package.name} in {lock}; {_REBUILD}")  # fmt: skip
+        yield replace(finding, check=compromised_release.name)
 
 
 def _compromise(advisory: Advisory, what: str, more: str, mend: str) -> Finding:

@@ -161,11 +161,11 @@ class Ground:
         if new.status == "failed":
             return []
         settings, processes = self.settings, min(old.processes, new.processes)
-        found = [judge("time", slowdown(new.speedup), settings.fail_slower, processes)]
+        judged = [judge("time", slowdown(new.speedup), settings.fail_slower, processes)]
         if settings.fail_memory is not None:
             change = more_memory(old, new, self._alpha)
-            found.append(judge("memory", change, settings.fail_memory, processes))
-        return found
+            judged.append(judge("memory", change, settings.fail_memory, processes))
+        return judged
 
     @property
     def _alpha(self) -> float:
@@ -199,8 +199,8 @@ def ground_for(target: str, settings: Settings, on_progress: OnProgress) -> Grou
     for path in settings.links:
         if not path.exists():
             raise UsageError(f"`link`: there is no {path}")
-    found = find_target(target)
-    return Ground(found, settings, on_progress, settings.output, found.name)
+    workload = find_target(target)
+    return Ground(workload, settings, on_progress, settings.output, workload.name)
 
 
 def repository_for(ground: Ground) -> Repository:
@@ -235,8 +235,8 @@ def interpreter(path: str) -> str:
     """The Python of another environment, from its path or that of its folder. Raises `UsageError` where it cannot
     run what is measured here."""
     place = Path(path).expanduser()
-    found = place / "bin" / "python" if place.is_dir() else place
-    executable = shutil.which(str(found.absolute() if os.sep in path or place.exists() else found))
+    python = place / "bin" / "python" if place.is_dir() else place
+    executable = shutil.which(str(python.absolute() if os.sep in path or place.exists() else python))
     if executable is None:
         raise UsageError(f"`against_python`: there is no Python at {path}")
     code = "import fettle, msgspec, psutil, torch; print(fettle.__version__)"

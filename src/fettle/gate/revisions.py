@@ -30,15 +30,15 @@ class Repository:
     root: Path
 
     def resolve(self, revision: str) -> str:
-        """The commit that a revision names. Raises `UsageError` where there is none."""
+        """The commit that a revision names. Raises `UsageError` where there is no such commit."""
         if revision.startswith("-"):
             raise UsageError(f"{revision!r} is not a revision")
-        found = self._git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", check=False)
-        if not found:
+        resolved = self._git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", check=False)
+        if not resolved:
             shallow = self._git("rev-parse", "--is-shallow-repository", check=False) == "true"
             why = ": the clone is shallow, fetch the revision first (actions/checkout: fetch-depth: 0)"
             raise UsageError(f"there is no revision {revision!r} in {self.root}{why if shallow else ''}")
-        return found
+        return resolved
 
     def name(self, commit: str) -> str:
         """A commit's short hash and the first line of its message."""
@@ -62,7 +62,7 @@ class Repository:
     def between(self, good: str, bad: str) -> list[str]:
         """The commits after `good` up to `bad`, the oldest first, along first parents."""
         if not self._is_ancestor(good, bad):
-            raise UsageError(f"{self.name(good)!r} is no ancestor of {self.name(bad)!r}: nothing lies between them")
+            raise UsageError(f"{self.name(good)!r} is not an ancestor of {self.name(bad)!r}: nothing lies between them")
         return self._git("rev-list", "--reverse", "--first-parent", f"{good}..{bad}").splitlines()
 
     def submodules(self, commit: str) -> list[tuple[str, str]]:

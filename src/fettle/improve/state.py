@@ -27,8 +27,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """What it brought over the workload as given; of the input pipeline over the loader as given."""
     passes_on: str = ""
     """What it told the steps after it, for people."""
-    told: Mapping[str, Any] = {}
-    """The same as data."""
+    results: Mapping[str, Any] = msgspec.field(default_factory=dict, name="told")
+    """The same as data, `told` in the file."""
     files: Sequence[str] = ()
     """What it wrote, relative to the folder."""
     seconds: float = 0.0

@@ -30,7 +30,7 @@ class Line(msgspec.Struct):
 
 
 class Journal:
-    """Lines by question. `path` None keeps nothing. Raises `UsageError` for a file that is none, or is in use."""
+    """Lines by question. `path` None keeps nothing. Raises `UsageError` for a file that is not a journal or in use."""
 
     def __init__(self, path: Path | None, made_for: dict[str, Any]) -> None:
         self.lines: dict[str, Line] = {}

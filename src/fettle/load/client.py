@@ -55,7 +55,7 @@ def model_request(url: str, rows: int = 1, free: int = 16, seed: int = 0, token:
         base = f"{base}/v2/models/{names[0]}"
     said = get_json(base, headers)
     random = np.random.default_rng(seed)
-    given = []
+    tensors = []
     for spec in said.get("inputs", []):
         kind = TO_NUMPY.get(spec["datatype"])
         if kind is None:
@@ -67,8 +67,8 @@ def model_request(url: str, rows: int = 1, free: int = 16, seed: int = 0, token:
             array = random.standard_normal(shape).astype(kind)
         else:
             array = random.integers(0, 2, shape).astype(kind)  # good for masks, types and tokens alike
-        given.append((spec["name"], spec["datatype"], array))
-    return tensor_request(f"{base}/infer", given, headers)
+        tensors.append((spec["name"], spec["datatype"], array))
+    return tensor_request(f"{base}/infer", tensors, headers)
 
 
 def tensor_request(url: str, tensors: Sequence[tuple[str, str, Any]], headers: dict[str, str]) -> Request:

@@ -220,7 +220,7 @@ class _Load:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _asked(self) -> tuple[_Array, _Array, float, float]:
+    def _due(self) -> tuple[_Array, _Array, float, float]:
         """Of an open loop: the requests that were due in the steady part, their statuses, its first and last moment."""
         rows = sorted(self.rows)
         table, status = np.array([row[:3] for row in rows]), np.array([row[3] for row in rows])
@@ -266,7 +266,7 @@ class _Load:
         """The steady part: a prefix is left out that makes the mean surer without it (MSER)."""
         if not self.rows:
             return Run(mode, 0.0, 0.0, np.array([]), limit_s=self.limit_s, void="nothing was answered")
-        table, status, first, end = self._asked() if mode == "open" else self._answered()
+        table, status, first, end = self._due() if mode == "open" else self._answered()
         good = status == 200
         span = max(end - first, 1e-9)
         if mode == "open" and len(table) > 1:

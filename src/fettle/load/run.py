@@ -130,13 +130,13 @@ class Run:
 
     def ttft_s(self, percent: float) -> float:
         """Percentile of the time to a text's first token; NaN where there is none."""
-        found = [text.ttft_s for text in self.texts]
-        return float(np.percentile(found, percent)) if found else math.nan
+        times = [text.ttft_s for text in self.texts]
+        return float(np.percentile(times, percent)) if times else math.nan
 
     def itl_s(self, percent: float) -> float:
         """Percentile of the time between two tokens, of all gaps of all texts; NaN where there is none."""
-        found = np.concatenate([text.heard.gaps_s for text in self.texts]) if self.texts else np.array([])
-        return float(np.percentile(found, percent)) if len(found) else math.nan
+        gaps = np.concatenate([text.heard.gaps_s for text in self.texts]) if self.texts else np.array([])
+        return float(np.percentile(gaps, percent)) if len(gaps) else math.nan
 
     @property
     def tokens_per_s(self) -> float:
@@ -177,15 +177,15 @@ class Run:
 
         A percentile is left out where a stretch would hold too few answers to have it.
         """
-        found: dict[str, list[float]] = {"p50_ms": [], "p99_ms": [], "throughput": []}
+        figures: dict[str, list[float]] = {"p50_ms": [], "p99_ms": [], "throughput": []}
         for percent in (50, 99):
             if len(self.latency_s) >= count * max(10.0, 1.0 / (1.0 - percent / 100.0)):
                 parts = np.array_split(self.latency_s, count)
-                found[f"p{percent}_ms"] = [float(np.percentile(part, percent)) * 1e3 for part in parts]
+                figures[f"p{percent}_ms"] = [float(np.percentile(part, percent)) * 1e3 for part in parts]
         if len(self.done_s) >= 10 * count:
             edges = np.linspace(self.done_s.min(), self.done_s.max() + 1e-9, count + 1)
-            found["throughput"] = (np.histogram(self.done_s, edges)[0] / np.diff(edges)).tolist()
-        return found
+            figures["throughput"] = (np.histogram(self.done_s, edges)[0] / np.diff(edges)).tolist()
+        return figures
 
     @property
     def little(self) -> float:

@@ -69,9 +69,9 @@ def compare(outputs: Outputs, reference: Outputs) -> Accuracy:
     return Accuracy(error, cosine, max_abs, agreement, finite=True, judged_batches=1)
 
 
-def worst(found: Iterable[Accuracy]) -> Accuracy:
+def worst(accuracies: Iterable[Accuracy]) -> Accuracy:
     """The worst of several batches, measure by measure; the first problem stands."""
-    batches = list(found)
+    batches = list(accuracies)
     problem = next((item.problem for item in batches if item.problem), "")
     if not batches or problem:
         return Accuracy(problem=problem or "no batch was judged", judged_batches=len(batches))

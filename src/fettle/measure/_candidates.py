@@ -80,7 +80,7 @@ class Runner:
 
 @dataclass
 class Started:
-    """A candidate in the race: its processes, the first of which speaks for all where they cannot differ."""
+    """A candidate in the race: its processes, the first of which stands for all where they cannot differ."""
 
     runners: list[Runner]
     live: bool = True
@@ -280,11 +280,11 @@ class Start:
         if _ROWS_TURNS * len(wanted) * statistics.fmean(runner.turns_s) > left_s:
             return {}
         try:
-            found = runner.worker.ask(MeasureRows(wanted), RowsMeasured, self._timeout_s())
+            measured = runner.worker.ask(MeasureRows(wanted), RowsMeasured, self._timeout_s())
             runner.worker.pause()
         except WorkerError:  # it has been timed already; that more rows end it is no fault of what it was timed with
             return {}
-        return found.tokens_per_s
+        return measured.tokens_per_s
 
     def _timeout_s(self) -> float:
         left_s = self.rules.deadline - time.monotonic() + self.rules.grace_s

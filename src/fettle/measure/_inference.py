@@ -93,7 +93,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
         return _generation.prepare(state, request)
     workload = state.workload
     calibration = list(workload.calibration) or list(workload.inputs[:1])
-    with notes_kept() as told:
+    with notes_kept() as notes:
         started = time.perf_counter()
         later: list[Callable[[], None]] = []
         optimize = keep_converted(load(request.source, request.label), request.label, later)
@@ -135,9 +135,9 @@ def prepare(state: State, request: Prepare) -> Prepared:
         state.cycle = itertools.cycle(rotation(timed))
         _meters.trim()
         has_peak = _meters.reset_peak(state.device)
-        peak = settled(state, has_peak, told.lines)
-        told.lines += compiler_notes()
-    return prepared(state, optimize_s, first_call_s, accuracy, peak, rows * request.factor, told)
+        peak = settled(state, has_peak, notes.lines)
+        notes.lines += compiler_notes()
+    return prepared(state, optimize_s, first_call_s, accuracy, peak, rows * request.factor, notes)
 
 
 def rotation(batches: Sequence[Any]) -> list[list[Any]]:

@@ -41,7 +41,7 @@ class Load:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether what others took is negligible. What is not known speaks for quiet."""
+        """Whether what others took is negligible. What is not known counts as quiet."""
         return not (
             self.slept
             or (self.waits > QUIET_WAITS and not self.others <= WAITS_FOR_OTHERS)

@@ -195,17 +195,17 @@ def _is_settled(anchor: Started, started: Started, rules: Rules) -> bool:
     slower, faster = anchor.process_logs(), started.process_logs()
     replicated = min(len(slower), len(faster)) > 1
     alpha = 1 - rules.confidence if replicated else rules.alpha
-    found = _statistics.log_interval(log_ratios(anchor, started), alpha)
-    precise = found.high - found.low < 2 * math.log(1 + rules.indifference)
+    interval = _statistics.log_interval(log_ratios(anchor, started), alpha)
+    precise = interval.high - interval.low < 2 * math.log(1 + rules.indifference)
     if replicated:
         return precise or (rules.narrow > 0 and _statistics.is_exhausted(slower, faster, alpha, rules.narrow))
-    return precise and _statistics.verdict(_statistics.exp(found), rules.indifference) != "cannot tell"
+    return precise and _statistics.verdict(_statistics.exp(interval), rules.indifference) != "cannot tell"
 
 
 def _is_precise(anchor: Started, leader: Started, rules: Rules) -> bool:
     """Whether the leader's speed-up is known as well as the rules ask."""
-    found = _statistics.log_interval(log_ratios(anchor, leader), rules.alpha)
-    return rules.precision is None or (found.high - found.low) / 2 <= rules.precision
+    interval = _statistics.log_interval(log_ratios(anchor, leader), rules.alpha)
+    return rules.precision is None or (interval.high - interval.low) / 2 <= rules.precision
 
 
 def log_ratios(slower: Started, faster: Started) -> list[float]:

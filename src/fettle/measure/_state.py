@@ -63,8 +63,8 @@ def examine(state: State, request: Examine) -> Examined:
     module, _, name = request.function.partition(":")
     function = getattr(importlib.import_module(module), name)
     writes = {"path": request.path} if request.path else {}
-    found = function(state.workload, seconds=request.seconds, **writes)
-    return Examined(evidence=msgspec.Raw(msgspec.msgpack.encode(found)), load_s=state.load_s)
+    evidence = function(state.workload, seconds=request.seconds, **writes)
+    return Examined(evidence=msgspec.Raw(msgspec.msgpack.encode(evidence)), load_s=state.load_s)
 
 
 def rebase(state: State) -> None:
@@ -100,7 +100,7 @@ def settled(
 
 def prepared(
     state: State, optimize_s: float, first_call_s: float, accuracy: Accuracy, peak: int | None, samples: int,
-    told: Notes, phases_ms: Mapping[str, float] | None = None,
+    notes: Notes, phases_ms: Mapping[str, float] | None = None,
 ) -> Prepared:  # fmt: skip
     """What is reported of a recipe that is ready to be timed. On a CPU the peak is that above the loaded process."""
     if peak is not None and state.device != "cuda":
@@ -116,8 +116,8 @@ def prepared(
         gpu=_gpu_uuid() if state.device == "cuda" else "",
         call_ns=state.call_ns,
         samples=samples,
-        notes=list(dict.fromkeys(told.lines)),
-        learned=told.learned,
+        notes=list(dict.fromkeys(notes.lines)),
+        learned=notes.learned,
         phases_ms=phases_ms or {},
     )
 

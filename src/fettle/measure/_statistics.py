@@ -128,8 +128,8 @@ def is_exhausted(
     What rounds leave open of a process is how far one half of them is from the other: the variance of all is a quarter
     of that of the difference.
     """
-    found = replicate_interval(slower, faster, alpha)
-    if found.high - found.low < 2 * narrow:
+    interval = replicate_interval(slower, faster, alpha)
+    if interval.high - interval.low < 2 * narrow:
         return True
     odd, even = (
         _units(

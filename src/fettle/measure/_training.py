@@ -131,7 +131,7 @@ def reference(state: State, request: WriteReference) -> Reference:
 def prepare(state: State, request: Prepare) -> Prepared:
     """Train with a recipe's source from seed 0, judge its losses, warm up, and report what that took."""
     workload: TrainingWorkload = state.workload
-    with notes_kept() as told:
+    with notes_kept() as notes:
         started = time.perf_counter()
         train = load(request.source, request.label)
         torch.manual_seed(0)
@@ -155,10 +155,10 @@ def prepare(state: State, request: Prepare) -> Prepared:
         state.run, state.clock = lambda _: steps.step(), Clock(state.device)
         group = [None] * _pass_length(workload)
         state.cycle = itertools.repeat(group)
-        peak = settled(state, has_peak, told.lines)
+        peak = settled(state, has_peak, notes.lines)
         phases = steps.timeline(max(_TIMELINE_STEPS, len(group)))
-        told.lines += [*_collectives(steps), *compiler_notes()]
-    return prepared(state, optimize_s, first_call_s, accuracy, peak, workload.rows * request.factor, told, phases)
+        notes.lines += [*_collectives(steps), *compiler_notes()]
+    return prepared(state, optimize_s, first_call_s, accuracy, peak, workload.rows * request.factor, notes, phases)
 
 
 def plan(state: State, request: MakePlan) -> Planned:
@@ -216,11 +216,11 @@ def _collectives(steps: Steps) -> list[str]:
 
     with CommDebugMode() as counting:  # type: ignore[no-untyped-call]
         steps.step()
-    found: dict[str, int] = {}
+    by_name: dict[str, int] = {}
     for operator, count in counting.get_comm_counts().items():
         name = str(operator).rsplit(".", 1)[-1].strip("_")
-        found[name] = found.get(name, 0) + count
-    counts = ", ".join(f"{count} {name}" for name, count in sorted(found.items()))
+        by_name[name] = by_name.get(name, 0) + count
+    counts = ", ".join(f"{count} {name}" for name, count in sorted(by_name.items()))
     return [f"collectives a step: {counts or 'none seen'}"]
 
 

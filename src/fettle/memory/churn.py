@@ -60,13 +60,13 @@ def find_churn(snapshot: Snapshot, replay: Replay, steps: Steps) -> tuple[Churn,
     if len(freed) == 0:
         return _varying_shapes(snapshot, replay, steps, gained)
     causes = np.array([_cause(snapshot.stacks[stack]) for stack in trace.stack[freed].tolist()])
-    found = []
+    rows = []
     for cause in np.unique(causes).tolist():
         frees = freed[causes == cause]
         again = gained[gained > frees[0]]
         if len(again):  # else given back and not wanted again: that is what giving back is for
-            found.append(_churn(snapshot, replay, cause, frees, again))
-    return tuple(sorted(found, key=lambda churn: -churn.freed_bytes))
+            rows.append(_churn(snapshot, replay, cause, frees, again))
+    return tuple(sorted(rows, key=lambda churn: -churn.freed_bytes))
 
 
 def _churn(snapshot: Snapshot, replay: Replay, cause: str, frees: Ints, again: Ints) -> Churn:

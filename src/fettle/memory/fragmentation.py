@@ -103,7 +103,7 @@ def pools(snapshot: Snapshot, device: int) -> tuple[Pool, ...]:
     held = (segments.expandable | ~idle)[blocks.segment]
     keys = np.column_stack([segments.stream, segments.pool, segments.small.astype(np.int64)])
     here = segments.device == device
-    found = []
+    pools = []
     for kind in np.unique(keys[here], axis=0).tolist():
         chosen = here & (keys == kind).all(axis=1)
         mine = chosen[blocks.segment]
@@ -123,8 +123,8 @@ def pools(snapshot: Snapshot, device: int) -> tuple[Pool, ...]:
             non_releasable_bytes=int((blocks.size_bytes - pages)[mine & inactive & held].sum()),
             largest_free_bytes=int(free.max(initial=0)),
         )
-        found.append(pool)
-    return tuple(sorted(found, key=lambda pool: -pool.reserved_bytes))
+        pools.append(pool)
+    return tuple(sorted(pools, key=lambda pool: -pool.reserved_bytes))
 
 
 def idle_segments(snapshot: Snapshot) -> Flags:

@@ -190,12 +190,12 @@ def _survivors(replay: Replay, groups: StackGroups, steps: Steps, top: int = 8) 
     where = where.ravel()
     order = np.argsort(where, kind="stable")
     pieces = np.split(order, np.flatnonzero(np.diff(where[order])) + 1)
-    found = []
+    survivors = []
     for piece in pieces:
         run = _longest_run(np.unique(born[piece]))
         if run >= _CONSECUTIVE_STEPS:
             number, bytes_each = keys[where[piece[0]]].tolist()
-            found.append(
+            survivors.append(
                 Survivor(
                     groups.own_line[number],
                     groups.phase[number],
@@ -205,8 +205,8 @@ def _survivors(replay: Replay, groups: StackGroups, steps: Steps, top: int = 8) 
                     groups.frames[number],
                 )
             )
-    found.sort(key=lambda survivor: -survivor.size_bytes * survivor.count)
-    return tuple(found[:top])
+    survivors.sort(key=lambda survivor: -survivor.size_bytes * survivor.count)
+    return tuple(survivors[:top])
 
 
 def _longest_run(steps: Ints) -> int:

@@ -190,14 +190,14 @@ class _Parser:
     def trace(self, events: list[Any], device: int) -> Trace:
         """All events that can be read; the others are named by their index."""
         self.spend(len(events))
-        told = len(self.notes)
+        notes_before = len(self.notes)
         try:
             return self.event_columns(events, device)
         except UsageError:
             wrong = {index: what for index, event in enumerate(events) if (what := _what_is_wrong(event))}
             if not 0 < len(wrong) < len(events):
                 raise
-        del self.notes[told:]
+        del self.notes[notes_before:]
         shown = "; ".join(f"event {index} {what}" for index, what in list(wrong.items())[:3])
         left = count_text(len(wrong), "event")
         self.notes.append(f"device {device}: {left} could not be read, so what was in use is not exact: {shown}")

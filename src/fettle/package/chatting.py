@@ -32,14 +32,14 @@ def read_chat(folder: Path | None, template: Path | None = None) -> tuple[dict[s
     text: Any = said.get("chat_template")
     if isinstance(text, list):  # several, by name
         text = next((one.get("template") for one in text if one.get("name") == "default"), None)
-    found = read_bytes(template, MAX_CHAT_BYTES) if template is not None else str(text or "").encode()
-    if not found:
+    content = read_bytes(template, MAX_CHAT_BYTES) if template is not None else str(text or "").encode()
+    if not content:
         return {}, special
     try:
-        chat_template(found.decode())
+        chat_template(content.decode())
     except UnicodeDecodeError as error:
         raise UsageError(f"{template} is not text in UTF-8") from error
-    return {CHAT: found}, special
+    return {CHAT: content}, special
 
 
 def _content(token: Any) -> str:

@@ -69,9 +69,9 @@ def compiled(
     began = time.perf_counter()
     if is_sound(kept):
         try:
-            found = _load(kept / name)
+            program = _load(kept / name)
             log.info("compiled before: loaded in %.2g s", time.perf_counter() - began)
-            return found
+            return program
         except Exception as error:  # of another system's libraries, say
             log.info("what was compiled before cannot be loaded (%s): compiling again", first_line(error))
     try:
@@ -79,15 +79,15 @@ def compiled(
             made = Path(scratch) / name
             tuned = _tuned(load_program(folder, device), recipe, samples)
             _compile(tuned, recipe, samples, made)
-            found = _load(made)
-            _compare(found, tuned, samples)
+            program = _load(made)
+            _compare(program, tuned, samples)
             took_s = time.perf_counter() - began
             try:
                 keep(kept, partial(shutil.copy, made), made.stat().st_size)
                 log.info("compiled in %.3g s, kept for the next start", took_s)
             except OSError as error:
                 log.info("compiled in %.3g s, which could not be kept: %s", took_s, first_line(error))
-        return found
+        return program
     except Exception as error:
         log.info("not compiled ahead of time: %s", first_line(error))
         return None
@@ -176,8 +176,8 @@ class _Tuned(torch.nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """As the program."""
-        found = self.run(*tensors)
-        return (found,) if isinstance(found, torch.Tensor) else tuple(found)
+        outputs = self.run(*tensors)
+        return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
 
 
 def _load(path: Path) -> Callable[..., list[torch.Tensor]]:

@@ -26,8 +26,8 @@ class NextToken(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor, last: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Any:
         """`last` [rows] is the position of each row's last token."""
-        given: Any = {"input_ids": input_ids, "attention_mask": attention_mask}
-        args, kwargs = ([], {name: given[name] for name in self.names}) if self.names else ([input_ids], {})
+        batch: Any = {"input_ids": input_ids, "attention_mask": attention_mask}
+        args, kwargs = ([], {name: batch[name] for name in self.names}) if self.names else ([input_ids], {})
         answer = self.model(*args, **kwargs) if self.call is None else self.call(self.model, *args, **kwargs)
         logits = _logits(answer)
         place = last[:, None, None].expand(-1, 1, logits.shape[-1])

@@ -59,7 +59,7 @@ class HandlerMetrics:
     """
 
     def __init__(self) -> None:
-        self._found: list[tuple[str, str, float]] = []
+        self._values: list[tuple[str, str, float]] = []
 
     def add_counter(self, name: str, value: float = 1, idx: Any = None, dimensions: Any = None) -> None:
         """So many more of something."""
@@ -83,14 +83,14 @@ class HandlerMetrics:
 
     def take(self) -> list[tuple[str, str, float]]:
         """What was counted since the last time: kind, name, value."""
-        found, self._found = self._found, []
-        return found
+        values, self._values = self._values, []
+        return values
 
     def _add(self, kind: str, name: str, value: float) -> None:
         if not _METRIC.fullmatch(name) or not math.isfinite(value) or (kind != "value" and value < 0):
             raise ValueError(f"not a metric: {name[:80]!r} = {value}")
-        if len(self._found) < _MOST:  # of one call; more is a mistake, and must not grow for ever
-            self._found.append((kind, name, float(value)))
+        if len(self._values) < _MOST:  # of one call; more is a mistake, and must not grow for ever
+            self._values.append((kind, name, float(value)))
 
 
 @dataclass(frozen=True)

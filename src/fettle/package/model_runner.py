@@ -56,8 +56,8 @@ class ModelRunner:
     def call(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One call with tensors that are on the device already; the answers stay there."""
         with torch.inference_mode():
-            found = self._model(*tensors)
-        return [found] if isinstance(found, torch.Tensor) else list(found)
+            outputs = self._model(*tensors)
+        return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
 
     def sample(self, rows: int) -> list[Array]:
         """The package's own inputs, repeated or cut to so many rows."""

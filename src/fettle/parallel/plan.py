@@ -108,11 +108,11 @@ def plan(
     """
     _check(world_size, ranks_per_node, headroom)
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
-    asked = list(strategies) or usual_strategies()
+    chosen = list(strategies) or usual_strategies()
     made: list[Prediction] = []
     with fake_world(world_size):
-        for number, strategy in enumerate(asked):
-            on_progress(str(strategy), number, len(asked))
+        for number, strategy in enumerate(chosen):
+            on_progress(str(strategy), number, len(chosen))
             ranks = 1 if strategy.kind == "single" else world_size
             try:
                 made.append(_predict(workload, strategy, ranks, ranks_per_node, device, mode))

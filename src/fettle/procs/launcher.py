@@ -62,14 +62,14 @@ class _Supervisor:
             _end()
 
     def _accept(self) -> dict[Connection, int] | None:
-        found: dict[Connection, int] = {}
-        while len(found) < self.rendezvous.count:
+        index_of: dict[Connection, int] = {}
+        while len(index_of) < self.rendezvous.count:
             link = self.listener.accept()
             if link is None or self.ended.is_set():
                 return None
             with contextlib.suppress(EOFError, OSError):  # a rank that ended while it said hello
-                found[link] = int(link.recv_bytes(16))
-        return found
+                index_of[link] = int(link.recv_bytes(16))
+        return index_of
 
     def _ask(self, links: dict[Connection, int], request: bytes, parent: Parent) -> Reply:
         if not links:

@@ -56,17 +56,17 @@ def quality(result: Outcome) -> Table:
     """How near each recipe's text is to the reference's."""
     rows: list[Row] = []
     for trial in timed(result):
-        found = trial.accuracy
-        ratio = f"{found.perplexity_ratio:.4f} [{found.perplexity_low:.4f}, {found.perplexity_high:.4f}]"
+        accuracy = trial.accuracy
+        ratio = f"{accuracy.perplexity_ratio:.4f} [{accuracy.perplexity_low:.4f}, {accuracy.perplexity_high:.4f}]"
         rows.append(
             [
                 Cell(name_of(trial.recipe), code=True),
-                fmt.error(found.error),
-                fmt.error(found.max_abs),
-                fmt.share(found.agreement),
-                fmt.number(found.perplexity),
-                ratio if math.isfinite(found.perplexity_ratio) else "–",
-                fmt.share(found.unequal),
+                fmt.error(accuracy.error),
+                fmt.error(accuracy.max_abs),
+                fmt.share(accuracy.agreement),
+                fmt.number(accuracy.perplexity),
+                ratio if math.isfinite(accuracy.perplexity_ratio) else "–",
+                fmt.share(accuracy.unequal),
             ]
         )
     columns = (

@@ -25,7 +25,7 @@ def write_texts_report(data: Data, path: str | Path) -> None:
     data = clean(data)
     figures = [figure for figure in (_capacity(data), _costs(data)) if figure is not None]
     page = shell.render(
-        "fettle.report", "slo_texts.html.j2", f"{_headline(data)}: {data['name']}", figures, found=data,
+        "fettle.report", "slo_texts.html.j2", f"{_headline(data)}: {data['name']}", figures, data=data,
         headline=_headline(data), words=texts_words(data), names=[figure.name for figure in figures],
         settings=texts_table(data, len(data["points"])), tests=_tests(data),
         failures=[f"{failure['what']}: {failure['why']}" for failure in data["failures"]],

@@ -116,12 +116,12 @@ def _closure(space: Space, technique: str, level: str, recipe: Recipe, keep: boo
 
 def _dependents(space: Space, technique: str) -> list[str]:
     """Techniques that cannot stand without this one."""
-    found: list[str] = []
+    bundles: list[str] = []
     waiting = [technique]
     while waiting:
         name = waiting.pop()
         for other, needs in space.needs.items():
-            if name in needs and other not in found and other not in space.required.levels:
-                found.append(other)
+            if name in needs and other not in bundles and other not in space.required.levels:
+                bundles.append(other)
                 waiting.append(other)
-    return found
+    return bundles

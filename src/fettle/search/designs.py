@@ -74,8 +74,8 @@ def _climb(space: Space, evidence: Evidence, first: Sequence[str], start: Recipe
 def ablation(space: Space, session: Session, *, first: Sequence[str] = (), start: Recipe | None = None) -> Trial | None:
     """Remove one technique at a time from `start` (default: what `auto` finds); the best of what was tried."""
     if start is None:
-        found = auto(space, session, first=first)
-        start = found.recipe if found else Recipe()
+        winner = auto(space, session, first=first)
+        start = winner.recipe if winner else Recipe()
     evidence = Evidence(space, session)
     _remove_each(space, evidence, start)
     return evidence.leader()
@@ -100,8 +100,8 @@ def _remove_each(space: Space, evidence: Evidence, recipe: Recipe) -> tuple[Reci
     """Race the recipe, its variants with one technique less, and the baseline."""
     whole = with_required(space, recipe)
     names = [name for name in space.choices if name in whole.levels]
-    asked = {name: evidence.moved(whole, name, space.default(name)) for name in names}
-    without = {name: smaller for name, smaller in asked.items() if smaller is not None}
+    moved = {name: evidence.moved(whole, name, space.default(name)) for name in names}
+    without = {name: smaller for name, smaller in moved.items() if smaller is not None}
     evidence.measure([Recipe(), *([whole] if valid(space, whole) else []), *without.values()])
     return whole, without
 

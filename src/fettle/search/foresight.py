@@ -100,12 +100,12 @@ class Foreseen:
 
     recipe: Recipe
     expected: Forecast
-    found: Trial
+    trial: Trial
 
     @property
     def gain(self) -> float | None:
         """What was found; None where it did not run."""
-        ratio = self.found.speedup
+        ratio = self.trial.speedup
         return math.log(ratio.estimate) if ratio is not None and ratio.estimate > 0 else None
 
     @property
@@ -124,7 +124,7 @@ class Foreseen:
         return math.hypot(self.expected.spread, _LUCK)
 
     def __str__(self) -> str:
-        found = f"{self.found.speedup.estimate:.2f}x" if self.found.speedup else f"it failed: {self.found.reason}"
+        found = f"{self.trial.speedup.estimate:.2f}x" if self.trial.speedup else f"it failed: {self.trial.reason}"
         return f"{self.recipe}: expected {self.expected}, found {found}"
 
 
@@ -176,7 +176,7 @@ class Guide:
         """Expected improvement on the leader per second of those recipes that have a chance of being better, and
         whether there are any.
 
-        Where none has one, of those that nothing but the word of the atlas speaks against: their level was tried beside
+        Where none has one, of those that only the atlas argues against: their level was tried beside
         others only, and that did not come as expected; or they drop a level that all had by which it kept its word.
         """
         best = -evidence.score(leader)
@@ -224,21 +224,21 @@ class Guide:
 
     def look_back(self, trials: Iterable[Trial]) -> None:
         """Put what would have been expected, without any trial of this model, beside trials that were measured."""
-        found = [trial for trial in trials if trial.recipe.levels]
-        expected = self.foresight.forecast([trial.recipe for trial in found], ())
-        self.foreseen += [Foreseen(trial.recipe, one, trial) for trial, one in zip(found, expected, strict=True)]
+        tried = [trial for trial in trials if trial.recipe.levels]
+        expected = self.foresight.forecast([trial.recipe for trial in tried], ())
+        self.foreseen += [Foreseen(trial.recipe, one, trial) for trial, one in zip(tried, expected, strict=True)]
 
     def summary(self) -> list[str]:
         """What was expected and found, for the result: a line on all, and one on the best that was foreseen."""
-        told = [one for one in self.foreseen if one.gain is not None]
-        if not told:
+        ran = [one for one in self.foreseen if one.gain is not None]
+        if not ran:
             return []
-        best = max(told, key=lambda one: one.expected.gain)
-        held = sum(one.held for one in told)
+        best = max(ran, key=lambda one: one.expected.gain)
+        held = sum(one.held for one in ran)
         kept = "" if self.keeps_its_word else " It was wrong too often to go by."
         return [
-            f"The atlas foresaw {len(self.foreseen)} recipes: {held} of {len(told)} that ran were as it expected, "
-            f"{len(self.foreseen) - len(told)} failed.{kept}",
+            f"The atlas foresaw {len(self.foreseen)} recipes: {held} of {len(ran)} that ran were as it expected, "
+            f"{len(self.foreseen) - len(ran)} failed.{kept}",
             f"It expected most of {best}.",
         ]
 

@@ -53,12 +53,12 @@ class Stopped(Exception):
 
 def sizes_up_to(most: int) -> list[int]:
     """The batch sizes to begin with: 1, 2, 3, 4, 6, 8, 12, 16, ... and the largest."""
-    found = {1, most}
+    sizes = {1, most}
     power = 1
     while power <= most:
-        found |= {size for size in (power, power * 3 // 2) if size <= most}
+        sizes |= {size for size in (power, power * 3 // 2) if size <= most}
         power *= 2
-    return sorted(found - {0})
+    return sorted(sizes - {0})
 
 
 def calibrate(
@@ -118,22 +118,22 @@ def _started(processes: _Workers, made: Calibration) -> bool:
     return True
 
 
-def _steps(found: dict[int, tuple[float, ...]], buckets: Sequence[int] = ()) -> list[int]:
+def _steps(times: dict[int, tuple[float, ...]], buckets: Sequence[int] = ()) -> list[int]:
     """Sizes to add: in the middle of gaps beside a size that lies 8% off the line between its neighbours.
 
     None where calls have the sizes of `buckets` only.
     """
     if buckets:
         return []
-    rows = sorted(found)
-    curve = {size: statistics.median(found[size]) for size in rows}
+    rows = sorted(times)
+    curve = {size: statistics.median(times[size]) for size in rows}
     wanted = set()
     for left, middle, right in zip(rows, rows[1:], rows[2:], strict=False):
         share = (middle - left) / (right - left)
         line = curve[left] + share * (curve[right] - curve[left])
         if abs(curve[middle] - line) > 0.08 * line:
             wanted |= {(a + b) // 2 for a, b in ((left, middle), (middle, right)) if b - a > 1}
-    return sorted(size for size in wanted if size not in found)
+    return sorted(size for size in wanted if size not in times)
 
 
 class _Load(Request, tag="loading"):
@@ -220,16 +220,16 @@ class _Worker:
         torch.set_num_threads(load.threads)
         self.runner, self.device = ModelRunner(open_package(Path(load.folder)), load.device), load.device
 
-    def _timed(self, asked: _Time) -> _Timed:
+    def _timed(self, request: _Time) -> _Timed:
         from fettle.serve.engine.worker_main import resident_bytes
 
-        parts = [self.runner.sample(asked.size)]
+        parts = [self.runner.sample(request.size)]
         samples: list[float] = []
         rested: list[float] = []
         took = 0.0
-        end = time.perf_counter() + asked.seconds
-        while len(samples) < asked.least or (time.perf_counter() < end and len(samples) < 1000):
-            pause = asked.seconds > 0 and len(samples) == 3 * (len(rested) + 1)
+        end = time.perf_counter() + request.seconds
+        while len(samples) < request.least or (time.perf_counter() < end and len(samples) < 1000):
+            pause = request.seconds > 0 and len(samples) == 3 * (len(rested) + 1)
             if pause:
                 time.sleep(min(took, PAUSE_S))
             began = time.perf_counter()

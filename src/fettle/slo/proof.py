@@ -68,7 +68,7 @@ async def bracket(
 
 
 async def prove(
-    package: Package, point: Point, costs: Costs, found: SearchResult, seconds: float, journal: Journal | None = None,
+    package: Package, point: Point, costs: Costs, result: SearchResult, seconds: float, journal: Journal | None = None,
     on_progress: Callable[[str], None] = lambda text: None, stop: asyncio.Event | None = None,
     expected: float | None = None, to_beat: float = 0.0,
 ) -> None:  # fmt: skip
@@ -80,7 +80,7 @@ async def prove(
     Tests that the journal holds are not made again; the server is started for the first that it does not hold. Raises
     `ServerFailure` where the server fails, and `Stopped`.
     """
-    journal, setting, limit_s = journal or Journal(), point.setting, found.limit_s
+    journal, setting, limit_s = journal or Journal(), point.setting, result.limit_s
     settings = serve_settings(package.settings, setting, costs, limit_s, host_id())
     served: ServerProcess | None = None
 
@@ -96,14 +96,14 @@ async def prove(
             journal.tests[key] = await _test(served, package, point, costs, rate, length, limit_s, stop)
             journal.save()
         else:
-            found.tests_kept += 1
-        found.tests += 1
+            result.tests_kept += 1
+        result.tests += 1
         point.memory_bytes = journal.tests[key].inside.memory_bytes or point.memory_bytes
         return journal.tests[key]
 
     try:
         point.measured = await bracket(
-            point.tests, found.why, expected or point.predicted, to_beat, bool(expected), test
+            point.tests, result.why, expected or point.predicted, to_beat, bool(expected), test
         )
     finally:
         if served is not None:
@@ -164,18 +164,20 @@ def sample_requests(package: Package, url: str, most: int = 8) -> list[Request]:
     return requests
 
 
-def serve_settings(given: ServeSettings, setting: Setting, costs: Costs, limit_s: float, machine: str) -> ServeSettings:
+def serve_settings(
+    settings: ServeSettings, setting: Setting, costs: Costs, limit_s: float, machine: str
+) -> ServeSettings:
     """A package's settings with those of the search and the curve they rest on."""
     curve = costs.curve
     return msgspec.structs.replace(
-        given, max_rows=setting.max_rows, delay_ms=setting.delay_s * 1e3, workers=setting.workers,
+        settings, max_rows=setting.max_rows, delay_ms=setting.delay_s * 1e3, workers=setting.workers,
         threads=setting.threads, limit_ms=limit_s * 1e3, curve=CostCurve(curve.rows, curve.seconds, machine),
     )  # fmt: skip
 
 
-def tuned(found: SearchResult, package: Package) -> ServeSettings:
+def tuned(result: SearchResult, package: Package) -> ServeSettings:
     """The best point as settings for its package. Only where there is a best point."""
-    assert found.best is not None
-    setting = found.best.setting
-    costs = found.branches[setting.branch].costs
-    return serve_settings(package.settings, setting, costs, found.limit_s, host_id())
+    assert result.best is not None
+    setting = result.best.setting
+    costs = result.branches[setting.branch].costs
+    return serve_settings(package.settings, setting, costs, result.limit_s, host_id())

@@ -142,13 +142,13 @@ class _Recorder:
         import psutil
 
         rows, sizes, join_s, model_s = zip(*self._calls, strict=True) if self._calls else ((), (), (), ())
-        seen = ServerStats(
+        stats = ServerStats(
             len(rows), Counter(rows), Counter(sizes), _times(self._waits), _times(join_s), _times(model_s),
             memory_bytes, psutil.cpu_percent(None), psutil.virtual_memory().percent,
         )  # fmt: skip
         self._waits.clear()
         self._calls.clear()
-        return seen
+        return stats
 
 
 def _times(seconds: Sequence[float]) -> StageTimes:

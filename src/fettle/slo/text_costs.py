@@ -65,8 +65,8 @@ class TextCosts(msgspec.Struct, dict=True):
         grid = np.arange(0, longest + 2 * GRAIN, GRAIN)
         by_count = []
         for count in counts:
-            found = sorted((cell.kept, seconds) for cell, seconds in self.writing if cell.rows == count)
-            by_count.append(_line(grid, *zip(*found, strict=True)))
+            points = sorted((cell.kept, seconds) for cell, seconds in self.writing if cell.rows == count)
+            by_count.append(_line(grid, *zip(*points, strict=True)))
         rows = np.arange(1, max(counts) + 1)
         columns = [np.interp(rows, counts, column) for column in np.array(by_count).T]
         return [[], *np.array(columns).T.tolist()]
@@ -74,8 +74,8 @@ class TextCosts(msgspec.Struct, dict=True):
     @cached_property
     def _alone(self) -> tuple[Array, Array]:
         """Tokens of prompts after nothing, and seconds."""
-        found = sorted((cell.rows * cell.new, seconds) for cell, seconds in self.prompts if not cell.kept)
-        return np.array([tokens for tokens, _ in found]), np.array([seconds for _, seconds in found])
+        points = sorted((cell.rows * cell.new, seconds) for cell, seconds in self.prompts if not cell.kept)
+        return np.array([tokens for tokens, _ in points]), np.array([seconds for _, seconds in points])
 
     @cached_property
     def _looking(self) -> float:
@@ -101,11 +101,11 @@ class TextCosts(msgspec.Struct, dict=True):
 def _line(places: Array, known: Any, values: Any) -> Array:
     """Between what is known on lines, beyond it along the last one, and never below nothing."""
     known, values = np.asarray(known, float), np.asarray(values, float)
-    found = np.interp(places, known, values)
+    times = np.interp(places, known, values)
     if len(known) > 1:
         slope = max(0.0, float((values[-1] - values[-2]) / (known[-1] - known[-2])))
-        found = found + slope * np.maximum(0, places - known[-1])
-    return np.asarray(np.maximum(found, 1e-9))
+        times = times + slope * np.maximum(0, places - known[-1])
+    return np.asarray(np.maximum(times, 1e-9))
 
 
 def cells(rows: int, prompt: int, whole: int, *, keeps: bool) -> tuple[list[Cell], list[Cell]]:
@@ -140,7 +140,7 @@ def calibrate_texts(
             loaded = child.call(_Load(str(package.folder), threads, device, most), _Loaded, START_S)
             made.row_bytes, made.keeps = loaded.row_bytes, loaded.keeps
             writing, prompts = cells(loaded.rows, prompt, whole, keeps=made.keeps)
-            for name, todo, found in (("prompts", prompts, made.prompts), ("writing", writing, made.writing)):
+            for name, todo, into in (("prompts", prompts, made.prompts), ("writing", writing, made.writing)):
                 for number, cell in enumerate(todo, 1):
                     if stopped():
                         raise Stopped
@@ -148,7 +148,7 @@ def calibrate_texts(
                     on_progress(f"cost of {tried}: {number} of {len(todo)}")
                     samples = child.call(_Time(cell, SECONDS), list[float], ANSWER_S)
                     middle = statistics.median(samples)
-                    found.append((cell, middle))
+                    into.append((cell, middle))
                     made.spread += [value / middle for value in samples]
         except ChildError as failure:
             made.failures[tried] = str(failure)
@@ -157,10 +157,10 @@ def calibrate_texts(
     return made
 
 
-def _whole(found: Iterable[tuple[Cell, float]]) -> list[tuple[Cell, float]]:
+def _whole(points: Iterable[tuple[Cell, float]]) -> list[tuple[Cell, float]]:
     """Without the number of texts at which a length is missing."""
     by_rows: dict[int, list[tuple[Cell, float]]] = {}
-    for cell, seconds in found:
+    for cell, seconds in points:
         by_rows.setdefault(cell.rows, []).append((cell, seconds))
     most = max(map(len, by_rows.values()), default=0)
     return [pair for pairs in by_rows.values() if len(pairs) == most for pair in pairs]
@@ -250,12 +250,12 @@ class _Worker:
         began = time.perf_counter()
         said: list[bytes] = []
 
-        def tell(number: int, piece: Any) -> None:
+        def on_piece(number: int, piece: Any) -> None:
             if isinstance(piece, Exception):
                 raise piece
             said.append(msgspec.json.encode(piece))
 
-        self.running.step(tell)
+        self.running.step(on_piece)
         return time.perf_counter() - began
 
 

@@ -143,8 +143,8 @@ def simulate_texts(
         part = _part(texts[writing:], chunk) if writing < len(texts) else []
         if part:
             tokens = len(part) * max(part)
-            seen = max(text.kept for text in texts[writing : writing + len(part)])
-            took += tables.prompts[tokens] + tables.looking_s * tokens * seen
+            context = max(text.kept for text in texts[writing : writing + len(part)])
+            took += tables.prompts[tokens] + tables.looking_s * tokens * context
         if not noise:
             noise = random.choice(tables.spread, 1024).tolist()
         took *= noise.pop()

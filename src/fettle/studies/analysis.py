@@ -75,15 +75,15 @@ def _analyse(table: Table, group: str, response: Response, confidence: float) ->
     missing = len(rows) - known
     model = fit(table, group, response)
     if model is None:
-        why = "nothing was measured" if not known else "it does not vary, or too few experiments tell of it"
+        why = "nothing was measured" if not known else "it does not vary, or too few experiments vary it"
         return Analysis(group, response, known, missing, why_not=why)
     pooled = pool(table, group, response) if MACHINE in model.levels else ""
-    told, spreads = (pooled.model, pooled.spreads) if isinstance(pooled, Pooled) else (model, {})
-    found = effects(told, apart=table.apart, confidence=confidence)
+    fitted, spreads = (pooled.model, pooled.spreads) if isinstance(pooled, Pooled) else (model, {})
+    estimated = effects(fitted, apart=table.apart, confidence=confidence)
     return Analysis(
-        group, response, known, missing, tuple(found), shares(model),
-        tuple(sentences(told, found, apart=table.apart, confidence=confidence)), check(model), pooling=str(pooled),
-        spreads=spreads, model=model,
+        group, response, known, missing, tuple(estimated), shares(model),
+        tuple(sentences(fitted, estimated, apart=table.apart, confidence=confidence)), check(model),
+        pooling=str(pooled), spreads=spreads, model=model,
     )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ class Made:
 def write(kind: str, job: Job) -> Made:
     """The job for a kind of cluster. Raises `UsageError` for what cannot run there."""
     if kind not in _KINDS:
-        raise UsageError(f"{kind!r} is no cluster that jobs are written for: {', '.join(_KINDS)}")
+        raise UsageError(f"{kind!r} is not a cluster that jobs can be written for: {', '.join(_KINDS)}")
     check_name(job.study)
     scheme, separator, rest = job.storage.partition("://")
     if not separator or scheme.startswith("sqlite"):

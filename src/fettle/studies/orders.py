@@ -120,14 +120,14 @@ def settings_of(settings: Settings, targets: Sequence[str] = ()) -> tuple[list[s
                 f"the study {settings.name!r} is of {', '.join(orders.names)}: name those targets, or none"
             )
         named = {find_target(text).name: text for text in targets}
-        found = [named[name] for name in orders.names]
+        texts = [named[name] for name in orders.names]
     else:
-        found = [_harmless(text) for text in orders.targets]
+        texts = [_harmless(text) for text in orders.targets]
     here = [one.name for one in find_interpreters(settings.pythons)]
     if sorted(here) != sorted(orders.environments):
         missing = [name for name in orders.environments if name not in here] or ["no others"]
         raise UsageError(f"the study compares environments: name here {', '.join(missing)}, `python='NAME=PATH'`")
-    return found, replace(
+    return texts, replace(
         settings, design=orders.design, techniques=orders.techniques, arguments=orders.arguments, order=orders.order,
         start=None if orders.start is None else Recipe.parse(orders.start), cells=orders.cells, rounds=orders.rounds,
         mode=orders.mode, max_error=orders.max_error, confidence=orders.confidence,
@@ -146,9 +146,9 @@ def _url(settings: Settings) -> str:
 
 def orders_of(name: str, url: str) -> Orders | None:
     """What workers of the study of that name are told; None where nobody has begun it."""
-    found = _kept(name, url)
+    kept = _kept(name, url)
     try:
-        return None if found is None else msgspec.convert(found, Orders)
+        return None if kept is None else msgspec.convert(kept, Orders)
     except msgspec.ValidationError as error:
         raise UsageError(
             f"what the workers of {name!r} are told cannot be read, another version may have written it: "
@@ -164,9 +164,9 @@ def _kept(name: str, url: str) -> dict[str, Any] | None:
         end = time.monotonic() + _BEGUN_S
         while time.monotonic() < end:
             study = optuna.load_study(study_name=name, storage=kept)
-            found = study.user_attrs.get(ORDERS)
-            if isinstance(found, dict):
-                return found
+            orders = study.user_attrs.get(ORDERS)
+            if isinstance(orders, dict):
+                return orders
             if study.user_attrs or study.trials:
                 break
             time.sleep(0.2)
@@ -204,7 +204,7 @@ def _harmless(text: str) -> str:
     path = Path(location).expanduser().resolve()
     if not location.endswith(".py") or not path.is_relative_to(Path.cwd()):
         raise UsageError(
-            f"the study is of {text}, which is no file in this folder: to run that, name it, fettle worker {text}"
+            f"the study is of {text}, which is not a file in this folder: to run that, name it, fettle worker {text}"
         )
     if not path.is_file():
         raise UsageError(f"the study is of {text}, and there is no such file here: start the worker where it lies")

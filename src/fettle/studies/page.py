@@ -107,7 +107,7 @@ def lead(analysis: Analysis) -> str:
     if analysis.checks is None:
         return f"No fit: {analysis.why_not}."
     checks = analysis.checks
-    believed = "" if checks.believed else "Do not believe these effects: see what speaks against the fit. "
+    believed = "" if checks.believed else "Do not believe these effects: see what is wrong with the fit. "
     missing = f" ({analysis.missing} more have none)" if analysis.missing else ""
     return (
         f"{believed}{analysis.experiments} experiments{missing}; effects and pairs explain {checks.explained:.1%} of "

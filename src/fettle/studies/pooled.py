@@ -28,7 +28,7 @@ LEAST_MACHINES = 3
 """Machines from which how they differ can be told at all."""
 _SAID = 3
 _LEAST = 1e-4
-"""Standard deviations (of a log) below this are none; of gains those below `ZONE` are not told."""
+"""Standard deviations (of a log) below this count as zero; of gains those below `ZONE` are not reported."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ def pool(table: Table, group: str, response: Response) -> Pooled | str:
         )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a variance of zero is on the boundary, which is no fault
-            found = _fit(model, np.array(machines))
+            warnings.simplefilter("ignore")  # a variance of zero is on the boundary, which is not a fault
+            fitted = _fit(model, np.array(machines))
     except (np.linalg.LinAlgError, ValueError, FloatingPointError) as error:
         return _failed(first_line(error))
-    return found or _failed("it did not converge")
+    return fitted or _failed("it did not converge")
 
 
 def _failed(why: str) -> str:

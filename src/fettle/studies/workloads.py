@@ -109,12 +109,12 @@ def _targets(texts: Sequence[str], settings: Settings) -> list[_Target]:
     if not texts:
         raise UsageError("name a target, path/to/file.py:factory, or a table with `from_csv`")
     targets = {text: replace(find_target(text), mode=settings.mode) for text in texts}
-    asked = labelled([target.name for target in targets.values()], settings.arguments)
+    labels = labelled([target.name for target in targets.values()], settings.arguments)
     each = [target for target in targets.values() for _ in product(*settings.arguments.values())]
     return [
         _Target(group, arguments,
                 replace(target, name=name, arguments={key: _typed(value) for key, value in arguments.items()}))
-        for (group, arguments, name), target in zip(asked, each, strict=True)
+        for (group, arguments, name), target in zip(labels, each, strict=True)
     ]  # fmt: skip
 
 

@@ -26,7 +26,7 @@ _SENT = ("gloo:", "nccl:", "ncclkernel", "nccldevkernel", "c10d::", "_c10d_funct
          "record_param_comms")  # fmt: skip
 _WRAPPERS = ("profilerstep", "autograd::engine", "torch::autograd", "distributeddataparallel", "optimizer.", "fsdp::",
              "enumerate(", "## ")  # fmt: skip
-"""Ranges that hold operators and are none."""
+"""Ranges that hold operators and are not operators themselves."""
 
 
 def step_parts(ranges: Iterable[Range], found: tuple[list[Interval], list[Interval]]) -> dict[str, int]:

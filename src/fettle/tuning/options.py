@@ -156,17 +156,17 @@ class Keywords(TypedDict, total=False):
 
 
 def options_of(options: Options | None, keywords: Keywords) -> Options:
-    """The `options` with what the keywords change. Raises `UsageError` for a keyword that there is none of."""
+    """The `options` with what the keywords change. Raises `UsageError` for an unknown keyword."""
     of_limits = {item.name for item in dataclasses.fields(Limits)}
     changes: dict[str, Any] = dict(keywords)
     for name in changes.keys() - get_type_hints(Keywords).keys():
         near = difflib.get_close_matches(name, get_type_hints(Keywords), 1)
         raise UsageError(f"tune has no option {name}" + (f": did you mean {near[0]}?" if near else ""))
-    found = options or Options()
-    limits = replace(found.limits, **{name: changes.pop(name) for name in of_limits & changes.keys()})
+    chosen = options or Options()
+    limits = replace(chosen.limits, **{name: changes.pop(name) for name in of_limits & changes.keys()})
     if changes.get("techniques", {}) is None:
         changes["techniques"] = {}
     for name in ("output", "atlas"):
         if changes.get(name) is not None:
             changes[name] = Path(changes[name])
-    return replace(found, limits=limits, **changes)
+    return replace(chosen, limits=limits, **changes)

@@ -125,8 +125,8 @@ class Session:
                 self.target = replace(self.target, mode=built.mode)
                 if built.writes:
                     self.standings.limits = self.options.text_limits
-                elif asked := _asked_of_text(self.options.goal, self.standings.limits):
-                    raise UsageError(f"{asked} is for a fettle.GenerationWorkload")
+                elif limit := _asked_of_text(self.options.goal, self.standings.limits):
+                    raise UsageError(f"{limit} is for a fettle.GenerationWorkload")
                 if built.mode == "training":
                     self.standings.limits = self.options.training_limits
                 if built.inputs:
@@ -396,5 +396,5 @@ def _asked_of_text(goal: Goal, limits: Limits) -> str:
     """What was asked for that only text has; empty for nothing."""
     if goal in ("ttft", "tpot"):
         return f"the goal {goal}"
-    asked = {"max_ttft_ms": limits.max_ttft_ms, "max_tpot_ms": limits.max_tpot_ms, "exact": limits.exact or None}
-    return next((f"the limit `{name}`" for name, value in asked.items() if value is not None), "")
+    wanted = {"max_ttft_ms": limits.max_ttft_ms, "max_tpot_ms": limits.max_tpot_ms, "exact": limits.exact or None}
+    return next((f"the limit `{name}`" for name, value in wanted.items() if value is not None), "")

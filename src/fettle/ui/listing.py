@@ -62,7 +62,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Found:
+class Contents:
     """What a folder holds, and the files of it that may be shown."""
 
     folder: Path
@@ -73,11 +73,11 @@ class Found:
     """Whether there were more than `MOST_FILES`."""
 
 
-_seen: dict[tuple[str, int, int], tuple[str, str]] = {}
+_known_files: dict[tuple[str, int, int], tuple[str, str]] = {}
 """Kind and line of a file, by its path, time of change and size: what did not change is not read again."""
 
 
-def inventory(folder: Path) -> Found:
+def inventory(folder: Path) -> Contents:
     """What `folder` and the folders in it hold, by kind, what changed last first. Raises `UsageError` for no folder."""
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder" if folder.exists() else f"there is no folder {folder}")
@@ -100,7 +100,7 @@ def inventory(folder: Path) -> Found:
             running = path.name == "study.db" and _runs(path)
             items.append(Item(kind, place, says, about.st_mtime, about.st_size, running, _command(kind, path)))
     items.sort(key=lambda item: (KINDS.index(item.kind), -item.changed, item.path))
-    return Found(folder, items, files, count > MOST_FILES)
+    return Contents(folder, items, files, count > MOST_FILES)
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path, os.stat_result | None]]:
@@ -117,19 +117,19 @@ def _files(folder: Path) -> Iterator[tuple[str, Path, os.stat_result | None]]:
 
 
 def _known(path: Path, about: os.stat_result) -> tuple[str, str]:
-    """A file's kind and its line; empty where it is none of ours. One that cannot be read is not there."""
+    """A file's kind and its line; empty where it is not ours. One that cannot be read is not there."""
     key = (str(path), about.st_mtime_ns, about.st_size)
-    if key not in _seen:
-        if len(_seen) > 2 * MOST_FILES:
-            _seen.clear()
+    if key not in _known_files:
+        if len(_known_files) > 2 * MOST_FILES:
+            _known_files.clear()
         try:
-            found = _look(path)
+            known = _look(path)
         except (OSError, TypeError, ValueError, msgspec.MsgspecError, sqlite3.Error, zlib.error):
-            found = "", ""
+            known = "", ""
         if time() - about.st_mtime < _SETTLED_S:  # it may change once more within one tick of the file system's clock
-            return found
-        _seen[key] = found
-    return _seen[key]
+            return known
+        _known_files[key] = known
+    return _known_files[key]
 
 
 def _look(path: Path) -> tuple[str, str]:
@@ -156,10 +156,10 @@ def _look(path: Path) -> tuple[str, str]:
     if name in ("recipe.toml", "optimized.py", "history.jsonl"):
         return "results", _OTHERS[name]
     if name.endswith((".pickle", ".pkl")):
-        found = _head(path).startswith((b"\x80", b"(")) and any(
+        is_snapshot = _head(path).startswith((b"\x80", b"(")) and any(
             word in _head(path, 1 << 16) for word in (b"device_traces", b"segments")
         )
-        return ("snapshot", "an allocator's snapshot") if found else ("", "")
+        return ("snapshot", "an allocator's snapshot") if is_snapshot else ("", "")
     return "", ""
 
 
@@ -191,11 +191,11 @@ def _study(path: Path) -> tuple[str, str]:
         judged = Counter(msgspec.json.decode(value, type=str) for (value,) in base.execute(_STATUS))
     if not names:
         return "", ""
-    told = [f"{count} {status}" for status, count in sorted(judged.items())]
+    counts = [f"{count} {status}" for status, count in sorted(judged.items())]
     if waiting := states.get("RUNNING", 0):
-        told.append(f"{waiting} being measured")
+        counts.append(f"{waiting} being measured")
     line = ", ".join(names) + f": {count_text(sum(states.values()), 'trial')}"
-    return "study", line + (f" ({', '.join(told)})" if told else "")
+    return "study", line + (f" ({', '.join(counts)})" if counts else "")
 
 
 class _Run(msgspec.Struct):
@@ -233,14 +233,22 @@ def _under_load(path: Path) -> str:
     with path.open("rb") as file:
         text = file.read(_MOST_RESULT)
     if b'"met"' in text[:_PEEK]:
-        found = msgspec.json.decode(text, type=_Searched)
-        limits = {"p99": found.limit_ms, "first token": found.ttft_limit_ms, "tokens apart": found.itl_limit_ms}
+        searched = msgspec.json.decode(text, type=_Searched)
+        limits = {
+            "p99": searched.limit_ms,
+            "first token": searched.ttft_limit_ms,
+            "tokens apart": searched.itl_limit_ms,
+        }
         kept = ", ".join(f"{name} within {value:.4g} ms" for name, value in limits.items() if value)
-        best = found.points[found.best] if found.best is not None and 0 <= found.best < len(found.points) else None
+        best = (
+            searched.points[searched.best]
+            if searched.best is not None and 0 <= searched.best < len(searched.points)
+            else None
+        )
         if best is None or not best.measured:
-            return f"{found.name}: no setting was shown to keep {kept}"
-        line = f"{found.name}: {best.measured:.4g} requests/s with {kept}: {best.setting}"
-        return line if found.met else f"{line}; not met"
+            return f"{searched.name}: no setting was shown to keep {kept}"
+        line = f"{searched.name}: {best.measured:.4g} requests/s with {kept}: {best.setting}"
+        return line if searched.met else f"{line}; not met"
     told = msgspec.json.decode(text, type=list[_Run] | _Runs)
     runs = told.runs if isinstance(told, _Runs) else told
     most = max(runs, key=lambda run: run.throughput)
@@ -268,17 +276,17 @@ class _Result(msgspec.Struct):
 
 def _best(path: Path) -> str:
     """What a result says of its winner, as more of a study's line; empty where there is none."""
-    found = None
+    winner = None
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         about = path.lstat()
         if stat.S_ISREG(about.st_mode) and about.st_size < _MOST_RESULT:
-            found = _winner(path, about.st_mtime_ns, about.st_size)
-    if found is None or found.speedup is None:
+            winner = _winner(path, about.st_mtime_ns, about.st_size)
+    if winner is None or winner.speedup is None:
         return ""
-    ends = (found.speedup.low, found.speedup.high)
+    ends = (winner.speedup.low, winner.speedup.high)
     low, high = ("?" if end is None else f"{end:.2f}" for end in ends)
-    recipe = " ".join(f"{name}={level}" for name, level in found.recipe.items())
-    return f"; {found.speedup.estimate:.2f}x [{low}, {high}] with {recipe or 'nothing changed'}"
+    recipe = " ".join(f"{name}={level}" for name, level in winner.recipe.items())
+    return f"; {winner.speedup.estimate:.2f}x [{low}, {high}] with {recipe or 'nothing changed'}"
 
 
 @lru_cache(maxsize=1024)

@@ -120,12 +120,12 @@ def _check_parts(model: Any, parts: Sequence[str]) -> None:
         )
     for place, name in enumerate(parts):
         try:
-            found = model.get_submodule(name) if name else None
+            part = model.get_submodule(name) if name else None
         except AttributeError:
-            found = None
-        if found is None:
+            part = None
+        if part is None:
             known = [child for child, _ in model.named_children()]
-            raise UsageError(f"the workload's part {name!r} is no submodule of its model: it has {', '.join(known)}")
+            raise UsageError(f"the workload's part {name!r} is not a submodule of its model: it has {', '.join(known)}")
         for other in (*parts[:place], *parts[place + 1 :]):
             if name == other or name.startswith(f"{other}."):
                 raise UsageError(f"the workload's parts {other!r} and {name!r} lie in one another: name one of them")

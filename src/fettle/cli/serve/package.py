@@ -134,8 +134,8 @@ def add_files(labels: Path | None, tokenizer: Path | None) -> dict[str, bytes]:
     from fettle.package.handlers.parts import LABELS, labels_file
     from fettle.package.handlers.text import MAX_TOKENIZER_BYTES, TOKENIZER
 
-    found = {LABELS: labels_file(labels)} if labels is not None else {}
+    files = {LABELS: labels_file(labels)} if labels is not None else {}
     if tokenizer is not None:
         path = tokenizer / TOKENIZER if tokenizer.is_dir() else tokenizer
-        found[TOKENIZER] = read_bytes(path, MAX_TOKENIZER_BYTES)
-    return found
+        files[TOKENIZER] = read_bytes(path, MAX_TOKENIZER_BYTES)
+    return files

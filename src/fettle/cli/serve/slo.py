@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fettle.cli import _options, _quiet, _show
-from fettle.cli.serve._slo_answer import print_found, print_texts
+from fettle.cli.serve._slo_answer import print_result, print_texts
 from fettle.errors import UsageError, extra
 from fettle.files import check_writable, write_text
 
@@ -129,7 +129,7 @@ def command(
         raise UsageError("say what limit to keep: --p99 100ms, or of a model that writes texts --ttft 500ms --itl 50ms")
     wanted = _options.outputs(output, ".csv", folder=True)
     check_writable(csv_file := wanted.get(".csv", csv_file))
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "limit_s": _limit_s(p99), "rate": rate, "headroom": _options.share(headroom, "--headroom"),
         "most_rows": max_rows, "cores": cores or host.cores(), "confirm": confirm, "prices": _prices(price or []),
         "devices": _options.devices(device) or host.devices(), "seconds": _options.duration_s(seconds, "--seconds"),
@@ -138,22 +138,22 @@ def command(
     folder = wanted.get("", Path(f"slo-{work.name}"))
     around = Surroundings()
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
-        found = run(work.search(folder, max_error, asked, progress))
-        may_write = write and found.best is not None and not found.interrupted
-        written = work.write(found, folder) if may_write else None
-    data = as_data(found, name=work.name, target=target, machine=_machine(), written=str(written) if written else "")
+        result = run(work.search(folder, max_error, options, progress))
+        may_write = write and result.best is not None and not result.interrupted
+        written = work.write(result, folder) if may_write else None
+    data = as_data(result, name=work.name, target=target, machine=_machine(), written=str(written) if written else "")
     data["busy"] = busy = around.sentence()
     write_text(folder / "result.json", json.dumps(data) + "\n")
     write_slo_report(data, folder / "report.html")
     if csv_file is not None:
-        _options.write_csv(csv_file, COLUMNS, torchserve_rows(found, work.name))
-    _show.answer(as_json, lambda: data, lambda out: print_found(found, busy, written, out), folder / "report.html")
-    _show.leave(interrupted=found.interrupted, missed=not found.met)
+        _options.write_csv(csv_file, COLUMNS, torchserve_rows(result, work.name))
+    _show.answer(as_json, lambda: data, lambda out: print_result(result, busy, written, out), folder / "report.html")
+    _show.leave(interrupted=result.interrupted, missed=not result.met)
 
 
 def _of_texts(
     text: str, limits: TextLimits, lines: list[TextLine], output: list[Path] | None, *, write: bool, as_json: bool,
-    **asked: Any,
+    **options: Any,
 ) -> None:  # fmt: skip
     """The same for a package that writes texts."""
     from fettle.loop import run
@@ -177,22 +177,22 @@ def _of_texts(
         stop = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
         return await search_texts(
-            package, lines, limits, keep=folder / "measured.json", on_progress=progress, stop=stop, **asked
+            package, lines, limits, keep=folder / "measured.json", on_progress=progress, stop=stop, **options
         )  # fmt: skip
 
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
-        found = run(search(progress))
+        result = run(search(progress))
     written = ""
-    if write and found.best is not None and not found.interrupted:
-        setting = found.best.setting
-        write_settings(package, served_so(package.settings, setting, found.costs[setting.threads]))
+    if write and result.best is not None and not result.interrupted:
+        setting = result.best.setting
+        write_settings(package, served_so(package.settings, setting, result.costs[setting.threads]))
         written = str(package.folder)
-    data = texts_data(found, name=name, target=text, machine=_machine(), written=written)
+    data = texts_data(result, name=name, target=text, machine=_machine(), written=written)
     data["busy"] = around.sentence()
     write_text(folder / "result.json", json.dumps(data) + "\n")
     write_texts_report(data, folder / "report.html")
     _show.answer(as_json, lambda: data, lambda out: print_texts(data, out), folder / "report.html")
-    _show.leave(interrupted=found.interrupted, missed=not found.met)
+    _show.leave(interrupted=result.interrupted, missed=not result.met)
 
 
 def _limit_s(p99: str) -> float:
@@ -230,18 +230,18 @@ class _Work:
         from fettle.techniques import check_names
         from fettle.workload import find_target
 
-        found = find_target(text)
+        workload = find_target(text)
         levels = [load_recipe(item).recipe if item.endswith(".toml") else Recipe.parse(item) for item in recipes]
         for item in levels:
             check_names(item)
         if storage is not None:
             from fettle.slo.variants import study_recipes
 
-            levels += study_recipes(found, storage, study, most)
-        return cls(found.name, None, text, found, tuple(levels or [Recipe()]))
+            levels += study_recipes(workload, storage, study, most)
+        return cls(workload.name, None, text, workload, tuple(levels or [Recipe()]))
 
     async def search(
-        self, folder: Path, max_error: float, asked: dict[str, Any], progress: Callable[[str], None]
+        self, folder: Path, max_error: float, options: dict[str, Any], progress: Callable[[str], None]
     ) -> SearchResult:
         """Make the packages, and find the best setting as `fettle.slo.search` does; Ctrl-C ends it early."""
         from fettle.slo.calibrate import Stopped
@@ -251,7 +251,7 @@ class _Work:
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
         try:
             variants, failures = await asyncio.to_thread(
-                self.variants, folder, asked["most_rows"], max_error, progress, stop.is_set
+                self.variants, folder, options["most_rows"], max_error, progress, stop.is_set
             )
         except Stopped:
             raise typer.Exit(130) from None
@@ -263,7 +263,7 @@ class _Work:
             failures=failures,
             on_progress=progress,
             stop=stop,
-            **asked,
+            **options,
         )
 
     def variants(
@@ -289,25 +289,25 @@ class _Work:
         self.packages = tuple(made)
         return made, failures
 
-    def write(self, found: SearchResult, folder: Path) -> Path:
+    def write(self, result: SearchResult, folder: Path) -> Path:
         """The best setting as the package's ``serve.toml``; a target's best package is copied out of its cache."""
         from fettle.package.manifest import open_package, write_settings
         from fettle.slo.proof import tuned
 
-        assert found.best is not None
-        package = next(v.package for v in self.packages if v.name == found.best.setting.variant)
+        assert result.best is not None
+        package = next(v.package for v in self.packages if v.name == result.best.setting.variant)
         if self.package is None:
             place = folder / "package"
             shutil.rmtree(place, ignore_errors=True)
             shutil.copytree(package.folder, place)
             package = open_package(place)
-        write_settings(package, tuned(found, package))
+        write_settings(package, tuned(result, package))
         return package.folder
 
 
 def _prices(texts: list[str]) -> dict[str, float]:
     """``["0.4", "cuda=2.5"]`` as prices by device; ``""`` is any."""
-    found = {}
+    prices = {}
     for text in texts:
         device, equals, number = text.rpartition("=")
         try:
@@ -316,8 +316,8 @@ def _prices(texts: list[str]) -> dict[str, float]:
             value = -1.0
         if not 0 <= value < 1e9 or (equals and not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device)):
             raise UsageError(f"--price-per-hour: {text!r} is not a price, for example 0.40 or cuda=2.50")
-        found[device] = value
-    return found
+        prices[device] = value
+    return prices
 
 
 def _machine() -> str:

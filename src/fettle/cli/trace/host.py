@@ -164,10 +164,10 @@ def memory(traces: list[Trace]) -> Answer:
     if not timeline.height:
         raise UsageError("no memory events in this trace: record with profile_memory=True")
     shown = timeline.with_columns(mib=pl.col("held_bytes") / 2**20)
-    told = (timeline["allocated_bytes"] >= 0).all()
+    has_totals = (timeline["allocated_bytes"] >= 0).all()
     return Answer(
         {"peak": joined(traces, memory_peak)},
-        {} if told else {"bytes": "since the trace began; what the allocator held in all is not in it"},
+        {} if has_totals else {"bytes": "since the trace began; what the allocator held in all is not in it"},
         chart=lambda: charts.step_line(shown, "mib", series="device", unit="MiB"),
         long=lambda: {"timeline": timeline},
     )

@@ -120,8 +120,8 @@ def whatif(
             if answer.cannot_tell:
                 uncertain.append(trace.rank)
             questions.append(f"rank {trace.rank}: if {answer.question}")
-    asked = pl.DataFrame(rows).with_columns(question=pl.Series(questions))
-    write_chart(chart, lambda: charts.what_if_chart(asked))
+    answers = pl.DataFrame(rows).with_columns(question=pl.Series(questions))
+    write_chart(chart, lambda: charts.what_if_chart(answers))
     if as_json:
         doubtful = doubts({f"rank {trace.rank}": trace for trace in traces})
         for rank in sorted(set(uncertain)):

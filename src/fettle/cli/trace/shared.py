@@ -62,13 +62,13 @@ def question(look: Callable[..., Answer], *, charted: bool = True) -> Callable[.
     own = {name: (one.annotation, one.default) for name, one in list(inspect.signature(look).parameters.items())[1:]}
 
     @functools.wraps(look)
-    def command(**given: Any) -> None:
-        traces = open_traces(given["source"], given["fresh"], given.get("own_end", False))
-        answer = look(traces, **{name: given[name] for name in own})
+    def command(**options: Any) -> None:
+        traces = open_traces(options["source"], options["fresh"], options.get("own_end", False))
+        answer = look(traces, **{name: options[name] for name in own})
         if answer.chart is not None:
-            write_chart(given["chart"], answer.chart)
-        as_json = given["as_json"]
-        show({**answer.frames, **(answer.long() if as_json else {})}, as_json, given["rows"], answer.notes, traces)
+            write_chart(options["chart"], answer.chart)
+        as_json = options["as_json"]
+        show({**answer.frames, **(answer.long() if as_json else {})}, as_json, options["rows"], answer.notes, traces)
         if answer.failed:
             raise typer.Exit(1)
 

@@ -154,7 +154,7 @@ def _compilations(metrics: Sequence[Any]) -> list[_Compilation]:
         return str(told(metric, "compile_id")).split("/")[0]
 
     named = {frame(metric): metric for metric in metrics if told(metric, "co_name")}
-    found = []
+    compilations = []
     for metric in metrics:
         # Failed compilations carry no place, but their function was compiled before.
         known = metric if told(metric, "co_name") else named.get(frame(metric), metric)
@@ -176,8 +176,8 @@ def _compilations(metrics: Sequence[Any]) -> list[_Compilation]:
             place = f"{told(metric, 'fail_user_frame_filename') or '?'}:{told(metric, 'fail_user_frame_lineno') or 0}"
             error = f"{place}: {kind}: {(reason.strip().splitlines() or [''])[0][:300]}"
         seconds = (told(metric, "duration_us") or 0) / 1e6
-        found.append(_Compilation(where, guard, seconds, bool(kind), limit, error))
-    return found
+        compilations.append(_Compilation(where, guard, seconds, bool(kind), limit, error))
+    return compilations
 
 
 _NUMBER = r"-?(?:\d+\.?\d*(?:e[+-]?\d+)?|inf|nan)"
@@ -198,29 +198,29 @@ def _guard_kind(guard: str) -> str:
 
 def _recompiles(runs: Sequence[_Compilation]) -> tuple[Recompile, ...]:
     """One for each function and check; values and sizes differ from one to the next, so they do not count apart."""
-    found: dict[tuple[Any, ...], list[str]] = {}
+    by_place: dict[tuple[Any, ...], list[str]] = {}
     for run in runs:
         if run.guard and not run.failed:
-            found.setdefault((*run.where, re.sub(_NUMBER, "#", run.guard)), []).append(run.guard)
+            by_place.setdefault((*run.where, re.sub(_NUMBER, "#", run.guard)), []).append(run.guard)
     result = [
         Recompile(name, file, line, guards[0], _guard_kind(guards[0]), len(guards))
-        for (name, file, line, _), guards in found.items()
+        for (name, file, line, _), guards in by_place.items()
     ]
     return tuple(sorted(result, key=lambda one: -one.count))
 
 
 def _specialised(runs: Sequence[_Compilation], items: Collection[tuple[str, int]]) -> tuple[Specialised, ...]:
-    found: dict[tuple[str, int, str], dict[str, None]] = {}
+    by_variable: dict[tuple[str, int, str], dict[str, None]] = {}
     for run in runs:
         match = _EQUAL.match(run.guard)
         if match and _guard_kind(match[0]) == "value" and re.fullmatch(_NUMBER, match["value"]):
-            found.setdefault((*run.where[1:], match["name"]), {})[match["value"]] = None
+            by_variable.setdefault((*run.where[1:], match["name"]), {})[match["value"]] = None
     # A resume function's first line is that of the break it follows; its stack value is what `.item()` returned. Later
     # breaks in the same function pass it on under its own name.
     files = {file for file, _ in items}
     return tuple(
         Specialised(file, line, name, tuple(values)[:8], (file, line) in items or (file in files and "L[" not in name))
-        for (file, line, name), values in found.items()
+        for (file, line, name), values in by_variable.items()
     )
 
 

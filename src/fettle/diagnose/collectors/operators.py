@@ -175,7 +175,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def rows(self) -> list[Operation]:
         """One row for each operator, module, line and dtype; costliest first."""
-        found = [
+        rows = [
             Operation(
                 name=f"aten.{name}",
                 group=row.group,
@@ -197,7 +197,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for (name, module, line, dtype), row in self.by_place.items()
             if row.group  # it ran in the first call; else control flow took another way
         ]
-        return sorted(found, key=lambda row: -row.seconds)
+        return sorted(rows, key=lambda row: -row.seconds)
 
 
 def _watching_s(device: str, times: int = 200) -> float:
@@ -279,8 +279,10 @@ def _named_modules(model: Any) -> list[tuple[str, torch.nn.Module]]:
         return list(model.named_modules())
     held = [(name, value) for name, value in getattr(model, "__dict__", {}).items()]
     modules = [(name, value) for name, value in held if isinstance(value, torch.nn.Module)]
-    found = {id(part): (f"{name}.{path}".rstrip("."), part) for name, m in modules for path, part in m.named_modules()}
-    return list(found.values())
+    modules_by_id = {
+        id(part): (f"{name}.{path}".rstrip("."), part) for name, m in modules for path, part in m.named_modules()
+    }
+    return list(modules_by_id.values())
 
 
 def _digest(args: Any) -> bytes | None:

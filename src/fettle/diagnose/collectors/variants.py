@@ -50,14 +50,14 @@ def variants(
                     logs[name].append(math.log(base / min(timed(call, "cpu", 0.0, least=3))))
             except Exception:
                 broken.add(name)
-    found: dict[str, tuple[float, float, float]] = {}
+    by_name: dict[str, tuple[float, float, float]] = {}
     for name, values in logs.items():
         if len(values) >= 3 and name not in broken:
             interval = log_interval(values, 0.05)
             ends = (interval.estimate, interval.low, interval.high)
             saved = [1 - math.exp(-max(-50.0, min(end, 50.0))) for end in ends]
-            found[name] = (saved[0], saved[1], saved[2])
-    return found
+            by_name[name] = (saved[0], saved[1], saved[2])
+    return by_name
 
 
 @contextlib.contextmanager

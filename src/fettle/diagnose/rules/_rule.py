@@ -35,8 +35,8 @@ class Rule:
     """Workloads that it is for; the others have no such fault, or could not mend it."""
 
     def __call__(self, call: Evidence) -> Finding | None:
-        found = self.look(call)
-        return found and replace(found, rule=self.name, bound=min(0.999, found.bound))
+        finding = self.look(call)
+        return finding and replace(finding, rule=self.name, bound=min(0.999, finding.bound))
 
 
 RULES: dict[str, Rule] = {}

@@ -176,7 +176,7 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
     left = 1 - (_profiler_ns(trace) + (0 if on_device else _slowed_ns(trace))) / wall_ns
     details = _details(trace)
 
-    found = []
+    findings = []
     for name, cause in _CAUSES.items():
         lost, besides, least, lines = share[name], unknown, LEAST, []
         if name == "idle_data_loading":
@@ -195,7 +195,7 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
         meanwhile = details.get(name.removeprefix("idle_"))
         says = cause.says if on_device else _ON_HOST.get(cause.rule, cause.says)
         formula = "time lost to it / (wall time of the steps - what recording their events cost"
-        found.append(
+        findings.append(
             replace(
                 cause,
                 says=f"{says.removesuffix('.')} ({lost:.0%} of the wall time).",
@@ -211,9 +211,9 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
             )
         )
     if on_device and (small := _small_kernels(trace, share["compute"])):
-        found.append(small)
+        findings.append(small)
     budget = {name: value for name, value in share.items() if value > 0}
-    return sorted(found, key=lambda finding: finding.weight, reverse=True), budget
+    return sorted(findings, key=lambda finding: finding.weight, reverse=True), budget
 
 
 def _outermost_operators(trace: Trace) -> np.ndarray:

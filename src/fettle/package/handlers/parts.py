@@ -44,13 +44,13 @@ def call_together(runner: Any, items: Sequence[Item], max_rows: int) -> list[Ite
         return [Item(runner.run([item.arrays], 0), item.note) for item in items]
     groups: dict[Any, list[list[int]]] = {}
     for index, item in enumerate(items):
-        found = groups.setdefault(tuple(array.shape[1:] for array in item.arrays), [[]])
-        rows = sum(len(items[other].arrays[0]) for other in found[-1])
-        if found[-1] and rows + len(item.arrays[0]) > max_rows:
-            found.append([])
-        found[-1].append(index)
+        group_of = groups.setdefault(tuple(array.shape[1:] for array in item.arrays), [[]])
+        rows = sum(len(items[other].arrays[0]) for other in group_of[-1])
+        if group_of[-1] and rows + len(item.arrays[0]) > max_rows:
+            group_of.append([])
+        group_of[-1].append(index)
     answers: list[Item] = [Item([]) for _ in items]
-    for group in (one for found in groups.values() for one in found):
+    for group in (one for group_of in groups.values() for one in group_of):
         outputs, place = runner.run([items[index].arrays for index in group], 0), 0
         for index in group:
             rows = len(items[index].arrays[0])
@@ -107,14 +107,14 @@ def softmax(scores: Array) -> Array:
     """Along the last axis, in float64, so that large scores do not overflow."""
     wide = scores.astype(np.float64)
     powers = np.exp(wide - wide.max(axis=-1, keepdims=True))
-    found: Array = powers / powers.sum(axis=-1, keepdims=True)
-    return found
+    shares: Array = powers / powers.sum(axis=-1, keepdims=True)
+    return shares
 
 
 def sigmoid(scores: Array) -> Array:
     """Of every score, in float64."""
-    found: Array = 0.5 * (1.0 + np.tanh(0.5 * scores.astype(np.float64)))
-    return found
+    shares: Array = 0.5 * (1.0 + np.tanh(0.5 * scores.astype(np.float64)))
+    return shares
 
 
 def probabilities(scores: Array, how: Scores) -> Array:

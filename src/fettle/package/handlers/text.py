@@ -109,11 +109,11 @@ class Handler:
 
     def preprocess(self, requests: Sequence[dict[str, Any]]) -> list[Item]:
         """Tokens. The texts of all requests are filled up to the longest, so that they can share a call."""
-        given = [read_texts(request, self.settings.max_characters) for request in requests]
-        for texts, _ in given:
+        requested = [read_texts(request, self.settings.max_characters) for request in requests]
+        for texts, _ in requested:
             check_rows(len(texts), self.max_rows)
-        found = iter(self.tokenizer.encode_batch([text for texts, _ in given for text in texts]))
-        encoded = [[next(found) for _ in texts] for texts, _ in given]
+        found = iter(self.tokenizer.encode_batch([text for texts, _ in requested for text in texts]))
+        encoded = [[next(found) for _ in texts] for texts, _ in requested]
         longest = max(len(row.ids) for rows in encoded for row in rows)
         length = self.settings.max_tokens if self.settings.fixed else max(1, longest)
         for row in (row for rows in encoded for row in rows):
@@ -122,7 +122,7 @@ class Handler:
         return [
             Item([np.array([getattr(row, FIELDS[spec.name]) for row in rows], spec.kind) for spec in self.inputs],
                  (single, np.array([row.attention_mask for row in rows])))
-            for rows, (_, single) in zip(encoded, given, strict=True)
+            for rows, (_, single) in zip(encoded, requested, strict=True)
         ]  # fmt: skip
 
     def inference(self, data: list[Item]) -> list[Item]:

@@ -49,7 +49,7 @@ class Anticipation:
             self._due -= 1
 
     def turn(self) -> bool:
-        """The event loop has done what it had to; whether to tell of its next turn, too."""
+        """The event loop has done what it had to; whether to report its next turn, too."""
         self._quiet += 1
         self._coming = self._due > 0 and self._quiet < QUIET
         return self._coming

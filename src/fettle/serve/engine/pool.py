@@ -330,20 +330,20 @@ class Pool:
     def on_piece(self, request: Request, piece: memoryview, rows: int, *, last: bool) -> None:
         """A worker wrote the next piece of a text, one of `rows`."""
         now, said = time.perf_counter(), bytes(piece)
-        self.metrics.piece(now - (request.told_s or request.arrival_s), first=not request.pieces)
+        self.metrics.piece(now - (request.last_piece_s or request.arrival_s), first=not request.pieces)
         request.pieces += 1
-        request.told_s = now
+        request.last_piece_s = now
         if request.piece is not None and not request.answer.done():
             request.piece(said)
         if last:
             answer = Answer(body=said, kind="application/json", model_s=now - request.sent_s)
             self._give(request, answer, request.sent_s, rows, now)
 
-    def wrote(self, found: wire.Wrote) -> None:
+    def wrote(self, message: wire.Wrote) -> None:
         """A worker says what its texts cost."""
-        for rows, calls, seconds in found.calls:
+        for rows, calls, seconds in message.calls:
             self.metrics.batch(rows, rows, 0.0, seconds / calls, calls)
-        self.metrics.handler(found.metrics)
+        self.metrics.handler(message.metrics)
 
     def _give(self, request: Request, answer: Answer, sent: float, rows: int, now: float) -> None:
         answer.queue_s, answer.batch_rows = sent - request.arrival_s, rows

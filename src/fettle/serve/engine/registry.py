@@ -366,9 +366,9 @@ def _with(settings: ServeSettings, wanted: Mapping[str, Any]) -> ServeSettings:
         raise Rejected(400, str(error)[:200]) from None
 
 
-def _changed(settings: ServeSettings, given: ServeSettings) -> dict[str, Any]:
+def _changed(settings: ServeSettings, at_start: ServeSettings) -> dict[str, Any]:
     """What was set otherwise while running."""
-    before = msgspec.to_builtins(given)
+    before = msgspec.to_builtins(at_start)
     return {key: value for key, value in msgspec.to_builtins(settings).items() if value != before[key]}
 
 

@@ -33,7 +33,7 @@ class Request:
     arrival_s: float = 0.0
     sent_s: float = 0.0
     """When a text joined those that a worker writes."""
-    told_s: float = 0.0
+    last_piece_s: float = 0.0
     """When its last piece came."""
     deadline_s: float = math.inf
     answer: asyncio.Future[Answer] = field(init=False)

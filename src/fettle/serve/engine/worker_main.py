@@ -136,15 +136,15 @@ class _Worker:
         if running is None:
             return
         while running.texts and not select.select([link], [], [], 0)[0]:
-            told: list[Any] = []
+            frames: list[Any] = []
 
-            def tell(number: int, said: Piece | Exception, told: list[Any] = told) -> None:
+            def on_piece(number: int, said: Piece | Exception, frames: list[Any] = frames) -> None:
                 if isinstance(said, Piece):
-                    told += wire.frame(wire.Piece(number, bool(said.reason)), [msgspec.json.encode(said)])
+                    frames += wire.frame(wire.Piece(number, bool(said.reason)), [msgspec.json.encode(said)])
                 else:
-                    told += wire.frame(_failed(number, said))
+                    frames += wire.frame(_failed(number, said))
 
-            running.step(tell)
+            running.step(on_piece)
             now = time.monotonic()
             if running.steps.by_rows and (now - self._said_at > 0.5 or not running.texts):
                 self._said_at = now
@@ -153,8 +153,8 @@ class _Worker:
                 self.handler.metrics.add_counter("generated_tokens", steps.tokens)
                 if steps.reused:
                     self.handler.metrics.add_counter("reused_prompt_tokens", steps.reused)
-                told += wire.frame(wire.Wrote(calls, self.rss(), self.handler.metrics.take()))
-            link.sendall(b"".join(told))
+                frames += wire.frame(wire.Wrote(calls, self.rss(), self.handler.metrics.take()))
+            link.sendall(b"".join(frames))
 
     def run(self, header: wire.Run, body: memoryview) -> tuple[wire.Done, list[Any]]:
         """Tensors in, tensors out."""

@@ -39,10 +39,10 @@ def spawn(threads: int) -> Spawned:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     shared = _shared_memory()
-    given = [theirs.fileno(), *([shared[0]] if shared is not None else [])]
+    descriptors = [theirs.fileno(), *([shared[0]] if shared is not None else [])]
     try:
-        command = ["-m", "fettle.serve.engine.worker_main", *map(str, given)]
-        process = Process(command, pass_fds=given, environment=_environment(threads), shows=True)
+        command = ["-m", "fettle.serve.engine.worker_main", *map(str, descriptors)]
+        process = Process(command, pass_fds=descriptors, environment=_environment(threads), shows=True)
     except OSError:
         ours.close()
         raise
@@ -86,8 +86,8 @@ class Spare:
         """The process, once, where it was started for so many threads."""
         if threads != self._threads:
             return None
-        found, self._spawned = self._spawned, None
-        return found
+        worker, self._spawned = self._spawned, None
+        return worker
 
     def end(self) -> None:
         """End it if nobody took it."""
@@ -113,8 +113,8 @@ def likely_threads(package: Path, threads: int | None, workers: int | None) -> i
     except (OSError, ValueError):
         pass  # whatever is wrong with it is said when it is opened
 
-    def number(given: int | None, name: str, otherwise: int) -> int:
-        value = given if given is not None else said.get(name, otherwise)
+    def number(configured: int | None, name: str, otherwise: int) -> int:
+        value = configured if configured is not None else said.get(name, otherwise)
         return value if isinstance(value, int) and 0 <= value < 4096 else otherwise
 
     return threads_each(number(threads, "threads", 0), max(1, number(workers, "workers", 1)))

@@ -73,12 +73,12 @@ class Call:
     def json(self) -> dict[str, Any]:
         """The body as a JSON object; an empty body is an empty one."""
         try:
-            found = json.loads(self.body() or b"{}")
+            body = json.loads(self.body() or b"{}")
         except (ValueError, RecursionError):
             raise Malformed("the body is not JSON") from None
-        if not isinstance(found, dict):
+        if not isinstance(body, dict):
             raise Malformed("the body must be a JSON object")
-        return found
+        return body
 
     def query(self) -> dict[str, str]:
         """The parameters after the question mark."""
@@ -121,10 +121,10 @@ def _cut(target: bytes) -> tuple[bytes, bytes]:
         path, _, query = target.partition(b"?")
         return path, query
     try:
-        found = parse_url(target)  # with a scheme and a host before the path
+        url = parse_url(target)  # with a scheme and a host before the path
     except HttpParserInvalidURLError:
         raise Malformed("the path is not valid") from None
-    return found.path or b"", found.query or b""
+    return url.path or b"", url.query or b""
 
 
 @lru_cache(maxsize=256)

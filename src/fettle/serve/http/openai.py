@@ -100,8 +100,8 @@ async def answer(call: Call) -> Reply | None:
         case "POST", ["v1", "chat", "completions"]:
             return await _chat(call)
         case "GET", ["v1", "models"]:
-            found = [_model(name, model.versions.values()) for name, model in sorted(call.registry.models.items())]
-            return json_reply({"object": "list", "data": [row for row in found if row is not None]})
+            listing = [_model(name, model.versions.values()) for name, model in sorted(call.registry.models.items())]
+            return json_reply({"object": "list", "data": [row for row in listing if row is not None]})
         case "GET", ["v1", "models", name] if name in call.registry.models:
             row = _model(name, call.registry.models[name].versions.values())
             if row is None:
@@ -139,7 +139,7 @@ def _version(call: Call, name: str) -> Version:
 
 def _sampling(wanted: _Common, logprobs: int | None, most: int | None) -> Sampling:
     stop = (wanted.stop,) if isinstance(wanted.stop, str) else wanted.stop or ()
-    given = {
+    fields = {
         "max_tokens": most, "logprobs": logprobs, "stop": stop,
         "temperature": 1.0 if wanted.temperature is None else wanted.temperature,
         **{
@@ -149,7 +149,7 @@ def _sampling(wanted: _Common, logprobs: int | None, most: int | None) -> Sampli
         },
     }  # fmt: skip
     try:
-        return msgspec.convert(given, Sampling)
+        return msgspec.convert(fields, Sampling)
     except msgspec.ValidationError as error:
         raise BadRequest(str(error), "stop") from None
 
@@ -162,17 +162,17 @@ async def _completions(call: Call) -> Reply:
     return await _Answer(call, version, wanted, asks, chat=False).reply()
 
 
-def _prompts(given: Any) -> list[Ask]:
-    if isinstance(given, str):
-        return [Ask(text=given)]
-    kinds = {type(one) for one in given}
+def _prompts(prompts: Any) -> list[Ask]:
+    if isinstance(prompts, str):
+        return [Ask(text=prompts)]
+    kinds = {type(one) for one in prompts}
     if len(kinds) > 1:
         raise BadRequest("a prompt is a text, its tokens, or several of either", "prompt")
     if kinds == {int}:
-        if min(given) < 0:
+        if min(prompts) < 0:
             raise BadRequest("tokens are 0 or more", "prompt")
-        return [Ask(tokens=given)]
-    return [Ask(text=one) if isinstance(one, str) else Ask(tokens=one) for one in given]
+        return [Ask(tokens=prompts)]
+    return [Ask(text=one) if isinstance(one, str) else Ask(tokens=one) for one in prompts]
 
 
 async def _chat(call: Call) -> Reply:
@@ -233,12 +233,12 @@ class _Answer:
         """The answer, whole or as a stream. Raises `Refusal`."""
         if not self.wanted.stream:
             try:
-                found = await asyncio.gather(*(writing.whole() for writing in self.writings))
+                texts = await asyncio.gather(*(writing.whole() for writing in self.writings))
             finally:
                 self.stop()
-            choices = [self._whole(index, pieces) for index, pieces in enumerate(found)]
+            choices = [self._whole(index, pieces) for index, pieces in enumerate(texts)]
             kind = "chat.completion" if self.chat else "text_completion"
-            ends = [pieces[-1] for pieces in found]
+            ends = [pieces[-1] for pieces in texts]
             return json_reply({**self.head, "object": kind, "choices": choices, "usage": self._usage(ends)})
         try:
             await asyncio.gather(*(writing.begin() for writing in self.writings))

@@ -95,37 +95,37 @@ def read_request(
         raise Malformed("Inference-Header-Content-Length does not fit the body")
     said = _decode(body if header_length is None else memoryview(body)[:header_length])
     rest = memoryview(b"") if header_length is None else memoryview(body)[header_length:]
-    given: dict[str, Array] = {}
+    by_name: dict[str, Array] = {}
     place = 0
     specs = {spec.name: spec for spec in inputs}
     for tensor in said.inputs:
         spec = specs.get(tensor.name)
         if spec is None:
             raise Malformed(f"no input is called {tensor.name[:80]!r}: {', '.join(specs)}")
-        if tensor.name in given:
+        if tensor.name in by_name:
             raise Malformed(f"the input {spec.name} is given twice")
         shape = _shape(tensor, spec, max_rows)
         size = tensor.parameters.get("binary_data_size")
         if tensor.parameters and any(name in tensor.parameters for name in _UNSUPPORTED):
             raise Malformed("shared memory is not supported")
         if size is None:
-            given[spec.name] = _from_json(tensor, spec, shape)
+            by_name[spec.name] = _from_json(tensor, spec, shape)
             continue
         if header_length is None or not isinstance(size, int) or isinstance(size, bool):
-            raise Malformed(f"the input {spec.name} speaks of binary data, but the request has none")
+            raise Malformed(f"the input {spec.name} announces binary data, but the request has none")
         if size != math.prod(shape) * spec.kind.itemsize:
             raise Malformed(
                 f"the input {spec.name} has {size} bytes; its shape needs {math.prod(shape) * spec.kind.itemsize}"
             )
         if place + size > len(rest):
             raise Malformed("the body is shorter than its tensors")
-        given[spec.name] = np.frombuffer(rest, spec.kind, math.prod(shape), place).reshape(shape)
+        by_name[spec.name] = np.frombuffer(rest, spec.kind, math.prod(shape), place).reshape(shape)
         place += size
     if place != len(rest):
         raise Malformed("the body is longer than its tensors")
     arrays, rows = [], 0
     for spec in inputs:
-        array = given.get(spec.name)
+        array = by_name.get(spec.name)
         if array is None:
             raise Malformed(f"the input {spec.name} is missing")
         if spec.batched:

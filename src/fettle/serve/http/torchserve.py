@@ -64,13 +64,13 @@ async def ping(call: Call) -> Reply | None:
 
 def paths(registry: Registry) -> dict[str, Any]:
     """For the OpenAPI document."""
-    found: dict[str, Any] = {"/ping": {"get": operation("TorchServe's health check")}}
+    entries: dict[str, Any] = {"/ping": {"get": operation("TorchServe's health check")}}
     for name, model in sorted(registry.models.items()):
-        found[f"/predictions/{name}"] = {"post": operation(f"Call {name}'s handler with a body", {}, {}, "*/*")}
+        entries[f"/predictions/{name}"] = {"post": operation(f"Call {name}'s handler with a body", {}, {}, "*/*")}
         if any(made.pool.explains for made in model.versions.values()):
             text = f"What moved {name}'s answer to a body"
-            found[f"/explanations/{name}"] = {"post": operation(text, OBJECT, {})}
-    return found
+            entries[f"/explanations/{name}"] = {"post": operation(text, OBJECT, {})}
+    return entries
 
 
 # -- management -------------------------------------------------------------------------------------------------------

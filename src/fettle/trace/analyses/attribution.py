@@ -74,8 +74,8 @@ def attribute_kernels(trace: Trace) -> pl.DataFrame:
     line_text = names_of_rows(trace, line)
     if stacks:
         pairs = zip(forward.tolist(), operator.tolist(), strict=True)
-        told = [_own_line(stacks.get(f if f >= 0 else o, "")) for f, o in pairs]
-        line_text = line_text.fill_null(pl.Series(told, dtype=pl.String()))
+        lines = [_own_line(stacks.get(f if f >= 0 else o, "")) for f, o in pairs]
+        line_text = line_text.fill_null(pl.Series(lines, dtype=pl.String()))
     generated = dict(trace.side["generated"].select("row", "file").iter_rows())
     shapes = pl.Series(trace.shapes, dtype=pl.String()).gather(pl.Series(shape_code, dtype=pl.UInt32()))
     return pl.DataFrame(

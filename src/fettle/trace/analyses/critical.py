@@ -101,9 +101,9 @@ def path_shares(trace: Trace, path: CriticalPath) -> pl.DataFrame:
     that follow such rivals: all of them of a launch, of a stream, or of an event; and over those on which, besides,
     long launch calls that returned when some work began had waited for a slot, where too few did for a depth to show.
     """
-    waits, found = device_waits(trace), path.summary()
+    waits, summary = device_waits(trace), path.summary()
     on_path = np.isin(trace.device_rows, path.pieces["row"].to_numpy())
-    shares = [found.select("category", "share")]
+    shares = [summary.select("category", "share")]
     rivals = [s for s in (Held.LAUNCH, Held.STREAM, Held.EVENT) if (on_path & (waits.rival == s)).any()]
     doubts = [False, *([True] if np.isin(doubtful_waits(trace)[0], path.pieces["row"].to_numpy()).any() else [])]
     others = [waits, *(waits.preferring(sort) for sort in rivals)]
@@ -121,7 +121,7 @@ def path_shares(trace: Trace, path: CriticalPath) -> pl.DataFrame:
             high_share=pl.col("share").max(),
         )
     )
-    both = spread.join(found, on="category", how="left").with_columns(pl.col("time_ns", "share").fill_null(0))
+    both = spread.join(summary, on="category", how="left").with_columns(pl.col("time_ns", "share").fill_null(0))
     columns = ("category", "time_ns", "share", "low_share", "high_share")
     return both.select(columns).sort("time_ns", "category", descending=[True, False])
 

@@ -106,8 +106,8 @@ def call_cost(operator: str, shapes: Sequence[Any], values: Sequence[str]) -> Co
     """Of one call, from the shapes of its inputs and the values of the others; None where they do not tell."""
 
     def shape(at: int) -> Shape:
-        found = shapes[at] if at < len(shapes) and isinstance(shapes[at], list) else []
-        return found if all(isinstance(size, int) and 0 <= size < 2**40 for size in found) else []
+        sizes = shapes[at] if at < len(shapes) and isinstance(shapes[at], list) else []
+        return sizes if all(isinstance(size, int) and 0 <= size < 2**40 for size in sizes) else []
 
     def value(at: int) -> Any:
         try:
@@ -148,8 +148,12 @@ def call_cost(operator: str, shapes: Sequence[Any], values: Sequence[str]) -> Co
 
 def limits_of(trace: Trace) -> Limits | None:
     """Those of the trace's device, where its name is one of `DATA_SHEETS`."""
-    told = trace.metadata.get("deviceProperties")
-    name = str(told[0].get("name", "")) if isinstance(told, list) and told and isinstance(told[0], dict) else ""
+    devices = trace.metadata.get("deviceProperties")
+    name = (
+        str(devices[0].get("name", ""))
+        if isinstance(devices, list) and devices and isinstance(devices[0], dict)
+        else ""
+    )
     return next((limits for part, limits in DATA_SHEETS.items() if part in name), None)
 
 
@@ -171,19 +175,19 @@ def product_table(trace: Trace, limits: Limits | None = None) -> pl.DataFrame:
     groups: dict[tuple[str, int, str, tuple[str, ...]], list[int]] = {}
     for row, name, shapes in zip(rows.tolist(), trace.name_of(rows), trace.column("shape")[rows].tolist(), strict=True):
         groups.setdefault((name, shapes, *inputs.get(row, ("", ()))), []).append(row)
-    found = []
+    costs = []
     for (name, shapes, types, values), calls in groups.items():
         cost = _cost(name, trace.shapes[shapes], values)
         if cost is not None:
             width = max((dtype_bytes(one) or 0 for one in types.split(", ")), default=0) or None
             key = (trace.rank, name, trace.shapes[shapes], types, len(calls), cost.batch, cost.m, cost.n, cost.k)
-            found.append((*key, cost.flops, width and width * cost.elements, int(time[calls].sum()), width))
+            costs.append((*key, cost.flops, width and width * cost.elements, int(time[calls].sum()), width))
     texts, numbers = ("operator", "shapes", "types"), ("count", "batch", "m", "n", "k", "flops", "bytes", "time_ns")
     schema = {"rank": pl.Int64(), **dict.fromkeys(texts, pl.String()), **dict.fromkeys((*numbers, "width"), pl.Int64())}
     timed = pl.when(pl.col("time_ns") > 0)
     reachable = pl.min_horizontal("most", pl.col("intensity") * limits.gb_per_s / 1e3)
     known = pl.when(pl.col("most").is_not_null() & pl.col("intensity").is_not_null())
-    table = pl.DataFrame(found, schema=schema, orient="row").with_columns(
+    table = pl.DataFrame(costs, schema=schema, orient="row").with_columns(
         tflop_per_s=timed.then(pl.col("flops") * pl.col("count") / pl.col("time_ns") / 1e3),
         gb_per_s=timed.then(pl.col("bytes") * pl.col("count") / pl.col("time_ns")),
         intensity=pl.col("flops") / pl.col("bytes"),
@@ -210,13 +214,13 @@ def _products(trace: Trace) -> Ints:
 
 def _inputs(trace: Trace) -> dict[int, tuple[str, tuple[str, ...]]]:
     """By row: the types of a call's tensors, and the values of its other inputs."""
-    found: dict[int, tuple[str, tuple[str, ...]]] = {}
-    for name, told in operator_inputs(trace, OPERATORS & set(trace.names)).items():
+    by_row: dict[int, tuple[str, tuple[str, ...]]] = {}
+    for name, text in operator_inputs(trace, OPERATORS & set(trace.names)).items():
         rows = np.flatnonzero(trace.column("name") == trace.names.index(name))
-        if len(rows) == len(told):  # else part of the file could not be read, and which calls these are is not known
-            for row, (types, values) in zip(rows.tolist(), told, strict=True):
-                found[row] = ", ".join(dict.fromkeys(t for t in types if dtype_bytes(t))), values
-    return found
+        if len(rows) == len(text):  # else part of the file could not be read, and which calls these are is not known
+            for row, (types, values) in zip(rows.tolist(), text, strict=True):
+                by_row[row] = ", ".join(dict.fromkeys(t for t in types if dtype_bytes(t))), values
+    return by_row
 
 
 def _cost(operator: str, shapes: str, values: Sequence[str]) -> Cost | None:

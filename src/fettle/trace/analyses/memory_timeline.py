@@ -48,8 +48,8 @@ def memory_timeline(trace: Trace) -> pl.DataFrame:
     timeline = frame.select("ts_ns", device, "bytes", "address", "allocated_bytes", "reserved_bytes")
     owners = timeline.with_columns(operator=text(up.operator), top_operator=text(up.top_operator))
     total = pl.col("allocated_bytes")
-    told, since_begin = (total >= 0).all().over("device"), pl.col("bytes").cum_sum().over("device")
-    return with_rank(trace, owners.with_columns(held_bytes=pl.when(told).then(total).otherwise(since_begin)))
+    has_totals, since_begin = (total >= 0).all().over("device"), pl.col("bytes").cum_sum().over("device")
+    return with_rank(trace, owners.with_columns(held_bytes=pl.when(has_totals).then(total).otherwise(since_begin)))
 
 
 def memory_peak(trace: Trace) -> pl.DataFrame:

@@ -69,10 +69,10 @@ def copy_bandwidth(trace: Trace) -> pl.DataFrame:
     """
     facts = trace.side["copies"]
     rows = facts["row"].to_numpy()
-    told = facts["gb_per_s"].cast(pl.Float64()).to_numpy().astype(float)
+    bandwidth = facts["gb_per_s"].cast(pl.Float64()).to_numpy().astype(float)
     size = facts["bytes"].to_numpy()
     length = np.maximum(trace.dur[rows], 1)
-    rate = np.where(np.isfinite(told), told, np.where(size >= 0, size / length, np.nan))
+    rate = np.where(np.isfinite(bandwidth), bandwidth, np.where(size >= 0, size / length, np.nan))
     good = np.isfinite(rate)
     rows, rate, length = rows[good], rate[good], length[good]
     code = trace.column("name")[rows].astype(np.int64)

@@ -175,14 +175,14 @@ def _queue(trace: Trace, work: Ints, calls: Ints, mine: Bools, device: int, stre
     one that its first kernel frees, whichever explains more of the waiting.
     """
     work, calls = work[mine], calls[mine]
-    found = _counted(trace, work, calls, device, stream)
+    by_count = _counted(trace, work, calls, device, stream)
     if (np.diff(np.sort(calls)) > 0).all():
-        return found
+        return by_count
     order = np.lexsort((work, calls))
     first = order[np.diff(calls[order], prepend=-1) != 0]
     by_call = _counted(trace, work[first], calls[first], device, stream)
-    if by_call is None or (found is not None and waited_ns(trace, found) >= waited_ns(trace, by_call)):
-        return found
+    if by_call is None or (by_count is not None and waited_ns(trace, by_count) >= waited_ns(trace, by_call)):
+        return by_count
     return by_call
 
 
@@ -190,10 +190,10 @@ def _counted(trace: Trace, work: Ints, calls: Ints, device: int, stream: int) ->
     if len(work) < FEWEST_WAITS:
         return None
     one = _launches(trace, work, calls)
-    found = _depth(one)
-    if found is None:
+    waiting = _depth(one)
+    if waiting is None:
         return None
-    depth, clear = found
+    depth, clear = waiting
     at, begins = one.launched - 1 - depth, _bound(one, depth)
     bound = np.where(at >= 0, one.order[np.maximum(at, 0)], -1)
     in_time = begins <= one.end

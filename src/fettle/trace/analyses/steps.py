@@ -87,8 +87,8 @@ def _marks(trace: Trace, annotation: str | None) -> dict[int, int]:
     """Name numbers that mark steps, with the steps' numbers (-1: they are counted)."""
     if annotation is not None:
         return {code: -1 for code, name in enumerate(trace.names) if name == annotation}
-    found = ((code, _STEP.match(name)) for code, name in enumerate(trace.names))
-    return {code: int(match.group(1)) for code, match in found if match and len(match.group(1)) < 18}
+    matches = ((code, _STEP.match(name)) for code, name in enumerate(trace.names))
+    return {code: int(match.group(1)) for code, match in matches if match and len(match.group(1)) < 18}
 
 
 def step_summary(frame: pl.DataFrame) -> dict[str, float | int | list[int]]:

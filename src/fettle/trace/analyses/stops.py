@@ -131,7 +131,7 @@ def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ..
     by = np.where(launch >= 0, trace.column("thread")[np.maximum(launch, 0)], -1)
     by_call = np.argsort(called, kind="stable")
     whole = np.array(["Synchronize" in n and bool(_WHOLE_DEVICE.search(n)) for n in trace.names], dtype=bool)
-    streams, names, thread = _told_streams(trace), trace.column("name"), trace.column("thread")
+    streams, names, thread = _recorded_streams(trace), trace.column("name"), trace.column("thread")
     stream, correlation = trace.column("stream")[device_rows], trace.column("correlation")
     last_launched = np.searchsorted(called[by_call], trace.ts[calls], side="left") - 1
     last_ended = np.searchsorted(end[by_end], trace.end[calls] + CLOCKS_NS, side="right") - 1
@@ -150,14 +150,14 @@ def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ..
         if call in copied:
             continue
         start, stop = int(trace.ts[call]), int(trace.end[call])
-        told = streams.get(int(correlation[call]), -1)
+        on_stream = streams.get(int(correlation[call]), -1)
         place = (int(thread[call]), start, stop, call)
-        mine, any_one = latest if told < 0 else -1, -1
+        mine, any_one = latest if on_stream < 0 else -1, -1
         while ended >= 0 and end[by_end[ended]] > start and mine < 0:
             work = int(by_end[ended])
-            if called[work] <= start and told in (-1, int(stream[work])):
+            if called[work] <= start and on_stream in (-1, int(stream[work])):
                 any_one = work if any_one < 0 else any_one
-                if told >= 0 or whole[names[call]] or by[work] == thread[call]:
+                if on_stream >= 0 or whole[names[call]] or by[work] == thread[call]:
                     mine = work
             ended -= 1
         work = mine if mine >= 0 else any_one  # a stream's synchronising waits for what the thread itself launched
@@ -165,7 +165,7 @@ def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ..
             when = min(int(end[work]), stop)
             found.append((*place, work, Why.SYNC, 0, -1, when, 1, int(whole[names[call]])))
         else:
-            while at >= 0 and told not in (-1, int(stream[by_call[at]])):
+            while at >= 0 and on_stream not in (-1, int(stream[by_call[at]])):
                 at -= 1
             if at >= 0 and end[by_call[at]] <= stop:
                 found.append((*place, int(by_call[at]), Why.SYNC, 0, -1, start, 0, int(whole[names[call]])))
@@ -182,7 +182,7 @@ def _launched_last(called: Ints, by: Ints, by_call: Ints, when: Ints, thread: In
     return found
 
 
-def _told_streams(trace: Trace) -> dict[int, int]:
+def _recorded_streams(trace: Trace) -> dict[int, int]:
     """The stream that each synchronising call waits for, by correlation number, where sync events tell."""
     table = trace.side["syncs"]
     if not table.height:
@@ -197,8 +197,8 @@ def _hand_overs(trace: Trace) -> list[tuple[int, ...]]:
     """
     stacks, names = host_stacks(trace), trace.column("name")
     thread_of = trace.column("thread")
-    told = bool((trace.kind == Kind.OPERATOR).any())
-    sharing = autograd_threads(trace) if told else np.unique(thread_of[launch_links(trace).known[1]]).tolist()
+    has_operators = bool((trace.kind == Kind.OPERATOR).any())
+    sharing = autograd_threads(trace) if has_operators else np.unique(thread_of[launch_links(trace).known[1]]).tolist()
     group = sorted({*sharing, main_thread(trace)} - {-1})
     if len(group) < 2:
         return []
@@ -212,7 +212,7 @@ def _hand_overs(trace: Trace) -> list[tuple[int, ...]]:
         kind = np.where(row >= 0, trace.kind[row], 0)
         silent = (row < 0) | (kind == Kind.ANNOTATION) | ((kind == Kind.PYTHON) & silent_python[names[row]])
         start, end = _joined(start[silent], end[silent])
-        first = slice(None) if told else slice(int((start == low).any()))
+        first = slice(None) if has_operators else slice(int((start == low).any()))
         silences[thread] = start[first], end[first]
     found: list[tuple[int, ...]] = []
     for thread, (start, end) in silences.items():

@@ -94,9 +94,9 @@ def number(value: Any) -> float | None:
 
 
 def small_number(value: Any) -> int:
-    """A device number: -1 for what is none (a process id, for one, where the device was not told)."""
-    told = integer(value)
-    return told if -1 <= told <= 10_000 else -1
+    """A device number: -1 for what is not one (a process id, for one, where the device is not recorded)."""
+    number = integer(value)
+    return number if -1 <= number <= 10_000 else -1
 
 
 def stream_number(value: Any) -> int:

@@ -146,13 +146,13 @@ def _event_start(text: bytes, boundary: re.Pattern[bytes]) -> int | None:
     arguments.
     """
     decoder = json.JSONDecoder(strict=False)
-    for found in itertools.islice(boundary.finditer(text), 1000):
+    for match in itertools.islice(boundary.finditer(text), 1000):
         try:
-            event, _ = decoder.raw_decode(text[found.end() : found.end() + (1 << 17)].decode("utf-8", "replace"))
+            event, _ = decoder.raw_decode(text[match.end() : match.end() + (1 << 17)].decode("utf-8", "replace"))
         except (ValueError, RecursionError):
             continue
         if isinstance(event, dict) and "ph" in event and "pid" in event:
-            return found.end()
+            return match.end()
     return None
 
 

@@ -136,8 +136,10 @@ class SideTables:
         for row, event in zip(rows.tolist(), ranges, strict=True):
             values = event.get("args")
             cells = [(say(k, 200), number(v)) for k, v in (values if isinstance(values, dict) else {}).items()]
-            told = [(k, v) for k, v in cells if v is not None][:200]
-            self.put("counters", row=[base + row] * len(told), counter=[k for k, _ in told], value=[v for _, v in told])
+            known = [(k, v) for k, v in cells if v is not None][:200]
+            self.put(
+                "counters", row=[base + row] * len(known), counter=[k for k, _ in known], value=[v for _, v in known]
+            )
 
 
 def _plain(values: Any) -> list[Any]:

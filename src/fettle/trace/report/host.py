@@ -55,8 +55,8 @@ def operators(traces: list[Trace]) -> Section | None:
     top = table.filter(pl.col("kernels") >= 3).sort("device_ns", descending=True)
     if top.height:
         name = str(top["operator"][0])
-        found = pl.concat([kernel_sequences(t, name, top=6) for t in traces])
-        section.table(f"Kernels in a row under {name}", found, rows=12)
+        sequences = pl.concat([kernel_sequences(t, name, top=6) for t in traces])
+        section.table(f"Kernels in a row under {name}", sequences, rows=12)
     annotated = pl.concat([annotation_table(t) for t in traces])
     section.table("Annotations", annotated if device else annotated.drop("^device_.*$", "kernels"), rows=12)
     counted = [c for t in traces if (c := counters_by_operator(t)) is not None]

@@ -168,8 +168,8 @@ class Lanes:
         for one in np.argsort(-busy, kind="stable")[: np.count_nonzero(busy)].tolist():
             mine = host[thread[host] == one]
             named = {Kind.OPERATOR: "operator", Kind.RUNTIME: "runtime_call", Kind.ANNOTATION: "annotation"}
-            told = [named[Kind(int(k))] for k in trace.kind[mine]]
-            self._lane(trace.thread_label(one), trace, mine, trace.name_of(mine), told, _levels(trace, mine))
+            of_kind = [named[Kind(int(k))] for k in trace.kind[mine]]
+            self._lane(trace.thread_label(one), trace, mine, trace.name_of(mine), of_kind, _levels(trace, mine))
 
     def _lane(
         self,

@@ -126,8 +126,8 @@ def roofline_chart(products: pl.DataFrame, limits: Limits | None) -> Any:
 
 def collective_chart(table: pl.DataFrame) -> Any:
     """Bus bandwidth against message size: columns rank, bytes, bus_gb_per_s, collective, duration_ns."""
-    told = table.filter((pl.col("bytes") > 0) & (pl.col("bus_gb_per_s") > 0)).head(MAX_ROWS)
-    shown = told.select("bytes", "bus_gb_per_s", "collective", "rank", ms=pl.col("duration_ns") / 1e6)
+    known = table.filter((pl.col("bytes") > 0) & (pl.col("bus_gb_per_s") > 0)).head(MAX_ROWS)
+    shown = known.select("bytes", "bus_gb_per_s", "collective", "rank", ms=pl.col("duration_ns") / 1e6)
     axis, rate = alt.Axis(format="~s", tickCount=6), "bus bandwidth, GB/s"
     x = alt.X("bytes:Q", scale=alt.Scale(type="log"), title="bytes of the message", axis=axis)
     bus, lasts = alt.Tooltip("bus_gb_per_s:Q", title=rate, format=".2f"), alt.Tooltip("ms:Q", format=",.3f")

@@ -104,7 +104,7 @@ def words(column: str) -> pl.Expr:
 
 
 def main_parts(long: pl.DataFrame, part: str, value: str) -> pl.DataFrame:
-    """The longest parts by name, all others as `rest`: a legend of twenty causes is none."""
+    """The longest parts by name, all others as `rest`: nobody reads a legend of twenty causes."""
     long = long.with_columns(words(part))
     order = long.group_by(part).agg(pl.col(value).sum()).sort(value, descending=True)[part].to_list()
     return long.with_columns(
@@ -112,6 +112,6 @@ def main_parts(long: pl.DataFrame, part: str, value: str) -> pl.DataFrame:
     )
 
 
-def ordered(found: list[str]) -> list[str]:
-    known = [p for p in (*PARTS, "rest") if p in found]
-    return [*[p for p in known if p != "rest"], *sorted(set(found) - set(known)), *[p for p in known if p == "rest"]]
+def ordered(phases: list[str]) -> list[str]:
+    known = [p for p in (*PARTS, "rest") if p in phases]
+    return [*[p for p in known if p != "rest"], *sorted(set(phases) - set(known)), *[p for p in known if p == "rest"]]
