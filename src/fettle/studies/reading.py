@@ -19,7 +19,7 @@ MOST_COLUMNS = 1_000
 MOST_LEVELS = 12
 """Levels from which a column of numbers that nobody named a factor is taken for something measured."""
 MOST_NAMED_LEVELS = 60
-_DEFAULTS = ("", "as given", "none", "false", "no", "off", "0", "baseline", "default", "float32", "fp32", "torch.float32")
+_PLAIN = ("", "as given", "none", "false", "no", "off", "0", "baseline", "default", "float32", "fp32", "torch.float32")
 """Levels that usually stand for nothing done, the likeliest first."""
 _LARGER = re.compile(
     r"throughput|/s\b|per.second|speed.?up|\bfps\b|accuracy|\bmiou\b|samples_s|tokens_s", re.IGNORECASE
@@ -161,7 +161,7 @@ def _levels(name: str, rows: Sequence[Row], default: str | None) -> tuple[str, .
     if default is not None and default not in values:
         raise UsageError(f"`factors`: no row has {name}={default}")
     if default is None:
-        usual = [level for word in _DEFAULTS for level in values if level.lower() == word]
+        usual = [level for word in _PLAIN for level in values if level.lower() == word]
         default = usual[0] if usual else min(values, key=_order)
     return (default, *sorted(values - {default}, key=_order))
 

@@ -7,6 +7,7 @@ from typing import Any
 import altair as alt
 import polars as pl
 
+from fettle.page.theme import ACCENT, QUIET
 from fettle.trace.analyses.flops import Limits
 from fettle.trace.analyses.launches import LATE_NS, LONG_CALL_NS
 from fettle.trace.report.charts.look import MAX_ROWS, colour, main_parts, milliseconds, ordered, sized
@@ -25,7 +26,7 @@ def histogram(durations: pl.DataFrame, title: str, *, by: str = "") -> Any:
     colours = {"color": colour(by, ordered(counted[by].unique().to_list()))} if by else {}
     return (
         alt.Chart(counted)
-        .mark_bar(color="#1f8a99")
+        .mark_bar(color=ACCENT)
         .encode(
             x=_by_power("length", title),
             y=alt.Y("sum(work):Q", title="how many"),
@@ -78,7 +79,7 @@ def size_chart(sizes: pl.DataFrame) -> Any:
     shown = sizes.select("power", "count", size=_named_powers(), ms=pl.col("time_ns") / 1e6)
     chart = (
         alt.Chart(shown)
-        .mark_bar(color="#1f8a99")
+        .mark_bar(color=ACCENT)
         .encode(
             x=_by_power("size", "an innermost operator takes at least"),
             y=alt.Y("ms:Q", title="milliseconds in all"),
@@ -119,7 +120,7 @@ def roofline_chart(products: pl.DataFrame, limits: Limits | None) -> Any:
         for at in (least / 2, peak / limits.gb_per_s * 1e3, max(most, peak / limits.gb_per_s * 1e3) * 2)
     ]
     lines = alt.Chart(pl.DataFrame(roof, schema=["elements", "intensity", "tflop_per_s"], orient="row")).mark_line(
-        color="#8a949e", strokeDash=[4, 3]
+        color=QUIET, strokeDash=[4, 3]
     )
     return sized(lines.encode(x=x, y=y, detail="elements:N", tooltip=["elements"]) + points, 260)
 
@@ -161,7 +162,7 @@ def counter_chart(sums: pl.DataFrame, top: int = 8) -> Any:
     for (counter,), part in shown.group_by("counter", maintain_order=True):
         bars = (
             alt.Chart(part, title=str(counter)[:120])
-            .mark_bar(color="#1f8a99")
+            .mark_bar(color=ACCENT)
             .encode(
                 x=alt.X("value:Q", title=None, axis=alt.Axis(format="~s", tickCount=4)),
                 y=alt.Y("operator:N", sort=None, title=None, axis=alt.Axis(labelLimit=160)),

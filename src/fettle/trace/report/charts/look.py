@@ -12,7 +12,8 @@ import polars as pl
 
 from fettle.errors import UsageError
 from fettle.files import write_bytes
-from fettle.page import as_spec, shell
+from fettle.page import as_spec, shell, theme
+from fettle.page.theme import ACCENT, QUIET, pale
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST
 from fettle.trace.analyses.waits import CAUSES
 
@@ -22,32 +23,30 @@ TOP_PARTS = 8
 _WORDS = {cause: cause.replace("_", " ") for cause in (*CAUSES, *CAUSES_OF_HOST)}
 PARTS = ("compute", "exposed communication", "exposed copy", *(_WORDS[cause] for cause in CAUSES))
 _COLOURS = {
-    "compute": "#1f8a99",
-    "communication": "#7d6bc4",
-    "exposed communication": "#7d6bc4",
-    "hidden communication": "#c3bbe4",
-    "copy": "#d27a22",
-    "exposed copy": "#d27a22",
-    "operator": "#c24d4d",
-    "python": "#a48a17",
-    "launch call": "#e08e8e",
-    "launch latency": "#eab6a6",
-    "blocking call": "#8c2f39",
-    "data loading": "#2f9a6c",
-    "other rank": "#4f5fb0",
-    "host untraced": "#9aa4ad",
-    "between kernels": "#c8ced3",
-    "queued unknown": "#6d7780",
-    "profiler": "#b4588e",
-    "allocator": "#8a6d3b",
-    "compile or load": "#5c8d2f",
-    "runtime call": "#d9a05b",
-    "rest": "#e2e5e8",
+    "compute": ACCENT,
+    **dict.fromkeys(("communication", "exposed communication"), theme.VIOLET),
+    "hidden communication": pale(theme.VIOLET, 0.6),
+    **dict.fromkeys(("copy", "exposed copy"), theme.ORANGE),
+    "operator": theme.RED,
+    "python": theme.OLIVE,
+    "launch call": pale(theme.RED, 0.4),
+    "launch latency": pale(theme.RED, 0.6),
+    "blocking call": theme.WINE,
+    "data loading": theme.GREEN,
+    "other rank": theme.INDIGO,
+    "host untraced": QUIET,
+    "between kernels": pale(QUIET),
+    "queued unknown": theme.SLATE,
+    "profiler": theme.PINK,
+    "allocator": theme.BROWN,
+    "compile or load": theme.MOSS,
+    "runtime call": theme.SAND,
+    "rest": pale(QUIET, 0.7),
 }
 # The room that a chart has, not the width that fitting leaves it: that would change the legend's rows after their
 # height has been counted. Naming `width` has it looked up again when the window changes.
 _ROOM = "(width ? containerSize()[0] || width : width)"
-_SPARE = ("#1f77a8", "#2f9a6c", "#b4588e", "#a48a17", "#5c8d2f", "#8c2f39", "#4f5fb0", "#d9a05b")
+_SPARE = (theme.BLUE, theme.GREEN, theme.PINK, theme.OLIVE, *theme.MORE)
 
 
 def save(chart: Any, path: Path) -> None:
