@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from fettle.errors import UsageError
 from fettle.load.arrivals import poisson
@@ -67,6 +69,18 @@ async def bracket(
     return good
 
 
+async def loaded(served: ServerProcess, requests: list[Request], due: np.ndarray[Any, Any], **options: Any) -> Run:
+    """One open-loop run. Raises `ServerFailure` where nothing answers any more, and `Stopped`."""
+    await served.stats()
+    try:
+        run = await open_loop(requests, due, **options)
+    except UsageError as error:
+        raise ServerFailure(str(error)) from error
+    if run.interrupted:
+        raise Stopped
+    return run
+
+
 async def prove(
     package: Package, point: Point, costs: Costs, result: SearchResult, seconds: float, journal: Journal | None = None,
     on_progress: Callable[[str], None] = lambda text: None, stop: asyncio.Event | None = None,
@@ -117,13 +131,7 @@ async def _test(
     """One run; again where it failed while this client was too slow, which says little of the server."""
     requests = sample_requests(package, served.url)
     for seed in range(2):
-        await served.stats()
-        try:
-            run = await open_loop(requests, poisson(rate, seconds, seed), limit_s=limit_s, stop=stop)
-        except UsageError as error:  # nothing answers any more
-            raise ServerFailure(str(error)) from error
-        if run.interrupted:
-            raise Stopped
+        run = await loaded(served, requests, poisson(rate, seconds, seed), limit_s=limit_s, stop=stop)
         if not run.void or run.percentile(99) <= limit_s:
             break
     inside = await served.stats()

@@ -57,7 +57,7 @@ async def search(
     """
     began = time.monotonic()
     variants = [Variant("", packages)] if isinstance(packages, Package) else list(packages)
-    result = SearchResult(limit_s, rate, headroom, failures=list(failures))
+    result = SearchResult(limit_s, rate=rate, headroom=headroom, failures=list(failures))
     by_name = {variant.name: variant for variant in variants}
     work = _Search(result, by_name, Journal(keep), on_progress, stop or asyncio.Event(), seconds, most_rows, cores)
     try:

@@ -22,7 +22,6 @@ import numpy as np
 from fettle.errors import UsageError
 from fettle.files import plain
 from fettle.load.arrivals import poisson
-from fettle.load.loops import open_loop
 from fettle.load.run import Run, TextLimits, as_data
 from fettle.load.texts import TextLine, text_requests
 from fettle.package.handlers.generate import Settings
@@ -31,8 +30,8 @@ from fettle.package.manifest import Package
 from fettle.package.settings import ServeSettings
 from fettle.slo.calibrate import Stopped
 from fettle.slo.journal import Journal, Tested, package_key
-from fettle.slo.points import Failure
-from fettle.slo.proof import bracket
+from fettle.slo.points import Failure, Outcome, Proven
+from fettle.slo.proof import bracket, loaded
 from fettle.slo.server_process import ServerFailure, ServerProcess
 from fettle.slo.text_costs import CHUNKS, TextCosts, calibrate_texts
 from fettle.slo.text_simulation import Tables, simulate_texts, text_capacity
@@ -62,7 +61,7 @@ class TextSetting:
 
 
 @dataclass
-class TextPoint:
+class TextPoint(Proven):
     """A setting with what was predicted, and what was measured where it was."""
 
     setting: TextSetting
@@ -70,23 +69,18 @@ class TextPoint:
     """Texts a second at which both limits are kept."""
     memory_bytes: int
     """Of keys and values."""
-    measured: float | None = None
-    tests: list[Tested] = field(default_factory=list)
 
     @property
-    def proof(self) -> Tested | None:
-        """The load test that showed what was measured."""
-        shown = [test for test in self.tests if test.held and test.rate == self.measured]
-        return shown[0] if shown else None
+    def order(self) -> tuple[bool, float, float]:
+        """Less is better: measured before predicted."""
+        return self.measured is None, -(self.measured or 0.0), -self.predicted
 
 
 @dataclass
-class TextSearch:
-    """The outcome of a search."""
+class TextSearch(Outcome[TextPoint]):
+    """The outcome of a search under limits on tokens."""
 
     limits: TextLimits
-    rate: float
-    headroom: float
     prompts: list[int]
     outputs: list[int]
     """Tokens of the texts that are asked for."""
@@ -94,24 +88,6 @@ class TextSearch:
     """By threads of the engine."""
     scale: dict[int, float] = field(default_factory=dict)
     """By which they were multiplied after load tests that contradicted them."""
-    points: list[TextPoint] = field(default_factory=list)
-    """Best first."""
-    failures: list[Failure] = field(default_factory=list)
-    why: list[str] = field(default_factory=list)
-    tests: int = 0
-    tests_kept: int = 0
-    interrupted: bool = False
-    seconds: float = 0.0
-
-    @property
-    def best(self) -> TextPoint | None:
-        """The best measured point that serves anything within the limits."""
-        return max((point for point in self.points if point.measured), key=lambda p: p.measured or 0.0, default=None)
-
-    @property
-    def met(self) -> bool:
-        """Whether the limits are kept, at the rate that was asked for and with the headroom."""
-        return self.best is not None and (1 - self.headroom) * (self.best.measured or 0.0) >= self.rate
 
 
 async def search_texts(
@@ -126,7 +102,7 @@ async def search_texts(
     """
     began = time.monotonic()
     lines, prompts, note = fitting(package, lines)
-    result = TextSearch(limits, rate, headroom, prompts, [line.max_tokens for line in lines])
+    result = TextSearch(limits, prompts, [line.max_tokens for line in lines], rate=rate, headroom=headroom)
     result.why += [note] if note else []
     work = _Search(package, lines, result, Journal(keep), on_progress, stop or asyncio.Event(), seconds)
     try:
@@ -137,7 +113,7 @@ async def search_texts(
             await work.confirm(confirm)
     except Stopped:
         result.interrupted = True
-    result.points.sort(key=lambda point: (point.measured is None, -(point.measured or 0.0), -point.predicted))
+    result.points.sort(key=lambda point: point.order)
     result.why += explain(result)
     result.seconds = time.monotonic() - began
     return result
@@ -286,14 +262,8 @@ class _Search:
         due = poisson(rate, seconds)
         if not len(due):
             due = np.array([0.0])
-        await served.stats()
-        try:
-            requests = text_requests(served.url, self.lines, model=self.package.manifest.name)
-            run = await open_loop(requests, due, limits=result.limits, patience_s=PATIENCE_S, stop=self.stop)
-        except UsageError as error:  # nothing answers any more
-            raise ServerFailure(str(error)) from error
-        if run.interrupted:
-            raise Stopped
+        requests = text_requests(served.url, self.lines, model=self.package.manifest.name)
+        run = await loaded(served, requests, due, limits=result.limits, patience_s=PATIENCE_S, stop=self.stop)
         inside = await served.stats()
         expected = simulate_texts(
             due, result.prompts, result.outputs, setting.rows, setting.chunk, self._tables(setting)
