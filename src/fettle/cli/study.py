@@ -259,7 +259,8 @@ def _write(
     folder: Path, wanted: dict[str, Path], name: str, table: Table, analyses: Sequence[Analysis], done: Done | None,
     theirs: Mapping[str, float],
 ) -> list[Path]:  # fmt: skip
-    from fettle.studies.charts import figures, write_charts
+    from fettle.page.drawn import write_pictures
+    from fettle.studies.charts import figures
     from fettle.studies.output import study_json, write_table
     from fettle.studies.page import page
 
@@ -271,7 +272,7 @@ def _write(
     write_text(written[1], json.dumps(study_json(table, analyses, done, theirs), indent=1))
     for path in [written[2], *(path for suffix, path in wanted.items() if suffix)]:
         write_table(table, path)
-    write_charts(drawn, folder / "pictures")
+    write_pictures(drawn, folder / "pictures")
     return [*written, *(path for suffix, path in wanted.items() if suffix), folder / "pictures"]
 
 

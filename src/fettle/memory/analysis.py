@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from fettle.errors import UsageError
+from fettle.files import plain
 from fettle.memory.advice import Advice, advise
 from fettle.memory.churn import Churn, find_churn
 from fettle.memory.fragmentation import Fit, Pool, pools, would_fit
@@ -169,28 +169,22 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "largest_free_bytes": max((pool.largest_free_bytes for pool in analysis.pools), default=0),
         "steps": {"count": len(analysis.steps), "source": analysis.steps.source},
         "pools": [
-            {**plain(row), "utilisation": row.utilisation, "internal": row.internal, "external": row.external}
+            {**as_plain(row), "utilisation": row.utilisation, "internal": row.internal, "external": row.external}
             for row in analysis.pools
         ],
         "settings": dict(analysis.snapshot.settings),
-        **{name: plain(getattr(analysis, name)) for name in as_they_are},
+        **{name: as_plain(getattr(analysis, name)) for name in as_they_are},
     }
 
 
-def plain(value: Any) -> Any:
-    """Dataclasses as dictionaries, stacks as the text of their first frames."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {
-            key: [describe(frame) for frame in item[:_FRAMES_IN_JSON]] if key == "frames" else plain(item)
-            for key, item in ((field, getattr(value, field)) for field in value.__dataclass_fields__)
-        }
-    if isinstance(value, Frame):
-        return describe(value)
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    return value
+def as_plain(value: Any) -> Any:
+    """As `fettle.files.plain`, stacks as the text of their first frames."""
+    return plain(value, {Frame: describe, tuple: _shortened})
+
+
+def _shortened(values: tuple[Any, ...]) -> list[Any]:
+    is_stack = bool(values) and isinstance(values[0], Frame)
+    return [as_plain(value) for value in (values[:_FRAMES_IN_JSON] if is_stack else values)]
 
 
 def _choose(snapshot: Snapshot, device: int | None) -> int:

@@ -140,6 +140,12 @@ def sized(height: float | alt.Step, *layers: alt.Chart) -> Drawn:
     return alt.layer(*layers).properties(width="container", height=height)
 
 
+def by_name(field: str, names: Sequence[str], **legend: Any) -> alt.Color:
+    """A colour for each of the names, in their order."""
+    scale = alt.Scale(domain=list(names), range=[ACCENT, *LEVERS[1:], *LEVERS][: len(names)])
+    return alt.Color(f"{field}:N", title=None, sort=list(names), scale=scale, legend=alt.Legend(**legend))
+
+
 def by_part(name: str, parts: Sequence[str], columns: int) -> alt.Color:
     """The colours of stacked parts; the last one is what is left, and quiet."""
     scale = alt.Scale(domain=list(parts), range=[*LEVERS[: len(parts) - 1], QUIET])

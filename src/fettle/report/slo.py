@@ -14,7 +14,7 @@ import altair as alt
 
 from fettle.files import write_text
 from fettle.page import Figure, as_spec, clean, shell, theme
-from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn, Rows, level, rule, sized
+from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn, Rows, by_name, level, rule, sized
 from fettle.report import _format as fmt
 from fettle.report import _slo_tables
 
@@ -166,10 +166,8 @@ def cost(data: Data) -> Drawn | None:
         return None
     names = list(dict.fromkeys(row["branch"] for row in sorted(rows, key=lambda row: not row["main"])))[:8]
     rows = [row for row in rows if row["branch"] in names]
-    colours = [ACCENT, *LEVERS[1:], *LEVERS][: len(names)]
     x = alt.X("rows:Q", title="rows", scale=alt.Scale(zero=True, nice=False), axis=alt.Axis(grid=False, format="d"))
-    colour = alt.Color("branch:N", title=None, scale=alt.Scale(domain=names, range=colours),
-                       legend=alt.Legend(columns=1, labelLimit=330, symbolOpacity=1))  # fmt: skip
+    colour = by_name("branch", names, columns=1, labelLimit=330, symbolOpacity=1)
     base = alt.Chart(theme.data(rows)).encode(
         x=x, y=alt.Y("median_ms:Q", title="ms a call"), color=colour,
         tooltip=[alt.Tooltip("branch:N"), alt.Tooltip("rows:Q"), alt.Tooltip("median_ms:Q", format=".4~g"),

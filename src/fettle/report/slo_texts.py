@@ -13,7 +13,7 @@ import altair as alt
 
 from fettle.files import write_text
 from fettle.page import Figure, Table, as_spec, clean, shell, theme
-from fettle.page.theme import ACCENT, LEVERS, Rows, level, sized
+from fettle.page.theme import Rows, by_name, level, sized
 from fettle.units import size_text
 
 Data = Mapping[str, Any]
@@ -105,10 +105,8 @@ def _lines(name: str, title: str, rows: Rows, x: alt.X, y: alt.Y, words: str, *m
     if not rows:
         return None
     shown = list(dict.fromkeys(row["line"] for row in rows))[:_MOST]
-    colours = [ACCENT, *LEVERS[1:], *LEVERS][: len(shown)]
     base = alt.Chart(theme.data([row for row in rows if row["line"] in shown])).encode(
-        x=x, y=y, color=alt.Color("line:N", title=None, sort=shown, scale=alt.Scale(domain=shown, range=colours),
-                                  legend=alt.Legend(columns=2)),
+        x=x, y=y, color=by_name("line", shown, columns=2),
         tooltip=[alt.Tooltip("line:N"), alt.Tooltip(x.shorthand), alt.Tooltip(y.shorthand, format=".4~g")],
     )  # fmt: skip
     chart = sized(280, base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=45), *more)

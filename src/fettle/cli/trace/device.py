@@ -5,8 +5,9 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 
-from fettle.cli.trace.shared import Answer, joined, question
+from fettle.cli.trace.shared import Answer, question
 from fettle.errors import UsageError
+from fettle.trace.frames import joined
 from fettle.trace.model import Trace
 
 

@@ -15,13 +15,13 @@ from fettle.cli.trace.shared import (
     Rows,
     Source,
     app,
-    joined,
     listing,
     open_traces,
     question,
 )
 from fettle.errors import UsageError, first_line
 from fettle.files import check_writable
+from fettle.trace.frames import joined
 from fettle.trace.model import Trace
 from fettle.units import count_text
 

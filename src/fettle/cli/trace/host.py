@@ -5,8 +5,9 @@ from typing import Annotated
 import polars as pl
 import typer
 
-from fettle.cli.trace.shared import Answer, Json, Rows, joined, question
+from fettle.cli.trace.shared import Answer, Json, Rows, question
 from fettle.errors import UsageError
+from fettle.trace.frames import joined
 from fettle.trace.model import Trace
 
 

@@ -15,7 +15,6 @@ from fettle.cli.trace.shared import (
     Source,
     Step,
     app,
-    joined,
     listing,
     question,
     read_traces,
@@ -23,6 +22,7 @@ from fettle.cli.trace.shared import (
     step_windows,
 )
 from fettle.errors import UsageError
+from fettle.trace.frames import joined
 from fettle.trace.model import Trace
 from fettle.units import count_text
 

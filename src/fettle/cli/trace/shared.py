@@ -183,7 +183,3 @@ def write_chart(path: Path | None, make: Callable[[], Any]) -> None:
 
         charts.save(make(), path)
         Console(stderr=True, highlight=False).print(f"wrote {path}")
-
-
-def joined(traces: list[Trace], analysis: Callable[[Trace], pl.DataFrame]) -> pl.DataFrame:
-    return pl.concat([analysis(t) for t in traces], how="vertical_relaxed")

@@ -10,7 +10,7 @@ from fettle.trace.analyses.idle import idle_streams, idle_summary, missing_infor
 from fettle.trace.analyses.memory_timeline import memory_timeline
 from fettle.trace.analyses.steps import step_summary, steps
 from fettle.trace.analyses.waits import CAUSES
-from fettle.trace.frames import frame_of
+from fettle.trace.frames import frame_of, joined
 from fettle.trace.model import Trace
 from fettle.trace.report import charts
 from fettle.trace.report.section import Section, ms
@@ -77,7 +77,7 @@ def tiles(traces: list[Trace]) -> list[tuple[str, str, str]]:
 
 def account(traces: list[Trace]) -> Section:
     """Every nanosecond, booked once."""
-    whole = pl.concat([time_account(t) for t in traces])
+    whole = joined(traces, time_account)
     section = Section(
         "Where did the time go?",
         "Every nanosecond of each step is booked once, on each device; the parts add up to the wall time. "
@@ -124,7 +124,7 @@ def idle(traces: list[Trace]) -> Section | None:
     several = charts.stacked(charts.main_parts(shown, "cause", "cause_ms"), "where", "cause", "cause_ms")
     section.chart("Idle time by cause", several if len(frames) > 1 else charts.bar_chart(frame, "cause", "idle_ns"))
     section.table("By cause", frame.drop("meaning"), rows=40)
-    streams = pl.concat([idle_streams(t) for t in traces])
+    streams = joined(traces, idle_streams)
     parts = {
         "host_ns": "waited for its launch",
         "event_ns": "waited for another stream",

@@ -18,7 +18,7 @@ from fettle.trace.analyses.memory_timeline import memory_peak, memory_timeline
 from fettle.trace.analyses.stacks import host_stacks
 from fettle.trace.analyses.steps import steps
 from fettle.trace.analyses.whatif import what_if
-from fettle.trace.frames import frame_of
+from fettle.trace.frames import frame_of, joined
 from fettle.trace.kinds import Kind, short_kernel_name
 from fettle.trace.model import Ints, Trace
 from fettle.trace.report import charts
@@ -221,6 +221,6 @@ def memory(traces: list[Trace]) -> Section | None:
                 f"Allocated{since}{rank}, at most {peak}",
                 charts.step_line(series, "mib", series="device", unit="MiB", area=True),
             )
-    peaks = pl.concat([memory_peak(t) for t in traces])
+    peaks = joined(traces, memory_peak)
     section.table("At the peak, by the operator that took it", peaks)
     return section if peaks.height else None
