@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from fettle.procs.limits import affinity_cores
 
 _PACKAGES = (
     "torch", "torchao", "onnxruntime", "openvino", "triton", "transformers", "diffusers", "numpy", "torch-fettle",
@@ -59,7 +60,7 @@ def this_machine() -> Machine:
     if torch.cuda.is_available():
         gpus = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     cpu = cpu_name()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = affinity_cores()
     versions = installed()
     versions["torch"] = str(torch.__version__)
     if torch.version.cuda:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,8 +93,11 @@ def looks_like_logits(path: str, leaf: torch.Tensor, num_leaves: int) -> bool:
     return path.endswith("logits") or (num_leaves == 1 and leaf.dim() == 2)
 
 
-def user_metric(metric: Callable[[Any], float], run: Callable[..., Any]) -> tuple[float, str]:
-    """The user's metric of `run`, and what is wrong with it: it raised, or gave no finite number."""
+def user_metric(metric: Callable[[Any], float] | None, run: Callable[..., Any]) -> tuple[float, str]:
+    """The user's metric of `run` (NaN where there is none), and what is wrong with it: it raised, or gave no finite
+    number."""
+    if metric is None:
+        return math.nan, ""
     try:
         value = metric(run)
     except Exception as error:
@@ -103,6 +107,12 @@ def user_metric(metric: Callable[[Any], float], run: Callable[..., Any]) -> tupl
     except (TypeError, ValueError):
         return math.nan, f"the metric returned a {type(value).__name__}, not a number"
     return (number, "") if math.isfinite(number) else (math.nan, f"the metric is {number}")
+
+
+def with_metric(accuracy: Accuracy, metric: Callable[[Any], float] | None, run: Callable[..., Any]) -> Accuracy:
+    """The same with the user's metric of `run`."""
+    value, problem = user_metric(metric, run)
+    return replace(accuracy, metric=value, problem=accuracy.problem or problem)
 
 
 def repeat_rows(batch: Any, factor: int, rows: int) -> Any:

@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from fettle.generate.limits import cache_bytes, count_work, weights_read
 from fettle.generate.quality import Closeness, astray, closeness, read_pieces, scores_of, unequal, write_pieces
 from fettle.generate.speed import Generation, Watcher, tokens_per_s
 from fettle.measure import _meters
-from fettle.measure._accuracy import user_metric
+from fettle.measure._accuracy import user_metric, with_metric
 from fettle.measure._clock import Clock, is_steady
 from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._state import State, prepared, settled
@@ -33,16 +33,15 @@ def reference(state: State, request: WriteReference) -> Reference:
     """Let the reference write, and keep what recipes are judged by at `request.path`."""
     started = time.perf_counter()
     workload = state.workload
-    metric, problem = None, ""
     with torch.no_grad():
         pieces = write_pieces(workload, request.path)
         work = count_work(workload)
-        if workload.metric is not None:
-            metric, problem = user_metric(workload.metric, lambda **prompt: workload.run(workload.model, prompt))
+        metric, problem = user_metric(workload.metric, lambda **prompt: workload.run(workload.model, prompt))
     own = closeness(pieces, [piece.log_p for piece in pieces])
     return Reference(
-        dtype="float32", why="it writes text that recipes are judged on", metric=metric,
-        metric_problem=problem, seconds=time.perf_counter() - started, perplexity=own.perplexity,
+        dtype="float32", why="it writes text that recipes are judged on",
+        metric=metric if math.isfinite(metric) else None, metric_problem=problem,
+        seconds=time.perf_counter() - started, perplexity=own.perplexity,
         prefill_flops=work.prefill_flops, decode_flops=work.decode_flops,
     )  # fmt: skip
 
@@ -85,10 +84,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
         peak = settled(state, has_peak, notes.lines, own_texts)
         first_call_s = (first_ns or whole.texts[0].whole_ns) / 1e9
         watcher.texts = []
-        accuracy = judged(state, run, fed, written, request)
-        if workload.metric is not None:
-            value, problem = user_metric(workload.metric, run)
-            accuracy = replace(accuracy, metric=value, problem=accuracy.problem or problem)
+        accuracy = with_metric(judged(state, run, fed, written, request), workload.metric, run)
         notes.lines += compiler_notes()
     rows = len(next(iter(workload.inputs[0].values())))
     ready = prepared(state, optimize_s, first_call_s, accuracy, peak, rows * watcher.counted, notes)

@@ -70,9 +70,7 @@ def write_reference(workload: Workload, path: str) -> Reference:
         def run_float32(*args: Any, **kwargs: Any) -> Any:
             return model(*args, **kwargs) if workload.call is None else workload.call(model, *args, **kwargs)
 
-        metric, problem = (math.nan, "")
-        if workload.metric is not None:
-            metric, problem = user_metric(workload.metric, run_float32)
+        metric, problem = user_metric(workload.metric, run_float32)
 
         dtype, why, best = _own_dtype(module), "", answers
         if dtype != "float64":

@@ -20,6 +20,7 @@ from fettle.measure._notes import Notes, compile_cache
 from fettle.measure._trial import Accuracy
 from fettle.measure._waits import Waits, busiest, one_core_each, without_waits
 from fettle.measure.messages import Examine, Examined, MeasurePeaks, Peaks, Prepared, SliceTaken, TakeSlice
+from fettle.procs.limits import resident_bytes
 from fettle.workload import spread, tensors
 
 
@@ -72,7 +73,7 @@ def rebase(state: State) -> None:
     from fettle.measure import _meters
 
     _meters.trim()
-    state.base_bytes = _meters.resident_bytes() - weight_bytes(state.workload.model)
+    state.base_bytes = resident_bytes() - weight_bytes(state.workload.model)
 
 
 def settled(

@@ -18,7 +18,7 @@ import torch
 
 from fettle.errors import UsageError, first_line, place
 from fettle.measure import _meters
-from fettle.measure._accuracy import user_metric
+from fettle.measure._accuracy import user_metric, with_metric
 from fettle.measure._clock import Clock
 from fettle.measure._lockstep import mean
 from fettle.measure._notes import compiler_notes, notes_kept
@@ -41,6 +41,7 @@ from fettle.measure.messages import (
     TakeSlice,
     WriteReference,
 )
+from fettle.procs.limits import resident_bytes
 from fettle.recipe import Recipe
 from fettle.structure import structure
 from fettle.techniques import LARGEST, Facts, enlarged, load, source
@@ -106,9 +107,7 @@ def reference(state: State, request: WriteReference) -> Reference:
             f"the loss of step {len(baseline.losses)} of the training as given is {baseline.losses[-1]}: "
             "lower its learning rate, there is nothing to compare with"
         )
-    metric, problem = (math.nan, "")
-    if first.metric is not None:
-        metric, problem = user_metric(first.metric, first.model)
+    metric, problem = user_metric(first.metric, first.model)
     others = [_other_seed(state.target, train, seed, baseline) for seed in SEEDS]
     band = Band(baseline, others)
     if not band.spread > 0:
@@ -148,9 +147,8 @@ def prepare(state: State, request: Prepare) -> Prepared:
             more = steps.curve(count - 1)
             curve = Curve([*curve.losses, *more.losses], [*curve.grad_norms, *more.grad_norms])
         accuracy = _accuracy(curve, request)
-        if workload.metric is not None and not accuracy.problem:
-            value, problem = user_metric(workload.metric, workload.model)
-            accuracy = replace(accuracy, metric=value, problem=problem)
+        if not accuracy.problem:
+            accuracy = with_metric(accuracy, workload.metric, workload.model)
 
         state.run, state.clock = lambda _: steps.step(), Clock(state.device)
         group = [None] * _pass_length(workload)
@@ -283,7 +281,7 @@ def _largest_batch(workload: TrainingWorkload, facts: Facts) -> int:
         train = load(source(enlarged(factor), facts), f"batch x{factor}")
         retries = torch.cuda.memory_stats().get("num_alloc_retries", 0) if on_gpu else 0
         _meters.trim()
-        before = _meters.resident_bytes()
+        before = resident_bytes()
         _meters.reset_peak(facts.device)
         try:
             steps = Steps(train, workload)

@@ -18,6 +18,7 @@ import msgspec
 
 from fettle.package.manifest import Package
 from fettle.procs.child import Child, ChildError, Request
+from fettle.procs.limits import resident_bytes
 from fettle.procs.parent import Parent, be_a_worker
 
 T = TypeVar("T")
@@ -221,8 +222,6 @@ class _Worker:
         self.runner, self.device = ModelRunner(open_package(Path(load.folder)), load.device), load.device
 
     def _timed(self, request: _Time) -> _Timed:
-        from fettle.serve.engine.worker_main import resident_bytes
-
         parts = [self.runner.sample(request.size)]
         samples: list[float] = []
         rested: list[float] = []

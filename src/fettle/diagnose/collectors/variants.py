@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from fettle.measure import log_interval
 from fettle.patches import replaced
+from fettle.procs.limits import affinity_cores
 
 
 def variants(
@@ -23,7 +23,7 @@ def variants(
     Interleaved rounds; only what can be switched there and back between two calls. A slow call gets three rounds.
     """
     own = torch.get_num_threads()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = affinity_cores()
     switches: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {}
     if own != usable:
         switches[f"threads={usable}"] = lambda: threads(usable)

@@ -20,6 +20,7 @@ import msgspec
 
 from fettle.errors import UsageError, first_line
 from fettle.package.handlers.generate import Piece, TooLong, asks
+from fettle.procs.limits import resident_bytes
 from fettle.procs.parent import die_with_parent
 from fettle.serve.engine import wire
 from fettle.serve.engine.worker_start import SHARED_BYTES
@@ -225,17 +226,6 @@ def _exactly(link: socket.socket, size: int) -> memoryview:
             raise EOFError
         have += got
     return view
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        import psutil
-
-        return int(psutil.Process().memory_info().rss)
 
 
 if __name__ == "__main__":
