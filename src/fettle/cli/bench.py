@@ -110,31 +110,28 @@ def command(
     for name, value in of_gate.items():
         if value is not None:
             raise UsageError(f"{name} is for a gate: name what to compare with, --against REVISION")
-    from fettle.comparing import bench, comparison_json
-    from fettle.report import progress
-    from fettle.result import Limits
-
     if not 0.5 <= confidence < 1:
         raise UsageError(f"--confidence is a share from 0.5 to below 1, not {confidence:g}")
     if rounds < 3:
         raise UsageError("--rounds must be 3 or more: an interval needs them")
+    _compare(
+        target, recipe or ["baseline"], max_error, as_json, mode=mode, confidence=confidence, max_rounds=rounds,
+        budget_s=_options.duration_s(budget, "--budget") or None, under_load=under_load, polite=polite,
+    )  # fmt: skip
+
+
+def _compare(target: str, recipes: list[str], max_error: float | None, as_json: bool, **options: Any) -> None:
+    from fettle.comparing import bench, comparison_json
+    from fettle.report import progress
+    from fettle.result import Limits
+
+    limits = None if max_error is None else Limits(max_error=max_error)
     with progress(quiet=as_json) as show:
-        comparison = bench(
-            target,
-            recipe or ["baseline"],
-            mode=mode,
-            limits=None if max_error is None else Limits(max_error=max_error),
-            confidence=confidence,
-            max_rounds=rounds,
-            budget_s=_options.duration_s(budget, "--budget") or None,
-            under_load=under_load,
-            polite=polite,
-            on_progress=show,
-        )
+        comparison = bench(target, recipes, limits=limits, on_progress=show, **options)
     _show.answer(
         as_json,
         lambda: comparison_json(comparison),
-        lambda console: _show.print_comparison(console, comparison, under_load),
+        lambda console: _show.print_comparison(console, comparison, options["under_load"]),
     )
     _show.leave(missed=comparison.failed)
 

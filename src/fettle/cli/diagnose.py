@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -63,7 +63,6 @@ def command(
       fettle diagnose model.py --fail-on graph-breaks=0,recompiles=0,syncs=0
     """
     from fettle.diagnose import diagnose, diagnosis_json
-    from fettle.verifying import verify as race_fixes
 
     allowed = _allowed(fail_on)
     check_writable(output)
@@ -77,29 +76,12 @@ def command(
             mode=mode,
             on_progress=show,
         )
-        checked = []
-        if verify:
-            if diagnosis.evidence is None:
-                raise UsageError("--verify needs a workload: a trace or a snapshot cannot be run again")
-            if diagnosis.evidence.facts.mode == "training":
-                raise UsageError("--verify is for inference: of a training loop fettle tune tries what is named here")
-            budget_s = _options.duration_s(budget, "--budget")
-            checked = race_fixes(
-                target,
-                [*diagnosis.findings, *diagnosis.opportunities],
-                diagnosis.evidence.facts,
-                budget_s=budget_s,
-                on_progress=show,
-            )
+        checked = _verified(diagnosis, target, _options.duration_s(budget, "--budget"), show) if verify else []
         if output is not None:
             from fettle.diagnose.report import write_report
 
             write_report(diagnosis, checked, output, shlex.join(["fettle", *sys.argv[1:]]))
-    over = []
-    for rule, most in allowed.items():
-        count = diagnosis.count(rule)
-        if count is None or count > most:  # what was not looked for has not passed
-            over.append(f"{rule}: {'not known' if count is None else count}, allowed {most}")
+    over = _over(diagnosis, allowed)
     more = {"verified": [_verified_json(item) for item in checked], "over_the_limit": over}
     _show.answer(
         as_json, lambda: diagnosis_json(diagnosis) | more, lambda console: _print(diagnosis, checked, console), output
@@ -119,6 +101,29 @@ def _allowed(text: str | None) -> dict[str, int]:
             raise UsageError(f"--fail-on {text!r}: write NAME=NUMBER,... with each name of {', '.join(known)} once")
         allowed[name] = int(number)
     return allowed
+
+
+def _over(diagnosis: Diagnosis, allowed: Mapping[str, int]) -> list[str]:
+    """The limits that are not kept. What was not looked for has not passed."""
+    counts = {rule: diagnosis.count(rule) for rule in allowed}
+    return [
+        f"{rule}: {'not known' if count is None else count}, allowed {allowed[rule]}"
+        for rule, count in counts.items()
+        if count is None or count > allowed[rule]
+    ]
+
+
+def _verified(diagnosis: Diagnosis, target: str, budget_s: float, show: Callable[[str], None]) -> list[Verified]:
+    """Race the fix of each finding. Raises `UsageError` for what cannot be run again."""
+    from fettle.verifying import verify
+
+    if diagnosis.evidence is None:
+        raise UsageError("--verify needs a workload: a trace or a snapshot cannot be run again")
+    facts = diagnosis.evidence.facts
+    if facts.mode == "training":
+        raise UsageError("--verify is for inference: of a training loop fettle tune tries what is named here")
+    findings = [*diagnosis.findings, *diagnosis.opportunities]
+    return verify(target, findings, facts, budget_s=budget_s, on_progress=show)
 
 
 def _verified_json(item: Verified) -> dict[str, object]:

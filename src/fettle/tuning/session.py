@@ -116,39 +116,16 @@ class Session:
         `fingerprint`, when given, is what the workload must be for the recipe that is to run on it.
         Live objects of one class are other workloads as soon as their weights are: each has a study of its own.
         """
-        timeout_s, name = self.rules.prepare_timeout_s, self.options.study or ""
+        timeout_s = self.rules.prepare_timeout_s
         with Worker(self._environment(), self._folder("logs") / "probe.log") as worker:
             if self.rules.may_go_first and not self.rules.under_load:
                 prefer(worker.pid, READY)
             try:
                 built = worker.ask(messages.Build(self.target), messages.Built, timeout_s)
-                self.target = replace(self.target, mode=built.mode)
-                if built.writes:
-                    self.standings.limits = self.options.text_limits
-                elif limit := _asked_of_text(self.options.goal, self.standings.limits):
-                    raise UsageError(f"{limit} is for a fettle.GenerationWorkload")
-                if built.mode == "training":
-                    self.standings.limits = self.options.training_limits
-                if built.inputs:
-                    self.note(f"inputs: {built.inputs}")
-                if built.hides_text:
-                    self.notes.append(_HIDES_TEXT)
-                    self.note(_HIDES_TEXT)
                 if fingerprint and built.fingerprint != fingerprint:
                     raise UsageError("the recipe is for another workload: its weights or inputs differ from this one's")
-                own = f"-{built.fingerprint[:8]}" if self.target.is_live else ""
-                part = f"-{self.rules.part}" if self.rules.part else ""  # times of another thing: a study of its own
-                usual, name = self.target.name + own + part, name and name + part
-                self.study = Study.open(
-                    name or usual, storage_url(self.options.storage, self.folder), built.fingerprint, machine.id,
-                    structure=built.structure, beside=not name,
-                )  # fmt: skip
-                if self.study.name not in (name, usual):
-                    self.notes.append(
-                        f"the model or its inputs are not those of the study {usual!r}: this is the study "
-                        f"{self.study.name!r} beside it"
-                    )
-                    self.note(self.notes[-1])
+                self._built_as(built)
+                self._open_study(built, machine)
                 probed = probe(
                     worker,
                     self.study,
@@ -174,6 +151,39 @@ class Session:
         if self.standings.limits.max_metric_drop is not None and not probed.has_metric:
             raise UsageError("`max_metric_drop` needs a metric: give the workload one, Workload(..., metric=function)")
         self._resume()
+
+    def _built_as(self, built: messages.Built) -> None:
+        """Take what the workload is for what it is judged by."""
+        self.target = replace(self.target, mode=built.mode)
+        if built.writes:
+            self.standings.limits = self.options.text_limits
+        elif limit := _asked_of_text(self.options.goal, self.standings.limits):
+            raise UsageError(f"{limit} is for a fettle.GenerationWorkload")
+        if built.mode == "training":
+            self.standings.limits = self.options.training_limits
+        if built.inputs:
+            self.note(f"inputs: {built.inputs}")
+        if built.hides_text:
+            self._remark(_HIDES_TEXT)
+
+    def _open_study(self, built: messages.Built, machine: Machine) -> None:
+        own = f"-{built.fingerprint[:8]}" if self.target.is_live else ""
+        part = f"-{self.rules.part}" if self.rules.part else ""  # times of another thing: a study of its own
+        usual, name = self.target.name + own + part, self.options.study and self.options.study + part
+        self.study = Study.open(
+            name or usual, storage_url(self.options.storage, self.folder), built.fingerprint, machine.id,
+            structure=built.structure, beside=not name,
+        )  # fmt: skip
+        if self.study.name not in (name, usual):
+            self._remark(
+                f"the model or its inputs are not those of the study {usual!r}: this is the study {self.study.name!r} "
+                "beside it"
+            )
+
+    def _remark(self, text: str) -> None:
+        """Say something now and in the result."""
+        self.notes.append(text)
+        self.note(text)
 
     def probed_as(self, probed: Probed) -> None:
         """Take what the first worker found for what this session measures by."""

@@ -20,11 +20,13 @@ from fettle.errors import UsageError, extra
 from fettle.files import check_writable, write_text
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fettle.load.run import TextLimits
     from fettle.load.texts import TextLine
     from fettle.package.manifest import Package
     from fettle.recipe import Recipe
-    from fettle.slo.points import Failure, SearchResult, Variant
+    from fettle.slo.points import Failure, Outcome, SearchResult, Variant
     from fettle.slo.text_search import TextSearch
 
 
@@ -141,14 +143,12 @@ def command(
         result = run(work.search(folder, max_error, options, progress))
         may_write = write and result.best is not None and not result.interrupted
         written = work.write(result, folder) if may_write else None
-    data = as_data(result, name=work.name, target=target, machine=_machine(), written=str(written) if written else "")
-    data["busy"] = busy = around.sentence()
-    write_text(folder / "result.json", json.dumps(data) + "\n")
-    write_slo_report(data, folder / "report.html")
     if csv_file is not None:
         _options.write_csv(csv_file, COLUMNS, torchserve_rows(result, work.name))
-    _show.answer(as_json, lambda: data, lambda out: print_result(result, busy, written, out), folder / "report.html")
-    _show.leave(interrupted=result.interrupted, missed=not result.met)
+    busy = around.sentence()
+    data = as_data(result, name=work.name, target=target, machine=_machine(), written=str(written) if written else "")
+    _finish(result, data | {"busy": busy}, folder, write_slo_report, as_json,
+            lambda out: print_result(result, busy, written, out))  # fmt: skip
 
 
 def _of_texts(
@@ -189,9 +189,17 @@ def _of_texts(
         written = str(package.folder)
     data = texts_data(result, name=name, target=text, machine=_machine(), written=written)
     data["busy"] = around.sentence()
+    _finish(result, data, folder, write_texts_report, as_json, lambda out: print_texts(data, out))
+
+
+def _finish(
+    result: Outcome[Any], data: dict[str, Any], folder: Path, write_report: Callable[[dict[str, Any], Path], None],
+    as_json: bool, show: Callable[[Console], None],
+) -> None:  # fmt: skip
+    """Write what came of a search, say it, and leave with its exit code."""
     write_text(folder / "result.json", json.dumps(data) + "\n")
-    write_texts_report(data, folder / "report.html")
-    _show.answer(as_json, lambda: data, lambda out: print_texts(data, out), folder / "report.html")
+    write_report(data, folder / "report.html")
+    _show.answer(as_json, lambda: data, show, folder / "report.html")
     _show.leave(interrupted=result.interrupted, missed=not result.met)
 
 
