@@ -23,7 +23,6 @@ from fettle.files import read_bytes
 SAME = 0.05
 """Ratios whose whole interval lies within this share of 1 are called the same."""
 MEASURES = {"throughput": "answers/s", "p50_ms": "p50", "p99_ms": "p99"}
-_MAX_BYTES = 64 << 20
 
 
 class _Batches(msgspec.Struct):

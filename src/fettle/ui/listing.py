@@ -35,7 +35,6 @@ _PEEK = 8192
 _MOST_SQL_S, _MOST_RESULT = 2.0, 8 << 20
 _SETTLED_S = 1.0
 _SKIP = {"__pycache__", "node_modules", "site-packages", "cache"}
-_STATES = ("RUNNING", "COMPLETE", "PRUNED", "FAIL", "WAITING")
 TYPES = {".html": "text/html", ".svg": "image/svg+xml", ".png": "image/png"} | dict.fromkeys(
     (".json", ".jsonl", ".toml", ".csv", ".py", ".md", ".txt", ".log"), "text/plain"
 )
