@@ -112,8 +112,8 @@ def _check_one(batch: Any, takes: _Signature | None) -> None:
     if _is_keywords(batch) and takes.names is not None and not batch.keys() <= takes.names:
         odd = ", ".join(sorted(batch.keys() - takes.names))
         raise UsageError(
-            f"the inputs are a dict with {odd}, which the model, called {takes.name}, does not take so: write "
-            "inputs=[(batch,)] for one batch whose one argument is the dict, or give it the names that are taken"
+            f"the inputs are a dict with {odd}, which is no argument of the model, called {takes.name}: "
+            "write inputs=[(batch,)] for one batch whose one argument is the dict, or use the names of its arguments"
         )
 
 

@@ -66,7 +66,7 @@ def _bomb(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda path: path.write_text("no table"), "is no Parquet file"),
+        (lambda path: path.write_text("no table"), "is not a Parquet file"),
         (_without, "see its column 'recipe'"),
         (_other_type, "see its column 'speedup'"),
         (_more, "see its column 'more'"),

@@ -69,7 +69,7 @@ def test_names_that_belong_to_something_else_are_refused(begun: Settings) -> Non
 @pytest.mark.parametrize(
     ("target", "says"),
     [
-        ("os:system", "no file in this folder: to run that, name it, fettle worker os:system"),
+        ("os:system", "not a file in this folder: to run it, name it: fettle worker os:system"),
         ("../net.py", "no file in this folder"),
         ("/etc/net.py:workload", "no file in this folder"),
         ("net.py:system", "net.py defines no system"),

@@ -164,7 +164,7 @@ def parse(path: Path) -> list[Row]:
         if schema != SCHEMA:
             wrong = next((name for name, kind in SCHEMA.items() if schema.get(name) != kind), None)
             wrong = wrong or next(iter(schema.keys() - SCHEMA.keys()), "their order")
-            raise UsageError(f"{path} is no atlas of this version of fettle: see its column {str(wrong)[:40]!r}")
+            raise UsageError(f"{path} is not an atlas of this version of fettle: see its column {str(wrong)[:40]!r}")
         rows = polars.scan_parquet(path).select(polars.len()).collect().item()
         if rows > MOST_ROWS:
             raise UsageError(f"{path} has {rows:,} rows; an atlas has {MOST_ROWS:,} at most")
@@ -172,7 +172,7 @@ def parse(path: Path) -> list[Row]:
     except UsageError:
         raise
     except Exception as error:  # whatever a damaged file brings up in the reader
-        raise UsageError(f"{path} is no Parquet file: {' '.join(str(error).split())[:120]}") from error
+        raise UsageError(f"{path} is not a Parquet file: {' '.join(str(error).split())[:120]}") from error
     return checked(frame.to_dicts(), str(path))
 
 

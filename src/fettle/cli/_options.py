@@ -99,7 +99,7 @@ def outputs(paths: Sequence[Path] | None, *suffixes: str, folder: bool = False) 
         if suffix not in known:
             raise UsageError(f"--output {path}: name a file that ends in {' or '.join(suffixes)}")
         if suffix in by_suffix:
-            raise UsageError(f"--output {path}: {by_suffix[suffix]} is named for the same")
+            raise UsageError(f"--output {path}: {by_suffix[suffix]} is named for that already")
         by_suffix[suffix] = path
     return by_suffix
 

@@ -121,7 +121,7 @@ def _verified(diagnosis: Diagnosis, target: str, budget_s: float, show: Callable
         raise UsageError("--verify needs a workload: a trace or a snapshot cannot be run again")
     facts = diagnosis.evidence.facts
     if facts.mode == "training":
-        raise UsageError("--verify is for inference: of a training loop fettle tune tries what is named here")
+        raise UsageError("--verify is for inference: for a training loop, fettle tune tries what is named here")
     findings = [*diagnosis.findings, *diagnosis.opportunities]
     return verify(target, findings, facts, budget_s=budget_s, on_progress=show)
 

@@ -74,7 +74,7 @@ def _device(text: str) -> int:
     """The number of ``cuda:1``, or of ``1``, as it was written once."""
     name = _options.one_device(f"cuda:{text}" if text.isdigit() else text)
     if not name.startswith("cuda"):
-        raise UsageError(f"--device {text}: a snapshot has devices of CUDA, for example cuda:1")
+        raise UsageError(f"--device {text}: a snapshot is of CUDA devices: write cuda:1, for example")
     return int(name.partition(":")[2] or 0)
 
 

@@ -92,7 +92,7 @@ def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
     the recipe or the package says, and where fettle was installed from a folder and no `wheel` of it is given.
     """
     if wheel is not None and not (wheel.is_file() and wheel.name.startswith("torch_fettle-")):
-        raise UsageError(f"`wheel`: {wheel} is no wheel of fettle: build one with pip wheel --no-deps")
+        raise UsageError(f"`wheel`: {wheel} is not a wheel of fettle: build one with pip wheel --no-deps")
     serves = source.is_dir() or source.suffix == ".zip"
     if serves:
         package = open_package(source)

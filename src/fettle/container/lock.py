@@ -86,7 +86,7 @@ def _pinned(names: Sequence[str], versions: Mapping[str, str], index: str) -> li
     hashes = {str(canonicalize_name(item["metadata"]["name"])): _hashes(item) for item in entries}
     for name in names:
         if not hashes.get(name):
-            raise UsageError(f"pip told no hash of {name}=={versions[name]}: it is not from a package index")
+            raise UsageError(f"pip gives no hash for {name}=={versions[name]}: it is not from a package index")
     return [
         " ".join([f"{name}=={versions[name]}", *(f"--hash=sha256:{one}" for one in hashes[name])]) for name in names
     ]

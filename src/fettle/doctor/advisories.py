@@ -66,7 +66,7 @@ def read_advisories(path: Path) -> Advisories:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     if len(content) > _MOST_BYTES:
-        raise UsageError(f"{path} is larger than {_MOST_BYTES >> 20} MiB: no list of advisories")
+        raise UsageError(f"{path} is not a list of advisories: it is larger than {_MOST_BYTES >> 20} MiB")
     try:
         advisories = toml.decode(content, type=Advisories)
     except (ValidationError, DecodeError, ValueError, RecursionError, OverflowError) as error:

@@ -107,7 +107,7 @@ def _parse(text: bytes, weight_bytes: int) -> None:
         nonlocal depth, layer
         depth += 1
         if depth > MAX_DEPTH:
-            raise ValueError("it is too deep")
+            raise ValueError("it is nested too deeply")
         if depth == 1 and name != "net":
             raise ValueError("it is not a graph of OpenVINO")
         if name == "layer":

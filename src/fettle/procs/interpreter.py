@@ -71,7 +71,7 @@ def find_interpreters(texts: Collection[str]) -> list[Interpreter]:
             raise UsageError(f"`python={text}`: there is no interpreter {path}")
         name = _name(named) if equals else _name_of(path)
         if name == OURS:
-            raise UsageError(f"`python={text}`: {OURS!r} is the environment that fettle runs in: name it otherwise")
+            raise UsageError(f"`python={text}`: {OURS!r} is the environment that fettle runs in: choose another name")
         if name in found:
             raise UsageError(f"`python={text}`: {name!r} is two environments: name them, `python='NAME={path}'`")
         found[name] = Interpreter(name, str(path))

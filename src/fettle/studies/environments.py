@@ -42,6 +42,6 @@ def check_same(session: Session) -> None:
             session.study.set_note(f"{PYTHON.name} {name}", now)
         elif before != now:
             raise UsageError(
-                f"`python={name}`: {one.path} is not what was measured under that name in {session.folder}: name it "
-                "otherwise, NAME=PATH, or choose another `output`"
+                f"`python={name}`: {one.path} is not what was measured under that name in {session.folder}: give it "
+                "another name, NAME=PATH, or choose another `output`"
             )

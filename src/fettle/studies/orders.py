@@ -204,7 +204,7 @@ def _harmless(text: str) -> str:
     path = Path(location).expanduser().resolve()
     if not location.endswith(".py") or not path.is_relative_to(Path.cwd()):
         raise UsageError(
-            f"the study is of {text}, which is not a file in this folder: to run that, name it, fettle worker {text}"
+            f"the study is of {text}, which is not a file in this folder: to run it, name it: fettle worker {text}"
         )
     if not path.is_file():
         raise UsageError(f"the study is of {text}, and there is no such file here: start the worker where it lies")
@@ -214,5 +214,5 @@ def _harmless(text: str) -> str:
         raise UsageError(f"{location}: {first_line(error)}") from error
     defined = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     if factory not in defined:
-        raise UsageError(f"{location} defines no {factory}: to run that, name it, fettle worker {text}")
+        raise UsageError(f"{location} defines no {factory}: to run it, name it: fettle worker {text}")
     return text

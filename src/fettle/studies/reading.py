@@ -88,7 +88,7 @@ def read_ladder(path: Path) -> dict[str, float]:
     for row in rows:
         ratio = _number(row[response.name]) / first if first > 0 else math.nan
         if not (ratio > 0 and math.isfinite(ratio)) or row["step"] in ratios:
-            raise UsageError(f"{path}: each step has one positive number, and {row['step']!r} has not")
+            raise UsageError(f"{path}: each step needs one positive number, and {row['step']!r} has none")
         ratios[row["step"]] = ratio if response.larger_is_better else 1 / ratio
     return ratios
 
@@ -103,13 +103,13 @@ def _rows(path: Path) -> list[Row]:
     try:
         lines = list(csv.reader(io.StringIO(text, newline="")))
     except csv.Error as error:
-        raise UsageError(f"{path} is no CSV file: {error}") from error
+        raise UsageError(f"{path} is not a CSV file: {error}") from error
     lines = list(dropwhile(lambda line: line[0].startswith("#"), filter(None, lines)))  # where it came from
     if len(lines) < 2:
         raise UsageError(f"{path} has no rows below a header")
     header = [name.strip() for name in lines[0]]
     if len(header) > MOST_COLUMNS:
-        raise UsageError(f"{path} has {len(header)} columns: no table of experiments")
+        raise UsageError(f"{path} has {len(header)} columns, which is not a table of experiments")
     if len(set(header)) < len(header) or "" in header:
         raise UsageError(f"{path}: a column has no name, or two have the same")
     for number, line in enumerate(lines[1:], 2):

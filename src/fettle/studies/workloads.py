@@ -191,7 +191,7 @@ def open_workload(workload: Workload, settings: Settings, machine: Machine) -> N
     if clash := [name for name in settings.arguments if len(choices.get(name, ())) > 1]:
         raise UsageError(
             f"`factor={clash[0]}`: a technique of that name is varied too: pin it, `technique='{clash[0]}=LEVEL'`, or "
-            "call the argument otherwise"
+            "rename the argument"
         )
     if settings.design not in designs.STEPS:
         workload.cells = designs.cells(settings.design, workload.space, settings.start or Recipe(), settings.cells)

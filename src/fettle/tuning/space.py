@@ -126,7 +126,7 @@ def _pin(
     usable += [level for level in levels if level not in usable and not technique.why_not(level, facts)]
     possible = [level for level in levels if level in usable]
     if not possible:
-        raise UsageError(f"{name}={levels[0]} cannot be had here: {technique.why_not(levels[0], facts)}")
+        raise UsageError(f"{name}={levels[0]} cannot be used here: {technique.why_not(levels[0], facts)}")
     if len(possible) == 1:
         required[name] = possible[0]
         usable[:] = list(dict.fromkeys([default, possible[0]]))

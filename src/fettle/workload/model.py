@@ -108,7 +108,7 @@ class Workload:
 
 
 def _check_parts(model: Any, parts: Sequence[str]) -> None:
-    """Raise `UsageError` for parts of a pipeline that are no submodules, or lie in one another."""
+    """Raise `UsageError` for parts of a pipeline that are no submodules, or contain one another."""
     import torch
 
     if isinstance(parts, str):
@@ -128,7 +128,7 @@ def _check_parts(model: Any, parts: Sequence[str]) -> None:
             raise UsageError(f"the workload's part {name!r} is not a submodule of its model: it has {', '.join(known)}")
         for other in (*parts[:place], *parts[place + 1 :]):
             if name == other or name.startswith(f"{other}."):
-                raise UsageError(f"the workload's parts {other!r} and {name!r} lie in one another: name one of them")
+                raise UsageError(f"the workload's parts {other!r} and {name!r} contain one another: name one of them")
 
 
 _KINDS: dict[str, type[Workload]] = {}

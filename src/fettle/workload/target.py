@@ -118,7 +118,7 @@ def find_target(text: str) -> Target:
         if not path.is_file():
             raise UsageError(f"no such file: {location}")
         if path.suffix != ".py":
-            raise UsageError(f"{location} is no Python file: write path/to/file.py:factory")
+            raise UsageError(f"{location} is not a Python file: write path/to/file.py:factory")
         name = path.stem if factory == "workload" else f"{path.stem}-{factory}"
         return Target(f"{path}:{factory}", name, (str(path.parent), here))
     if not all(part.isidentifier() for part in location.split(".")):

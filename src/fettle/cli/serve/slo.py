@@ -128,7 +128,9 @@ def command(
         )  # fmt: skip
         return
     if texts is not None or p99 is None:
-        raise UsageError("say what limit to keep: --p99 100ms, or of a model that writes texts --ttft 500ms --itl 50ms")
+        raise UsageError(
+            "say what limit to keep: --p99 100ms, or for a model that writes texts --ttft 500ms --itl 50ms"
+        )
     wanted = _options.outputs(output, ".csv", folder=True)
     check_writable(csv_file := wanted.get(".csv", csv_file))
     options: dict[str, Any] = {

@@ -140,7 +140,7 @@ class Handler:
         if ask.messages is not None:
             text, special = self._chatted(ask.messages), False  # the template writes them itself
         if len(text) > self.settings.max_characters:
-            raise TooLong(f"a prompt may have {self.settings.max_characters} characters")
+            raise TooLong(f"a prompt may have at most {self.settings.max_characters} characters")
         return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
     def room(self, prompt: Sequence[int], ask: Ask) -> int:

@@ -62,7 +62,7 @@ def call_together(runner: Any, items: Sequence[Item], max_rows: int) -> list[Ite
 def check_rows(rows: int, max_rows: int) -> None:
     """Raise `UsageError` where one request asks for more than a call can hold."""
     if rows > max_rows:
-        raise UsageError(f"a request may have {max_rows} rows, not {rows}")
+        raise UsageError(f"a request may have at most {max_rows} rows, not {rows}")
 
 
 def read_labels(folder: Path) -> list[str]:

@@ -172,7 +172,7 @@ def read_texts(request: dict[str, Any], max_characters: int) -> tuple[list[str],
     """The texts of a body, and whether it was one text. Plain UTF-8, or a JSON string or list of strings."""
     body = request["body"]
     if len(body) > 4 * max_characters:
-        raise UsageError(f"a body may have {max_characters} characters")
+        raise UsageError(f"a body may have at most {max_characters} characters")
     try:
         if "json" in request["type"]:
             said = msgspec.json.decode(body)
@@ -185,7 +185,7 @@ def read_texts(request: dict[str, Any], max_characters: int) -> tuple[list[str],
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise UsageError("the body must be a text, or JSON with a string or a list of strings")
     if sum(len(text) for text in texts) > max_characters:
-        raise UsageError(f"a body may have {max_characters} characters")
+        raise UsageError(f"a body may have at most {max_characters} characters")
     return texts, single
 
 

@@ -33,7 +33,7 @@ class Limits:
 
     def too_large(self) -> Malformed:
         """What a client hears whose body is larger than `max_body`."""
-        return Malformed(f"a body may have {self.max_body} bytes", 413)
+        return Malformed(f"a body may have at most {self.max_body} bytes", 413)
 
 
 @dataclass(slots=True)

@@ -152,7 +152,7 @@ def _shape(tensor: _Input, spec: TensorSpec, max_rows: int) -> tuple[int, ...]:
     if len(shape) > MAX_DIMS or not spec.fits(shape) or (shape and min(shape) < 1):
         raise Malformed(f"the input {spec.name} has shape {list(spec.shape)}, not {list(shape)[:MAX_DIMS]}")
     if spec.batched and shape[0] > max_rows:
-        raise Malformed(f"a request may have {max_rows} rows, not {shape[0]}")
+        raise Malformed(f"a request may have at most {max_rows} rows, not {shape[0]}")
     return shape
 
 
