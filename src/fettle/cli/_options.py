@@ -19,7 +19,7 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 
 Target = Annotated[str, typer.Argument(help="path/to/file.py:factory or package.module:factory")]
-Mode = Annotated[str, typer.Option(help="inference or training, where the target's factory does not tell")]
+Mode = Annotated[str, typer.Option(help="inference or training, where the target's factory does not say")]
 Techniques = Annotated[
     list[str] | None,
     typer.Option("--technique", help="levels to try, NAME=LEVEL,LEVEL; one level pins it. May be repeated"),
@@ -31,16 +31,16 @@ StudyOutput = Annotated[
     typer.Option("--output", "-o", help="folder of this machine alone, and .csv or .parquet for the table"),
 ]
 TrialTimeout = Annotated[str, typer.Option(help="longest time for one recipe to get ready")]
-UnderLoad = Annotated[bool, typer.Option(help="the fastest beside whatever else this machine does, by time elapsed")]
-Polite = Annotated[bool, typer.Option(help="never go before other processes' work")]
+UnderLoad = Annotated[bool, typer.Option(help="measure while the machine does other work, by elapsed time")]
+Polite = Annotated[bool, typer.Option(help="never take priority over other processes")]
 FirstToken = Annotated[
-    str | None, typer.Option(help="of texts: limit for 99% of the times to the first token, for example 500ms")
+    str | None, typer.Option(help="text: limit for 99% of the times to the first token, for example 500ms")
 ]
 BetweenTokens = Annotated[
-    str | None, typer.Option(help="of texts: limit for 99% of the times between two tokens, for example 50ms")
+    str | None, typer.Option(help="text: limit for 99% of the times between two tokens, for example 50ms")
 ]
-PromptTokens = Annotated[str, typer.Option(help="of texts: 128, uniform:16:256, exponential:128 or lognormal:128:0.8")]
-OutputTokens = Annotated[str, typer.Option(help="of texts, as --prompt-tokens")]
+PromptTokens = Annotated[str, typer.Option(help="text: 128, uniform:16:256, exponential:128 or lognormal:128:0.8")]
+OutputTokens = Annotated[str, typer.Option(help="text: as --prompt-tokens")]
 Texts = Annotated[
     Path | None,
     typer.Option(help='a line of JSON for each text: {"prompt": TEXT or a number of tokens, "max_tokens": N}'),

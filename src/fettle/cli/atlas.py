@@ -33,7 +33,7 @@ def _root() -> None:
 
 @app.command()
 def add(
-    atlas: Annotated[Path, typer.Argument(help="the atlas, a Parquet file; made where there is none")],
+    atlas: Annotated[Path, typer.Argument(help="the atlas, a Parquet file; created if missing")],
     studies: Annotated[list[str], typer.Argument(help="folders of 'fettle tune' and 'fettle study', or storage URLs")],
     family: Annotated[str, typer.Option(help="what kind of model it is; default by its operators")] = "",
     as_json: Annotated[bool, _JSON] = False,
@@ -89,10 +89,10 @@ def query(
     atlas: Annotated[Path, _ATLAS],
     family: Annotated[str, typer.Option(help="kind of model: transformer, convolutional, recurrent, ...")] = "",
     workload: Annotated[str, typer.Option(help="name of a model")] = "",
-    machine: Annotated[str, typer.Option(help="id of a machine, or 'this'; by default of all")] = "",
+    machine: Annotated[str, typer.Option(help="id of a machine, or 'this'; default: all")] = "",
     mode: Annotated[str, typer.Option(help="inference or training")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "",
-    matrix_units: Annotated[str, typer.Option(help="machines with such, for example amx")] = "",
+    matrix_units: Annotated[str, typer.Option(help="machines with this feature, for example amx")] = "",
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """What helps such models on such machines, how much, and what fights what.

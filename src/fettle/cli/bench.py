@@ -35,17 +35,17 @@ def command(
     ] = "",
     bisect: Annotated[str, typer.Option(help="GOOD..BAD: find the commit in between that made it slower")] = "",
     fail_slower: Annotated[
-        str | None, typer.Option(help="gate: exit code 1 where it takes so much longer; default 3%")
+        str | None, typer.Option(help="gate: exit code 1 if it takes this much longer; default 3%")
     ] = None,
     fail_memory: Annotated[
-        str | None, typer.Option(help="gate: exit code 1 where its peak memory is so much more, for example 5%")
+        str | None, typer.Option(help="gate: exit code 1 if its peak memory grows by this much, for example 5%")
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(help="gate: processes of each side; default 4, and 8 where those do not decide")
+        int | None, typer.Option(help="gate: processes of each side; default 4, or 8 if those do not decide")
     ] = None,
     link: Annotated[
         list[Path] | None,
-        typer.Option(help="gate: a path that git does not hold, such as weights/, for the revision too. Repeatable"),
+        typer.Option(help="gate: a path outside git, such as weights/, that the revision needs too. May be repeated"),
     ] = None,
     mode: _options.Mode = "auto",
     under_load: _options.UnderLoad = False,

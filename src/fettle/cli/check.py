@@ -16,7 +16,7 @@ def command(
     recipe: Annotated[Path, typer.Argument(help="a recipe.toml")],
     target: _options.Target,
     mode: _options.Mode = "auto",
-    force: Annotated[bool, typer.Option("--force", help="also for a workload with other weights or inputs")] = False,
+    force: Annotated[bool, typer.Option("--force", help="even if the workload has other weights or inputs")] = False,
     as_json: _options.AsJson = False,
 ) -> None:
     """Measure a recipe again on this machine: is it still faster, are the answers still right?

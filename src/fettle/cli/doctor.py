@@ -25,11 +25,12 @@ def command(
         str, typer.Argument(help="path/to/file.py:factory, to look at what the program sets and builds too")
     ] = "",
     fail_on: Annotated[
-        str, typer.Option(help="exit code 1 from this level on: error, warning, note, or never")
+        str, typer.Option(help="exit code 1 from this level up: error, warning, note, or never")
     ] = "error",
     ignore: Annotated[list[str] | None, typer.Option(help="leave out a check by its name. May be repeated")] = None,
     advisories: Annotated[
-        Path | None, typer.Option(help="a newer list of compromised releases, in place of the one that came along")
+        Path | None,
+        typer.Option(help="a newer list of compromised releases, in place of the one that ships with fettle"),
     ] = None,
     lock: Annotated[
         Path | None, typer.Option(help="look at what this file pins (requirements, constraints), and at nothing else")

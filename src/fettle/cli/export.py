@@ -19,10 +19,8 @@ def command(
         typer.Argument(help="where the study's targets lie on the machines, as fettle worker takes them"),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, max=10_000, help="how many machines")] = 4,
-    gpus: Annotated[
-        int, typer.Option(min=0, max=64, help="GPUs of each machine, a worker for each; 0: it has none")
-    ] = 0,
-    image: Annotated[str, typer.Option(help="of Kubernetes: the container image, with fettle and the targets")] = "",
+    gpus: Annotated[int, typer.Option(min=0, max=64, help="GPUs of each machine, a worker for each; 0: none")] = 0,
+    image: Annotated[str, typer.Option(help="Kubernetes: the container image, with fettle and the targets")] = "",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="file to write; default NAME.sbatch, NAME.yaml or NAME-ray.py")
     ] = None,

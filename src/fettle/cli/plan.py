@@ -24,7 +24,7 @@ def command(
         list[str] | None,
         typer.Option(help='instead of the usual ones, for example "zero3 precision=bf16 checkpoint=block"'),
     ] = None,
-    device: Annotated[str, typer.Option(help="cuda or cpu: the kind of device that is planned for")] = "cuda",
+    device: Annotated[str, typer.Option(help="cuda or cpu: the kind of device to plan for")] = "cuda",
     headroom: Annotated[
         str, typer.Option(help="share of the device kept free for what is not counted, for example 10%")
     ] = "10%",

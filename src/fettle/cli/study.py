@@ -32,7 +32,7 @@ def command(
         typer.Argument(help="path/to/file.py:factory or package.module:factory; several make one study"),
     ] = None,
     from_csv: Annotated[
-        Path | None, typer.Option(help="instead of targets: a table of experiments that were made, one row each")
+        Path | None, typer.Option(help="instead of targets: a table of experiments already made, one row each")
     ] = None,
     response: Annotated[
         list[str] | None,
@@ -41,11 +41,11 @@ def command(
     factors: Annotated[
         list[str] | None,
         typer.Option(
-            help="columns that were set, NAME,NAME or NAME=LEVEL with how it was given; default all that look so"
+            help="columns that were varied, NAME,NAME, or NAME=LEVEL with its default level; default: all that vary"
         ),
     ] = None,
     group_by: Annotated[
-        list[str] | None, typer.Option(help="columns by which rows are analysed apart, such as model")
+        list[str] | None, typer.Option(help="columns by which rows are grouped and analysed separately, such as model")
     ] = None,
     design: Annotated[
         str, typer.Option(help="ladder, factorial, fraction, ablation, pairs or sensitivity")
@@ -65,12 +65,12 @@ def command(
     ] = None,
     order: Annotated[str, typer.Option(help="techniques in the order of the ladder, NAME,NAME")] = "",
     recipe: Annotated[
-        str | None, typer.Option(help="what an ablation takes apart, a sensitivity is asked around, a ladder stands on")
+        str | None, typer.Option(help="what an ablation takes apart, a sensitivity study varies, a ladder starts from")
     ] = None,
     grow_batch: Annotated[
         str | None,
         typer.Option(
-            help="of a ladder: find the largest batch at each step that needs no more memory than this, such as 2GiB; "
+            help="ladder: find the largest batch at each step that needs no more memory than this, such as 2GiB; "
             "'device' is all that a GPU has"
         ),
     ] = None,
@@ -79,7 +79,7 @@ def command(
     budget: Annotated[
         str, typer.Option(help="time to spend, for example 30m; the best fraction that fits. 0: all")
     ] = "0",
-    yes: Annotated[bool, typer.Option("--yes", help="begin also where it takes more than an hour")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="begin even if it takes more than an hour")] = False,
     mode: _options.Mode = "auto",
     max_error: Annotated[float, typer.Option(help="relative L2 error above which a trial is marked inaccurate")] = 0.02,
     output: _options.StudyOutput = None,
@@ -101,7 +101,7 @@ def command(
     ] = None,
     published: Annotated[
         Path | None,
-        typer.Option(help="of a ladder: a CSV table of one that was published, step and throughput, drawn beside ours"),
+        typer.Option(help="ladder: a CSV table of a published one, step and throughput, drawn beside ours"),
     ] = None,
     trial_timeout: _options.TrialTimeout = "15m",
     under_load: _options.UnderLoad = False,

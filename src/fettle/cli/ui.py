@@ -18,9 +18,9 @@ from fettle.cli import _options, _show
 
 def command(
     folder: Annotated[Path, typer.Argument(help="where studies, traces, snapshots and reports lie")] = Path("."),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port")] = 0,
     browser: Annotated[
-        bool, typer.Option("--browser/--no-browser", help="open it in a browser, where one is at hand")
+        bool, typer.Option("--browser/--no-browser", help="open it in a browser, if there is one")
     ] = True,
     as_json: _options.AsJson = False,
 ) -> None:

@@ -13,7 +13,7 @@ from fettle.cli.study import measured, places, show
 
 
 def command(
-    storage: Annotated[str, typer.Option(help="Optuna storage URL, as the study was begun with")],
+    storage: Annotated[str, typer.Option(help="Optuna storage URL with which the study was begun")],
     study: _options.StudyName,
     targets: Annotated[
         list[str] | None,

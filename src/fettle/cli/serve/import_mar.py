@@ -31,7 +31,7 @@ def command(
         Path | None, typer.Option(help="names of the classes; default: the archive's index_to_name.json")
     ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json of tokenizers, or its folder")] = None,
-    handler_settings: Annotated[Path | None, typer.Option(help="TOML, above what the model suggests")] = None,
+    handler_settings: Annotated[Path | None, typer.Option(help="TOML that overrides what the model suggests")] = None,
     as_json: _options.AsJson = False,
 ) -> None:
     """Convert a TorchServe archive to a model package, which holds no code.

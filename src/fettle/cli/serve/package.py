@@ -48,7 +48,7 @@ def command(
         typer.Option(help="a library that your handler.py imports: scipy, or 'scipy>=1.10'"),
     ] = None,
     handler_settings: Annotated[
-        Path | None, typer.Option(help="TOML with settings of a ready handler, which stand above its own guesses")
+        Path | None, typer.Option(help="TOML with settings of a ready handler, which override its own guesses")
     ] = None,
     as_json: _options.AsJson = False,
 ) -> None:

@@ -65,7 +65,7 @@ def tree(
 @question
 def sequences(
     traces: list[Trace],
-    operator: Annotated[str, typer.Argument(help="part of an operator's name; any operator where left out")] = "",
+    operator: Annotated[str, typer.Argument(help="part of an operator's name; default: any")] = "",
     as_json: Json = False,
     rows: Rows = 10,
     min_kernels: Annotated[int, typer.Option(min=1, help="the fewest kernels in a sequence")] = 3,

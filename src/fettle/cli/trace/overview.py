@@ -111,7 +111,7 @@ def _in_words(summary: dict[str, float | int | list[int]]) -> str:
 def account(
     traces: list[Trace],
     as_json: Json = False,
-    annotation: Annotated[str | None, typer.Option(help="take annotations of this name for steps")] = None,
+    annotation: Annotated[str | None, typer.Option(help="treat annotations of this name as steps")] = None,
     own_end: OwnEnd = False,
 ) -> Answer:
     """Where did the time go? Every nanosecond of each step, booked once.

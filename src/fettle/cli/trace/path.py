@@ -139,7 +139,7 @@ def compare(
     rows: Rows = 20,
     chart: Chart = None,
     fresh: Fresh = False,
-    skip: Annotated[int, typer.Option(min=0, help="leave out first steps")] = 0,
+    skip: Annotated[int, typer.Option(min=0, help="leave out this many first steps")] = 0,
     steps_before: Annotated[str | None, typer.Option(help="steps of the first trace, such as 3,4,5")] = None,
     steps_after: Annotated[str | None, typer.Option(help="steps of the second trace")] = None,
 ) -> None:

@@ -28,12 +28,12 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON for machines inst
 Rows = Annotated[int, typer.Option("--rows", min=1, help="how many rows of each table to show")]
 Chart = Annotated[Path | None, typer.Option("--chart", help="write a chart to this file: .html, .png, .svg or .json")]
 Fresh = Annotated[
-    bool, typer.Option("--fresh", help="read the trace itself, not the columns kept from its last opening")
+    bool, typer.Option("--fresh", help="read the trace itself, not the columns kept when it was last opened")
 ]
 OwnEnd = Annotated[
     bool, typer.Option("--own-end", help="a step ends with its own annotation, not where the next one begins")
 ]
-Step = Annotated[int | None, typer.Option("--step", help="one step's number; all steps where left out")]
+Step = Annotated[int | None, typer.Option("--step", help="one step's number; default: all steps")]
 
 
 @dataclass(frozen=True)
