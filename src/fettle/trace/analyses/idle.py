@@ -324,16 +324,15 @@ def idle_summary(trace: Trace, device: int, step: int | None = None) -> pl.DataF
     Columns: rank, device, cause, idle_ns, share (of this device's idle time), gaps (pieces), what (the three longest
     details with their ns), meaning.
     """
-    frame = idle_pieces(trace, device)
-    pieces: Intervals = (frame["start_ns"].to_numpy(), frame["end_ns"].to_numpy())
-    start, end, piece, _ = split(pieces, step_windows(trace, step))
-    length, detail = (end - start).astype(float), frame["detail"].to_numpy()[piece].astype(np.int64)
-    number = frame["cause"].to_physical().to_numpy()[piece].astype(np.int64)
+    pieces = idle_within(trace, device, step)
+    length = (pieces["end_ns"] - pieces["start_ns"]).to_numpy().astype(float)
+    detail = pieces["detail"].to_numpy().astype(np.int64)
+    number = pieces["cause"].to_physical().to_numpy().astype(np.int64)
     # Sums below 2**53 ns (104 days) are exact in the float64 that `bincount` adds in.
     idle, count = (np.bincount(number, weights, minlength=len(CAUSES)) for weights in (length, None))
-    told, of_told = np.unique(number * 2**32 + detail + 1, return_inverse=True)
+    keys, of_key = np.unique(number * 2**32 + detail + 1, return_inverse=True)
     by_name: dict[int, dict[str, int]] = {}
-    for key, ns in zip(told.tolist(), np.bincount(of_told, length).tolist(), strict=True):
+    for key, ns in zip(keys.tolist(), np.bincount(of_key, length).tolist(), strict=True):
         if key % 2**32:
             mine, name = by_name.setdefault(key >> 32, {}), without_address(trace.names[key % 2**32 - 1])
             mine[name] = mine.get(name, 0) + int(ns)
