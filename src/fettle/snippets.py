@@ -56,13 +56,13 @@ class Snippets:
 
     def lines(self) -> list[tuple[str, str, str, str]]:
         """Name, time, speed-up and verdict of each, as text."""
-        found = []
+        rows = []
         for index, row in enumerate(self.rows):
             low, high = row.speedup.low, row.speedup.high
             verdict = "faster" if low > 1 else "slower" if high < 1 else "cannot be told apart"
             shown = str(row.speedup) if math.isfinite(high) else "too few rounds"
-            found.append((row.name, seconds_text(row.seconds), *(("", "as given") if index == 0 else (shown, verdict))))
-        return found
+            rows.append((row.name, seconds_text(row.seconds), *(("", "as given") if index == 0 else (shown, verdict))))
+        return rows
 
     def __str__(self) -> str:
         names = max(len(row.name) for row in self.rows)

@@ -184,22 +184,22 @@ class Study:
     @_lasting
     def hosts(self) -> dict[str, str]:
         """The name of the machine that measured each recipe, by the recipe; of trials that know it."""
-        found: dict[str, str] = {}
+        by_host: dict[str, str] = {}
         for trial in self._finished():
-            found.setdefault(trial.user_attrs["recipe"], trial.user_attrs.get(_HOST, ""))
-        return found
+            by_host.setdefault(trial.user_attrs["recipe"], trial.user_attrs.get(_HOST, ""))
+        return by_host
 
     @_lasting
     def trials(self) -> list[Trial]:
         """The trials measured on this machine, oldest first."""
-        found: dict[Recipe, Trial] = {}
+        by_recipe: dict[Recipe, Trial] = {}
         for trial in self._finished():
             try:
                 read = Trial.from_json(json.loads(trial.user_attrs[_TRIAL]))
             except (ValueError, KeyError, msgspec.ValidationError) as error:
                 raise UsageError(f"trial {trial.number} of the study cannot be read: {first_line(error)}") from error
-            found.setdefault(read.recipe, read)  # whoever was first has measured it
-        return list(found.values())
+            by_recipe.setdefault(read.recipe, read)  # whoever was first has measured it
+        return list(by_recipe.values())
 
     def _finished(self) -> list[FrozenTrial]:
         return [trial for trial in self._ours() if isinstance(trial.user_attrs.get(_TRIAL), str)]

@@ -138,11 +138,11 @@ class Predictor:
 
     def _one_hot(self, recipes: Sequence[Recipe]) -> Numbers:
         """Levels by recipe; one column stands for a level that no row has, so that it is like nothing."""
-        found = np.zeros((len(recipes), len(self._column) + 1))
+        columns = np.zeros((len(recipes), len(self._column) + 1))
         for place, recipe in enumerate(recipes):
             for level in recipe.levels.items():
-                found[place, self._column.get(level, len(self._column))] += 1
-        return found
+                columns[place, self._column.get(level, len(self._column))] += 1
+        return columns
 
     def _fit(self) -> None:
         """Choose the numbers of the covariance, and solve for the rows."""
@@ -221,8 +221,8 @@ class Predictor:
         known = np.where(np.isnan(more), 0.0, 1.0)
         weights = weights * known[None, :]
         guess, baseline_s = np.array([self._guess_s(recipe) for recipe in recipes]), self._guess_s(Recipe())
-        told = weights @ np.where(known > 0, more, 0.0)
-        return np.asarray((told + weights.sum(axis=1) * baseline_s + guess) / (weights.sum(axis=1) + 1))
+        weighted = weights @ np.where(known > 0, more, 0.0)
+        return np.asarray((weighted + weights.sum(axis=1) * baseline_s + guess) / (weights.sum(axis=1) + 1))
 
 
 def _alike(apart: Numbers, same: Numbers, numbers: _Numbers) -> Numbers:

@@ -137,11 +137,11 @@ SCHEMA: dict[str, Any] = {
 
 def merged(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
     """Both; where a trial was made again the later one."""
-    found: dict[tuple[str, ...], Row] = {}
+    by_key: dict[tuple[str, ...], Row] = {}
     for row in (*old, *new):
-        found.pop(row.key, None)
-        found[row.key] = row
-    return list(found.values())
+        by_key.pop(row.key, None)
+        by_key[row.key] = row
+    return list(by_key.values())
 
 
 def frame_of(rows: Sequence[Row]) -> polars.DataFrame:
@@ -178,15 +178,15 @@ def parse(path: Path) -> list[Row]:
 
 def checked(rows: Sequence[dict[str, Any]], name: str) -> list[Row]:
     """Rows of a table, each value checked. Raises `UsageError` with the first that is wrong."""
-    found: list[Row] = []
+    sound: list[Row] = []
     for number, row in enumerate(rows, 1):
         plain = {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}
         try:
-            found.append(msgspec.convert(plain, Row))
-            _sensible(found[-1])
+            sound.append(msgspec.convert(plain, Row))
+            _sensible(sound[-1])
         except (msgspec.ValidationError, UsageError) as error:
             raise UsageError(f"{name}: row {number} is not a trial: {error}") from error
-    return found
+    return sound
 
 
 def _sensible(row: Row) -> None:

@@ -112,10 +112,10 @@ def query(
         "machine": this_machine().id if machine == "this" else machine,
     }  # fmt: skip
     rows = matching(read_atlas(atlas), **{name: text for name, text in wanted.items() if text})
-    found, together = effects(rows), pairs(rows)
+    known, together = effects(rows), pairs(rows)
     _show.answer(
-        as_json, lambda: {**_contents(rows), "effects": _plain(found), "pairs": _plain(together), "best": _best(rows)},
-        lambda console: _print_answer(console, rows, found, together),
+        as_json, lambda: {**_contents(rows), "effects": _plain(known), "pairs": _plain(together), "best": _best(rows)},
+        lambda console: _print_answer(console, rows, known, together),
     )  # fmt: skip
 
 
@@ -165,14 +165,14 @@ def _print_contents(console: Console, rows: Sequence[Row]) -> None:
         _show.print_table(console, Table(columns, cells, numbers={"trials", "cores"}), name)
 
 
-def _print_answer(console: Console, rows: Sequence[Row], found: Sequence[Effect], together: Sequence[Pair]) -> None:
+def _print_answer(console: Console, rows: Sequence[Row], effects: Sequence[Effect], together: Sequence[Pair]) -> None:
     from fettle.page import Table
 
     console.print(f"{len(rows)} trials of {len({_model(row) for row in rows})} models and machines")
     cells = [
         [one.name, _ratio(one), str(one.models), str(one.helped), str(one.hurt), _of(one.best), _of(one.worst),
          str(one.failed or ""), str(one.inaccurate or "")]
-        for one in found
+        for one in effects
     ]  # fmt: skip
     columns = ["level", "gain", "models", "helped", "hurt", "most", "least", "failed", "inaccurate"]
     _show.print_table(console, Table(columns, cells, numbers=set(columns[1:5] + columns[7:])), "what a level brought")

@@ -111,13 +111,13 @@ def _audit(lock: Path, known: Advisories, fail_on: str, as_json: bool) -> None:
     packages = supply_chain.locked(read_text(lock))
     if not packages:
         raise UsageError(f"{lock} pins nothing: it has no line such as torch==2.13.0")
-    found = list(supply_chain.pinned(Environment(packages=packages, advisories=known), str(lock)))
-    data = {"findings": found, "pins": len(packages), "advisories": {"checked": str(known.checked)}}
-    _show.answer(as_json, lambda: data, lambda console: _print(console, found))
+    findings = list(supply_chain.pinned(Environment(packages=packages, advisories=known), str(lock)))
+    data = {"findings": findings, "pins": len(packages), "advisories": {"checked": str(known.checked)}}
+    _show.answer(as_json, lambda: data, lambda console: _print(console, findings))
     if not as_json:
-        print(f"{lock}: {len(packages)} pins, {len(found) or 'none'} of them compromised releases known up to "
+        print(f"{lock}: {len(packages)} pins, {len(findings) or 'none'} of them compromised releases known up to "
               f"{known.checked}.")  # fmt: skip
-    _leave(found, fail_on)
+    _leave(findings, fail_on)
 
 
 def _leave(findings: list[Finding], fail_on: str) -> None:

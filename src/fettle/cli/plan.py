@@ -61,9 +61,9 @@ def command(
     strategies = [parse_strategy(text) for text in strategy or ()]
     if output is not None:
         drawn.check_path(output)
-    found = find_target(target)
+    named = find_target(target)
     with _show.bar("building the workload", quiet=as_json) as show, _quiet.users_code_quiet():
-        workload, mode, note = planning.build_fake(found)
+        workload, mode, note = planning.build_fake(named)
         made = planning.plan(
             workload,
             world_size,

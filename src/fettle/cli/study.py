@@ -313,11 +313,11 @@ def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Gr
     for rung in rungs:
         known = rung.speedup is not None
         ratio = beside(rung, rungs, theirs)
-        told = [f"{ratio:.2f}x" if ratio is not None else "–"] if theirs else []
+        theirs_at = [f"{ratio:.2f}x" if ratio is not None else "–"] if theirs else []
         error = f"{rung.error:.1e}" if math.isfinite(rung.error) else "–"
         grid.add_row(
-            escape(rung.label), f"{rung.per_second:.4g}" if known else "–", str(rung.speedup) if known else "–", *told,
-            size_text(rung.peak_bytes) if rung.peak_bytes else "–", error, *(_grown(rung) if grown else []),
+            escape(rung.label), f"{rung.per_second:.4g}" if known else "–", str(rung.speedup) if known else "–",
+            *theirs_at, size_text(rung.peak_bytes) if rung.peak_bytes else "–", error, *(_grown(rung) if grown else []),
             "" if rung.kept else escape(rung.reason or "left out"), style="" if rung.kept else "yellow",
         )  # fmt: skip
     return grid

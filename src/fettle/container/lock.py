@@ -71,13 +71,13 @@ def locks(versions: Mapping[str, str], wheel: Path | None) -> dict[str, str]:
     index = torch_index(versions.get("torch", ""))
     of_build = [name for name, version in versions.items() if index and torch_index(version) == index]
     rest = [name for name in versions if name not in of_build and (name != OWN or wheel is None)]
-    found = {}
+    texts = {}
     if of_build:
-        found["torch.lock"] = "\n".join([f"--index-url {index}", *_pinned(of_build, versions, index)]) + "\n"
+        texts["torch.lock"] = "\n".join([f"--index-url {index}", *_pinned(of_build, versions, index)]) + "\n"
     lines = _pinned(rest, versions, "")
     if wheel is not None and OWN in versions:
         lines.append(f"./{wheel.name} --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}")
-    return {**found, "requirements.lock": "\n".join(lines) + "\n"}
+    return {**texts, "requirements.lock": "\n".join(lines) + "\n"}
 
 
 def _pinned(names: Sequence[str], versions: Mapping[str, str], index: str) -> list[str]:
@@ -94,8 +94,8 @@ def _pinned(names: Sequence[str], versions: Mapping[str, str], index: str) -> li
 
 def _hashes(item: Mapping[str, Any]) -> list[str]:
     archive = item.get("download_info", {}).get("archive_info", {})
-    found = archive.get("hashes", {}).get("sha256") or archive.get("hash", "").partition("sha256=")[2]
-    return [found] if re.fullmatch(r"[0-9a-f]{64}", found or "") else []
+    digest = archive.get("hashes", {}).get("sha256") or archive.get("hash", "").partition("sha256=")[2]
+    return [digest] if re.fullmatch(r"[0-9a-f]{64}", digest or "") else []
 
 
 def _report(requirements: Sequence[str], index: str) -> list[Mapping[str, Any]]:

@@ -48,8 +48,8 @@ def compile_health(
     Raises:
         UsageError: The target cannot be built, or the process ended or ran out of time.
     """
-    workload = find_target(target) if isinstance(target, str) else target
-    request = Compile(workload, mode, dynamic, backend, rounds)
+    named = find_target(target) if isinstance(target, str) else target
+    request = Compile(named, mode, dynamic, backend, rounds)
     health = _in_worker(request, timeout_s)
     if second_process:
         again = _in_worker(request, timeout_s)

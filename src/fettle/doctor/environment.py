@@ -191,15 +191,15 @@ class Environment:
 
     def mount(self, path: str) -> tuple[str, str]:
         """File system and options of the mount that holds a path: ``("ext4", "rw,noexec")``."""
-        best, found = -1, ("", "")
+        best, mounted = -1, ("", "")
         for line in self.files.text("/proc/self/mounts").splitlines():
             words = line.split()
             if len(words) < 4:
                 continue
             place = words[1].replace("\\040", " ")
             if (path == place or path.startswith(place.rstrip("/") + "/")) and len(place) >= best:
-                best, found = len(place), (words[2], words[3])
-        return found
+                best, mounted = len(place), (words[2], words[3])
+        return mounted
 
     @property
     def in_container(self) -> bool:
@@ -244,16 +244,16 @@ def _limit(name: str) -> float:
 def _packages() -> tuple[Package, ...]:
     from packaging.utils import canonicalize_name
 
-    found = []
+    packages = []
     for one in metadata.distributions():
         with contextlib.suppress(Exception):  # metadata that are damaged, or half removed
             facts = one.metadata
             info = getattr(one, "_path", None)
-            found.append(Package(
+            packages.append(Package(
                 canonicalize_name(facts["Name"]), facts["Version"], str(one.locate_file("")), str(info or ""),
                 tuple(facts.get_all("Requires-Dist") or ()), (facts.get_all("Requires-Python") or [""])[0],
             ))  # fmt: skip
-    return tuple(found)
+    return tuple(packages)
 
 
 def _site_folders() -> tuple[str, ...]:

@@ -117,11 +117,11 @@ def _tf32_mixed() -> bool:
     with contextlib.suppress(RuntimeError):
         torch.get_float32_matmul_precision()
         return not isinstance(torch.backends.cuda.matmul.allow_tf32, bool)  # told, so nothing is mixed
-    found: set[str] = set()
+    values: set[str] = set()
     for path in _own_files():
         with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
-            found.update(_TF32_NAMES.findall(file.read(_MOST_SOURCE)))
-    return "fp32_precision" in found and len(found) > 1
+            values.update(_TF32_NAMES.findall(file.read(_MOST_SOURCE)))
+    return "fp32_precision" in values and len(values) > 1
 
 
 def _own_files() -> set[str]:

@@ -191,18 +191,18 @@ def _pip_settings(here: Environment) -> Iterator[tuple[str, str, str]]:
                f"{get('XDG_CONFIG_HOME') or home + '/.config'}/pip", get("VIRTUAL_ENV", "")]  # fmt: skip
     places = ["/etc/pip.conf", *(f"{folder}/pip.conf" for folder in folders), get("PIP_CONFIG_FILE", "")]
     for path in dict.fromkeys(places):
-        found: dict[str, str] = {}
+        settings: dict[str, str] = {}
         last = ""
         for line in here.files.text(path).splitlines() if path else ():
             key, equals, value = line.partition("=")
             if line[:1].isspace() and last:  # a value of several lines
-                found[last] += " " + line.strip()
+                settings[last] += " " + line.strip()
             elif equals:
                 last = key.strip().lower().replace("_", "-")
-                found[last] = value.strip()
+                settings[last] = value.strip()
             elif line.startswith("["):
                 last = ""
-        yield from ((path, name, found[name]) for name in names if name in found)
+        yield from ((path, name, settings[name]) for name in names if name in settings)
 
 
 def _without_secret(url: str) -> str:

@@ -199,8 +199,8 @@ def ground_for(target: str, settings: Settings, on_progress: OnProgress) -> Grou
     for path in settings.links:
         if not path.exists():
             raise UsageError(f"`link`: there is no {path}")
-    workload = find_target(target)
-    return Ground(workload, settings, on_progress, settings.output, workload.name)
+    named = find_target(target)
+    return Ground(named, settings, on_progress, settings.output, named.name)
 
 
 def repository_for(ground: Ground) -> Repository:

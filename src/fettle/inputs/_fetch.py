@@ -78,13 +78,13 @@ class Board:
 
     def read(self) -> list[tuple[float, ...]]:
         """All batches kept."""
-        found = []
+        rows = []
         for process in range(self.processes):
             begin = process * _RING
             for row in range(min(_KEEP, int(self.times[begin]))):
                 place = begin + 1 + _ROW * row
-                found.append(tuple(self.times[place : place + _ROW]))
-        return found
+                rows.append(tuple(self.times[place : place + _ROW]))
+        return rows
 
     def clear(self) -> None:
         for process in range(self.processes):

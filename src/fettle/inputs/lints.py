@@ -27,19 +27,19 @@ Notes = list[str]
 def lint(loader: DataLoader[Any]) -> tuple[list[Lint], Notes]:
     """All lints of one loader, each on a few seconds and, but for rows that raise, at most 512 rows. One that fails is
     a note, not an end."""
-    found: list[Lint] = []
+    faults: list[Lint] = []
     notes: Notes = []
     checks: list[Callable[[DataLoader[Any]], list[Lint]]] = [
         rows_that_raise, duplicates, profile_rows, padding, growing_workers, getitems_differ
     ]  # fmt: skip
     for check in checks:
         try:
-            found += check(loader)
+            faults += check(loader)
         except Exception as error:
             # A worker's traceback arrives as the text of an exception; its last line says what was wrong.
             text = str(error).strip().splitlines()[-1].strip() if "Traceback" in str(error) else first_line(error)
             notes.append(f"Looking for {check.__name__.replace('_', ' ')} ended early: {text[:200]}.")
-    return found, notes
+    return faults, notes
 
 
 def rows_that_raise(loader: DataLoader[Any]) -> list[Lint]:

@@ -64,37 +64,37 @@ def with_setting(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
 
 def fetches(loader: DataLoader[Any]) -> tuple[list[str], list[str]]:
     """Ways to fetch rows that give the very same batches, shown on the first three; and what was seen against a way."""
-    found: list[str] = [AS_GIVEN]
+    ways: list[str] = [AS_GIVEN]
     notes: list[str] = []
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None or type(loader) is not DataLoader:
-        return found, notes
+        return ways, notes
     try:
         batches = [list(batch) for batch in itertools.islice(iter(loader.batch_sampler), 3)]
         rows = [loader.collate_fn([loader.dataset[row] for row in batch]) for batch in batches]
         again = [loader.collate_fn([loader.dataset[row] for row in batch]) for batch in batches[:1]]
     except Exception:
-        return found, notes  # it fails in a run too, which gives the reason
+        return ways, notes  # it fails in a run too, which gives the reason
     if not batches or not _same(rows[:1], again):
-        return found, ["batch fetching was not tried: the rows are random, so that batches cannot be compared"]
+        return ways, ["batch fetching was not tried: the rows are random, so that batches cannot be compared"]
     if callable(getattr(loader.dataset, "__getitems__", None)):
         try:
             whole = [loader.collate_fn(loader.dataset.__getitems__(batch)) for batch in batches]  # type: ignore[attr-defined]
         except Exception as error:
-            return found, [f"__getitems__ of the dataset raised {first_line(error)}"]
+            return ways, [f"__getitems__ of the dataset raised {first_line(error)}"]
         if not _same(whole, rows):
             notes.append("__getitems__ gives other batches than __getitem__ row by row: one of them is wrong")
         else:
-            found.append(ONE_BY_ONE)
+            ways.append(ONE_BY_ONE)
     if getattr(loader.dataset, "__len__", None) is not None and loader.generator is None:
         from torch.utils.data._utils.collate import default_convert
 
         try:
             indexed = [default_convert(loader.dataset[batch]) for batch in batches]  # type: ignore[no-untyped-call]
         except Exception:
-            return found, notes  # most datasets take one index
+            return ways, notes  # most datasets take one index
         if _same(indexed, rows):
-            found.append(BATCH_INDEX)
-    return found, notes
+            ways.append(BATCH_INDEX)
+    return ways, notes
 
 
 def batch_bytes(batch: Any) -> int:

@@ -18,18 +18,18 @@ Outputs = dict[str, torch.Tensor]
 
 def outputs_of(output: Any) -> Outputs:
     """Copy the tensor leaves of an output to the CPU; numbers count as tensors, other leaves are passed over."""
-    found: Outputs = {}
+    outputs: Outputs = {}
     for path, leaf in leaves(output):
         if isinstance(leaf, torch.Tensor):
             value = leaf.detach()
             if value.is_nested or value.layout != torch.strided:
                 value = value.to_padded_tensor(0.0) if value.is_nested else value.to_dense()
-            found[path] = value.to("cpu", copy=True)
+            outputs[path] = value.to("cpu", copy=True)
         elif isinstance(leaf, (bool, int, float)):
-            found[path] = torch.tensor(leaf)
+            outputs[path] = torch.tensor(leaf)
         elif type(leaf).__module__ == "numpy":
-            found[path] = torch.as_tensor(leaf).clone()
-    return found
+            outputs[path] = torch.as_tensor(leaf).clone()
+    return outputs
 
 
 def compare(outputs: Outputs, reference: Outputs) -> Accuracy:

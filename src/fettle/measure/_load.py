@@ -55,20 +55,20 @@ class Load:
         return " and ".join(self._parts()) or "nobody else took anything"
 
     def _parts(self) -> list[str]:
-        found = []
+        words = []
         if self.waits > QUIET_WAITS:
-            found.append(f"its threads waited {self.waits:.0%} of the time for a core")
+            words.append(f"its threads waited {self.waits:.0%} of the time for a core")
         if self.others > QUIET_OTHERS / 2:
-            found.append(f"others took {self.others:.0%} of the cores")
+            words.append(f"others took {self.others:.0%} of the cores")
         if self.steal > QUIET_OTHERS / 2:
-            found.append(f"the hypervisor took {self.steal:.0%}")
+            words.append(f"the hypervisor took {self.steal:.0%}")
         if self.throttled > QUIET_WAITS:
-            found.append(f"a cgroup's quota stopped it {self.throttled:.0%} of the time")
+            words.append(f"a cgroup's quota stopped it {self.throttled:.0%} of the time")
         if self.clock < QUIET_CLOCK:
-            found.append(f"the clock was at {self.clock:.0%} of its fastest")
+            words.append(f"the clock was at {self.clock:.0%} of its fastest")
         if self.slept:
-            found.append("the machine was suspended")
-        return found
+            words.append("the machine was suspended")
+        return words
 
 
 def mean_load(loads: Iterable[Load]) -> Load:

@@ -38,18 +38,18 @@ def write_reference(workload: Workload, path: str) -> Reference:
             module.eval()
 
     def outputs(cast: Callable[[Any], Any], seed: int = 0) -> list[Outputs]:
-        found = []
+        answers = []
         with buffers_kept(model):
             for batch in [*workload.inputs, *workload.check_inputs]:
                 torch.manual_seed(seed)
                 fresh = map_tensors(torch.clone, batch)  # a model may write into what it is given
                 try:
-                    found.append(outputs_of(workload.judged(workload.run(model, cast(fresh)), batch)))
+                    answers.append(outputs_of(workload.judged(workload.run(model, cast(fresh)), batch)))
                 except Exception as error:  # of the first batch, the probe has told
-                    number, total = len(found) + 1, len(workload.inputs) + len(workload.check_inputs)
+                    number, total = len(answers) + 1, len(workload.inputs) + len(workload.check_inputs)
                     error.add_note(f"batch {number} of {total}")
                     raise
-        return found
+        return answers
 
     with torch.no_grad():
         timed = time.perf_counter()

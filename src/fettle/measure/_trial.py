@@ -128,12 +128,12 @@ def by_round(slices: Sequence[Slice], *, elapsed: bool = False) -> dict[int, flo
     """Time of a call in ms by round. A round in which others had the machine goes by its negative number, so that only
     slices of the same kind are ever paired. `elapsed`: as it was, with the waiting in it, which is also what is left
     where no slice can tell anything else."""
-    found = {}
+    times = {}
     for one in slices:
         ms = one.ms if elapsed else one.best_ms
         if ms is not None and ms > 0:
-            found[one.round if one.quiet else -one.round] = ms
-    return found if found or elapsed else by_round(slices, elapsed=True)
+            times[one.round if one.quiet else -one.round] = ms
+    return times if times or elapsed else by_round(slices, elapsed=True)
 
 
 def process_logs(trial: Trial, *, elapsed: bool = False) -> list[dict[int, float]]:

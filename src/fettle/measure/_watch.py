@@ -203,13 +203,13 @@ def _throttled_s() -> float | None:
 
 @lru_cache(maxsize=1)
 def _throttle_files() -> list[tuple[Path, float]]:
-    found = []
+    files = []
     for names, group in _own_groups():
         if names == "":
-            found.append((_GROUPS / group / "cpu.stat", 1e-6))
+            files.append((_GROUPS / group / "cpu.stat", 1e-6))
         elif "cpu" in names.split(","):
-            found.append((_GROUPS / "cpu" / group / "cpu.stat", 1e-9))
-    return found
+            files.append((_GROUPS / "cpu" / group / "cpu.stat", 1e-9))
+    return files
 
 
 def _own_groups() -> list[tuple[str, str]]:
@@ -224,11 +224,11 @@ def _own_groups() -> list[tuple[str, str]]:
 
 def _clock_mhz() -> float | None:
     """Mean clock of the cores where the kernel tells it."""
-    found = []
+    clocks = []
     for path in _clock_files():
         with contextlib.suppress(OSError, ValueError):
-            found.append(int(path.read_text()) / 1e3)
-    return sum(found) / len(found) if found else None
+            clocks.append(int(path.read_text()) / 1e3)
+    return sum(clocks) / len(clocks) if clocks else None
 
 
 @lru_cache(maxsize=1)

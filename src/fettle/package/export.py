@@ -302,12 +302,12 @@ def _answers(flat: Flat, folder: Path, kept: Tuned) -> list[list[torch.Tensor]]:
     sizes = [tensor.shape for tensor in flat.samples]
     other = next((batch for batch in flat.batches if [tensor.shape for tensor in batch] != sizes), flat.samples)
     twice = [torch.cat([t, t]) if s.batched else t for t, s in zip(flat.samples, flat.inputs, strict=True)]
-    found = []
+    answers = []
     with torch.inference_mode():
         for question in (*flat.questions, twice, other):
             answer = run(*[tensor.clone() for tensor in question])
-            found.append([tensor.clone() for tensor in ([answer] if isinstance(answer, torch.Tensor) else answer)])
-    return found
+            answers.append([tensor.clone() for tensor in ([answer] if isinstance(answer, torch.Tensor) else answer)])
+    return answers
 
 
 def _outputs(flat: Flat, answers: Sequence[Sequence[torch.Tensor]]) -> tuple[TensorSpec, ...]:

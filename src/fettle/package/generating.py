@@ -78,21 +78,21 @@ def generating(workload: Workload) -> list[Workload]:
 def of_model(model: Any) -> dict[str, Any]:
     """Settings of the generate handler that the model knows itself: how many positions it has, where its texts end."""
     usual, config = Settings(), getattr(model, "config", None)
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     most = getattr(config, "max_position_embeddings", None)
     if isinstance(most, int) and 1 < most < usual.max_tokens:
-        found = {"max_tokens": most, "max_new_tokens": min(usual.max_new_tokens, most)}
+        settings = {"max_tokens": most, "max_new_tokens": min(usual.max_new_tokens, most)}
     for where in (getattr(model, "generation_config", None), config):
         ends = getattr(where, "eos_token_id", None)
         if ends is not None:
-            return {**found, "stop_tokens": [ends] if isinstance(ends, int) else list(ends)}
-    return found
+            return {**settings, "stop_tokens": [ends] if isinstance(ends, int) else list(ends)}
+    return settings
 
 
 def _logits(answer: Any) -> torch.Tensor:
     """The scores among a model's outputs: what is called so, else the first tensor [rows, tokens, vocabulary]."""
-    found = [(path, leaf) for path, leaf in leaves(answer) if isinstance(leaf, torch.Tensor) and leaf.dim() == 3]
-    if not found:
+    candidates = [(path, leaf) for path, leaf in leaves(answer) if isinstance(leaf, torch.Tensor) and leaf.dim() == 3]
+    if not candidates:
         raise UsageError("the model gives no scores [rows, tokens, vocabulary]")
-    named = [leaf for path, leaf in found if path.endswith("logits")]
-    return named[0] if named else found[0][1]
+    named = [leaf for path, leaf in candidates if path.endswith("logits")]
+    return named[0] if named else candidates[0][1]

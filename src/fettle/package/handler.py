@@ -118,8 +118,8 @@ class Steps:
             return list(own(data, explainer))
         if not all(isinstance(item, Item) for item in data):
             raise UsageError("the model's handler has no step explain(data, explainer)")
-        found = [explainer.attribute(item.arrays) for item in data]
-        return [next((a for a in arrays if a.any()), arrays[0]).tolist() for arrays in found]
+        attributions = [explainer.attribute(item.arrays) for item in data]
+        return [next((a for a in arrays if a.any()), arrays[0]).tolist() for arrays in attributions]
 
     def running(self, rows: int, cache_bytes: int, prefill_tokens: int) -> Running | None:
         """The texts that a generating model writes together; None for other models. Raises `UsageError`."""

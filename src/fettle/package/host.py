@@ -24,10 +24,10 @@ def host_id() -> str:
 
 def devices() -> list[str]:
     """Devices that a model can be served on: the CPU, and the first of each model of NVIDIA GPU."""
-    found: dict[str, str] = {}
+    by_model: dict[str, str] = {}
     for index, path in enumerate(sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))):
-        found.setdefault(_field(path, "Model"), f"cuda:{index}")
-    return ["cpu", *found.values()]
+        by_model.setdefault(_field(path, "Model"), f"cuda:{index}")
+    return ["cpu", *by_model.values()]
 
 
 def _field(path: Path, name: str) -> str:

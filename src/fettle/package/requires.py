@@ -39,16 +39,16 @@ def needed(runtime: str, handler: str, own: Sequence[str] = ()) -> dict[str, str
 
 def specifiers(requires: Mapping[str, str]) -> dict[str, SpecifierSet]:
     """By library. Raises `UsageError` for anything else: no addresses, no options, nothing but versions."""
-    found = {}
+    by_name = {}
     for name, versions in requires.items():
         try:
             if not re.fullmatch(_NAME, name) or len(versions) > 200:
                 raise InvalidSpecifier
-            found[name] = SpecifierSet(f">={versions}" if versions[:1].isdigit() else versions)
+            by_name[name] = SpecifierSet(f">={versions}" if versions[:1].isdigit() else versions)
         except InvalidSpecifier:
             text = name + versions
             raise UsageError(f"{text[:80]!r} is not a requirement: write scipy, or 'scipy>=1.10'") from None
-    return found
+    return by_name
 
 
 def check_here(model: str, requires: Mapping[str, str]) -> None:

@@ -61,7 +61,7 @@ class Interpreter:
 def find_interpreters(texts: Collection[str]) -> list[Interpreter]:
     """The environments that are meant by ``PATH`` or ``NAME=PATH``, a path being an interpreter or the folder of a
     virtual environment. Raises `UsageError` where there is none, and for two of one name."""
-    found: dict[str, Interpreter] = {}
+    by_name: dict[str, Interpreter] = {}
     for text in texts:
         named, equals, rest = text.partition("=")
         path = Path(os.path.abspath(Path(rest if equals else text).expanduser()))
@@ -72,10 +72,10 @@ def find_interpreters(texts: Collection[str]) -> list[Interpreter]:
         name = _name(named) if equals else _name_of(path)
         if name == OURS:
             raise UsageError(f"`python={text}`: {OURS!r} is the environment that fettle runs in: choose another name")
-        if name in found:
+        if name in by_name:
             raise UsageError(f"`python={text}`: {name!r} is two environments: name them, `python='NAME={path}'`")
-        found[name] = Interpreter(name, str(path))
-    return list(found.values())
+        by_name[name] = Interpreter(name, str(path))
+    return list(by_name.values())
 
 
 def look(interpreter: Interpreter, packages: Collection[str], folder: Path, *, module: str) -> Interpreter:

@@ -124,8 +124,8 @@ class Foreseen:
         return math.hypot(self.expected.spread, _LUCK)
 
     def __str__(self) -> str:
-        found = f"{self.trial.speedup.estimate:.2f}x" if self.trial.speedup else f"it failed: {self.trial.reason}"
-        return f"{self.recipe}: expected {self.expected}, found {found}"
+        outcome = f"{self.trial.speedup.estimate:.2f}x" if self.trial.speedup else f"it failed: {self.trial.reason}"
+        return f"{self.recipe}: expected {self.expected}, found {outcome}"
 
 
 @dataclass
@@ -202,7 +202,7 @@ class Guide:
             if (name, level) not in self._vouched and name not in space.required.levels
             and leader.recipe.levels.get(name) != level
         ]  # fmt: skip
-        found: list[Recipe] = []
+        recipes: list[Recipe] = []
         while left:
             recipe, added = leader.recipe, list[Level]()
             for level in left:
@@ -210,9 +210,9 @@ class Guide:
                 if bigger is not None and {level, *added} <= set(bigger.levels.items()):
                     recipe, added = bigger, [*added, level]
             left = [level for level in left if level not in added] if added else []
-            found.append(recipe)
+            recipes.append(recipe)
         known = evidence.trials
-        return [one for one in dict.fromkeys(found) if one not in known and not evidence.known_wrong(one)]
+        return [one for one in dict.fromkeys(recipes) if one not in known and not evidence.known_wrong(one)]
 
     @property
     def _vouched(self) -> set[Level]:

@@ -89,8 +89,8 @@ class TextCosts(msgspec.Struct, dict=True):
 
     def prompt_table(self, most: int) -> list[float]:
         """Seconds of up to so many tokens of prompts, from 0, after nothing."""
-        found: list[float] = _line(np.arange(most + 1), *self._alone).tolist()
-        return found
+        seconds: list[float] = _line(np.arange(most + 1), *self._alone).tolist()
+        return seconds
 
     @property
     def looking_s(self) -> float:

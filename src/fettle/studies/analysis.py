@@ -52,11 +52,11 @@ class Analysis:
     @property
     def dominant(self) -> list[str]:
         """The factors by the share of variance that each explains, half of each of its pairs with it, largest first."""
-        found: dict[str, float] = {}
+        most: dict[str, float] = {}
         for names, share in self.shares.items():
             for name in names:
-                found[name] = found.get(name, 0.0) + share / len(names)
-        return sorted(found, key=lambda name: -found[name])
+                most[name] = most.get(name, 0.0) + share / len(names)
+        return sorted(most, key=lambda name: -most[name])
 
     @property
     def surprises(self) -> list[Sentence]:
@@ -111,9 +111,9 @@ def importance(model: Model) -> dict[str, float]:
         for row, value in zip(model.rows, model.y, strict=True)
     ])  # fmt: skip
     try:
-        found = optuna.importance.get_param_importances(
+        importances = optuna.importance.get_param_importances(
             study, evaluator=FanovaImportanceEvaluator(n_trees=_TREES, seed=0)
         )
     except ImportError:
         return {}
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in importances.items()}

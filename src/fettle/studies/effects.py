@@ -131,15 +131,15 @@ def shares(model: Model) -> Mapping[tuple[str, ...], float]:
     """
     total = float(np.sum((model.y - model.y.mean()) ** 2))
     names = {tuple(name for name, _ in term) for term in model.columns if term}
-    found = {}
+    by_term = {}
     for term in names:
         without = [place for place, column in enumerate(model.columns) if not set(term) <= {n for n, _ in column}]
         with_it = [
             place for place, column in enumerate(model.columns)
             if place in without or tuple(name for name, _ in column) == term
         ]  # fmt: skip
-        found[term] = max(0.0, (_rest(model, without) - _rest(model, with_it)) / total)
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        by_term[term] = max(0.0, (_rest(model, without) - _rest(model, with_it)) / total)
+    return dict(sorted(by_term.items(), key=lambda item: -item[1]))
 
 
 def _rest(model: Model, places: Sequence[int]) -> float:

@@ -136,10 +136,10 @@ class Model:
 
     def cells(self) -> list[list[int]]:
         """The places of the rows that are alike in all factors, by cell."""
-        found: dict[tuple[str, ...], list[int]] = {}
+        rows_of: dict[tuple[str, ...], list[int]] = {}
         for place, row in enumerate(self.rows):
-            found.setdefault(tuple(row.levels[name] for name in self.levels), []).append(place)
-        return list(found.values())
+            rows_of.setdefault(tuple(row.levels[name] for name in self.levels), []).append(place)
+        return list(rows_of.values())
 
 
 def holds(row: Experiment, term: Term) -> bool:

@@ -54,12 +54,12 @@ def page(
 
 def machines_table(table: studied.Table) -> Table:
     """Who measured how much: a row a machine."""
-    found: dict[tuple[str, str], list[bool]] = {}
+    claims: dict[tuple[str, str], list[bool]] = {}
     for row in table.experiments:
         if row.machine:
-            found.setdefault((row.machine, row.host), []).append(bool(row.values))
+            claims.setdefault((row.machine, row.host), []).append(bool(row.values))
     rows = [(Cell(kind, code=True), host or MISSING, str(len(ran)), str(ran.count(False)))
-            for (kind, host), ran in sorted(found.items())]  # fmt: skip
+            for (kind, host), ran in sorted(claims.items())]  # fmt: skip
     return Table(("kind of machine", "host", "experiments", "failed"), rows, numbers=("experiments", "failed"))
 
 

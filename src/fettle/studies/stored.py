@@ -66,10 +66,10 @@ def _choices(trials: Iterable[Trial], orders: Orders | None) -> Mapping[str, Seq
             tried.setdefault(name, set()).add(level)
     ordered: Mapping[str, Collection[str] | str] = orders.techniques if orders is not None else {}
     order = {**known_levels(), PYTHON.name: sorted(tried.get(PYTHON.name, ()))}
-    found = {}
+    choices = {}
     for name in sorted(tried, key=lambda one: list(order).index(find(one).name)):
         levels = [level for level in order[find(name).name] if level in tried[name]]
         levels += sorted(tried[name].difference(levels))
         pinned = name in ordered and (isinstance(ordered[name], str) or len(ordered[name]) == 1)
-        found[name] = levels if pinned else [find(name).default, *levels]
-    return found
+        choices[name] = levels if pinned else [find(name).default, *levels]
+    return choices

@@ -120,7 +120,7 @@ def _targets(texts: Sequence[str], settings: Settings) -> list[_Target]:
 
 def labelled(names: Iterable[str], arguments: Mapping[str, Sequence[str]]) -> list[tuple[str, dict[str, str], str]]:
     """Every target with every combination of arguments: the group, the arguments, and the name of its study."""
-    found = []
+    rows = []
     groups: list[str] = []
     for own in names:
         alike = sum(group == own or group.startswith(f"{own}#") for group in groups)
@@ -128,8 +128,8 @@ def labelled(names: Iterable[str], arguments: Mapping[str, Sequence[str]]) -> li
         for values in product(*arguments.values()):
             chosen = dict(zip(arguments, values, strict=True))
             name = "-".join([groups[-1], *(f"{key}{value}" for key, value in chosen.items())])
-            found.append((groups[-1], chosen, name))
-    return found
+            rows.append((groups[-1], chosen, name))
+    return rows
 
 
 def _typed(text: str) -> int | float | str:
@@ -144,12 +144,12 @@ def _typed(text: str) -> int | float | str:
 def workloads_of(targets: Sequence[str], settings: Settings, telling: Telling) -> list[Workload]:
     """The workloads of a study, not yet opened. Raises `UsageError` for bad input."""
     _check(settings)
-    found, wanted = find_interpreters(settings.pythons), _targets(targets, settings)
+    interpreters, wanted = find_interpreters(settings.pythons), _targets(targets, settings)
     named = settings.start.levels.get(PYTHON.name, PYTHON.default) if settings.start is not None else PYTHON.default
-    if named not in (PYTHON.default, *(one.name for one in found)):
+    if named not in (PYTHON.default, *(one.name for one in interpreters)):
         raise UsageError(f"`recipe`: there is no environment {named!r}: name it, `python='{named}=PATH'`")
     folder = writable(settings.output)
-    environments = environments_of(found, folder)
+    environments = environments_of(interpreters, folder)
     return [
         Workload(target.group, target.arguments, _session(target.target, folder, settings, telling),
                   environments=environments)

@@ -105,7 +105,7 @@ def _of_factors(allowed: Mapping[str, Sequence[str]], facts: Facts) -> Mapping[s
     """The user's choice by factor: a technique named alone is meant for every part that can have one of its levels.
 
     Raises `UsageError` for a part that there is not."""
-    found: dict[str, Sequence[str]] = {}
+    choices: dict[str, Sequence[str]] = {}
     for name, levels in allowed.items():
         technique, part = technique_and_part(name)
         if part and part not in facts.parts:
@@ -113,8 +113,8 @@ def _of_factors(allowed: Mapping[str, Sequence[str]], facts: Facts) -> Mapping[s
         own = [(factor, kind, one) for factor, kind, one in factors(facts) if kind.name == technique]
         able = [factor for factor, kind, one in own if any(not kind.why_not(level, one) for level in levels)]
         for factor in [name] if part or not facts.parts else able or [own[0][0]]:
-            found.setdefault(factor, levels)
-    return found
+            choices.setdefault(factor, levels)
+    return choices
 
 
 def _pin(

@@ -297,11 +297,11 @@ def _runs(path: Path) -> bool:
     """Whether a study's storage or logs changed lately, and after its result."""
 
     def last(*places: Path) -> float:
-        found = [0.0]
+        times = [0.0]
         for place in places:
             with contextlib.suppress(OSError):
-                found.append(place.stat().st_mtime)
-        return max(found)
+                times.append(place.stat().st_mtime)
+        return max(times)
 
     logs = path.parent / "logs"
     lines: list[Path] = []

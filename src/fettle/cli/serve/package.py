@@ -70,9 +70,9 @@ def command(
     from fettle.recipe_file import RecipeFile, load_recipe
     from fettle.workload import find_target
 
-    found = find_target(target)
+    named = find_target(target)
     tuned = load_recipe(recipe) if recipe is not None else RecipeFile()
-    called = name or found.name
+    called = name or named.name
     path = output or Path(f"{called}-{version}")
     files = add_files(labels, tokenizer)
     special: dict[str, str] = {}
@@ -83,7 +83,7 @@ def command(
         raise UsageError("a chat template is for --handler generate")
     with _show.telling("building the workload", quiet=as_json) as progress, _quiet.users_code_quiet():
         package = write_package(
-            found.load(), tuned.recipe, path, name=called, version=version, settings=ServeSettings(max_rows=max_rows),
+            named.load(), tuned.recipe, path, name=called, version=version, settings=ServeSettings(max_rows=max_rows),
             handler=as_handler(handler),
             handler_settings={**special, **toml_settings(handler_settings)},
             files=files, requires=requires or (), evidence=tuned.evidence,

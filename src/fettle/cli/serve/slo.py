@@ -240,15 +240,15 @@ class _Work:
         from fettle.techniques import check_names
         from fettle.workload import find_target
 
-        workload = find_target(text)
+        target = find_target(text)
         levels = [load_recipe(item).recipe if item.endswith(".toml") else Recipe.parse(item) for item in recipes]
         for item in levels:
             check_names(item)
         if storage is not None:
             from fettle.slo.variants import study_recipes
 
-            levels += study_recipes(workload, storage, study, most)
-        return cls(workload.name, None, text, workload, tuple(levels or [Recipe()]))
+            levels += study_recipes(target, storage, study, most)
+        return cls(target.name, None, text, target, tuple(levels or [Recipe()]))
 
     async def search(
         self, folder: Path, max_error: float, options: dict[str, Any], progress: Callable[[str], None]

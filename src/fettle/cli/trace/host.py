@@ -81,10 +81,10 @@ def sequences(
     from fettle.trace.analyses.operators import kernel_sequences
     from fettle.trace.report import charts
 
-    found = joined(traces, lambda t: kernel_sequences(t, operator, min_kernels=min_kernels, top=rows))
-    named = found.with_columns(sequence=pl.format("{} x {}: {}", "count", "operator", "kernels"))
-    notes = {} if found.height or as_json else {"none": f"no operator launched {min_kernels} kernels: --min-kernels 1"}
-    return Answer({"sequences": found}, notes, lambda: charts.bar_chart(named, "sequence", "device_ns"))
+    table = joined(traces, lambda t: kernel_sequences(t, operator, min_kernels=min_kernels, top=rows))
+    named = table.with_columns(sequence=pl.format("{} x {}: {}", "count", "operator", "kernels"))
+    notes = {} if table.height or as_json else {"none": f"no operator launched {min_kernels} kernels: --min-kernels 1"}
+    return Answer({"sequences": table}, notes, lambda: charts.bar_chart(named, "sequence", "device_ns"))
 
 
 @question

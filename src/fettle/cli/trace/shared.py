@@ -146,8 +146,8 @@ def doubts(traces: dict[str, Trace]) -> dict[str, list[str]]:
     """Which analyses are uncertain for each trace; traces without any are left out."""
     from fettle.trace.analyses.health import trace_health
 
-    found = {name: list(trace_health(trace).uncertain) for name, trace in traces.items()}
-    return {name: analyses for name, analyses in found.items() if analyses}
+    uncertain = {name: list(trace_health(trace).uncertain) for name, trace in traces.items()}
+    return {name: analyses for name, analyses in uncertain.items() if analyses}
 
 
 _CLOCK = ("start_ns", "end_ns", "ts_ns", "first_ns")

@@ -112,8 +112,8 @@ class Handler:
         requested = [read_texts(request, self.settings.max_characters) for request in requests]
         for texts, _ in requested:
             check_rows(len(texts), self.max_rows)
-        found = iter(self.tokenizer.encode_batch([text for texts, _ in requested for text in texts]))
-        encoded = [[next(found) for _ in texts] for texts, _ in requested]
+        encodings = iter(self.tokenizer.encode_batch([text for texts, _ in requested for text in texts]))
+        encoded = [[next(encodings) for _ in texts] for texts, _ in requested]
         longest = max(len(row.ids) for rows in encoded for row in rows)
         length = self.settings.max_tokens if self.settings.fixed else max(1, longest)
         for row in (row for rows in encoded for row in rows):
@@ -140,7 +140,7 @@ class Handler:
 
     def explain(self, data: list[Item], explainer: Any) -> list[Any]:
         """``[{"token", "score"}, ...]`` for a text, a list of them for a list."""
-        found = []
+        answers = []
         for item in data:
             scores = explainer.attribute(item.arrays)[0]
             rows = [
@@ -148,8 +148,8 @@ class Handler:
                  for token, score, real in zip(*row, strict=True) if real]
                 for row in zip(item.arrays[self.ids], scores, item.note[1], strict=True)
             ]  # fmt: skip
-            found.append(rows[0] if item.note[0] else rows)
-        return found
+            answers.append(rows[0] if item.note[0] else rows)
+        return answers
 
     def _rows(self, output: Array, mask: Array) -> list[Any]:
         settings = self.settings

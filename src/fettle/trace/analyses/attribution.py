@@ -107,9 +107,9 @@ def _by_external_id(trace: Trace, rows: Ints, operator: Ints, top: Ints, up: Anc
     operators = np.flatnonzero((trace.kind == Kind.OPERATOR) & (external > 0))
     by_id = dict(zip(external[operators].tolist(), operators.tolist(), strict=True))
     for i in missing.tolist():
-        found = by_id.get(int(external[rows[i]]), -1)
-        operator[i] = found
-        top[i] = up.top_operator[found] if found >= 0 else -1
+        owner = by_id.get(int(external[rows[i]]), -1)
+        operator[i] = owner
+        top[i] = up.top_operator[owner] if owner >= 0 else -1
 
 
 def _forward_rows(trace: Trace, operator: Ints) -> Ints:

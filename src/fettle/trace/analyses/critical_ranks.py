@@ -48,14 +48,14 @@ def _last_arrivals(
     offsets = pl.DataFrame({"rank": list(offset_of), "offset": list(offset_of.values())})
     aligned = matched.join(offsets, on="rank").with_columns(start_ns=pl.col("start_ns") - pl.col("offset"))
     position = {rank: {row: i for i, row in enumerate(walk.rows)} for rank, walk in walks.items()}
-    found: dict[tuple[int, int], tuple[int, int]] = {}
+    arrivals: dict[tuple[int, int], tuple[int, int]] = {}
     for _, group in aligned.group_by("key"):
         rows = group.select("rank", "row", "start_ns").rows()
         last = max(rows, key=lambda r: r[2])
         for rank, row, start in rows:
             if rank != last[0] and last[2] - start > certain:
-                found[(rank, position[rank][row])] = (last[0], position[last[0]][last[1]])
-    return found
+                arrivals[(rank, position[rank][row])] = (last[0], position[last[0]][last[1]])
+    return arrivals
 
 
 def _follow(

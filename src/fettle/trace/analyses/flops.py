@@ -225,10 +225,10 @@ def _inputs(trace: Trace) -> dict[int, tuple[str, tuple[str, ...]]]:
 
 def _cost(operator: str, shapes: str, values: Sequence[str]) -> Cost | None:
     try:
-        told = json.loads(shapes or "[]")
+        recorded = json.loads(shapes or "[]")
     except (ValueError, RecursionError):
         return None
-    return call_cost(operator, told, values) if isinstance(told, list) else None
+    return call_cost(operator, recorded, values) if isinstance(recorded, list) else None
 
 
 def product_summary(table: pl.DataFrame) -> pl.DataFrame:

@@ -114,7 +114,7 @@ def bandwidth_summary(trace: Trace) -> pl.DataFrame:
         weighted=(pl.col("gb_per_s") * pl.col("dur")).sum() / pl.col("dur").sum(),
         max_gb_per_s=pl.col("gb_per_s").max(),
     )
-    told = pl.when(pl.col("bytes").is_not_null() & (pl.col("busy_ns") > 0)).then(pl.col("bytes") / pl.col("busy_ns"))
-    rated = grouped.with_columns(mean_gb_per_s=told.otherwise(pl.col("weighted")))
+    rate = pl.when(pl.col("bytes").is_not_null() & (pl.col("busy_ns") > 0)).then(pl.col("bytes") / pl.col("busy_ns"))
+    rated = grouped.with_columns(mean_gb_per_s=rate.otherwise(pl.col("weighted")))
     columns = ("device", "name", "count", "bytes", "busy_ns", "mean_gb_per_s", "max_gb_per_s")
     return with_rank(trace, rated.select(columns).sort("device", "busy_ns", descending=[False, True]))

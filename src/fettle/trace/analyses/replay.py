@@ -234,8 +234,8 @@ class Replay:
 
     def _ended(self, time: int) -> list[int]:
         """The last work of each stream that was over by then."""
-        found = [(lane, int(np.searchsorted(ends, time, side="right")) - 1) for lane, ends in self._lanes]
-        return [int(lane[at]) for lane, at in found if at >= 0]
+        ended = [(lane, int(np.searchsorted(ends, time, side="right")) - 1) for lane, ends in self._lanes]
+        return [int(lane[at]) for lane, at in ended if at >= 0]
 
     def _order(self) -> list[tuple[int, int]]:
         """What happens, in the order in which it happened: the sort of event, and which call or piece of work.

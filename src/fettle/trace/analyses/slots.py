@@ -89,7 +89,7 @@ def queues(trace: Trace) -> list[Queue]:
     work = np.flatnonzero(links.launch_rows >= 0)  # positions, which are in order of begin
     rows, calls = links.known
     device, stream = trace.column("device")[rows].astype(np.int64), trace.column("stream")[rows]
-    found = []
+    made = []
     for one in np.unique(device).tolist():
         mine = device == one
         streams = np.unique(stream[mine]).tolist()
@@ -97,8 +97,8 @@ def queues(trace: Trace) -> list[Queue]:
         shared = _queue(trace, work, calls, mine, one, -1) if len(streams) > 1 else None
         if shared is not None and waited_ns(trace, shared) > 1.05 * sum(waited_ns(trace, q) for q in alone):
             alone = [shared]
-        found += alone
-    return found
+        made += alone
+    return made
 
 
 def slot_waits(trace: Trace) -> tuple[Ints, Ints]:
@@ -145,7 +145,7 @@ def shallow_queues(trace: Trace) -> list[Queue]:
     work = work[np.sort(np.unique(links.launch_rows[work], return_index=True)[1])]
     rows, calls = links.device_rows[work], links.launch_rows[work]
     device, lane = trace.column("device")[rows].astype(np.int64), trace.lane(rows)
-    found = []
+    shallow = []
     for one in np.unique(device).tolist():
         if any(queue.device == one and queue.stream < 0 for queue in full):
             continue
@@ -159,8 +159,8 @@ def shallow_queues(trace: Trace) -> list[Queue]:
         for stream, each in lanes if depth < SURELY_DEEP else ():
             at = each.launched - 1 - depth
             bound = np.where(at >= 0, each.order[np.maximum(at, 0)], -1)
-            found.append(Queue(one, stream, depth, each.calls, np.full(len(at), -1), bound, each.order))
-    return found
+            shallow.append(Queue(one, stream, depth, each.calls, np.full(len(at), -1), bound, each.order))
+    return shallow
 
 
 def waited_ns(trace: Trace, queue: Queue) -> int:

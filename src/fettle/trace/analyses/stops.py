@@ -103,14 +103,14 @@ def _own_copies(trace: Trace) -> list[tuple[int, ...]]:
     waited = (stacks.cause[calls] == CAUSES_OF_HOST.index("blocking_call")) & (trace.kind[work] == Kind.MEMCPY)
     waited &= trace.ts[work] < trace.end[calls]
     thread = trace.column("thread")
-    found: list[tuple[int, ...]] = []
+    stops: list[tuple[int, ...]] = []
     for i in np.flatnonzero(waited).tolist():
         call, start, end = int(calls[i]), int(trace.ts[work[i]]), int(trace.end[work[i]])
         stop = int(trace.end[call])
         place = (int(thread[call]), int(trace.ts[call]), stop, call)
         begins = end > stop
-        found.append((*place, int(has[i]), Why.COPY, int(begins), -1, start if begins else end, 1, 0))
-    return found
+        stops.append((*place, int(has[i]), Why.COPY, int(begins), -1, start if begins else end, 1, 0))
+    return stops
 
 
 def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -144,7 +144,7 @@ def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ..
     )
     of_stream = np.array(["StreamSynchronize" in n for n in trace.names], dtype=bool)[names[calls]]
     own = np.where(of_stream & soon, own, -1)
-    found: list[tuple[int, ...]] = []
+    stops: list[tuple[int, ...]] = []
     each = (calls.tolist(), last_launched.tolist(), last_ended.tolist(), own.tolist())
     for call, at, ended, latest in zip(*each, strict=True):
         if call in copied:
@@ -163,23 +163,23 @@ def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ..
         work = mine if mine >= 0 else any_one  # a stream's synchronising waits for what the thread itself launched
         if work >= 0:
             when = min(int(end[work]), stop)
-            found.append((*place, work, Why.SYNC, 0, -1, when, 1, int(whole[names[call]])))
+            stops.append((*place, work, Why.SYNC, 0, -1, when, 1, int(whole[names[call]])))
         else:
             while at >= 0 and on_stream not in (-1, int(stream[by_call[at]])):
                 at -= 1
             if at >= 0 and end[by_call[at]] <= stop:
-                found.append((*place, int(by_call[at]), Why.SYNC, 0, -1, start, 0, int(whole[names[call]])))
-    return found
+                stops.append((*place, int(by_call[at]), Why.SYNC, 0, -1, start, 0, int(whole[names[call]])))
+    return stops
 
 
 def _launched_last(called: Ints, by: Ints, by_call: Ints, when: Ints, thread: Ints) -> Ints:
     """The work that each thread launched last before each time; any other where it launched none."""
-    found = np.zeros(len(when), dtype=np.int64)
+    last = np.zeros(len(when), dtype=np.int64)
     for one in np.unique(thread).tolist():
         mine, asked = by_call[by[by_call] == one], thread == one
         if len(mine):
-            found[asked] = mine[np.maximum(np.searchsorted(called[mine], when[asked]) - 1, 0)]
-    return found
+            last[asked] = mine[np.maximum(np.searchsorted(called[mine], when[asked]) - 1, 0)]
+    return last
 
 
 def _recorded_streams(trace: Trace) -> dict[int, int]:

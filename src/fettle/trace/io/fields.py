@@ -87,10 +87,10 @@ def integer(value: Any, missing: int = -1) -> int:
 def number(value: Any) -> float | None:
     """A finite number; None where there is none."""
     try:
-        told = float(value)
+        real = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return told if math.isfinite(told) else None
+    return real if math.isfinite(real) else None
 
 
 def small_number(value: Any) -> int:
@@ -103,8 +103,8 @@ def stream_number(value: Any) -> int:
     """A stream number; text such as `stream 7` counts, and the unsigned 32-bit -1 of sync events means none."""
     if isinstance(value, str):
         value = value.rsplit(" ", 1)[-1]
-    told = integer(value)
-    return -1 if told in (2**32 - 1, 2**64 - 1) else told
+    whole = integer(value)
+    return -1 if whole in (2**32 - 1, 2**64 - 1) else whole
 
 
 def whole_ns(microseconds: Decimal | None) -> int:

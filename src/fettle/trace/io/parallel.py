@@ -75,9 +75,9 @@ def read_in_parallel(
         for i in range(1, wanted):
             at = start + (size - start) * i // wanted
             file.seek(at)
-            found = _event_start(file.read(_PROBE_BYTES), boundary)
-            if found is not None and at + found > cuts[-1]:
-                cuts.append(at + found)
+            event_at = _event_start(file.read(_PROBE_BYTES), boundary)
+            if event_at is not None and at + event_at > cuts[-1]:
+                cuts.append(at + event_at)
     cuts.append(size)
     plan = {"path": str(path.resolve()), "cuts": cuts, "pattern": boundary.pattern.hex(), "max_events": max_events}
     with tempfile.TemporaryDirectory(prefix="fettle-trace-") as scratch:

@@ -125,11 +125,11 @@ class SideTables:
 
     def _counters(self, chunk: bytes, rows: npt.NDArray[np.int64], base: int) -> None:
         try:
-            found = [e for e in json.loads(b"[" + chunk + b"]") if isinstance(e, dict)]
+            events = [e for e in json.loads(b"[" + chunk + b"]") if isinstance(e, dict)]
         except (ValueError, RecursionError):
             self.notes.append("hardware counters could not be read from one chunk")
             return
-        ranges = [e for e in found if e.get("cat") == "cuda_profiler_range" and e.get("ph") == "X"]
+        ranges = [e for e in events if e.get("cat") == "cuda_profiler_range" and e.get("ph") == "X"]
         if len(ranges) != len(rows):
             self.notes.append("hardware counters could not be matched to their ranges in one chunk")
             return

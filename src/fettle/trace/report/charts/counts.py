@@ -40,13 +40,13 @@ def launch_charts(launches: pl.DataFrame) -> dict[str, Any]:
     """Of `launch_stats`: all delays, and what stands out: short work, long calls, late work. By caption."""
     long = (pl.col("call_ns") > LONG_CALL_NS) & pl.col("call_row").is_first_distinct()
     late, start = pl.col("delay_ns") > LATE_NS, "from the end of the launch call to the start of the work"
-    found = {
+    charts = {
         "Delay from launch to start": (launches.select("call", ns="delay_ns"), start, "call"),
         "Work shorter than its launch call": (launches.filter("short").select(ns="duration_ns"), "length of work", ""),
         "Launch calls over 50 µs": (launches.filter(long).select(ns="call_ns"), "length of the call", ""),
         "Work that starts over 100 µs after its call": (launches.filter(late).select(ns="delay_ns"), start, ""),
     }
-    return {caption: histogram(frame, title, by=by) for caption, (frame, title, by) in found.items() if frame.height}
+    return {caption: histogram(frame, title, by=by) for caption, (frame, title, by) in charts.items() if frame.height}
 
 
 def stack_of(charts: dict[str, Any]) -> Any:
