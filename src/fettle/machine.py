@@ -135,11 +135,11 @@ def measure_peaks(device: str) -> Mapping[str, float]:
     return peaks
 
 
-def _best_s(run: Callable[[], Any], device: str, repeats: int = 4) -> float:
+def _best_s(run: Callable[[], Any], device: str) -> float:
     import torch
 
     best = float("inf")
-    for _ in range(repeats):
+    for _ in range(4):
         if device == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()

@@ -40,11 +40,11 @@ def http_request(url: str, body: bytes, headers: dict[str, str]) -> Request:
     return Request(parts.hostname, port, "\r\n".join([*lines, "", ""]).encode() + body, path)
 
 
-def model_request(url: str, rows: int = 1, free: int = 16, seed: int = 0, token: str = "") -> Request:
+def model_request(url: str, rows: int = 1, seed: int = 0, token: str = "") -> Request:
     """A request for a model that speaks the Open Inference Protocol, with random binary tensors of its own metadata.
 
     `url` is the server's, where it serves one model, or a model's: ``http://host:port/v2/models/NAME``. Sizes that are
-    free besides the rows become `free`. Raises `UsageError` with one line where the server does not answer so.
+    free besides the rows become 16. Raises `UsageError` with one line where the server does not answer so.
     """
     base = url.rstrip("/").removesuffix("/infer")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -60,9 +60,7 @@ def model_request(url: str, rows: int = 1, free: int = 16, seed: int = 0, token:
         kind = TO_NUMPY.get(spec["datatype"])
         if kind is None:
             raise UsageError(f"the input {spec['name']} is {spec['datatype']}: give a body with --body")
-        shape = [
-            rows if i == 0 and size == -1 else free if size == -1 else size for i, size in enumerate(spec["shape"])
-        ]
+        shape = [rows if i == 0 and size == -1 else 16 if size == -1 else size for i, size in enumerate(spec["shape"])]
         if kind.kind == "f":
             array = random.standard_normal(shape).astype(kind)
         else:

@@ -179,7 +179,7 @@ def _growing_tensors(replay: Replay, groups: StackGroups, steps: Steps, used: In
     return Leak(kind, theil_sen(used), _rising(used), survivors, WHAT_TO_DO[kind])
 
 
-def _survivors(replay: Replay, groups: StackGroups, steps: Steps, top: int = 8) -> tuple[Survivor, ...]:
+def _survivors(replay: Replay, groups: StackGroups, steps: Steps) -> tuple[Survivor, ...]:
     table = replay.allocations
     rows = np.flatnonzero((table.death >= len(replay.trace)) & (table.birth >= 0))
     if len(rows) == 0:
@@ -206,7 +206,7 @@ def _survivors(replay: Replay, groups: StackGroups, steps: Steps, top: int = 8) 
                 )
             )
     survivors.sort(key=lambda survivor: -survivor.size_bytes * survivor.count)
-    return tuple(survivors[:top])
+    return tuple(survivors[:8])
 
 
 def _longest_run(steps: Ints) -> int:

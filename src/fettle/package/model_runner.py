@@ -66,11 +66,11 @@ class ModelRunner:
             made.append(np.resize(array, (rows, *array.shape[1:])) if spec.batched else array)
         return made
 
-    def warm(self, sizes: Sequence[int], calls: int = 2) -> dict[int, float]:
-        """Run every batch size, so that nothing is compiled while clients wait; seconds of the last call of each."""
+    def warm(self, sizes: Sequence[int]) -> dict[int, float]:
+        """Run every batch size twice, so that nothing is compiled while clients wait; seconds of the second calls."""
         took = {}
         for size in sizes:
-            for _ in range(calls):
+            for _ in range(2):
                 began = time.perf_counter()
                 answers = self.run([self.sample(size)], size)
                 took[size] = time.perf_counter() - began

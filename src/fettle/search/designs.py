@@ -126,13 +126,13 @@ def factorial(
     return evidence.leader()
 
 
-def combinations_of(space: Space, most: int = MOST, seed: int = 0) -> list[Recipe]:
+def combinations_of(space: Space, most: int = MOST) -> list[Recipe]:
     """The recipes of the factorial in the order to measure them: any beginning of a fraction is itself balanced."""
-    recipes = _listed(space, seed)
+    recipes = _listed(space)
     return recipes if len(recipes) <= most else [recipes[row] for row in _spread(_columns(space, recipes), most)]
 
 
-def _listed(space: Space, seed: int) -> list[Recipe]:
+def _listed(space: Space) -> list[Recipe]:
     """All valid recipes; from a space too large to list, valid ones drawn at random."""
     names = list(space.choices)
     levels = [space.choices[name] for name in names]
@@ -140,7 +140,7 @@ def _listed(space: Space, seed: int) -> list[Recipe]:
         rows = product(*levels)
         drawn = (with_required(space, Recipe(dict(zip(names, row, strict=True)))) for row in rows)
         return [recipe for recipe in dict.fromkeys(drawn) if valid(space, recipe)]
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     picks = (tuple(one[random.integers(len(one))] for one in levels) for _ in range(_LISTED))
     drawn = (with_required(space, Recipe(dict(zip(names, row, strict=True)))) for row in picks)
     return list(islice((recipe for recipe in dict.fromkeys(drawn) if valid(space, recipe)), _LISTED // 4))

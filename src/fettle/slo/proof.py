@@ -155,13 +155,13 @@ def held(run: Run) -> bool:
     return bool(run.stable and run.answered and not run.failed and not run.shed and run.percentile(99) <= run.limit_s)
 
 
-def sample_requests(package: Package, url: str, most: int = 8) -> list[Request]:
+def sample_requests(package: Package, url: str) -> list[Request]:
     """Requests of one row each, with the rows of the package's own sample."""
     from safetensors.numpy import load_file
 
     samples = load_file(package.folder / SAMPLES)
     specs = package.manifest.inputs
-    rows = min([most, *(len(samples[spec.name]) for spec in specs if spec.batched)])
+    rows = min([8, *(len(samples[spec.name]) for spec in specs if spec.batched)])
     requests = []
     for row in range(rows):
         tensors = [

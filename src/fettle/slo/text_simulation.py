@@ -212,17 +212,16 @@ def _leave(texts: list[_Text], place: int, writing: int) -> int:
 
 
 def text_capacity(
-    prompts: Sequence[int], outputs: Sequence[int], rows: int, chunk: int, tables: Tables, limits: TextLimits, *,
-    seed: int = 0,
+    prompts: Sequence[int], outputs: Sequence[int], rows: int, chunk: int, tables: Tables, limits: TextLimits
 ) -> float:  # fmt: skip
     """The greatest rate (a second) at which both limits are kept, to 3%. 0 where even an almost idle server is too
     slow."""
-    unit = poisson(1.0, TEXTS * 1.2, seed)[:TEXTS]
+    unit = poisson(1.0, TEXTS * 1.2)[:TEXTS]
     prompt, output = float(np.mean(prompts)), float(np.mean(outputs))
     alone = output * tables.writing[1][0] + (tables.prompts[1] if tables.keeps else 0.0)
 
     def good(rate: float) -> Served | None:
-        served = simulate_texts(unit / rate, prompts, outputs, rows, chunk, tables, seed=seed, give_up=limits)
+        served = simulate_texts(unit / rate, prompts, outputs, rows, chunk, tables, give_up=limits)
         return served if served.kept(limits) else None
 
     most = 1e4 / max(prompt + output, 1.0) / max(tables.writing[1][0], 1e-9)

@@ -195,15 +195,15 @@ def fingerprint(workload: Workload) -> str:
     return digest.hexdigest()[:16]
 
 
-def _some_bytes(value: torch.Tensor, most: int = 4096) -> bytes:
-    """Up to `most` values at even strides; none where a tensor's values cannot be had as plain memory."""
+def _some_bytes(value: torch.Tensor) -> bytes:
+    """Up to 4096 values at even strides; none where a tensor's values cannot be had as plain memory."""
     import torch
 
     if value.is_meta or not value.numel():
         return b""
     try:
         dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
-        sample = dense.reshape(-1)[:: -(-dense.numel() // most)].resolve_conj().resolve_neg().cpu().contiguous()
+        sample = dense.reshape(-1)[:: -(-dense.numel() // 4096)].resolve_conj().resolve_neg().cpu().contiguous()
         return sample.view(torch.uint8).numpy().tobytes()
     except (RuntimeError, TypeError, NotImplementedError):  # nested, opaque or packed tensor types
         return b"?"

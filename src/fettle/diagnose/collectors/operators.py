@@ -200,12 +200,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sorted(rows, key=lambda row: -row.seconds)
 
 
-def _watching_s(device: str, times: int = 200) -> float:
+def _watching_s(device: str) -> float:
     """What timing an operator below the dispatcher adds to its time, by an operator that does next to nothing.
 
     On a GPU that is its launch and waiting for it: what is left of an operator is the time of its kernels.
     """
-    tensor, bare = torch.zeros(1, device=device), torch.ops.aten.neg.default
+    tensor, bare, times = torch.zeros(1, device=device), torch.ops.aten.neg.default, 200
 
     class Bare(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -76,10 +76,10 @@ def step_windows(trace: Trace, step: int | None = None) -> Intervals:
 
 
 @per_trace
-def step_thread(trace: Trace, annotation: str | None = None) -> int:
+def step_thread(trace: Trace) -> int:
     """The thread whose annotations mark the steps; -1 where there are none."""
     codes = trace.column("name")
-    rows = np.flatnonzero((trace.kind == Kind.ANNOTATION) & np.isin(codes, list(_marks(trace, annotation))))
+    rows = np.flatnonzero((trace.kind == Kind.ANNOTATION) & np.isin(codes, list(_marks(trace, None))))
     return int(trace.column("thread")[rows[np.argmin(trace.ts[rows])]]) if len(rows) else -1
 
 

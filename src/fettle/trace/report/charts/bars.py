@@ -87,13 +87,13 @@ def _labels(base: Any, column: str, above: int) -> Any:
     return text.encode(x=alt.value(0), text=f"{column}:N")
 
 
-def bar_chart(frame: pl.DataFrame, label: str, value_ns: str, *, color: str | None = None, top: int = 15) -> Any:
+def bar_chart(frame: pl.DataFrame, label: str, value_ns: str, *, color: str | None = None) -> Any:
     """Horizontal bars of a time column, longest first, each under its label. Negative values point to the left."""
     whole = float(frame[value_ns].abs().sum() or 1)
     shown = (
         frame.filter(pl.col(value_ns) != 0)
         .sort(pl.col(value_ns).abs(), descending=True)
-        .head(top)
+        .head(15)
         .with_columns(ms=pl.col(value_ns) / 1e6, label=words(label).fill_null("unknown").str.slice(0, 200))
         .with_columns(share=(pl.col("ms").abs() * 1e8 / whole).round(1))
         .with_columns(text=pl.format("{}  ·  {} ms, {}%", "label", pl.col("ms").round(3), "share"))
@@ -124,10 +124,10 @@ def what_if_chart(answers: pl.DataFrame) -> Any:
     return sized(bounds + now + points + _labels(base, "question", -8), alt.Step(38))
 
 
-def change_chart(parts: pl.DataFrame, before_ns: float, after_ns: float, top: int = 12) -> Any:
+def change_chart(parts: pl.DataFrame, before_ns: float, after_ns: float) -> Any:
     """A waterfall from one mean step to the other: columns part, change_ns."""
     ranked = parts.filter(pl.col("change_ns") != 0).sort(pl.col("change_ns").abs(), descending=True)
-    rows = [(p, c) for p, c in ranked.select("part", "change_ns").head(top).iter_rows()]
+    rows = [(p, c) for p, c in ranked.select("part", "change_ns").head(12).iter_rows()]
     rest = after_ns - before_ns - sum(c for _, c in rows)
     rows += [("all other changes", rest)] if abs(rest) > 0.5 else []
     bars, at = [("mean step before", 0.0, before_ns, "step")], before_ns

@@ -154,10 +154,10 @@ def _points(shown: pl.DataFrame, x: alt.X, y: alt.Y, by: str, tooltip: list[Any]
     return sized(chart.encode(x=x, y=y, color=colours, tooltip=[by, *tooltip]), 220)
 
 
-def counter_chart(sums: pl.DataFrame, top: int = 8) -> Any:
+def counter_chart(sums: pl.DataFrame) -> Any:
     """Hardware counters by operator, each counter on its own scale: columns operator, counter, value."""
     by_name = sums.group_by("counter", "operator").agg(pl.col("value").sum()).filter(pl.col("value") != 0)
-    shown = by_name.sort("value", descending=True).group_by("counter", maintain_order=True).head(top)
+    shown = by_name.sort("value", descending=True).group_by("counter", maintain_order=True).head(8)
     rows = []
     for (counter,), part in shown.group_by("counter", maintain_order=True):
         bars = (

@@ -75,12 +75,12 @@ def _frames(chart: Any) -> Iterator[pl.DataFrame]:
             yield from _frames(part)
 
 
-def colour(field: str, values: list[str], title: str | None = None) -> alt.Color:
+def colour(field: str, values: list[str]) -> alt.Color:
     """A colour for each value, the same for the same meaning in every chart; a legend that fits a phone."""
     spare = iter(_SPARE * (1 + len(values) // len(_SPARE)))
     return alt.Color(
         f"{field}:N",
-        title=title,
+        title=None,
         sort=values,
         scale=alt.Scale(domain=values, range=[_COLOURS.get(v) or next(spare) for v in values]),
         legend=alt.Legend(columns=alt.ExprRef(f"max(1, floor({_ROOM} / 200))"), labelLimit=180),
