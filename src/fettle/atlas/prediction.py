@@ -95,23 +95,21 @@ class Predictor:
         self._recipes = [Recipe.parse(row.recipe) for row in rows]
         levels = sorted({level for recipe in self._recipes for level in recipe.levels.items()})
         self._column = {level: place for place, level in enumerate(levels)}
-        self._with_gain = [
-            place for place, row in enumerate(rows) if row.gain is not None and self._recipes[place].levels
-        ]
-        self._gains = np.array([rows[place].gain or 0.0 for place in self._with_gain])
-        self._errors = np.array([_error(rows[place]) for place in self._with_gain])
+        self._known = [place for place, row in enumerate(rows) if row.gain is not None and self._recipes[place].levels]
+        self._gains = np.array([rows[place].gain or 0.0 for place in self._known])
+        self._errors = np.array([_error(rows[place]) for place in self._known])
         self._levels = self._one_hot(self._recipes)
-        if self._with_gain:
+        if self._known:
             self._fit()
 
     def __len__(self) -> int:
-        return len(self._with_gain)
+        return len(self._known)
 
     @cached_property
     def ideas(self) -> Sequence[Recipe]:
         """Recipes that were tried on other models, the most promising here first."""
         known = sorted({recipe for recipe in self._recipes if recipe.levels}, key=str)
-        if not self._with_gain:
+        if not self._known:
             return known
         promised = {recipe: item.gain * item.works
                     for recipe, item in zip(known, self.forecast(known, ()), strict=True)}  # fmt: skip
@@ -146,14 +144,14 @@ class Predictor:
 
     def _fit(self) -> None:
         """Choose the numbers of the covariance, and solve for the rows."""
-        step = max(1, math.ceil(len(self._with_gain) / _TUNED_ON))
-        part = np.arange(0, len(self._with_gain), step)
+        step = max(1, math.ceil(len(self._known) / _TUNED_ON))
+        part = np.arange(0, len(self._known), step)
         self._numbers = max(_GRID, key=lambda numbers: self._likelihood(numbers, part))
-        self._factor = self._cholesky(self._numbers, np.arange(len(self._with_gain)))
+        self._factor = self._cholesky(self._numbers, np.arange(len(self._known)))
         self._solved = solve_triangular(self._factor, self._gains, lower=True)
 
     def _cholesky(self, numbers: _Numbers, part: NDArray[Any]) -> Numbers:
-        rows = np.array(self._with_gain)[part]
+        rows = np.array(self._known)[part]
         alike = _alike(self._apart, self._same, numbers)[np.ix_(self._whose[rows], self._whose[rows])]
         matrix = alike * _shared(self._levels[rows], self._levels[rows], numbers)
         matrix[np.diag_indices_from(matrix)] += self._errors[part] ** 2 + numbers.noise**2
@@ -167,7 +165,7 @@ class Predictor:
 
     def _conditional(self, asked: Numbers, mine: Numbers, gains: Numbers, errors: Numbers) -> tuple[Numbers, Numbers]:
         """Mean and variance of the gains asked for, given the rows and what is known of this model."""
-        numbers, rows = self._numbers, np.array(self._with_gain)
+        numbers, rows = self._numbers, np.array(self._known)
         alike = _alike(self._far, self._mine, numbers)[self._whose[rows]][:, None]
         to_asked = solve_triangular(self._factor, alike * _shared(self._levels[rows], asked, numbers), lower=True)
         mean = to_asked.T @ self._solved

@@ -95,19 +95,17 @@ class Diagnosis:
     @property
     def watching(self) -> list[Watching]:
         """What the evidence was gathered with, and what each collector cost."""
-        watched = []
+        costs = []
         if self.evidence is not None:
-            watched = [
-                Watching(name, cost.slowdown, seconds=cost.seconds) for name, cost in self.evidence.costs.items()
-            ]
+            costs = [Watching(name, cost.slowdown, seconds=cost.seconds) for name, cost in self.evidence.costs.items()]
             if self.evidence.compile is not None:
-                watched.append(
+                costs.append(
                     Watching("torch.compile, in a process of its own", 1.0, seconds=self.evidence.compile.wall_s)
                 )
         for item in self.recordings:
             calls = f"{item.cost.calls} call{'s' if item.cost.calls > 1 else ''}"
-            watched.append(Watching(f"{item.kind} of {calls}", item.cost.slowdown, item.says, item.command))
-        return watched
+            costs.append(Watching(f"{item.kind} of {calls}", item.cost.slowdown, item.says, item.command))
+        return costs
 
     def count(self, rule: str) -> int | None:
         """How often a rule's cause happens: what `--fail-on` limits. None where it was not looked for."""

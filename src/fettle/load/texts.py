@@ -70,13 +70,11 @@ class TextConnection(Connection):
                 self._whole = True
                 continue
             try:
-                decoded = msgspec.json.decode(said)
+                chunk = msgspec.json.decode(said)
             except msgspec.DecodeError:
                 continue
-            self._usage = decoded.get("usage") or self._usage
-            if any(
-                choice.get("text") or choice.get("delta", {}).get("content") for choice in decoded.get("choices", ())
-            ):
+            self._usage = chunk.get("usage") or self._usage
+            if any(choice.get("text") or choice.get("delta", {}).get("content") for choice in chunk.get("choices", ())):
                 self._moments.append(now)
 
     @property

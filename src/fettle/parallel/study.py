@@ -46,15 +46,13 @@ def rules_out(made: Plan, levels: Mapping[str, str]) -> str:
     """
     if made.device_memory_bytes is None:
         return ""
-    by_technique = {name: find(name).strategy(level) for name, level in levels.items()}
-    wanted = str(
-        Strategy(**{name: value for settings in by_technique.values() for name, value in (settings or {}).items()})
-    )
+    settings = {name: find(name).strategy(level) for name, level in levels.items()}
+    wanted = str(Strategy(**{name: value for one in settings.values() for name, value in (one or {}).items()}))
     prediction = next((each for each in made.predictions if each.strategy == wanted and not each.failed), None)
     if prediction is None:
         return ""
     most = made.device_memory_bytes * (1 - made.headroom)
-    known = None not in by_technique.values()
+    known = None not in settings.values()
     needs = prediction.peak_bytes if known else sum(prediction.states.values()) - prediction.host_bytes
     if needs <= most or any(level in find(name).shrinks_states for name, level in levels.items()):
         return ""

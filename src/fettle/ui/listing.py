@@ -232,22 +232,15 @@ def _under_load(path: Path) -> str:
     with path.open("rb") as file:
         text = file.read(_MOST_RESULT)
     if b'"met"' in text[:_PEEK]:
-        searched = msgspec.json.decode(text, type=_Searched)
-        limits = {
-            "p99": searched.limit_ms,
-            "first token": searched.ttft_limit_ms,
-            "tokens apart": searched.itl_limit_ms,
-        }
+        search = msgspec.json.decode(text, type=_Searched)
+        limits = {"p99": search.limit_ms, "first token": search.ttft_limit_ms, "tokens apart": search.itl_limit_ms}
         kept = ", ".join(f"{name} within {value:.4g} ms" for name, value in limits.items() if value)
-        best = (
-            searched.points[searched.best]
-            if searched.best is not None and 0 <= searched.best < len(searched.points)
-            else None
-        )
+        place = search.best
+        best = search.points[place] if place is not None and 0 <= place < len(search.points) else None
         if best is None or not best.measured:
-            return f"{searched.name}: no setting was shown to keep {kept}"
-        line = f"{searched.name}: {best.measured:.4g} requests/s with {kept}: {best.setting}"
-        return line if searched.met else f"{line}; not met"
+            return f"{search.name}: no setting was shown to keep {kept}"
+        line = f"{search.name}: {best.measured:.4g} requests/s with {kept}: {best.setting}"
+        return line if search.met else f"{line}; not met"
     told = msgspec.json.decode(text, type=list[_Run] | _Runs)
     runs = told.runs if isinstance(told, _Runs) else told
     most = max(runs, key=lambda run: run.throughput)

@@ -52,15 +52,13 @@ def flops(
 
     if (peak is None) != (bandwidth is None):
         raise UsageError("--peak and --bandwidth make a roofline together")
-    limits = (
-        Limits(dict.fromkeys((1, 2, 4, 8), peak), bandwidth) if peak is not None and bandwidth is not None else None
-    )
-    table = joined(traces, lambda t: product_table(t, limits))
+    roof = Limits(dict.fromkeys((1, 2, 4, 8), peak), bandwidth) if peak is not None and bandwidth is not None else None
+    table = joined(traces, lambda t: product_table(t, roof))
     if not table.height:
         raise UsageError("no product whose shapes are in this trace: record with record_shapes=True")
     notes = {} if table["roof_share"].null_count() < table.height else {"roof": "unknown: give --peak and --bandwidth"}
     frames = {"operators": product_summary(table), "products": table}
-    return Answer(frames, notes, lambda: charts.roofline_chart(table, limits or limits_of(traces[0])))
+    return Answer(frames, notes, lambda: charts.roofline_chart(table, roof or limits_of(traces[0])))
 
 
 @question

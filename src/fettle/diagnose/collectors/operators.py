@@ -279,10 +279,8 @@ def _named_modules(model: Any) -> list[tuple[str, torch.nn.Module]]:
         return list(model.named_modules())
     held = [(name, value) for name, value in getattr(model, "__dict__", {}).items()]
     modules = [(name, value) for name, value in held if isinstance(value, torch.nn.Module)]
-    modules_by_id = {
-        id(part): (f"{name}.{path}".rstrip("."), part) for name, m in modules for path, part in m.named_modules()
-    }
-    return list(modules_by_id.values())
+    parts = {id(part): (f"{name}.{path}".rstrip("."), part) for name, m in modules for path, part in m.named_modules()}
+    return list(parts.values())
 
 
 def _digest(args: Any) -> bytes | None:

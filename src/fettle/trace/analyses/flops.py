@@ -149,11 +149,8 @@ def call_cost(operator: str, shapes: Sequence[Any], values: Sequence[str]) -> Co
 def limits_of(trace: Trace) -> Limits | None:
     """Those of the trace's device, where its name is one of `DATA_SHEETS`."""
     devices = trace.metadata.get("deviceProperties")
-    name = (
-        str(devices[0].get("name", ""))
-        if isinstance(devices, list) and devices and isinstance(devices[0], dict)
-        else ""
-    )
+    first = devices[0] if isinstance(devices, list) and devices else None
+    name = str(first.get("name", "")) if isinstance(first, dict) else ""
     return next((limits for part, limits in DATA_SHEETS.items() if part in name), None)
 
 

@@ -136,10 +136,8 @@ class SideTables:
         for row, event in zip(rows.tolist(), ranges, strict=True):
             values = event.get("args")
             cells = [(say(k, 200), number(v)) for k, v in (values if isinstance(values, dict) else {}).items()]
-            known = [(k, v) for k, v in cells if v is not None][:200]
-            self.put(
-                "counters", row=[base + row] * len(known), counter=[k for k, _ in known], value=[v for _, v in known]
-            )
+            full = [(k, v) for k, v in cells if v is not None][:200]
+            self.put("counters", row=[base + row] * len(full), counter=[k for k, _ in full], value=[v for _, v in full])
 
 
 def _plain(values: Any) -> list[Any]:
