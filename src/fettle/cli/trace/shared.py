@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import polars as pl
@@ -45,6 +46,8 @@ class Answer:
     chart: Callable[[], Any] | None = None
     long: Callable[[], Mapping[str, pl.DataFrame]] = dict
     """For machines only: too long to be read."""
+    doubts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By rank: what is uncertain beside what the trace's health says."""
     failed: bool = False
     """Whether something that must hold does not: exit code 1."""
 
@@ -68,7 +71,8 @@ def question(look: Callable[..., Answer], *, charted: bool = True) -> Callable[.
         if answer.chart is not None:
             write_chart(options["chart"], answer.chart)
         as_json = options["as_json"]
-        show({**answer.frames, **(answer.long() if as_json else {})}, as_json, options["rows"], answer.notes, traces)
+        frames = {**answer.frames, **(answer.long() if as_json else {})}
+        show(frames, as_json, options["rows"], answer.notes, traces, answer.doubts)
         if answer.failed:
             raise typer.Exit(1)
 
@@ -121,6 +125,7 @@ def show(
     rows: int = 30,
     notes: Mapping[str, Any] | None = None,
     traces: Sequence[Trace] = (),
+    more_doubts: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
     """Print frames as JSON ({name: rows}) or as tables, times in milliseconds.
 
@@ -129,7 +134,8 @@ def show(
     if as_json:
         data = {name: frame.to_dicts() for name, frame in frames.items()} | dict(notes or {})
         if traces:
-            data["uncertain"] = doubts({f"rank {trace.rank}": trace for trace in traces})
+            known = doubts({f"rank {trace.rank}": trace for trace in traces})
+            data["uncertain"] = known | {rank: [*known.get(rank, []), *more] for rank, more in more_doubts.items()}
         print(json.dumps(plain(data), default=str))
         return
     console = Console(highlight=False)

@@ -25,7 +25,6 @@ from fettle.serve.engine.batching import Batch, BatchQueue
 from fettle.serve.engine.metrics import ModelMetrics
 from fettle.serve.engine.refusal import Rejected
 from fettle.serve.engine.request import Answer, Request
-from fettle.serve.engine.scaling import scale
 from fettle.serve.engine.worker import Worker
 from fettle.serve.engine.worker_start import Spare, Spawned, spawn, threads_each
 
@@ -83,10 +82,6 @@ class Pool:
             self.problem = f"a worker cannot be started: {error.strerror}"
         if self.closing or not all(worker.ready for worker in workers):
             raise Rejected(503, self.problem or "a worker ended while loading", kind="load")
-
-    async def scale(self, settings: ServeSettings, cores: Sequence[Sequence[int]], machine: str) -> None:
-        """Another number of workers, without a failed request: see `scaling`."""
-        await scale(self, settings, cores, machine)
 
     def start_process(self, threads: int) -> Spawned:
         """A process for a worker: the spare one where it fits. OSError where none can be had."""

@@ -24,6 +24,7 @@ from fettle.serve.engine.metrics import Metrics, ModelMetrics
 from fettle.serve.engine.placement import cores_for, usable_cores
 from fettle.serve.engine.pool import Pool
 from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.scaling import scale
 from fettle.serve.engine.store import find_package, in_order
 from fettle.serve.engine.worker_start import Spare
 
@@ -171,7 +172,7 @@ class Registry:
         """Another number of workers for a version, the default one where none is named; returns when they are warm."""
         async with self._lock:
             settings, cores = self.share(name, number, workers)
-            await self.find_version(name, number).pool.scale(settings, cores, self.machine)
+            await scale(self.find_version(name, number).pool, settings, cores, self.machine)
             self.remember()
 
     def share(self, name: str, number: str | None, workers: int) -> tuple[ServeSettings, list[list[int]]]:
