@@ -228,7 +228,7 @@ def test_the_command_says_what_is_wrong(run_fettle, store, tmp_path, monkeypatch
         ((store / "net-1",), "say what limit"), ((store / "net-1", "--ttft", "1s"), "writes no texts"),
         (("a.py:b", "--ttft", "1s"), "need a package"), ((store / "net-1", "--itl", "0ms"), "more than 0"),
         ((store / "net-1", "--itl", "1s", "--p99", "1s"), "without --p99"),
-        ((store / "net-1", "--itl", "1s", "--prompt-tokens", "x"), "no length"),
+        ((store / "net-1", "--itl", "1s", "--prompt-tokens", "x"), "not a length"),
     ):  # fmt: skip
         found = run_fettle("serve", "slo", *given)
         assert (found.code, said in found.err) == (2, True), found.err

@@ -70,8 +70,8 @@ def test_names_that_belong_to_something_else_are_refused(begun: Settings) -> Non
     ("target", "says"),
     [
         ("os:system", "not a file in this folder: to run it, name it: fettle worker os:system"),
-        ("../net.py", "no file in this folder"),
-        ("/etc/net.py:workload", "no file in this folder"),
+        ("../net.py", "not a file in this folder"),
+        ("/etc/net.py:workload", "not a file in this folder"),
         ("net.py:system", "net.py defines no system"),
         ("gone.py", "there is no such file here"),
     ],
