@@ -113,6 +113,15 @@ class Options:
         return replace(self.limits, max_error=None if judged_by_metric or self.limits.exact else self.max_kl)
 
     @property
+    def asked_of_text(self) -> str:
+        """What was asked for that only text has; empty for nothing."""
+        if self.goal in ("ttft", "tpot"):
+            return f"the goal {self.goal}"
+        limits = self.limits
+        wanted = {"max_ttft_ms": limits.max_ttft_ms, "max_tpot_ms": limits.max_tpot_ms, "exact": limits.exact or None}
+        return next((f"the limit `{name}`" for name, value in wanted.items() if value is not None), "")
+
+    @property
     def training_limits(self) -> Limits:
         """The limits where the workload is a training loop."""
         judged_by_metric = self.limits.max_metric_drop is not None

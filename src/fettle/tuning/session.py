@@ -31,7 +31,6 @@ from fettle.measure import (
 from fettle.procs.interpreter import Interpreter
 from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
-from fettle.result import Goal, Limits
 from fettle.storage import storage_url
 from fettle.study import Study
 from fettle.techniques import PYTHON, batch_factor, canonical, environment, is_calibrated, source, uses_ranks
@@ -57,8 +56,6 @@ SHARED_RACES = 10_000
 """Races of a study that several work at are numbered from here, by the place of their first trial."""
 _KEPT = "cache/kept"
 """What trials have converted, for their further processes: it is large, and goes when the study ends."""
-
-
 _HIDES_TEXT = (
     "the workload's call lets the model generate, as one black box: with `new_tokens` in place of `call` text is taken "
     "apart, judged as such, and can be made much faster (fettle.GenerationWorkload)"
@@ -157,8 +154,8 @@ class Session:
         self.target = replace(self.target, mode=built.mode)
         if built.writes:
             self.standings.limits = self.options.text_limits
-        elif limit := _asked_of_text(self.options.goal, self.standings.limits):
-            raise UsageError(f"{limit} is for a fettle.GenerationWorkload")
+        elif asked := self.options.asked_of_text:
+            raise UsageError(f"{asked} is for a fettle.GenerationWorkload")
         if built.mode == "training":
             self.standings.limits = self.options.training_limits
         if built.inputs:
@@ -400,11 +397,3 @@ class Session:
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-
-
-def _asked_of_text(goal: Goal, limits: Limits) -> str:
-    """What was asked for that only text has; empty for nothing."""
-    if goal in ("ttft", "tpot"):
-        return f"the goal {goal}"
-    wanted = {"max_ttft_ms": limits.max_ttft_ms, "max_tpot_ms": limits.max_tpot_ms, "exact": limits.exact or None}
-    return next((f"the limit `{name}`" for name, value in wanted.items() if value is not None), "")
