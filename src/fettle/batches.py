@@ -69,7 +69,7 @@ class _Signature:
 
     @classmethod
     def of(cls, model: Any, call: Callable[..., Any] | None) -> _Signature | None:
-        """None where nobody can tell."""
+        """None where it is unknown."""
         function = call or getattr(model, "forward", model)
         if not inspect.isroutine(function) or inspect.isbuiltin(function):
             return None
@@ -112,7 +112,7 @@ def _check_one(batch: Any, takes: _Signature | None) -> None:
     if _is_keywords(batch) and takes.names is not None and not batch.keys() <= takes.names:
         odd = ", ".join(sorted(batch.keys() - takes.names))
         raise UsageError(
-            f"the inputs are a dict with {odd}, which is no argument of the model, called {takes.name}: "
+            f"the inputs are a dict with {odd}, which is not an argument of the model, called {takes.name}: "
             "write inputs=[(batch,)] for one batch whose one argument is the dict, or use the names of its arguments"
         )
 

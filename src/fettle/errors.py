@@ -1,4 +1,4 @@
-"""The one exception that means: the person who called fettle can mend this.
+"""The one exception that means: the person who called fettle can fix this.
 
 Commands print its single line and leave with exit code 2; nothing has been written by then.
 """

@@ -131,8 +131,8 @@ class Study:
             owner = study.user_attrs.get(_WORKLOAD)
             if owner is None:
                 if study.trials or ORDERS in study.user_attrs:
-                    what = "what workers are told" if ORDERS in study.user_attrs else "not fettle's"
-                    raise UsageError(f"the study {name!r} in {hidden(storage)} is {what}: choose another `study`")
+                    what = "holds workers' orders" if ORDERS in study.user_attrs else "is not fettle's"
+                    raise UsageError(f"the study {name!r} in {hidden(storage)} {what}: choose another `study`")
                 study.set_user_attr(_WORKLOAD, fingerprint)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)

@@ -58,7 +58,7 @@ def test_names_that_belong_to_something_else_are_refused(begun: Settings) -> Non
     Study.open("mine", url, "weights", "here")
     with pytest.raises(UsageError, match="was not begun for workers"):
         agree(["net.py"], replace(begun, name="mine"))
-    with pytest.raises(UsageError, match="is what workers are told"):
+    with pytest.raises(UsageError, match="holds workers' orders"):
         Study.open("night", url, "weights", "here")
     with pytest.raises(UsageError, match=r"no study 'nigth' .* there are: 'night'"):
         settings_of(replace(begun, name="nigth"))

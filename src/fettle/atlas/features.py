@@ -16,7 +16,7 @@ _MOST_SHAPES = 3
 
 
 def model_features(evidence: Evidence) -> dict[str, Any]:
-    """The columns of `Subject` that the operators of one call tell. Empty where none was seen."""
+    """The columns of `Subject` that the operators of one call fill. Empty where none was recorded."""
     ops = evidence.operations
     seconds = sum(op.seconds for op in ops)
     if not seconds:

@@ -81,7 +81,7 @@ def effects(rows: Sequence[Row]) -> list[Effect]:
 
 
 def pairs(rows: Sequence[Row], least_models: int = 2) -> list[Pair]:
-    """What each two levels bring together, those that fight most first, as far as several models tell."""
+    """What each two levels bring together, those that fight most first, as far as several models show."""
     by_model = _by_model(rows)
     gains: dict[tuple[Level, Level], dict[str, list[float]]] = {}
     for (model, _, _), recipes in by_model.items():

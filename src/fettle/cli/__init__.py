@@ -1,7 +1,7 @@
 """The command line: one file a command.
 
 `main` is the entry point. A command is a plain function in a file of its own, named in a table here or in its group; it
-raises `UsageError` for what the caller can mend (one line, exit code 2) and `typer.Exit(1)` for limits not met.
+raises `UsageError` for what the caller can fix (one line, exit code 2) and `typer.Exit(1)` for limits not met.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
 ) -> None:
-    """Check the environment that a model runs in: what costs speed or is unsafe, why, and the command that mends it.
+    """Check the environment that a model runs in: what costs speed or is unsafe, why, and the command that fixes it.
 
     Versions, allocator settings, debug switches, threads, precision, data, NCCL, compile caches, and packages against a
     list of compromised releases. No package that is checked is imported.

@@ -128,7 +128,7 @@ _SAME_CAUSE = {
     "compiling": ("recompiles",),
     "allocator": ("churn",),
 }
-"""By rule of a recording: the rules that speak of the same cause under another name."""
+"""By rule of a recording: the rules that report the same cause under another name."""
 
 _TIMED_UNWATCHED = ("data-wait", "python-bound", "garbage-collection")
 """On a CPU these are timed by collectors that leave the call as it is: a trace, which makes Python slower, may confirm

@@ -103,7 +103,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One NVIDIA device, as its driver tells."""
+    """One NVIDIA device, as its driver reports it."""
 
     name: str
     capability: tuple[int, int] = (0, 0)
@@ -176,7 +176,7 @@ class Environment:
         return self.package("torch")
 
     def torch_built_for(self) -> str:
-        """``13.0`` for CUDA, ``rocm`` for AMD, ``cpu``; empty where torch's ``version.py`` does not tell."""
+        """``13.0`` for CUDA, ``rocm`` for AMD, ``cpu``; empty where torch's ``version.py`` does not say."""
         if self.torch is None:
             return ""
         values = {}
@@ -280,7 +280,7 @@ def _nvidia(files: Files) -> tuple[str, str, tuple[Gpu, ...]]:
 
 def _gpu(nvml: object, device: object) -> Gpu:
     def ask(name: str) -> object:
-        with contextlib.suppress(Exception):  # not every device tells everything
+        with contextlib.suppress(Exception):  # not every device reports everything
             return getattr(nvml, name)(device)
         return None
 

@@ -116,7 +116,7 @@ def _tf32_mixed() -> bool:
 
     with contextlib.suppress(RuntimeError):
         torch.get_float32_matmul_precision()
-        return not isinstance(torch.backends.cuda.matmul.allow_tf32, bool)  # told, so nothing is mixed
+        return not isinstance(torch.backends.cuda.matmul.allow_tf32, bool)  # it was readable, so nothing is mixed
     values: set[str] = set()
     for path in _own_files():
         with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:

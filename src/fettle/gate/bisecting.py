@@ -67,7 +67,7 @@ def bisect(
     the middle commit of what is left is raced beside both, and is slow or fast where its time is certainly above or
     below the middle of theirs. Every race has its share of the error rate, 1 - `confidence` in all: Bonferroni over the
     questions that the search can ask and the races that each may take. That holds where one commit made the difference;
-    where several did, a commit in the middle may be near neither, and the range is all that is told.
+    where several did, a commit in the middle may be near neither, and the range is all that is reported.
 
     What is known goes into the history at once, and an interrupted search goes on from there.
     """

@@ -37,8 +37,8 @@ _WAIT_S, _LONGEST_WAIT_S = 10.0, 1.0
 both sides, so that little is won by sitting it out."""
 _SLICE_S = 0.04
 """Of two processes that take turns twice as often, what a shared machine does to them cancels twice as often; each
-slice costs 15 ms beside it. Beside a busy process 40 slices of 0.03 s in 14 s told as much each as 20 of 0.08 s in 17 s
-(four processes a side, spread of a slice about its process 0.9% and 1.0%)."""
+slice costs 15 ms beside it. Beside a busy process 40 slices of 0.03 s in 14 s were worth as much each as 20 of 0.08 s
+in 17 s (four processes a side, spread of a slice about its process 0.9% and 1.0%)."""
 _START_S = 300.0
 """What starting the processes may take in all."""
 

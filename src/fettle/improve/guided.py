@@ -43,7 +43,7 @@ _DIAGNOSE_S = 6.0
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a guided run is told."""
+    """The settings of a guided run."""
 
     data: str = ""
     """Target whose factory returns the loop's DataLoader, a dataset, or (either, step); empty where there is none."""
@@ -92,7 +92,7 @@ def improve(
 ) -> Improvement:
     """Take a workload (``file.py:factory``) through all steps, and write one page with what each brought.
 
-    A step that cannot be done says why, and the others go on without what it would have told them; only a workload that
+    A step that cannot be done says why, and the others go on without its results; only a workload that
     does not run at all ends the run. `quietly` is entered where the workload is built in this process. Raises
     `UsageError` for bad input.
     """

@@ -1,4 +1,4 @@
-"""The page of a guided run: what each step found, what it brought, and what it told the next."""
+"""The page of a guided run: what each step found, what it brought, and what it handed to the next."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def rows_that_raise(loader: DataLoader[Any]) -> list[Lint]:
     return [Lint(
         RAISES, f"A run over this data set ends with an error: item {row!r} raised {said}.",
         f"{len(raised):,} of {count:,} rows that were read raise{'s' * (len(raised) == 1)} (item {row!r}{more}).",
-        "mend or leave out those rows, in the data set's list of rows and not by catching the error in each epoch",
+        "fix or leave out those rows, in the data set's list of rows and not by catching the error in each epoch",
     )]  # fmt: skip
 
 

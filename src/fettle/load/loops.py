@@ -276,7 +276,7 @@ class _Load:
             mode, 0.0, span, latency[good], statuses={int(k): v for k, v in Counter(status.tolist()).items()},
             limit_s=self.limit_s, late_s=float(np.percentile(table[:, 1] - table[:, 0], 99)), warm_up_s=first,
             mean_inflight=self._mean_waiting(first, end),
-            expected_inflight=float((table[:, 2] - table[:, 1]).sum() / span),  # lateness is told for itself
+            expected_inflight=float((table[:, 2] - table[:, 1]).sum() / span),  # lateness is reported on its own
             done_s=table[good, 2], refusal=self.refusal,
             texts=[
                 Text(heard, due, end)

@@ -22,7 +22,7 @@ QUIET_CLOCK = 0.9
 
 @dataclass(frozen=True)
 class Load:
-    """What others took while something was timed. NaN: this machine does not tell."""
+    """What others took while something was timed. NaN: this machine does not say."""
 
     waits: float = math.nan
     """Seconds that own threads were ready and had no core, summed over them, per second."""
@@ -88,7 +88,7 @@ _LOOK_BACK_US = 1_000_000
 
 def with_gpu(load: Load, uuid: str, own: Collection[int]) -> Load:
     """`load` with that of the GPU of this `uuid`, of which the processes `own` are ours; unchanged where NVML is not
-    there or does not tell.
+    there or does not say.
 
     Calls: NVIDIA's *NVML API Reference Guide*, "Device Queries". NVML may know other process numbers than we do (in a
     container): where none of ours is on the device by its account, nothing is said of the others.

@@ -1,4 +1,4 @@
-"""Memory and energy of this process, where the machine tells them."""
+"""Memory and energy of this process, where the machine reports them."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def write_reference(workload: Workload, path: str) -> Reference:
                 fresh = map_tensors(torch.clone, batch)  # a model may write into what it is given
                 try:
                     answers.append(outputs_of(workload.judged(workload.run(model, cast(fresh)), batch)))
-                except Exception as error:  # of the first batch, the probe has told
+                except Exception as error:  # of the first batch, the probe has reported it
                     number, total = len(answers) + 1, len(workload.inputs) + len(workload.check_inputs)
                     error.add_note(f"batch {number} of {total}")
                     raise

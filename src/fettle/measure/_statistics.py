@@ -44,7 +44,7 @@ ENOUGH = LOOKS[0]
 def log_interval(observations: Sequence[float], alpha: float) -> Interval:
     """Pseudo-median of `observations` with a two-sided interval of level 1 - `alpha`, on their own (log) scale.
 
-    One observation, or none, gives an infinite interval: nothing can be told yet.
+    One observation, or none, gives an infinite interval: nothing can be said yet.
     """
     values = np.asarray(observations, dtype=float)
     n = len(values)

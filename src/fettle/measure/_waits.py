@@ -33,7 +33,7 @@ class Waits:
                 self._files[thread] = os.open(self._folder / str(thread) / "schedstat", os.O_RDONLY)
 
     def total_ns(self) -> int | None:
-        """Nanoseconds that the threads have waited, all together; None where the kernel does not tell."""
+        """Nanoseconds that the threads have waited, all together; None where the kernel does not say."""
         waits = [waited for _, waited in self.by_thread().values()]
         return sum(waits) if waits else None
 

@@ -85,7 +85,7 @@ class Watch:
             self._readings.popleft()
 
     def restart(self) -> None:
-        """Forget what was before: processes were started, whose time was not told."""
+        """Forget what was before: processes were started, whose time was not reported."""
         self._readings.clear()
         self.mark()
 
@@ -223,7 +223,7 @@ def _own_groups() -> list[tuple[str, str]]:
 
 
 def _clock_mhz() -> float | None:
-    """Mean clock of the cores where the kernel tells it."""
+    """Mean clock of the cores where the kernel reports it."""
     clocks = []
     for path in _clock_files():
         with contextlib.suppress(OSError, ValueError):

@@ -221,9 +221,9 @@ class SliceTaken(Answer, frozen=True, kw_only=True):
 
     samples_ns: Sequence[int]
     unhindered_ns: float
-    """What a call would have taken had no thread waited for a core; NaN where the kernel does not tell."""
+    """What a call would have taken had no thread waited for a core; NaN where the kernel does not say."""
     waits: float
-    """Share of the time that the threads waited; NaN where the kernel does not tell."""
+    """Share of the time that the threads waited; NaN where the kernel does not say."""
     cpu_s: float
     energy_j: float | None
     """Of one call."""

@@ -49,7 +49,7 @@ def race(
     """Race `candidates` on the workload of `target`; one trial each, in their order.
 
     The candidate with the empty recipe is the baseline that every speed-up refers to; without one the first one is.
-    `fingerprint` is what `target` must build. `number` tells this race from the others of a study. Candidates that were
+    `fingerprint` is what `target` must build. `number` is the race's place in its study. Candidates that were
     not begun when the deadline came are left out of the answer. With `held` the processes outlive the race: those in it
     that have a recipe of `candidates` run it, and all others join them. Candidates of several ranks are spread over the
     `nodes`. `patience` is how long the race may wait for a quiet machine, not at all by default. Rounds are counted

@@ -46,7 +46,7 @@ _PLUMBING = (
 
 @dataclass(frozen=True)
 class StackGroups:
-    """Stacks that tell a reader the same, under one number."""
+    """Stacks that look the same to a reader, under one number."""
 
     of_stack: Ints
     """For each stack of the snapshot the number of its group."""

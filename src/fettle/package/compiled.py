@@ -2,7 +2,7 @@
 
 That is a library compiled by AOTInductor, or a graph that ONNX Runtime has optimised. Making it takes seconds to
 minutes, loading it a fraction of a second. It is made on this machine from the package's checked graph and lies in the
-user's own cache: a package never brings machine code. Its SHA-256 lies beside it, and its folder's name tells package,
+user's own cache: a package never brings machine code. Its SHA-256 lies beside it, and its folder's name gives package,
 recipe, machine and versions: what does not fit, or was changed, is made again.
 
 OpenVINO's models are not kept a second time: its CPU plugin imports what it has cached no sooner than it compiles the

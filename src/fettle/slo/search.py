@@ -33,7 +33,7 @@ HEADROOM = 0.2
 OFF = 1.15
 """A prediction that is off by more than this factor is corrected."""
 BEHIND = 0.95
-"""A setting that is expected to serve less than this share of what another has shown is not tested: load tests tell no
+"""A setting that is expected to serve less than this share of what another has shown is not tested: load tests show no
 smaller steps apart."""
 CALIBRATION_S = 10.0
 """Of one branch, about."""

@@ -76,7 +76,7 @@ def _package(text: str, target: Target, recipe: Recipe, path: Path, max_rows: in
 
 
 def _digest(target: Target, recipe: Recipe, max_rows: int) -> str:
-    """Equal for the same recipe of the same target, as far as its own file tells."""
+    """Equal for the same recipe of the same target, as far as its own file says."""
     file = Path(target.reference.rpartition(":")[0])
     code = file.read_bytes() if file.is_file() else b""
     facts = json.dumps([target.reference, str(recipe), max_rows]).encode()

@@ -31,14 +31,14 @@ class Effect:
 
     levels: Term
     ratio: Interval | None
-    """Times better; above 1 is a gain. None where the experiments cannot tell it."""
+    """Times better; above 1 is a gain. None where the experiments cannot show it."""
     reading: Reading
     experiments: int
     """How many held all of these levels."""
     p: float = math.nan
     """After Holm, over all effects of the fit."""
     why: str = ""
-    """Why it cannot be told, where that is known."""
+    """Why it is unknown, where the reason is known."""
 
     @property
     def label(self) -> str:

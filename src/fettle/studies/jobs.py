@@ -1,6 +1,6 @@
 """The workers of a study as a job of Slurm, Kubernetes or Ray: one on each machine, or one on each of its GPUs.
 
-All that a cluster does is to start `fettle worker` as often as it is told; who measures what is settled in the storage.
+All that a cluster does is to start `fettle worker` as often as asked; who measures what is settled in the storage.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _slurm(job: Job) -> Made:
 # A node that fails ends its own workers only, and others take over; a job that is preempted goes on where it was.
 #SBATCH --no-kill
 #SBATCH --requeue
-# Workers that are told in time give back what they had claimed.
+# Workers that are warned in time give back what they had claimed.
 #SBATCH --signal=TERM@120
 
 # Each worker has all cores of its node, not one for each task.

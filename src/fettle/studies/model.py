@@ -41,7 +41,7 @@ class Estimate:
 
     gain: float
     error: float
-    """Standard error; infinite where nothing tells it."""
+    """Standard error; infinite where nothing shows it."""
     freedom: float
     """Degrees of freedom of that."""
 
@@ -54,7 +54,7 @@ class Estimate:
         return float(stdtrit(min(self.freedom, 1e9), 0.5 + confidence / 2)) * self.error
 
     def p(self) -> float:
-        """Probability of a gain or loss as large by chance alone; NaN where nothing tells it."""
+        """Probability of a gain or loss as large by chance alone; NaN where nothing shows it."""
         from scipy.special import stdtr
 
         if not (math.isfinite(self.error) and self.freedom > 0):

@@ -1,7 +1,7 @@
-"""What a study's workers are told, kept in the storage that they share: which targets, which design, how many rounds.
+"""The orders of a study's workers, kept in the storage that they share: which targets, which design, how many rounds.
 
 A worker reads data and no code; the target must lie on its machine. Who can write to the storage chooses what a worker
-calls, so a worker that is not told its targets by whoever starts it takes no more than a factory that is defined in a
+calls, so a worker that is not given its targets by whoever starts it takes no more than a factory that is defined in a
 file of the folder it is started in.
 """
 
@@ -55,7 +55,7 @@ class Orders(msgspec.Struct, frozen=True):
 
 
 def orders_for(targets: Sequence[str], settings: Settings) -> Orders:
-    """What others are told who are to work at this study. Raises `UsageError` for what they could not do alike."""
+    """The orders for others who are to work at this study. Raises `UsageError` for what they could not do alike."""
     check_name(settings.name)
     if settings.storage is None:
         raise UsageError("`study` names a study in a storage that others reach: name that too, `storage`")
@@ -78,7 +78,7 @@ def orders_for(targets: Sequence[str], settings: Settings) -> Orders:
 
 
 def agree(targets: Sequence[str], settings: Settings) -> Orders:
-    """The same, after a look at what the study's workers are told already. Raises `UsageError` where that differs."""
+    """The same, after a look at the orders that the study has already. Raises `UsageError` where that differs."""
     wanted, name = orders_for(targets, settings), settings.name
     known = orders_of(name, _url(settings))
     if known is not None and (differing := _differing(known, wanted)):
@@ -97,7 +97,7 @@ def announce(orders: Orders, settings: Settings) -> None:
         with contextlib.suppress(DuplicatedStudyError):
             study = optuna.create_study(study_name=settings.name, storage=kept, directions=["minimize", "minimize"])
             study.set_user_attr(ORDERS, msgspec.to_builtins(orders))
-    agree(orders.targets, settings)  # of two that began at once with other orders, one is told
+    agree(orders.targets, settings)  # of two that began at once with other orders, one is refused
 
 
 def settings_of(settings: Settings, targets: Sequence[str] = ()) -> tuple[list[str], Settings]:
@@ -145,14 +145,13 @@ def _url(settings: Settings) -> str:
 
 
 def orders_of(name: str, url: str) -> Orders | None:
-    """What workers of the study of that name are told; None where nobody has begun it."""
+    """The orders of the study of that name; None where nobody has begun it."""
     kept = _kept(name, url)
     try:
         return None if kept is None else msgspec.convert(kept, Orders)
     except msgspec.ValidationError as error:
         raise UsageError(
-            f"what the workers of {name!r} are told cannot be read, another version may have written it: "
-            f"{first_line(error)}"
+            f"the orders of {name!r} cannot be read, another version may have written them: {first_line(error)}"
         ) from error
 
 

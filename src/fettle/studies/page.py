@@ -127,7 +127,7 @@ def _held_out(held: HeldOut) -> str:
 
 
 def effects_table(analysis: Analysis) -> Table:
-    """Every effect with its interval; what cannot be told with the reason."""
+    """Every effect with its interval; what is unknown with the reason."""
     ordered = sorted(analysis.effects, key=lambda one: (-one.certain, one.ratio is None, len(one.levels)))
     rows = []
     for effect in ordered[:_MOST]:

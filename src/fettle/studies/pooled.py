@@ -5,7 +5,7 @@ to each pair + scatter: a linear mixed model (Laird and Ware, *Biometrics* 38, 1
 restricted maximum likelihood. Each level has a variance of its own; all pairs share one. So an interval says what to
 expect on one more machine of that sort, on average, and not only on these.
 
-Few machines tell little of how machines differ: a contrast's degrees of freedom are Satterthwaite's (*Biometrics
+Few machines show little of how machines differ: a contrast's degrees of freedom are Satterthwaite's (*Biometrics
 Bulletin* 2, 1946), between those of the scatter and the number of machines less one.
 """
 
@@ -25,7 +25,7 @@ from fettle.studies.model import Level, Model, Vector, fit, statsmodels
 from fettle.studies.table import MACHINE, Response, Table
 
 LEAST_MACHINES = 3
-"""Machines from which how they differ can be told at all."""
+"""Machines from which how they differ can be estimated at all."""
 _SAID = 3
 _LEAST = 1e-4
 """Standard deviations (of a log) below this count as zero; of gains those below `ZONE` are not reported."""

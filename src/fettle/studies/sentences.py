@@ -1,6 +1,6 @@
 """What a fit says, in sentences: each number is a contrast of the fit, and surprises come first.
 
-A surprise is what top-N lists do not tell: a level that hurts, one that helps only beside another, one that brings
+A surprise is what top-N lists do not show: a level that hurts, one that helps only beside another, one that brings
 nothing more once another is there. They are put in the order of what their intervals vouch for, so that a large effect
 that might be chance does not come before a smaller one that is sure.
 """

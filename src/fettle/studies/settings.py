@@ -1,4 +1,4 @@
-"""What a study is told."""
+"""The settings of a study."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUNDS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a study is told."""
+    """The settings of a study."""
 
     design: str = "factorial"
     techniques: Mapping[str, str | Sequence[str]] = field(default_factory=dict)

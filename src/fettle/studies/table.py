@@ -31,7 +31,7 @@ class Experiment:
     group: str = ""
     """The model it was made on. Groups are analysed apart."""
     errors: Mapping[str, float] = field(default_factory=dict)
-    """By response: standard error of its logarithm, where measuring told it."""
+    """By response: standard error of its logarithm, where it was measured."""
     reason: str = ""
     """Why it failed."""
     rounds: Sequence[tuple[int, float]] = ()

@@ -146,7 +146,7 @@ class Trace:
 
     @cached_property
     def is_collective(self) -> Bools:
-        """Kernels that communicate: told by the profiler's collective arguments, by the operator, or by their name."""
+        """Kernels that communicate: known by the profiler's collective arguments, by the operator, or by their name."""
         by_name = np.fromiter((is_collective_name(n) for n in self.names), dtype=bool, count=len(self.names))
         kernels = self.kind == Kind.KERNEL
         flags: Bools = np.zeros(len(kernels), dtype=bool)

@@ -1,7 +1,7 @@
 """The training workload: a model, an optimizer factory, a loss, data, and how many steps judge a recipe.
 
 A factory builds it, as it builds a `fettle.Workload`, so that a fresh process can build it again. A factory that
-takes an argument ``seed`` is called with the seed: other seeds tell how far losses spread by themselves.
+takes an argument ``seed`` is called with the seed: other seeds show how far losses spread by themselves.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, 
                 winner = replace(winner, speedup=together)
                 said = cast(Verdict, verdict(together, session.rules.indifference))
                 if said == "cannot tell":
-                    return winner, said  # earlier races had told: that is neither "no difference" nor a promise
+                    return winner, said  # earlier races had settled it: that is neither "no difference" nor a promise
         elif again:
             winner = None  # they held once and not again: nothing to hand out with a good conscience
         elif winner is not None:  # there was no time for a final race, which the result says

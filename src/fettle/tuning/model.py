@@ -75,7 +75,7 @@ class Fit:
     """Log time of each recipe, up to a constant."""
     covariance: Numbers
     tied: Numbers
-    """Projection onto what the data can tell: two recipes that no chain of races connects cannot be compared."""
+    """Projection onto what the data can show: two recipes that no chain of races connects cannot be compared."""
     freedom: float
     """Degrees of freedom of the spread."""
     spread: float
@@ -236,7 +236,7 @@ def _variances(design: Numbers, values: Numbers, noise: Numbers, same_process: N
     """Variance between processes: where the weighted squares, which fall as it grows, come to their expectation.
 
     Both parts of the variance are made diagonal at once, so the squares at any spread are a sum. A contrast of one
-    process with itself, in two races, tells nothing of the spread and all of the noise."""
+    process with itself, in two races, says nothing of the spread and all of the noise."""
     left = len(values) - int(np.linalg.matrix_rank(design))
     if left == 0:
         return _Variances(PRIOR_SPREAD**2, 0, 1.0, 0)

@@ -1,4 +1,4 @@
-"""What a study may be told, in one place: `fettle.tune` takes the fields as keywords, the command as its options."""
+"""The options of a study, in one place: `fettle.tune` takes the fields as keywords, the command as its options."""
 
 from __future__ import annotations
 

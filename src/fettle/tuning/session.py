@@ -48,8 +48,8 @@ WAITING = 0.25
 is for the final race, else two fifths."""
 _UNLIMITED_WAIT_S = 120.0
 _SCREENING_INDIFFERENCE = PRIOR_SPREAD
-"""Rounds tell two processes of the same code apart as well as two recipes: closer than this they are for more processes
-to tell, which the final race has."""
+"""Rounds tell two processes of the same code apart as well as two recipes: what is closer than this is for the final
+race, which has more processes."""
 _SWINGS = 1.5
 """Slowest over fastest round of the workload as given from which that is said."""
 SHARED_RACES = 10_000
@@ -64,7 +64,7 @@ _HIDES_TEXT = (
 
 @dataclass(frozen=True)
 class Event:
-    """What a study tells while it runs, for a progress display."""
+    """What a study reports while it runs, for a progress display."""
 
     doing: str
     """What runs now, for people."""

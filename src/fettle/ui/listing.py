@@ -38,7 +38,7 @@ _SKIP = {"__pycache__", "node_modules", "site-packages", "cache"}
 TYPES = {".html": "text/html", ".svg": "image/svg+xml", ".png": "image/png"} | dict.fromkeys(
     (".json", ".jsonl", ".toml", ".csv", ".py", ".md", ".txt", ".log"), "text/plain"
 )
-"""What may be shown in a browser, by suffix, as what; of anything else its path is all that is told."""
+"""What may be shown in a browser, by suffix, as what; of anything else its path is all that is shown."""
 KINDS = ("study", "report", "load", "trace", "snapshot", "package", "results")
 
 

@@ -26,7 +26,7 @@ Sample = tuple[int, tuple[tuple[str, str, int], ...]]
 class Sampler:
     """A thread that looks now and then whether a step is late, and then samples the loop's stack until it ends.
 
-    The loop tells it nothing: `lateness` reads the account, and gives how many steps have ended and by how many
+    The loop passes it nothing: `lateness` reads the account, and gives how many steps have ended and by how many
     nanoseconds the one that goes on is late. So a step costs nothing here. `thread` is the loop's.
     """
 

@@ -1,4 +1,4 @@
-"""A model to be made fast for inference: the workload itself, and what tells two of them apart."""
+"""A model to be made fast for inference: the workload itself, and what distinguishes two of them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Workload:
 
 
 def _check_parts(model: Any, parts: Sequence[str]) -> None:
-    """Raise `UsageError` for parts of a pipeline that are no submodules, or contain one another."""
+    """Raise `UsageError` for parts of a pipeline that are not submodules, or contain one another."""
     import torch
 
     if isinstance(parts, str):

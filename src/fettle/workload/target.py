@@ -19,7 +19,7 @@ from fettle.workload.model import Workload, workload_from
 
 MODES = ("inference", "training")
 AUTO = "auto"
-"""The mode of a target whose factory has not been asked: what it returns tells."""
+"""The mode of a target whose factory has not been called yet: what it returns decides."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Target:
 
     def load(self, made: object = None) -> Workload:
         """Build the workload, or take what the factory has `made`. Raises `UsageError` with one line where the user can
-        mend it."""
+        fix it."""
         workload = workload_from(self.make() if made is None else made, self.reference)
         return workload if workload.name else dataclasses.replace(workload, name=self.name)
 

@@ -36,7 +36,7 @@ def command(
 ) -> None:
     """Convert a TorchServe archive to a model package, which holds no code.
 
-    Without --trust or --target nothing in the archive is run, and you are told its SHA-256. Pickles with anything but
+    Without --trust or --target nothing in the archive is run, and its SHA-256 is printed. Pickles with anything but
     weights are refused in any case.
 
     [bold]Examples[/]

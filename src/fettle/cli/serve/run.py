@@ -116,7 +116,7 @@ def command(
         certificate, key, log_requests=log_requests, spans=Spans() if otel else None,
     )  # fmt: skip
     address.check()
-    address.tls()  # a wrong file is told before models are loaded
+    address.tls()  # a wrong file is reported before models are loaded
     options = Options(
         store, state, tuple(trust or ()), devices, explain, spare=spare,
         override={key: value for key, value in override.items() if value is not None},

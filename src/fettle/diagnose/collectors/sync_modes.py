@@ -39,7 +39,7 @@ _OPERATORS: dict[str, tuple[SyncKind, str]] = {
     "aten.unique_consecutive": ("size", _SIZE),
     "aten.unique_dim_consecutive": ("size", _SIZE),
     "aten.bincount": ("size", _SIZE),
-    "aten.repeat_interleave.Tensor": ("size", _SIZE + "; output_size= tells it beforehand"),
+    "aten.repeat_interleave.Tensor": ("size", _SIZE + "; output_size= gives it beforehand"),
     "aten._linalg_check_errors": ("check", _CHECK + "; the _ex variants do not"),
 }
 # Python calls that no operator stands for on CPU tensors, and those that run operators the device would not.

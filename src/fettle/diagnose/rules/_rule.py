@@ -32,7 +32,7 @@ class Rule:
     name: str
     look: Callable[[Evidence], Finding | None]
     modes: Sequence[Mode]
-    """Workloads that it is for; the others have no such fault, or could not mend it."""
+    """Workloads that it is for; the others have no such fault, or could not fix it."""
 
     def __call__(self, call: Evidence) -> Finding | None:
         finding = self.look(call)

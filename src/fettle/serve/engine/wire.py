@@ -143,7 +143,7 @@ from_worker = msgspec.msgpack.Decoder(FromWorker)
 
 
 class ProtocolError(Exception):
-    """The other side does not speak this."""
+    """The other side does not follow this protocol."""
 
 
 class Frames(Generic[Message]):

@@ -125,7 +125,7 @@ class _Worker:
             else:
                 done, parts = self.call(header, body)
         except Exception as error:
-            if not isinstance(error, UsageError):  # which whoever asked is told, word for word
+            if not isinstance(error, UsageError):  # which goes to whoever asked, word for word
                 log.exception("a call failed")
             send(link, _failed(header.id, error))
             return

@@ -167,7 +167,7 @@ class Connection(asyncio.Protocol):
             self._ask(self._call, None)
 
     def _read_as_http(self, rest: bytes) -> None:
-        """A request that would rather speak another protocol, read once more without that wish.
+        """A request that asks to upgrade to another protocol, read once more without that header.
 
         Java's client asks so for HTTP/2 with every first request, and the parser stops before the body.
         """

@@ -35,7 +35,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both calls may ask for. Fields of the second part are no part of OpenAI's protocol; others have them too."""
+    """What both calls may ask for. Fields of the second part are not in OpenAI's protocol; others have them too."""
 
     model: str
     max_tokens: Annotated[int, Meta(ge=1)] | None = None

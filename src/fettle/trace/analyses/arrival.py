@@ -46,7 +46,7 @@ def _offsets(rows: list[tuple[int, int, int, int]]) -> pl.DataFrame:
 def match_collectives(traces: list[Trace]) -> pl.DataFrame:
     """The same collective on every rank, matched by process group and kind, in order, with sizes as a check.
 
-    Columns of `collectives`, with start_ns on a clock shared by the files where they tell their base time, and key
+    Columns of `collectives`, with start_ns on a clock shared by the files where they give their base time, and key
     (one a collective). Ranks that saw fewer of a group's collectives are matched from the end, which is where traces
     agree; send-receive kernels, whose partner is not named, count only where every rank has the same number of them.
     Only keys seen on two ranks or more are kept.

@@ -51,7 +51,7 @@ def attribute_kernels(trace: Trace) -> pl.DataFrame:
 
     Columns: rank, device, row, name, duration_ns, operator, top_operator, shapes (of the innermost operator),
     forward_operator (of backward work), module, line (source file, line and function outside libraries), annotation,
-    generated (the file of a generated Triton kernel), launch_row. Null where the trace does not tell.
+    generated (the file of a generated Triton kernel), launch_row. Null where the trace does not say.
     """
     links = launch_links(trace)
     rows, calls = links.device_rows, links.launch_rows

@@ -66,8 +66,8 @@ def collective_kind(argument: str, kernel_name: str) -> str:
 def collectives(trace: Trace) -> pl.DataFrame:
     """One row a communication kernel, in order of its start.
 
-    Columns: rank, device, stream, row, name, collective, group, group_size (-1: not told), bytes (of the message as
-    nccl-tests count it: the whole, not a rank's part; null where not told), start_ns, duration_ns, exposed_ns,
+    Columns: rank, device, stream, row, name, collective, group, group_size (-1: unknown), bytes (of the message as
+    nccl-tests count it: the whole, not a rank's part; null where unknown), start_ns, duration_ns, exposed_ns,
     algorithm_gb_per_s and bus_gb_per_s (10**9; from this rank's duration, which includes waiting for the others: a
     lower bound).
     """

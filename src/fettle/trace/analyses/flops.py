@@ -103,7 +103,7 @@ OPERATORS = frozenset((*_MATRIX, *_ADDED, *_TRANSPOSED, *_ATTENTION, "aten::conv
 
 
 def call_cost(operator: str, shapes: Sequence[Any], values: Sequence[str]) -> Cost | None:
-    """Of one call, from the shapes of its inputs and the values of the others; None where they do not tell."""
+    """Of one call, from the shapes of its inputs and the values of the others; None where they do not say."""
 
     def shape(at: int) -> Shape:
         sizes = shapes[at] if at < len(shapes) and isinstance(shapes[at], list) else []

@@ -21,9 +21,9 @@ DEVICE_TYPES = (
 def memory_timeline(trace: Trace) -> pl.DataFrame:
     """One row an allocation (bytes > 0) or release (< 0), in order of time.
 
-    Columns: rank, ts_ns, device (such as `cuda:0`), bytes, address (-1: not told), allocated_bytes and reserved_bytes
-    (totals of the allocator after it; -1: not told), operator, top_operator (null: outside any), held_bytes
-    (allocated_bytes where a device's are told, else what was taken since the trace began and not released).
+    Columns: rank, ts_ns, device (such as `cuda:0`), bytes, address (-1: unknown), allocated_bytes and reserved_bytes
+    (totals of the allocator after it; -1: unknown), operator, top_operator (null: outside any), held_bytes
+    (allocated_bytes where a device's are recorded, else what was taken since the trace began and not released).
     """
     frame = trace.side["memory"].sort("ts_ns", maintain_order=True)
     up = ancestors(trace)

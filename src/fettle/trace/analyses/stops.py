@@ -14,7 +14,7 @@ from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Bools, Ints, Trace, per_trace
 
-# Old versions had no `autograd::engine` range: there the operators themselves tell.
+# Old versions had no `autograd::engine` range: there the operators themselves show it.
 _BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
 _WHOLE_DEVICE = re.compile(r"(Device|Ctx|Context)Synchronize")
 CLOCKS_NS = 5_000
@@ -183,7 +183,7 @@ def _launched_last(called: Ints, by: Ints, by_call: Ints, when: Ints, thread: In
 
 
 def _recorded_streams(trace: Trace) -> dict[int, int]:
-    """The stream that each synchronising call waits for, by correlation number, where sync events tell."""
+    """The stream that each synchronising call waits for, by correlation number, where sync events say so."""
     table = trace.side["syncs"]
     if not table.height:
         return {}

@@ -296,7 +296,7 @@ def _recorded_events(trace: Trace, rows: Ints, key: Ints) -> tuple[Ints, Bools]:
 
 def _asked_to_wait(trace: Trace, launch: Ints) -> Bools:
     """Whether the host made a stream wait for an event right before it launched this work. Which stream is not in the
-    trace: taken for the one that the thread launches on next. Where sync events are, they tell better.
+    trace: taken for the one that the thread launches on next. Where there are sync events, they know better.
     """
     answer = np.zeros(len(launch), dtype=bool)
     waits = np.array(["StreamWaitEvent" in n for n in trace.names], dtype=bool)

@@ -39,7 +39,7 @@ TRUSTED_ERROR = 0.05
 @dataclass(frozen=True)
 class WhatIf:
     """The answer to one question, ns: measured wall time, estimate, and bounds; `replay_error` is the unchanged
-    replay's, as a share of the wall time; `unknown` what else the trace does not tell, if anything.
+    replay's, as a share of the wall time; `unknown` what else the trace does not say, if anything.
     """
 
     change: str

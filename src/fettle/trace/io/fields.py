@@ -41,7 +41,7 @@ def to_array(values: list[Any]) -> npt.NDArray[Any]:
 
 
 def to_ns(values: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Microseconds to nanoseconds, exactly, and which values are no clock (not finite, or beyond 104 days since 1970
+    """Microseconds to nanoseconds, exactly, and which values are not a time (not finite, or beyond 104 days since 1970
     x 10).
     """
     if values.dtype == np.dtype("timedelta64[ns]"):

@@ -51,7 +51,7 @@ class SideTables:
     def of_chunk(
         self, args: list[Any], kind: npt.NDArray[np.uint8], operators: list[int], chunk: bytes, base: int
     ) -> None:
-        """What the complete events of one chunk tell; `base` is the row of the first one."""
+        """What the complete events of one chunk say; `base` is the row of the first one."""
         self._operators(args, operators, base)
         self._device(args, kind, base)
         ranges = np.flatnonzero(kind == Kind.COUNTER_RANGE)
