@@ -82,9 +82,9 @@ class _Signature:
         named = [p.name for p in every if p.kind in (kinds.KEYWORD_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
         any_number = any(p.kind == kinds.VAR_POSITIONAL for p in every)
         any_name = any(p.kind == kinds.VAR_KEYWORD for p in every)
-        said = f"{getattr(function, '__name__', 'call')}({', '.join(map(_spelling, every))})"
+        spelled = f"{getattr(function, '__name__', 'call')}({', '.join(map(_spelling, every))})"
         return cls(
-            said, sum(p.default is kinds.empty for p in positional), None if any_number else len(positional),
+            spelled, sum(p.default is kinds.empty for p in positional), None if any_number else len(positional),
             None if any_name else frozenset(named),
         )  # fmt: skip
 

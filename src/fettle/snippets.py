@@ -77,8 +77,8 @@ class Snippets:
             f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in line)}</tr>" for line in self.lines()
         )  # fmt: skip
         head = "".join(f"<th>{name}</th>" for name in ("snippet", "one run", "speed-up", ""))
-        said = f"{self.rounds} rounds in this process. {self.load}"
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(said)}</p>"
+        note = f"{self.rounds} rounds in this process. {self.load}"
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(note)}</p>"
 
 
 def snippets_of(cell: str) -> dict[str, str]:

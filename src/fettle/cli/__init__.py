@@ -63,8 +63,8 @@ class _Root(LazyGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the arguments in the spelling of earlier versions too, and say how they are written now."""
-        args, said = _old_spellings.renewed(args)
-        for line in said:
+        args, notes = _old_spellings.renewed(args)
+        for line in notes:
             print(f"fettle: {line}", file=sys.stderr)
         return super().parse_args(ctx, args)
 

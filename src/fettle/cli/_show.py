@@ -39,19 +39,19 @@ def telling(first: str, *, quiet: bool = False) -> Iterator[Callable[[str], None
 def after_spoilers(show: Callable[[Any], None]) -> Callable[[Any], None]:
     """`show`, which says first, on standard error, what in the environment would spoil what is measured: once the work
     begins, so that bad input stays one line."""
-    said = False
+    warned = False
 
-    def told(event: Any) -> None:
-        nonlocal said
-        if not said:
-            said = True
+    def on_event(event: Any) -> None:
+        nonlocal warned
+        if not warned:
+            warned = True
             from fettle.doctor import spoilers
 
             for finding in spoilers():
                 print(f"fettle: {finding.seen} {finding.why} Fix: {finding.mend}", file=sys.stderr)
         show(event)
 
-    return told
+    return on_event
 
 
 @contextmanager

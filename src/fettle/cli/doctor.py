@@ -96,8 +96,8 @@ def command(
     if not as_json:
         counts = [f"{count} {level}{'s' if count > 1 else ''}" for level in LEVELS
                   if (count := sum(finding.level == level for finding in findings))]  # fmt: skip
-        said = ", ".join(counts) or "Nothing found"
-        print(f"{said}: {data['checks']} checks; compromised releases known up to {known.checked} ({age} days ago).")
+        summary = ", ".join(counts) or "Nothing found"
+        print(f"{summary}: {data['checks']} checks; compromised releases known up to {known.checked} ({age} days ago).")
         if target:
             print(f"{target} was not built, because a compromised release is installed.")
     _leave(findings, fail_on)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fettle.studies.outcome import Rung
 
 _FOLDER = Path("fettle-study")
-_SAID = 6
+_MOST_SENTENCES = 6
 
 
 def command(
@@ -292,11 +292,11 @@ def _print(
         for doubt in analysis.checks.doubts if analysis.checks is not None else ():
             console.print(f"[yellow]! {escape(doubt.text)}[/]")
         helps = [sentence for sentence in analysis.sentences if not sentence.is_surprise]
-        for mark, said in (("surprise", analysis.surprises), ("helps", helps)):
-            for sentence in said[:_SAID]:
+        for mark, sentences in (("surprise", analysis.surprises), ("helps", helps)):
+            for sentence in sentences[:_MOST_SENTENCES]:
                 console.print(f"  {mark}: {escape(sentence.text)}")
-            if len(said) > _SAID:
-                console.print(f"  [dim]and {len(said) - _SAID} more on the page[/]")
+            if len(sentences) > _MOST_SENTENCES:
+                console.print(f"  [dim]and {len(sentences) - _MOST_SENTENCES} more on the page[/]")
 
 
 def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Grid:

@@ -96,15 +96,15 @@ def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
     serves = source.is_dir() or source.suffix == ".zip"
     if serves:
         package = open_package(source)
-        levels, said, name = dict(package.manifest.recipe), dict(package.manifest.machine), package.manifest.name
+        levels, recorded, name = dict(package.manifest.recipe), dict(package.manifest.machine), package.manifest.name
         needs = list(package.manifest.requires)
     else:
         recipe = load_recipe(source)
-        levels, said, name = dict(recipe.levels), dict(recipe.machine.get("versions", {})), "recipe"
+        levels, recorded, name = dict(recipe.levels), dict(recipe.machine.get("versions", {})), "recipe"
         name, needs = str(recipe.workload.get("name") or "recipe"), []
     extras = "[serve]" if serves else ""
     versions = closure([OWN + extras, *dict.fromkeys([*needs, *_libraries(levels)])])
-    _check(versions, said)
+    _check(versions, recorded)
     if wheel is None and '"dir_info"' in (metadata.distribution(OWN).read_text("direct_url.json") or ""):
         raise UsageError(
             "fettle was installed from a folder: build its wheel (pip wheel --no-deps), and name it, `wheel`"
@@ -246,8 +246,8 @@ def _libraries(levels: Mapping[str, str]) -> list[str]:
     return [name for name in dict.fromkeys(packages) if name.replace("_", "-") in here]
 
 
-def _check(versions: Mapping[str, str], said: Mapping[str, str]) -> None:
-    for name, version in said.items():
+def _check(versions: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    for name, version in expected.items():
         if name in versions and re.match(r"\d", version) and versions[name] != version:
             raise UsageError(
                 f"it was measured with {name} {version}, and {versions[name]} is installed here: run this where it was "

@@ -70,8 +70,8 @@ def read_advisories(path: Path) -> Advisories:
     try:
         advisories = toml.decode(content, type=Advisories)
     except (ValidationError, DecodeError, ValueError, RecursionError, OverflowError) as error:
-        said = re.sub(r"[^\x20-\x7e]+", " ", str(error))[:200]
-        raise UsageError(f"{path} is not a list of advisories: {said}") from error
+        reason = re.sub(r"[^\x20-\x7e]+", " ", str(error))[:200]
+        raise UsageError(f"{path} is not a list of advisories: {reason}") from error
     if advisories.checked == date.min:
         raise UsageError(f"{path} is not a list of advisories: it does not say when it was `checked`")
     return advisories

@@ -19,9 +19,9 @@ def headline(gate: Gate) -> str:
     """The verdict as a sentence."""
     if gate.reason:
         return f"{gate.name} does not run in the {gate.new}: {gate.reason}"
-    said = {"worse": "is worse than", "within": "is within the limit of", "cannot tell": "cannot be told from"}
+    verb = {"worse": "is worse than", "within": "is within the limit of", "cannot tell": "cannot be told from"}
     ending = "" if gate.verdict != "cannot tell" else " well enough"
-    return f"{gate.name}: {gate.new} {said[gate.verdict]} {gate.old}{ending}"
+    return f"{gate.name}: {gate.new} {verb[gate.verdict]} {gate.old}{ending}"
 
 
 def table(gate: Gate) -> Table:
@@ -39,9 +39,9 @@ def table(gate: Gate) -> Table:
 def lines(gate: Gate) -> list[str]:
     """What else should be known, a sentence each."""
     new = gate.trials[1]
-    said = [f"Cannot tell: {text}." for text in gate.settled_by]
-    said += [] if new.is_quiet else [f"The machine was busy ({new.load})."]
-    return [*said, *(f"Note: {note}." for note in gate.notes)]
+    notes = [f"Cannot tell: {text}." for text in gate.settled_by]
+    notes += [] if new.is_quiet else [f"The machine was busy ({new.load})."]
+    return [*notes, *(f"Note: {note}." for note in gate.notes)]
 
 
 def markdown(gate: Gate) -> str:
@@ -55,8 +55,8 @@ def markdown(gate: Gate) -> str:
         f"old: `{_quoted(gate.old)}`, new: `{_quoted(gate.new)}`; {gate.trials[1].processes} processes a side, "
         f"interleaved; {_escaped(gate.machine.summary)}"
     )
-    said = [_escaped(line) for line in lines(gate)]
-    return "\n".join([head, "", *(grid if body else []), "", f"<sub>{sides}</sub>", *("\n" + line for line in said)])
+    notes = [_escaped(line) for line in lines(gate)]
+    return "\n".join([head, "", *(grid if body else []), "", f"<sub>{sides}</sub>", *("\n" + line for line in notes)])
 
 
 def bisection_lines(bisection: Bisection) -> list[str]:

@@ -58,10 +58,10 @@ def rows_that_raise(loader: DataLoader[Any]) -> list[Lint]:
             break
     if not raised:
         return []
-    (row, said), others = raised[0], raised[1:]
+    (row, why), others = raised[0], raised[1:]
     more = f", and {len(others)} more: {', '.join(repr(other) for other, _ in others[:4])}" if others else ""
     return [Lint(
-        RAISES, f"A run over this data set ends with an error: item {row!r} raised {said}.",
+        RAISES, f"A run over this data set ends with an error: item {row!r} raised {why}.",
         f"{len(raised):,} of {count:,} rows that were read raise{'s' * (len(raised) == 1)} (item {row!r}{more}).",
         "fix or leave out those rows, in the data set's list of rows and not by catching the error in each epoch",
     )]  # fmt: skip

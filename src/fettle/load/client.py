@@ -53,10 +53,10 @@ def model_request(url: str, rows: int = 1, seed: int = 0, token: str = "") -> Re
         if len(names) != 1:
             raise UsageError(f"{base} serves {len(names)} models ({', '.join(map(str, names))}): name one in the URL")
         base = f"{base}/v2/models/{names[0]}"
-    said = get_json(base, headers)
+    metadata = get_json(base, headers)
     random = np.random.default_rng(seed)
     tensors = []
-    for spec in said.get("inputs", []):
+    for spec in metadata.get("inputs", []):
         kind = TO_NUMPY.get(spec["datatype"])
         if kind is None:
             raise UsageError(f"the input {spec['name']} is {spec['datatype']}: give a body with --body")
@@ -89,13 +89,13 @@ def get_json(url: str, headers: dict[str, str]) -> dict[str, Any]:
         raise UsageError(f"{url!r} is not an http:// address")
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
-            said = json.loads(answer.read(1 << 20))
+            decoded = json.loads(answer.read(1 << 20))
     except (OSError, ValueError) as error:
         why = error.read(200).decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else str(error)
         raise UsageError(f"{url} does not answer as an inference server: {why[:200]}") from error
-    if not isinstance(said, dict):
+    if not isinstance(decoded, dict):
         raise UsageError(f"{url} does not answer as an inference server")
-    return said
+    return decoded
 
 
 class Connection(asyncio.Protocol):

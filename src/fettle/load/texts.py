@@ -65,12 +65,12 @@ class TextConnection(Connection):
             return
         *events, self._rest = (self._rest + data).split(b"\n\n")
         for event in events:
-            said = event.removeprefix(b"data: ")
-            if said == b"[DONE]":
+            line = event.removeprefix(b"data: ")
+            if line == b"[DONE]":
                 self._whole = True
                 continue
             try:
-                chunk = msgspec.json.decode(said)
+                chunk = msgspec.json.decode(line)
             except msgspec.DecodeError:
                 continue
             self._usage = chunk.get("usage") or self._usage
@@ -151,13 +151,13 @@ def text_requests(
             "model": model, "max_tokens": line.max_tokens, "temperature": 0, "stream": True,
             "stream_options": {"include_usage": True},
         }  # fmt: skip
-        said: Any = line.prompt
-        if isinstance(said, int):
-            said = random.integers(*_TOKENS, said).tolist()
+        prompt: Any = line.prompt
+        if isinstance(prompt, int):
+            prompt = random.integers(*_TOKENS, prompt).tolist()
             body["ignore_eos"] = True  # so that the lengths are those that were asked for
-        if chat and not isinstance(said, str):
+        if chat and not isinstance(prompt, str):
             raise UsageError("a chat takes texts, not numbers of tokens: give --texts FILE, or a URL of completions")
-        body |= {"messages": [{"role": "user", "content": said}]} if chat else {"prompt": said}
+        body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
         made = http_request(address, msgspec.json.encode(body), {"Content-Type": "application/json", **headers})
         requests.append(TextRequest(made.host, made.port, made.data, made.path))
     return requests

@@ -259,8 +259,8 @@ def _check_step(workload: TrainingWorkload, facts: Facts) -> None:
     try:
         Steps(train, replace(workload, loss=loss)).step()
     except Exception as error:
-        said = checked[0] if checked else f"the first training step raised {first_line(error)}{place(error)}"
-        raise UsageError(said) from error
+        problem = checked[0] if checked else f"the first training step raised {first_line(error)}{place(error)}"
+        raise UsageError(problem) from error
 
 
 def _largest_batch(workload: TrainingWorkload, facts: Facts) -> int:

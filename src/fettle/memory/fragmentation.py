@@ -223,8 +223,8 @@ def _needed_from_device(snapshot: Snapshot, mine: Flags, rounded: int) -> int:
 
 def _large_segment(settings: Mapping[str, object]) -> int:
     """Bytes of a segment for requests between 1 and 10 MiB, and of a page of a large expandable segment."""
-    said = re.search(r"large_segment_size_mb:\s*([0-9]{1,6})\b", str(settings.get("PYTORCH_CUDA_ALLOC_CONF", "")))
-    return max(1, int(said[1])) * MIB if said else LARGE_SEGMENT_BYTES
+    setting = re.search(r"large_segment_size_mb:\s*([0-9]{1,6})\b", str(settings.get("PYTORCH_CUDA_ALLOC_CONF", "")))
+    return max(1, int(setting[1])) * MIB if setting else LARGE_SEGMENT_BYTES
 
 
 def _whole_pages(snapshot: Snapshot) -> Ints:

@@ -100,10 +100,10 @@ def _key(folder: Path, recipe: Recipe, device: str) -> str:
     for name in (GRAPH, WEIGHTS):
         with (folder / name).open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
-    said = [recipe.without("grad").levels, device, host_id(), cores(), torch.__version__, torch.get_num_threads()]
+    parts = [recipe.without("grad").levels, device, host_id(), cores(), torch.__version__, torch.get_num_threads()]
     if recipe.levels.get("runtime") == "onnxruntime":
-        said.append(_version("onnxruntime"))
-    digest.update(json.dumps(said, sort_keys=True, default=dict).encode())
+        parts.append(_version("onnxruntime"))
+    digest.update(json.dumps(parts, sort_keys=True, default=dict).encode())
     return digest.hexdigest()[:40]
 
 

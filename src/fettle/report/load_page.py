@@ -32,9 +32,9 @@ def write_load_report(
     runs = [clean(run) for run in runs]
     figures = [figure for kind in _KINDS if (figure := _figure(runs, loads, *kind)) is not None]
     doubts = [f"{load}: {run['void']}" for load, run in zip(loads, runs, strict=True) if run["void"]]
-    said = headline(runs, loads)
+    conclusion = headline(runs, loads)
     page = shell.render(
-        "fettle.report", "load_page.html.j2", f"{said}: {url}", figures, headline=said,
+        "fettle.report", "load_page.html.j2", f"{conclusion}: {url}", figures, headline=conclusion,
         url=url, table=table, names=[figure.name for figure in figures], doubts=doubts, machine=machine,
     )  # fmt: skip
     write_text(Path(path), page)

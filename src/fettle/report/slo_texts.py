@@ -68,13 +68,13 @@ def texts_table(data: Data, most: int = 10) -> Table:
     rows = []
     for point in points:
         test, lowest = _proof(point), min((test["rate"] for test in point["tests"]), default=0.0)
-        said = test["run"]["texts"] if test is not None else None
+        texts = test["run"]["texts"] if test is not None else None
         measured = "" if not point["tests"] else f"{point['measured']:.3g}" if test else f"under {lowest:.3g}"
         rows.append([
             str(point["max_rows"]), str(point["prefill_tokens"]), str(point["threads"]),
             f"{point['predicted']:.3g}", measured,
-            *([f"{said['ttft_ms']['p99']:.0f}", _ms(said["itl_ms"]["p99"]), f"{said['tokens_per_s']:.4g}",
-               f"{test['run']['goodput']:.3g}"] if said and test else ["", "", "", ""]),
+            *([f"{texts['ttft_ms']['p99']:.0f}", _ms(texts["itl_ms"]["p99"]), f"{texts['tokens_per_s']:.4g}",
+               f"{test['run']['goodput']:.3g}"] if texts and test else ["", "", "", ""]),
             size_text(point["cache_bytes"]) if point["cache_bytes"] else "",
         ])  # fmt: skip
     columns = ("texts at once", "prompt a step", "threads", "predicted/s", "measured/s", "TTFT p99", "ITL p99",
@@ -90,11 +90,11 @@ def _tests(data: Data) -> Table:
     rows = []
     for point in data["points"]:
         for test in point["tests"]:
-            said = test["run"].get("texts") or {"ttft_ms": {"p99": None}, "itl_ms": {"p99": None}}
+            measured = test["run"].get("texts") or {"ttft_ms": {"p99": None}, "itl_ms": {"p99": None}}
             rows.append([
                 point["setting"], f"{test['rate']:.3g}", "yes" if test["held"] else "no",
-                _ms(test["predicted_p99_ms"]), _ms(said["ttft_ms"]["p99"]), _ms(test["predicted_itl_ms"]),
-                _ms(said["itl_ms"]["p99"]), f"{test['slower']:.2f}" if test["slower"] else "", test["run"]["void"],
+                _ms(test["predicted_p99_ms"]), _ms(measured["ttft_ms"]["p99"]), _ms(test["predicted_itl_ms"]),
+                _ms(measured["itl_ms"]["p99"]), f"{test['slower']:.2f}" if test["slower"] else "", test["run"]["void"],
             ])  # fmt: skip
     columns = ("setting", "texts/s", "kept", "TTFT p99 simulated", "measured", "ITL p99 simulated", "as measured",
                "steps over simulated", "note")  # fmt: skip

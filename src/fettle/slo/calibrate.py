@@ -179,9 +179,9 @@ class _Workers:
     def time(self, size: int, seconds: float) -> tuple[tuple[float, ...], tuple[float, ...], int]:
         """Samples of all of them, those after a pause, and their memory."""
         self._ask(_Time(size, 0.0, 3), _Timed, START_S)  # the first calls may compile
-        said = self._ask(_Time(size, seconds, 3 * LEAST_RESTED + 1), _Timed, ANSWER_S)
-        samples, rested = chain(*(one.samples for one in said)), chain(*(one.rested for one in said))
-        return tuple(samples), tuple(rested), sum(one.memory for one in said)
+        answers = self._ask(_Time(size, seconds, 3 * LEAST_RESTED + 1), _Timed, ANSWER_S)
+        samples, rested = chain(*(one.samples for one in answers)), chain(*(one.rested for one in answers))
+        return tuple(samples), tuple(rested), sum(one.memory for one in answers)
 
     def close(self) -> None:
         """End them."""

@@ -48,14 +48,14 @@ def explain(result: SearchResult) -> list[str]:
     best = result.best or (points[0] if points else None)
     if best is None or not best.predicted:
         return _why_nothing(result)
-    said = [*_of_ties(best, points), *_of_serving(best, result), *_of_rows(best, result), *_of_delay(best, points),
+    notes = [*_of_ties(best, points), *_of_serving(best, result), *_of_rows(best, result), *_of_delay(best, points),
             *_of_workers(best, points)]  # fmt: skip
     if result.best is None and any(point.tests for point in points):
         nearest = min((test for point in points for test in point.tests), key=_p99)
         p99 = _p99(nearest)
-        said.insert(0, f"no load test kept the limit: the nearest had a p99 of {p99:.4g} ms at {nearest.rate:.4g} "
+        notes.insert(0, f"no load test kept the limit: the nearest had a p99 of {p99:.4g} ms at {nearest.rate:.4g} "
                        f"requests/s, {p99 / result.limit_s / 1e3:.2f}x the limit")  # fmt: skip
-    return said
+    return notes
 
 
 def _why_nothing(result: SearchResult) -> list[str]:
@@ -82,19 +82,19 @@ def _of_ties(best: Point, points: Sequence[Point]) -> list[str]:
 def _of_serving(best: Point, result: SearchResult) -> list[str]:
     """What of a row's cost is not the model's, and what a pause costs. Nothing where it was not measured."""
     measured, rows = result.branches[best.setting.branch], best.setting.max_rows
-    costs, said = measured.costs, []
+    costs, notes = measured.costs, []
     if measured.around is not None:
         added = costs.batch_s / rows + costs.held_s
         whole = costs.curve.at(rows) / rows + added
-        said.append(f"of {whole * 1e3:.3g} ms a row in calls of {rows}, {added * 1e3:.2g} ms are the server's")
+        notes.append(f"of {whole * 1e3:.3g} ms a row in calls of {rows}, {added * 1e3:.2g} ms are the server's")
     longer = [statistics.median(after) / statistics.median(costs.samples[size])
               for size, after in costs.rested.items() if size <= rows]  # fmt: skip
     if longer and statistics.median(longer) > 1 + LINEAR:
-        said.append(f"a call after a pause takes {statistics.median(longer) - 1:.0%} longer: simulated so")
+        notes.append(f"a call after a pause takes {statistics.median(longer) - 1:.0%} longer: simulated so")
     tested = [point for point in result.points if result.branches[point.setting.branch].scale == 1.0]
     if slower := how_much_slower(tested):
-        said.append(f"the machine's speed moves: {slower}, and a prediction is off by as much")
-    return said
+        notes.append(f"the machine's speed moves: {slower}, and a prediction is off by as much")
+    return notes
 
 
 def how_much_slower(points: Sequence[Point]) -> str:
@@ -107,7 +107,7 @@ def how_much_slower(points: Sequence[Point]) -> str:
 
 def _of_rows(best: Point, result: SearchResult) -> list[str]:
     """A sentence for each doubling of the rows, up to the first that the curve or the limit rules out."""
-    setting, said = best.setting, []
+    setting, notes = best.setting, []
     costs = result.branches[setting.branch].costs
     curve = costs.curve
     top: dict[int, float] = {}
@@ -131,10 +131,10 @@ def _of_rows(best: Point, result: SearchResult) -> list[str]:
                    "behind it is late")  # fmt: skip
         else:
             why = f"a row costs {a_row * 1e3:.3g} ms in {fewer} and {then * 1e3:.3g} ms in {more}"
-        said.append(f"{fewer} to {more} rows: {gain:+.0%} capacity; {why}")
+        notes.append(f"{fewer} to {more} rows: {gain:+.0%} capacity; {why}")
     if not sizes[1:]:
-        said.append("only one row a call was tried")
-    return said
+        notes.append("only one row a call was tried")
+    return notes
 
 
 def _of_delay(best: Point, points: Sequence[Point]) -> list[str]:
@@ -154,12 +154,12 @@ def _of_workers(best: Point, points: Sequence[Point]) -> list[str]:
         branch = point.setting.branch
         if branch not in tops or point.predicted > tops[branch].predicted:
             tops[branch] = point
-    said = []
+    notes = []
     for branch, point in tops.items():
         if branch != best.setting.branch:
             change = point.predicted / best.predicted - 1
-            said.append(f"{branch}, at best: " + (f"{change:+.0%}" if point.predicted else "cannot keep the limit"))
-    return said
+            notes.append(f"{branch}, at best: " + (f"{change:+.0%}" if point.predicted else "cannot keep the limit"))
+    return notes
 
 
 def _p99(test: Tested) -> float:

@@ -248,12 +248,12 @@ class _Worker:
 
     def _step(self) -> float:
         began = time.perf_counter()
-        said: list[bytes] = []
+        encoded: list[bytes] = []
 
         def on_piece(number: int, piece: Any) -> None:
             if isinstance(piece, Exception):
                 raise piece
-            said.append(msgspec.json.encode(piece))
+            encoded.append(msgspec.json.encode(piece))
 
         self.running.step(on_piece)
         return time.perf_counter() - began

@@ -310,14 +310,14 @@ def hash_of(prompts: Sequence[int], outputs: Sequence[int]) -> str:
 
 def explain(result: TextSearch) -> list[str]:
     """What bounds the best setting, in words."""
-    best, said = result.best, []
+    best, notes = result.best, []
     if result.points and best is None:
-        said.append("no load test kept the limits" if result.tests else "no setting keeps the limits by simulation")
+        notes.append("no load test kept the limits" if result.tests else "no setting keeps the limits by simulation")
     if best is None:
         if result.points and not any(point.predicted for point in result.points):
             alone = min(seconds for costs in result.costs.values() for cell, seconds in costs.writing if cell.rows == 1)
-            said.append(f"a token of one text alone takes {alone * 1e3:.4g} ms")
-        return said
+            notes.append(f"a token of one text alone takes {alone * 1e3:.4g} ms")
+        return notes
     by_setting = {point.setting: point for point in result.points}
     for name, change in (("rows", "texts at once"), ("chunk", "tokens of prompts a step")):
         own = getattr(best.setting, name)
@@ -333,11 +333,11 @@ def explain(result: TextSearch) -> list[str]:
         parts = [f"{'half' if name == 'rows' else 'less'} would serve {less[0]:.4g}/s"] if less else []
         parts += [f"more {more[0]:.4g}/s"] if more else []
         if parts:
-            said.append(f"{own} {change}: predicted {best.predicted:.4g}/s, {', '.join(parts)}")
+            notes.append(f"{own} {change}: predicted {best.predicted:.4g}/s, {', '.join(parts)}")
     slower = [test.slower for test in best.tests if test.slower]
     if slower:
-        said.append(f"steps took {statistics.median(slower):.2f} of what was simulated in its load tests")
-    return said
+        notes.append(f"steps took {statistics.median(slower):.2f} of what was simulated in its load tests")
+    return notes
 
 
 def texts_data(result: TextSearch, *, name: str, target: str, machine: str, written: str = "") -> dict[str, Any]:

@@ -71,8 +71,8 @@ def _package(text: str, target: Target, recipe: Recipe, path: Path, max_rows: in
                     raise Stopped
                 if time.monotonic() > deadline:
                     return f"packaging it took longer than {PACKAGE_S:.0f} s"
-            said = process.last_words().removeprefix("fettle:").strip()
-    return "" if code == 0 else said or f"packaging it {how_it_ended(code)}"
+            reason = process.last_words().removeprefix("fettle:").strip()
+    return "" if code == 0 else reason or f"packaging it {how_it_ended(code)}"
 
 
 def _digest(target: Target, recipe: Recipe, max_rows: int) -> str:

@@ -94,8 +94,8 @@ def _matrix(name: str, analysis: Analysis) -> Figure | None:
     )
     chart = sized(max(120, 30 * len(order)), cells, text)
     pairs = [one for one in _with_intervals(analysis) if len(one.levels) > 1 and one.is_claimed][:6]
-    said = (
+    largest = (
         "; ".join(f"{one.label} {one.ratio.estimate:.2f}x" for one in pairs if one.ratio) or "none that is not chance"
     )
-    words = f"Matrix of {len(order)} levels: what two bring together beyond the product of each. Largest: {said}."
+    words = f"Matrix of {len(order)} levels: what two bring together beyond the product of each. Largest: {largest}."
     return Figure(name, clean(_title("Interactions", analysis)), clean(words), clean(as_spec(chart)))

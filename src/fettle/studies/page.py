@@ -43,9 +43,9 @@ def page(
     lost = [row for row in table.experiments if row.reason and not row.values]
     failed = [Cell(table.label(row), rest=f": {row.reason}") for row in lost]
     placed = {name for section in sections for name in section.figures}
-    said = _best_step(steps) if steps else headline(analyses)
+    conclusion = _best_step(steps) if steps else headline(analyses)
     return shell.render(
-        "fettle.studies", "page.html.j2", clean(name), drawn, name=clean(name), headline=clean(said),
+        "fettle.studies", "page.html.j2", clean(name), drawn, name=clean(name), headline=clean(conclusion),
         sections=clean(sections), loose=[figure.name for figure in drawn if figure.name not in placed],
         notes=clean(list(notes)), machines=clean(machines_table(table)),
         failed=clean(failed[:_MOST]), experiments=len(table.experiments),
@@ -65,11 +65,11 @@ def machines_table(table: studied.Table) -> Table:
 
 def headline(analyses: Sequence[Analysis]) -> str:
     """The surest surprise in the first response that has any, or its largest gain where nothing is surprising."""
-    said = [(sentence, analysis) for analysis in analyses for sentence in analysis.sentences]
-    if not said:
+    sentences = [(sentence, analysis) for analysis in analyses for sentence in analysis.sentences]
+    if not sentences:
         return "What was measured"
     first = next(analysis.response for analysis in analyses if analysis.sentences)
-    leading = [item for item in said if item[1].response == first]
+    leading = [item for item in sentences if item[1].response == first]
     sentence, analysis = max(leading, key=lambda item: (item[0].is_surprise, item[0].size))
     return sentence.text + (f" ({analysis.group})" if analysis.group else "")
 

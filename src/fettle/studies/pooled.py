@@ -43,12 +43,12 @@ class Pooled:
 
     def __str__(self) -> str:
         """What was pooled, for people."""
-        said = f"{self.machines} machines are pooled by a mixed model: effects are those of an average machine"
+        sentence = f"{self.machines} machines are pooled by a mixed model: effects are those of an average machine"
         if not self.spreads:
-            return f"{said}, and no level's gain differs from machine to machine beyond the scatter."
+            return f"{sentence}, and no level's gain differs from machine to machine beyond the scatter."
         ranked = sorted(self.spreads.items(), key=lambda item: -item[1])[:_SAID]
         return (
-            f"{said}; from one to another gains differ by "
+            f"{sentence}; from one to another gains differ by "
             + ", ".join(f"{spread:.2f}x ({'='.join(level)})" for level, spread in ranked)
             + " (standard deviations)."
         )

@@ -44,12 +44,12 @@ def sentences(
     model: Model, effects: Sequence[Effect], *, apart: frozenset[str] = frozenset(), confidence: float = 0.95
 ) -> list[Sentence]:
     """Surprises, the surest and largest first, then what helps."""
-    said = []
+    sentences = []
     for effect in effects:
         if effect.is_claimed:
             alone = len(effect.levels) == 1
-            said.append(_average(model, effect) if alone else _pair(model, effect, apart, confidence))
-    return sorted(said, key=lambda sentence: (not sentence.is_surprise, -sentence.size))
+            sentences.append(_average(model, effect) if alone else _pair(model, effect, apart, confidence))
+    return sorted(sentences, key=lambda sentence: (not sentence.is_surprise, -sentence.size))
 
 
 def _average(model: Model, effect: Effect) -> Sentence:

@@ -137,8 +137,8 @@ def _look(path: Path) -> tuple[str, str]:
         return _study(path)
     if name.endswith(".html"):
         title = re.search("<title>(.*?)</title>", _head(path).decode("utf-8", "replace"), re.DOTALL)
-        said = html.unescape(title.group(1)) if title else ""
-        return ("report", said.removesuffix(" – fettle")) if said.endswith(" – fettle") else ("", "")
+        heading = html.unescape(title.group(1)) if title else ""
+        return ("report", heading.removesuffix(" – fettle")) if heading.endswith(" – fettle") else ("", "")
     if name.endswith((".json", ".json.gz")):
         head = _head(path)
         if b'"traceEvents"' in head or b'"deviceProperties"' in head:

@@ -107,8 +107,8 @@ def _print(manifest: Manifest, path: Path, out: Console) -> None:
         text = ", ".join(f"{spec.name} {spec.datatype}{list(spec.shape)}" for spec in specs)
         out.print(f"{label:8} {text}", markup=False)
     if manifest.handler is not None:
-        said = " ".join(f"{key}={value}" for key, value in msgspec.to_builtins(manifest.handler).items())
-        out.print(f"handler  {said}", markup=False)
+        settings = " ".join(f"{key}={value}" for key, value in msgspec.to_builtins(manifest.handler).items())
+        out.print(f"handler  {settings}", markup=False)
     out.print(f"recipe   {Recipe(manifest.recipe)}", markup=False)
     out.print(f"error    {manifest.accuracy['relative_error']:.3g} against {manifest.accuracy['against']}")
     out.print(f"[bold]{escape(str(path))}[/] is written: fettle serve {escape(str(path))}")

@@ -84,15 +84,15 @@ def labels_file(path: Path) -> bytes:
         if path.suffix != ".json":
             names = text.splitlines()
         else:
-            said = msgspec.json.decode(text.encode(), type=list[str] | dict[str, str | list[str]])
-            if isinstance(said, dict):
-                by_number = {int(number): name for number, name in said.items()}
+            labels = msgspec.json.decode(text.encode(), type=list[str] | dict[str, str | list[str]])
+            if isinstance(labels, dict):
+                by_number = {int(number): name for number, name in labels.items()}
                 if min(by_number, default=0) < 0 or max(by_number, default=0) > 1_000_000:
                     raise UsageError(f"{path} numbers its classes beyond a million")
                 called = [by_number.get(number, str(number)) for number in range(max(by_number, default=-1) + 1)]
                 names = [name if isinstance(name, str) else name[-1] for name in called]
             else:
-                names = said
+                names = labels
     except (OSError, ValueError, IndexError, RecursionError) as error:
         raise UsageError(f"{path} holds no labels: a line for each class, or JSON ({first_line(error)})") from error
     return "".join(" ".join(name.split()) + "\n" for name in names).encode()

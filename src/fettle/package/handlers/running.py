@@ -184,15 +184,15 @@ class Running:
         if not sampling.plain:
             token = choose(scores, sampling, text.random, text.ids[text.prompt :])
         text.left -= 1
-        said = ""
+        characters = ""
         if token in self.handler.stop and not sampling.ignore_eos:
             text.reason = "stop"
         else:
             text.ids.append(token)
-            said = text.writing.add(token)
+            characters = text.writing.add(token)
             text.reason = "stop" if text.writing.stopped else "" if text.left else "length"
         if text.reason:
-            said += text.writing.end()
+            characters += text.writing.end()
             if text.writing.stopped:  # by what was held back
                 text.reason = "stop"
         logprobs: tuple[TokenLogprob, ...] = ()
@@ -200,7 +200,7 @@ class Running:
             logprobs = (self._likely(token, scores, sampling.logprobs),)
         counts = (text.prompt, len(text.ids) - text.prompt) if text.reason else (0, 0)
         self.steps.tokens += 1
-        on_piece(text.number, Piece(said, logprobs, text.reason, *counts))
+        on_piece(text.number, Piece(characters, logprobs, text.reason, *counts))
 
     def _likely(self, token: int, scores: Any, most: int) -> TokenLogprob:
         own, best = log_probabilities(scores, token, most)

@@ -175,9 +175,9 @@ def read_texts(request: dict[str, Any], max_characters: int) -> tuple[list[str],
         raise UsageError(f"a body may have at most {max_characters} characters")
     try:
         if "json" in request["type"]:
-            said = msgspec.json.decode(body)
-            said = said.get("instances", said) if isinstance(said, dict) else said
-            texts, single = ([said], True) if isinstance(said, str) else (said, False)
+            decoded = msgspec.json.decode(body)
+            decoded = decoded.get("instances", decoded) if isinstance(decoded, dict) else decoded
+            texts, single = ([decoded], True) if isinstance(decoded, str) else (decoded, False)
         else:
             texts, single = [body.decode("utf-8")], True
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

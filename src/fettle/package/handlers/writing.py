@@ -37,9 +37,9 @@ class Writing:
         if self.stopped:
             return ""
         before, whole = self._decode(self._ids[: self._sent]), self._decode(self._ids)
-        said = self._passed(whole[len(before) :])
+        passed = self._passed(whole[len(before) :])
         held, self._held = self._held, ""
-        return said if self.stopped else said + held
+        return passed if self.stopped else passed + held
 
     def _passed(self, text: str) -> str:
         """What of the text no stop string can take any more."""

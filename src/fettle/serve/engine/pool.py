@@ -324,14 +324,14 @@ class Pool:
 
     def on_piece(self, request: Request, piece: memoryview, rows: int, *, last: bool) -> None:
         """A worker wrote the next piece of a text, one of `rows`."""
-        now, said = time.perf_counter(), bytes(piece)
+        now, body = time.perf_counter(), bytes(piece)
         self.metrics.piece(now - (request.last_piece_s or request.arrival_s), first=not request.pieces)
         request.pieces += 1
         request.last_piece_s = now
         if request.piece is not None and not request.answer.done():
-            request.piece(said)
+            request.piece(body)
         if last:
-            answer = Answer(body=said, kind="application/json", model_s=now - request.sent_s)
+            answer = Answer(body=body, kind="application/json", model_s=now - request.sent_s)
             self._give(request, answer, request.sent_s, rows, now)
 
     def wrote(self, message: wire.Wrote) -> None:

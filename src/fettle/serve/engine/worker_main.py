@@ -139,11 +139,11 @@ class _Worker:
         while running.texts and not select.select([link], [], [], 0)[0]:
             frames: list[Any] = []
 
-            def on_piece(number: int, said: Piece | Exception, frames: list[Any] = frames) -> None:
-                if isinstance(said, Piece):
-                    frames += wire.frame(wire.Piece(number, bool(said.reason)), [msgspec.json.encode(said)])
+            def on_piece(number: int, piece: Piece | Exception, frames: list[Any] = frames) -> None:
+                if isinstance(piece, Piece):
+                    frames += wire.frame(wire.Piece(number, bool(piece.reason)), [msgspec.json.encode(piece)])
                 else:
-                    frames += wire.frame(_failed(number, said))
+                    frames += wire.frame(_failed(number, piece))
 
             running.step(on_piece)
             now = time.monotonic()

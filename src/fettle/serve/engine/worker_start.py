@@ -106,15 +106,15 @@ def threads_each(threads: int, workers: int) -> int:
 
 def likely_threads(package: Path, threads: int | None, workers: int | None) -> int:
     """What `threads_each` will be for this package, before anybody has checked it: a guess, as good as the file."""
-    said: dict[str, Any] = {}
+    configuration: dict[str, Any] = {}
     try:
         with (package / "serve.toml").open("rb") as file:
-            said = tomllib.load(file)
+            configuration = tomllib.load(file)
     except (OSError, ValueError):
         pass  # whatever is wrong with it is said when it is opened
 
     def number(configured: int | None, name: str, otherwise: int) -> int:
-        value = configured if configured is not None else said.get(name, otherwise)
+        value = configured if configured is not None else configuration.get(name, otherwise)
         return value if isinstance(value, int) and 0 <= value < 4096 else otherwise
 
     return threads_each(number(threads, "threads", 0), max(1, number(workers, "workers", 1)))

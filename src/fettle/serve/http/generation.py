@@ -71,13 +71,13 @@ class Writing:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """All of them, after `begin`; fewer where the client goes. Raises `Refusal` where the writing breaks off."""
-        said = self._first
-        while said is not None:
+        piece = self._first
+        while piece is not None:
             if self._gone():
                 self.stop()
                 return
-            yield prompts.pieces.decode(said)
-            said = await self._came.get()
+            yield prompts.pieces.decode(piece)
+            piece = await self._came.get()
         if not self.answer.cancelled():
             await self.answer
 
@@ -156,8 +156,8 @@ async def _generate(call: Call, name: str, number: str | None, *, stream: bool) 
     prompt = read_prompt(body)
     ask, manifest = _ask(prompt), version.package.manifest
 
-    def text(said: str) -> Text:
-        return Text(manifest.name, manifest.version, said, prompt.id)
+    def text(written: str) -> Text:
+        return Text(manifest.name, manifest.version, written, prompt.id)
 
     if not stream:
         return json_reply(text(await whole_text(call, version, ask)))

@@ -123,9 +123,9 @@ def _read(call: Call, kind: type[_Body]) -> _Body:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        said = str(error)[:300]
-        param = said.partition("`$.")[2].partition("`")[0] or said.partition("field `")[2].partition("`")[0] or None
-        raise BadRequest(f"this request cannot be answered: {said}", param) from None
+        reason = str(error)[:300]
+        param = reason.partition("`$.")[2].partition("`")[0] or reason.partition("field `")[2].partition("`")[0] or None
+        raise BadRequest(f"this request cannot be answered: {reason}", param) from None
 
 
 def _version(call: Call, name: str) -> Version:
@@ -188,16 +188,16 @@ async def _chat(call: Call) -> Reply:
     return await _Answer(call, version, wanted, [ask], chat=True).reply()
 
 
-def _message(said: dict[str, Any]) -> dict[str, Any]:
+def _message(message: dict[str, Any]) -> dict[str, Any]:
     """A message with its content as text: parts of type text are put together."""
-    content = said.get("content", "")
+    content = message.get("content", "")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise BadRequest("the parts of a message are texts", "messages")
         content = "".join(part["text"] for part in content)
-    if not isinstance(said.get("role"), str) or not isinstance(content, str):
+    if not isinstance(message.get("role"), str) or not isinstance(content, str):
         raise BadRequest("a message has a role and a content, as text", "messages")
-    return {**said, "content": content}
+    return {**message, "content": content}
 
 
 class _Answer:
@@ -295,8 +295,8 @@ class _Answer:
         usage = self.wanted.stream_options is not None and self.wanted.stream_options.include_usage
         head = {**self.head, "object": kind, **({"usage": None} if usage else {})}
 
-        def event(said: Any) -> bytes:
-            return b"data: " + msgspec.json.encode(said) + b"\n\n"
+        def event(chunk: Any) -> bytes:
+            return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
         ends: list[Piece] = []
         left = len(self.writings)

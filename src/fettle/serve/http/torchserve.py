@@ -48,8 +48,8 @@ async def _predict(call: Call, name: str, number: str | None, *, explain: bool =
     if generates(version):
         if explain:
             raise Rejected(400, "what moved a text that is written cannot be explained", kind="input")
-        said = await whole_text(call, version, as_ask(body) if "json" in kind else Ask(text=plain_text(body)))
-        return Reply(200, (said.encode(),), b"text/plain; charset=utf-8")
+        text = await whole_text(call, version, as_ask(body) if "json" in kind else Ask(text=plain_text(body)))
+        return Reply(200, (text.encode(),), b"text/plain; charset=utf-8")
     request = Request(1, "body", body=body, kind=kind, gone=call.gone, explain=explain)
     answer = await version.pool.submit(request)
     return Reply(200, (answer.body,), answer.kind.encode("latin-1"), answer=answer)

@@ -279,11 +279,11 @@ def missing_information(trace: Trace, device: int, step: int | None = None) -> s
     def share(some: Bools) -> float:
         return float(length[some].sum() / whole)
 
-    said = []
+    parts = []
     unlinked, unknown = number == NUMBER["unlinked"], number == NUMBER["queued_unknown"]
     if share(unlinked) > EXPLAINED:
         early = unlinked & (correlation[after] < (calls[0] if len(calls) else 0)) & (correlation[after] > 0)
-        said.append(
+        parts.append(
             f"{share(unlinked):.0%} ends with work whose launch is not in the trace: {share(early):.0%} with work that "
             "was launched before recording began (its number is below every call's), the rest with lost launches"
         )
@@ -311,11 +311,11 @@ def missing_information(trace: Trace, device: int, step: int | None = None) -> s
                 )
             if not trace.side["syncs"].height and rest > EXPLAINED:
                 text += "; which events streams waited for is not in it (enable_cuda_sync_events=True records them)"
-        said.append(text)
+        parts.append(text)
     silent = number == NUMBER["host_untraced"]
     if share(silent) > EXPLAINED and not (trace.kind == Kind.PYTHON).any():
-        said.append(f"{share(silent):.0%} is host time without an event (with_stack=True records Python functions)")
-    return "; ".join(said)
+        parts.append(f"{share(silent):.0%} is host time without an event (with_stack=True records Python functions)")
+    return "; ".join(parts)
 
 
 def idle_summary(trace: Trace, device: int, step: int | None = None) -> pl.DataFrame:

@@ -39,13 +39,13 @@ def verdict(traces: list[Trace]) -> str:
     busy = "compute" if trace.device_keys else "operators"
     lost = [(part.removeprefix("idle "), share) for part, share in shares.items() if part != busy and share >= 0.01][:3]
     did = "computed" if trace.device_keys else "was inside operators"
-    said = f"{who} {did} for {shares.get(busy, 0.0):.0%} of the time."
+    sentence = f"{who} {did} for {shares.get(busy, 0.0):.0%} of the time."
     if lost:
-        said += " The rest: " + ", ".join(f"{part} {share:.0%}" for part, share in lost) + "."
+        sentence += " The rest: " + ", ".join(f"{part} {share:.0%}" for part, share in lost) + "."
         meaning = CAUSES.get(lost[0][0].replace(" ", "_"))
         if meaning:
-            said += f" The longest is {lost[0][0]}: {meaning}."
-    return said
+            sentence += f" The longest is {lost[0][0]}: {meaning}."
+    return sentence
 
 
 def tiles(traces: list[Trace]) -> list[tuple[str, str, str]]:

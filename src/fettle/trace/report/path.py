@@ -45,8 +45,8 @@ def critical(traces: list[Trace]) -> Section:
             changes = ("no_syncs", "perfect_overlap", "graph", "data_ready") if trace.device_keys else ("data_ready",)
             answers = [what_if(trace, change, path=path) for change in changes]
             frame = pl.DataFrame([{**asdict(a), "answer": a.answer, "saving_share": a.saving_share} for a in answers])
-            said = [f"if {a.question}  ·  {'cannot tell' if a.cannot_tell else ms(a.estimate_ns)}" for a in answers]
-            section.chart(f"What if ...{rank}", charts.what_if_chart(frame.with_columns(question=pl.Series(said))))
+            labels = [f"if {a.question}  ·  {'cannot tell' if a.cannot_tell else ms(a.estimate_ns)}" for a in answers]
+            section.chart(f"What if ...{rank}", charts.what_if_chart(frame.with_columns(question=pl.Series(labels))))
             shown = ("wall_ns", "estimate_ns", "low_ns", "high_ns", "saving_share", "replay_error")
             section.table(f"What if{rank}", frame.select("change", "answer", *shown))
         section.table(f"Shares of the path{rank}, and their range where two reasons tie", path_shares(trace, path))
@@ -88,8 +88,8 @@ def slow_steps(traces: list[Trace]) -> Section | None:
 
 def _comparison(title: str, result: Comparison, text: str = "") -> Section:
     text += f"The mean step went from {ms(result.before_ns)} to {ms(result.after_ns)}. "
-    said = "; ".join(result.notes)
-    section = Section(title, text + said[:1].upper() + said[1:])
+    notes = "; ".join(result.notes)
+    section = Section(title, text + notes[:1].upper() + notes[1:])
     leaves = result.parts.filter(~pl.col("sums"))
     section.chart("The change, booked to its causes", charts.change_chart(leaves, result.before_ns, result.after_ns))
     changed = pl.col("change_ns").abs()
