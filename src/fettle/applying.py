@@ -114,8 +114,8 @@ def with_inputs(
 def _built(target: Target) -> Workload | TrainingWorkload:
     """What a target's factory makes with torch's seed 0, which leaves the caller's own random numbers alone."""
     with torch.random.fork_rng():
-        made, mode = make(target)
-        return load_training(target, made=made) if mode == "training" else target.load(made)
+        built, mode = make(target)
+        return load_training(target, made=built) if mode == "training" else target.load(built)
 
 
 def warn_if_foreign(recipe: RecipeFile) -> str:

@@ -58,5 +58,5 @@ def _verified(finding: Finding, trial: Trial, beside: str, without: Trial | None
     load = "" if trial.is_quiet else str(trial.load)
     if without is None:
         return Verified(finding, recipe, trial.speedup, load=load)
-    brought = ratio(without.speedup, trial.speedup)
-    return Verified(finding, recipe, brought, "", beside, without.speedup or ALONE, load)
+    gain = ratio(without.speedup, trial.speedup)
+    return Verified(finding, recipe, gain, "", beside, without.speedup or ALONE, load)

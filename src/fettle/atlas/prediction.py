@@ -124,9 +124,9 @@ class Predictor:
         gains = [row.gain or 0.0 for row in own] + list((believed or {}).values())
         errors = [_error(row) for row in own] + [0.0] * len(believed or {})
         mine = self._one_hot([Recipe.parse(row.recipe) for row in own] + list(believed or {}))
-        asked = self._one_hot(recipes)
-        mean, variance = self._conditional(asked, mine, np.array(gains), np.array(errors))
-        works, seconds = self._works(asked, trials), self._seconds(asked, recipes)
+        wanted = self._one_hot(recipes)
+        mean, variance = self._conditional(wanted, mine, np.array(gains), np.array(errors))
+        works, seconds = self._works(wanted, trials), self._seconds(wanted, recipes)
         return [
             Forecast(float(gain), math.sqrt(max(0.0, float(spread)) + self._numbers.noise**2), float(able), float(cost))
             for gain, spread, able, cost in zip(mean, variance, works, seconds, strict=True)

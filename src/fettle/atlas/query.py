@@ -66,8 +66,8 @@ def matching(rows: Sequence[Row], **wanted: str) -> list[Row]:
     for name, text in wanted.items():
         kept = [row for row in rows if str(getattr(row, name)).lower().startswith(text.lower())]
         if not kept:
-            there = sorted({str(getattr(row, name)) for row in rows})
-            raise UsageError(f"`{name}`: there is no such row with {text!r}; there are {', '.join(there)[:300]}")
+            models = sorted({str(getattr(row, name)) for row in rows})
+            raise UsageError(f"`{name}`: there is no such row with {text!r}; there are {', '.join(models)[:300]}")
         rows = kept
     return list(rows)
 

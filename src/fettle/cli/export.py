@@ -39,12 +39,12 @@ def command(
     from fettle.files import check_writable, write_text
     from fettle.studies.jobs import Job, write
 
-    made = write(kind, Job(study, storage, tuple(targets or ()), workers, gpus, image))
-    path = output or Path(made.file)
+    written = write(kind, Job(study, storage, tuple(targets or ()), workers, gpus, image))
+    path = output or Path(written.file)
     check_writable(path)
-    write_text(path, made.text)
+    write_text(path, written.text)
     _show.answer(
         as_json,
-        lambda: {"path": str(path), "start": made.start(path), "workers": workers * max(1, gpus)},
-        lambda console: console.print(f"wrote {path}; start it: {made.start(path)}", markup=False, soft_wrap=True),
+        lambda: {"path": str(path), "start": written.start(path), "workers": workers * max(1, gpus)},
+        lambda console: console.print(f"wrote {path}; start it: {written.start(path)}", markup=False, soft_wrap=True),
     )

@@ -64,7 +64,7 @@ def command(
     named = find_target(target)
     with _show.bar("building the workload", quiet=as_json) as show, _quiet.users_code_quiet():
         workload, mode, note = planning.build_fake(named)
-        made = planning.plan(
+        planned = planning.plan(
             workload,
             world_size,
             device_memory_bytes=memory,
@@ -76,14 +76,14 @@ def command(
             on_progress=show,
         )
         if output is not None:
-            write_plan(made, output)
+            write_plan(planned, output)
     _show.answer(
         as_json,
-        lambda: {**plain(made), "note": note},
-        lambda console: _print(console, made, note),
+        lambda: {**plain(planned), "note": note},
+        lambda console: _print(console, planned, note),
         output,
     )
-    _show.leave(missed=memory is not None and not any(item.fits for item in made.predictions))
+    _show.leave(missed=memory is not None and not any(item.fits for item in planned.predictions))
 
 
 def _print(console: Console, made: Plan, note: str) -> None:

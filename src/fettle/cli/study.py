@@ -228,10 +228,10 @@ def measured(targets: Sequence[str], settings: Settings, *, agreed: bool, quiet:
     from fettle.studies import Plan, study
 
     with progress(quiet=quiet) as on_progress:
-        made = study(targets, settings, on_progress, agreed=agreed)
-    if isinstance(made, Plan):
-        raise UsageError(f"{made}: add `yes` to run it, or `budget='30m'` for the best fraction that fits")
-    return made
+        outcome = study(targets, settings, on_progress, agreed=agreed)
+    if isinstance(outcome, Plan):
+        raise UsageError(f"{outcome}: add `yes` to run it, or `budget='30m'` for the best fraction that fits")
+    return outcome
 
 
 def _arguments(options: Sequence[str]) -> dict[str, list[str]]:

@@ -236,14 +236,14 @@ spec:
 def _libraries(levels: Mapping[str, str]) -> list[str]:
     """Distributions that the recipe's levels need, of those that their techniques look for and that are here."""
     used = [technique for technique in CATALOGUE if levels.get(technique.name, technique.default) != technique.default]
-    here = {dist.metadata["Name"].lower().replace("_", "-") for dist in metadata.distributions()}
+    installed = {dist.metadata["Name"].lower().replace("_", "-") for dist in metadata.distributions()}
     packages = [package for technique in used for package in technique.packages]
     runtime = levels.get("runtime", "")
     if runtime:  # it looks for all runtimes: only what belongs to this one
         kind = "openvino" if runtime.startswith("openvino") else "onnx" if runtime.startswith("onnx") else ""
         others = {"openvino": ("openvino", "nncf"), "onnx": ("onnx", "onnxruntime", "onnxscript")}
         packages = [name for name in packages if not any(name in names for key, names in others.items() if key != kind)]
-    return [name for name in dict.fromkeys(packages) if name.replace("_", "-") in here]
+    return [name for name in dict.fromkeys(packages) if name.replace("_", "-") in installed]
 
 
 def _check(versions: Mapping[str, str], expected: Mapping[str, str]) -> None:

@@ -120,8 +120,8 @@ def brought(advised: Iterable[Advice], trials: Iterable[Trial]) -> list[Advice]:
                 pairs.append((len(rest.levels), measured[rest], with_it))
         if pairs:
             _, without, with_it = min(pairs, key=lambda pair: pair[0])
-            brought = ratio(without.speedup, with_it.speedup)
-            item = replace(item, brought=brought, beside=without.recipe, before=without.speedup or ALONE)
+            gain = ratio(without.speedup, with_it.speedup)
+            item = replace(item, brought=gain, beside=without.recipe, before=without.speedup or ALONE)
         answers.append(item)
     return answers
 

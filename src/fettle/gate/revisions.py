@@ -76,14 +76,14 @@ class Repository:
         network. Returns the paths of those that are not here."""
         missing = []
         for path, wanted in self.submodules(commit):
-            here = self.root / path
-            if not (here / ".git").exists() or not self._has(here, wanted):
+            checkout = self.root / path
+            if not (checkout / ".git").exists() or not self._has(checkout, wanted):
                 missing.append(path)
                 continue
             quiet = ("-c", "core.hooksPath=/dev/null")
-            self._git(*quiet, "clone", "--quiet", "--shared", "--no-checkout", str(here), str(place / path))
+            self._git(*quiet, "clone", "--quiet", "--shared", "--no-checkout", str(checkout), str(place / path))
             _git(place / path, *quiet, "checkout", "--quiet", "--detach", wanted)
-            missing += [f"{path}/{inner}" for inner in Repository(here).add_submodules(wanted, place / path)]
+            missing += [f"{path}/{inner}" for inner in Repository(checkout).add_submodules(wanted, place / path)]
         return missing
 
     @staticmethod

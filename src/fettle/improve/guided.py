@@ -257,9 +257,9 @@ def _package(run: _Run, results: Mapping[str, Any]) -> Step:
         workload = target.load()
         if not hasattr(workload, "inputs"):
             return Step(name="package", status="skipped", says="a training loop is not served")
-        made = write_package(workload, tuned.recipe, path, name=target.name, evidence=tuned.evidence,
+        written = write_package(workload, tuned.recipe, path, name=target.name, evidence=tuned.evidence,
                              on_progress=run.say)  # fmt: skip
-    error = made.manifest.accuracy["relative_error"]
+    error = written.manifest.accuracy["relative_error"]
     size = sum(item.stat().st_size for item in path.rglob("*") if item.is_file())
     says = f"A package of {size_text(size)} is written, with a relative error of {error:.2g}."
     return Step(name="package", says=says, lines=[f"fettle serve {path}"], files=["package"])

@@ -31,7 +31,7 @@ def table(steps: Sequence[Step]) -> Table:
         for step in steps
     ]  # fmt: skip
     kinds = ["failed" if step.status == "failed" else "" for step in steps]
-    return Table(("step", "", "brought", "took", "told the next"), rows, ("brought", "took"), kinds=kinds, stack=True)
+    return Table(("step", "", "brought", "took", "handed on"), rows, ("brought", "took"), kinds=kinds, stack=True)
 
 
 def brought(step: Step) -> str:

@@ -23,17 +23,17 @@ def pipeline(target: str) -> tuple[DataLoader[Any], Step | None]:
     torch.manual_seed(0)
     factory = load_target(target)
     try:
-        made = factory()
+        loader = factory()
     except Exception as error:
         raise UsageError(f"{target} raised {first_line(error)}") from error
     step = None
-    if isinstance(made, tuple) and len(made) == 2 and callable(made[1]):
-        made, step = made
-    if isinstance(made, torch.utils.data.Dataset):
-        made = DataLoader(made, batch_size=32)
-    if not isinstance(made, DataLoader):
-        raise UsageError(f"{target} returned a {type(made).__name__}, not a DataLoader, a dataset, or (loader, step)")
-    return made, step
+    if isinstance(loader, tuple) and len(loader) == 2 and callable(loader[1]):
+        loader, step = loader
+    if isinstance(loader, torch.utils.data.Dataset):
+        loader = DataLoader(loader, batch_size=32)
+    if not isinstance(loader, DataLoader):
+        raise UsageError(f"{target} returned a {type(loader).__name__}, not a DataLoader, a dataset, or (loader, step)")
+    return loader, step
 
 
 def with_setting(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
@@ -48,18 +48,18 @@ def with_setting(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
             loader.dataset, batch_size=None, sampler=loader.batch_sampler, num_workers=setting.num_workers,
             pin_memory=setting.pin_memory, worker_init_fn=loader.worker_init_fn, generator=loader.generator, **workers,
         )  # fmt: skip
-    made = copy.copy(loader)
+    changed = copy.copy(loader)
     # Not by attribute: a loader refuses to have some of these changed, for the sake of iterators that a copy has not.
-    made.__dict__.update(
+    changed.__dict__.update(
         num_workers=setting.num_workers, prefetch_factor=setting.prefetch_factor if setting.num_workers else None,
         persistent_workers=bool(setting.num_workers) and setting.persistent_workers, pin_memory=setting.pin_memory,
         _iterator=None,
     )  # fmt: skip
     if not setting.num_workers:
-        made.__dict__["timeout"] = 0
+        changed.__dict__["timeout"] = 0
     if setting.fetch == ONE_BY_ONE:
-        made.__dict__["dataset"] = _without_getitems(loader.dataset)
-    return made
+        changed.__dict__["dataset"] = _without_getitems(loader.dataset)
+    return changed
 
 
 def fetches(loader: DataLoader[Any]) -> tuple[list[str], list[str]]:
@@ -104,9 +104,9 @@ def batch_bytes(batch: Any) -> int:
 
 
 def _without_getitems(dataset: Any) -> Any:
-    made = copy.copy(dataset)
-    made.__getitems__ = None
-    return made
+    copied = copy.copy(dataset)
+    copied.__getitems__ = None
+    return copied
 
 
 def _same(some: list[Any], others: list[Any]) -> bool:

@@ -158,8 +158,8 @@ def text_requests(
         if chat and not isinstance(prompt, str):
             raise UsageError("a chat takes texts, not numbers of tokens: give --texts FILE, or a URL of completions")
         body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
-        made = http_request(address, msgspec.json.encode(body), {"Content-Type": "application/json", **headers})
-        requests.append(TextRequest(made.host, made.port, made.data, made.path))
+        request = http_request(address, msgspec.json.encode(body), {"Content-Type": "application/json", **headers})
+        requests.append(TextRequest(request.host, request.port, request.data, request.path))
     return requests
 
 

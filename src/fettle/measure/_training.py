@@ -163,8 +163,8 @@ def plan(state: State, request: MakePlan) -> Planned:
     """The memory plan of the strategies that a study of so many ranks would try, from fake tensors."""
     from fettle.parallel.study import plan_for_study
 
-    made, note = plan_for_study(state.target, request.ranks, request.device_memory_bytes or None, request.nodes)
-    return Planned(plan=msgspec.Raw(msgspec.msgpack.encode(made)), note=note)
+    plan, note = plan_for_study(state.target, request.ranks, request.device_memory_bytes or None, request.nodes)
+    return Planned(plan=msgspec.Raw(msgspec.msgpack.encode(plan)), note=note)
 
 
 ACTIONS: Mapping[type[Asked], Callable[[State, Any], Answer]] = {

@@ -26,7 +26,7 @@ def holders(analysis: Analysis) -> Table:
 
 def spikes(analysis: Analysis) -> Table:
     """Short peaks above the plateau, and what they are made of."""
-    columns = ("times", "above plateau", "top", "lasts", "made of")
+    columns = ("times", "above plateau", "top", "duration", "made of")
     rows: list[Row] = []
     for row in analysis.spikes:
         first, *rest = [f"{size_text(who.bytes)} {who.own_line}" for who in row.contributors[:3]] or [""]

@@ -34,8 +34,8 @@ def plan_for_study(target: Target, ranks: int, device_memory_bytes: int | None, 
     options: dict[str, Any] = {"device_memory_bytes": device_memory_bytes, "device": device, "mode": mode,
                                "ranks_per_node": max(1, ranks // nodes)}  # fmt: skip
     alone = plan(whole, ranks, strategies=[Strategy()], **options)
-    made = plan(dataclasses.replace(whole, data=[part]), ranks, strategies=_strategies_for(workload.model), **options)
-    return dataclasses.replace(made, predictions=(*alone.predictions, *made.predictions)), note
+    plans = plan(dataclasses.replace(whole, data=[part]), ranks, strategies=_strategies_for(workload.model), **options)
+    return dataclasses.replace(plans, predictions=(*alone.predictions, *plans.predictions)), note
 
 
 def rules_out(made: Plan, levels: Mapping[str, str]) -> str:

@@ -104,14 +104,14 @@ class _Supervisor:
         """What went wrong: a rank that ended without an error of its own is the cause, else the first error is."""
         failures = {rank: reply.failure for rank, reply in replies.items() if reply.failure is not None}
         broken = all(_is_broken(failure) for failure in failures.values())
-        gone = self._gone(waiting, _GRACE_S if broken else 0.5)
+        left = self._gone(waiting, _GRACE_S if broken else 0.5)
         for rank, code in self.dead or ():
             if code == -signal.SIGTERM or rank in failures:
                 continue
             ended = f"{'was ' if code < 0 else ''}{how_it_ended(code)} in {self._stages.get(rank, doing)}"
             return Failure(f"rank {rank} {ended}", "memory" if code == -signal.SIGKILL else "crash")
-        if broken and gone is not None:
-            return Failure(f"rank {gone} on node {gone // self.rendezvous.each + 1} ended in {doing}", "crash")
+        if broken and left is not None:
+            return Failure(f"rank {left} on node {left // self.rendezvous.each + 1} ended in {doing}", "crash")
         if not failures:
             return Failure(f"the ranks ended without an error in {doing}", "crash")
         rank, failure = next(iter(failures.items()))

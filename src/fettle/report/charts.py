@@ -37,12 +37,12 @@ def figures(result: Outcome) -> list[Figure]:
         ("pareto", "The Pareto front", _front_alt(result), _scatter.front),
         ("payback", "Start-up and payback", payback_text(result), _payback.payback),
     ]
-    made = []
+    charts = []
     for name, title, words, draw in drawn:
         chart = draw(result)
         if chart is not None:
-            made.append(Figure(name, title, words, as_spec(chart)))
-    return made
+            charts.append(Figure(name, title, words, as_spec(chart)))
+    return charts
 
 
 def ladder(result: Outcome) -> Figure | None:

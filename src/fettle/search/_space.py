@@ -94,8 +94,8 @@ def _exchanged(space: Space, recipe: Recipe, technique: str, level: str) -> Reci
     loose = [name for name in recipe.levels if name not in keep]
     for size in sorted({1, 2, len(loose)}):
         for names in combinations(loose, size):
-            gone = {other for name in names for other in (name, *_dependents(space, name))} - {technique}
-            smaller = recipe.without(*gone)
+            removed = {other for name in names for other in (name, *_dependents(space, name))} - {technique}
+            smaller = recipe.without(*removed)
             bigger = smaller.with_levels(**_closure(space, technique, level, smaller, True))
             if with_required(space, bigger) == bigger and valid(space, bigger):
                 return bigger

@@ -54,10 +54,10 @@ def _climb(space: Space, evidence: Evidence, first: Sequence[str], start: Recipe
     if bottom != Recipe():
         yield Step(str(bottom), standing, True)
     for name in sorted(space.choices, key=lambda name: name not in first):
-        asked = {f"{name}={level}": evidence.moved(standing.recipe, name, level) for level in space.choices[name][1:]}
+        moves = {f"{name}={level}": evidence.moved(standing.recipe, name, level) for level in space.choices[name][1:]}
         rung = {
             label: recipe
-            for label, recipe in asked.items()
+            for label, recipe in moves.items()
             if recipe is not None and standing.recipe.levels.items() < recipe.levels.items()  # up only, no exchange
         }
         going_on = evidence.measure(list(rung.values()))

@@ -74,13 +74,13 @@ def calibrate(
     but for the first. Failures of the workers are part of what is returned. Raises `Stopped` between two sizes once
     `stopped` says so.
     """
-    made = Calibration({}, {}, {}, rested={})
+    calibration = Calibration({}, {}, {}, rested={})
     if stopped():
         raise Stopped
     processes = _Workers(package, workers, threads, device)
     try:
-        if not _started(processes, made):
-            return made
+        if not _started(processes, calibration):
+            return calibration
         buckets = package.settings.buckets
         todo = [*buckets[: bisect_left(buckets, most) + 1]] or sizes_up_to(most)
         while todo:
@@ -89,23 +89,23 @@ def calibrate(
             size = todo.pop(0)
             on_progress(f"cost of {size} row{'s' if size > 1 else ''}, {workers} x {threads} threads, {device}")
             try:
-                made.samples[size], rested, made.memory_bytes[size] = processes.time(size, seconds)
+                calibration.samples[size], rested, calibration.memory_bytes[size] = processes.time(size, seconds)
                 if len(rested) >= LEAST_RESTED:
-                    made.rested[size] = rested
+                    calibration.rested[size] = rested
             except ChildError as failure:
-                made.failures[size] = str(failure)
+                calibration.failures[size] = str(failure)
                 todo = [other for other in todo if other < size]
                 # A process that ran out of memory may be in any state: what is still to be measured gets new ones.
-                todo = todo or _steps(made.samples, buckets)
-                if not made.samples or not todo or not _started(processes, made):
+                todo = todo or _steps(calibration.samples, buckets)
+                if not calibration.samples or not todo or not _started(processes, calibration):
                     break
                 continue
-            if limit_s and statistics.median(made.samples[size]) > limit_s and size > 1:
+            if limit_s and statistics.median(calibration.samples[size]) > limit_s and size > 1:
                 todo = [other for other in todo if other < size]
-            if not todo and not (limit_s and statistics.median(made.samples[1]) > limit_s):
-                todo = _steps(made.samples, buckets)
-        made.samples = dict(sorted(made.samples.items()))
-        return made
+            if not todo and not (limit_s and statistics.median(calibration.samples[1]) > limit_s):
+                todo = _steps(calibration.samples, buckets)
+        calibration.samples = dict(sorted(calibration.samples.items()))
+        return calibration
     finally:
         processes.close()
 

@@ -114,26 +114,26 @@ class _Search:
         package = self.variants[branch.variant].package
         most = min(self.most_rows, package.manifest.max_rows)
         key = f"{package_key(package)} {branch.device} {branch.workers}x{branch.threads} {most} {self.result.limit_s:g}"
-        made = self.journal.calibrations.get(key)
-        if made is None:
+        calibration = self.journal.calibrations.get(key)
+        if calibration is None:
             self._check_memory(branch)
             try:
-                made = await asyncio.to_thread(
+                calibration = await asyncio.to_thread(
                     calibrate, package, most=most, workers=branch.workers, threads=branch.threads,
                     device=branch.device, limit_s=self.result.limit_s, on_progress=self.progress,
                     stopped=self.stop.is_set,
                 )  # fmt: skip
             except _TooMuch as failure:
-                made = Calibration({}, {0: str(failure)})
-            self.journal.calibrations[key] = made
+                calibration = Calibration({}, {0: str(failure)})
+            self.journal.calibrations[key] = calibration
             self.journal.save()
         else:
             self._until -= CALIBRATION_S
-        for rows, why in made.failures.items():
+        for rows, why in calibration.failures.items():
             at = f" at {rows} row{'s' if rows > 1 else ''}" if rows else ", loading"
             self.result.failures.append(Failure(f"{branch}{at}", why))
-        if made.samples:
-            self.result.branches[branch] = Measured(branch, made, package.settings.buckets, lender=self._lender)
+        if calibration.samples:
+            self.result.branches[branch] = Measured(branch, calibration, package.settings.buckets, lender=self._lender)
 
     def _check_memory(self, branch: Branch) -> None:
         """Raise where so many workers as one is known to need memory for would not fit beside each other."""

@@ -90,14 +90,14 @@ class ServerProcess:
     @classmethod
     async def start(cls, package: Package, settings: ServeSettings, device: str = "cpu") -> ServerProcess:
         """Serve `package` with `settings`; returns when it is warm. Raises `ServerFailure`."""
-        made = cls()
+        server = cls()
         try:
-            port = await made._ask(_Serve(str(package.folder), device, settings), int, START_S)
+            port = await server._ask(_Serve(str(package.folder), device, settings), int, START_S)
         except BaseException:
-            await made.close()
+            await server.close()
             raise
-        made.url = f"http://127.0.0.1:{port}"
-        return made
+        server.url = f"http://127.0.0.1:{port}"
+        return server
 
     async def stats(self) -> ServerStats:
         """What it saw since the last look. Raises `ServerFailure` where it is gone."""

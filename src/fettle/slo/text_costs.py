@@ -118,9 +118,9 @@ def cells(rows: int, prompt: int, whole: int, *, keeps: bool) -> tuple[list[Cell
     prompts = []
     for tokens in sorted({1, LEAST_KEPT, 64, 256, 1024, prompt}):
         several = min(rows, max(1, tokens // prompt))
-        made = Cell(several, min(tokens, prompt), 0)
-        if made not in prompts:
-            prompts.append(made)
+        cell = Cell(several, min(tokens, prompt), 0)
+        if cell not in prompts:
+            prompts.append(cell)
     prompts += [Cell(1, new, prompt - new) for new in (LEAST_KEPT, 64, 256) if prompt - new >= LEAST_KEPT]
     return writing, prompts
 
@@ -133,14 +133,14 @@ def calibrate_texts(
 
     What fails is kept with its reason, and nothing larger is tried. Raises `Stopped` between two cells.
     """
-    made = TextCosts(writing=[], prompts=[], spread=[], failures={})
+    costs = TextCosts(writing=[], prompts=[], spread=[], failures={})
     with Child("fettle.slo.text_costs", variables={"OMP_NUM_THREADS": str(threads)}) as child:
         tried = "loading"
         try:
             loaded = child.call(_Load(str(package.folder), threads, device, most), _Loaded, START_S)
-            made.row_bytes, made.keeps = loaded.row_bytes, loaded.keeps
-            writing, prompts = cells(loaded.rows, prompt, whole, keeps=made.keeps)
-            for name, todo, into in (("prompts", prompts, made.prompts), ("writing", writing, made.writing)):
+            costs.row_bytes, costs.keeps = loaded.row_bytes, loaded.keeps
+            writing, prompts = cells(loaded.rows, prompt, whole, keeps=costs.keeps)
+            for name, todo, into in (("prompts", prompts, costs.prompts), ("writing", writing, costs.writing)):
                 for number, cell in enumerate(todo, 1):
                     if stopped():
                         raise Stopped
@@ -149,12 +149,12 @@ def calibrate_texts(
                     samples = child.call(_Time(cell, SECONDS), list[float], ANSWER_S)
                     middle = statistics.median(samples)
                     into.append((cell, middle))
-                    made.spread += [value / middle for value in samples]
+                    costs.spread += [value / middle for value in samples]
         except ChildError as failure:
-            made.failures[tried] = str(failure)
-    made.writing = _whole(made.writing)
-    made.rows = max((cell.rows for cell, _ in made.writing), default=0)
-    return made
+            costs.failures[tried] = str(failure)
+    costs.writing = _whole(costs.writing)
+    costs.rows = max((cell.rows for cell, _ in costs.writing), default=0)
+    return costs
 
 
 def _whole(points: Iterable[tuple[Cell, float]]) -> list[tuple[Cell, float]]:

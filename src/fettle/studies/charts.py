@@ -29,17 +29,19 @@ def figures(
     published: Mapping[str, float] | None = None,
 ) -> list[Figure]:  # fmt: skip
     """The pictures that this study has data for, by group in the order of the page."""
-    made = [ladder_chart.figure(f"ladder-{n}", name, rungs, published) for n, (name, rungs) in enumerate(steps.items())]
+    figures = [
+        ladder_chart.figure(f"ladder-{n}", name, rungs, published) for n, (name, rungs) in enumerate(steps.items())
+    ]
     first = table.responses[0]
     for place, group in enumerate(table.groups):
         of_group = [analysis for analysis in analyses if analysis.group == group]
         lead = next((analysis for analysis in of_group if analysis.response == first), None)
         if lead is not None and lead.model is not None:
-            made.append(_scatter(f"scatter-{place}", table, lead))
+            figures.append(_scatter(f"scatter-{place}", table, lead))
         for analysis in of_group:
-            made += effect_charts.figures(f"{place}-{table.responses.index(analysis.response)}", analysis)
-        made += [_front(f"front-{place}", table, group), _runs(f"runs-{place}", table, group, lead)]
-    return [figure for figure in made if figure is not None]
+            figures += effect_charts.figures(f"{place}-{table.responses.index(analysis.response)}", analysis)
+        figures += [_front(f"front-{place}", table, group), _runs(f"runs-{place}", table, group, lead)]
+    return [figure for figure in figures if figure is not None]
 
 
 def _figure(name: str, title: str, words: str, chart: Drawn | alt.Chart | alt.FacetChart) -> Figure:

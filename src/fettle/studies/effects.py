@@ -72,12 +72,12 @@ def effects(
         for two in model.levels[b][1:]
     ]
     gains = {term: model.main(term[0]) for term in mains} | {term: model.gain({term: 1.0}) for term in pairs}
-    made = []
+    effects = []
     for term, gain in gains.items():
         if gain is not None and all(name in apart for name, _ in term):
             gain = replace(gain, error=math.inf)
-        made.append(_effect(model, term, gain, confidence))
-    return _read(made, [gains[effect.levels] for effect in made], confidence, zone)
+        effects.append(_effect(model, term, gain, confidence))
+    return _read(effects, [gains[effect.levels] for effect in effects], confidence, zone)
 
 
 def _effect(model: Model, term: Term, gain: Estimate | None, confidence: float) -> Effect:

@@ -174,9 +174,9 @@ def fit(table: Table, group: str, response: Response) -> Model | None:
         for one, two in combinations(levels, 2)
     }
     columns = [_column(rows, term) for terms in [*mains, *pairs.values()] for term in terms]
-    asked = {column.tobytes() for column in columns if column.any()}
+    tested = {column.tobytes() for column in columns if column.any()}
     # Nothing need be left over where each experiment comes with its error, and there are enough for all that is asked.
-    spare = 0 if measured is not None and len(asked) < len(rows) else LEAST_FREEDOM
+    spare = 0 if measured is not None and len(tested) < len(rows) else LEAST_FREEDOM
     chosen = _Columns(rows)
     chosen.add([()], len(rows))
     for terms in mains:

@@ -365,12 +365,12 @@ class Session:
     def _candidate(self, recipe: Recipe) -> Candidate:
         ranks, variables = self._ranks if uses_ranks(recipe) else 1, environment(recipe, self.facts)
         lines, factor = source(recipe, self.facts), batch_factor(recipe)
-        there = self._where(recipe)
-        if there is not None:
-            cache = self._folder(f"cache/inductor-{there.name}").resolve()
-            variables = {**variables, **there.variables, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+        interpreter = self._where(recipe)
+        if interpreter is not None:
+            cache = self._folder(f"cache/inductor-{interpreter.name}").resolve()
+            variables = {**variables, **interpreter.variables, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
         return Candidate(recipe, lines, variables, factor, is_calibrated(recipe), ranks,
-                         python=there.path if there is not None else "")  # fmt: skip
+                         python=interpreter.path if interpreter is not None else "")  # fmt: skip
 
     def _where(self, recipe: Recipe) -> Interpreter | None:
         """The environment that a recipe runs in; None for ours."""
@@ -378,8 +378,8 @@ class Session:
 
     def _problem(self, recipe: Recipe) -> str:
         """Why nothing can run in the environment of a recipe; empty where it can."""
-        there = self._where(recipe)
-        return f"{there.path}: {there.problem}" if there is not None and there.problem else ""
+        interpreter = self._where(recipe)
+        return f"{interpreter.path}: {interpreter.problem}" if interpreter is not None and interpreter.problem else ""
 
     def _environment(self) -> dict[str, str]:
         return {

@@ -70,10 +70,10 @@ class Target:
                 raise UsageError(f"the factory {self.reference} has no parameter {name!r}")
         arguments = {"seed": seed, **self.arguments} if _takes(factory, "seed") else self.arguments
         try:
-            made = factory(**arguments)
+            built = factory(**arguments)
             if self.instead_of:
                 self._check_imports()
-            return made
+            return built
         except UsageError:
             raise
         except (Exception, SystemExit) as error:  # a script without a main guard may leave
@@ -192,10 +192,10 @@ def _load_live(path: Path) -> object:
     import pickle
 
     try:
-        made = pickle.loads(path.read_bytes())  # written by this user's own process a moment ago
+        built = pickle.loads(path.read_bytes())  # written by this user's own process a moment ago
     except Exception as error:
         raise UsageError(
             f"the model or its inputs cannot be rebuilt in a worker process ({first_line(error)}): write a factory "
             "instead, def workload(): return model, [batch], and pass 'file.py:workload'"
         ) from error
-    return made
+    return built

@@ -289,15 +289,15 @@ class _Work:
         from fettle.slo.variants import package_all
 
         if self.package is not None:
-            made = [Variant("", self.package)]
-            self.packages = tuple(made)
-            return made, []
-        made, failures = package_all(
+            variants = [Variant("", self.package)]
+            self.packages = tuple(variants)
+            return variants, []
+        variants, failures = package_all(
             self.text, self.target, self.recipes, folder / "packages", max_rows=max_rows, max_error=max_error,
             on_progress=on_progress, stopped=stopped,
         )  # fmt: skip
-        self.packages = tuple(made)
-        return made, failures
+        self.packages = tuple(variants)
+        return variants, failures
 
     def write(self, result: SearchResult, folder: Path) -> Path:
         """The best setting as the package's ``serve.toml``; a target's best package is copied out of its cache."""

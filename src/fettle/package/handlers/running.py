@@ -92,8 +92,8 @@ class Running:
         prompt = handler.prompt(ask)
         left = handler.room(prompt, ask)
         writing = Writing(handler.tokenizer, prompt, ask.sampling.stop)
-        made = _Text(number, prompt, len(prompt), left, ask, writing, generator(ask.sampling.seed))
-        self.texts.append(made)
+        written = _Text(number, prompt, len(prompt), left, ask, writing, generator(ask.sampling.seed))
+        self.texts.append(written)
         if self.cache is None or len(prompt) == 1:
             self._begin_to_write(len(self.texts) - 1)
 

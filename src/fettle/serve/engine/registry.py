@@ -128,26 +128,26 @@ class Registry:
                 trust=digest if digest in self.options.trust else "",
                 explain=self.options.explain, spare=self.options.spare,
             )  # fmt: skip
-            made = Version(package, pool, metrics)
-            self._unserved[name, number] = made
+            version = Version(package, pool, metrics)
+            self._unserved[name, number] = version
             try:
                 await pool.start()
             except Rejected as error:
-                made.state, made.reason = "UNAVAILABLE", error.reason
+                version.state, version.reason = "UNAVAILABLE", error.reason
                 raise
             except BaseException:
                 del self._unserved[name, number]
                 raise
             del self._unserved[name, number]
-            made.state = "READY"
+            version.state = "READY"
             old = model.versions.get(number)
-            model.versions[number] = made
+            model.versions[number] = version
             model.default = model.default or number
             self.models[name] = model
             self.remember()
         if old is not None:
             await self._retire(old)
-        return made
+        return version
 
     async def unload(self, name: str, number: str | None = None) -> None:
         """Stop serving a version, or the whole model: new requests are refused, accepted ones are answered."""

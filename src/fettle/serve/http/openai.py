@@ -111,10 +111,10 @@ async def answer(call: Call) -> Reply | None:
 
 
 def _model(name: str, versions: Any) -> dict[str, Any] | None:
-    made = [version for version in versions if generates(version)]
-    if not made:
+    generating = [version for version in versions if generates(version)]
+    if not generating:
         return None
-    began = int(min(worker.started_at for version in made for worker in version.pool.workers))
+    began = int(min(worker.started_at for version in generating for worker in version.pool.workers))
     return {"id": name, "object": "model", "created": began, "owned_by": "fettle"}
 
 

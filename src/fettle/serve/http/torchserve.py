@@ -118,8 +118,8 @@ async def _register(call: Call) -> Reply:
     named = {"initial_workers": "workers", "batch_size": "max_rows", "max_batch_delay": "delay_ms"}
     # No workers at first is TorchServe's way to say: later.
     changed = {ours: _number(query, name, 1) for name, ours in named.items() if query.get(name, "0") != "0"}
-    made = await call.registry.load_named(query.get("model_name") or wanted.removesuffix(".zip"), changed=changed)
-    manifest, count = made.package.manifest, made.pool.settings.workers
+    loaded = await call.registry.load_named(query.get("model_name") or wanted.removesuffix(".zip"), changed=changed)
+    manifest, count = loaded.package.manifest, loaded.pool.settings.workers
     text = f'Model "{manifest.name}" Version: {manifest.version} registered with {count} initial workers'
     return json_reply({"status": text})
 

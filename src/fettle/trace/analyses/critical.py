@@ -288,9 +288,9 @@ def path_events(trace: Trace, path: CriticalPath) -> pl.DataFrame:
 
     Columns: category, name, count, time_ns, share.
     """
-    code, lasts = trace.column("name"), pl.col("end_ns") - pl.col("start_ns")
+    code, length = trace.column("name"), pl.col("end_ns") - pl.col("start_ns")
     codes = pl.Series("code", [int(code[row]) if row >= 0 else -1 for row in path.pieces["row"]], dtype=pl.Int64())
-    grouped = path.pieces.with_columns(codes).group_by("category", "code").agg(count=pl.len(), time_ns=lasts.sum())
+    grouped = path.pieces.with_columns(codes).group_by("category", "code").agg(count=pl.len(), time_ns=length.sum())
     names = ["" if c < 0 else without_address(trace.names[c]) for c in grouped["code"]]
     by_name = grouped.with_columns(name=pl.Series(names, dtype=pl.String())).group_by("category", "name")
     return (

@@ -68,12 +68,12 @@ def _follow(
         index = place[1]
         last = arrivals.get((rank, index)) if place[0] == "device" else None
         if last is not None and last[1] not in walks[last[0]].seen:
-            there = walks[last[0]]
-            arrived = there.start[last[1]] - shift[last[0]] + shift[rank]
+            walked = walks[last[0]]
+            arrived = walked.start[last[1]] - shift[last[0]] + shift[rank]
             if walk.start[index] < arrived < time:
                 walk.seen.add(index)
                 walk._add(arrived, time, walk.label[index], walk.rows[index])
                 time = max(arrived, walk.low) - shift[rank] + shift[last[0]]
-                rank, walk, place = last[0], there, ("device", last[1])
+                rank, walk, place = last[0], walked, ("device", last[1])
                 continue
         place, time = walk.take(place, time)

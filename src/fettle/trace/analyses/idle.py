@@ -173,16 +173,16 @@ class _Pieces:
 
 def _next_work(trace: Trace, rows: Ints, ends: Ints) -> Ints:
     """Which of some work, in order of its start, is the first that starts at each gap's end; -1 behind the last."""
-    starts, lasts = trace.ts[rows], trace.dur[rows] > 0
+    starts, has_length = trace.ts[rows], trace.dur[rows] > 0
     at = np.searchsorted(starts, ends, side="left")
-    there = at < len(rows)
-    there[there] = starts[at[there]] == ends[there]
+    adjoining = at < len(rows)
+    adjoining[adjoining] = starts[at[adjoining]] == ends[adjoining]
     # Work of no length does not end a gap: the next that lasts does, if it starts at the same instant.
-    lasting = np.append(np.flatnonzero(lasts), len(rows))
+    lasting = np.append(np.flatnonzero(has_length), len(rows))
     first = lasting[np.searchsorted(lasting, at)]
     same = first < len(rows)
     same[same] = starts[first[same]] == ends[same]
-    answer: Ints = np.where(there, np.where(same, first, at), -1)
+    answer: Ints = np.where(adjoining, np.where(same, first, at), -1)
     return answer
 
 

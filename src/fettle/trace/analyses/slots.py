@@ -89,7 +89,7 @@ def queues(trace: Trace) -> list[Queue]:
     work = np.flatnonzero(links.launch_rows >= 0)  # positions, which are in order of begin
     rows, calls = links.known
     device, stream = trace.column("device")[rows].astype(np.int64), trace.column("stream")[rows]
-    made = []
+    queues = []
     for one in np.unique(device).tolist():
         mine = device == one
         streams = np.unique(stream[mine]).tolist()
@@ -97,8 +97,8 @@ def queues(trace: Trace) -> list[Queue]:
         shared = _queue(trace, work, calls, mine, one, -1) if len(streams) > 1 else None
         if shared is not None and waited_ns(trace, shared) > 1.05 * sum(waited_ns(trace, q) for q in alone):
             alone = [shared]
-        made += alone
-    return made
+        queues += alone
+    return queues
 
 
 def slot_waits(trace: Trace) -> tuple[Ints, Ints]:
@@ -231,37 +231,37 @@ def _bound(one: _Launches, depth: int) -> Ints:
 
 def _long(one: _Launches) -> Bools:
     """Calls far longer than the shortest ones."""
-    lasts = one.end - one.start
-    few = np.sort(lasts[one.plain])[:FEWEST_WAITS]
+    duration = one.end - one.start
+    few = np.sort(duration[one.plain])[:FEWEST_WAITS]
     usual = float(np.median(few)) if len(few) else 0.0
-    long: Bools = lasts > max(LONG_NS, 4 * usual)
+    long: Bools = duration > max(LONG_NS, 4 * usual)
     return long & one.plain
 
 
 def _at_longest(one: _Launches) -> Bools:
     """Calls that leave the queue as long as it ever is, and take longer than those in which no work began."""
-    lasts, full = one.end - one.start, max(int(one.length[one.plain].max(initial=0)), 2)
+    duration, full = one.end - one.start, max(int(one.length[one.plain].max(initial=0)), 2)
     others = one.plain & ~one.freed
-    most = float(np.percentile(lasts[others], 90)) if others.any() else np.inf
-    longest: Bools = one.plain & (one.length >= full) & (lasts > most)
+    most = float(np.percentile(duration[others], 90)) if others.any() else np.inf
+    longest: Bools = one.plain & (one.length >= full) & (duration > most)
     return longest
 
 
 def _depth(one: _Launches) -> tuple[int, Bools] | None:
     """The length at which launch calls wait, and calls that show it; None where they never wait."""
-    lasts, full = one.end - one.start, int(one.length[one.plain].max(initial=0))
+    duration, full = one.end - one.start, int(one.length[one.plain].max(initial=0))
     if full < 2:
         return None
     top = one.plain & (one.length >= full - 1)
     below = one.plain & (one.length < 0.9 * full)
     if top.sum() >= 20 and below.any():  # calls at the top are longer than below it, be they ever so short
-        longer = np.median(lasts[top]) > 1.5 * np.median(lasts[below])
+        longer = np.median(duration[top]) > 1.5 * np.median(duration[below])
         if longer and one.freed[top].mean() >= 0.7:
             return full, top & one.freed
     freed = _bound(one, full)
     may = one.plain & (freed > one.start)
     if may.any() and (one.plain & ~may).any():  # as long as no other, and over right after the slot came free
-        clear = may & (lasts > 1.1 * np.percentile(lasts[one.plain & ~may], 99))
+        clear = may & (duration > 1.1 * np.percentile(duration[one.plain & ~may], 99))
         lag = one.end - freed
         same = may & (np.abs(lag - np.median(lag[clear])) <= SAME_NS) if clear.any() else clear
         if same.sum() >= max(2, clear.sum()):
@@ -272,18 +272,18 @@ def _depth(one: _Launches) -> tuple[int, Bools] | None:
     if len(waits) < FEWEST_WAITS:
         return None
     order = waits[np.argsort(one.length[waits], kind="stable")]
-    weight = np.cumsum(lasts[order])
+    weight = np.cumsum(duration[order])
     depth = int(one.length[order[np.searchsorted(weight, weight[-1] / 2)]])
     near = np.abs(one.length - depth) <= max(2, SPREAD * depth)
     # Most of what is long has to be there, most of what is there long or freed, and little may lie above it.
     at_it = near[waits]
-    concentrated = lasts[waits[at_it]].sum() >= 0.6 * lasts[waits].sum() and at_it.sum() >= FEWEST_WAITS
+    concentrated = duration[waits[at_it]].sum() >= 0.6 * duration[waits].sum() and at_it.sum() >= FEWEST_WAITS
     above = (one.length > depth + max(2, SPREAD * depth)) & one.plain
     rare = above.sum() <= 0.3 * (near & one.plain).sum()
     rate = at_it.sum() / max((near & one.plain).sum(), 1)
     elsewhere = (~at_it).sum() / max((~near & one.plain).sum(), 1)
     if not (concentrated and rare and rate > 3 * elsewhere):
         return None
-    shown = np.zeros(len(lasts), dtype=bool)
+    shown = np.zeros(len(duration), dtype=bool)
     shown[waits[at_it]] = True
     return int(one.length[shown].max()) if (one.length[shown] >= depth).any() else depth, shown

@@ -176,9 +176,9 @@ def _launched_last(called: Ints, by: Ints, by_call: Ints, when: Ints, thread: In
     """The work that each thread launched last before each time; any other where it launched none."""
     last = np.zeros(len(when), dtype=np.int64)
     for one in np.unique(thread).tolist():
-        mine, asked = by_call[by[by_call] == one], thread == one
+        mine, on_thread = by_call[by[by_call] == one], thread == one
         if len(mine):
-            last[asked] = mine[np.maximum(np.searchsorted(called[mine], when[asked]) - 1, 0)]
+            last[on_thread] = mine[np.maximum(np.searchsorted(called[mine], when[on_thread]) - 1, 0)]
     return last
 
 

@@ -158,8 +158,8 @@ def _makes_data(trace: Trace) -> bool:
     loads = (stacks.cause == CAUSES_OF_HOST.index("data_loading")) & (trace.column("thread") == main_thread(trace))
     if any("SingleProcessDataLoader" in trace.names[code] for code in np.unique(trace.column("name")[loads])):
         return True
-    made = int(stacks.self_ns[loads & (trace.kind == Kind.OPERATOR)].sum())
-    return made > 0.1 * int(stacks.self_ns[loads].sum())
+    loaded_ns = int(stacks.self_ns[loads & (trace.kind == Kind.OPERATOR)].sum())
+    return loaded_ns > 0.1 * int(stacks.self_ns[loads].sum())
 
 
 def _scale(trace: Trace, change: str, kernels: str, factor: float) -> np.ndarray | None:

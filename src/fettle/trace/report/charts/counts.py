@@ -131,8 +131,8 @@ def collective_chart(table: pl.DataFrame) -> Any:
     shown = known.select("bytes", "bus_gb_per_s", "collective", "rank", ms=pl.col("duration_ns") / 1e6)
     axis, rate = alt.Axis(format="~s", tickCount=6), "bus bandwidth, GB/s"
     x = alt.X("bytes:Q", scale=alt.Scale(type="log"), title="bytes of the message", axis=axis)
-    bus, lasts = alt.Tooltip("bus_gb_per_s:Q", title=rate, format=".2f"), alt.Tooltip("ms:Q", format=",.3f")
-    return _points(shown, x, alt.Y("bus_gb_per_s:Q", title=rate), "collective", ["rank", "bytes", bus, lasts])
+    bus, duration = alt.Tooltip("bus_gb_per_s:Q", title=rate, format=".2f"), alt.Tooltip("ms:Q", format=",.3f")
+    return _points(shown, x, alt.Y("bus_gb_per_s:Q", title=rate), "collective", ["rank", "bytes", bus, duration])
 
 
 def arrival_chart(arrivals: pl.DataFrame) -> Any:

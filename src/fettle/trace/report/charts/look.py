@@ -60,8 +60,8 @@ def save(chart: Any, path: Path) -> None:
         raise UsageError(f"charts are .html, .png, .svg or .json files, not '{path.suffix}'")
     if not any(frame.height for frame in _frames(chart)):
         raise UsageError(f"no {path.name}: the answer is empty, and there is nothing to draw")
-    made = as_spec(chart)
-    content = json.dumps(made, default=str).encode() if kind == "json" else shell.draw(made, kind)
+    spec = as_spec(chart)
+    content = json.dumps(spec, default=str).encode() if kind == "json" else shell.draw(spec, kind)
     write_bytes(path, content)
 
 
