@@ -65,10 +65,10 @@ def command(
 
 
 def _print(improvement: Improvement, console: Console) -> None:
-    from fettle.improve.page import TITLES, brought
+    from fettle.improve.page import TITLES, gain_text
 
     for number, step in enumerate(improvement.steps, 1):
-        gain = f"  [green]{escape(brought(step))}[/]" if brought(step) else ""
+        gain = f"  [green]{escape(gain_text(step))}[/]" if gain_text(step) else ""
         style = "bold red" if step.status == "failed" else "bold"
         console.print(f"[{style}]{number}. {TITLES[step.name]}[/]{gain}")
         console.print(f"   {escape(step.says)}")

@@ -102,7 +102,7 @@ def advice(findings: Iterable[Finding]) -> list[Advice]:
     return [Advice(f.rule, f.says, dict(f.levels), f.bound) for f in findings if f.levels and f.bound > 0]
 
 
-def brought(advised: Iterable[Advice], trials: Iterable[Trial]) -> list[Advice]:
+def with_gains(advised: Iterable[Advice], trials: Iterable[Trial]) -> list[Advice]:
     """The same with what it brought: of two trials that differ by its levels alone, the pair with the fewest others.
 
     Both were measured against the same baseline, not against each other: the interval is the widest that their own

@@ -26,7 +26,7 @@ def page(headline: str, target: str, steps: Sequence[Step]) -> str:
 def table(steps: Sequence[Step]) -> Table:
     """A row a step."""
     rows = [
-        (TITLES[step.name], step.status, brought(step), seconds_text(step.seconds) if step.seconds else "",
+        (TITLES[step.name], step.status, gain_text(step), seconds_text(step.seconds) if step.seconds else "",
          Cell(step.passes_on))
         for step in steps
     ]  # fmt: skip
@@ -34,7 +34,7 @@ def table(steps: Sequence[Step]) -> Table:
     return Table(("step", "", "brought", "took", "handed on"), rows, ("brought", "took"), kinds=kinds, stack=True)
 
 
-def brought(step: Step) -> str:
+def gain_text(step: Step) -> str:
     """The ratio with its interval, where there is one."""
     ratio = step.speedup
     if ratio is None:

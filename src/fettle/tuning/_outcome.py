@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from fettle.diagnose import brought
+from fettle.diagnose import with_gains
 from fettle.machine import Machine, this_machine
 from fettle.measure import Interval, Trial, verdict
 from fettle.recipe import Recipe
@@ -56,7 +56,7 @@ def outcome(
         verdict=claim,
         baseline_again=again,
         ladder=_ladder(session, winner, again) if winner else (),
-        advice=brought(session.probed.advice, trials),
+        advice=with_gains(session.probed.advice, trials),
         left_out=left_out,
         nearest=() if winner else _nearest(session),
         seconds=session.seconds,

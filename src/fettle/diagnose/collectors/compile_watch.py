@@ -147,35 +147,35 @@ class _Compilation:
 
 
 def _compilations(metrics: Sequence[Any]) -> list[_Compilation]:
-    def told(metric: Any, name: str) -> Any:
+    def field(metric: Any, name: str) -> Any:
         return getattr(metric, name, None) or ""  # a field that this version lacks
 
     def frame(metric: Any) -> str:
-        return str(told(metric, "compile_id")).split("/")[0]
+        return str(field(metric, "compile_id")).split("/")[0]
 
-    named = {frame(metric): metric for metric in metrics if told(metric, "co_name")}
+    named = {frame(metric): metric for metric in metrics if field(metric, "co_name")}
     compilations = []
     for metric in metrics:
         # Failed compilations carry no place, but their function was compiled before.
-        known = metric if told(metric, "co_name") else named.get(frame(metric), metric)
+        known = metric if field(metric, "co_name") else named.get(frame(metric), metric)
         where = (
-            told(known, "co_name") or "?",
-            told(known, "co_filename") or "?",
-            int(told(known, "co_firstlineno") or 0),
+            field(known, "co_name") or "?",
+            field(known, "co_filename") or "?",
+            int(field(known, "co_firstlineno") or 0),
         )
-        first = (str(told(metric, "recompile_reason")).strip().splitlines() or [""])[0]
+        first = (str(field(metric, "recompile_reason")).strip().splitlines() or [""])[0]
         guard = (
             re.sub(r"^\d+/\d+:\s*", "", first).split("  #")[0].strip() or first
         )  # 0/1: tensor 'x' size mismatch ...  # ...
-        kind, reason = told(metric, "fail_type"), str(told(metric, "fail_reason"))
+        kind, reason = field(metric, "fail_type"), str(field(metric, "fail_reason"))
         limit, error = None, ""
         if kind and _LIMIT in reason:
             most = re.search(r"currently set to (\d+)", reason)
             limit = LimitHit(*where, guard, int(most[1]) if most else 0)
         elif kind:
-            place = f"{told(metric, 'fail_user_frame_filename') or '?'}:{told(metric, 'fail_user_frame_lineno') or 0}"
+            place = f"{field(metric, 'fail_user_frame_filename') or '?'}:{field(metric, 'fail_user_frame_lineno') or 0}"
             error = f"{place}: {kind}: {(reason.strip().splitlines() or [''])[0][:300]}"
-        seconds = (told(metric, "duration_us") or 0) / 1e6
+        seconds = (field(metric, "duration_us") or 0) / 1e6
         compilations.append(_Compilation(where, guard, seconds, bool(kind), limit, error))
     return compilations
 
