@@ -16,7 +16,7 @@ import msgspec
 from fettle.errors import UsageError
 
 MOST_BYTES = 64 << 20
-"""Of a file from outside, where nothing larger is to be expected."""
+"""The most that is read of a file from outside, where nothing larger is to be expected."""
 
 
 def cache_folder(name: str) -> Path:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 MOST_BYTES = 8 << 30
-"""Of all folders beside each other; those used longest ago go first."""
+"""The most that all folders beside each other may hold; those used longest ago go first."""
 SUMS = "sums.json"
 """The SHA-256 of each file. Its own time is when the folder was last used."""
 _ABANDONED_S = 86400.0

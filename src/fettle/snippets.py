@@ -40,7 +40,7 @@ class Snippet:
 
     name: str
     seconds: float
-    """Of one run, the median of its slices."""
+    """Time of one run, the median of its slices."""
     speedup: Interval
     """Over the first snippet; above 1 is faster."""
 

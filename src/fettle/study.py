@@ -293,7 +293,7 @@ class Study:
 
     @_lasting
     def _free(self, recipes: Sequence[Recipe]) -> tuple[list[Recipe], Counter[str]]:
-        """Those that nobody measured or claims, and how often a recipe's worker vanished."""
+        """The recipes that nobody measured or claims, and how often a recipe's worker vanished."""
         taken, deaths = set(), Counter[str]()
         for trial in self._ours():
             if _TRIAL in trial.user_attrs or not trial.state.is_finished():
@@ -304,7 +304,7 @@ class Study:
 
     @_lasting
     def _won(self, recipes: Sequence[Recipe]) -> dict[Recipe, int]:
-        """Of what this process claims what is its own, with the place of each claim in the study."""
+        """What this process won of what it claimed, with the place of each claim in the study."""
         first: dict[str, FrozenTrial] = {}
         for trial in self._ours():
             if _TRIAL in trial.user_attrs or not trial.state.is_finished():

@@ -82,7 +82,7 @@ def _is_recurrent(op: Operation) -> bool:
 
 
 def _shapes(ops: Sequence[Operation]) -> list[str]:
-    """Of the costliest products; of a model without products of its costliest operators."""
+    """Shapes of the costliest products; of a model without products of its costliest operators."""
     ranked = sorted(ops, key=lambda op: (-op.flops, -op.seconds, op.name))
     texts = ["x".join(map(str, op.largest)) for op in ranked if op.largest]
     return list(dict.fromkeys(texts))[:_MOST_SHAPES]

@@ -51,7 +51,7 @@ _WORKS = 0.9
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Of the covariance, as above."""
+    """The covariance's numbers, as above."""
 
     scale: float
     pairs: float

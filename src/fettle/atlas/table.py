@@ -37,7 +37,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     workload: Text
     """Name of the target, for people."""
     fingerprint: Text
-    """Of the weights and inputs: rows with the same are of one model."""
+    """Fingerprint of the weights and inputs: rows with the same one are of one model."""
     family: Text
     """``transformer``, ``convolutional``, ``recurrent``, ...: as it was named, else guessed from the operators."""
     mode: Text
@@ -48,7 +48,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     samples: Number = None
     """Rows in one call."""
     flops: Number = None
-    """Of one call."""
+    """FLOPs of one call."""
     bytes: Number = None
     """Read and written by the operators of one call, counted once each."""
     calls: Number = None
@@ -85,7 +85,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     """bytes/s, read and written."""
     torch: Text = ""
     versions: Text = ""
-    """Of the other packages that recipes go by: ``openvino=2026.4 torchao=0.18``."""
+    """Versions of the other packages that recipes go by: ``openvino=2026.4 torchao=0.18``."""
 
 
 class Row(Subject, frozen=True, kw_only=True):

@@ -133,6 +133,6 @@ def print_table(console: Console, table: Table, title: str = "", without: Collec
 
 
 def _least_width(name: str, texts: Sequence[str], is_number: bool) -> int:
-    """Of a number all of it, of text its longest word, up to 24 characters of it."""
+    """The width of a number, or of a text's longest word up to 24 characters."""
     longest = max((len(word) for text in texts for word in ([text] if is_number else text.split())), default=0)
     return max(1, *map(len, name.split()), longest if is_number else min(longest, _MOST_OF_A_WORD))

@@ -38,7 +38,7 @@ class Watching:
     command: str = ""
     """What opens the file that it kept."""
     seconds: float = 0.0
-    """It took; 0 where only the slowdown is known."""
+    """How long it took; 0 where only the slowdown is known."""
 
     @property
     def cost(self) -> str:
@@ -223,7 +223,7 @@ def _of_workload(
 
 
 def _apart(findings: Sequence[Finding]) -> tuple[list[Finding], list[Finding]]:
-    """Faults, and opportunities."""
+    """Faults first, then opportunities."""
     return [item for item in findings if not item.opportunity], [item for item in findings if item.opportunity]
 
 

@@ -41,7 +41,7 @@ class Finding:
     before: str = ""
     """Code of the kind that has this fault."""
     after: str = ""
-    """The same, mended."""
+    """The same, fixed."""
     opportunity: bool = False
     """Nothing is wrong: a technique could make it faster still. `fettle tune` tries those."""
     count: int = 0

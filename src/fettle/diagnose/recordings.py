@@ -35,7 +35,7 @@ class OfFile:
     says: str = ""
     """A sentence about all of it."""
     kernels: Sequence[Kernel] = ()
-    """Of one call, where a trace of known operators on a device was read."""
+    """The kernels of one call, where a trace of known operators on a device was read."""
 
 
 def traces_and_snapshots(path: Path) -> list[Path]:
@@ -148,7 +148,7 @@ class Recording:
     path: str = ""
     """Where it was kept; empty where it was not asked for."""
     kernels: Sequence[Kernel] = ()
-    """Of one call, by operator; empty on a CPU, where an operator is its own kernel."""
+    """The kernels of one call, by operator; empty on a CPU, where an operator is its own kernel."""
 
     @property
     def command(self) -> str:

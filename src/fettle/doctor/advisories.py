@@ -26,7 +26,7 @@ class Marker(Struct, frozen=True, forbid_unknown_fields=True):
     path: Annotated[str, Meta(min_length=1, max_length=300, pattern=r"^[A-Za-z0-9._/ -]+\Z")]
     """Below a folder of installed packages, or from the root."""
     sha256: Sha256 = ""
-    """Of its content; empty where the name alone says it."""
+    """Hash of its content; empty where the name alone says it."""
 
 
 class Advisory(Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +54,7 @@ class Advisories(Struct, frozen=True, forbid_unknown_fields=True):
 
 @lru_cache(maxsize=1)
 def shipped_advisories() -> Advisories:
-    """Those that came with fettle."""
+    """The advisories that came with fettle."""
     return read_advisories(Path(__file__).with_name("advisories.toml"))
 
 

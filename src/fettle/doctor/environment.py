@@ -34,12 +34,12 @@ class Files:
         return self._content(path).decode("utf-8", "replace")
 
     def sha256(self, path: str) -> str:
-        """Of a regular file, in hexadecimal; empty where it cannot be read."""
+        """Hash of a regular file, in hexadecimal; empty where it cannot be read."""
         content = self._content(path)
         return hashlib.sha256(content).hexdigest() if content or self.size(path) == 0 else ""
 
     def size(self, path: str) -> int:
-        """Of a regular file in bytes; -1 where there is none."""
+        """Size of a regular file in bytes; -1 where there is none."""
         try:
             about = os.stat(path)
         except (OSError, ValueError):
@@ -131,7 +131,7 @@ class Environment:
     cpus: int = 1
     """Logical cores of the machine."""
     cores: int = 1
-    """Those that this process may run on."""
+    """Cores that this process may run on."""
     quota: float = math.inf
     """Cores whose time the control groups grant."""
     open_files: float = math.inf

@@ -29,7 +29,7 @@ class Model:
     name: str
     device: str = "cpu"
     dtypes: tuple[str, ...] = ()
-    """Of its parameters: ``float32``."""
+    """Types of its parameters: ``float32``."""
     odd: tuple[str, ...] = ()
     """Linear layers with a side that is not a multiple of 8."""
     tiny: float = 0.0
@@ -48,7 +48,7 @@ class Loader:
     batch_bytes: int = 0
     """0 where it is not known."""
     tensors: int = 0
-    """In one batch."""
+    """Tensors in one batch."""
     start_method: str = ""
     lists: tuple[tuple[str, int], ...] = ()
     """Lists and dicts of many Python objects in the dataset: attribute and length."""
@@ -61,7 +61,7 @@ class Program:
     """A process of the user's, or nothing at all."""
 
     switches: tuple[str, ...] = ()
-    """Of those that slow a program down, the ones that are on: ``anomaly``, ``deterministic``, ``sync-debug``,
+    """Switches that slow a program down and are on: ``anomaly``, ``deterministic``, ``sync-debug``,
     ``memory-history``, ``python-trace``, ``tracemalloc``, ``float64``, ``suppress-errors``."""
     tf32_mixed: bool = False
     """TF32 was set by the old names and by the new ones."""

@@ -161,7 +161,7 @@ class _Search:
         return "fast" if contrast.high < limit else "cannot tell"
 
     def _beside(self, trials: Sequence[Trial]) -> str:
-        """Of the third against the middle of the first two."""
+        """Time of the third against the middle of the first two."""
         contrast = self._contrast(trials, (-0.5, -0.5, 1))
         return "slow" if contrast.low > 0 else "fast" if contrast.high < 0 else "cannot tell"
 

@@ -34,7 +34,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     old_ms: float | None
     new_ms: float | None
     time: Interval | None = None
-    """New over old."""
+    """New time over old."""
     memory: Interval | None = None
     limit: float = 0.03
     processes: int = 1

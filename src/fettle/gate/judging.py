@@ -28,7 +28,7 @@ class Judged:
     """Largest change that passes, as a share."""
     verdict: Verdict
     processes: int = 1
-    """Of each side."""
+    """Processes of each side."""
     needs: int = 0
     """Processes of each side that should settle it where it cannot tell, 0 where more would not help."""
 

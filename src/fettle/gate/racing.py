@@ -31,7 +31,7 @@ from fettle.tuning import Event, OnProgress
 from fettle.workload import AUTO, Target, check_mode, find_target
 
 PROCESSES, MORE_PROCESSES = 4, 8
-"""Of each side, and where those do not decide."""
+"""Processes of each side, and how many where those do not decide."""
 _WAIT_S, _LONGEST_WAIT_S = 10.0, 1.0
 """How long a race waits for a quiet machine, all its slices together and at once: what others do to a slice is done to
 both sides, so that little is won by sitting it out."""
@@ -52,7 +52,7 @@ class Settings:
     fail_memory: float | None = None
     """The same of peak memory; None: not judged."""
     processes: int | None = None
-    """Of each side; None for 4, and 8 where those do not decide."""
+    """Processes of each side; None for 4, and 8 where those do not decide."""
     confidence: float = 0.95
     max_rounds: int = 48
     budget_s: float | None = None

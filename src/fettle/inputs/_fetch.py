@@ -176,7 +176,7 @@ def _timed(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _used() -> tuple[float, float, float]:
-    """Of this process: seconds on processors, seconds of them in the kernel, and pages that the kernel gave."""
+    """What this process used: seconds on processors, seconds of them in the kernel, and pages that the kernel gave."""
     if resource is None:
         return time.process_time(), 0.0, 0.0
     used = resource.getrusage(resource.RUSAGE_SELF)

@@ -147,7 +147,7 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing() and self._keep
 
     def close(self) -> None:
-        """End it."""
+        """Close the connection."""
         if self._transport is not None:
             self._transport.abort()
 

@@ -58,9 +58,9 @@ class Run:
     rate: float
     """Requests a second that were due; of a closed loop those that were answered."""
     duration_s: float
-    """Of the steady part."""
+    """Length of the steady part."""
     latency_s: np.ndarray[Any, Any]
-    """Of the answered requests: from due (open) or sent (closed) to the last byte."""
+    """Latency of the answered requests: from due (open) or sent (closed) to the last byte."""
     concurrency: int = 0
     statuses: dict[int, int] = field(default_factory=dict)
     """Answers by HTTP status in the steady part; below 1: `KINDS`."""
@@ -80,7 +80,7 @@ class Run:
     done_s: np.ndarray[Any, Any] = field(default_factory=lambda: np.array([]))
     """When each of `latency_s` was answered, from the start of the run."""
     texts: list[Text] = field(default_factory=list)
-    """Of a server that writes texts, in the order of `latency_s`."""
+    """For a server that writes texts, in the order of `latency_s`."""
     limits: TextLimits = TextLimits()
     refusal: str = ""
     """What a server first said that would not write a text."""
@@ -125,7 +125,7 @@ class Run:
 
     @property
     def mean_s(self) -> float:
-        """Of the latency; NaN where nothing was answered."""
+        """Mean of the latency; NaN where nothing was answered."""
         return float(self.latency_s.mean()) if len(self.latency_s) else math.nan
 
     def ttft_s(self, percent: float) -> float:
@@ -155,7 +155,7 @@ class Run:
         return bool(slow) or self.answered < 0.99 * sum(self.statuses.values())
 
     def percentile(self, percent: float) -> float:
-        """Of the latency; NaN where nothing was answered."""
+        """A percentile of the latency; NaN where nothing was answered."""
         return float(np.percentile(self.latency_s, percent)) if len(self.latency_s) else math.nan
 
     def interval(self, percent: float, batches: int = 10) -> tuple[float, float] | None:

@@ -87,7 +87,7 @@ class TextConnection(Connection):
         return refusal.error.message.partition("\n")[0]
 
     def heard(self, start: float) -> Heard:
-        """Of the last answer; `start` is when the run began."""
+        """The last answer's text; `start` is when the run began."""
         counts = [int(self._usage.get(key, 0)) for key in ("prompt_tokens", "completion_tokens")]
         return Heard(np.array(self._moments) - start, *counts)
 
@@ -101,7 +101,7 @@ class _Message(msgspec.Struct):
 
 
 class _Refusal(msgspec.Struct):
-    """OpenAI's protocol's error."""
+    """An error in OpenAI's protocol."""
 
     error: _Message = msgspec.field(default_factory=_Message)
 
@@ -164,7 +164,7 @@ def text_requests(
 
 
 def _lengths(text: str, option: str, count: int, random: np.random.Generator) -> list[int]:
-    """So many lengths, each at least 1. Raises `UsageError`."""
+    """`count` lengths, each at least 1. Raises `UsageError`."""
     if text.isdigit() and int(text):
         return [int(text)] * count
     name, *numbers = text.split(":")

@@ -40,7 +40,7 @@ class Rounds:
     own: set[int] = field(default_factory=set)
     """Processes of the race."""
     loads: dict[str, list[Load]] = field(default_factory=dict)
-    """By process."""
+    """Loads by process."""
     _busy_until: float = 0.0
     """Until when the machine is taken to be busy, after a slice in which others had it."""
     _first: set[int] = field(default_factory=set)
@@ -49,7 +49,7 @@ class Rounds:
     _raised: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def run(self, running: Sequence[Started], anchor: Started, before: int = 0) -> None:
-        """Until the leader is certain, nothing is left to win, or time is up. `before`: rounds that have been run
+        """Run until the leader is certain, nothing is left to win, or time is up. `before`: rounds that have been run
         already, which are neither counted nor looked at again."""
         try:
             self._run(running, anchor, before)

@@ -47,9 +47,9 @@ class Rules:
     longer than it: of five A/A races with slices of 0.15 s, a third of each slice was worth as much as the whole."""
     max_rounds: int = 48
     confidence: float = 0.95
-    """Of the whole race: the looks share what is left."""
+    """Confidence of the whole race: the looks share what is left."""
     equal_rounds: int = 0
-    """So many rounds for every candidate, and none dropped before: what effects are estimated from. 0: as many as it
+    """Rounds for every candidate, with none dropped before: what effects are estimated from. 0: as many as it
     takes to know the leader."""
     indifference: float = 0.01
     """Differences below this are not worth more rounds."""

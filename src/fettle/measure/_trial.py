@@ -177,7 +177,7 @@ class Trial:
     peaks_bytes: Sequence[int] = ()
     """The same of each process."""
     fingerprint: str = ""
-    """Of the weights and inputs that it was measured with."""
+    """Fingerprint of the weights and inputs that it was measured with."""
     energy_j: float | None = None
     """Energy of one call where the machine reports it."""
     startup: Startup = field(default_factory=Startup)

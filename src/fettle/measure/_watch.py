@@ -233,7 +233,7 @@ def _clock_mhz() -> float | None:
 
 @lru_cache(maxsize=1)
 def _clock_files() -> list[Path]:
-    """Those of four cores: a machine may have hundreds, and each takes its time to read."""
+    """The files of four cores: a machine may have hundreds, and each takes its time to read."""
     return sorted(_CLOCKS.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"))[:4]
 
 
@@ -245,7 +245,7 @@ class Surroundings:
         self._before, self._own_s = read_machine(), _family_s()
 
     def load(self) -> Load:
-        """Up to now."""
+        """The load up to now."""
         now = read_machine()
         spent_s = now.at_s - self._before.at_s
         share = _share(spent_s * min(now.cores, self._before.cores))

@@ -70,7 +70,7 @@ def find_churn(snapshot: Snapshot, replay: Replay, steps: Steps) -> tuple[Churn,
 
 
 def _churn(snapshot: Snapshot, replay: Replay, cause: str, frees: Ints, again: Ints) -> Churn:
-    """Of these frees of segments, and of those that were fetched after them; without frees, of what was fetched."""
+    """The churn of these freed segments, and of those fetched after them; without frees, of what was fetched."""
     trace, blamed = replay.trace, frees if len(frees) else again
     freed_bytes, gained_bytes = int(trace.size_bytes[frees].sum()), int(trace.size_bytes[again].sum())
     moved = min(freed_bytes, gained_bytes) if len(frees) else gained_bytes

@@ -35,7 +35,7 @@ class CpuTimeline:
         self._running: profile | None = None
 
     def start(self) -> None:
-        """Begin a piece."""
+        """Begin to record a piece."""
         import torch  # late: reading a snapshot must not wait for torch
         from torch.profiler import ProfilerActivity, profile
 

@@ -48,7 +48,7 @@ class Difference:
     at_end: tuple[Change, ...]
     at_peak: tuple[Change, ...]
     shared_stacks: float
-    """Of what has a stack at the peak of the smaller snapshot, the share of bytes whose stacks occur in both."""
+    """Share of the bytes with a stack, at the peak of the smaller snapshot, whose stacks occur in both."""
     notes: tuple[str, ...]
 
 

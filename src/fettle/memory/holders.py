@@ -25,7 +25,7 @@ class Holder:
     """What the profiler took it for (parameter, gradient, activation ...); empty where it is not known."""
     bytes: int
     share: float
-    """Of the memory in use at the moment."""
+    """Share of the memory in use at the moment."""
     count: int
     largest_bytes: int
     from_before: int
@@ -33,7 +33,7 @@ class Holder:
     until_end: int
     """How many are still alive at the end of the window."""
     median_lifetime_ms: float | None
-    """Of those whose birth and death both lie in the window; None without such, or without times."""
+    """Median of those whose birth and death both lie in the window; None without such, or without times."""
     freed_after_ms: float | None
     """How long after the moment the last of those that were freed at all went."""
     frames: tuple[Frame, ...]

@@ -146,7 +146,7 @@ def _blocks(snapshot: Snapshot, replay: Replay, segments: Segments, event: int) 
 
 
 def _rounded_sizes(snapshot: Snapshot, requested: Ints, address: Ints, death: Ints, events: int) -> Ints:
-    """Of blocks that are still there the true size, of others the requested size as the allocator rounds it."""
+    """The true size of blocks that are still there, the requested size of others as the allocator rounds it."""
     settings: Mapping[str, object] = snapshot.settings
     distinct, where = np.unique(requested, return_inverse=True)
     rounded = np.array([round_size(size, settings) for size in distinct.tolist()], np.int64)[where]

@@ -20,7 +20,7 @@ _AUTOGRAD_NODE = re.compile(r"[A-Za-z]\w*Backward\d*|AccumulateGrad")
 _NATIVE = (".cpp", ".cc", ".c", ".h", ".hpp", ".cu", ".cuh", ".so")
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "/Lib/")
 _LIBRARY_STARTS = ("torch/", "fettle/", str(Path(__file__).parents[1]), "<frozen", "<eval_with_key")
-"""Of names that the profiler has cut short; and this package, which calls the program while it records."""
+"""Starts of names that the profiler has cut short; and this package, which calls the program while it records."""
 _PLUMBING = (
     "torch::unwind",
     "CapturedTraceback",

@@ -33,7 +33,7 @@ from fettle.package.program import GRAPH, WEIGHTS, load_program
 from fettle.recipe import Recipe
 
 MOST_ERROR = 0.02
-"""By which a library's answers may be off from what it was compiled from, relative, in L2: roundings fall otherwise."""
+"""How far a library's answers may be off from what it was compiled from, relative, in L2: roundings fall otherwise."""
 COMPILING = ("compile", "freeze", "region", "shapes", "runtime", "grad")
 """Techniques that say how a model is compiled: here that is once, ahead of time. The runner needs no gradients."""
 LIBRARY, ONNX = "model.pt2", "model.onnx"
@@ -175,7 +175,7 @@ class _Tuned(torch.nn.Module):
         self.module, self.run = module, run
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """As the program."""
+        """Run as the program does."""
         outputs = self.run(*tensors)
         return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
 

@@ -192,7 +192,7 @@ class _Again(torch.nn.Module):
         self.inner = graph  # not `graph`: a loaded module has one of its own
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        """As the graph."""
+        """Run as the graph does."""
         return self.inner(*tensors)
 
 

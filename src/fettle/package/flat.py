@@ -72,7 +72,7 @@ class Flat(torch.nn.Module):
         return [t[:rows] if spec.batched else t for t, spec in zip(self.samples, self.inputs, strict=True)]
 
     def _fitting(self, batches: Sequence[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """Those batches that the exported model takes, but for the sample."""
+        """The batches that the exported model takes, but for the sample."""
 
         def fits(tensor: torch.Tensor, spec: TensorSpec) -> bool:
             return spec.fits(tuple(tensor.shape)) and not (spec.batched and len(tensor) > self.rows)

@@ -62,11 +62,11 @@ class HandlerMetrics:
         self._values: list[tuple[str, str, float]] = []
 
     def add_counter(self, name: str, value: float = 1, idx: Any = None, dimensions: Any = None) -> None:
-        """So many more of something."""
+        """Count more of something."""
         self._add("counter", name, value)
 
     def add_error(self, name: str, value: float = 1, dimensions: Any = None) -> None:
-        """So many more of something that went wrong."""
+        """Count more of something that went wrong."""
         self._add("counter", name, value)
 
     def add_time(self, name: str, value: float, idx: Any = None, unit: str = "ms", dimensions: Any = None) -> None:

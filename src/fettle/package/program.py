@@ -23,7 +23,7 @@ from fettle.files import read_text
 GRAPH, WEIGHTS = "graph.json", "weights.safetensors"
 MAX_GRAPH_BYTES = 256 << 20
 _MOST_SHAPES = 4096
-"""Remembered as checked."""
+"""Shapes that are remembered as checked."""
 _LARGE = 1 << 16
 """Elements of a matrix whose layout matters."""
 _NAME = re.compile(r"[A-Za-z0-9_][\w.\-]{0,500}|")

@@ -79,7 +79,7 @@ class Plan:
     optimizer: str
     predictions: tuple[Prediction, ...]
     cheapest: str = ""
-    """Of those that fit and use all ranks, the one that sends least between nodes, then in all. Empty: none fits."""
+    """The one of those that fit and use all ranks that sends least between nodes, then in all. Empty: none fits."""
 
 
 def plan(

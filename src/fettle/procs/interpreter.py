@@ -53,7 +53,7 @@ class Interpreter:
     variables: Mapping[str, str] = field(default_factory=dict)
     """With these it imports fettle from where ours lies, and nothing else of ours."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of python itself, and of packages as far as they are installed."""
+    """Versions of python itself, and of packages as far as they are installed."""
     problem: str = ""
     """Why a worker cannot run there, one phrase; empty where it can."""
 

@@ -135,7 +135,7 @@ def _capacity(data: Data) -> Figure | None:
 
 
 def _threads(data: Data) -> int:
-    """Of the best setting, which the charts are about."""
+    """The threads of the best setting, which the charts are about."""
     return int(data["points"][data["best"] or 0]["threads"]) if data["points"] else 0
 
 

@@ -55,7 +55,7 @@ class Forecast:
     works: float
     """The chance that it runs and keeps the limits."""
     seconds: float
-    """Its trial takes."""
+    """How long its trial takes."""
 
     def __str__(self) -> str:
         low, high = (math.exp(self.gain + side * 1.96 * self.spread) for side in (-1, 1))
@@ -285,7 +285,7 @@ class Guide:
 
 
 def _usable(space: Space, evidence: Evidence, recipes: Iterable[Recipe]) -> list[Recipe]:
-    """Those that can work in this space, each with what every recipe must have."""
+    """The recipes that can work in this space, each with what every recipe must have."""
     allowed = {(name, level) for name, levels in space.choices.items() for level in levels}
     whole = dict.fromkeys(with_required(space, recipe) for recipe in recipes)
     return [

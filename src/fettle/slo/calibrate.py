@@ -39,7 +39,7 @@ class Calibration(msgspec.Struct):
     failures: dict[int, str] = {}
     """Why, by the rows at which the workers failed; 0: while loading."""
     memory_bytes: dict[int, int] = {}
-    """Of all workers after calls of so many rows: resident, or on the device where it is not the CPU."""
+    """Memory of all workers by rows of a call: resident, or on the device where it is not the CPU."""
     rested: dict[int, tuple[float, ...]] = {}
     """Seconds of a call after a pause, by rows. `samples` are of calls right after another."""
 
@@ -157,7 +157,7 @@ class _Timed(msgspec.Struct):
     samples: list[float]
     """Seconds of a call."""
     rested: list[float]
-    """Of a call after a pause."""
+    """Times of a call after a pause."""
     memory: int
 
 
@@ -184,7 +184,7 @@ class _Workers:
         return tuple(samples), tuple(rested), sum(one.memory for one in answers)
 
     def close(self) -> None:
-        """End them."""
+        """End the processes."""
         for child in self._children:
             child.close()
         self._children = []

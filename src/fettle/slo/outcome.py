@@ -19,7 +19,7 @@ from fettle.slo.journal import Tested
 from fettle.slo.points import Measured, Point, SearchResult
 
 LINEAR = 0.05
-"""Of a change of the cost a row: below it larger batches bring nothing."""
+"""Change of the cost a row below which larger batches bring nothing."""
 
 
 def front(points: Sequence[Point]) -> list[Point]:

@@ -18,7 +18,7 @@ from fettle.package.settings import CostCurve
 from fettle.slo.server_process import ServerFailure, ServerProcess
 
 RUN_S = 1.5
-"""Of each of the two runs, at least; at least 30 calls of the model."""
+"""Each of the two runs lasts this long at least, and 30 calls of the model."""
 
 
 class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,7 +33,7 @@ class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     busy_rows: float
     """Rows of a call then, on average."""
     held_s: float = 0.0
-    """By which a request that comes during a call of the model makes that call longer."""
+    """How much longer a request that comes during a call of the model makes that call."""
 
 
 async def measure_overheads(

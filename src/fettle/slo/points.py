@@ -42,7 +42,7 @@ class Setting:
     device: str = "cpu"
     variant: str = ""
     buckets: tuple[int, ...] = ()
-    """Of the package: the only sizes of a call, where each is compiled for itself."""
+    """The package's only sizes of a call, where each is compiled for itself."""
 
     @property
     def branch(self) -> Branch:
@@ -89,7 +89,7 @@ class Proven:
 
     @property
     def order(self) -> tuple[bool, float, float]:
-        """Less is better."""
+        """A key to sort by: less is better."""
         raise NotImplementedError
 
 
@@ -101,15 +101,15 @@ class Point(Proven):
     predicted: float
     """Requests a second under the limit, by simulation."""
     predicted_p50_s: float = math.nan
-    """At that rate."""
+    """The median at that rate."""
     p99_s: float = math.inf
     """By simulation at `SearchResult.reference_rate`."""
     memory_bytes: int = 0
-    """Of all workers: as calibrated, or as seen in the last load test."""
+    """Memory of all workers, as calibrated, or as seen in the last load test."""
     error: float = math.nan
     """Relative L2 error of the answers."""
     cost: float | None = None
-    """Of a million requests at `capacity`, in the unit of the price."""
+    """Cost of a million requests at `capacity`, in the unit of the price."""
     front: bool = False
     """Whether no other point is better in one respect and no worse in the others."""
 
@@ -151,7 +151,7 @@ class Measured:
     lender: Measured | None = None
     """Whose overheads are used where none were measured with this one."""
     scale: float = 1.0
-    """By which the costs were multiplied after load tests that contradicted them."""
+    """The factor by which the costs were multiplied after load tests that contradicted them."""
 
     @property
     def around(self) -> Overheads | None:

@@ -27,7 +27,7 @@ from fettle.slo.simulate import Costs, simulate
 LATE = "the load generator was late itself in tests that failed: what was measured is a lower bound"
 """A late generator makes latencies longer, never shorter: what passes has passed."""
 STEPS_DOWN = (0.85, 0.7, 0.5)
-"""Of the rate, after the first, second and third load test that did not keep the limit."""
+"""Factors on the rate after the first, second and third load test that did not keep the limit."""
 STEP_UP = 1.1
 NEAR = 1.045
 """The first step, either way, from a rate that tests of a like setting let expect: two tests are enough then."""
@@ -144,7 +144,7 @@ async def _test(
 
 
 def _slower(inside: ServerStats, costs: Costs, stretch: float) -> float | None:
-    """Of calls of the sizes that were seen; None where there were none."""
+    """How much slower calls of the sizes that occurred were; None where there were none."""
     curve = costs.curve
     by_curve_s = sum(curve.at(size) * count for size, count in inside.sizes.items())
     return inside.model_ms.mean / 1e3 * inside.calls / by_curve_s / stretch if by_curve_s else None

@@ -36,7 +36,7 @@ BEHIND = 0.95
 """A setting that is expected to serve less than this share of what another has shown is not tested: load tests show no
 smaller steps apart."""
 CALIBRATION_S = 10.0
-"""Of one branch, about."""
+"""Calibration of one branch, about."""
 TESTS = 3.2
 """Load tests of a setting, on average."""
 HOPELESS = 0.5
@@ -88,7 +88,7 @@ class _Search:
         self._tried: set[Branch] = set()
         self._simulated: Known = {}
         self._lender: Measured | None = None
-        """Of what serving adds, to branches with which it was not measured."""
+        """The branch that lends what serving adds to those with which it was not measured."""
 
     # -- costs -------------------------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ class ServerStats(msgspec.Struct, forbid_unknown_fields=True):
     memory_bytes: int = 0
     """Resident, of all workers."""
     cpu_percent: float = 0.0
-    """Of the whole machine, all cores together."""
+    """Use of the whole machine, all cores together."""
     memory_percent: float = 0.0
 
 

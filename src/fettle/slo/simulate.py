@@ -20,7 +20,7 @@ from fettle.package.settings import CostCurve, ServeSettings
 
 T = TypeVar("T")
 IDLE = 0.02
-"""Of the rate that calls of one row allow: a server with so little to do is almost idle."""
+"""Share of the rate that calls of one row allow: a server with so little to do is almost idle."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Costs:
     rested: dict[int, tuple[float, ...]] = field(default_factory=dict)
     """Samples of calls that come after a pause, where those differ: then caches are cold and clocks low."""
     held_s: float = 0.0
-    """By which a request that comes during a call makes it longer: it is read and answered on the model's cores."""
+    """How much longer a request that comes during a call makes it: it is read and answered on the model's cores."""
 
     @cached_property
     def curve(self) -> CostCurve:
@@ -60,7 +60,7 @@ class Predicted:
     """The queue did not only grow."""
 
     def percentile(self, percent: float) -> float:
-        """Of the latency; infinite where nothing was answered or the queue only grew."""
+        """A percentile of the latency; infinite where nothing was answered or the queue only grew."""
         if not len(self.latency_s) or not self.stable:
             return math.inf
         return float(np.percentile(self.latency_s, percent))

@@ -24,7 +24,7 @@ from fettle.slo.calibrate import ANSWER_S, START_S, Stopped
 
 Array = np.ndarray[Any, Any]
 SECONDS = 0.3
-"""Of each cell, at least."""
+"""Least time of each cell."""
 LEAST_KEPT = 16
 """The engine computes shorter beginnings anew, whatever is said to be there."""
 CHUNKS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -34,7 +34,7 @@ GRAIN = 16
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """So many texts, each with so many new tokens after so many that are kept."""
+    """A step of `rows` texts, each with new tokens after those that are kept."""
 
     rows: int
     new: int
@@ -47,15 +47,15 @@ class TextCosts(msgspec.Struct, dict=True):
     rows: int = 0
     """The most texts at once that were tried and fit into memory."""
     row_bytes: int = 0
-    """Of the keys and values of one text at full length; 0 where nothing is kept."""
+    """Bytes of the keys and values of one text at full length; 0 where nothing is kept."""
     keeps: bool = True
     """Whether keys and values are kept: else each step computes whole texts, and there is no prefill."""
     writing: list[tuple[Cell, float]] = []
     """A token for each of so many texts: medians."""
     prompts: list[tuple[Cell, float]] = []
-    """So many tokens of prompts: medians."""
+    """Medians by tokens of prompts."""
     spread: list[float] = []
-    """Of all that was timed, over the median of its cell."""
+    """All times over the median of their cell."""
     failures: dict[str, str] = {}
     """Why, by what was tried."""
 

@@ -68,7 +68,7 @@ class TextPoint(Proven):
     predicted: float
     """Texts a second at which both limits are kept."""
     memory_bytes: int
-    """Of keys and values."""
+    """Memory of keys and values."""
 
     @property
     def order(self) -> tuple[bool, float, float]:
@@ -87,7 +87,7 @@ class TextSearch(Outcome[TextPoint]):
     costs: dict[int, TextCosts] = field(default_factory=dict)
     """By threads of the engine."""
     scale: dict[int, float] = field(default_factory=dict)
-    """By which they were multiplied after load tests that contradicted them."""
+    """The factor by which they were multiplied after load tests that contradicted them."""
 
 
 async def search_texts(

@@ -50,14 +50,14 @@ class Served:
     """What a simulation saw. Seconds."""
 
     ttft_s: Array
-    """Of each text, in the order of arrival; infinite where it was not begun."""
+    """By text, in the order of arrival; infinite where it was not begun."""
     steps_s: Array
-    """Of each step."""
+    """Length of each step."""
     writing: Array
     """How many texts got a token in each step that was not their first."""
     first: Array
     last: Array
-    """Of each text: the steps with its first and its last token."""
+    """By text, the steps with its first and its last token."""
     busy_s: float = 0.0
     stable: bool = True
 

@@ -38,7 +38,7 @@ class Analysis:
     why_not: str = ""
     """Why there is no fit."""
     pooling: str = ""
-    """Of a study on several machines: how they were pooled, or why not."""
+    """For a study on several machines, how they were pooled, or why not."""
     spreads: Mapping[Level, float] = field(default_factory=dict)
     """By level: standard deviation of its gain from machine to machine, as a factor; where machines were pooled."""
     model: Model | None = field(default=None, compare=False, repr=False)

@@ -21,7 +21,7 @@ class Grown:
     """The largest batch that fits at a step."""
 
     factor: int
-    """So many times the batch as given; 0 where not even that fits."""
+    """How many times the batch as given; 0 where not even that fits."""
     rows: int
     why: str
     """Why no larger one."""

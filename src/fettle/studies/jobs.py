@@ -28,7 +28,7 @@ class Job:
     targets: tuple[str, ...] = ()
     machines: int = 4
     gpus: int = 0
-    """Of each machine; a worker for each. 0: one worker for the whole machine."""
+    """GPUs of each machine; a worker for each. 0: one worker for the whole machine."""
     image: str = ""
 
     @property

@@ -81,9 +81,10 @@ class Model:
     results: RegressionResults
     covariance: Vector
     freedom: float
-    """Of `covariance`; infinite where it is from the errors of measuring, as too few experiments are left over."""
+    """Degrees of freedom of `covariance`; infinite where it is from the errors of measuring, as too few experiments are
+    left over."""
     scatter: Vector | None = None
-    """Of a mixed model: the part of `covariance` that is not from how the random draws differ, with `freedom`;"""
+    """In a mixed model, the part of `covariance` that is not from how the random draws differ, with `freedom`;"""
     draws: int = 0
     """and how many draws there are."""
 
@@ -235,8 +236,8 @@ def _by_parents(chosen: _Columns, levels: Mapping[str, Sequence[str]], y: Vector
 
 
 def _covariance(results: RegressionResults, x: Vector, measured: Vector | None, freedom: float) -> tuple[Vector, float]:
-    """Of the coefficients, and its degrees of freedom: from what the experiments scatter about the fit, or where too
-    few are left over for that from what measuring says of each."""
+    """The coefficients' covariance, and its degrees of freedom: from how the experiments scatter about the fit, or
+    where too few are left over for that from what measuring says of each."""
     inverse = np.asarray(results.normalized_cov_params)
     if freedom >= LEAST_FREEDOM:
         return np.asarray(results.cov_params()), freedom

@@ -16,7 +16,7 @@ from fettle.studies.effects import ZONE, Effect
 from fettle.studies.model import Estimate, Level, Model, Term
 
 _PART = 1 / 3
-"""Of what a level gains in one place: if it gains less than this in the other, it is said to need that, or to be
+"""Share of what a level gains in one place: where it gains less in the other, it is said to need that, or to be
 cancelled."""
 Kind = Literal["hurts", "needs", "cancels", "turns", "more", "less", "helps"]
 
@@ -63,7 +63,7 @@ def _average(model: Model, effect: Effect) -> Sentence:
 
 
 def _pair(model: Model, effect: Effect, apart: frozenset[str], confidence: float) -> Sentence:
-    """Of the two ways to say it, the one that says most: what needs, what turns, what cancels, what grows or
+    """The more telling of the two ways to say it: what needs, what turns, what cancels, what grows or
     shrinks."""
     one, two = effect.levels
     ways = [_way(model, effect, a, b, apart, confidence) for a, b in ((one, two), (two, one)) if a[0] not in apart]

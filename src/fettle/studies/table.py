@@ -25,7 +25,7 @@ class Experiment:
     """One row."""
 
     levels: Mapping[str, str]
-    """By factor."""
+    """Levels by factor."""
     values: Mapping[str, float]
     """By response; what is missing or not a positive number is not an observation of it."""
     group: str = ""

@@ -58,7 +58,7 @@ class Workload:
         return self.within(self.known.values())
 
     def within(self, trials: Iterable[Trial]) -> list[Trial]:
-        """Those of recipes in the space."""
+        """Trials of recipes in the space."""
         allowed = {(name, level) for name, levels in self.space.choices.items() for level in levels}
         return [trial for trial in trials if trial.recipe.levels.items() <= allowed]
 

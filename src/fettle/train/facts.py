@@ -14,7 +14,7 @@ from fettle.train.workload import TrainingWorkload
 from fettle.workload import Workload
 
 MOST_BATCHES = 32
-"""Of more batches the first are looked at."""
+"""The most batches that are looked at: the first ones."""
 
 
 def training_facts(workload: TrainingWorkload, *, allow_batch: bool = False) -> Facts:

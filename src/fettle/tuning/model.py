@@ -60,7 +60,7 @@ class Point:
     value: float
     """Log time, less the mean of its race."""
     variance: float
-    """Of `value`, from the scatter of its rounds."""
+    """Variance of `value`, from the scatter of its rounds."""
     taken_out: float = 0.0
     """Log of elapsed time over the time used, where the machine was not quiet."""
 
@@ -108,7 +108,7 @@ class Races:
     elapsed: bool = False
     """Go by time elapsed beside whatever else the machine did."""
     trials: dict[int, dict[Recipe, Trial]] = field(default_factory=dict)
-    """By race."""
+    """Trials by race."""
     _points: dict[int, list[Point]] = field(default_factory=dict)
 
     def add(self, trials: Iterable[Trial]) -> None:
@@ -217,7 +217,7 @@ class _Variances:
     noise: float
     """By how much the noise is larger than the rounds say: a process may drift from race to race."""
     left: int
-    """Contrasts in all."""
+    """The number of contrasts."""
 
 
 class _Solved:

@@ -98,7 +98,7 @@ class Session:
         self._may_wait_s = _UNLIMITED_WAIT_S if seconds is None else WAITING * seconds
         self.patience = Patience(0.0 if self.rules.may_go_first else 0.6 * self._may_wait_s)
         self.environments: Mapping[str, Interpreter] = {}
-        """Those that a recipe may run in beside ours, by the level of `PYTHON` that says so."""
+        """Environments that a recipe may run in beside ours, by the level of `PYTHON` that says so."""
         self.notes: list[str] = []
         """What the result should say of how the study was made."""
         self._on_progress, self._nodes = on_progress, nodes
@@ -223,7 +223,7 @@ class Session:
         return [self.standings.known[recipe] for recipe in wanted if recipe in self.standings.known]
 
     def measure_share(self, recipes: Sequence[Recipe], most: int) -> bool:
-        """Of `recipes` claim `most` at most that no worker on a machine like this one has measured or is about to, and
+        """Claim at most `most` of `recipes` that no worker on a machine like this one has measured or is about to, and
         measure them. False where there are none."""
         mine, place = self.study.claim([canonical(recipe) for recipe in recipes], most, self.facts)
         try:

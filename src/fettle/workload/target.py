@@ -40,9 +40,9 @@ class Target:
     folder: str = field(default="", repr=False)
     """Where its process works; empty for where we are."""
     instead_of: str = field(default="", repr=False)
-    """Of another revision: the working tree, from which nothing may be imported."""
+    """For another revision, the working tree, from which nothing may be imported."""
     checkout: str = field(default="", repr=False)
-    """Of another revision: the root of its own files, which may lie in the working tree."""
+    """For another revision, the root of its own files, which may lie in the working tree."""
 
     @property
     def is_live(self) -> bool:

@@ -139,7 +139,7 @@ class CoreClock:
     """How crowded the machine is while it is entered, seen from the threads of this process (Linux; else 0)."""
 
     crowded = 0.0
-    """Of the time in which they ran or could have run, the share in which they had no core."""
+    """The share of the time in which they ran or could have run in which they had no core."""
 
     def __enter__(self) -> CoreClock:
         self._before = _all_threads()

@@ -115,7 +115,7 @@ def about_operators(
 
 
 def unfused(call: Evidence) -> float:
-    """Of a compiled model: the share of a call that one whole graph would not need. 0 where it is not compiled."""
+    """For a compiled model, the share of a call that one whole graph would not need. 0 where it is not compiled."""
     groups = call.seconds(POINTWISE, LAYOUT, CAST, INDEX)
     return call.share(groups + call.outside_s) if call.compiled else 0.0
 

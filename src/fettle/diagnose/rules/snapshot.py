@@ -9,7 +9,7 @@ from fettle.memory import Analysis
 from fettle.units import size_text
 
 _LARGE_SHARE = 0.1
-"""Of the peak: a smaller holder is not worth a line of its own."""
+"""Share of the peak: a smaller holder is not worth a line of its own."""
 _STUCK_BYTES = 256 << 20
 """Below this no setting of the allocator is worth it, whatever the share (`fettle.memory` advises none either)."""
 _LARGE_BYTES = 64 << 20

@@ -32,7 +32,7 @@ LEAST = 0.03
 _LEAST_PYTHON = 0.25
 """On a trace of the host alone: Python around operators below this share is the rule, not a fault."""
 _FEWEST_OPERATORS = 50
-"""A step, likewise."""
+"""For each step, likewise."""
 _EVENT_NS = 3_000
 """More than recording one event on the host costs: 0.9 us as `bench/trace_bounds.py --event-cost` found it, shapes
 included; Python's stacks cost more, and have events of their own."""
@@ -243,7 +243,7 @@ def _slowed_ns(trace: Trace) -> int:
 
 
 def _within_steps(trace: Trace, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Those rows that begin within a step and end in it, too."""
+    """The rows that begin within a step and end in it, too."""
     windows = steps(trace)
     at = np.searchsorted(windows["start_ns"].to_numpy(), trace.ts[rows], side="right") - 1
     inside: np.ndarray = rows[(at >= 0) & (ends[rows] <= windows["end_ns"].to_numpy()[at])]

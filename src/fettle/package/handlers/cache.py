@@ -15,7 +15,7 @@ from fettle.units import size_text
 _LEAST_REUSED = 16
 """Fewer tokens that two prompts begin with are computed again."""
 _SHARE = 0.5
-"""Of the memory that is free: what a cache may take whose size nobody says."""
+"""Share of the free memory that a cache may take where its size is not set."""
 
 
 class Cache:

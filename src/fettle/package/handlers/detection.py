@@ -33,7 +33,7 @@ MASK = "pixel_mask"
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="detection"):
-    """Of the detection handler."""
+    """Settings of the detection handler."""
 
     decoding: Decoding
     logits: str

@@ -57,7 +57,7 @@ class Decoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="image"):
-    """Of the image handler."""
+    """Settings of the image handler."""
 
     decoding: Decoding
     output: str

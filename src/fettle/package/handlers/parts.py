@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 Scores = Literal["softmax", "sigmoid", "none"]
 """How a model's scores become probabilities; ``none``: they are already."""
 Top = Annotated[int, Meta(ge=1, le=100_000)]
-"""Classes to name."""
+"""The classes to name."""
 LABELS = "labels.txt"
 MAX_LABELS_BYTES = 16 << 20
 LAST = "last"
@@ -112,7 +112,7 @@ def softmax(scores: Array) -> Array:
 
 
 def sigmoid(scores: Array) -> Array:
-    """Of every score, in float64."""
+    """The sigmoid of every score, in float64."""
     shares: Array = 0.5 * (1.0 + np.tanh(0.5 * scores.astype(np.float64)))
     return shares
 

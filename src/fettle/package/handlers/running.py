@@ -57,7 +57,7 @@ class Steps:
     by_rows: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Texts that got their next token in a call -> calls, seconds."""
     tokens: int = 0
-    """Written."""
+    """Tokens written so far."""
     reused: int = 0
     """Tokens of prompts whose keys and values another text had already."""
 

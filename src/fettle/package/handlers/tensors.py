@@ -14,7 +14,7 @@ from fettle.package.tensors import TensorSpec
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="tensor"):
-    """It has none."""
+    """There are none."""
 
 
 def suggest(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], files: set[str]) -> Settings:

@@ -38,7 +38,7 @@ FIELDS = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_id
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="text"):
-    """Of the text handler."""
+    """Settings of the text handler."""
 
     output: str
     """The output that is answered."""
@@ -52,7 +52,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     normalize: bool = True
     """Vectors get the length 1."""
     scores: Scores = "softmax"
-    """Of classes."""
+    """Scores of classes."""
     top: Top = 5
     max_characters: Annotated[int, Meta(ge=1)] = 200_000
     """Longer bodies are refused before the tokenizer sees them."""

@@ -16,7 +16,7 @@ class Writing:
         self._decode, self._stop = tokenizer.decode, stop
         self._ids = list(prompt[-_BEFORE:])
         self._sent = len(self._ids)
-        """So many of them are sent already; the characters of the others depend on them."""
+        """How many of them are sent already; the characters of the others depend on them."""
         self._held = ""
         """What may be the beginning of a stop string."""
         self.stopped = False

@@ -13,7 +13,7 @@ from prometheus_client.utils import floatToGoString
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 MAX_NAMES = 100
-"""Of a handler's own metrics."""
+"""The most names of a handler's own metrics."""
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
 
 

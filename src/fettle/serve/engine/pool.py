@@ -41,7 +41,7 @@ class Pool:
         self.attribution_specs = [msgspec.structs.replace(spec, datatype="FP32") for spec in self.specs]
         self.queue: BatchQueue[Request] = BatchQueue(settings)
         self.texts: BatchQueue[Request] = BatchQueue(_one_by_one(settings))
-        """Those that ask for a text, in the order in which they came."""
+        """Requests for a text, in the order in which they came."""
         self._row_s = settings.row_s(machine)
         self.trust, self.explains = trust, explain
         threads = threads_each(settings.threads, settings.workers)
@@ -49,7 +49,7 @@ class Pool:
             Worker(self, index, threads, cores[index] if cores else ()) for index in range(settings.workers)
         ]
         self.joining: list[Worker] = []
-        """Those that are started while the others serve."""
+        """Workers that are started while the others serve."""
         self.spare = spare
         self.name = package.manifest.name
         self._loop_kept: asyncio.AbstractEventLoop | None = None

@@ -17,7 +17,7 @@ from typing import Any
 from fettle.procs.process import Process
 
 SHARED_BYTES = 256 << 20
-"""Of the memory that a server shares with each worker. Pages take memory only once they were used."""
+"""Size of the memory that a server shares with each worker. Pages take memory only once they were used."""
 _ENVIRONMENT = (
     "PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "FETTLE_CACHE",
 )  # fmt: skip

@@ -16,7 +16,7 @@ from fettle.serve.engine.registry import Registry, Version
 from fettle.serve.http import protocol
 
 MAX_PARTS, MAX_PART = 8, 200
-"""Of a path."""
+"""The most parts of a path, and characters of one."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Call:
     began: float = 0.0
     """When its headers were whole, of `time.perf_counter`."""
     parts: Sequence[str] = ()
-    """Of the path, unquoted."""
+    """Parts of the path, unquoted."""
     version: Version | None = None
 
     def check_length(self) -> None:
@@ -93,7 +93,7 @@ class Call:
 
     @property
     def model_path(self) -> tuple[str, str | None, list[str]] | None:
-        """Of ``/v2/models/NAME[/versions/V]/...``: name, version, and the rest. None for other paths."""
+        """From ``/v2/models/NAME[/versions/V]/...``: name, version, and the rest. None for other paths."""
         match self.parts:
             case ["v2", "models", name, "versions", number, *rest]:
                 return name, number, rest
@@ -116,7 +116,7 @@ def path_parts(target: bytes) -> tuple[str, ...]:
 
 
 def _cut(target: bytes) -> tuple[bytes, bytes]:
-    """Path and query."""
+    """Split into path and query."""
     if target[:1] == b"/" and b"#" not in target and target.isascii():
         path, _, query = target.partition(b"?")
         return path, query

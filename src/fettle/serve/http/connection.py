@@ -49,7 +49,7 @@ class Connection(asyncio.Protocol):
         """Received since the last part of a request that was whole."""
         self._call = app.call("", b"", {}, self.gone)
         self._pieces: list[bytes] | None = []
-        """Of the body that is being read; None: nobody will look at it."""
+        """Pieces of the body that is being read; None: nobody will look at it."""
         self._size = 0
         self._in_body = False
         self._pending: deque[tuple[Call, Reply | None, bool]] = deque()

@@ -28,7 +28,7 @@ _Tokens = Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """Of a stream."""
+    """Options of a stream."""
 
     include_usage: bool = False
     """Send the counts after the last piece."""

@@ -59,7 +59,7 @@ class Cost:
 
 
 def matrix_cost(a: Shape, b: Shape) -> Cost | None:
-    """Of a matrix product, batched or with vectors; None where the shapes do not fit."""
+    """Cost of a matrix product, batched or with vectors; None where the shapes do not fit."""
     if not a or not b:
         return None
     m, k = (a[-2] if len(a) > 1 else 1), a[-1]
@@ -71,7 +71,7 @@ def matrix_cost(a: Shape, b: Shape) -> Cost | None:
 
 
 def convolution_cost(data: Shape, weight: Shape, space: Shape, groups: int) -> Cost | None:
-    """Of a convolution whose result (of a transposed one: whose input) has the spatial extent `space`."""
+    """Cost of a convolution whose result (of a transposed one: whose input) has the spatial extent `space`."""
     if len(data) < 3 or len(weight) != len(data) or groups < 1 or len(space) != len(data) - 2:
         return None
     m, n, k = data[0] * prod(space), weight[0] // groups, prod(weight[1:])
@@ -79,7 +79,7 @@ def convolution_cost(data: Shape, weight: Shape, space: Shape, groups: int) -> C
 
 
 def attention_cost(q: Shape, k: Shape, v: Shape, products: int = 2) -> Cost | None:
-    """Of attention over (batch, heads, length, width); its backward has five products."""
+    """Cost of attention over (batch, heads, length, width); its backward has five products."""
     if len(q) != 4 or len(k) != 4 or len(v) != 4:
         return None
     batch = q[0] * q[1]
@@ -103,7 +103,7 @@ OPERATORS = frozenset((*_MATRIX, *_ADDED, *_TRANSPOSED, *_ATTENTION, "aten::conv
 
 
 def call_cost(operator: str, shapes: Sequence[Any], values: Sequence[str]) -> Cost | None:
-    """Of one call, from the shapes of its inputs and the values of the others; None where they do not say."""
+    """Cost of one call, from the shapes of its inputs and the values of the others; None where they do not say."""
 
     def shape(at: int) -> Shape:
         sizes = shapes[at] if at < len(shapes) and isinstance(shapes[at], list) else []
@@ -147,7 +147,7 @@ def call_cost(operator: str, shapes: Sequence[Any], values: Sequence[str]) -> Co
 
 
 def limits_of(trace: Trace) -> Limits | None:
-    """Those of the trace's device, where its name is one of `DATA_SHEETS`."""
+    """Limits of the trace's device, where its name is one of `DATA_SHEETS`."""
     devices = trace.metadata.get("deviceProperties")
     first = devices[0] if isinstance(devices, list) and devices else None
     name = str(first.get("name", "")) if isinstance(first, dict) else ""

@@ -231,7 +231,7 @@ def idle_breakdown(trace: Trace, consecutive_kernel_delay_us: int = 30) -> pl.Da
 
 
 def launch_statistics(trace: Trace) -> pl.DataFrame:
-    """Of the four launch calls that HTA knows, in the columns of its launch histograms: correlation, call, call_row,
+    """The four launch calls that HTA knows, in the columns of its launch histograms: correlation, call, call_row,
     call_ns, duration_ns, delay_ns (never negative), short (the work is, and its call is no longer than 50 us).
     """
     work = _rounded(trace)

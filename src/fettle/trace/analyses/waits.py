@@ -61,7 +61,7 @@ class Held(IntEnum):
 
 @dataclass(frozen=True)
 class Waits:
-    """Of each piece of device work, by its position in `trace.device_rows`; positions of others likewise, -1 for none.
+    """What device work waited for, by its position in `trace.device_rows`; positions of others likewise, -1 for none.
 
     `called` is the launch call's begin, not after the work's (-1: no known launch, nor one before which it must be).
     Nothing known held the work any more from `since` on; `cause` (a number in the order of `CAUSES`) is that of the
@@ -253,8 +253,8 @@ def _last_reason(
 
 
 def _along_streams(key: Ints, order: Ints, called: Ints) -> tuple[Ints, Ints]:
-    """Of each piece the work before it on its stream, and when the first launch came of it and what is behind it there;
-    -1 where there is none.
+    """For each piece, the work before it on its stream, and when the first launch came of it and what is behind it
+    there; -1 where there is none.
     """
     far = np.iinfo(np.int64).max
     previous, by_then = np.full(len(key), -1, dtype=np.int64), np.where(called >= 0, called, far)

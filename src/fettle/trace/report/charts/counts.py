@@ -37,7 +37,7 @@ def histogram(durations: pl.DataFrame, title: str, *, by: str = "") -> Any:
 
 
 def launch_charts(launches: pl.DataFrame) -> dict[str, Any]:
-    """Of `launch_stats`: all delays, and what stands out: short work, long calls, late work. By caption."""
+    """Charts of `launch_stats`: all delays, and what stands out: short work, long calls, late work. By caption."""
     long = (pl.col("call_ns") > LONG_CALL_NS) & pl.col("call_row").is_first_distinct()
     late, start = pl.col("delay_ns") > LATE_NS, "from the end of the launch call to the start of the work"
     charts = {
