@@ -99,7 +99,7 @@ def judge(planted: Planted, confidence: float = 0.95) -> tuple[int, int, int, bo
         true = truth(planted, effect.levels)
         told += 1
         held += math.log(effect.ratio.low) <= true <= math.log(effect.ratio.high)
-        wrong += effect.is_told and abs(true) < 1e-12
+        wrong += effect.is_claimed and abs(true) < 1e-12
     first = said[0] if said else None
     return held, told, wrong, first is not None and set(first.levels) == set(planted.surprise)
 

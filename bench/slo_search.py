@@ -187,7 +187,7 @@ async def measured(
     package: Package, point: Point, branch: Measured, limit_s: float, seconds: float, expected: float | None = None
 ) -> Point:
     """The point with its capacity by load tests, fewer where one is expected."""
-    await prove(package, point, branch.costs, SearchResult(limit_s, 0.0), seconds, expected=expected)
+    await prove(package, point, branch.costs, SearchResult(limit_s), seconds, expected=expected)
     return point
 
 

@@ -74,7 +74,7 @@ def test_a_call_decides_what_the_model_takes() -> None:
     [
         ([X, X], Two(), ["inputs=(a, b) for one batch", "inputs=[(a, b), ...] for several"]),
         ((X, X), one, ["inputs=[a, b] for 2 batches", "inputs=[((a, b),)] for one batch"]),
-        ({"pixels": X}, Named(), ["inputs=[(batch,)]", "the names that are taken"]),
+        ({"pixels": X}, Named(), ["inputs=[(batch,)]", "the names of its arguments"]),
         (loader(torch.ones(6, 4), torch.ones(6)), one, ["first for first, *_ in", "(batch,) for batch in"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Where an error is said to come from, and what mends it."""
+"""Where an error is said to come from, and what fixes it."""
 
 from importlib import metadata
 from pathlib import Path

@@ -228,7 +228,7 @@ class TestFindTarget:
 
     def test_another_kind_of_file(self, tmp_path: Path) -> None:
         path = write(tmp_path, "", "weights.pt")
-        with Refused("no Python file"):
+        with Refused("not a Python file"):
             find_target(f"{path}:workload")
 
 

@@ -55,7 +55,7 @@ _HOMES = {
     "fettle.workload": ("Target", "Workload"),
 }
 _ROOMS = ("diagnose", "memory", "trace")
-"""Those that a program uses by their names: `fettle.memory.record()`."""
+"""Rooms that a program uses by their names: `fettle.memory.record()`."""
 
 
 def __getattr__(name: str) -> Any:

@@ -59,16 +59,16 @@ def apply(
     when the recipe was measured on another machine or version of torch: ``fettle check recipe.toml TARGET`` measures it
     here. Raises `UsageError` when the recipe cannot work on this model or machine.
     """
-    found = read_recipe(recipe)
-    warn_if_foreign(found)
-    workload = _workload(model, inputs, call, found.recipe.parts)
+    file = read_recipe(recipe)
+    warn_if_foreign(file)
+    workload = _workload(model, inputs, call, file.recipe.parts)
     if isinstance(workload, TrainingWorkload):
         from fettle.train import training_facts
 
         facts = replace(training_facts(workload, allow_batch=True), largest_batch=LARGEST)
     else:
         facts = probe_facts(workload, allow_batch=True)
-    optimize = _compiled(found.recipe, replace(facts, learned=found.learned))
+    optimize = _compiled(file.recipe, replace(facts, learned=file.learned))
     if isinstance(workload, TrainingWorkload):
         return optimize(workload.model, workload.optimizer, workload.loss, workload.data)
     calibration = list(workload.calibration) or list(workload.inputs)
@@ -114,8 +114,8 @@ def with_inputs(
 def _built(target: Target) -> Workload | TrainingWorkload:
     """What a target's factory makes with torch's seed 0, which leaves the caller's own random numbers alone."""
     with torch.random.fork_rng():
-        made, mode = make(target)
-        return load_training(target, made=made) if mode == "training" else target.load(made)
+        built, mode = make(target)
+        return load_training(target, made=built) if mode == "training" else target.load(built)
 
 
 def warn_if_foreign(recipe: RecipeFile) -> str:

@@ -69,7 +69,7 @@ class _Signature:
 
     @classmethod
     def of(cls, model: Any, call: Callable[..., Any] | None) -> _Signature | None:
-        """None where nobody can tell."""
+        """None where it is unknown."""
         function = call or getattr(model, "forward", model)
         if not inspect.isroutine(function) or inspect.isbuiltin(function):
             return None
@@ -82,9 +82,9 @@ class _Signature:
         named = [p.name for p in every if p.kind in (kinds.KEYWORD_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
         any_number = any(p.kind == kinds.VAR_POSITIONAL for p in every)
         any_name = any(p.kind == kinds.VAR_KEYWORD for p in every)
-        said = f"{getattr(function, '__name__', 'call')}({', '.join(map(_spelling, every))})"
+        spelled = f"{getattr(function, '__name__', 'call')}({', '.join(map(_spelling, every))})"
         return cls(
-            said, sum(p.default is kinds.empty for p in positional), None if any_number else len(positional),
+            spelled, sum(p.default is kinds.empty for p in positional), None if any_number else len(positional),
             None if any_name else frozenset(named),
         )  # fmt: skip
 
@@ -112,8 +112,8 @@ def _check_one(batch: Any, takes: _Signature | None) -> None:
     if _is_keywords(batch) and takes.names is not None and not batch.keys() <= takes.names:
         odd = ", ".join(sorted(batch.keys() - takes.names))
         raise UsageError(
-            f"the inputs are a dict with {odd}, which the model, called {takes.name}, does not take so: write "
-            "inputs=[(batch,)] for one batch whose one argument is the dict, or give it the names that are taken"
+            f"the inputs are a dict with {odd}, which is not an argument of the model, called {takes.name}: "
+            "write inputs=[(batch,)] for one batch whose one argument is the dict, or use the names of its arguments"
         )
 
 

@@ -110,15 +110,15 @@ def check(
 
     A recipe file names the workload that it was found on: `UsageError` for another one, unless `force`.
     """
-    found = read_recipe(recipe)
-    kept = found.evidence.get("limits")
+    file = read_recipe(recipe)
+    kept = file.evidence.get("limits")
     limits = (
         None if kept is None else Limits(**{name: kept.get(name) for name in _JUDGED}, exact=bool(kept.get("exact")))
     )
     rules = Rules(settle_verdicts=True, max_rounds=48, replicates=REPLICATES, most_replicates=MOST_REPLICATES)
-    fingerprint = "" if force else found.workload.get("fingerprint", "")
+    fingerprint = "" if force else file.workload.get("fingerprint", "")
     return _race(
-        workload_of(model, inputs, call, None, mode), [found], rules, limits, budget_s, fingerprint, on_progress
+        workload_of(model, inputs, call, None, mode), [file], rules, limits, budget_s, fingerprint, on_progress
     )
 
 
@@ -135,7 +135,7 @@ def _race(
     on_progress: OnProgress,
 ) -> Comparison:
     """The race of a comparison. `fingerprint`, when given, is what the workload must be."""
-    found = [read_recipe(recipe) for recipe in recipes]
+    files = [read_recipe(recipe) for recipe in recipes]
     with tempfile.TemporaryDirectory(prefix="fettle-", ignore_cleanup_errors=True) as text:
         folder = Path(text)
         options = Options(
@@ -149,9 +149,9 @@ def _race(
         try:
             session.report("building the workload and its reference")
             session.open(this_machine(), fingerprint)
-            learned = next((item.learned for item in found if item.learned), {})
+            learned = next((item.learned for item in files if item.learned), {})
             session.facts = replace(session.facts, learned=learned)
-            wanted = [canonical(item.recipe) for item in found]
+            wanted = [canonical(item.recipe) for item in files]
             for recipe in wanted:
                 why_not = conflict(recipe, session.facts)
                 if why_not:

@@ -1,4 +1,4 @@
-"""The one exception that means: the person who called fettle can mend this.
+"""The one exception that means: the person who called fettle can fix this.
 
 Commands print its single line and leave with exit code 2; nothing has been written by then.
 """
@@ -32,13 +32,13 @@ def _with(name: str) -> str:
     from urllib.request import url2pathname
 
     try:  # PEP 610
-        told = json.loads(metadata.distribution("torch-fettle").read_text("direct_url.json") or "{}")
+        origin = json.loads(metadata.distribution("torch-fettle").read_text("direct_url.json") or "{}")
     except (metadata.PackageNotFoundError, ValueError):
-        told = {}
-    if "dir_info" not in told:
+        origin = {}
+    if "dir_info" not in origin:
         return f"'torch-fettle[{name}]'"
-    folder = url2pathname(urlsplit(told["url"]).path)
-    return f"{'-e ' if told['dir_info'].get('editable') else ''}'{folder}[{name}]'"
+    folder = url2pathname(urlsplit(origin["url"]).path)
+    return f"{'-e ' if origin['dir_info'].get('editable') else ''}'{folder}[{name}]'"
 
 
 def place(error: BaseException) -> str:

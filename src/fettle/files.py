@@ -16,7 +16,7 @@ import msgspec
 from fettle.errors import UsageError
 
 MOST_BYTES = 64 << 20
-"""Of a file from outside, where nothing larger is to be expected."""
+"""The most that is read of a file from outside, where nothing larger is to be expected."""
 
 
 def cache_folder(name: str) -> Path:
@@ -30,7 +30,7 @@ def check_writable(*paths: str | os.PathLike[str] | None) -> None:
 
     None is not a file. Nothing is written; a folder that is not there is not an error, because writing makes it.
     """
-    for path in (Path(given).absolute() for given in paths if given is not None):
+    for path in (Path(path).absolute() for path in paths if path is not None):
         try:
             if path.is_dir():
                 raise UsageError(f"cannot write {path}: it is a folder")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 MOST_BYTES = 8 << 30
-"""Of all folders beside each other; those used longest ago go first."""
+"""The most that all folders beside each other may hold; those used longest ago go first."""
 SUMS = "sums.json"
 """The SHA-256 of each file. Its own time is when the folder was last used."""
 _ABANDONED_S = 86400.0
@@ -64,7 +64,7 @@ def _sums(folder: Path) -> dict[str, str]:
 
 def _let_go(parent: Path) -> None:
     """Delete until no more than `MOST_BYTES` are kept, and what killed processes have left."""
-    found = []
+    kept = []
     for folder in parent.iterdir():
         try:
             if folder.name.startswith("."):
@@ -72,11 +72,11 @@ def _let_go(parent: Path) -> None:
                     shutil.rmtree(folder, ignore_errors=True)
                 continue
             used = (folder / SUMS).stat().st_mtime_ns
-            found.append((used, sum(file.stat().st_size for file in folder.iterdir()), folder))
+            kept.append((used, sum(file.stat().st_size for file in folder.iterdir()), folder))
         except OSError:  # another process was first, or it is nothing of ours
             continue
-    left = sum(size for _, size, _ in found)
-    for _, size, folder in sorted(found):
+    left = sum(size for _, size, _ in kept)
+    for _, size, folder in sorted(kept):
         if left <= MOST_BYTES:
             return
         shutil.rmtree(folder, ignore_errors=True)

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _MONOTONIC, _ABSOLUTE = 1, 1
-"""Of Linux' time.h and sys/timerfd.h."""
+"""From Linux' time.h and sys/timerfd.h."""
 _CLOSE_S = 20e-6
 """What is nearer than this is not worth a system call."""
 _TIMERS_LATE_S = 0.0008
-"""By which the event loops' own timers, which count milliseconds, may wake up late."""
+"""How late the event loops' own timers, which count milliseconds, may wake up late."""
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from fettle.procs.limits import affinity_cores
 
 _PACKAGES = (
     "torch", "torchao", "onnxruntime", "openvino", "triton", "transformers", "diffusers", "numpy", "torch-fettle",
@@ -59,7 +60,7 @@ def this_machine() -> Machine:
     if torch.cuda.is_available():
         gpus = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     cpu = cpu_name()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = affinity_cores()
     versions = installed()
     versions["torch"] = str(torch.__version__)
     if torch.version.cuda:
@@ -79,13 +80,13 @@ def this_machine() -> Machine:
 
 def installed() -> dict[str, str]:
     """Versions of the libraries that decide what is measured, of those that are installed. None is imported."""
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def find_libraries() -> dict[str, str]:
@@ -95,7 +96,7 @@ def find_libraries() -> dict[str, str]:
         return {}
     cache = _linker_cache()
     library, version = platform.libc_ver()
-    found = {library: version} if library == "glibc" else {}
+    libraries = {library: version} if library == "glibc" else {}
     for name, files in _ALLOCATORS.items():
         for file in files:
             path = cache.get(file) or next(
@@ -103,9 +104,9 @@ def find_libraries() -> dict[str, str]:
                 "",
             )
             if path:
-                found[name] = path
+                libraries[name] = path
                 break
-    return found
+    return libraries
 
 
 @lru_cache
@@ -134,11 +135,11 @@ def measure_peaks(device: str) -> Mapping[str, float]:
     return peaks
 
 
-def _best_s(run: Callable[[], Any], device: str, repeats: int = 4) -> float:
+def _best_s(run: Callable[[], Any], device: str) -> float:
     import torch
 
     best = float("inf")
-    for _ in range(repeats):
+    for _ in range(4):
         if device == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()

@@ -68,8 +68,8 @@ class Recipe:
     @property
     def parts(self) -> list[str]:
         """The parts of a pipeline that it names."""
-        found = (technique_and_part(name)[1] for name in self.levels)
-        return list(dict.fromkeys(part for part in found if part))
+        names = (technique_and_part(name)[1] for name in self.levels)
+        return list(dict.fromkeys(part for part in names if part))
 
     def of_part(self, part: str) -> Recipe:
         """As one part sees it: its own levels under their plain names, beside those of the whole call."""

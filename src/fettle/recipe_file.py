@@ -86,24 +86,24 @@ def load_recipe(path: str | Path) -> RecipeFile:
     if "levels" not in data:
         raise UsageError(f"{path} is not a fettle recipe: it has no [levels] table")
     try:
-        found = _read(data)
+        file = _read(data)
     except UsageError as error:
         raise UsageError(f"{path} is not a fettle recipe: {error}") from error
-    if found.format != FORMAT:
-        raise UsageError(f"{path} has recipe format {found.format}; this fettle reads format {FORMAT}")
-    return _checked(found)
+    if file.format != FORMAT:
+        raise UsageError(f"{path} has recipe format {file.format}; this fettle reads format {FORMAT}")
+    return _checked(file)
 
 
 def _read(data: Mapping[str, Any]) -> RecipeFile:
     for name, level in data["levels"].items() if isinstance(data["levels"], dict) else ():
         _typed(level, str, f"levels.{name}")
-    found = _typed(data, RecipeFile)
+    file = _typed(data, RecipeFile)
     for name, kind in _TABLES.items():
-        _typed(getattr(found, name), kind, name)
+        _typed(getattr(file, name), kind, name)
     for name, kind in learned_types().items():
-        if name in found.evidence:
-            _typed(found.evidence[name], kind, f"evidence.{name}")
-    return found
+        if name in file.evidence:
+            _typed(file.evidence[name], kind, f"evidence.{name}")
+    return file
 
 
 def _typed(value: Any, kind: type[T], where: str = "") -> T:
@@ -116,17 +116,17 @@ def _typed(value: Any, kind: type[T], where: str = "") -> T:
         raise UsageError(f"{place}: {problem}" if place else problem) from error
 
 
-def _checked(found: RecipeFile) -> RecipeFile:
+def _checked(file: RecipeFile) -> RecipeFile:
     """The file in today's spelling. Raises `UsageError` for what the catalogue does not have."""
-    found.levels = dict(respelled(found.levels))
-    check_names(found.recipe)
-    return found
+    file.levels = dict(respelled(file.levels))
+    check_names(file.recipe)
+    return file
 
 
 def read_recipe(recipe: Recipe | RecipeFile | str | Path) -> RecipeFile:
     """A recipe however it was given: as it is, as text (``precision=bf16``), or as the path of a ``recipe.toml``.
 
-    Raises `UsageError` for a text or file that is none, and for what the catalogue does not have.
+    Raises `UsageError` for a text or file that is not a recipe, and for what the catalogue does not have.
     """
     if isinstance(recipe, RecipeFile):
         return recipe

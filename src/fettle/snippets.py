@@ -40,7 +40,7 @@ class Snippet:
 
     name: str
     seconds: float
-    """Of one run, the median of its slices."""
+    """Time of one run, the median of its slices."""
     speedup: Interval
     """Over the first snippet; above 1 is faster."""
 
@@ -56,13 +56,13 @@ class Snippets:
 
     def lines(self) -> list[tuple[str, str, str, str]]:
         """Name, time, speed-up and verdict of each, as text."""
-        found = []
+        rows = []
         for index, row in enumerate(self.rows):
             low, high = row.speedup.low, row.speedup.high
             verdict = "faster" if low > 1 else "slower" if high < 1 else "cannot be told apart"
             shown = str(row.speedup) if math.isfinite(high) else "too few rounds"
-            found.append((row.name, seconds_text(row.seconds), *(("", "as given") if index == 0 else (shown, verdict))))
-        return found
+            rows.append((row.name, seconds_text(row.seconds), *(("", "as given") if index == 0 else (shown, verdict))))
+        return rows
 
     def __str__(self) -> str:
         names = max(len(row.name) for row in self.rows)
@@ -77,8 +77,8 @@ class Snippets:
             f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in line)}</tr>" for line in self.lines()
         )  # fmt: skip
         head = "".join(f"<th>{name}</th>" for name in ("snippet", "one run", "speed-up", ""))
-        said = f"{self.rounds} rounds in this process. {self.load}"
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(said)}</p>"
+        note = f"{self.rounds} rounds in this process. {self.load}"
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(note)}</p>"
 
 
 def snippets_of(cell: str) -> dict[str, str]:

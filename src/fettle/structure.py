@@ -1,4 +1,4 @@
-"""What a workload computes, as far as its code tells: to see that somebody has edited the model.
+"""What a workload computes, as far as its code shows: to see that somebody has edited the model.
 
 Weights and inputs have their own hash (`fettle.workload.fingerprint`); a ReLU that became a GELU changes neither.
 """

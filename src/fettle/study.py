@@ -61,7 +61,7 @@ def _lasting(call: Callable[Concatenate[Study, _P], _R]) -> Callable[Concatenate
     """Ask a server again while it is away, for `OUTAGE_S` at most."""
 
     @functools.wraps(call)
-    def asked(self: Study, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def asking(self: Study, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         end = time.monotonic() + (0 if self.is_file else OUTAGE_S)
         while True:
             try:
@@ -71,7 +71,7 @@ def _lasting(call: Callable[Concatenate[Study, _P], _R]) -> Callable[Concatenate
                     raise
                 time.sleep(1.0)
 
-    return asked
+    return asking
 
 
 class Study:
@@ -83,7 +83,7 @@ class Study:
         self._owner = f"{platform.node()}:{os.getpid()}:{secrets.token_hex(3)}"
         self._claims: dict[Recipe, int] = {}
         """What this process is about to measure, and the number that Optuna's storage has for each trial."""
-        self._seen: dict[int, float] = {}
+        self._first_seen: dict[int, float] = {}
         """When a claim without a heartbeat was first seen, by the number of its trial."""
         self._ended: threading.Event | None = None
 
@@ -131,8 +131,8 @@ class Study:
             owner = study.user_attrs.get(_WORKLOAD)
             if owner is None:
                 if study.trials or ORDERS in study.user_attrs:
-                    what = "what workers are told" if ORDERS in study.user_attrs else "not fettle's"
-                    raise UsageError(f"the study {name!r} in {hidden(storage)} is {what}: choose another `study`")
+                    what = "holds workers' orders" if ORDERS in study.user_attrs else "is not fettle's"
+                    raise UsageError(f"the study {name!r} in {hidden(storage)} {what}: choose another `study`")
                 study.set_user_attr(_WORKLOAD, fingerprint)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -184,22 +184,22 @@ class Study:
     @_lasting
     def hosts(self) -> dict[str, str]:
         """The name of the machine that measured each recipe, by the recipe; of trials that know it."""
-        found: dict[str, str] = {}
+        by_host: dict[str, str] = {}
         for trial in self._finished():
-            found.setdefault(trial.user_attrs["recipe"], trial.user_attrs.get(_HOST, ""))
-        return found
+            by_host.setdefault(trial.user_attrs["recipe"], trial.user_attrs.get(_HOST, ""))
+        return by_host
 
     @_lasting
     def trials(self) -> list[Trial]:
         """The trials measured on this machine, oldest first."""
-        found: dict[Recipe, Trial] = {}
+        by_recipe: dict[Recipe, Trial] = {}
         for trial in self._finished():
             try:
                 read = Trial.from_json(json.loads(trial.user_attrs[_TRIAL]))
             except (ValueError, KeyError, msgspec.ValidationError) as error:
                 raise UsageError(f"trial {trial.number} of the study cannot be read: {first_line(error)}") from error
-            found.setdefault(read.recipe, read)  # whoever was first has measured it
-        return list(found.values())
+            by_recipe.setdefault(read.recipe, read)  # whoever was first has measured it
+        return list(by_recipe.values())
 
     def _finished(self) -> list[FrozenTrial]:
         return [trial for trial in self._ours() if isinstance(trial.user_attrs.get(_TRIAL), str)]
@@ -216,21 +216,21 @@ class Study:
         error = trial.accuracy.error
         values = None if failed else [trial.time_ms / trial.samples, error if math.isfinite(error) else 1e9]
         state = TrialState.FAIL if failed else TrialState.COMPLETE
-        told = {"recipe": str(trial.recipe), "status": trial.status, "reason": trial.reason,
-                _HOST: platform.node(), _TRIAL: json.dumps(trial.to_json())}  # fmt: skip
+        summary = {"recipe": str(trial.recipe), "status": trial.status, "reason": trial.reason,
+                   _HOST: platform.node(), _TRIAL: json.dumps(trial.to_json())}  # fmt: skip
         # Optuna's own mark for a trial that breaks a constraint: positive means infeasible.
         constraints = [1.0 if trial.status == "rejected" else 0.0]
         if trial.recipe in self._claims:
             storage, number = self._study._storage, self._claims[trial.recipe]
             with contextlib.suppress(UpdateFinishedTrialError):
                 storage.set_trial_system_attr(number, "constraints", constraints)
-                for key, value in told.items():
+                for key, value in summary.items():
                     storage.set_trial_user_attr(number, key, value)
                 storage.set_trial_state_values(number, state, values)
             del self._claims[trial.recipe]
             return
         kept = create_trial(state=state, values=values, **_levels(trial.recipe, facts),
-                            user_attrs={**told, _MACHINE: self._machine_id},
+                            user_attrs={**summary, _MACHINE: self._machine_id},
                             system_attrs={"constraints": constraints})  # fmt: skip
         if kept.datetime_complete and math.isfinite(trial.seconds):  # a timeline without this has points, not bars
             kept.datetime_start = kept.datetime_complete - datetime.timedelta(seconds=trial.seconds)
@@ -293,7 +293,7 @@ class Study:
 
     @_lasting
     def _free(self, recipes: Sequence[Recipe]) -> tuple[list[Recipe], Counter[str]]:
-        """Those that nobody measured or claims, and how often a recipe's worker vanished."""
+        """The recipes that nobody measured or claims, and how often a recipe's worker vanished."""
         taken, deaths = set(), Counter[str]()
         for trial in self._ours():
             if _TRIAL in trial.user_attrs or not trial.state.is_finished():
@@ -304,7 +304,7 @@ class Study:
 
     @_lasting
     def _won(self, recipes: Sequence[Recipe]) -> dict[Recipe, int]:
-        """Of what this process claims what is its own, with the place of each claim in the study."""
+        """What this process won of what it claimed, with the place of each claim in the study."""
         first: dict[str, FrozenTrial] = {}
         for trial in self._ours():
             if _TRIAL in trial.user_attrs or not trial.state.is_finished():
@@ -322,7 +322,7 @@ class Study:
         for trial in self._ours():
             if trial.state.is_finished() or trial._trial_id in self._claims.values():
                 continue
-            waited_s = now - self._seen.setdefault(trial._trial_id, now)
+            waited_s = now - self._first_seen.setdefault(trial._trial_id, now)
             ours = trial.user_attrs.get(_OWNER) == self._owner
             if ours or (trial.state == TrialState.WAITING and waited_s > GRACE_S):
                 with contextlib.suppress(UpdateFinishedTrialError):

@@ -16,7 +16,7 @@ from fettle.workload import Target
 
 def verify(
     target: str | Target,
-    found: Sequence[Finding],
+    findings: Sequence[Finding],
     facts: Facts,
     *,
     budget_s: float = 180.0,
@@ -29,7 +29,7 @@ def verify(
     first = preconditions(facts)
     answers: list[Verified] = []
     able: dict[Recipe, Finding] = {}
-    for finding in found:
+    for finding in findings:
         recipe = canonical(Recipe({**first.levels, **for_parts(finding.levels, facts)}))
         if not finding.levels or finding.bound <= 0 or recipe in able:
             continue
@@ -58,5 +58,5 @@ def _verified(finding: Finding, trial: Trial, beside: str, without: Trial | None
     load = "" if trial.is_quiet else str(trial.load)
     if without is None:
         return Verified(finding, recipe, trial.speedup, load=load)
-    brought = ratio(without.speedup, trial.speedup)
-    return Verified(finding, recipe, brought, "", beside, without.speedup or ALONE, load)
+    gain = ratio(without.speedup, trial.speedup)
+    return Verified(finding, recipe, gain, "", beside, without.speedup or ALONE, load)

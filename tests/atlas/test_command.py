@@ -73,9 +73,9 @@ def test_add_show_and_query(folder: Path, run_fettle: Run) -> None:
 def test_bad_input_is_one_line(tmp_path: Path, run_fettle: Run) -> None:
     (tmp_path / "a.parquet").write_text("hello")
     for words, says in (
-        (["atlas", "show", tmp_path / "a.parquet"], "is no Parquet file"),
+        (["atlas", "show", tmp_path / "a.parquet"], "is not a Parquet file"),
         (["atlas", "add", tmp_path / "b.parquet", tmp_path], "there is no study.db in"),
-        (["tune", "w.py", "--atlas", tmp_path / "a.parquet"], "is no Parquet file"),
+        (["tune", "w.py", "--atlas", tmp_path / "a.parquet"], "is not a Parquet file"),
         (["tune", "w.py", "--design=ladder", "--atlas", tmp_path / "a.parquet"], "--atlas tells the design auto"),
     ):
         said = run_fettle(*words)

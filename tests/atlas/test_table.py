@@ -66,7 +66,7 @@ def _bomb(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda path: path.write_text("no table"), "is no Parquet file"),
+        (lambda path: path.write_text("no table"), "is not a Parquet file"),
         (_without, "see its column 'recipe'"),
         (_other_type, "see its column 'speedup'"),
         (_more, "see its column 'more'"),
@@ -83,9 +83,9 @@ def test_what_is_no_atlas_is_refused_in_one_line(make, says: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda path: path.mkdir(), "is no file"),
+        (lambda path: path.mkdir(), "is not a file"),
         (lambda path: None, "No such file"),
-        (_bomb, "row 1 is no trial|cannot be read"),
+        (_bomb, "row 1 is not a trial|cannot be read"),
     ],
 )
 def test_a_file_from_outside_is_read_by_a_process_with_little_memory(make, says: str, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_damaged_file_is_refused_or_read_never_believed(tmp_path: Path) -> Non
 def test_every_value_is_checked(wrong: dict) -> None:
     row = msgspec.structs.asdict(atlas(1, 3)[1])
     assert len(checked([row], "it")) == 1
-    with pytest.raises(UsageError, match="it: row 1 is no trial"):
+    with pytest.raises(UsageError, match="it: row 1 is not a trial"):
         checked([{**row, **wrong}], "it")
 
 

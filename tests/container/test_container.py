@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_one_line(recipe: Path, wheel: Path, no_index: None
     recipe.write_text(recipe.read_text() + '[machine.versions]\ntorch = "1.0"\n')
     with pytest.raises(UsageError, match=r"measured with torch 1\.0, and .* is installed here"):
         write_image(recipe, tmp_path / "out", wheel)
-    for arguments, says in (([str(recipe), "--wheel", "absent.whl"], "is no wheel"), (["absent.toml"], "absent.toml")):
+    for arguments, says in (([str(recipe), "--wheel", "absent.whl"], "not a wheel"), (["absent.toml"], "absent.toml")):
         said = run_fettle("container", *arguments, "--output", tmp_path / "out")
         assert (said.code, said.out) == (2, "")
         assert says in said.err
@@ -118,7 +118,7 @@ def test_torch_is_from_the_index_of_its_build_and_nothing_else_is(no_index: None
 def test_what_has_no_hash_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = {"metadata": {"name": "a"}, "download_info": {"dir_info": {}}}
     monkeypatch.setattr(lock, "_report", lambda requirements, index: [entry])
-    with pytest.raises(UsageError, match="no hash of a==1"):
+    with pytest.raises(UsageError, match="no hash for a==1"):
         lock.locks({"a": "1"}, None)
 
 

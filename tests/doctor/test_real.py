@@ -81,8 +81,8 @@ def test_compromised_releases_are_found_and_never_imported(tmp_path: Path) -> No
         ("", "does not say when"),
         ("format = 2\nchecked = 2026-01-01", "Invalid enum value 2"),
         ("checked = 2026-01-01\nmore = 1", "unknown field `more`"),
-        ("checked = [", "no list of advisories"),
-        ("a" + "=[" * 100_000, "no list of advisories"),
+        ("checked = [", "not a list of advisories"),
+        ("a" + "=[" * 100_000, "not a list of advisories"),
         ("checked = 2026-01-01\nadvisory = [{package = 'x', versions = [], published = 2026-01-01, does = 'x', "
          "sources = ['x']}]", "Expected `array` of length >= 1"),
         ("checked = 2026-01-01\nadvisory = [{package = 'x', versions = ['1'], published = 2026-01-01, "

@@ -25,11 +25,11 @@ def loader():
     return torch.utils.data.DataLoader(torch.arange(400.0).reshape(100, 4), batch_size=4)
 """
 FOUND = {
-    "measure": Step(name="measure", says="A call takes 3 ms.", told={"given_ms": 3.0}),
-    "diagnose": Step(name="diagnose", says="It casts.", told={"first": ["precision"], "loading": 0.3}),
+    "measure": Step(name="measure", says="A call takes 3 ms.", results={"given_ms": 3.0}),
+    "diagnose": Step(name="diagnose", says="It casts.", results={"first": ["precision"], "loading": 0.3}),
     "data": Step(name="data", status="skipped", says="no input pipeline was named"),
-    "tune": Step(name="tune", says="Twice.", speedup=Interval(2.0, 1.9, 2.1), told={"recipe": "precision=bf16"}),
-    "verify": Step(name="verify", says="Holds.", speedup=Interval(1.9, 1.8, 2.0), told={"verified": True}),
+    "tune": Step(name="tune", says="Twice.", speedup=Interval(2.0, 1.9, 2.1), results={"recipe": "precision=bf16"}),
+    "verify": Step(name="verify", says="Holds.", speedup=Interval(1.9, 1.8, 2.0), results={"verified": True}),
     "package": Step(name="package", says="Written.", files=["package"]),
 }
 

@@ -320,7 +320,7 @@ def test_a_recipe_far_behind_is_left_out_and_a_price_is_a_cost(package, made_up,
 def found_with(costs, limit_s=0.1):
     branch = Branch(1, 1)
     measured = Measured(branch, Calibration({rows: (seconds,) for rows, seconds in costs.items()}))
-    found = SearchResult(limit_s, 0.0, branches={branch: measured})
+    found = SearchResult(limit_s, branches={branch: measured})
     found.points = rank([measured], limit_s)
     return found
 

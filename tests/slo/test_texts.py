@@ -131,14 +131,14 @@ class Server:
         self.slower, self.rates = slower, []
 
     async def test(self, search, served, setting, rate, seconds):
-        search.found.scale, kept = dict.fromkeys(search.found.scale, self.slower), search.found.scale
+        search.result.scale, kept = dict.fromkeys(search.result.scale, self.slower), search.result.scale
         tables = search._tables(setting)
-        search.found.scale = kept
+        search.result.scale = kept
         due = np.arange(400) / rate
-        seen = simulate_texts(due, search.found.prompts, search.found.outputs, setting.rows, setting.chunk, tables)
-        limits = search.found.limits
+        seen = simulate_texts(due, search.result.prompts, search.result.outputs, setting.rows, setting.chunk, tables)
+        limits = search.result.limits
         expected = simulate_texts(
-            due, search.found.prompts, search.found.outputs, setting.rows, setting.chunk, search._tables(setting)
+            due, search.result.prompts, search.result.outputs, setting.rows, setting.chunk, search._tables(setting)
         )  # fmt: skip
         self.rates.append((setting, rate))
         times = {"ttft_ms": {"p99": 1.0}, "itl_ms": {"p99": 1.0}, "tokens_per_s": 1.0}
@@ -228,7 +228,7 @@ def test_the_command_says_what_is_wrong(run_fettle, store, tmp_path, monkeypatch
         ((store / "net-1",), "say what limit"), ((store / "net-1", "--ttft", "1s"), "writes no texts"),
         (("a.py:b", "--ttft", "1s"), "need a package"), ((store / "net-1", "--itl", "0ms"), "more than 0"),
         ((store / "net-1", "--itl", "1s", "--p99", "1s"), "without --p99"),
-        ((store / "net-1", "--itl", "1s", "--prompt-tokens", "x"), "no length"),
+        ((store / "net-1", "--itl", "1s", "--prompt-tokens", "x"), "not a length"),
     ):  # fmt: skip
         found = run_fettle("serve", "slo", *given)
         assert (found.code, said in found.err) == (2, True), found.err

@@ -129,7 +129,7 @@ def test_what_is_claimed_has_passed_holm():
     found = effects(model)
     plain = [(model.main(e.levels[0]) if len(e.levels) == 1 else model.gain({e.levels: 1.0})).p() for e in found]
     assert [effect.p for effect in found] == pytest.approx(statsmodels.multipletests(plain, method="holm")[1])
-    assert all(effect.p < 0.05 for effect in found if effect.is_told)
+    assert all(effect.p < 0.05 for effect in found if effect.is_claimed)
 
 
 @settings(max_examples=25, deadline=None)

@@ -58,7 +58,7 @@ def test_names_that_belong_to_something_else_are_refused(begun: Settings) -> Non
     Study.open("mine", url, "weights", "here")
     with pytest.raises(UsageError, match="was not begun for workers"):
         agree(["net.py"], replace(begun, name="mine"))
-    with pytest.raises(UsageError, match="is what workers are told"):
+    with pytest.raises(UsageError, match="holds workers' orders"):
         Study.open("night", url, "weights", "here")
     with pytest.raises(UsageError, match=r"no study 'nigth' .* there are: 'night'"):
         settings_of(replace(begun, name="nigth"))
@@ -69,9 +69,9 @@ def test_names_that_belong_to_something_else_are_refused(begun: Settings) -> Non
 @pytest.mark.parametrize(
     ("target", "says"),
     [
-        ("os:system", "no file in this folder: to run that, name it, fettle worker os:system"),
-        ("../net.py", "no file in this folder"),
-        ("/etc/net.py:workload", "no file in this folder"),
+        ("os:system", "not a file in this folder: to run it, name it: fettle worker os:system"),
+        ("../net.py", "not a file in this folder"),
+        ("/etc/net.py:workload", "not a file in this folder"),
         ("net.py:system", "net.py defines no system"),
         ("gone.py", "there is no such file here"),
     ],
@@ -159,7 +159,7 @@ def test_a_ray_job_is_a_program(gpus: int) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["cloud"], "'cloud' is no cluster"),
+        (["cloud"], "'cloud' is not a cluster"),
         (["slurm", "--study=../x"], "letters, digits"),
         (["slurm", "--storage=study.db"], "cannot share a file, name a server"),
         (["ray", "--storage=postgresql://fettle:secret@db/studies"], "its password would stand in the job"),

@@ -60,7 +60,7 @@ def test_factors_can_be_named_with_what_was_given(tmp_path):
         ("a,\n1,2\n", {}, "a column has no name, or two have the same"),
         ("a,b\n1,2\n3\n", {}, "row 3 has 1 cells, the header 2"),
         (b"\xff\xfe\x00", {}, "is not text in UTF-8"),
-        ('a,b\n"1\n' + "x" * 200_000 + '",2\n', {}, "is no CSV file"),
+        ('a,b\n"1\n' + "x" * 200_000 + '",2\n', {}, "is not a CSV file"),
         ("a\n1\n2\n", {"response": ["a"], "group_by": []}, "no column looks like a setting that was varied"),
         ("a,y\n" + "".join(f"{n},1\n" for n in range(80)), {"response": ["y"], "group_by": [], "factors": ["a"]},
          "a has 80 levels: it looks measured, not set"),

@@ -152,7 +152,7 @@ def test_a_ladder_grows_the_batch_until_the_limit(work: Path, tmp_path: Path, ru
         (["w.py", "--budget", "soon"], "is not a duration"),
         (["absent.py"], "no such file: absent.py"),
         (["--from-csv", "absent.csv", "--response", "y"], "cannot read absent.csv"),
-        (["w.py", "-o", "x.txt/y.parquet/z.csv", "-o", "a.csv"], "is named for the same"),
+        (["w.py", "-o", "x.txt/y.parquet/z.csv", "-o", "a.csv"], "is named for that already"),
     ],
 )
 def test_bad_usage_is_one_line(words: list[str], says: str, tmp_path: Path, monkeypatch, run_fettle: Run):

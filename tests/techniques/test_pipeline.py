@@ -125,8 +125,8 @@ def test_parts_are_refused_where_there_are_none():
 def test_the_parts_of_a_workload_must_be_there():
     model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2))})
     for parts, says in (
-        (["b"], "'b' is no submodule of its model: it has a"),
-        (["a", "a.0"], "'a' and 'a.0' lie in one another"),
+        (["b"], "'b' is not a submodule of its model: it has a"),
+        (["a", "a.0"], "'a' and 'a.0' contain one another"),
         ("a", "are a list of names"),
     ):
         with pytest.raises(UsageError, match=says):

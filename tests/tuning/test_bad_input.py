@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("tune", "Missing argument"),
         ("tune .", "is not a target"),
-        ("tune ./text.txt", "is no Python file"),
+        ("tune ./text.txt", "is not a Python file"),
         ("tune work.py:", "is not a target"),
         ("tune work.py:two:three", "is not a target"),
         ("tune work.py --budget -5", "is not a duration"),

@@ -267,8 +267,8 @@ def test_a_file_or_folder_that_became_a_link_since_it_was_found_is_not_opened(tm
     for place in (inside / "a.txt", inside / "sub" / "b.txt", outside / "b.txt"):
         place.write_text("secret" if place.parent == outside else "mine")
     site = Site(inside, token="t")
-    found = site.found()
-    site.found = lambda: found  # type: ignore[method-assign] # as if no time went by
+    found = site.contents()
+    site.contents = lambda: found  # type: ignore[method-assign] # as if no time went by
     (inside / "a.txt").unlink()
     (inside / "a.txt").symlink_to(outside / "b.txt")
     shutil.rmtree(inside / "sub")

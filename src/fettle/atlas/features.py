@@ -15,9 +15,9 @@ _VECTOR = ("avx512f", "avx2", "sve", "neon")
 _MOST_SHAPES = 3
 
 
-def model_features(found: Evidence) -> dict[str, Any]:
-    """The columns of `Subject` that the operators of one call tell. Empty where none was seen."""
-    ops = found.operations
+def model_features(evidence: Evidence) -> dict[str, Any]:
+    """The columns of `Subject` that the operators of one call fill. Empty where none was recorded."""
+    ops = evidence.operations
     seconds = sum(op.seconds for op in ops)
     if not seconds:
         return {}
@@ -30,10 +30,10 @@ def model_features(found: Evidence) -> dict[str, Any]:
         "flops": float(flops),
         "bytes": float(sum(op.bytes for op in ops)),
         "calls": float(sum(op.calls for op in ops)),
-        "matrix": _share(found, seconds, "matrix"),
-        "pointwise": _share(found, seconds, "pointwise"),
-        "layout": _share(found, seconds, "layout", "cast"),
-        "index": _share(found, seconds, "index"),
+        "matrix": _share(evidence, seconds, "matrix"),
+        "pointwise": _share(evidence, seconds, "pointwise"),
+        "layout": _share(evidence, seconds, "layout", "cast"),
+        "index": _share(evidence, seconds, "index"),
         "convolution": of_flops("convolution"),
         "attention": of_flops("attention"),
         "recurrent": min(1.0, sum(op.seconds for op in ops if _is_recurrent(op)) / seconds),
@@ -73,8 +73,8 @@ def _family(facts: Facts, features: Mapping[str, Any]) -> str:
     return "convolutional" if convolves else "MLP" if facts.num_linear else "other"
 
 
-def _share(found: Evidence, seconds: float, *groups: str) -> float:
-    return min(1.0, found.seconds(*groups) / seconds)
+def _share(evidence: Evidence, seconds: float, *groups: str) -> float:
+    return min(1.0, evidence.seconds(*groups) / seconds)
 
 
 def _is_recurrent(op: Operation) -> bool:
@@ -82,7 +82,7 @@ def _is_recurrent(op: Operation) -> bool:
 
 
 def _shapes(ops: Sequence[Operation]) -> list[str]:
-    """Of the costliest products; of a model without products of its costliest operators."""
+    """Shapes of the costliest products; of a model without products of its costliest operators."""
     ranked = sorted(ops, key=lambda op: (-op.flops, -op.seconds, op.name))
     texts = ["x".join(map(str, op.largest)) for op in ranked if op.largest]
     return list(dict.fromkeys(texts))[:_MOST_SHAPES]

@@ -51,7 +51,7 @@ _WORKS = 0.9
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Of the covariance, as above."""
+    """The covariance's numbers, as above."""
 
     scale: float
     pairs: float
@@ -95,21 +95,21 @@ class Predictor:
         self._recipes = [Recipe.parse(row.recipe) for row in rows]
         levels = sorted({level for recipe in self._recipes for level in recipe.levels.items()})
         self._column = {level: place for place, level in enumerate(levels)}
-        self._told = [place for place, row in enumerate(rows) if row.gain is not None and self._recipes[place].levels]
-        self._gains = np.array([rows[place].gain or 0.0 for place in self._told])
-        self._errors = np.array([_error(rows[place]) for place in self._told])
+        self._known = [place for place, row in enumerate(rows) if row.gain is not None and self._recipes[place].levels]
+        self._gains = np.array([rows[place].gain or 0.0 for place in self._known])
+        self._errors = np.array([_error(rows[place]) for place in self._known])
         self._levels = self._one_hot(self._recipes)
-        if self._told:
+        if self._known:
             self._fit()
 
     def __len__(self) -> int:
-        return len(self._told)
+        return len(self._known)
 
     @cached_property
     def ideas(self) -> Sequence[Recipe]:
         """Recipes that were tried on other models, the most promising here first."""
         known = sorted({recipe for recipe in self._recipes if recipe.levels}, key=str)
-        if not self._told:
+        if not self._known:
             return known
         promised = {recipe: item.gain * item.works
                     for recipe, item in zip(known, self.forecast(known, ()), strict=True)}  # fmt: skip
@@ -124,9 +124,9 @@ class Predictor:
         gains = [row.gain or 0.0 for row in own] + list((believed or {}).values())
         errors = [_error(row) for row in own] + [0.0] * len(believed or {})
         mine = self._one_hot([Recipe.parse(row.recipe) for row in own] + list(believed or {}))
-        asked = self._one_hot(recipes)
-        mean, variance = self._conditional(asked, mine, np.array(gains), np.array(errors))
-        works, seconds = self._works(asked, trials), self._seconds(asked, recipes)
+        wanted = self._one_hot(recipes)
+        mean, variance = self._conditional(wanted, mine, np.array(gains), np.array(errors))
+        works, seconds = self._works(wanted, trials), self._seconds(wanted, recipes)
         return [
             Forecast(float(gain), math.sqrt(max(0.0, float(spread)) + self._numbers.noise**2), float(able), float(cost))
             for gain, spread, able, cost in zip(mean, variance, works, seconds, strict=True)
@@ -136,22 +136,22 @@ class Predictor:
 
     def _one_hot(self, recipes: Sequence[Recipe]) -> Numbers:
         """Levels by recipe; one column stands for a level that no row has, so that it is like nothing."""
-        found = np.zeros((len(recipes), len(self._column) + 1))
+        columns = np.zeros((len(recipes), len(self._column) + 1))
         for place, recipe in enumerate(recipes):
             for level in recipe.levels.items():
-                found[place, self._column.get(level, len(self._column))] += 1
-        return found
+                columns[place, self._column.get(level, len(self._column))] += 1
+        return columns
 
     def _fit(self) -> None:
         """Choose the numbers of the covariance, and solve for the rows."""
-        step = max(1, math.ceil(len(self._told) / _TUNED_ON))
-        part = np.arange(0, len(self._told), step)
+        step = max(1, math.ceil(len(self._known) / _TUNED_ON))
+        part = np.arange(0, len(self._known), step)
         self._numbers = max(_GRID, key=lambda numbers: self._likelihood(numbers, part))
-        self._factor = self._cholesky(self._numbers, np.arange(len(self._told)))
+        self._factor = self._cholesky(self._numbers, np.arange(len(self._known)))
         self._solved = solve_triangular(self._factor, self._gains, lower=True)
 
     def _cholesky(self, numbers: _Numbers, part: NDArray[Any]) -> Numbers:
-        rows = np.array(self._told)[part]
+        rows = np.array(self._known)[part]
         alike = _alike(self._apart, self._same, numbers)[np.ix_(self._whose[rows], self._whose[rows])]
         matrix = alike * _shared(self._levels[rows], self._levels[rows], numbers)
         matrix[np.diag_indices_from(matrix)] += self._errors[part] ** 2 + numbers.noise**2
@@ -165,7 +165,7 @@ class Predictor:
 
     def _conditional(self, asked: Numbers, mine: Numbers, gains: Numbers, errors: Numbers) -> tuple[Numbers, Numbers]:
         """Mean and variance of the gains asked for, given the rows and what is known of this model."""
-        numbers, rows = self._numbers, np.array(self._told)
+        numbers, rows = self._numbers, np.array(self._known)
         alike = _alike(self._far, self._mine, numbers)[self._whose[rows]][:, None]
         to_asked = solve_triangular(self._factor, alike * _shared(self._levels[rows], asked, numbers), lower=True)
         mean = to_asked.T @ self._solved
@@ -219,8 +219,8 @@ class Predictor:
         known = np.where(np.isnan(more), 0.0, 1.0)
         weights = weights * known[None, :]
         guess, baseline_s = np.array([self._guess_s(recipe) for recipe in recipes]), self._guess_s(Recipe())
-        told = weights @ np.where(known > 0, more, 0.0)
-        return np.asarray((told + weights.sum(axis=1) * baseline_s + guess) / (weights.sum(axis=1) + 1))
+        weighted = weights @ np.where(known > 0, more, 0.0)
+        return np.asarray((weighted + weights.sum(axis=1) * baseline_s + guess) / (weights.sum(axis=1) + 1))
 
 
 def _alike(apart: Numbers, same: Numbers, numbers: _Numbers) -> Numbers:

@@ -66,8 +66,8 @@ def matching(rows: Sequence[Row], **wanted: str) -> list[Row]:
     for name, text in wanted.items():
         kept = [row for row in rows if str(getattr(row, name)).lower().startswith(text.lower())]
         if not kept:
-            there = sorted({str(getattr(row, name)) for row in rows})
-            raise UsageError(f"`{name}`: there is no such row with {text!r}; there are {', '.join(there)[:300]}")
+            models = sorted({str(getattr(row, name)) for row in rows})
+            raise UsageError(f"`{name}`: there is no such row with {text!r}; there are {', '.join(models)[:300]}")
         rows = kept
     return list(rows)
 
@@ -76,14 +76,14 @@ def effects(rows: Sequence[Row]) -> list[Effect]:
     """What each level brought, the most helpful first."""
     by_model = _by_model(rows)
     levels = sorted({level for recipes in by_model.values() for recipe in recipes for level in recipe.levels.items()})
-    found = [_effect(level, by_model) for level in levels]
-    return sorted((one for one in found if one is not None), key=lambda one: (-one.gain.estimate, one.level))
+    known = [_effect(level, by_model) for level in levels]
+    return sorted((one for one in known if one is not None), key=lambda one: (-one.gain.estimate, one.level))
 
 
 def pairs(rows: Sequence[Row], least_models: int = 2) -> list[Pair]:
-    """What each two levels bring together, those that fight most first, as far as several models tell."""
+    """What each two levels bring together, those that fight most first, as far as several models show."""
     by_model = _by_model(rows)
-    found: dict[tuple[Level, Level], dict[str, list[float]]] = {}
+    gains: dict[tuple[Level, Level], dict[str, list[float]]] = {}
     for (model, _, _), recipes in by_model.items():
         for recipe in recipes:
             for one, other in combinations(recipe.levels.items(), 2):
@@ -92,10 +92,10 @@ def pairs(rows: Sequence[Row], least_models: int = 2) -> list[Pair]:
                 known = [log for log in logs if log is not None]
                 if len(known) == len(logs):
                     both, second, first, none = known
-                    found.setdefault((one, other), {}).setdefault(model, []).append(both - first - second + none)
-    told = [Pair(levels, _over_models(models), len(models))
-            for levels, models in found.items() if len(models) >= least_models]  # fmt: skip
-    return sorted(told, key=lambda pair: (pair.together.estimate, pair.levels))
+                    gains.setdefault((one, other), {}).setdefault(model, []).append(both - first - second + none)
+    answers = [Pair(levels, _over_models(models), len(models))
+               for levels, models in gains.items() if len(models) >= least_models]  # fmt: skip
+    return sorted(answers, key=lambda pair: (pair.together.estimate, pair.levels))
 
 
 Recipes = Mapping[Recipe, Row]
@@ -103,10 +103,10 @@ Recipes = Mapping[Recipe, Row]
 
 def _by_model(rows: Iterable[Row]) -> dict[tuple[str, str, str], dict[Recipe, Row]]:
     """Trials by recipe, by model, machine and torch version: never are times of two machines set against each other."""
-    found: dict[tuple[str, str, str], dict[Recipe, Row]] = {}
+    measured: dict[tuple[str, str, str], dict[Recipe, Row]] = {}
     for row in rows:
-        found.setdefault((row.workload, row.machine, row.torch), {})[Recipe.parse(row.recipe)] = row
-    return found
+        measured.setdefault((row.workload, row.machine, row.torch), {})[Recipe.parse(row.recipe)] = row
+    return measured
 
 
 def _gain(recipes: Recipes, recipe: Recipe) -> float | None:

@@ -22,14 +22,14 @@ class Read(Request):
 
 
 def read_atlas(path: str | Path) -> list[Row]:
-    """The rows of an atlas. Raises `UsageError` with one line for a file that is none."""
+    """The rows of an atlas. Raises `UsageError` with one line for a file that is not one."""
     path = Path(path)
     try:
         size = path.stat().st_size
     except OSError as error:
         raise UsageError(f"cannot read the atlas {path}: {error.strerror}") from error
     if not path.is_file() or size > MOST_BYTES:
-        raise UsageError(f"{path} is no file of at most {MOST_BYTES >> 20} MiB: no atlas")
+        raise UsageError(f"{path} is not an atlas: it is not a file of at most {MOST_BYTES >> 20} MiB")
     try:
         with Child(__name__, variables={"POLARS_MAX_THREADS": "1"}) as child:
             return child.call(Read(str(path.resolve())), list[Row], _LONGEST_S)

@@ -37,7 +37,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     workload: Text
     """Name of the target, for people."""
     fingerprint: Text
-    """Of the weights and inputs: rows with the same are of one model."""
+    """Fingerprint of the weights and inputs: rows with the same one are of one model."""
     family: Text
     """``transformer``, ``convolutional``, ``recurrent``, ...: as it was named, else guessed from the operators."""
     mode: Text
@@ -48,7 +48,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     samples: Number = None
     """Rows in one call."""
     flops: Number = None
-    """Of one call."""
+    """FLOPs of one call."""
     bytes: Number = None
     """Read and written by the operators of one call, counted once each."""
     calls: Number = None
@@ -85,7 +85,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     """bytes/s, read and written."""
     torch: Text = ""
     versions: Text = ""
-    """Of the other packages that recipes go by: ``openvino=2026.4 torchao=0.18``."""
+    """Versions of the other packages that recipes go by: ``openvino=2026.4 torchao=0.18``."""
 
 
 class Row(Subject, frozen=True, kw_only=True):
@@ -137,11 +137,11 @@ SCHEMA: dict[str, Any] = {
 
 def merged(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
     """Both; where a trial was made again the later one."""
-    found: dict[tuple[str, ...], Row] = {}
+    by_key: dict[tuple[str, ...], Row] = {}
     for row in (*old, *new):
-        found.pop(row.key, None)
-        found[row.key] = row
-    return list(found.values())
+        by_key.pop(row.key, None)
+        by_key[row.key] = row
+    return list(by_key.values())
 
 
 def frame_of(rows: Sequence[Row]) -> polars.DataFrame:
@@ -164,7 +164,7 @@ def parse(path: Path) -> list[Row]:
         if schema != SCHEMA:
             wrong = next((name for name, kind in SCHEMA.items() if schema.get(name) != kind), None)
             wrong = wrong or next(iter(schema.keys() - SCHEMA.keys()), "their order")
-            raise UsageError(f"{path} is no atlas of this version of fettle: see its column {str(wrong)[:40]!r}")
+            raise UsageError(f"{path} is not an atlas of this version of fettle: see its column {str(wrong)[:40]!r}")
         rows = polars.scan_parquet(path).select(polars.len()).collect().item()
         if rows > MOST_ROWS:
             raise UsageError(f"{path} has {rows:,} rows; an atlas has {MOST_ROWS:,} at most")
@@ -172,21 +172,21 @@ def parse(path: Path) -> list[Row]:
     except UsageError:
         raise
     except Exception as error:  # whatever a damaged file brings up in the reader
-        raise UsageError(f"{path} is no Parquet file: {' '.join(str(error).split())[:120]}") from error
+        raise UsageError(f"{path} is not a Parquet file: {' '.join(str(error).split())[:120]}") from error
     return checked(frame.to_dicts(), str(path))
 
 
 def checked(rows: Sequence[dict[str, Any]], name: str) -> list[Row]:
     """Rows of a table, each value checked. Raises `UsageError` with the first that is wrong."""
-    found: list[Row] = []
+    sound: list[Row] = []
     for number, row in enumerate(rows, 1):
         plain = {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}
         try:
-            found.append(msgspec.convert(plain, Row))
-            _sensible(found[-1])
+            sound.append(msgspec.convert(plain, Row))
+            _sensible(sound[-1])
         except (msgspec.ValidationError, UsageError) as error:
-            raise UsageError(f"{name}: row {number} is no trial: {error}") from error
-    return found
+            raise UsageError(f"{name}: row {number} is not a trial: {error}") from error
+    return sound
 
 
 def _sensible(row: Row) -> None:

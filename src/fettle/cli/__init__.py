@@ -1,7 +1,7 @@
 """The command line: one file a command.
 
 `main` is the entry point. A command is a plain function in a file of its own, named in a table here or in its group; it
-raises `UsageError` for what the caller can mend (one line, exit code 2) and `typer.Exit(1)` for limits not met.
+raises `UsageError` for what the caller can fix (one line, exit code 2) and `typer.Exit(1)` for limits not met.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class _Root(LazyGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the arguments in the spelling of earlier versions too, and say how they are written now."""
-        args, said = _old_spellings.renewed(args)
-        for line in said:
+        args, notes = _old_spellings.renewed(args)
+        for line in notes:
             print(f"fettle: {line}", file=sys.stderr)
         return super().parse_args(ctx, args)
 

@@ -37,16 +37,16 @@ _ARGUMENT = re.compile(r"`([a-z][a-z_]*)(=(?:'[^'`]*'|\"[^\"`]*\"|[^`'\"]*))?`")
 
 def renewed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments in today's spelling, and a line for each that has changed."""
-    args, said = list(arguments), []
+    args, notes = list(arguments), []
     of_a_package = args[:2] == ["export", "ray"] and not any(arg.startswith("--storage") for arg in args)
     if args and args[0] in _COMMANDS and (args[0] != "export" or of_a_package):
-        said.append(f"'fettle {args[0]}' is now 'fettle {' '.join(_COMMANDS[args[0]])}'")
+        notes.append(f"'fettle {args[0]}' is now 'fettle {' '.join(_COMMANDS[args[0]])}'")
         args[:1] = _COMMANDS[args[0]]
     known = {name for commands in _SERVE.values() for name in commands}
     if args[:1] == ["serve"] and len(args) > 1 and args[1] not in known | {"-h", "--help"}:
         args.insert(1, "run")  # `fettle serve PACKAGE` is not old: it is short
     command = " ".join(args[: 2 if args[:1] == ["serve"] else 1])
-    found: list[str] = []
+    rewritten: list[str] = []
     for index, arg in enumerate(args):
         name, equals, value = arg.partition("=")
         following = value if equals else args[index + 1] if index + 1 < len(args) else ""
@@ -56,9 +56,9 @@ def renewed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         if (command, name) == ("serve slo", "--study") and re.search(r"[/\\]|\.db$", following):
             spelled = ["--storage"]
         if spelled:
-            said.append(f"{name} is now {' '.join(spelled)}")
-        found += [*spelled[:-1], spelled[-1] + equals + value] if spelled else [arg]
-    return found, said
+            notes.append(f"{name} is now {' '.join(spelled)}")
+        rewritten += [*spelled[:-1], spelled[-1] + equals + value] if spelled else [arg]
+    return rewritten, notes
 
 
 _SPELLED = {"max_file_bytes": "max_file_size"}

@@ -19,7 +19,7 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 
 Target = Annotated[str, typer.Argument(help="path/to/file.py:factory or package.module:factory")]
-Mode = Annotated[str, typer.Option(help="inference or training, where the target's factory does not tell")]
+Mode = Annotated[str, typer.Option(help="inference or training, where the target's factory does not say")]
 Techniques = Annotated[
     list[str] | None,
     typer.Option("--technique", help="levels to try, NAME=LEVEL,LEVEL; one level pins it. May be repeated"),
@@ -31,16 +31,16 @@ StudyOutput = Annotated[
     typer.Option("--output", "-o", help="folder of this machine alone, and .csv or .parquet for the table"),
 ]
 TrialTimeout = Annotated[str, typer.Option(help="longest time for one recipe to get ready")]
-UnderLoad = Annotated[bool, typer.Option(help="the fastest beside whatever else this machine does, by time elapsed")]
-Polite = Annotated[bool, typer.Option(help="never go before other processes' work")]
+UnderLoad = Annotated[bool, typer.Option(help="measure while the machine does other work, by elapsed time")]
+Polite = Annotated[bool, typer.Option(help="never take priority over other processes")]
 FirstToken = Annotated[
-    str | None, typer.Option(help="of texts: limit for 99% of the times to the first token, for example 500ms")
+    str | None, typer.Option(help="text: limit for 99% of the times to the first token, for example 500ms")
 ]
 BetweenTokens = Annotated[
-    str | None, typer.Option(help="of texts: limit for 99% of the times between two tokens, for example 50ms")
+    str | None, typer.Option(help="text: limit for 99% of the times between two tokens, for example 50ms")
 ]
-PromptTokens = Annotated[str, typer.Option(help="of texts: 128, uniform:16:256, exponential:128 or lognormal:128:0.8")]
-OutputTokens = Annotated[str, typer.Option(help="of texts, as --prompt-tokens")]
+PromptTokens = Annotated[str, typer.Option(help="text: 128, uniform:16:256, exponential:128 or lognormal:128:0.8")]
+OutputTokens = Annotated[str, typer.Option(help="text: as --prompt-tokens")]
 Texts = Annotated[
     Path | None,
     typer.Option(help='a line of JSON for each text: {"prompt": TEXT or a number of tokens, "max_tokens": N}'),
@@ -75,46 +75,46 @@ def share(text: str, option: str) -> float:
 def devices(texts: str | Sequence[str] | None, also: Sequence[str] = ()) -> list[str]:
     """The devices of a ``--device cpu``, ``--device cuda:0,cuda:1`` or one that is repeated; `also` are other words."""
     values = [texts] if isinstance(texts, str) else texts or ()
-    found = [name.strip() for text in values if text for name in text.split(",")]
-    for name in found:
+    names = [name.strip() for text in values if text for name in text.split(",")]
+    for name in names:
         if name not in also and not _DEVICE.fullmatch(name):
             raise UsageError(f"--device {name}: write {', '.join((*also, 'cpu', 'cuda'))} or cuda:0")
-    return found
+    return names
 
 
 def one_device(text: str, also: Sequence[str] = ()) -> str:
     """The same where there can be one only."""
-    found = devices(text, also)
-    if len(found) != 1:
+    names = devices(text, also)
+    if len(names) != 1:
         raise UsageError(f"--device {text}: name one device")
-    return found[0]
+    return names[0]
 
 
 def outputs(paths: Sequence[Path] | None, *suffixes: str, folder: bool = False) -> dict[str, Path]:
     """What each ``--output`` is for, by suffix; without any it is the `folder` (key ``""``), if there can be one."""
     known = (*suffixes, *([""] if folder else []))
-    found: dict[str, Path] = {}
+    by_suffix: dict[str, Path] = {}
     for path in paths or ():
         suffix = path.suffix.lower() if path.suffix.lower() in suffixes or not folder else ""
         if suffix not in known:
             raise UsageError(f"--output {path}: name a file that ends in {' or '.join(suffixes)}")
-        if suffix in found:
-            raise UsageError(f"--output {path}: {found[suffix]} is named for the same")
-        found[suffix] = path
-    return found
+        if suffix in by_suffix:
+            raise UsageError(f"--output {path}: {by_suffix[suffix]} is named for that already")
+        by_suffix[suffix] = path
+    return by_suffix
 
 
 def technique_levels(options: Sequence[str]) -> dict[str, list[str]]:
     """``["precision=fp32,bf16", "compile=off"]`` as levels by technique."""
-    found: dict[str, list[str]] = {}
+    chosen: dict[str, list[str]] = {}
     for option in options:
         name, equals, levels = option.partition("=")
         if not equals or not name.strip() or not levels.strip(" ,"):
             raise UsageError(
                 f"--technique {option!r}: write NAME=LEVEL or NAME=LEVEL,LEVEL, for example precision=bf16"
             )
-        found.setdefault(name.strip(), []).extend(level.strip() for level in levels.split(",") if level.strip())
-    return found
+        chosen.setdefault(name.strip(), []).extend(level.strip() for level in levels.split(",") if level.strip())
+    return chosen
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:

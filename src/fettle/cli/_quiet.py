@@ -28,7 +28,7 @@ _undo = ExitStack()
 
 @contextmanager
 def libraries_quiet() -> Iterator[None]:
-    """Only fettle speaks inside of this, until `speak_up`."""
+    """Only fettle may print inside of this, until `speak_up`."""
     global _undo
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)

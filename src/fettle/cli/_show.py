@@ -39,19 +39,19 @@ def telling(first: str, *, quiet: bool = False) -> Iterator[Callable[[str], None
 def after_spoilers(show: Callable[[Any], None]) -> Callable[[Any], None]:
     """`show`, which says first, on standard error, what in the environment would spoil what is measured: once the work
     begins, so that bad input stays one line."""
-    said = False
+    warned = False
 
-    def told(event: Any) -> None:
-        nonlocal said
-        if not said:
-            said = True
+    def on_event(event: Any) -> None:
+        nonlocal warned
+        if not warned:
+            warned = True
             from fettle.doctor import spoilers
 
             for finding in spoilers():
-                print(f"fettle: {finding.seen} {finding.why} Mend it: {finding.mend}", file=sys.stderr)
+                print(f"fettle: {finding.seen} {finding.why} Fix: {finding.mend}", file=sys.stderr)
         show(event)
 
-    return told
+    return on_event
 
 
 @contextmanager
@@ -133,6 +133,6 @@ def print_table(console: Console, table: Table, title: str = "", without: Collec
 
 
 def _least_width(name: str, texts: Sequence[str], is_number: bool) -> int:
-    """Of a number all of it, of text its longest word, up to 24 characters of it."""
+    """The width of a number, or of a text's longest word up to 24 characters."""
     longest = max((len(word) for text in texts for word in ([text] if is_number else text.split())), default=0)
     return max(1, *map(len, name.split()), longest if is_number else min(longest, _MOST_OF_A_WORD))

@@ -33,7 +33,7 @@ def _root() -> None:
 
 @app.command()
 def add(
-    atlas: Annotated[Path, typer.Argument(help="the atlas, a Parquet file; made where there is none")],
+    atlas: Annotated[Path, typer.Argument(help="the atlas, a Parquet file; created if missing")],
     studies: Annotated[list[str], typer.Argument(help="folders of 'fettle tune' and 'fettle study', or storage URLs")],
     family: Annotated[str, typer.Option(help="what kind of model it is; default by its operators")] = "",
     as_json: Annotated[bool, _JSON] = False,
@@ -89,10 +89,10 @@ def query(
     atlas: Annotated[Path, _ATLAS],
     family: Annotated[str, typer.Option(help="kind of model: transformer, convolutional, recurrent, ...")] = "",
     workload: Annotated[str, typer.Option(help="name of a model")] = "",
-    machine: Annotated[str, typer.Option(help="id of a machine, or 'this'; by default of all")] = "",
+    machine: Annotated[str, typer.Option(help="id of a machine, or 'this'; default: all")] = "",
     mode: Annotated[str, typer.Option(help="inference or training")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "",
-    matrix_units: Annotated[str, typer.Option(help="machines with such, for example amx")] = "",
+    matrix_units: Annotated[str, typer.Option(help="machines with this feature, for example amx")] = "",
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """What helps such models on such machines, how much, and what fights what.
@@ -112,10 +112,10 @@ def query(
         "machine": this_machine().id if machine == "this" else machine,
     }  # fmt: skip
     rows = matching(read_atlas(atlas), **{name: text for name, text in wanted.items() if text})
-    found, together = effects(rows), pairs(rows)
+    known, together = effects(rows), pairs(rows)
     _show.answer(
-        as_json, lambda: {**_contents(rows), "effects": _plain(found), "pairs": _plain(together), "best": _best(rows)},
-        lambda console: _print_answer(console, rows, found, together),
+        as_json, lambda: {**_contents(rows), "effects": _plain(known), "pairs": _plain(together), "best": _best(rows)},
+        lambda console: _print_answer(console, rows, known, together),
     )  # fmt: skip
 
 
@@ -146,10 +146,10 @@ def _best(rows: Sequence[Row]) -> list[dict[str, Any]]:
              "low": row.low, "high": row.high} for _, row in sorted(best.items())]  # fmt: skip
 
 
-def _plain(found: Sequence[Effect] | Sequence[Pair]) -> list[dict[str, Any]]:
+def _plain(effects: Sequence[Effect] | Sequence[Pair]) -> list[dict[str, Any]]:
     from fettle.files import plain
 
-    return [{"name": one.name, **plain(one)} for one in found]
+    return [{"name": one.name, **plain(one)} for one in effects]
 
 
 def _print_contents(console: Console, rows: Sequence[Row]) -> None:
@@ -165,14 +165,14 @@ def _print_contents(console: Console, rows: Sequence[Row]) -> None:
         _show.print_table(console, Table(columns, cells, numbers={"trials", "cores"}), name)
 
 
-def _print_answer(console: Console, rows: Sequence[Row], found: Sequence[Effect], together: Sequence[Pair]) -> None:
+def _print_answer(console: Console, rows: Sequence[Row], effects: Sequence[Effect], together: Sequence[Pair]) -> None:
     from fettle.page import Table
 
     console.print(f"{len(rows)} trials of {len({_model(row) for row in rows})} models and machines")
     cells = [
         [one.name, _ratio(one), str(one.models), str(one.helped), str(one.hurt), _of(one.best), _of(one.worst),
          str(one.failed or ""), str(one.inaccurate or "")]
-        for one in found
+        for one in effects
     ]  # fmt: skip
     columns = ["level", "gain", "models", "helped", "hurt", "most", "least", "failed", "inaccurate"]
     _show.print_table(console, Table(columns, cells, numbers=set(columns[1:5] + columns[7:])), "what a level brought")

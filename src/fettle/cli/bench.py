@@ -35,17 +35,17 @@ def command(
     ] = "",
     bisect: Annotated[str, typer.Option(help="GOOD..BAD: find the commit in between that made it slower")] = "",
     fail_slower: Annotated[
-        str | None, typer.Option(help="gate: exit code 1 where it takes so much longer; default 3%")
+        str | None, typer.Option(help="gate: exit code 1 if it takes this much longer; default 3%")
     ] = None,
     fail_memory: Annotated[
-        str | None, typer.Option(help="gate: exit code 1 where its peak memory is so much more, for example 5%")
+        str | None, typer.Option(help="gate: exit code 1 if its peak memory grows by this much, for example 5%")
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(help="gate: processes of each side; default 4, and 8 where those do not decide")
+        int | None, typer.Option(help="gate: processes of each side; default 4, or 8 if those do not decide")
     ] = None,
     link: Annotated[
         list[Path] | None,
-        typer.Option(help="gate: a path that git does not hold, such as weights/, for the revision too. Repeatable"),
+        typer.Option(help="gate: a path outside git, such as weights/, that the revision needs too. May be repeated"),
     ] = None,
     same_environment: Annotated[
         bool, typer.Option("--same-environment", help="gate: build none for a revision whose lock file differs")
@@ -113,31 +113,28 @@ def command(
     for name, value in of_gate.items():
         if value is not None:
             raise UsageError(f"{name} is for a gate: name what to compare with, --against REVISION")
-    from fettle.comparing import bench, comparison_json
-    from fettle.report import progress
-    from fettle.result import Limits
-
     if not 0.5 <= confidence < 1:
         raise UsageError(f"--confidence is a share from 0.5 to below 1, not {confidence:g}")
     if rounds < 3:
         raise UsageError("--rounds must be 3 or more: an interval needs them")
+    _compare(
+        target, recipe or ["baseline"], max_error, as_json, mode=mode, confidence=confidence, max_rounds=rounds,
+        budget_s=_options.duration_s(budget, "--budget") or None, under_load=under_load, polite=polite,
+    )  # fmt: skip
+
+
+def _compare(target: str, recipes: list[str], max_error: float | None, as_json: bool, **options: Any) -> None:
+    from fettle.comparing import bench, comparison_json
+    from fettle.report import progress
+    from fettle.result import Limits
+
+    limits = None if max_error is None else Limits(max_error=max_error)
     with progress(quiet=as_json) as show:
-        comparison = bench(
-            target,
-            recipe or ["baseline"],
-            mode=mode,
-            limits=None if max_error is None else Limits(max_error=max_error),
-            confidence=confidence,
-            max_rounds=rounds,
-            budget_s=_options.duration_s(budget, "--budget") or None,
-            under_load=under_load,
-            polite=polite,
-            on_progress=show,
-        )
+        comparison = bench(target, recipes, limits=limits, on_progress=show, **options)
     _show.answer(
         as_json,
         lambda: comparison_json(comparison),
-        lambda console: _show.print_comparison(console, comparison, under_load),
+        lambda console: _show.print_comparison(console, comparison, options["under_load"]),
     )
     _show.leave(missed=comparison.failed)
 
@@ -147,21 +144,21 @@ def _gate(target: str, against: str, against_python: str, settings: Settings, as
     from fettle.report import progress
 
     with progress(quiet=as_json) as show:
-        found = gate(target, against, against_python=against_python, settings=settings, on_progress=show)
+        gated = gate(target, against, against_python=against_python, settings=settings, on_progress=show)
 
     def say(console: Any) -> None:
-        console.print(headline(found), markup=False, soft_wrap=True)
-        if found.judged:
-            _show.print_table(console, table(found))
-        for line in lines(found):
+        console.print(headline(gated), markup=False, soft_wrap=True)
+        if gated.judged:
+            _show.print_table(console, table(gated))
+        for line in lines(gated):
             console.print(line, markup=False, soft_wrap=True)
 
     if as_markdown:
-        print(markdown(found))
+        print(markdown(gated))
     else:
-        _show.answer(as_json, lambda: gate_json(found), say, settings.output / "gate.html")
-    if found.verdict != "within":
-        raise typer.Exit(1 if found.verdict == "worse" else CANNOT_TELL)
+        _show.answer(as_json, lambda: gate_json(gated), say, settings.output / "gate.html")
+    if gated.verdict != "within":
+        raise typer.Exit(1 if gated.verdict == "worse" else CANNOT_TELL)
 
 
 def _bisect(target: str, text: str, settings: Settings, as_json: bool, as_markdown: bool) -> None:
@@ -172,17 +169,17 @@ def _bisect(target: str, text: str, settings: Settings, as_json: bool, as_markdo
     if not good or not dots or bad.startswith("."):
         raise UsageError(f"--bisect {text!r}: write GOOD..BAD, for example v1.2..HEAD")
     with progress(quiet=as_json) as show:
-        found = bisect(target, good, bad or "HEAD", settings, show)
+        bisection = bisect(target, good, bad or "HEAD", settings, show)
 
     def say(console: Any) -> None:
-        for line in bisection_lines(found):
+        for line in bisection_lines(bisection):
             console.print(line, markup=False, soft_wrap=True)
 
     if as_markdown:
-        print(bisection_markdown(found))
+        print(bisection_markdown(bisection))
     else:
-        _show.answer(as_json, lambda: bisection_json(found), say, settings.output / "gate.html")
-    if not found.found and found.steps[0].verdict != "fast":
+        _show.answer(as_json, lambda: bisection_json(bisection), say, settings.output / "gate.html")
+    if not bisection.found and bisection.steps[0].verdict != "fast":
         raise typer.Exit(CANNOT_TELL)
 
 

@@ -16,7 +16,7 @@ def command(
     recipe: Annotated[Path, typer.Argument(help="a recipe.toml")],
     target: _options.Target,
     mode: _options.Mode = "auto",
-    force: Annotated[bool, typer.Option("--force", help="also for a workload with other weights or inputs")] = False,
+    force: Annotated[bool, typer.Option("--force", help="even if the workload has other weights or inputs")] = False,
     as_json: _options.AsJson = False,
 ) -> None:
     """Measure a recipe again on this machine: is it still faster, are the answers still right?
@@ -32,14 +32,14 @@ def command(
     from fettle.recipe_file import load_recipe
     from fettle.report import progress
 
-    found = load_recipe(recipe)
+    loaded = load_recipe(recipe)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        foreign = warn_if_foreign(found)
+        foreign = warn_if_foreign(loaded)
     if foreign and not as_json:
         Console(stderr=True, highlight=False).print(f"[yellow]{foreign}; measuring it here[/]")
     with progress(quiet=as_json) as show:
-        comparison = check(target, found, mode=mode, force=force, on_progress=show)
+        comparison = check(target, loaded, mode=mode, force=force, on_progress=show)
     _show.answer(
         as_json, lambda: comparison_json(comparison), lambda console: _show.print_comparison(console, comparison)
     )

@@ -14,7 +14,7 @@ def command(
     source: Annotated[Path, typer.Argument(help="a package that fettle serve package wrote, or a recipe.toml")],
     output: Annotated[Path, typer.Option("--output", "-o", help="folder for the files")] = Path("container"),
     wheel: Annotated[
-        Path | None, typer.Option(help="fettle's own wheel, where it was installed from a folder and no index has it")
+        Path | None, typer.Option(help="fettle's wheel, if it was installed from a folder and no package index has it")
     ] = None,
     as_json: _options.AsJson = False,
 ) -> None:

@@ -22,7 +22,7 @@ def command(
         typer.Argument(help="path/to/file.py:factory that returns a DataLoader, a dataset, or (it, step); or a trace"),
     ],
     slice_: Annotated[str, typer.Option("--slice", help="time of one run of one setting")] = "0.4s",
-    timeout: Annotated[str, typer.Option(help="longest time of one run: a worker that hangs ends there")] = "2m",
+    timeout: Annotated[str, typer.Option(help="longest time of one run: a worker that hangs is ended then")] = "2m",
     ranks: Annotated[
         int | None,
         typer.Option(min=1, help="processes of the job on this host; default: LOCAL_WORLD_SIZE, or 1"),
@@ -32,7 +32,7 @@ def command(
         Path | None, typer.Option("--output", "-o", help="write a page (.html) or the curve alone (.png, .svg)")
     ] = None,
     keep: Annotated[
-        Path | None, typer.Option(help="file that a killed search goes on from; default: a hidden one beside TARGET")
+        Path | None, typer.Option(help="file from which a killed search resumes; default: a hidden one beside TARGET")
     ] = None,
     lints: Annotated[bool, typer.Option(help="look for faults beyond the setting")] = True,
     after: Annotated[
@@ -122,5 +122,5 @@ def _print(result: PipelineResult, busy: str, console: Console) -> None:
         console.print(f"\n[yellow]{escape(lint.says)}[/] {escape(lint.evidence)}\n  → {escape(lint.advice)}")
     for note in result.notes:
         console.print(f"[dim]{escape(note)}[/]")
-    if result.best.setting != result.given.setting:
+    if result.best.setting != result.as_given.setting:
         console.print(f"\n{escape(result.code)}", style="green", soft_wrap=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -63,12 +63,11 @@ def command(
       fettle diagnose model.py --fail-on graph-breaks=0,recompiles=0,syncs=0
     """
     from fettle.diagnose import diagnose, diagnosis_json
-    from fettle.verifying import verify as race_fixes
 
     allowed = _allowed(fail_on)
     check_writable(output)
     with _show.telling("starting", quiet=as_json) as show:
-        found = diagnose(
+        diagnosis = diagnose(
             target,
             seconds=_options.duration_s(seconds, "--seconds"),
             compile_check=not no_compile,
@@ -77,31 +76,16 @@ def command(
             mode=mode,
             on_progress=show,
         )
-        checked = []
-        if verify:
-            if found.evidence is None:
-                raise UsageError("--verify needs a workload: a trace or a snapshot cannot be run again")
-            if found.evidence.facts.mode == "training":
-                raise UsageError("--verify is for inference: of a training loop fettle tune tries what is named here")
-            budget_s = _options.duration_s(budget, "--budget")
-            checked = race_fixes(
-                target,
-                [*found.findings, *found.opportunities],
-                found.evidence.facts,
-                budget_s=budget_s,
-                on_progress=show,
-            )
+        checked = _verified(diagnosis, target, _options.duration_s(budget, "--budget"), show) if verify else []
         if output is not None:
             from fettle.diagnose.report import write_report
 
-            write_report(found, checked, output, shlex.join(["fettle", *sys.argv[1:]]))
-    over = []
-    for rule, most in allowed.items():
-        count = found.count(rule)
-        if count is None or count > most:  # what was not looked for has not passed
-            over.append(f"{rule}: {'not known' if count is None else count}, allowed {most}")
+            write_report(diagnosis, checked, output, shlex.join(["fettle", *sys.argv[1:]]))
+    over = _over(diagnosis, allowed)
     more = {"verified": [_verified_json(item) for item in checked], "over_the_limit": over}
-    _show.answer(as_json, lambda: diagnosis_json(found) | more, lambda console: _print(found, checked, console), output)
+    _show.answer(
+        as_json, lambda: diagnosis_json(diagnosis) | more, lambda console: _print(diagnosis, checked, console), output
+    )
     for line in () if as_json else over:
         Console(stderr=True, highlight=False).print(f"[bold red]limit not kept[/]: {line}")
     _show.leave(missed=bool(over))
@@ -119,6 +103,29 @@ def _allowed(text: str | None) -> dict[str, int]:
     return allowed
 
 
+def _over(diagnosis: Diagnosis, allowed: Mapping[str, int]) -> list[str]:
+    """The limits that are not kept. What was not looked for has not passed."""
+    counts = {rule: diagnosis.count(rule) for rule in allowed}
+    return [
+        f"{rule}: {'not known' if count is None else count}, allowed {allowed[rule]}"
+        for rule, count in counts.items()
+        if count is None or count > allowed[rule]
+    ]
+
+
+def _verified(diagnosis: Diagnosis, target: str, budget_s: float, show: Callable[[str], None]) -> list[Verified]:
+    """Race the fix of each finding. Raises `UsageError` for what cannot be run again."""
+    from fettle.verifying import verify
+
+    if diagnosis.evidence is None:
+        raise UsageError("--verify needs a workload: a trace or a snapshot cannot be run again")
+    facts = diagnosis.evidence.facts
+    if facts.mode == "training":
+        raise UsageError("--verify is for inference: for a training loop, fettle tune tries what is named here")
+    findings = [*diagnosis.findings, *diagnosis.opportunities]
+    return verify(target, findings, facts, budget_s=budget_s, on_progress=show)
+
+
 def _verified_json(item: Verified) -> dict[str, object]:
     return {
         "rule": item.finding.rule,
@@ -133,30 +140,33 @@ def _verified_json(item: Verified) -> dict[str, object]:
     }
 
 
-def _print(found: Diagnosis, checked: Sequence[Verified], console: Console) -> None:
-    console.print(f"[bold]{escape(found.verdict)}[/]\n")
-    for note in found.notes:
+def _print(diagnosis: Diagnosis, checked: Sequence[Verified], console: Console) -> None:
+    console.print(f"[bold]{escape(diagnosis.verdict)}[/]\n")
+    for note in diagnosis.notes:
         console.print(f"[yellow]note:[/] {escape(note)}")
-    if found.budget:
-        wall = f" ({found.wall_s * 1e3:.4g} ms a call)" if found.wall_s == found.wall_s else ""
+    if diagnosis.budget:
+        wall = f" ({diagnosis.wall_s * 1e3:.4g} ms a call)" if diagnosis.wall_s == diagnosis.wall_s else ""
         console.print(f"Where the time goes{wall}:")
-        for name, share in found.budget_lines:
+        for name, share in diagnosis.budget_lines:
             if share >= 0.005:
                 console.print(
                     f"  {share:6.1%} [cyan]{'█' * round(share * 40)}[/] {escape(name)}",
                 )
-    if found.evidence is not None and found.evidence.facts.parts:
+    if diagnosis.evidence is not None and diagnosis.evidence.facts.parts:
         from fettle.techniques import parts_lines
 
         console.print("What each part of the pipeline takes:")
-        for name, calls, seconds, share, _ in parts_lines(found.evidence.facts):
+        for name, calls, seconds, share, _ in parts_lines(diagnosis.evidence.facts):
             often = f", {calls} calls" if calls > 1 else ""
             console.print(f"  {share:6.1%} {escape(name)}: {seconds * 1e3:.4g} ms{often}")
-    roofs = found.roofline
+    roofs = diagnosis.roofline
     if roofs is not None and roofs.mfu == roofs.mfu:
         console.print(f"  MFU {roofs.mfu:.1%}: of the FLOP/s that a large {roofs.dtype} product reaches here")
     by_rule = {item.finding.rule: item for item in checked}
-    for title, items in (("Faults", found.findings), ("Opportunities: fettle tune tries them", found.opportunities)):
+    for title, items in (
+        ("Faults", diagnosis.findings),
+        ("Opportunities: fettle tune tries them", diagnosis.opportunities),
+    ):
         if items:
             console.print(f"\n[bold underline]{title}[/]")
         for place, finding in enumerate(items[:_MOST], 1):
@@ -170,13 +180,13 @@ def _print(found: Diagnosis, checked: Sequence[Verified], console: Console) -> N
                 console.print(f"   {_checked(by_rule[finding.rule])}")
         if len(items) > _MOST:
             console.print(f"\n{len(items) - _MOST} smaller ones: see --json or the report")
-    _print_watching(found, console)
+    _print_watching(diagnosis, console)
 
 
-def _print_watching(found: Diagnosis, console: Console) -> None:
-    if found.watching:
+def _print_watching(diagnosis: Diagnosis, console: Console) -> None:
+    if diagnosis.watching:
         console.print("\n[bold underline]How the evidence was gathered[/]\n")
-    for item in found.watching:
+    for item in diagnosis.watching:
         console.print(f"{item.what}: {item.cost}", style="dim")
         for line in (item.says, item.command):
             if line:  # a command in one line, to be copied

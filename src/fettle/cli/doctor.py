@@ -25,18 +25,19 @@ def command(
         str, typer.Argument(help="path/to/file.py:factory, to look at what the program sets and builds too")
     ] = "",
     fail_on: Annotated[
-        str, typer.Option(help="exit code 1 from this level on: error, warning, note, or never")
+        str, typer.Option(help="exit code 1 from this level up: error, warning, note, or never")
     ] = "error",
     ignore: Annotated[list[str] | None, typer.Option(help="leave out a check by its name. May be repeated")] = None,
     advisories: Annotated[
-        Path | None, typer.Option(help="a newer list of compromised releases, in place of the one that came along")
+        Path | None,
+        typer.Option(help="a newer list of compromised releases, in place of the one that ships with fettle"),
     ] = None,
     lock: Annotated[
         Path | None, typer.Option(help="look at what this file pins (requirements, constraints), and at nothing else")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
 ) -> None:
-    """Check the environment that a model runs in: what costs speed or is unsafe, why, and the command that mends it.
+    """Check the environment that a model runs in: what costs speed or is unsafe, why, and the command that fixes it.
 
     Versions, allocator settings, debug switches, threads, precision, data, NCCL, compile caches, and packages against a
     list of compromised releases. No package that is checked is imported.
@@ -85,21 +86,21 @@ def command(
             program = this_program(find_target(target).make())
             here = replace(here, program=program, variables=dict(os.environ))
             target = ""
-        found = [finding for finding in examine(here) if finding.check not in left_out]
+        findings = [finding for finding in examine(here) if finding.check not in left_out]
     age = (here.today - known.checked).days
     data = {
-        "findings": found, "checks": len(CHECKS) - len(left_out), "ignored": left_out,
+        "findings": findings, "checks": len(CHECKS) - len(left_out), "ignored": left_out,
         "advisories": {"checked": str(known.checked), "age_days": age, "releases": len(known.advisory)},
     }  # fmt: skip
-    _show.answer(as_json, lambda: data, lambda console: _print(console, found))
+    _show.answer(as_json, lambda: data, lambda console: _print(console, findings))
     if not as_json:
         counts = [f"{count} {level}{'s' if count > 1 else ''}" for level in LEVELS
-                  if (count := sum(finding.level == level for finding in found))]  # fmt: skip
-        said = ", ".join(counts) or "Nothing found"
-        print(f"{said}: {data['checks']} checks; compromised releases known up to {known.checked} ({age} days ago).")
+                  if (count := sum(finding.level == level for finding in findings))]  # fmt: skip
+        summary = ", ".join(counts) or "Nothing found"
+        print(f"{summary}: {data['checks']} checks; compromised releases known up to {known.checked} ({age} days ago).")
         if target:
             print(f"{target} was not built, because a compromised release is installed.")
-    _leave(found, fail_on)
+    _leave(findings, fail_on)
 
 
 def _audit(lock: Path, known: Advisories, fail_on: str, as_json: bool) -> None:
@@ -110,24 +111,24 @@ def _audit(lock: Path, known: Advisories, fail_on: str, as_json: bool) -> None:
     packages = supply_chain.locked(read_text(lock))
     if not packages:
         raise UsageError(f"{lock} pins nothing: it has no line such as torch==2.13.0")
-    found = list(supply_chain.pinned(Environment(packages=packages, advisories=known), str(lock)))
-    data = {"findings": found, "pins": len(packages), "advisories": {"checked": str(known.checked)}}
-    _show.answer(as_json, lambda: data, lambda console: _print(console, found))
+    findings = list(supply_chain.pinned(Environment(packages=packages, advisories=known), str(lock)))
+    data = {"findings": findings, "pins": len(packages), "advisories": {"checked": str(known.checked)}}
+    _show.answer(as_json, lambda: data, lambda console: _print(console, findings))
     if not as_json:
-        print(f"{lock}: {len(packages)} pins, {len(found) or 'none'} of them compromised releases known up to "
+        print(f"{lock}: {len(packages)} pins, {len(findings) or 'none'} of them compromised releases known up to "
               f"{known.checked}.")  # fmt: skip
-    _leave(found, fail_on)
+    _leave(findings, fail_on)
 
 
-def _leave(found: list[Finding], fail_on: str) -> None:
+def _leave(findings: list[Finding], fail_on: str) -> None:
     from fettle.doctor import LEVELS
 
     worst = LEVELS.index(fail_on) if fail_on != "never" else -1
-    _show.leave(missed=any(LEVELS.index(finding.level) <= worst for finding in found))
+    _show.leave(missed=any(LEVELS.index(finding.level) <= worst for finding in findings))
 
 
-def _print(console: Console, found: list[Finding]) -> None:
-    for finding in found:
+def _print(console: Console, findings: list[Finding]) -> None:
+    for finding in findings:
         style = _STYLES[finding.level]
         console.print(f"[{style}]{finding.level}[/] [bold]{escape(finding.seen)}[/]", soft_wrap=True)
         console.print(f"  {escape(finding.why)} [dim]{finding.check}[/]", soft_wrap=True)

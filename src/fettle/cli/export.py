@@ -19,10 +19,8 @@ def command(
         typer.Argument(help="where the study's targets lie on the machines, as fettle worker takes them"),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, max=10_000, help="how many machines")] = 4,
-    gpus: Annotated[
-        int, typer.Option(min=0, max=64, help="GPUs of each machine, a worker for each; 0: it has none")
-    ] = 0,
-    image: Annotated[str, typer.Option(help="of Kubernetes: the container image, with fettle and the targets")] = "",
+    gpus: Annotated[int, typer.Option(min=0, max=64, help="GPUs of each machine, a worker for each; 0: none")] = 0,
+    image: Annotated[str, typer.Option(help="Kubernetes: the container image, with fettle and the targets")] = "",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="file to write; default NAME.sbatch, NAME.yaml or NAME-ray.py")
     ] = None,
@@ -41,12 +39,12 @@ def command(
     from fettle.files import check_writable, write_text
     from fettle.studies.jobs import Job, write
 
-    made = write(kind, Job(study, storage, tuple(targets or ()), workers, gpus, image))
-    path = output or Path(made.file)
+    written = write(kind, Job(study, storage, tuple(targets or ()), workers, gpus, image))
+    path = output or Path(written.file)
     check_writable(path)
-    write_text(path, made.text)
+    write_text(path, written.text)
     _show.answer(
         as_json,
-        lambda: {"path": str(path), "start": made.start(path), "workers": workers * max(1, gpus)},
-        lambda console: console.print(f"wrote {path}; start it: {made.start(path)}", markup=False, soft_wrap=True),
+        lambda: {"path": str(path), "start": written.start(path), "workers": workers * max(1, gpus)},
+        lambda console: console.print(f"wrote {path}; start it: {written.start(path)}", markup=False, soft_wrap=True),
     )

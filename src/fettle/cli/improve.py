@@ -55,18 +55,20 @@ def command(
         mode=mode, output=output,
     )  # fmt: skip
     with progress(quiet=as_json) as show:
-        found = improve(target, settings, show, quietly=_quiet.users_code_quiet,
-                        command=shlex.join(["fettle", *sys.argv[1:]]))  # fmt: skip
-    shown = {name: getattr(found, name) for name in ("target", "headline", "interrupted", "steps")}
-    _show.answer(as_json, lambda: shown, lambda console: _print(found, console), found.folder / "improve.html")
-    _show.leave(interrupted=found.interrupted, missed=found.failed)
+        improvement = improve(target, settings, show, quietly=_quiet.users_code_quiet,
+                              command=shlex.join(["fettle", *sys.argv[1:]]))  # fmt: skip
+    shown = {name: getattr(improvement, name) for name in ("target", "headline", "interrupted", "steps")}
+    _show.answer(
+        as_json, lambda: shown, lambda console: _print(improvement, console), improvement.folder / "improve.html"
+    )
+    _show.leave(interrupted=improvement.interrupted, missed=improvement.failed)
 
 
-def _print(found: Improvement, console: Console) -> None:
-    from fettle.improve.page import TITLES, brought
+def _print(improvement: Improvement, console: Console) -> None:
+    from fettle.improve.page import TITLES, gain_text
 
-    for number, step in enumerate(found.steps, 1):
-        gain = f"  [green]{escape(brought(step))}[/]" if brought(step) else ""
+    for number, step in enumerate(improvement.steps, 1):
+        gain = f"  [green]{escape(gain_text(step))}[/]" if gain_text(step) else ""
         style = "bold red" if step.status == "failed" else "bold"
         console.print(f"[{style}]{number}. {TITLES[step.name]}[/]{gain}")
         console.print(f"   {escape(step.says)}")
@@ -74,4 +76,4 @@ def _print(found: Improvement, console: Console) -> None:
             console.print(f"   {escape(line)}", style="dim")
         if step.passes_on:
             console.print(f"   → {escape(step.passes_on)}")
-    console.print(f"\n[bold]{escape(found.headline)}[/]")
+    console.print(f"\n[bold]{escape(improvement.headline)}[/]")

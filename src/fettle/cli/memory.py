@@ -13,7 +13,7 @@ from fettle.cli import _options, _show
 from fettle.errors import UsageError
 from fettle.files import check_writable
 from fettle.memory import Analysis, Difference, analyse, as_json, compare, read, tables, verdict, write_report
-from fettle.memory.analysis import plain
+from fettle.memory.analysis import as_plain
 from fettle.units import count_text, parse_size, size_text
 
 
@@ -64,7 +64,7 @@ def command(
 
     _show.answer(
         as_json_,
-        lambda: {**as_json(analysis), **({} if difference is None else {"difference": plain(difference)})},
+        lambda: {**as_json(analysis), **({} if difference is None else {"difference": as_plain(difference)})},
         lambda console: _print(console, analysis, difference),
         output,
     )
@@ -74,7 +74,7 @@ def _device(text: str) -> int:
     """The number of ``cuda:1``, or of ``1``, as it was written once."""
     name = _options.one_device(f"cuda:{text}" if text.isdigit() else text)
     if not name.startswith("cuda"):
-        raise UsageError(f"--device {text}: a snapshot has devices of CUDA, for example cuda:1")
+        raise UsageError(f"--device {text}: a snapshot is of CUDA devices: write cuda:1, for example")
     return int(name.partition(":")[2] or 0)
 
 

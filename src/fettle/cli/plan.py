@@ -24,7 +24,7 @@ def command(
         list[str] | None,
         typer.Option(help='instead of the usual ones, for example "zero3 precision=bf16 checkpoint=block"'),
     ] = None,
-    device: Annotated[str, typer.Option(help="cuda or cpu: the kind of device that is planned for")] = "cuda",
+    device: Annotated[str, typer.Option(help="cuda or cpu: the kind of device to plan for")] = "cuda",
     headroom: Annotated[
         str, typer.Option(help="share of the device kept free for what is not counted, for example 10%")
     ] = "10%",
@@ -61,10 +61,10 @@ def command(
     strategies = [parse_strategy(text) for text in strategy or ()]
     if output is not None:
         drawn.check_path(output)
-    found = find_target(target)
+    named = find_target(target)
     with _show.bar("building the workload", quiet=as_json) as show, _quiet.users_code_quiet():
-        workload, mode, note = planning.build_fake(found)
-        made = planning.plan(
+        workload, mode, note = planning.build_fake(named)
+        planned = planning.plan(
             workload,
             world_size,
             device_memory_bytes=memory,
@@ -76,14 +76,14 @@ def command(
             on_progress=show,
         )
         if output is not None:
-            write_plan(made, output)
+            write_plan(planned, output)
     _show.answer(
         as_json,
-        lambda: {**plain(made), "note": note},
-        lambda console: _print(console, made, note),
+        lambda: {**plain(planned), "note": note},
+        lambda console: _print(console, planned, note),
         output,
     )
-    _show.leave(missed=memory is not None and not any(item.fits for item in made.predictions))
+    _show.leave(missed=memory is not None and not any(item.fits for item in planned.predictions))
 
 
 def _print(console: Console, made: Plan, note: str) -> None:

@@ -11,7 +11,7 @@ from fettle.cli import _options, _show
 
 
 def command(
-    source: Annotated[Path, typer.Argument(help="the output folder of a tuning, or its result.json")],
+    source: Annotated[Path, typer.Argument(help="the output folder of fettle tune, or its result.json")],
     output: Annotated[
         list[Path] | None,
         typer.Option(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fettle.studies.outcome import Rung
 
 _FOLDER = Path("fettle-study")
-_SAID = 6
+_MOST_SENTENCES = 6
 
 
 def command(
@@ -32,7 +32,7 @@ def command(
         typer.Argument(help="path/to/file.py:factory or package.module:factory; several make one study"),
     ] = None,
     from_csv: Annotated[
-        Path | None, typer.Option(help="instead of targets: a table of experiments that were made, one row each")
+        Path | None, typer.Option(help="instead of targets: a table of experiments already made, one row each")
     ] = None,
     response: Annotated[
         list[str] | None,
@@ -41,11 +41,11 @@ def command(
     factors: Annotated[
         list[str] | None,
         typer.Option(
-            help="columns that were set, NAME,NAME or NAME=LEVEL with how it was given; default all that look so"
+            help="columns that were varied, NAME,NAME, or NAME=LEVEL with its default level; default: all that vary"
         ),
     ] = None,
     group_by: Annotated[
-        list[str] | None, typer.Option(help="columns by which rows are analysed apart, such as model")
+        list[str] | None, typer.Option(help="columns by which rows are grouped and analysed separately, such as model")
     ] = None,
     design: Annotated[
         str, typer.Option(help="ladder, factorial, fraction, ablation, pairs or sensitivity")
@@ -65,12 +65,12 @@ def command(
     ] = None,
     order: Annotated[str, typer.Option(help="techniques in the order of the ladder, NAME,NAME")] = "",
     recipe: Annotated[
-        str | None, typer.Option(help="what an ablation takes apart, a sensitivity is asked around, a ladder stands on")
+        str | None, typer.Option(help="what an ablation takes apart, a sensitivity study varies, a ladder starts from")
     ] = None,
     grow_batch: Annotated[
         str | None,
         typer.Option(
-            help="of a ladder: find the largest batch at each step that needs no more memory than this, such as 2GiB; "
+            help="ladder: find the largest batch at each step that needs no more memory than this, such as 2GiB; "
             "'device' is all that a GPU has"
         ),
     ] = None,
@@ -79,7 +79,7 @@ def command(
     budget: Annotated[
         str, typer.Option(help="time to spend, for example 30m; the best fraction that fits. 0: all")
     ] = "0",
-    yes: Annotated[bool, typer.Option("--yes", help="begin also where it takes more than an hour")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="begin even if it takes more than an hour")] = False,
     mode: _options.Mode = "auto",
     max_error: Annotated[float, typer.Option(help="relative L2 error above which a trial is marked inaccurate")] = 0.02,
     output: _options.StudyOutput = None,
@@ -101,7 +101,7 @@ def command(
     ] = None,
     published: Annotated[
         Path | None,
-        typer.Option(help="of a ladder: a CSV table of one that was published, step and throughput, drawn beside ours"),
+        typer.Option(help="ladder: a CSV table of a published one, step and throughput, drawn beside ours"),
     ] = None,
     trial_timeout: _options.TrialTimeout = "15m",
     under_load: _options.UnderLoad = False,
@@ -165,11 +165,11 @@ def command(
         if enqueue:
             _enqueue(targets or [], settings, as_json)
             return
-        told = storage is not None and study is not None and not targets
-        done = stored(settings) if told else measured(targets or [], settings, agreed=yes, quiet=as_json)
+        from_storage = storage is not None and study is not None and not targets
+        done = stored(settings) if from_storage else measured(targets or [], settings, agreed=yes, quiet=as_json)
         table = done.table
     name = from_csv.name if from_csv is not None else f"{done.design if done else design} of {', '.join(table.groups)}"
-    tell(folder, wanted, name, table, done, theirs, as_json)
+    show(folder, wanted, name, table, done, theirs, as_json)
 
 
 def places(output: Sequence[Path] | None, default: Path) -> tuple[Path, dict[str, Path]]:
@@ -198,7 +198,7 @@ def _enqueue(targets: Sequence[str], settings: Settings, as_json: bool) -> None:
     )
 
 
-def tell(
+def show(
     folder: Path, wanted: dict[str, Path], name: str, table: Table, done: Done | None, theirs: Mapping[str, float],
     as_json: bool,
 ) -> None:  # fmt: skip
@@ -228,24 +228,24 @@ def measured(targets: Sequence[str], settings: Settings, *, agreed: bool, quiet:
     from fettle.studies import Plan, study
 
     with progress(quiet=quiet) as on_progress:
-        made = study(targets, settings, on_progress, agreed=agreed)
-    if isinstance(made, Plan):
-        raise UsageError(f"{made}: add `yes` to run it, or `budget='30m'` for the best fraction that fits")
-    return made
+        outcome = study(targets, settings, on_progress, agreed=agreed)
+    if isinstance(outcome, Plan):
+        raise UsageError(f"{outcome}: add `yes` to run it, or `budget='30m'` for the best fraction that fits")
+    return outcome
 
 
 def _arguments(options: Sequence[str]) -> dict[str, list[str]]:
     """``["batch=1,4,16"]`` as values by argument."""
-    found: dict[str, list[str]] = {}
+    arguments: dict[str, list[str]] = {}
     for option in options:
         name, equals, values = option.partition("=")
         levels = list(dict.fromkeys(value.strip() for value in values.split(",") if value.strip()))
-        if not equals or not name.strip().isidentifier() or len(levels) < 2 or name.strip() in found:
+        if not equals or not name.strip().isidentifier() or len(levels) < 2 or name.strip() in arguments:
             raise UsageError(
                 f"--factor {option!r}: write NAME=VALUE,VALUE once for each argument, for example batch=1,4"
             )
-        found[name.strip()] = levels
-    return found
+        arguments[name.strip()] = levels
+    return arguments
 
 
 def _limit_bytes(text: str) -> float:
@@ -259,7 +259,8 @@ def _write(
     folder: Path, wanted: dict[str, Path], name: str, table: Table, analyses: Sequence[Analysis], done: Done | None,
     theirs: Mapping[str, float],
 ) -> list[Path]:  # fmt: skip
-    from fettle.studies.charts import figures, write_charts
+    from fettle.page.drawn import write_pictures
+    from fettle.studies.charts import figures
     from fettle.studies.output import study_json, write_table
     from fettle.studies.page import page
 
@@ -271,7 +272,7 @@ def _write(
     write_text(written[1], json.dumps(study_json(table, analyses, done, theirs), indent=1))
     for path in [written[2], *(path for suffix, path in wanted.items() if suffix)]:
         write_table(table, path)
-    write_charts(drawn, folder / "pictures")
+    write_pictures(drawn, folder / "pictures")
     return [*written, *(path for suffix, path in wanted.items() if suffix), folder / "pictures"]
 
 
@@ -291,11 +292,11 @@ def _print(
         for doubt in analysis.checks.doubts if analysis.checks is not None else ():
             console.print(f"[yellow]! {escape(doubt.text)}[/]")
         helps = [sentence for sentence in analysis.sentences if not sentence.is_surprise]
-        for mark, said in (("surprise", analysis.surprises), ("helps", helps)):
-            for sentence in said[:_SAID]:
+        for mark, sentences in (("surprise", analysis.surprises), ("helps", helps)):
+            for sentence in sentences[:_MOST_SENTENCES]:
                 console.print(f"  {mark}: {escape(sentence.text)}")
-            if len(said) > _SAID:
-                console.print(f"  [dim]and {len(said) - _SAID} more on the page[/]")
+            if len(sentences) > _MOST_SENTENCES:
+                console.print(f"  [dim]and {len(sentences) - _MOST_SENTENCES} more on the page[/]")
 
 
 def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Grid:
@@ -312,11 +313,11 @@ def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Gr
     for rung in rungs:
         known = rung.speedup is not None
         ratio = beside(rung, rungs, theirs)
-        told = [f"{ratio:.2f}x" if ratio is not None else "–"] if theirs else []
+        theirs_at = [f"{ratio:.2f}x" if ratio is not None else "–"] if theirs else []
         error = f"{rung.error:.1e}" if math.isfinite(rung.error) else "–"
         grid.add_row(
-            escape(rung.label), f"{rung.per_second:.4g}" if known else "–", str(rung.speedup) if known else "–", *told,
-            size_text(rung.peak_bytes) if rung.peak_bytes else "–", error, *(_grown(rung) if grown else []),
+            escape(rung.label), f"{rung.per_second:.4g}" if known else "–", str(rung.speedup) if known else "–",
+            *theirs_at, size_text(rung.peak_bytes) if rung.peak_bytes else "–", error, *(_grown(rung) if grown else []),
             "" if rung.kept else escape(rung.reason or "left out"), style="" if rung.kept else "yellow",
         )  # fmt: skip
     return grid

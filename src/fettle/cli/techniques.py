@@ -35,10 +35,10 @@ def command(
     if target is None:
         facts = machine_facts("training" if mode == "training" else "inference")
     else:
-        found = replace(find_target(target), mode=mode)
+        named = replace(find_target(target), mode=mode)
         try:
             with Worker() as worker:
-                worker.ask(messages.Build(found), messages.Built, 600)
+                worker.ask(messages.Build(named), messages.Built, 600)
                 facts = worker.ask(messages.Probe(), messages.Probed, 600).facts
         except WorkerError as error:
             raise UsageError(f"the workload could not be probed: {error}") from error

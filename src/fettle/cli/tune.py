@@ -44,7 +44,8 @@ def command(
     ] = 1,
     listen: Annotated[str, typer.Option(help="HOST:PORT at which the other nodes reach this one")] = "",
     device_memory: Annotated[
-        str | None, typer.Option(help="training: memory of one rank's device; what the plan says is above is not tried")
+        str | None,
+        typer.Option(help="training: memory of one rank's device; what is planned to need more is not tried"),
     ] = None,
     technique: _options.Techniques = None,
     allow: Annotated[

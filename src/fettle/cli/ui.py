@@ -18,9 +18,9 @@ from fettle.cli import _options, _show
 
 def command(
     folder: Annotated[Path, typer.Argument(help="where studies, traces, snapshots and reports lie")] = Path("."),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port")] = 0,
     browser: Annotated[
-        bool, typer.Option("--browser/--no-browser", help="open it in a browser, where one is at hand")
+        bool, typer.Option("--browser/--no-browser", help="open it in a browser, if there is one")
     ] = True,
     as_json: _options.AsJson = False,
 ) -> None:
@@ -41,15 +41,15 @@ def command(
     from fettle.ui import Site, address_of, inventory, serve
 
     if as_json:
-        found = inventory(folder)
+        contents = inventory(folder)
         _show.answer(
-            True, lambda: {"folder": str(found.folder), "items": found.items, "cut": found.cut}, lambda _: None
+            True, lambda: {"folder": str(contents.folder), "items": contents.items, "cut": contents.cut}, lambda _: None
         )
         return
     site = Site(folder)
     with serve(site, port) as server:
         print(
-            f"{folder}: {len(site.found().items)} things found. Open (Ctrl-C ends it):\n{address_of(server)}",
+            f"{folder}: {len(site.contents().items)} things found. Open (Ctrl-C ends it):\n{address_of(server)}",
             flush=True,
         )
         with _opened(address_of(server)) if browser and _has_desktop() else nullcontext():

@@ -9,11 +9,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from fettle.cli import _options
-from fettle.cli.study import measured, places, tell
+from fettle.cli.study import measured, places, show
 
 
 def command(
-    storage: Annotated[str, typer.Option(help="Optuna storage URL, as the study was begun with")],
+    storage: Annotated[str, typer.Option(help="Optuna storage URL with which the study was begun")],
     study: _options.StudyName,
     targets: Annotated[
         list[str] | None,
@@ -51,13 +51,13 @@ def command(
         storage=storage, name=study, pythons=tuple(python or ()), output=folder, under_load=under_load, polite=polite,
         trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
     )  # fmt: skip
-    found, settings = settings_of(own, targets or ())
+    targets_here, settings = settings_of(own, targets or ())
     before = signal.signal(signal.SIGTERM, _leave)  # what a cluster sends before it takes the machine away
     try:
-        done = measured(found, settings, agreed=True, quiet=as_json)
+        done = measured(targets_here, settings, agreed=True, quiet=as_json)
     finally:
         signal.signal(signal.SIGTERM, before)
-    tell(folder, wanted, f"{study}: {settings.design} of {', '.join(done.table.groups)}", done.table, done, {}, as_json)
+    show(folder, wanted, f"{study}: {settings.design} of {', '.join(done.table.groups)}", done.table, done, {}, as_json)
 
 
 def _leave(number: int, frame: Any) -> NoReturn:

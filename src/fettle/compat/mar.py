@@ -267,8 +267,8 @@ def _from_torchscript(path: Path, batch: tuple[torch.Tensor, ...]) -> torch.nn.M
         script = torch.jit.load(str(path), map_location="cpu").eval()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             converted = TS2EPConverter(script, batch).convert().module()
-            wanted, found = script(*batch), converted(*batch)
-        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+            wanted, answer = script(*batch), converted(*batch)
+        torch.testing.assert_close(answer, wanted, rtol=1e-3, atol=1e-4)
     except Exception as error:
         raise UsageError(
             f"the TorchScript program {path.name[:80]} cannot be converted: {first_line(error)}"

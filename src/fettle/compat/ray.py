@@ -23,7 +23,7 @@ from fettle.serve.http import App
 from fettle.serve.http.asgi import Asgi
 
 _apps: list[App] = []
-"""Of this replica's process: filled by the replica, read by `_asgi` right after."""
+"""The applications of this replica's process: filled by the replica, read by `_asgi` right after."""
 
 
 def _asgi() -> Asgi:

@@ -83,7 +83,7 @@ def write_ray(package: Package, folder: Path, *, max_replicas: int = 4, trust: s
     if digest is not None and digest != trust:
         raise UsageError(f"{package.manifest.name} brings code of its own; to let it run, give `trust='{digest}'`")
     settings = package.settings
-    found = scale(settings, host_id())
+    scaling = scale(settings, host_id())
     threads = settings.threads or max(1, cores() // settings.workers)
     name = package.manifest.name
     args: dict[str, Any] = {"package": str((folder / "package").resolve()), "threads": threads}
@@ -110,7 +110,7 @@ def write_ray(package: Package, folder: Path, *, max_replicas: int = 4, trust: s
                         "autoscaling_config": {
                             "min_replicas": 1,
                             "max_replicas": max_replicas,
-                            "target_ongoing_requests": round(found.target, 2),
+                            "target_ongoing_requests": round(scaling.target, 2),
                         },
                         "graceful_shutdown_timeout_s": 40,
                         "health_check_timeout_s": 30,
@@ -124,7 +124,7 @@ def write_ray(package: Package, folder: Path, *, max_replicas: int = 4, trust: s
     lines = [
         f"# {name} {package.manifest.version} on Ray Serve, made by fettle serve export ray.",
         "# args.package is a path on every machine of the cluster: copy this folder to the same place, or share it.",
-        f"# target_ongoing_requests: {found.why}.",
+        f"# target_ongoing_requests: {scaling.why}.",
         json.dumps(config, indent=2),  # which is YAML
     ]
     folder.mkdir(parents=True)
@@ -134,4 +134,4 @@ def write_ray(package: Package, folder: Path, *, max_replicas: int = 4, trust: s
     (folder / "env.sh").write_text("".join(f"export {key}={value}\n" for key, value in ENVIRONMENT.items()))
     (folder / "start.sh").write_text(START)
     (folder / "start.sh").chmod(0o755)
-    return found
+    return scaling

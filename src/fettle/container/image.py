@@ -66,23 +66,23 @@ class Image:
     @property
     def debian(self) -> list[str]:
         """Packages of the system: an allocator, and a compiler where something is compiled."""
-        found = [_LIBRARIES[level][0] for level in [self.levels.get("allocator", "")] if level in _LIBRARIES]
+        libraries = [_LIBRARIES[level][0] for level in [self.levels.get("allocator", "")] if level in _LIBRARIES]
         compiles = self.levels.get("compile", "off") != "off" or self.levels.get("runtime") in _COMPILED
-        return [*found, *(["g++"] if compiles else [])]
+        return [*libraries, *(["g++"] if compiles else [])]
 
     @property
     def variables(self) -> dict[str, str]:
         """The environment that the recipe's processes had."""
-        found = {"HOME": "/cache", "PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_CACHE_DIR": "/cache/inductor",
-                 "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TRITON_CACHE_DIR": "/cache/triton"}  # fmt: skip
+        values = {"HOME": "/cache", "PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_CACHE_DIR": "/cache/inductor",
+                  "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TRITON_CACHE_DIR": "/cache/triton"}  # fmt: skip
         if self.levels.get("threads", "").isdigit():
-            found["OMP_NUM_THREADS"] = self.levels["threads"]
+            values["OMP_NUM_THREADS"] = self.levels["threads"]
         allocator = self.levels.get("allocator", "")
         if allocator in _LIBRARIES:
-            found["LD_PRELOAD"] = _LIBRARIES[allocator][1]  # by its name: the loader knows its architecture's folder
+            values["LD_PRELOAD"] = _LIBRARIES[allocator][1]  # by its name: the loader knows its architecture's folder
         if allocator == "jemalloc":
-            found["MALLOC_CONF"] = _JEMALLOC
-        return found
+            values["MALLOC_CONF"] = _JEMALLOC
+        return values
 
 
 def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
@@ -92,19 +92,19 @@ def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
     the recipe or the package says, and where fettle was installed from a folder and no `wheel` of it is given.
     """
     if wheel is not None and not (wheel.is_file() and wheel.name.startswith("torch_fettle-")):
-        raise UsageError(f"`wheel`: {wheel} is no wheel of fettle: build one with pip wheel --no-deps")
+        raise UsageError(f"`wheel`: {wheel} is not a wheel of fettle: build one with pip wheel --no-deps")
     serves = source.is_dir() or source.suffix == ".zip"
     if serves:
         package = open_package(source)
-        levels, said, name = dict(package.manifest.recipe), dict(package.manifest.machine), package.manifest.name
+        levels, recorded, name = dict(package.manifest.recipe), dict(package.manifest.machine), package.manifest.name
         needs = list(package.manifest.requires)
     else:
         recipe = load_recipe(source)
-        levels, said, name = dict(recipe.levels), dict(recipe.machine.get("versions", {})), "recipe"
+        levels, recorded, name = dict(recipe.levels), dict(recipe.machine.get("versions", {})), "recipe"
         name, needs = str(recipe.workload.get("name") or "recipe"), []
     extras = "[serve]" if serves else ""
     versions = closure([OWN + extras, *dict.fromkeys([*needs, *_libraries(levels)])])
-    _check(versions, said)
+    _check(versions, recorded)
     if wheel is None and '"dir_info"' in (metadata.distribution(OWN).read_text("direct_url.json") or ""):
         raise UsageError(
             "fettle was installed from a folder: build its wheel (pip wheel --no-deps), and name it, `wheel`"
@@ -236,18 +236,18 @@ spec:
 def _libraries(levels: Mapping[str, str]) -> list[str]:
     """Distributions that the recipe's levels need, of those that their techniques look for and that are here."""
     used = [technique for technique in CATALOGUE if levels.get(technique.name, technique.default) != technique.default]
-    here = {dist.metadata["Name"].lower().replace("_", "-") for dist in metadata.distributions()}
-    found = [package for technique in used for package in technique.packages]
+    installed = {dist.metadata["Name"].lower().replace("_", "-") for dist in metadata.distributions()}
+    packages = [package for technique in used for package in technique.packages]
     runtime = levels.get("runtime", "")
     if runtime:  # it looks for all runtimes: only what belongs to this one
         kind = "openvino" if runtime.startswith("openvino") else "onnx" if runtime.startswith("onnx") else ""
         others = {"openvino": ("openvino", "nncf"), "onnx": ("onnx", "onnxruntime", "onnxscript")}
-        found = [name for name in found if not any(name in names for key, names in others.items() if key != kind)]
-    return [name for name in dict.fromkeys(found) if name.replace("_", "-") in here]
+        packages = [name for name in packages if not any(name in names for key, names in others.items() if key != kind)]
+    return [name for name in dict.fromkeys(packages) if name.replace("_", "-") in installed]
 
 
-def _check(versions: Mapping[str, str], said: Mapping[str, str]) -> None:
-    for name, version in said.items():
+def _check(versions: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    for name, version in expected.items():
         if name in versions and re.match(r"\d", version) and versions[name] != version:
             raise UsageError(
                 f"it was measured with {name} {version}, and {versions[name]} is installed here: run this where it was "

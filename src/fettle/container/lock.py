@@ -26,7 +26,7 @@ _TIMEOUT_S = 600
 def closure(roots: Iterable[str]) -> dict[str, str]:
     """Versions here of these requirements and all that they need, by canonical name. Those that are not installed are
     left out, but for the roots themselves: `UsageError`."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
     queue = [(Requirement(root), True) for root in roots]
     while queue:
@@ -38,7 +38,7 @@ def closure(roots: Iterable[str]) -> dict[str, str]:
             if is_root:
                 raise UsageError(f"{wanted.name} is not installed here, and the image needs it") from error
             continue
-        found[name] = distribution.version
+        versions[name] = distribution.version
         for extra in ["", *wanted.extras]:
             if (name, extra) in seen:
                 continue
@@ -51,7 +51,7 @@ def closure(roots: Iterable[str]) -> dict[str, str]:
                 # without an extra a marker that names one is false; with one those without any are known already
                 if needed.marker is None or needed.marker.evaluate({"extra": extra}):
                     queue.append((needed, False))
-    return dict(sorted(found.items()))
+    return dict(sorted(versions.items()))
 
 
 def torch_index(version: str) -> str:
@@ -71,13 +71,13 @@ def locks(versions: Mapping[str, str], wheel: Path | None) -> dict[str, str]:
     index = torch_index(versions.get("torch", ""))
     of_build = [name for name, version in versions.items() if index and torch_index(version) == index]
     rest = [name for name in versions if name not in of_build and (name != OWN or wheel is None)]
-    found = {}
+    texts = {}
     if of_build:
-        found["torch.lock"] = "\n".join([f"--index-url {index}", *_pinned(of_build, versions, index)]) + "\n"
+        texts["torch.lock"] = "\n".join([f"--index-url {index}", *_pinned(of_build, versions, index)]) + "\n"
     lines = _pinned(rest, versions, "")
     if wheel is not None and OWN in versions:
         lines.append(f"./{wheel.name} --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}")
-    return {**found, "requirements.lock": "\n".join(lines) + "\n"}
+    return {**texts, "requirements.lock": "\n".join(lines) + "\n"}
 
 
 def _pinned(names: Sequence[str], versions: Mapping[str, str], index: str) -> list[str]:
@@ -86,7 +86,7 @@ def _pinned(names: Sequence[str], versions: Mapping[str, str], index: str) -> li
     hashes = {str(canonicalize_name(item["metadata"]["name"])): _hashes(item) for item in entries}
     for name in names:
         if not hashes.get(name):
-            raise UsageError(f"pip told no hash of {name}=={versions[name]}: it is not from a package index")
+            raise UsageError(f"pip gives no hash for {name}=={versions[name]}: it is not from a package index")
     return [
         " ".join([f"{name}=={versions[name]}", *(f"--hash=sha256:{one}" for one in hashes[name])]) for name in names
     ]
@@ -94,8 +94,8 @@ def _pinned(names: Sequence[str], versions: Mapping[str, str], index: str) -> li
 
 def _hashes(item: Mapping[str, Any]) -> list[str]:
     archive = item.get("download_info", {}).get("archive_info", {})
-    found = archive.get("hashes", {}).get("sha256") or archive.get("hash", "").partition("sha256=")[2]
-    return [found] if re.fullmatch(r"[0-9a-f]{64}", found or "") else []
+    digest = archive.get("hashes", {}).get("sha256") or archive.get("hash", "").partition("sha256=")[2]
+    return [digest] if re.fullmatch(r"[0-9a-f]{64}", digest or "") else []
 
 
 def _report(requirements: Sequence[str], index: str) -> list[Mapping[str, Any]]:

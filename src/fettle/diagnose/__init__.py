@@ -14,13 +14,13 @@ from fettle.diagnose.compile_health import CompileHealth
 from fettle.diagnose.compile_worker import compile_health
 from fettle.diagnose.diagnosis import Diagnosis, diagnose, diagnosis_json
 from fettle.diagnose.evidence import Evidence, Operation, Sync
-from fettle.diagnose.finding import Finding, Verified, advice, brought
+from fettle.diagnose.finding import Finding, Verified, advice, with_gains
 from fettle.diagnose.roofline import Roof, Roofline, roofline
 from fettle.diagnose.rules import RULES
 from fettle.diagnose.rules import findings as findings_of
 
 __all__ = [
     "RULES", "CompileHealth", "Diagnosis", "Evidence", "Finding", "Operation", "Roof", "Roofline", "Sync",
-    "SyncReport", "Verified", "advice", "brought", "compile_health", "confirm", "diagnose", "diagnosis_json",
-    "find_cuda_syncs", "find_syncs", "findings_of", "roofline", "watch_compile", "watch_syncs",
+    "SyncReport", "Verified", "advice", "compile_health", "confirm", "diagnose", "diagnosis_json",
+    "find_cuda_syncs", "find_syncs", "findings_of", "roofline", "watch_compile", "watch_syncs", "with_gains",
 ]  # fmt: skip

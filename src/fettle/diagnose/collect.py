@@ -54,9 +54,9 @@ def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
 
     def noted(name: str, look: Callable[[], _Found]) -> _Found:
         started = time.perf_counter()
-        found = look()
+        evidence = look()
         costs[name] = Cost(time.perf_counter() - started)
-        return found
+        return evidence
 
     module = owner if isinstance(owner, torch.nn.Module) else None
     began = time.perf_counter()
@@ -130,12 +130,12 @@ def glance(workload: Workload, seconds: float) -> Evidence:
     fresh = brief(replace(workload, inputs=[map_tensors(torch.clone, workload.inputs[0])]))
     with unchanged(workload, module), torch.no_grad():
         plain = timed(lambda: fresh.run(fresh.model, fresh.inputs[0]), device, 0.0, least=2)
-        found = operations(fresh, device, calls=1)
+        ops = operations(fresh, device, calls=1)
     facts = probe_facts(workload)
     return Evidence(
         facts=facts,
         wall_s=min(plain),
-        operations=found,
+        operations=ops,
         peaks=measure_peaks(device),
         settings={**_settings(), "grad": "False"},
         threads=torch.get_num_threads(),

@@ -39,7 +39,7 @@ def compile_health(
     second_process: bool = False,
     timeout_s: float = 600.0,
 ) -> CompileHealth:
-    """Compile a workload in a process of its own, call it `rounds` times on each of its inputs, and tell what happened.
+    """Compile a workload in a process of its own, call it `rounds` times on each of its inputs, and say what happened.
 
     A workload whose model is compiled already is run as it is. `second_process` runs it once more with the cache of the
     first, which shows what a restart costs. `backend="aot_eager"` sees the same breaks and recompilations in a fraction
@@ -48,8 +48,8 @@ def compile_health(
     Raises:
         UsageError: The target cannot be built, or the process ended or ran out of time.
     """
-    found = find_target(target) if isinstance(target, str) else target
-    request = Compile(found, mode, dynamic, backend, rounds)
+    named = find_target(target) if isinstance(target, str) else target
+    request = Compile(named, mode, dynamic, backend, rounds)
     health = _in_worker(request, timeout_s)
     if second_process:
         again = _in_worker(request, timeout_s)

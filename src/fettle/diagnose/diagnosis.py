@@ -38,7 +38,7 @@ class Watching:
     command: str = ""
     """What opens the file that it kept."""
     seconds: float = 0.0
-    """It took; 0 where only the slowdown is known."""
+    """How long it took; 0 where only the slowdown is known."""
 
     @property
     def cost(self) -> str:
@@ -95,17 +95,17 @@ class Diagnosis:
     @property
     def watching(self) -> list[Watching]:
         """What the evidence was gathered with, and what each collector cost."""
-        found = []
+        costs = []
         if self.evidence is not None:
-            found = [Watching(name, cost.slowdown, seconds=cost.seconds) for name, cost in self.evidence.costs.items()]
+            costs = [Watching(name, cost.slowdown, seconds=cost.seconds) for name, cost in self.evidence.costs.items()]
             if self.evidence.compile is not None:
-                found.append(
+                costs.append(
                     Watching("torch.compile, in a process of its own", 1.0, seconds=self.evidence.compile.wall_s)
                 )
         for item in self.recordings:
             calls = f"{item.cost.calls} call{'s' if item.cost.calls > 1 else ''}"
-            found.append(Watching(f"{item.kind} of {calls}", item.cost.slowdown, item.says, item.command))
-        return found
+            costs.append(Watching(f"{item.kind} of {calls}", item.cost.slowdown, item.says, item.command))
+        return costs
 
     def count(self, rule: str) -> int | None:
         """How often a rule's cause happens: what `--fail-on` limits. None where it was not looked for."""
@@ -222,9 +222,9 @@ def _of_workload(
     )
 
 
-def _apart(found: Sequence[Finding]) -> tuple[list[Finding], list[Finding]]:
-    """Faults, and opportunities."""
-    return [item for item in found if not item.opportunity], [item for item in found if item.opportunity]
+def _apart(findings: Sequence[Finding]) -> tuple[list[Finding], list[Finding]]:
+    """Faults first, then opportunities."""
+    return [item for item in findings if not item.opportunity], [item for item in findings if item.opportunity]
 
 
 def _budget(evidence: Evidence) -> dict[str, float]:

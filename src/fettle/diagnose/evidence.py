@@ -100,7 +100,7 @@ class Cost:
     """What a collector cost."""
 
     seconds: float
-    """It took, all in all."""
+    """How long it took, all in all."""
     slowdown: float = 1.0
     """How many times as long a call took while it looked; 1 where no call ran under it."""
 
@@ -137,7 +137,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Loading:
-    """DataLoaders, a call."""
+    """What the DataLoaders did, for each call."""
 
     seconds: float = 0.0
     """Making their iterators, and waiting for batches."""

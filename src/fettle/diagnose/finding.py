@@ -41,7 +41,7 @@ class Finding:
     before: str = ""
     """Code of the kind that has this fault."""
     after: str = ""
-    """The same, mended."""
+    """The same, fixed."""
     opportunity: bool = False
     """Nothing is wrong: a technique could make it faster still. `fettle tune` tries those."""
     count: int = 0
@@ -97,12 +97,12 @@ class Verified:
         return None if self.speedup is None else keeps(self.finding.bound, self.speedup, self.before)
 
 
-def advice(found: Iterable[Finding]) -> list[Advice]:
+def advice(findings: Iterable[Finding]) -> list[Advice]:
     """What findings advise a study to try, before it has."""
-    return [Advice(f.rule, f.says, dict(f.levels), f.bound) for f in found if f.levels and f.bound > 0]
+    return [Advice(f.rule, f.says, dict(f.levels), f.bound) for f in findings if f.levels and f.bound > 0]
 
 
-def brought(advised: Iterable[Advice], trials: Iterable[Trial]) -> list[Advice]:
+def with_gains(advised: Iterable[Advice], trials: Iterable[Trial]) -> list[Advice]:
     """The same with what it brought: of two trials that differ by its levels alone, the pair with the fewest others.
 
     Both were measured against the same baseline, not against each other: the interval is the widest that their own
@@ -120,8 +120,8 @@ def brought(advised: Iterable[Advice], trials: Iterable[Trial]) -> list[Advice]:
                 pairs.append((len(rest.levels), measured[rest], with_it))
         if pairs:
             _, without, with_it = min(pairs, key=lambda pair: pair[0])
-            brought = ratio(without.speedup, with_it.speedup)
-            item = replace(item, brought=brought, beside=without.recipe, before=without.speedup or ALONE)
+            gain = ratio(without.speedup, with_it.speedup)
+            item = replace(item, brought=gain, beside=without.recipe, before=without.speedup or ALONE)
         answers.append(item)
     return answers
 

@@ -35,7 +35,7 @@ class OfFile:
     says: str = ""
     """A sentence about all of it."""
     kernels: Sequence[Kernel] = ()
-    """Of one call, where a trace of known operators on a device was read."""
+    """The kernels of one call, where a trace of known operators on a device was read."""
 
 
 def traces_and_snapshots(path: Path) -> list[Path]:
@@ -44,10 +44,10 @@ def traces_and_snapshots(path: Path) -> list[Path]:
     Raises `UsageError` for a folder without any.
     """
     files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
-    found = [file for endings in (_TRACES, _SNAPSHOTS) for file in files if file.name.endswith(endings)]
-    if not found and path.is_dir():
+    recordings = [file for endings in (_TRACES, _SNAPSHOTS) for file in files if file.name.endswith(endings)]
+    if not recordings and path.is_dir():
         raise UsageError(f"{path}: no traces (.json, .json.gz) and no memory snapshots (.pickle) in this folder")
-    return found
+    return recordings
 
 
 def of_files(files: Sequence[Path], on_progress: Callable[[str], None]) -> OfFile:
@@ -69,12 +69,12 @@ def of_files(files: Sequence[Path], on_progress: Callable[[str], None]) -> OfFil
         read.append(one)
     if not read:
         raise UsageError(f"{files[0].parent}: none of its files can be read, for instance {unreadable[0]}")
-    found = sorted((item for one in read for item in one.findings), key=lambda item: item.weight, reverse=True)
+    findings = sorted((item for one in read for item in one.findings), key=lambda item: item.weight, reverse=True)
     budgets = [one.budget for one in read if one.budget]
     causes = dict.fromkeys(name for budget in budgets for name in budget)
     shares = {name: sum(budget.get(name, 0.0) for budget in budgets) / len(budgets) for name in causes}
     notes = [*(f"left out: {line}" for line in unreadable), *(note for one in read for note in one.notes)]
-    return OfFile(found, shares, notes)
+    return OfFile(findings, shares, notes)
 
 
 def of_trace(path: Path, calls: int = 0, operators: Collection[str] = ()) -> OfFile:
@@ -90,7 +90,7 @@ def of_trace(path: Path, calls: int = 0, operators: Collection[str] = ()) -> OfF
     if recorded and "account" not in uncertain:  # nothing else is asked of it
         uncertain = ()
     notes = [f"{path.name}: uncertain: {', '.join(uncertain)}"] if uncertain else []
-    found, budget = trace_findings(trace)
+    findings, budget = trace_findings(trace)
     if not budget:
         raise UsageError(f"{path.name}: its events take no time, there is nothing to account for")
     table = kernels_under(trace, {name.replace(".", "::", 1) for name in operators}) if recorded else None
@@ -98,7 +98,7 @@ def of_trace(path: Path, calls: int = 0, operators: Collection[str] = ()) -> OfF
         Kernel(row["name"], row["operator"].replace("::", ".", 1), row["count"] / calls, row["sum_ns"] / 1e9 / calls)
         for row in (table.iter_rows(named=True) if table is not None else ())
     ]
-    return OfFile(found, budget, notes, kernels=kernels)
+    return OfFile(findings, budget, notes, kernels=kernels)
 
 
 def of_snapshot(path: Path, calls: int = 0) -> OfFile:
@@ -128,7 +128,7 @@ _SAME_CAUSE = {
     "compiling": ("recompiles",),
     "allocator": ("churn",),
 }
-"""By rule of a recording: the rules that speak of the same cause under another name."""
+"""By rule of a recording: the rules that report the same cause under another name."""
 
 _TIMED_UNWATCHED = ("data-wait", "python-bound", "garbage-collection")
 """On a CPU these are timed by collectors that leave the call as it is: a trace, which makes Python slower, may confirm
@@ -148,7 +148,7 @@ class Recording:
     path: str = ""
     """Where it was kept; empty where it was not asked for."""
     kernels: Sequence[Kernel] = ()
-    """Of one call, by operator; empty on a CPU, where an operator is its own kernel."""
+    """The kernels of one call, by operator; empty on a CPU, where an operator is its own kernel."""
 
     @property
     def command(self) -> str:
@@ -168,7 +168,7 @@ def record(
     With `beside`, the path of a report, the files are kept next to it under its name. Kernels are those of `operators`.
     """
     made: list[Recording] = []
-    found: list[Finding] = []
+    findings: list[Finding] = []
     notes: list[str] = []
     if beside is not None:
         beside.parent.mkdir(parents=True, exist_ok=True)
@@ -183,7 +183,7 @@ def record(
             except (UsageError, WorkerError) as error:
                 notes.append(f"{kind}: not recorded, {str(error).removeprefix(f'{path}: ')}")
                 continue
-            found += [
+            findings += [
                 replace(item, evidence=tuple(f"{kind}: {line}" for line in item.evidence)) for item in read.findings
             ]
             notes += read.notes
@@ -192,15 +192,15 @@ def record(
                 kept = beside.with_name(f"{beside.stem}.{ending}")
                 os.replace(path, kept)
                 made[-1] = replace(made[-1], path=str(kept))
-    return made, found, notes
+    return made, findings, notes
 
 
-def joined(found: Sequence[Finding], more: Sequence[Finding], facts: Facts) -> list[Finding]:
+def joined(findings: Sequence[Finding], more: Sequence[Finding], facts: Facts) -> list[Finding]:
     """Findings about a workload and those from its recordings, one for each cause, the costliest first.
 
     Of a cause that has a finding already, a recording adds its evidence, and what that one does not know.
     """
-    by_rule = {item.rule: item for item in found}
+    by_rule = {item.rule: item for item in findings}
     for item in more:
         same = next((rule for rule in (item.rule, *_SAME_CAUSE.get(item.rule, ())) if rule in by_rule), None)
         if same is not None:

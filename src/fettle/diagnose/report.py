@@ -18,7 +18,7 @@ from fettle.techniques import parts_lines
 
 Bar = tuple[str, float, str, bool]
 """Name, width in percent, its text, and whether it was brought by a fix."""
-COLOURS = ("#1f77a8", "#d27a22", "#2f9a6c", "#b4588e", "#7d6bc4", "#a48a17", "#c24d4d", "#5b7083", "#8a949e")
+COLOURS = (*theme.LEVERS, theme.SLATE, theme.QUIET)
 
 
 def write_report(diagnosis: Diagnosis, checked: Sequence[Verified], path: Path, command: str = "") -> None:

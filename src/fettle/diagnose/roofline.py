@@ -33,7 +33,7 @@ class Roof:
 
     @property
     def flops_per_s(self) -> float:
-        """Achieved."""
+        """As achieved."""
         return self.flops / self.seconds if self.seconds > 0 else math.nan
 
     @property
@@ -63,7 +63,7 @@ class Roofline:
     dtype: str
     """The dtype that most FLOPs run in."""
     kernels: Sequence[Roof] = ()
-    """Of a device, by kernel and operator (`kind`). Those of one operator share its FLOPs and bytes by time."""
+    """A device's kernels, by kernel and operator (`kind`). Those of one operator share its FLOPs and bytes by time."""
 
 
 def roofline(evidence: Evidence, kernels: Sequence[Kernel] = ()) -> Roofline | None:

@@ -33,12 +33,12 @@ __all__ = [
 
 def examine(here: Environment) -> list[Finding]:
     """What all checks find, errors first."""
-    found = [finding for check in CHECKS.values() for finding in check(here)]
-    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+    findings = [finding for check in CHECKS.values() for finding in check(here)]
+    return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
 def spoilers(here: Environment | None = None) -> list[Finding]:
     """What would spoil the figures of a measurement in this environment, by the quick checks: errors and warnings."""
     here = here or this_environment(quick=True)
-    found = [finding for check in CHECKS.values() if check.is_quick for finding in check(here)]
-    return [finding for finding in found if finding.level != "note"]
+    findings = [finding for check in CHECKS.values() if check.is_quick for finding in check(here)]
+    return [finding for finding in findings if finding.level != "note"]

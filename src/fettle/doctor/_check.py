@@ -27,7 +27,7 @@ class Finding:
     why: str
     """Why that costs speed or safety."""
     mend: str
-    """The command that mends it."""
+    """The command that fixes it."""
 
 
 error = functools.partial(Finding, "", "error")

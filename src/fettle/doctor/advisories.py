@@ -26,7 +26,7 @@ class Marker(Struct, frozen=True, forbid_unknown_fields=True):
     path: Annotated[str, Meta(min_length=1, max_length=300, pattern=r"^[A-Za-z0-9._/ -]+\Z")]
     """Below a folder of installed packages, or from the root."""
     sha256: Sha256 = ""
-    """Of its content; empty where the name alone says it."""
+    """Hash of its content; empty where the name alone says it."""
 
 
 class Advisory(Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,24 +54,24 @@ class Advisories(Struct, frozen=True, forbid_unknown_fields=True):
 
 @lru_cache(maxsize=1)
 def shipped_advisories() -> Advisories:
-    """Those that came with fettle."""
+    """The advisories that came with fettle."""
     return read_advisories(Path(__file__).with_name("advisories.toml"))
 
 
 def read_advisories(path: Path) -> Advisories:
-    """Read a file of them, which may come from anywhere. Raises `UsageError` where it is none."""
+    """Read a file of them, which may come from anywhere. Raises `UsageError` where it is not one."""
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     if len(content) > _MOST_BYTES:
-        raise UsageError(f"{path} is larger than {_MOST_BYTES >> 20} MiB: no list of advisories")
+        raise UsageError(f"{path} is not a list of advisories: it is larger than {_MOST_BYTES >> 20} MiB")
     try:
-        found = toml.decode(content, type=Advisories)
+        advisories = toml.decode(content, type=Advisories)
     except (ValidationError, DecodeError, ValueError, RecursionError, OverflowError) as error:
-        said = re.sub(r"[^\x20-\x7e]+", " ", str(error))[:200]
-        raise UsageError(f"{path} is no list of advisories: {said}") from error
-    if found.checked == date.min:
-        raise UsageError(f"{path} is no list of advisories: it does not say when it was `checked`")
-    return found
+        reason = re.sub(r"[^\x20-\x7e]+", " ", str(error))[:200]
+        raise UsageError(f"{path} is not a list of advisories: {reason}") from error
+    if advisories.checked == date.min:
+        raise UsageError(f"{path} is not a list of advisories: it does not say when it was `checked`")
+    return advisories

@@ -29,7 +29,7 @@ _NATIVE = ("expandable_segments", "max_split_size_mb", "garbage_collection_thres
 _RAISES = "torch raises when the settings are first read, or reads something else."
 
 
-def _given(here: Environment) -> tuple[str, str]:
+def _settings(here: Environment) -> tuple[str, str]:
     """The variable that counts, and what it says."""
     return next(((name, here.variables[name]) for name in _NAMES if here.variables.get(name, "").strip()), ("", ""))
 
@@ -43,7 +43,7 @@ def _pairs(text: str) -> list[tuple[str, str]]:
 @check(quick=True)
 def allocator_settings(here: Environment) -> Iterator[Finding]:
     """Every key and value that torch would not take, or would not know."""
-    name, text = _given(here)
+    name, text = _settings(here)
     for key, value in _pairs(text):
         fault, better = _fault(key, value)
         if fault:
@@ -61,7 +61,7 @@ def _fault(key: str, value: str) -> tuple[str, str]:
         right = key.replace("=", ":", 1) if "=" in key and close else ""
         return f"{key!r} has no value: keys and values are parted by a colon.", right
     if key not in _KEYS:
-        return (f"{key!r} is no key" + (f"; did you mean {close[0]}?" if close else "."),
+        return (f"{key!r} is not a key" + (f"; did you mean {close[0]}?" if close else "."),
                 f"{close[0]}:{value}" if close else "")  # fmt: skip
     if key in _TRUTHS and value not in ("True", "False"):
         right = {"true": "True", "1": "True", "yes": "True", "on": "True"}.get(value.lower(), "False")
@@ -93,16 +93,16 @@ def allocator_set_twice(here: Environment) -> Iterator[Finding]:
         first, *others = set_values
         yield warning(f"{first} and {' and '.join(others)} are set, and differ.",
                       f"{first} counts, the other is ignored.", f"unset {' '.join(others)}")  # fmt: skip
-    keys = [key for key, _ in _pairs(_given(here)[1])]
+    keys = [key for key, _ in _pairs(_settings(here)[1])]
     for key in dict.fromkeys(key for key in keys if keys.count(key) > 1):
-        yield warning(f"{_given(here)[0]} names {key} {keys.count(key)} times.", "The last one counts.",
-                      f"export {_given(here)[0]}=...  # with {key} once")  # fmt: skip
+        yield warning(f"{_settings(here)[0]} names {key} {keys.count(key)} times.", "The last one counts.",
+                      f"export {_settings(here)[0]}=...  # with {key} once")  # fmt: skip
 
 
 @check(quick=True)
 def allocator_contradicts(here: Environment) -> Iterator[Finding]:
     """Settings that cancel one another, or that do not go with this system."""
-    name, text = _given(here)
+    name, text = _settings(here)
     pairs = dict(_pairs(text))
     ignored = [key for key in _NATIVE if key in pairs and pairs[key] != "False"]
     if pairs.get("backend") == "cudaMallocAsync":

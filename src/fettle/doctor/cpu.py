@@ -48,11 +48,11 @@ def threads_beyond_cores(here: Environment) -> Iterator[Finding]:
 
 @check(quick=True)
 def threads_variable(here: Environment) -> Iterator[Finding]:
-    """A number of threads that is none, that leaves cores idle, or that differs from library to library."""
+    """A number of threads that is not a number, leaves cores idle, or that differs from library to library."""
     for name in _THREADS:
         text = here.variables.get(name, "").strip()
         if text and not here.number(name):
-            yield warning(f"{name}={text[:40]!r} is no number of threads.", "It is ignored, or ends the program.",
+            yield warning(f"{name}={text[:40]!r} is not a number of threads.", "It is ignored, or ends the program.",
                           f"export {name}={here.granted}")  # fmt: skip
     omp, mkl = here.number("OMP_NUM_THREADS"), here.number("MKL_NUM_THREADS")
     by_torchrun = "TORCHELASTIC_RUN_ID" in here.variables or "LOCAL_RANK" in here.variables
@@ -113,9 +113,9 @@ def two_openmps(here: Environment) -> Iterator[Finding]:
         yield warning("KMP_DUPLICATE_LIB_OK hides that two OpenMP runtimes are loaded.",
                       "Each has threads of its own, which take the cores from one another, and results may be wrong.",
                       "unset KMP_DUPLICATE_LIB_OK  # and install torch and NumPy from one source")  # fmt: skip
-    found = set(re.findall(r"/(libgomp|libiomp5|libomp)\b[^/\s]*\.so", here.files.text("/proc/self/maps")))
-    if len(found) > 1:
-        yield warning(f"Two OpenMP runtimes are loaded: {' and '.join(sorted(found))}.",
+    runtimes = set(re.findall(r"/(libgomp|libiomp5|libomp)\b[^/\s]*\.so", here.files.text("/proc/self/maps")))
+    if len(runtimes) > 1:
+        yield warning(f"Two OpenMP runtimes are loaded: {' and '.join(sorted(runtimes))}.",
                       "Each has threads of its own, which take the cores from one another.",
                       "export LD_PRELOAD=/path/to/libiomp5.so  # the one for all")  # fmt: skip
 
@@ -172,9 +172,9 @@ def huge_pages(here: Environment) -> Iterator[Finding]:
     setting = re.search(r"\[(\w+)\]", here.files.text("/sys/kernel/mm/transparent_hugepage/enabled"))
     if setting is None or setting[1] != "never":
         return
-    asked = here.is_on("THP_MEM_ALLOC_ENABLE")
-    make = warning if asked else note
-    yield make("Transparent huge pages are never given" + (", and THP_MEM_ALLOC_ENABLE asks for it." if asked else "."),
+    asks = here.is_on("THP_MEM_ALLOC_ENABLE")
+    make = warning if asks else note
+    yield make("Transparent huge pages are never given" + (", and THP_MEM_ALLOC_ENABLE asks for it." if asks else "."),
                "Large weights and batches need 512 times as many entries of the page table.",
                "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled")  # fmt: skip
 

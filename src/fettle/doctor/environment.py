@@ -34,17 +34,17 @@ class Files:
         return self._content(path).decode("utf-8", "replace")
 
     def sha256(self, path: str) -> str:
-        """Of a regular file, in hexadecimal; empty where it cannot be read."""
+        """Hash of a regular file, in hexadecimal; empty where it cannot be read."""
         content = self._content(path)
         return hashlib.sha256(content).hexdigest() if content or self.size(path) == 0 else ""
 
     def size(self, path: str) -> int:
-        """Of a regular file in bytes; -1 where there is none."""
+        """Size of a regular file in bytes; -1 where there is none."""
         try:
-            found = os.stat(path)
+            about = os.stat(path)
         except (OSError, ValueError):
             return -1
-        return found.st_size if stat.S_ISREG(found.st_mode) else -1
+        return about.st_size if stat.S_ISREG(about.st_mode) else -1
 
     def exists(self, path: str) -> bool:
         """Whether a file, folder or device is there."""
@@ -103,7 +103,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One NVIDIA device, as its driver tells."""
+    """One NVIDIA device, as its driver reports it."""
 
     name: str
     capability: tuple[int, int] = (0, 0)
@@ -117,7 +117,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Environment:
-    """Everything that checks may look at. What is not known has the value of its default, and speaks for health."""
+    """Everything that checks may look at. What is not known has the value of its default, which counts as healthy."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     files: Files = field(default_factory=Files)
@@ -131,7 +131,7 @@ class Environment:
     cpus: int = 1
     """Logical cores of the machine."""
     cores: int = 1
-    """Those that this process may run on."""
+    """Cores that this process may run on."""
     quota: float = math.inf
     """Cores whose time the control groups grant."""
     open_files: float = math.inf
@@ -161,7 +161,7 @@ class Environment:
         return self.variables.get(name, "").strip().lower() in ("1", "true", "yes", "y", "on")
 
     def number(self, name: str) -> int | None:
-        """A variable's whole number; of a list (``4,2``) the first; None where it is not set, or is none."""
+        """A variable's whole number; of a list (``4,2``) the first; None where it is not set, or not a number."""
         text = self.variables.get(name, "").split(",")[0].strip()
         return int(text) if text.isdecimal() and len(text) < 10 else None
 
@@ -176,7 +176,7 @@ class Environment:
         return self.package("torch")
 
     def torch_built_for(self) -> str:
-        """``13.0`` for CUDA, ``rocm`` for AMD, ``cpu``; empty where torch's ``version.py`` does not tell."""
+        """``13.0`` for CUDA, ``rocm`` for AMD, ``cpu``; empty where torch's ``version.py`` does not say."""
         if self.torch is None:
             return ""
         values = {}
@@ -186,20 +186,20 @@ class Environment:
                 values[name.partition(":")[0].strip()] = value.strip().strip("'\"")
         if values.get("hip", "None") != "None":
             return "rocm"
-        found = values.get("cuda", "")
-        return "cpu" if found == "None" else found
+        version = values.get("cuda", "")
+        return "cpu" if version == "None" else version
 
     def mount(self, path: str) -> tuple[str, str]:
         """File system and options of the mount that holds a path: ``("ext4", "rw,noexec")``."""
-        best, found = -1, ("", "")
+        best, mounted = -1, ("", "")
         for line in self.files.text("/proc/self/mounts").splitlines():
             words = line.split()
             if len(words) < 4:
                 continue
             place = words[1].replace("\\040", " ")
             if (path == place or path.startswith(place.rstrip("/") + "/")) and len(place) >= best:
-                best, found = len(place), (words[2], words[3])
-        return found
+                best, mounted = len(place), (words[2], words[3])
+        return mounted
 
     @property
     def in_container(self) -> bool:
@@ -212,23 +212,23 @@ def this_environment(
 ) -> Environment:
     """The facts of this machine and process: the one place that reads them. `quick` leaves out packages, devices and
     what needs another process."""
-    found = Environment(
+    environment = Environment(
         variables=dict(os.environ), python=platform.python_version(), cpus=os.cpu_count() or 1, cores=affinity_cores(),
         quota=quota_cores(), open_files=_limit("RLIMIT_NOFILE"), locked_bytes=_limit("RLIMIT_MEMLOCK"),
         program=program or Program(), today=date.today(),
     )  # fmt: skip
     if quick:
-        return found
+        return environment
     from fettle.doctor.advisories import shipped_advisories
     from fettle.machine import find_libraries
 
-    driver, fault, gpus = _nvidia(found.files)
-    found = replace(
-        found, packages=_packages(), site_folders=_site_folders(), advisories=advisories or shipped_advisories(),
+    driver, fault, gpus = _nvidia(environment.files)
+    environment = replace(
+        environment, packages=_packages(), site_folders=_site_folders(), advisories=advisories or shipped_advisories(),
         driver=driver, driver_fault=fault, gpus=gpus, headers=sysconfig.get_path("include") or "",
         allocators={name: path for name, path in find_libraries().items() if name != "glibc"},
     )  # fmt: skip
-    return replace(found, kernels=_kernels(found))
+    return replace(environment, kernels=_kernels(environment))
 
 
 def _limit(name: str) -> float:
@@ -244,16 +244,16 @@ def _limit(name: str) -> float:
 def _packages() -> tuple[Package, ...]:
     from packaging.utils import canonicalize_name
 
-    found = []
+    packages = []
     for one in metadata.distributions():
         with contextlib.suppress(Exception):  # metadata that are damaged, or half removed
             facts = one.metadata
             info = getattr(one, "_path", None)
-            found.append(Package(
+            packages.append(Package(
                 canonicalize_name(facts["Name"]), facts["Version"], str(one.locate_file("")), str(info or ""),
                 tuple(facts.get_all("Requires-Dist") or ()), (facts.get_all("Requires-Python") or [""])[0],
             ))  # fmt: skip
-    return tuple(found)
+    return tuple(packages)
 
 
 def _site_folders() -> tuple[str, ...]:
@@ -280,7 +280,7 @@ def _nvidia(files: Files) -> tuple[str, str, tuple[Gpu, ...]]:
 
 def _gpu(nvml: object, device: object) -> Gpu:
     def ask(name: str) -> object:
-        with contextlib.suppress(Exception):  # not every device tells everything
+        with contextlib.suppress(Exception):  # not every device reports everything
             return getattr(nvml, name)(device)
         return None
 
@@ -300,18 +300,18 @@ def _text(value: object) -> str:
     return value.decode() if isinstance(value, bytes) else str(value or "")
 
 
-def _kernels(found: Environment) -> tuple[str, ...]:
+def _kernels(environment: Environment) -> tuple[str, ...]:
     """What torch has kernels for, asked in a process of its own where there are GPUs, and only where no release that
     is known to be compromised is installed: importing torch may import others."""
     from fettle.doctor.supply_chain import compromised
 
-    if not found.gpus or found.torch is None or any(compromised(found)):
+    if not environment.gpus or environment.torch is None or any(compromised(environment)):
         return ()
     code = "import torch; print(torch._C._cuda_getArchFlags() if hasattr(torch._C, '_cuda_getArchFlags') else '')"
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60,
-            env={**found.variables, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+            env={**environment.variables, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return ()

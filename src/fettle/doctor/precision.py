@@ -40,10 +40,10 @@ def no_bfloat16(here: Environment) -> Iterator[Finding]:
 
 @check()
 def odd_sides(here: Environment) -> Iterator[Finding]:
-    """16-bit products with sides that are no multiple of 8."""
+    """16-bit products with sides that are not a multiple of 8."""
     for model in here.program.models:
         if model.odd and model.device == "cuda" and {"float16", "bfloat16"} & set(model.dtypes):
-            yield warning(f"{len(model.odd)} linear layers of {model.name} have a side that is no multiple of 8: "
+            yield warning(f"{len(model.odd)} linear layers of {model.name} have a side that is not a multiple of 8: "
                           f"{', '.join(model.odd[:3])}.", "Their 16-bit products do not fill the matrix units.",
                           "pad the layer to the next multiple of 8, and cut its answer")  # fmt: skip
 

@@ -29,9 +29,9 @@ class Model:
     name: str
     device: str = "cpu"
     dtypes: tuple[str, ...] = ()
-    """Of its parameters: ``float32``."""
+    """Types of its parameters: ``float32``."""
     odd: tuple[str, ...] = ()
-    """Linear layers with a side that is no multiple of 8."""
+    """Linear layers with a side that is not a multiple of 8."""
     tiny: float = 0.0
     """Share of its weights that are denormal numbers."""
     deprecated: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class Loader:
     batch_bytes: int = 0
     """0 where it is not known."""
     tensors: int = 0
-    """In one batch."""
+    """Tensors in one batch."""
     start_method: str = ""
     lists: tuple[tuple[str, int], ...] = ()
     """Lists and dicts of many Python objects in the dataset: attribute and length."""
@@ -61,7 +61,7 @@ class Program:
     """A process of the user's, or nothing at all."""
 
     switches: tuple[str, ...] = ()
-    """Of those that slow a program down, the ones that are on: ``anomaly``, ``deterministic``, ``sync-debug``,
+    """Switches that slow a program down and are on: ``anomaly``, ``deterministic``, ``sync-debug``,
     ``memory-history``, ``python-trace``, ``tracemalloc``, ``float64``, ``suppress-errors``."""
     tf32_mixed: bool = False
     """TF32 was set by the old names and by the new ones."""
@@ -116,12 +116,12 @@ def _tf32_mixed() -> bool:
 
     with contextlib.suppress(RuntimeError):
         torch.get_float32_matmul_precision()
-        return not isinstance(torch.backends.cuda.matmul.allow_tf32, bool)  # told, so nothing is mixed
-    found: set[str] = set()
+        return not isinstance(torch.backends.cuda.matmul.allow_tf32, bool)  # it was readable, so nothing is mixed
+    values: set[str] = set()
     for path in _own_files():
         with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
-            found.update(_TF32_NAMES.findall(file.read(_MOST_SOURCE)))
-    return "fp32_precision" in found and len(found) > 1
+            values.update(_TF32_NAMES.findall(file.read(_MOST_SOURCE)))
+    return "fp32_precision" in values and len(values) > 1
 
 
 def _own_files() -> set[str]:

@@ -29,8 +29,8 @@ _PINNED = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^]]*\])?\s*===?\s*(
 
 def locked(text: str) -> tuple[Package, ...]:
     """The distributions that a lock pins (``name==version``: requirements, constraints), whatever else a line says."""
-    found = [match for line in text.splitlines() if (match := _PINNED.match(line.strip()))]
-    return tuple(Package(re.sub(r"[-_.]+", "-", match[1]).lower(), match[2]) for match in found)
+    matches = [match for line in text.splitlines() if (match := _PINNED.match(line.strip()))]
+    return tuple(Package(re.sub(r"[-_.]+", "-", match[1]).lower(), match[2]) for match in matches)
 
 
 def compromised(here: Environment) -> Iterator[tuple[Advisory, Package]]:
@@ -55,9 +55,9 @@ def compromised_release(here: Environment) -> Iterator[Finding]:
 def pinned(here: Environment, lock: str) -> Iterator[Finding]:
     """The same of what a lock pins: its packages, as `locked` reads them, are those of `here`."""
     for advisory, package in compromised(here):
-        found = _compromise(advisory, f"{package.name} {package.version}, pinned by {lock},", "",
-                            f"pin another release of {package.name} in {lock}; {_REBUILD}")  # fmt: skip
-        yield replace(found, check=compromised_release.name)
+        finding = _compromise(advisory, f"{package.name} {package.version}, pinned by {lock},", "",
+                              f"pin another release of {package.name} in {lock}; {_REBUILD}")  # fmt: skip
+        yield replace(finding, check=compromised_release.name)
 
 
 def _compromise(advisory: Advisory, what: str, more: str, mend: str) -> Finding:
@@ -191,18 +191,18 @@ def _pip_settings(here: Environment) -> Iterator[tuple[str, str, str]]:
                f"{get('XDG_CONFIG_HOME') or home + '/.config'}/pip", get("VIRTUAL_ENV", "")]  # fmt: skip
     places = ["/etc/pip.conf", *(f"{folder}/pip.conf" for folder in folders), get("PIP_CONFIG_FILE", "")]
     for path in dict.fromkeys(places):
-        found: dict[str, str] = {}
+        settings: dict[str, str] = {}
         last = ""
         for line in here.files.text(path).splitlines() if path else ():
             key, equals, value = line.partition("=")
             if line[:1].isspace() and last:  # a value of several lines
-                found[last] += " " + line.strip()
+                settings[last] += " " + line.strip()
             elif equals:
                 last = key.strip().lower().replace("_", "-")
-                found[last] = value.strip()
+                settings[last] = value.strip()
             elif line.startswith("["):
                 last = ""
-        yield from ((path, name, found[name]) for name in names if name in found)
+        yield from ((path, name, settings[name]) for name in names if name in settings)
 
 
 def _without_secret(url: str) -> str:

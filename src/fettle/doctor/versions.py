@@ -40,17 +40,18 @@ def requirements(here: Environment) -> Iterator[Finding]:
                     continue
             except InvalidRequirement:
                 continue
-            found = here.package(canonicalize_name(needs.name))
+            package = here.package(canonicalize_name(needs.name))
             wanted = f"{needs.name}{needs.specifier}"
-            if found is None:
+            if package is None:
                 yield error(f"{owner.name} {owner.version} needs {wanted}, which is not installed.",
                             "It fails when it is imported, or when that part of it is used.",
                             f"pip install '{wanted}'")  # fmt: skip
-            elif not needs.specifier.contains(found.version, prereleases=True):
-                make = error if found.name == "torch" else warning
-                why = ("Built for another torch, its operators are missing or crash." if found.name == "torch"
+            elif not needs.specifier.contains(package.version, prereleases=True):
+                make = error if package.name == "torch" else warning
+                why = ("Built for another torch, its operators are missing or crash." if package.name == "torch"
                        else "That pair was never tested together: kernels may be missing, slow or wrong.")  # fmt: skip
-                yield make(f"{owner.name} {owner.version} needs {wanted}, and {found.name} {found.version} is there.",
+                here_is = f"{package.name} {package.version} is there"
+                yield make(f"{owner.name} {owner.version} needs {wanted}, and {here_is}.",
                            why, f"pip install '{wanted}'")  # fmt: skip
 
 
@@ -175,10 +176,10 @@ def other_cuda_first(here: Environment) -> Iterator[Finding]:
     if not here.torch_built_for()[:1].isdigit():
         return
     for folder in here.variables.get("LD_LIBRARY_PATH", "").split(os.pathsep):
-        found = [os.path.basename(path) for name in ("libcudnn", "libcublas", "libnccl", "libcudart")
-                 for path in here.files.matching(f"{folder}/{name}.so*") if folder]  # fmt: skip
-        if found:
-            yield warning(f"LD_LIBRARY_PATH names {folder}, which has {', '.join(found[:3])}.",
+        libraries = [os.path.basename(path) for name in ("libcudnn", "libcublas", "libnccl", "libcudart")
+                     for path in here.files.matching(f"{folder}/{name}.so*") if folder]  # fmt: skip
+        if libraries:
+            yield warning(f"LD_LIBRARY_PATH names {folder}, which has {', '.join(libraries[:3])}.",
                           "They are loaded in place of those that torch was built and tested with.",
                           "unset LD_LIBRARY_PATH")  # fmt: skip
 

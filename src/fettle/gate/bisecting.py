@@ -67,7 +67,7 @@ def bisect(
     the middle commit of what is left is raced beside both, and is slow or fast where its time is certainly above or
     below the middle of theirs. Every race has its share of the error rate, 1 - `confidence` in all: Bonferroni over the
     questions that the search can ask and the races that each may take. That holds where one commit made the difference;
-    where several did, a commit in the middle may be near neither, and the range is all that is told.
+    where several did, a commit in the middle may be near neither, and the range is all that is reported.
 
     What is known goes into the history at once, and an interrupted search goes on from there.
     """
@@ -135,13 +135,13 @@ class _Search:
         change, verdict = None, "cannot tell"
         for processes in LOOKS:
             trials = self.ground.race(sides, self.ground.rules(processes))
-            asked = trials[1] if len(trials) == 2 else trials[2]
-            if not asked.ok:
-                return Step(commit, name, None, f"left out: {asked.reason}")
-            change, verdict = slowdown(asked.speedup), answer(trials)
+            suspect = trials[1] if len(trials) == 2 else trials[2]
+            if not suspect.ok:
+                return Step(commit, name, None, f"left out: {suspect.reason}")
+            change, verdict = slowdown(suspect.speedup), answer(trials)
             if verdict != "cannot tell":
                 break
-        history.keep(self.ground.folder, self._entry(trials[0], asked, name, commit, change, verdict))
+        history.keep(self.ground.folder, self._entry(trials[0], suspect, name, commit, change, verdict))
         return Step(commit, name, change, verdict)
 
     def _ask_middle(self, commit: str, ends: Sequence[Side]) -> Step:
@@ -155,15 +155,15 @@ class _Search:
             return Step(commit, name, None, f"left out: {error}")
 
     def _whole(self, trials: Sequence[Trial], limit: float) -> str:
-        found = self._contrast(trials, (-1, 1))
-        if found.low > 0 and found.estimate > limit:
+        contrast = self._contrast(trials, (-1, 1))
+        if contrast.low > 0 and contrast.estimate > limit:
             return "slow"
-        return "fast" if found.high < limit else "cannot tell"
+        return "fast" if contrast.high < limit else "cannot tell"
 
     def _beside(self, trials: Sequence[Trial]) -> str:
-        """Of the third against the middle of the first two."""
-        found = self._contrast(trials, (-0.5, -0.5, 1))
-        return "slow" if found.low > 0 else "fast" if found.high < 0 else "cannot tell"
+        """Time of the third against the middle of the first two."""
+        contrast = self._contrast(trials, (-0.5, -0.5, 1))
+        return "slow" if contrast.low > 0 else "fast" if contrast.high < 0 else "cannot tell"
 
     def _contrast(self, trials: Sequence[Trial], weights: Sequence[float]) -> Interval:
         logs = [process_logs(trial, elapsed=self.ground.settings.under_load) for trial in trials]
@@ -200,6 +200,6 @@ class _Search:
         )  # fmt: skip
 
 
-def bisection_json(found: Bisection) -> dict[str, Any]:
+def bisection_json(bisection: Bisection) -> dict[str, Any]:
     """A bisection as plain data."""
-    return {**plain(found), "found": found.found}
+    return {**plain(bisection), "found": bisection.found}

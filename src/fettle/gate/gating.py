@@ -42,13 +42,13 @@ class Gate:
     @property
     def settled_by(self) -> list[str]:
         """What would settle what it cannot tell, with the time that it should take."""
-        found = []
+        reasons = []
         for one in self.judged:
             if text := one.settled_by:
                 minutes = self.seconds * one.needs / one.processes / 60
                 how = f" (--processes {one.needs}, about {minutes:.1f} minutes)" if one.needs else ""
-                found.append(f"{one.what}: {text}{how}")
-        return found
+                reasons.append(f"{one.what}: {text}{how}")
+        return reasons
 
 
 def gate(
@@ -75,12 +75,12 @@ def gate(
         old, new = _sides(ground, against, against_python, stack)
         check_writable(history.path_of(settings.output))
         trials = ground.race([old, new], ground.gate_rules())
-    found = Gate(
+    result = Gate(
         ground.name, old.label, new.label, this_machine(), trials, ground.judged(trials), ground.notes,
         time.monotonic() - began, trials[1].reason if trials[1].status == "failed" else "",
     )  # fmt: skip
-    history.keep(settings.output, history.entry_of(found, target, old.commit))
-    return found
+    history.keep(settings.output, history.entry_of(result, target, old.commit))
+    return result
 
 
 def _sides(ground: Ground, against: str, against_python: str, stack: contextlib.ExitStack) -> tuple[Side, Side]:
@@ -93,18 +93,18 @@ def _sides(ground: Ground, against: str, against_python: str, stack: contextlib.
     return old, Side(repository.working_tree(), ground.target)
 
 
-def gate_json(found: Gate) -> dict[str, Any]:
+def gate_json(result: Gate) -> dict[str, Any]:
     """A gate as plain data."""
     return {
-        "workload": found.name,
-        "old": found.old,
-        "new": found.new,
-        "verdict": found.verdict,
-        "reason": found.reason,
-        "judged": plain(list(found.judged)),
-        "settled_by": found.settled_by,
-        "notes": list(found.notes),
-        "seconds": round(found.seconds, 1),
-        "machine": plain(found.machine),
-        "trials": [trial.to_json() for trial in found.trials],
+        "workload": result.name,
+        "old": result.old,
+        "new": result.new,
+        "verdict": result.verdict,
+        "reason": result.reason,
+        "judged": plain(list(result.judged)),
+        "settled_by": result.settled_by,
+        "notes": list(result.notes),
+        "seconds": round(result.seconds, 1),
+        "machine": plain(result.machine),
+        "trials": [trial.to_json() for trial in result.trials],
     }

@@ -34,7 +34,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     old_ms: float | None
     new_ms: float | None
     time: Interval | None = None
-    """New over old."""
+    """New time over old."""
     memory: Interval | None = None
     limit: float = 0.03
     processes: int = 1
@@ -50,15 +50,15 @@ def path_of(folder: Path) -> Path:
     return folder / "history.jsonl"
 
 
-def entry_of(found: Gate, target: str, old_commit: str) -> Entry:
+def entry_of(gate: Gate, target: str, old_commit: str) -> Entry:
     """What is kept of a gate."""
-    old, new = found.trials
-    change = {one.what: one.change for one in found.judged}
+    old, new = gate.trials
+    change = {one.what: one.change for one in gate.judged}
     return Entry(
-        now(), target, found.machine.id, found.old, found.new, found.verdict, _number(old.time_ms),
+        now(), target, gate.machine.id, gate.old, gate.new, gate.verdict, _number(old.time_ms),
         _number(new.time_ms), change.get("time"), change.get("memory"),
-        next((one.limit for one in found.judged if one.what == "time"), 0.0), min(old.processes, new.processes),
-        old_commit, reason=found.reason,
+        next((one.limit for one in gate.judged if one.what == "time"), 0.0), min(old.processes, new.processes),
+        old_commit, reason=gate.reason,
     )  # fmt: skip
 
 
@@ -84,13 +84,13 @@ def read(folder: Path) -> list[Entry]:
     path = path_of(folder)
     if not path.exists():
         return []
-    found = []
+    entries = []
     for line in read_text(path, what="the history ").splitlines():
         try:
-            found.append(msgspec.convert(_infinite(json.loads(line)), Entry))
+            entries.append(msgspec.convert(_infinite(json.loads(line)), Entry))
         except (ValueError, msgspec.ValidationError):
             continue
-    return found
+    return entries
 
 
 def page(entries: Sequence[Entry]) -> str:

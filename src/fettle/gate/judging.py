@@ -28,7 +28,7 @@ class Judged:
     """Largest change that passes, as a share."""
     verdict: Verdict
     processes: int = 1
-    """Of each side."""
+    """Processes of each side."""
     needs: int = 0
     """Processes of each side that should settle it where it cannot tell, 0 where more would not help."""
 
@@ -82,8 +82,8 @@ def more_memory(old: Trial, new: Trial, alpha: float) -> Interval | None:
     if min(len(old.peaks_bytes), len(new.peaks_bytes)) < 2 or min((*old.peaks_bytes, *new.peaks_bytes)) <= 0:
         return None
     logs = [[{1: math.log(peak)} for peak in trial.peaks_bytes] for trial in (new, old)]
-    found = contrast_interval(logs, (1, -1), alpha)
-    return Interval(*(float(np.exp(value)) for value in (found.estimate, found.low, found.high)))
+    interval = contrast_interval(logs, (1, -1), alpha)
+    return Interval(*(float(np.exp(value)) for value in (interval.estimate, interval.low, interval.high)))
 
 
 def overall(judged: Sequence[Judged]) -> Verdict:

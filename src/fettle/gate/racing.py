@@ -31,14 +31,14 @@ from fettle.tuning import Event, OnProgress
 from fettle.workload import AUTO, Target, check_mode, find_target
 
 PROCESSES, MORE_PROCESSES = 4, 8
-"""Of each side, and where those do not decide."""
+"""Processes of each side, and how many where those do not decide."""
 _WAIT_S, _LONGEST_WAIT_S = 10.0, 1.0
 """How long a race waits for a quiet machine, all its slices together and at once: what others do to a slice is done to
 both sides, so that little is won by sitting it out."""
 _SLICE_S = 0.04
 """Of two processes that take turns twice as often, what a shared machine does to them cancels twice as often; each
-slice costs 15 ms beside it. Beside a busy process 40 slices of 0.03 s in 14 s told as much each as 20 of 0.08 s in 17 s
-(four processes a side, spread of a slice about its process 0.9% and 1.0%)."""
+slice costs 15 ms beside it. Beside a busy process 40 slices of 0.03 s in 14 s were worth as much each as 20 of 0.08 s
+in 17 s (four processes a side, spread of a slice about its process 0.9% and 1.0%)."""
 _START_S = 300.0
 """What starting the processes may take in all."""
 
@@ -52,7 +52,7 @@ class Settings:
     fail_memory: float | None = None
     """The same of peak memory; None: not judged."""
     processes: int | None = None
-    """Of each side; None for 4, and 8 where those do not decide."""
+    """Processes of each side; None for 4, and 8 where those do not decide."""
     confidence: float = 0.95
     max_rounds: int = 48
     budget_s: float | None = None
@@ -168,11 +168,11 @@ class Ground:
         if new.status == "failed":
             return []
         settings, processes = self.settings, min(old.processes, new.processes)
-        found = [judge("time", slowdown(new.speedup), settings.fail_slower, processes)]
+        judged = [judge("time", slowdown(new.speedup), settings.fail_slower, processes)]
         if settings.fail_memory is not None:
             change = more_memory(old, new, self._alpha)
-            found.append(judge("memory", change, settings.fail_memory, processes))
-        return found
+            judged.append(judge("memory", change, settings.fail_memory, processes))
+        return judged
 
     @property
     def _alpha(self) -> float:
@@ -206,8 +206,8 @@ def ground_for(target: str, settings: Settings, on_progress: OnProgress) -> Grou
     for path in settings.links:
         if not path.exists():
             raise UsageError(f"`link`: there is no {path}")
-    found = find_target(target)
-    return Ground(found, settings, on_progress, settings.output, found.name)
+    named = find_target(target)
+    return Ground(named, settings, on_progress, settings.output, named.name)
 
 
 def repository_for(ground: Ground) -> Repository:

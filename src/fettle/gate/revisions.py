@@ -30,15 +30,15 @@ class Repository:
     root: Path
 
     def resolve(self, revision: str) -> str:
-        """The commit that a revision names. Raises `UsageError` where there is none."""
+        """The commit that a revision names. Raises `UsageError` where there is no such commit."""
         if revision.startswith("-"):
             raise UsageError(f"{revision!r} is not a revision")
-        found = self._git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", check=False)
-        if not found:
+        resolved = self._git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", check=False)
+        if not resolved:
             shallow = self._git("rev-parse", "--is-shallow-repository", check=False) == "true"
             why = ": the clone is shallow, fetch the revision first (actions/checkout: fetch-depth: 0)"
             raise UsageError(f"there is no revision {revision!r} in {self.root}{why if shallow else ''}")
-        return found
+        return resolved
 
     def name(self, commit: str) -> str:
         """A commit's short hash and the first line of its message."""
@@ -62,7 +62,7 @@ class Repository:
     def between(self, good: str, bad: str) -> list[str]:
         """The commits after `good` up to `bad`, the oldest first, along first parents."""
         if not self._is_ancestor(good, bad):
-            raise UsageError(f"{self.name(good)!r} is no ancestor of {self.name(bad)!r}: nothing lies between them")
+            raise UsageError(f"{self.name(good)!r} is not an ancestor of {self.name(bad)!r}: nothing lies between them")
         return self._git("rev-list", "--reverse", "--first-parent", f"{good}..{bad}").splitlines()
 
     def submodules(self, commit: str) -> list[tuple[str, str]]:
@@ -76,14 +76,14 @@ class Repository:
         network. Returns the paths of those that are not here."""
         missing = []
         for path, wanted in self.submodules(commit):
-            here = self.root / path
-            if not (here / ".git").exists() or not self._has(here, wanted):
+            checkout = self.root / path
+            if not (checkout / ".git").exists() or not self._has(checkout, wanted):
                 missing.append(path)
                 continue
             quiet = ("-c", "core.hooksPath=/dev/null")
-            self._git(*quiet, "clone", "--quiet", "--shared", "--no-checkout", str(here), str(place / path))
+            self._git(*quiet, "clone", "--quiet", "--shared", "--no-checkout", str(checkout), str(place / path))
             _git(place / path, *quiet, "checkout", "--quiet", "--detach", wanted)
-            missing += [f"{path}/{inner}" for inner in Repository(here).add_submodules(wanted, place / path)]
+            missing += [f"{path}/{inner}" for inner in Repository(checkout).add_submodules(wanted, place / path)]
         return missing
 
     @staticmethod

@@ -15,61 +15,61 @@ from fettle.units import size_text
 _SIGNS = {"worse": "❌", "within": "✅", "cannot tell": "❓"}
 
 
-def headline(found: Gate) -> str:
+def headline(gate: Gate) -> str:
     """The verdict as a sentence."""
-    if found.reason:
-        return f"{found.name} does not run in the {found.new}: {found.reason}"
-    said = {"worse": "is worse than", "within": "is within the limit of", "cannot tell": "cannot be told from"}
-    ending = "" if found.verdict != "cannot tell" else " well enough"
-    return f"{found.name}: {found.new} {said[found.verdict]} {found.old}{ending}"
+    if gate.reason:
+        return f"{gate.name} does not run in the {gate.new}: {gate.reason}"
+    verb = {"worse": "is worse than", "within": "is within the limit of", "cannot tell": "cannot be told from"}
+    ending = "" if gate.verdict != "cannot tell" else " well enough"
+    return f"{gate.name}: {gate.new} {verb[gate.verdict]} {gate.old}{ending}"
 
 
-def table(found: Gate) -> Table:
+def table(gate: Gate) -> Table:
     """A row a figure."""
     rows = [
-        (one.what, _value(found.trials[0], one), _value(found.trials[1], one), percent(one.change),
+        (one.what, _value(gate.trials[0], one), _value(gate.trials[1], one), percent(one.change),
          f"{100 * one.limit:.3g}%", one.verdict)
-        for one in found.judged
+        for one in gate.judged
     ]  # fmt: skip
-    kinds = ["failed" if one.verdict == "worse" else "" for one in found.judged]
+    kinds = ["failed" if one.verdict == "worse" else "" for one in gate.judged]
     return Table(("", "old", "new", "change", "limit", "verdict"), clean(rows), ("old", "new", "change", "limit"),
                  kinds=kinds)  # fmt: skip
 
 
-def lines(found: Gate) -> list[str]:
+def lines(gate: Gate) -> list[str]:
     """What else should be known, a sentence each."""
-    new = found.trials[1]
-    said = [f"Cannot tell: {text}." for text in found.settled_by]
-    said += [] if new.is_quiet else [f"The machine was busy ({new.load})."]
-    return [*said, *(f"Note: {note}." for note in found.notes)]
+    new = gate.trials[1]
+    notes = [f"Cannot tell: {text}." for text in gate.settled_by]
+    notes += [] if new.is_quiet else [f"The machine was busy ({new.load})."]
+    return [*notes, *(f"Note: {note}." for note in gate.notes)]
 
 
-def markdown(found: Gate) -> str:
+def markdown(gate: Gate) -> str:
     """The same for a comment."""
-    sign = _SIGNS[found.verdict]
-    head = f"{sign} **{_escaped(headline(found))}**"
-    shown = table(found)
+    sign = _SIGNS[gate.verdict]
+    head = f"{sign} **{_escaped(headline(gate))}**"
+    shown = table(gate)
     body = [" | ".join(row) for row in ([str(cell) for cell in row] for row in shown.rows)]
     grid = ["| | old | new | change | limit | |", "| - | -: | -: | -: | -: | - |", *(f"| {row} |" for row in body)]
     sides = (
-        f"old: `{_quoted(found.old)}`, new: `{_quoted(found.new)}`; {found.trials[1].processes} processes a side, "
-        f"interleaved; {_escaped(found.machine.summary)}"
+        f"old: `{_quoted(gate.old)}`, new: `{_quoted(gate.new)}`; {gate.trials[1].processes} processes a side, "
+        f"interleaved; {_escaped(gate.machine.summary)}"
     )
-    said = [_escaped(line) for line in lines(found)]
-    return "\n".join([head, "", *(grid if body else []), "", f"<sub>{sides}</sub>", *("\n" + line for line in said)])
+    notes = [_escaped(line) for line in lines(gate)]
+    return "\n".join([head, "", *(grid if body else []), "", f"<sub>{sides}</sub>", *("\n" + line for line in notes)])
 
 
-def bisection_lines(found: Bisection) -> list[str]:
+def bisection_lines(bisection: Bisection) -> list[str]:
     """What a bisection found, a sentence each."""
-    steps = [f"{step.name}: {percent(step.change)} against GOOD, {step.verdict}" for step in found.steps]
-    return [*steps, "", found.sentence, found.error_rate, *(f"Note: {note}." for note in found.notes)]
+    steps = [f"{step.name}: {percent(step.change)} against GOOD, {step.verdict}" for step in bisection.steps]
+    return [*steps, "", bisection.sentence, bisection.error_rate, *(f"Note: {note}." for note in bisection.notes)]
 
 
-def bisection_markdown(found: Bisection) -> str:
+def bisection_markdown(bisection: Bisection) -> str:
     """The same for a comment."""
-    rows: Sequence[str] = [f"| `{_quoted(s.name)}` | {percent(s.change)} | {s.verdict} |" for s in found.steps]
+    rows: Sequence[str] = [f"| `{_quoted(s.name)}` | {percent(s.change)} | {s.verdict} |" for s in bisection.steps]
     grid = ["| commit | time against GOOD | |", "| - | -: | - |", *rows]
-    return "\n".join([f"**{_escaped(found.sentence)}**", "", *grid, "", f"<sub>{found.error_rate}</sub>"])
+    return "\n".join([f"**{_escaped(bisection.sentence)}**", "", *grid, "", f"<sub>{bisection.error_rate}</sub>"])
 
 
 def _value(trial: Trial, one: Judged) -> str:
@@ -79,7 +79,7 @@ def _value(trial: Trial, one: Judged) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text that Markdown shows as it is, on one line; a mention of somebody is none."""
+    """Text that Markdown shows as it is, on one line; a mention of somebody mentions nobody."""
     marked = "".join("\\" + letter if letter in "\\`*_{}[]<>#|~" else letter for letter in " ".join(text.split()))
     return marked.replace("@", "@&#8203;")
 

@@ -43,7 +43,7 @@ _DIAGNOSE_S = 6.0
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a guided run is told."""
+    """The settings of a guided run."""
 
     data: str = ""
     """Target whose factory returns the loop's DataLoader, a dataset, or (either, step); empty where there is none."""
@@ -92,7 +92,7 @@ def improve(
 ) -> Improvement:
     """Take a workload (``file.py:factory``) through all steps, and write one page with what each brought.
 
-    A step that cannot be done says why, and the others go on without what it would have told them; only a workload that
+    A step that cannot be done says why, and the others go on without its results; only a workload that
     does not run at all ends the run. `quietly` is entered where the workload is built in this process. Raises
     `UsageError` for bad input.
     """
@@ -115,9 +115,9 @@ def improve(
         if name not in known and steps[-1].status == "done":
             known = {}  # what came after went by what it said before
         keep(run.folder / "improve.json", made_for, steps)
-    found = Improvement(target, steps, run.folder, interrupted)
-    write_text(run.folder / "improve.html", page(found.headline, target, steps))
-    return found
+    improvement = Improvement(target, steps, run.folder, interrupted)
+    write_text(run.folder / "improve.html", page(improvement.headline, target, steps))
+    return improvement
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,11 @@ def _step(name: str, run: _Run, before: Sequence[Step]) -> Step:
         return Step(name=name, status="skipped", says="left out, as it was asked for")
     began = time.monotonic()
     run.say(f"{name}")
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for step in before:
-        told |= step.told
+        results |= step.results
     try:
-        made = _DOES[name](run, told)
+        made = _DOES[name](run, results)
     except UsageError as error:
         if name == "measure":  # it does not run: no step could
             raise
@@ -153,7 +153,7 @@ def _step(name: str, run: _Run, before: Sequence[Step]) -> Step:
     return msgspec.structs.replace(made, seconds=time.monotonic() - began)
 
 
-def _measure(run: _Run, told: Mapping[str, Any]) -> Step:
+def _measure(run: _Run, results: Mapping[str, Any]) -> Step:
     """What a call takes as given."""
     race = bench(run.target, [], mode=run.settings.mode, max_rounds=_ROUNDS, settle=False, on_progress=run.on_progress)
     trial = race.trials[0]
@@ -165,55 +165,55 @@ def _measure(run: _Run, told: Mapping[str, Any]) -> Step:
     if not trial.is_quiet:
         lines.append(f"the machine was not quiet: {trial.load}")
     says = f"A call takes {trial.time_ms:.4g} ms, {trial.throughput:.4g} samples a second."
-    return Step(name="measure", says=says, lines=lines, told={"given_ms": trial.time_ms})
+    return Step(name="measure", says=says, lines=lines, results={"given_ms": trial.time_ms})
 
 
-def _diagnose(run: _Run, told: Mapping[str, Any]) -> Step:
+def _diagnose(run: _Run, results: Mapping[str, Any]) -> Step:
     """Why it is slow, and which techniques answer that."""
-    found = diagnose(run.target, seconds=_DIAGNOSE_S, mode=run.settings.mode, on_progress=run.say)
-    write_diagnosis(found, (), run.folder / "diagnosis.html", run.command)
-    every = [*found.findings, *found.opportunities]
+    diagnosis = diagnose(run.target, seconds=_DIAGNOSE_S, mode=run.settings.mode, on_progress=run.say)
+    write_diagnosis(diagnosis, (), run.folder / "diagnosis.html", run.command)
+    every = [*diagnosis.findings, *diagnosis.opportunities]
     first = _first(every)
     lines = [f"{one.says} {one.advice}{f' (could save {one.most})' if one.most else ''}" for one in every[:_MOST_LINES]]
-    waits_s = found.evidence.loading.seconds if found.evidence is not None else 0.0
-    share = waits_s / found.wall_s if found.wall_s > 0 else 0.0
+    waits_s = diagnosis.evidence.loading.seconds if diagnosis.evidence is not None else 0.0
+    share = waits_s / diagnosis.wall_s if diagnosis.wall_s > 0 else 0.0
     return Step(
-        name="diagnose", says=found.verdict, lines=lines, files=["diagnosis.html"],
-        told={"first": first, "loading": share},
+        name="diagnose", says=diagnosis.verdict, lines=lines, files=["diagnosis.html"],
+        results={"first": first, "loading": share},
         passes_on=f"to tune: try {', '.join(first)} first" if first else "",
     )  # fmt: skip
 
 
-def _first(found: Sequence[Finding]) -> list[str]:
+def _first(findings: Sequence[Finding]) -> list[str]:
     """Techniques that findings name, the one that could save most first."""
-    ranked = sorted((one for one in found if one.levels), key=lambda one: -one.bound)
+    ranked = sorted((one for one in findings if one.levels), key=lambda one: -one.bound)
     return list(dict.fromkeys(name for one in ranked for name in one.levels))
 
 
-def _data(run: _Run, told: Mapping[str, Any]) -> Step:
+def _data(run: _Run, results: Mapping[str, Any]) -> Step:
     """The setting of the loop's loader."""
     if not run.settings.data:
-        share = told.get("loading", 0.0)
+        share = results.get("loading", 0.0)
         waits = f"; a call spends {share:.0%} in a DataLoader: name its factory, --data" if share >= 0.01 else ""
         return Step(name="data", status="skipped", says=f"no input pipeline was named{waits}")
-    found = measure_and_search(run.settings.data, keep=run.folder / "data.journal",
-                               on_progress=lambda doing, done, of: run.say(doing))  # fmt: skip
-    write_pipeline(found, run.folder / "data.html")
-    better = found.best.setting != found.before.setting
-    lines = [*(lint.says for lint in found.lints), *found.notes, *(found.code.splitlines() if better else ())]
+    pipeline = measure_and_search(run.settings.data, keep=run.folder / "data.journal",
+                                  on_progress=lambda doing, done, of: run.say(doing))  # fmt: skip
+    write_pipeline(pipeline, run.folder / "data.html")
+    better = pipeline.best.setting != pipeline.before.setting
+    lines = [*(lint.says for lint in pipeline.lints), *pipeline.notes, *(pipeline.code.splitlines() if better else ())]
     return Step(
-        name="data", says=found.verdict, lines=lines, files=["data.html"],
-        speedup=Interval(found.gain, 0.0, math.inf) if better else None,
-        passes_on=f"to your loop: {found.best.setting.arguments}" if better else "",
+        name="data", says=pipeline.verdict, lines=lines, files=["data.html"],
+        speedup=Interval(pipeline.gain, 0.0, math.inf) if better else None,
+        passes_on=f"to your loop: {pipeline.best.setting.arguments}" if better else "",
     )  # fmt: skip
 
 
-def _tune(run: _Run, told: Mapping[str, Any]) -> Step:
+def _tune(run: _Run, results: Mapping[str, Any]) -> Step:
     """The fastest recipe within the limits, beginning with what the diagnosis named."""
     settings = run.settings
     options = Options(
         limits=settings.limits, budget_s=settings.budget_s, techniques=settings.techniques, mode=settings.mode,
-        output=run.folder / "tune", first=tuple(told.get("first", ())), atlas=settings.atlas,
+        output=run.folder / "tune", first=tuple(results.get("first", ())), atlas=settings.atlas,
     )  # fmt: skip
     result = tune(run.target, options=options, on_progress=run.on_progress, command=run.command)
     paths = save(result, run.folder / "tune")
@@ -224,14 +224,14 @@ def _tune(run: _Run, told: Mapping[str, Any]) -> Step:
     return Step(
         name="tune", says=verdict(result), lines=result.notes, files=[f"tune/{path.name}" for path in paths],
         speedup=winner.speedup if winner is not None and changed else None,
-        told={"recipe": str(result.recipe)} if changed else {},
+        results={"recipe": str(result.recipe)} if changed else {},
         passes_on=f"to verify and package: {result.recipe}" if changed else "",
     )  # fmt: skip
 
 
-def _verify(run: _Run, told: Mapping[str, Any]) -> Step:
+def _verify(run: _Run, results: Mapping[str, Any]) -> Step:
     """The recipe again, in fresh processes and a race of its own, on the workload as it is now."""
-    if "recipe" not in told:
+    if "recipe" not in results:
         return Step(name="verify", status="skipped", says="no recipe was found that changes anything")
     compared = check(
         run.target, run.folder / "tune" / "recipe.toml", mode=run.settings.mode, on_progress=run.on_progress
@@ -242,13 +242,13 @@ def _verify(run: _Run, told: Mapping[str, Any]) -> Step:
     kept = compared.verdicts[1] != "slower"
     says = f"{trial.recipe} is {trial.speedup} as fast as given, with a relative error of {trial.accuracy.error:.2g}."
     return Step(name="verify", status="done" if kept else "failed", says=says, speedup=trial.speedup,
-                told={"verified": kept}, passes_on="to package: it holds" if kept else "")  # fmt: skip
+                results={"verified": kept}, passes_on="to package: it holds" if kept else "")  # fmt: skip
 
 
-def _package(run: _Run, told: Mapping[str, Any]) -> Step:
+def _package(run: _Run, results: Mapping[str, Any]) -> Step:
     """The model with its recipe, ready to be served."""
     target = replace(find_target(run.target), mode=run.settings.mode)
-    if not told.get("verified", "verify" in run.settings.skip):
+    if not results.get("verified", "verify" in run.settings.skip):
         return Step(name="package", status="skipped", says="there is no recipe that held")
     tuned = load_recipe(run.folder / "tune" / "recipe.toml")
     path = run.folder / "package"
@@ -257,9 +257,9 @@ def _package(run: _Run, told: Mapping[str, Any]) -> Step:
         workload = target.load()
         if not hasattr(workload, "inputs"):
             return Step(name="package", status="skipped", says="a training loop is not served")
-        made = write_package(workload, tuned.recipe, path, name=target.name, evidence=tuned.evidence,
+        written = write_package(workload, tuned.recipe, path, name=target.name, evidence=tuned.evidence,
                              on_progress=run.say)  # fmt: skip
-    error = made.manifest.accuracy["relative_error"]
+    error = written.manifest.accuracy["relative_error"]
     size = sum(item.stat().st_size for item in path.rglob("*") if item.is_file())
     says = f"A package of {size_text(size)} is written, with a relative error of {error:.2g}."
     return Step(name="package", says=says, lines=[f"fettle serve {path}"], files=["package"])

@@ -1,4 +1,4 @@
-"""The page of a guided run: what each step found, what it brought, and what it told the next."""
+"""The page of a guided run: what each step found, what it brought, and what it handed to the next."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def page(headline: str, target: str, steps: Sequence[Step]) -> str:
 def table(steps: Sequence[Step]) -> Table:
     """A row a step."""
     rows = [
-        (TITLES[step.name], step.status, brought(step), seconds_text(step.seconds) if step.seconds else "",
+        (TITLES[step.name], step.status, gain_text(step), seconds_text(step.seconds) if step.seconds else "",
          Cell(step.passes_on))
         for step in steps
     ]  # fmt: skip
     kinds = ["failed" if step.status == "failed" else "" for step in steps]
-    return Table(("step", "", "brought", "took", "told the next"), rows, ("brought", "took"), kinds=kinds, stack=True)
+    return Table(("step", "", "brought", "took", "handed on"), rows, ("brought", "took"), kinds=kinds, stack=True)
 
 
-def brought(step: Step) -> str:
+def gain_text(step: Step) -> str:
     """The ratio with its interval, where there is one."""
     ratio = step.speedup
     if ratio is None:

@@ -26,9 +26,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     speedup: Interval | None = None
     """What it brought over the workload as given; of the input pipeline over the loader as given."""
     passes_on: str = ""
-    """What it told the steps after it, for people."""
-    told: Mapping[str, Any] = {}
-    """The same as data."""
+    """What it hands to the steps after it, for people."""
+    results: Mapping[str, Any] = msgspec.field(default_factory=dict, name="told")
+    """The same as data, `told` in the file."""
     files: Sequence[str] = ()
     """What it wrote, relative to the folder."""
     seconds: float = 0.0

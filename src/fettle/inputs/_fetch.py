@@ -78,13 +78,13 @@ class Board:
 
     def read(self) -> list[tuple[float, ...]]:
         """All batches kept."""
-        found = []
+        rows = []
         for process in range(self.processes):
             begin = process * _RING
             for row in range(min(_KEEP, int(self.times[begin]))):
                 place = begin + 1 + _ROW * row
-                found.append(tuple(self.times[place : place + _ROW]))
-        return found
+                rows.append(tuple(self.times[place : place + _ROW]))
+        return rows
 
     def clear(self) -> None:
         for process in range(self.processes):
@@ -176,7 +176,7 @@ def _timed(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _used() -> tuple[float, float, float]:
-    """Of this process: seconds on processors, seconds of them in the kernel, and pages that the kernel gave."""
+    """What this process used: seconds on processors, seconds of them in the kernel, and pages that the kernel gave."""
     if resource is None:
         return time.process_time(), 0.0, 0.0
     used = resource.getrusage(resource.RUSAGE_SELF)

@@ -170,28 +170,28 @@ class Process:
         self.loop: Loop | None = None
         self.step: Step | None = None
 
-    def answer(self, asked: Asked) -> Facts | Slice | Faults | float | None:
+    def answer(self, request: Asked) -> Facts | Slice | Faults | float | None:
         """Do what a request asks for."""
-        if isinstance(asked, Describe):
-            return self._describe(asked)
-        if isinstance(asked, FindFaults):
+        if isinstance(request, Describe):
+            return self._describe(request)
+        if isinstance(request, FindFaults):
             from fettle.inputs.lints import lint
 
-            return Faults(*lint(pipeline(asked.target)[0]))
-        if isinstance(asked, Open):
-            loader, self.step = pipeline(asked.target)
-            self.loop = Loop(with_setting(loader, asked.setting), self.step, asked.setting, asked.device)
+            return Faults(*lint(pipeline(request.target)[0]))
+        if isinstance(request, Open):
+            loader, self.step = pipeline(request.target)
+            self.loop = Loop(with_setting(loader, request.setting), self.step, request.setting, request.device)
             return None
         assert self.loop is not None
-        if isinstance(asked, TakeSlice):
-            return self.loop.measure(asked.seconds)
+        if isinstance(request, TakeSlice):
+            return self.loop.measure(request.seconds)
         return self.loop.step_alone() if self.step is not None else 0.0
 
-    def _describe(self, asked: Describe) -> Facts:
-        loader, self.step = pipeline(asked.target)
+    def _describe(self, request: Describe) -> Facts:
+        loader, self.step = pipeline(request.target)
         ways, notes = fetches(loader)
         plain = replace(Setting(), fetch=ways[0])
-        self.loop = Loop(with_setting(loader, plain), self.step, plain, asked.device)
+        self.loop = Loop(with_setting(loader, plain), self.step, plain, request.device)
         return Facts(
             loader.num_workers, loader.prefetch_factor or 2, bool(loader.persistent_workers), bool(loader.pin_memory),
             _length(loader), isinstance(loader.dataset, IterableDataset), self.step is not None,

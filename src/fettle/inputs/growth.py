@@ -34,14 +34,14 @@ def growing_workers(loader: DataLoader[Any]) -> list[Lint]:
         return []
     big = big_containers(loader.dataset)
     sizes, rows = _grow(loader)
-    found = []
+    lints = []
     steps = [after - before for before, after in itertools.pairwise(sizes)]
     if len(steps) >= 2 and all(step > max(_LEAST / 4, 0.25 * max(steps[1:])) for step in steps[1:]) and (
         sum(steps[1:]) > _LEAST
     ):  # fmt: skip
         each = sum(steps[1:]) / len(steps[1:]) / rows
         room = psutil.virtual_memory().available
-        found.append(Lint(
+        lints.append(Lint(
             "leaking-worker", "A worker holds more memory with every row it reads.",
             f"reading the same {rows:,} rows again and again it held " + ", ".join(size_text(size) for size in sizes)
             + f" of its own: {size_text(each)} a row, so that {room / max(each, 1):,.0f} rows fill what is free now",
@@ -54,13 +54,13 @@ def growing_workers(loader: DataLoader[Any]) -> list[Lint]:
             f"; a worker that read {rows:,} rows came to hold {size_text(grew)} more of its own"
             if grew > _LEAST / 4 else ""
         )  # fmt: skip
-        found.append(Lint(
+        lints.append(Lint(
             "growing-workers", f"The dataset holds {count:,} Python objects in {name}.",
             f"about {size_text(held)}, which each forked worker comes to copy as it reads them: touching an object "
             f"writes its reference count{seen}",
             "keep them as one NumPy array or tensor (strings as bytes with offsets)",
         ))  # fmt: skip
-    return found
+    return lints
 
 
 def big_containers(dataset: Any) -> tuple[str, int, int] | None:

@@ -30,7 +30,7 @@ class Line(msgspec.Struct):
 
 
 class Journal:
-    """Lines by question. `path` None keeps nothing. Raises `UsageError` for a file that is none, or is in use."""
+    """Lines by question. `path` None keeps nothing. Raises `UsageError` for a file that is not a journal or in use."""
 
     def __init__(self, path: Path | None, made_for: dict[str, Any]) -> None:
         self.lines: dict[str, Line] = {}
@@ -102,7 +102,7 @@ def default_path(target: str) -> Path | None:
 
 
 def content_hash(target: str) -> str:
-    """Of the target's own file, so that a changed pipeline is measured anew; empty for a module."""
+    """Hash of the target's own file, so that a changed pipeline is measured anew; empty for a module."""
     place = Path(target.rpartition(":")[0])
     try:
         return hashlib.sha256(place.read_bytes()).hexdigest()[:16] if place.suffix == ".py" else ""

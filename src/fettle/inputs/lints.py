@@ -27,19 +27,19 @@ Notes = list[str]
 def lint(loader: DataLoader[Any]) -> tuple[list[Lint], Notes]:
     """All lints of one loader, each on a few seconds and, but for rows that raise, at most 512 rows. One that fails is
     a note, not an end."""
-    found: list[Lint] = []
+    faults: list[Lint] = []
     notes: Notes = []
     checks: list[Callable[[DataLoader[Any]], list[Lint]]] = [
         rows_that_raise, duplicates, profile_rows, padding, growing_workers, getitems_differ
     ]  # fmt: skip
     for check in checks:
         try:
-            found += check(loader)
+            faults += check(loader)
         except Exception as error:
             # A worker's traceback arrives as the text of an exception; its last line says what was wrong.
             text = str(error).strip().splitlines()[-1].strip() if "Traceback" in str(error) else first_line(error)
             notes.append(f"Looking for {check.__name__.replace('_', ' ')} ended early: {text[:200]}.")
-    return found, notes
+    return faults, notes
 
 
 def rows_that_raise(loader: DataLoader[Any]) -> list[Lint]:
@@ -58,12 +58,12 @@ def rows_that_raise(loader: DataLoader[Any]) -> list[Lint]:
             break
     if not raised:
         return []
-    (row, said), others = raised[0], raised[1:]
+    (row, why), others = raised[0], raised[1:]
     more = f", and {len(others)} more: {', '.join(repr(other) for other, _ in others[:4])}" if others else ""
     return [Lint(
-        RAISES, f"A run over this data set ends with an error: item {row!r} raised {said}.",
+        RAISES, f"A run over this data set ends with an error: item {row!r} raised {why}.",
         f"{len(raised):,} of {count:,} rows that were read raise{'s' * (len(raised) == 1)} (item {row!r}{more}).",
-        "mend or leave out those rows, in the data set's list of rows and not by catching the error in each epoch",
+        "fix or leave out those rows, in the data set's list of rows and not by catching the error in each epoch",
     )]  # fmt: skip
 
 

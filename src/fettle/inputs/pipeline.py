@@ -23,17 +23,17 @@ def pipeline(target: str) -> tuple[DataLoader[Any], Step | None]:
     torch.manual_seed(0)
     factory = load_target(target)
     try:
-        made = factory()
+        loader = factory()
     except Exception as error:
         raise UsageError(f"{target} raised {first_line(error)}") from error
     step = None
-    if isinstance(made, tuple) and len(made) == 2 and callable(made[1]):
-        made, step = made
-    if isinstance(made, torch.utils.data.Dataset):
-        made = DataLoader(made, batch_size=32)
-    if not isinstance(made, DataLoader):
-        raise UsageError(f"{target} returned a {type(made).__name__}, not a DataLoader, a dataset, or (loader, step)")
-    return made, step
+    if isinstance(loader, tuple) and len(loader) == 2 and callable(loader[1]):
+        loader, step = loader
+    if isinstance(loader, torch.utils.data.Dataset):
+        loader = DataLoader(loader, batch_size=32)
+    if not isinstance(loader, DataLoader):
+        raise UsageError(f"{target} returned a {type(loader).__name__}, not a DataLoader, a dataset, or (loader, step)")
+    return loader, step
 
 
 def with_setting(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
@@ -48,53 +48,53 @@ def with_setting(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
             loader.dataset, batch_size=None, sampler=loader.batch_sampler, num_workers=setting.num_workers,
             pin_memory=setting.pin_memory, worker_init_fn=loader.worker_init_fn, generator=loader.generator, **workers,
         )  # fmt: skip
-    made = copy.copy(loader)
+    changed = copy.copy(loader)
     # Not by attribute: a loader refuses to have some of these changed, for the sake of iterators that a copy has not.
-    made.__dict__.update(
+    changed.__dict__.update(
         num_workers=setting.num_workers, prefetch_factor=setting.prefetch_factor if setting.num_workers else None,
         persistent_workers=bool(setting.num_workers) and setting.persistent_workers, pin_memory=setting.pin_memory,
         _iterator=None,
     )  # fmt: skip
     if not setting.num_workers:
-        made.__dict__["timeout"] = 0
+        changed.__dict__["timeout"] = 0
     if setting.fetch == ONE_BY_ONE:
-        made.__dict__["dataset"] = _without_getitems(loader.dataset)
-    return made
+        changed.__dict__["dataset"] = _without_getitems(loader.dataset)
+    return changed
 
 
 def fetches(loader: DataLoader[Any]) -> tuple[list[str], list[str]]:
     """Ways to fetch rows that give the very same batches, shown on the first three; and what was seen against a way."""
-    found: list[str] = [AS_GIVEN]
+    ways: list[str] = [AS_GIVEN]
     notes: list[str] = []
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None or type(loader) is not DataLoader:
-        return found, notes
+        return ways, notes
     try:
         batches = [list(batch) for batch in itertools.islice(iter(loader.batch_sampler), 3)]
         rows = [loader.collate_fn([loader.dataset[row] for row in batch]) for batch in batches]
         again = [loader.collate_fn([loader.dataset[row] for row in batch]) for batch in batches[:1]]
     except Exception:
-        return found, notes  # it fails in a run too, which gives the reason
+        return ways, notes  # it fails in a run too, which gives the reason
     if not batches or not _same(rows[:1], again):
-        return found, ["batch fetching was not tried: the rows are random, so that batches cannot be compared"]
+        return ways, ["batch fetching was not tried: the rows are random, so that batches cannot be compared"]
     if callable(getattr(loader.dataset, "__getitems__", None)):
         try:
             whole = [loader.collate_fn(loader.dataset.__getitems__(batch)) for batch in batches]  # type: ignore[attr-defined]
         except Exception as error:
-            return found, [f"__getitems__ of the dataset raised {first_line(error)}"]
+            return ways, [f"__getitems__ of the dataset raised {first_line(error)}"]
         if not _same(whole, rows):
             notes.append("__getitems__ gives other batches than __getitem__ row by row: one of them is wrong")
         else:
-            found.append(ONE_BY_ONE)
+            ways.append(ONE_BY_ONE)
     if getattr(loader.dataset, "__len__", None) is not None and loader.generator is None:
         from torch.utils.data._utils.collate import default_convert
 
         try:
             indexed = [default_convert(loader.dataset[batch]) for batch in batches]  # type: ignore[no-untyped-call]
         except Exception:
-            return found, notes  # most datasets take one index
+            return ways, notes  # most datasets take one index
         if _same(indexed, rows):
-            found.append(BATCH_INDEX)
-    return found, notes
+            ways.append(BATCH_INDEX)
+    return ways, notes
 
 
 def batch_bytes(batch: Any) -> int:
@@ -104,9 +104,9 @@ def batch_bytes(batch: Any) -> int:
 
 
 def _without_getitems(dataset: Any) -> Any:
-    made = copy.copy(dataset)
-    made.__getitems__ = None
-    return made
+    copied = copy.copy(dataset)
+    copied.__getitems__ = None
+    return copied
 
 
 def _same(some: list[Any], others: list[Any]) -> bool:

@@ -55,8 +55,8 @@ def profile_rows(loader: DataLoader[Any]) -> list[Lint]:
             if pair is None:
                 break
             count += 1
-    found = [slow_function(profiler, count, waits=busy_s < 0.5 * wall_s), decoded_too_large(pictures, count)]
-    return [item for item in found if item is not None]
+    lints = [slow_function(profiler, count, waits=busy_s < 0.5 * wall_s), decoded_too_large(pictures, count)]
+    return [item for item in lints if item is not None]
 
 
 def slow_function(profiler: cProfile.Profile, count: int, *, waits: bool = False) -> Lint | None:

@@ -104,11 +104,11 @@ class Race:
                 return 0.0
             if its and its.failure:
                 return math.inf
-            found = []
+            log_ratios = []
             if mine and its:
-                found = [mine.whole(number) / its.whole(number) for number in mine.slices if number in its.slices]
-            if _decided(found, line) or (rough and len(found) >= 2):
-                return statistics.median(found)
+                log_ratios = [mine.whole(number) / its.whole(number) for number in mine.slices if number in its.slices]
+            if _decided(log_ratios, line) or (rough and len(log_ratios) >= 2):
+                return statistics.median(log_ratios)
             self.next_round(one, other)
 
     def refused(self, setting: Setting) -> str:
@@ -183,14 +183,14 @@ class Race:
         return self._processes[setting]
 
 
-def _decided(found: list[float], line: float) -> bool:
+def _decided(log_ratios: list[float], line: float) -> bool:
     """Whether pairs are enough to tell on which side of `line` two settings are."""
-    if len(found) < 2:
+    if len(log_ratios) < 2:
         return False
-    if min(found) > line * _CLEAR or max(found) < line / _CLEAR:
+    if min(log_ratios) > line * _CLEAR or max(log_ratios) < line / _CLEAR:
         return True
-    near = abs(statistics.median(found) / line - 1) < _NEAR
-    return len(found) >= (ROUNDS if near else PAIRS)
+    near = abs(statistics.median(log_ratios) / line - 1) < _NEAR
+    return len(log_ratios) >= (ROUNDS if near else PAIRS)
 
 
 def _reason(error: ChildError) -> str:

@@ -18,7 +18,7 @@ def facts(result: PipelineResult) -> list[str]:
     plain = next(iter(result.plain.slices.values()))
     lines = []
     if result.step_s:
-        which = "As given" if result.given.able else "Without workers (as given it fails)"
+        which = "As given" if result.as_given.able else "Without workers (as given it fails)"
         lines.append(
             f"A step alone takes {seconds_text(result.step_s)}. {which}, {result.waiting:.1%} of the time is waiting "
             f"for data: removing it brings at most {bound_text(result)}; {_reached(result)}."
@@ -85,7 +85,7 @@ def rows(result: PipelineResult) -> list[dict[str, str]]:
         setting = item.setting
         note = " ".join(
             word
-            for word, on in (("as given", same(item, result.given)), ("← take this", same(item, result.best)))
+            for word, on in (("as given", same(item, result.as_given)), ("← take this", same(item, result.best)))
             if on
         )
         if item.failure:
@@ -122,7 +122,7 @@ def as_data(result: PipelineResult) -> dict[str, Any]:
     )  # fmt: skip
     data: dict[str, Any] = plain({
         **{name: getattr(result, name) for name in of_result},
-        "given": result.given.setting, "best": result.best.setting, "settings": settings,
+        "given": result.as_given.setting, "best": result.best.setting, "settings": settings,
     })  # fmt: skip
     return data
 
@@ -150,14 +150,14 @@ def page(result: PipelineResult) -> str:
 
 def _tiles(result: PipelineResult) -> list[tuple[str, str, str]]:
     """The figures that are read first."""
-    able, given = result.given.able, result.given.setting
+    able, as_given = result.as_given.able, result.as_given.setting
     tiles = [
         (
             "reached",
             f"{result.gain:.2f}x",
             f"batches a second, over {'given' if able else 'no workers: as given it fails'}",
         ),
-        ("workers", str(result.best.setting.num_workers), f"given {given.num_workers}, {result.cores} cores"),
+        ("workers", str(result.best.setting.num_workers), f"given {as_given.num_workers}, {result.cores} cores"),
         ("one batch in one process", seconds_text(result.batch_p50_s), f"95%: {seconds_text(result.batch_p95_s)}"),
     ]
     if not result.step_s:
@@ -231,7 +231,7 @@ def limit_is_near(result: PipelineResult) -> bool:
 
 
 def _marked(result: PipelineResult) -> list[dict[str, Any]]:
-    items = [result.best] if same(result.best, result.given) else [result.given, result.best]
+    items = [result.best] if same(result.best, result.as_given) else [result.as_given, result.best]
     return [
         {"workers": item.setting.num_workers, "rate": item.level, "name": _which(result, item)}
         for item in items if item.able
@@ -261,8 +261,8 @@ def _order(points: list[dict[str, Any]]) -> list[str]:
 
 
 def _which(result: PipelineResult, item: Measured) -> str:
-    given, best = same(item, result.given), same(item, result.best)
-    return "as given, and best" if given and best else "as given" if given else "take this" if best else "tried"
+    as_given, best = same(item, result.as_given), same(item, result.best)
+    return "as given, and best" if as_given and best else "as given" if as_given else "take this" if best else "tried"
 
 
 def _reached(result: PipelineResult) -> str:

@@ -20,7 +20,7 @@ class PipelineResult:
     """What was found about a pipeline. Times in seconds."""
 
     target: str
-    given: Measured
+    as_given: Measured
     plain: Measured
     """torch's own default: no workers."""
     best: Measured
@@ -42,7 +42,7 @@ class PipelineResult:
     @property
     def before(self) -> Measured:
         """What a gain is relative to: the setting as given, or no workers where that fails."""
-        return self.given if self.given.able else self.plain
+        return self.as_given if self.as_given.able else self.plain
 
     @property
     def waiting(self) -> float:
@@ -105,7 +105,7 @@ def verdict(result: PipelineResult, why: str = "") -> str:
 def _setting_verdict(result: PipelineResult, why: str) -> str:
     before, best = result.before, result.best
     takes = f"{result.gain:.2f}x the batches a second with {best.setting.name}"
-    if not result.given.able:
+    if not result.as_given.able:
         takes += ", over no workers: as given it fails"
     waited = f"{before.waiting:.0%} of the time was waiting" if result.step_s else "no step was given"
     helped = best is not before and result.gain >= 1 + WITHIN

@@ -58,7 +58,7 @@ def measure_and_search(
     there before the step; "auto" does so where there is a device and no step that would do it. `keep` is the file that
     a killed search goes on from; it is gone when the search has come to its end.
 
-    Raises `UsageError` for a target that is none of these, or that cannot be iterated without workers;
+    Raises `UsageError` for any other target, or one that cannot be iterated without workers;
     `KeyboardInterrupt` when interrupted before there is a result.
     """
     began = time.monotonic()
@@ -94,11 +94,11 @@ def _search(race: Race, device: str, lints: bool, began: float) -> PipelineResul
     if plain.failure:
         raise UsageError(f"the pipeline fails without workers: {plain.failure}")
     step_s = race.alone()
-    given_setting = _given(facts)
+    own_setting = _own_setting(facts)
     scores = {Setting(): 1.0}
-    if given_setting not in scores:
-        _pair(race, scores, given_setting, Setting())
-    given = race.measured[given_setting]
+    if own_setting not in scores:
+        _pair(race, scores, own_setting, Setting())
+    as_given = race.measured[own_setting]
     notes = [*facts.notes, *_not_tried(facts)]
     why = cannot_help(plain, step_s, race.here.cores)
     best, faults, search_s = plain, Faults(), 0.0
@@ -108,7 +108,7 @@ def _search(race: Race, device: str, lints: bool, began: float) -> PipelineResul
             climb(race, facts, scores, step_s)
         variants(race, facts, scores, bool(step_s and why), notes)
         best = race.measured[settle(race, scores)]
-        best = never_slower(race, best, given, plain)
+        best = never_slower(race, best, as_given, plain)
         search_s = time.monotonic() - began
         if lints:
             faults = race.faults()
@@ -118,11 +118,11 @@ def _search(race: Race, device: str, lints: bool, began: float) -> PipelineResul
     search_s = search_s or time.monotonic() - began
     _set_levels(race, scores, best, plain)
     measured = list(race.measured.values())
-    if not given.able:
-        notes.append(f"As given it fails: {given.failure}.")
+    if not as_given.able:
+        notes.append(f"As given it fails: {as_given.failure}.")
     notes += faults.notes
     result = PipelineResult(
-        race.target, given, plain, best, measured, step_s, race.here.cores, race.here.why, "", notes,
+        race.target, as_given, plain, best, measured, step_s, race.here.cores, race.here.why, "", notes,
         faults.lints, search_s, time.monotonic() - began, interrupted,
         race.reused,
     )  # fmt: skip
@@ -137,7 +137,7 @@ def climb(race: Race, facts: Facts, scores: dict[Setting, float], step_s: float)
     whether it would do better to keep what it frees; then all do.
     """
     cores = race.here.cores
-    base = replace(_given(facts), fetch=AS_GIVEN, persistent_workers=True)
+    base = replace(_own_setting(facts), fetch=AS_GIVEN, persistent_workers=True)
     settings = {setting.num_workers: setting for setting in scores}
 
     def run(number: int, rough: bool = False) -> bool:
@@ -286,13 +286,13 @@ def _no_deeper(item: Measured) -> str:
     return f"workers make batches {busy:.0%} of the time" if busy > 1 - _IDLE else ""
 
 
-def never_slower(race: Race, best: Measured, given: Measured, plain: Measured) -> Measured:
+def never_slower(race: Race, best: Measured, as_given: Measured, plain: Measured) -> Measured:
     """torch's default where what was found is not faster than it, side by side; and the gain over the one given."""
-    for other in (plain, given):
+    for other in (plain, as_given):
         if other.able and other is not best:
             race.pairs(best.setting, other.setting)
     if not best.able:  # it has failed since it was the best
-        return given if given.able else plain
+        return as_given if as_given.able else plain
     return plain if best is not plain and ratio(best, plain) < 1 else best
 
 
@@ -321,7 +321,7 @@ def _top(scores: dict[Setting, float]) -> Setting:
     return max(scores, key=lambda one: scores[one])
 
 
-def _given(facts: Facts) -> Setting:
+def _own_setting(facts: Facts) -> Setting:
     if not facts.num_workers:
         return Setting(pin_memory=facts.pin_memory and facts.cuda)
     return Setting(facts.num_workers, facts.prefetch_factor, facts.persistent_workers, facts.pin_memory and facts.cuda)

@@ -151,10 +151,10 @@ class Measured:
 
     setting: Setting
     slices: dict[int, Slice] = field(default_factory=dict)
-    """By round."""
+    """Slices by round."""
     failure: str = ""
     left_out: bool = False
-    """It was never run: the failure says why."""
+    """Whether it was never run: the failure says why."""
     epoch_batches: int = 0
     level: float = 0.0
     """Batches a second by comparisons side by side, at the speed that the plain loader had; 0 before it is known."""

@@ -34,8 +34,8 @@ def read_schedule(path: Path) -> np.ndarray[Any, Any]:
             raise ValueError
         moments = np.loadtxt(io.StringIO(text), dtype=np.float64, ndmin=1, comments="#")
     except ValueError as error:
-        raise UsageError(f"{path} is not a schedule: one number of seconds a line is wanted") from error
+        raise UsageError(f"{path} is not a schedule: it needs one number of seconds a line") from error
     if moments.ndim != 1 or not len(moments) or not np.isfinite(moments).all() or (moments < 0).any():
-        raise UsageError(f"{path} is not a schedule: one number of seconds a line is wanted")
+        raise UsageError(f"{path} is not a schedule: it needs one number of seconds a line")
     moments = np.sort(moments)
     return np.asarray(moments - moments[0])

@@ -40,11 +40,11 @@ def http_request(url: str, body: bytes, headers: dict[str, str]) -> Request:
     return Request(parts.hostname, port, "\r\n".join([*lines, "", ""]).encode() + body, path)
 
 
-def model_request(url: str, rows: int = 1, free: int = 16, seed: int = 0, token: str = "") -> Request:
+def model_request(url: str, rows: int = 1, seed: int = 0, token: str = "") -> Request:
     """A request for a model that speaks the Open Inference Protocol, with random binary tensors of its own metadata.
 
     `url` is the server's, where it serves one model, or a model's: ``http://host:port/v2/models/NAME``. Sizes that are
-    free besides the rows become `free`. Raises `UsageError` with one line where the server does not answer so.
+    free besides the rows become 16. Raises `UsageError` with one line where the server does not answer so.
     """
     base = url.rstrip("/").removesuffix("/infer")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -53,22 +53,20 @@ def model_request(url: str, rows: int = 1, free: int = 16, seed: int = 0, token:
         if len(names) != 1:
             raise UsageError(f"{base} serves {len(names)} models ({', '.join(map(str, names))}): name one in the URL")
         base = f"{base}/v2/models/{names[0]}"
-    said = get_json(base, headers)
+    metadata = get_json(base, headers)
     random = np.random.default_rng(seed)
-    given = []
-    for spec in said.get("inputs", []):
+    tensors = []
+    for spec in metadata.get("inputs", []):
         kind = TO_NUMPY.get(spec["datatype"])
         if kind is None:
             raise UsageError(f"the input {spec['name']} is {spec['datatype']}: give a body with --body")
-        shape = [
-            rows if i == 0 and size == -1 else free if size == -1 else size for i, size in enumerate(spec["shape"])
-        ]
+        shape = [rows if i == 0 and size == -1 else 16 if size == -1 else size for i, size in enumerate(spec["shape"])]
         if kind.kind == "f":
             array = random.standard_normal(shape).astype(kind)
         else:
             array = random.integers(0, 2, shape).astype(kind)  # good for masks, types and tokens alike
-        given.append((spec["name"], spec["datatype"], array))
-    return tensor_request(f"{base}/infer", given, headers)
+        tensors.append((spec["name"], spec["datatype"], array))
+    return tensor_request(f"{base}/infer", tensors, headers)
 
 
 def tensor_request(url: str, tensors: Sequence[tuple[str, str, Any]], headers: dict[str, str]) -> Request:
@@ -91,13 +89,13 @@ def get_json(url: str, headers: dict[str, str]) -> dict[str, Any]:
         raise UsageError(f"{url!r} is not an http:// address")
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
-            said = json.loads(answer.read(1 << 20))
+            decoded = json.loads(answer.read(1 << 20))
     except (OSError, ValueError) as error:
         why = error.read(200).decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else str(error)
         raise UsageError(f"{url} does not answer as an inference server: {why[:200]}") from error
-    if not isinstance(said, dict):
+    if not isinstance(decoded, dict):
         raise UsageError(f"{url} does not answer as an inference server")
-    return said
+    return decoded
 
 
 class Connection(asyncio.Protocol):
@@ -149,7 +147,7 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing() and self._keep
 
     def close(self) -> None:
-        """End it."""
+        """Close the connection."""
         if self._transport is not None:
             self._transport.abort()
 

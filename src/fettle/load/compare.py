@@ -23,7 +23,6 @@ from fettle.files import read_bytes
 SAME = 0.05
 """Ratios whose whole interval lies within this share of 1 are called the same."""
 MEASURES = {"throughput": "answers/s", "p50_ms": "p50", "p99_ms": "p99"}
-_MAX_BYTES = 64 << 20
 
 
 class _Batches(msgspec.Struct):
@@ -114,11 +113,11 @@ def ratio_interval(now: Sequence[float], then: Sequence[float], confidence: floa
     """Ratio of the geometric means, with its two-sided interval. At least two positive values on each side."""
     from scipy import stats
 
-    found = stats.ttest_ind(np.log(now), np.log(then), equal_var=False)
+    test = stats.ttest_ind(np.log(now), np.log(then), equal_var=False)
     middle = float(np.log(now).mean() - np.log(then).mean())
-    if not math.isfinite(float(found.statistic)):  # all equal to the last bit
+    if not math.isfinite(float(test.statistic)):  # all equal to the last bit
         return math.exp(middle), math.exp(middle), math.exp(middle)
-    ends = found.confidence_interval(confidence)
+    ends = test.confidence_interval(confidence)
     return math.exp(middle), math.exp(float(ends.low)), math.exp(float(ends.high))
 
 

@@ -80,7 +80,7 @@ async def closed_loop(
     limits: TextLimits | None = None,
     on_progress: Callable[[float, int], None] = lambda seconds, waiting: None, stop: asyncio.Event | None = None,
 ) -> Run:  # fmt: skip
-    """So many clients, each asking again as soon as it has its answer, for so long."""
+    """A fixed number of clients for a time, each asking again as soon as it has its answer."""
     load = _Load(requests, limit_s)
     load.again = True
     await load.connect(concurrency)
@@ -122,7 +122,7 @@ class _Load:
         self.rows: list[tuple[float, float, float, int]] = []
         """Due, sent, answered, status."""
         self._heard: dict[tuple[float, float, float, int], Heard] = {}
-        """Of a server that writes texts: what came for each of them."""
+        """For a server that writes texts, what came for each of them."""
         self.refusal = ""
         """What a server said that would not write a text."""
         self._moves: list[tuple[float, int]] = []
@@ -208,7 +208,7 @@ class _Load:
         self._moves.append((time.perf_counter() - self.start, self.waiting))
 
     def _mean_waiting(self, first: float, end: float) -> float:
-        """Of the count between two moments."""
+        """The mean of the count between two moments."""
         times, counts = np.array([row[0] for row in self._moves]), np.array([row[1] for row in self._moves])
         begin, stop = int(np.searchsorted(times, first, "right")), int(np.searchsorted(times, end, "right"))
         levels = np.concatenate([[counts[begin - 1] if begin else 0], counts[begin:stop]])
@@ -220,8 +220,8 @@ class _Load:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _asked(self) -> tuple[_Array, _Array, float, float]:
-        """Of an open loop: the requests that were due in the steady part, their statuses, its first and last moment."""
+    def _due(self) -> tuple[_Array, _Array, float, float]:
+        """For an open loop: requests that were due in the steady part, their statuses, its first and last moment."""
         rows = sorted(self.rows)
         table, status = np.array([row[:3] for row in rows]), np.array([row[3] for row in rows])
         begin = warm_up(table[:, 2] - table[:, 0])
@@ -230,7 +230,7 @@ class _Load:
         return table, status, first, max(float(table[:, 0].max()), first)
 
     def _answered(self) -> tuple[_Array, _Array, float, float]:
-        """Of a closed loop: what was answered in the steady part.
+        """For a closed loop: what was answered in the steady part.
 
         Answers are counted, not requests: with many clients those asked in it are answered long after it began, and
         what comes once nobody asks any more is a server that runs empty. What failed counts whenever it did.
@@ -266,7 +266,7 @@ class _Load:
         """The steady part: a prefix is left out that makes the mean surer without it (MSER)."""
         if not self.rows:
             return Run(mode, 0.0, 0.0, np.array([]), limit_s=self.limit_s, void="nothing was answered")
-        table, status, first, end = self._asked() if mode == "open" else self._answered()
+        table, status, first, end = self._due() if mode == "open" else self._answered()
         good = status == 200
         span = max(end - first, 1e-9)
         if mode == "open" and len(table) > 1:
@@ -276,7 +276,7 @@ class _Load:
             mode, 0.0, span, latency[good], statuses={int(k): v for k, v in Counter(status.tolist()).items()},
             limit_s=self.limit_s, late_s=float(np.percentile(table[:, 1] - table[:, 0], 99)), warm_up_s=first,
             mean_inflight=self._mean_waiting(first, end),
-            expected_inflight=float((table[:, 2] - table[:, 1]).sum() / span),  # lateness is told for itself
+            expected_inflight=float((table[:, 2] - table[:, 1]).sum() / span),  # lateness is reported on its own
             done_s=table[good, 2], refusal=self.refusal,
             texts=[
                 Text(heard, due, end)

@@ -58,9 +58,9 @@ class Run:
     rate: float
     """Requests a second that were due; of a closed loop those that were answered."""
     duration_s: float
-    """Of the steady part."""
+    """Length of the steady part."""
     latency_s: np.ndarray[Any, Any]
-    """Of the answered requests: from due (open) or sent (closed) to the last byte."""
+    """Latency of the answered requests: from due (open) or sent (closed) to the last byte."""
     concurrency: int = 0
     statuses: dict[int, int] = field(default_factory=dict)
     """Answers by HTTP status in the steady part; below 1: `KINDS`."""
@@ -80,7 +80,7 @@ class Run:
     done_s: np.ndarray[Any, Any] = field(default_factory=lambda: np.array([]))
     """When each of `latency_s` was answered, from the start of the run."""
     texts: list[Text] = field(default_factory=list)
-    """Of a server that writes texts, in the order of `latency_s`."""
+    """For a server that writes texts, in the order of `latency_s`."""
     limits: TextLimits = TextLimits()
     refusal: str = ""
     """What a server first said that would not write a text."""
@@ -125,18 +125,18 @@ class Run:
 
     @property
     def mean_s(self) -> float:
-        """Of the latency; NaN where nothing was answered."""
+        """Mean of the latency; NaN where nothing was answered."""
         return float(self.latency_s.mean()) if len(self.latency_s) else math.nan
 
     def ttft_s(self, percent: float) -> float:
         """Percentile of the time to a text's first token; NaN where there is none."""
-        found = [text.ttft_s for text in self.texts]
-        return float(np.percentile(found, percent)) if found else math.nan
+        times = [text.ttft_s for text in self.texts]
+        return float(np.percentile(times, percent)) if times else math.nan
 
     def itl_s(self, percent: float) -> float:
         """Percentile of the time between two tokens, of all gaps of all texts; NaN where there is none."""
-        found = np.concatenate([text.heard.gaps_s for text in self.texts]) if self.texts else np.array([])
-        return float(np.percentile(found, percent)) if len(found) else math.nan
+        gaps = np.concatenate([text.heard.gaps_s for text in self.texts]) if self.texts else np.array([])
+        return float(np.percentile(gaps, percent)) if len(gaps) else math.nan
 
     @property
     def tokens_per_s(self) -> float:
@@ -155,7 +155,7 @@ class Run:
         return bool(slow) or self.answered < 0.99 * sum(self.statuses.values())
 
     def percentile(self, percent: float) -> float:
-        """Of the latency; NaN where nothing was answered."""
+        """A percentile of the latency; NaN where nothing was answered."""
         return float(np.percentile(self.latency_s, percent)) if len(self.latency_s) else math.nan
 
     def interval(self, percent: float, batches: int = 10) -> tuple[float, float] | None:
@@ -177,15 +177,15 @@ class Run:
 
         A percentile is left out where a stretch would hold too few answers to have it.
         """
-        found: dict[str, list[float]] = {"p50_ms": [], "p99_ms": [], "throughput": []}
+        figures: dict[str, list[float]] = {"p50_ms": [], "p99_ms": [], "throughput": []}
         for percent in (50, 99):
             if len(self.latency_s) >= count * max(10.0, 1.0 / (1.0 - percent / 100.0)):
                 parts = np.array_split(self.latency_s, count)
-                found[f"p{percent}_ms"] = [float(np.percentile(part, percent)) * 1e3 for part in parts]
+                figures[f"p{percent}_ms"] = [float(np.percentile(part, percent)) * 1e3 for part in parts]
         if len(self.done_s) >= 10 * count:
             edges = np.linspace(self.done_s.min(), self.done_s.max() + 1e-9, count + 1)
-            found["throughput"] = (np.histogram(self.done_s, edges)[0] / np.diff(edges)).tolist()
-        return found
+            figures["throughput"] = (np.histogram(self.done_s, edges)[0] / np.diff(edges)).tolist()
+        return figures
 
     @property
     def little(self) -> float:

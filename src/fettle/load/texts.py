@@ -65,29 +65,29 @@ class TextConnection(Connection):
             return
         *events, self._rest = (self._rest + data).split(b"\n\n")
         for event in events:
-            said = event.removeprefix(b"data: ")
-            if said == b"[DONE]":
+            line = event.removeprefix(b"data: ")
+            if line == b"[DONE]":
                 self._whole = True
                 continue
             try:
-                found = msgspec.json.decode(said)
+                chunk = msgspec.json.decode(line)
             except msgspec.DecodeError:
                 continue
-            self._usage = found.get("usage") or self._usage
-            if any(choice.get("text") or choice.get("delta", {}).get("content") for choice in found.get("choices", ())):
+            self._usage = chunk.get("usage") or self._usage
+            if any(choice.get("text") or choice.get("delta", {}).get("content") for choice in chunk.get("choices", ())):
                 self._moments.append(now)
 
     @property
     def refusal(self) -> str:
         """What a server said that would not write the text."""
         try:
-            found = msgspec.json.decode(self._refusal, type=_Refusal)
+            refusal = msgspec.json.decode(self._refusal, type=_Refusal)
         except msgspec.MsgspecError:
             return ""
-        return found.error.message.partition("\n")[0]
+        return refusal.error.message.partition("\n")[0]
 
     def heard(self, start: float) -> Heard:
-        """Of the last answer; `start` is when the run began."""
+        """The last answer's text; `start` is when the run began."""
         counts = [int(self._usage.get(key, 0)) for key in ("prompt_tokens", "completion_tokens")]
         return Heard(np.array(self._moments) - start, *counts)
 
@@ -101,7 +101,7 @@ class _Message(msgspec.Struct):
 
 
 class _Refusal(msgspec.Struct):
-    """OpenAI's protocol's error."""
+    """An error in OpenAI's protocol."""
 
     error: _Message = msgspec.field(default_factory=_Message)
 
@@ -145,46 +145,46 @@ def text_requests(
         model = names[0]
     random = np.random.default_rng(seed)
     address = f"{base}/chat/completions" if chat else f"{base}/completions"
-    found: list[Request] = []
+    requests: list[Request] = []
     for line in lines:
         body: dict[str, Any] = {
             "model": model, "max_tokens": line.max_tokens, "temperature": 0, "stream": True,
             "stream_options": {"include_usage": True},
         }  # fmt: skip
-        said: Any = line.prompt
-        if isinstance(said, int):
-            said = random.integers(*_TOKENS, said).tolist()
+        prompt: Any = line.prompt
+        if isinstance(prompt, int):
+            prompt = random.integers(*_TOKENS, prompt).tolist()
             body["ignore_eos"] = True  # so that the lengths are those that were asked for
-        if chat and not isinstance(said, str):
+        if chat and not isinstance(prompt, str):
             raise UsageError("a chat takes texts, not numbers of tokens: give --texts FILE, or a URL of completions")
-        body |= {"messages": [{"role": "user", "content": said}]} if chat else {"prompt": said}
-        made = http_request(address, msgspec.json.encode(body), {"Content-Type": "application/json", **headers})
-        found.append(TextRequest(made.host, made.port, made.data, made.path))
-    return found
+        body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+        request = http_request(address, msgspec.json.encode(body), {"Content-Type": "application/json", **headers})
+        requests.append(TextRequest(request.host, request.port, request.data, request.path))
+    return requests
 
 
 def _lengths(text: str, option: str, count: int, random: np.random.Generator) -> list[int]:
-    """So many lengths, each at least 1. Raises `UsageError`."""
+    """`count` lengths, each at least 1. Raises `UsageError`."""
     if text.isdigit() and int(text):
         return [int(text)] * count
     name, *numbers = text.split(":")
     needs, draw = _DISTRIBUTIONS.get(name, (0, None))
     try:
-        given = [float(number) for number in numbers]
-        if draw is None or len(given) != needs or min(given) <= 0:
+        values = [float(number) for number in numbers]
+        if draw is None or len(values) != needs or min(values) <= 0:
             raise ValueError
-        return [max(1, int(length)) for length in np.clip(draw(random, count, *given), 1, 1e6)]
+        return [max(1, int(length)) for length in np.clip(draw(random, count, *values), 1, 1e6)]
     except ValueError:
         raise UsageError(
-            f"{option}_tokens: {text!r} is no length: 128, uniform:16:256, exponential:128 or lognormal:128:0.8"
+            f"{option}_tokens: {text!r} is not a length: 128, uniform:16:256, exponential:128 or lognormal:128:0.8"
         ) from None
 
 
 def _read(file: Path) -> list[TextLine]:
     try:
-        found = [msgspec.json.decode(line, type=TextLine) for line in read_bytes(file).splitlines() if line.strip()]
+        lines = [msgspec.json.decode(line, type=TextLine) for line in read_bytes(file).splitlines() if line.strip()]
     except msgspec.MsgspecError as error:
         raise UsageError(f"{file} has no line of JSON for each request: {first_line(error)}") from error
-    if not found:
+    if not lines:
         raise UsageError(f"{file} is empty")
-    return found
+    return lines

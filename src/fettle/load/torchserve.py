@@ -12,7 +12,7 @@ COLUMNS = (
     "predict_mean", "handler_time_mean", "waiting_time_mean", "worker_thread_mean", "cpu_percentage_mean",
     "memory_percentage_mean", "gpu_percentage_mean", "gpu_memory_percentage_mean", "gpu_memory_used_mean",
 )  # fmt: skip
-"""In its order."""
+"""The columns of that file, in its order."""
 
 
 def torchserve_row(run: Mapping[str, Any], model: str, **known: Any) -> dict[str, str]:

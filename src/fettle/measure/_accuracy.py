@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,18 +18,18 @@ Outputs = dict[str, torch.Tensor]
 
 def outputs_of(output: Any) -> Outputs:
     """Copy the tensor leaves of an output to the CPU; numbers count as tensors, other leaves are passed over."""
-    found: Outputs = {}
+    outputs: Outputs = {}
     for path, leaf in leaves(output):
         if isinstance(leaf, torch.Tensor):
             value = leaf.detach()
             if value.is_nested or value.layout != torch.strided:
                 value = value.to_padded_tensor(0.0) if value.is_nested else value.to_dense()
-            found[path] = value.to("cpu", copy=True)
+            outputs[path] = value.to("cpu", copy=True)
         elif isinstance(leaf, (bool, int, float)):
-            found[path] = torch.tensor(leaf)
+            outputs[path] = torch.tensor(leaf)
         elif type(leaf).__module__ == "numpy":
-            found[path] = torch.as_tensor(leaf).clone()
-    return found
+            outputs[path] = torch.as_tensor(leaf).clone()
+    return outputs
 
 
 def compare(outputs: Outputs, reference: Outputs) -> Accuracy:
@@ -69,9 +70,9 @@ def compare(outputs: Outputs, reference: Outputs) -> Accuracy:
     return Accuracy(error, cosine, max_abs, agreement, finite=True, judged_batches=1)
 
 
-def worst(found: Iterable[Accuracy]) -> Accuracy:
+def worst(accuracies: Iterable[Accuracy]) -> Accuracy:
     """The worst of several batches, measure by measure; the first problem stands."""
-    batches = list(found)
+    batches = list(accuracies)
     problem = next((item.problem for item in batches if item.problem), "")
     if not batches or problem:
         return Accuracy(problem=problem or "no batch was judged", judged_batches=len(batches))
@@ -92,8 +93,11 @@ def looks_like_logits(path: str, leaf: torch.Tensor, num_leaves: int) -> bool:
     return path.endswith("logits") or (num_leaves == 1 and leaf.dim() == 2)
 
 
-def user_metric(metric: Callable[[Any], float], run: Callable[..., Any]) -> tuple[float, str]:
-    """The user's metric of `run`, and what is wrong with it: it raised, or gave no finite number."""
+def user_metric(metric: Callable[[Any], float] | None, run: Callable[..., Any]) -> tuple[float, str]:
+    """The user's metric of `run` (NaN where there is none), and what is wrong with it: it raised, or gave no finite
+    number."""
+    if metric is None:
+        return math.nan, ""
     try:
         value = metric(run)
     except Exception as error:
@@ -103,6 +107,12 @@ def user_metric(metric: Callable[[Any], float], run: Callable[..., Any]) -> tupl
     except (TypeError, ValueError):
         return math.nan, f"the metric returned a {type(value).__name__}, not a number"
     return (number, "") if math.isfinite(number) else (math.nan, f"the metric is {number}")
+
+
+def with_metric(accuracy: Accuracy, metric: Callable[[Any], float] | None, run: Callable[..., Any]) -> Accuracy:
+    """The same with the user's metric of `run`."""
+    value, problem = user_metric(metric, run)
+    return replace(accuracy, metric=value, problem=accuracy.problem or problem)
 
 
 def repeat_rows(batch: Any, factor: int, rows: int) -> Any:

@@ -80,7 +80,7 @@ class Runner:
 
 @dataclass
 class Started:
-    """A candidate in the race: its processes, the first of which speaks for all where they cannot differ."""
+    """A candidate in the race: its processes, the first of which stands for all where they cannot differ."""
 
     runners: list[Runner]
     live: bool = True
@@ -270,7 +270,7 @@ class Start:
             )
 
     def row_rates(self, started: Started) -> Mapping[str, float]:
-        """Tokens a second at other numbers of rows, where the race tells them and there is time for it; no process of
+        """Tokens a second at other numbers of rows, where the race reports them and there is time for it; no process of
         these runs any more."""
         runner, left_s = started.first, self.rules.deadline + self.rules.grace_s - time.monotonic()
         known = runner.answer.generation
@@ -280,11 +280,11 @@ class Start:
         if _ROWS_TURNS * len(wanted) * statistics.fmean(runner.turns_s) > left_s:
             return {}
         try:
-            found = runner.worker.ask(MeasureRows(wanted), RowsMeasured, self._timeout_s())
+            measured = runner.worker.ask(MeasureRows(wanted), RowsMeasured, self._timeout_s())
             runner.worker.pause()
-        except WorkerError:  # it has been timed already; that more rows end it is no fault of what it was timed with
+        except WorkerError:  # it has been timed already, and too many rows may end it
             return {}
-        return found.tokens_per_s
+        return measured.tokens_per_s
 
     def _timeout_s(self) -> float:
         left_s = self.rules.deadline - time.monotonic() + self.rules.grace_s
@@ -323,7 +323,7 @@ class Start:
 
 @contextmanager
 def _usage_as_failure(candidate: Candidate) -> Iterator[None]:
-    """What somebody should mend in our environment says only of another one that the candidate cannot run there. With
+    """What somebody should fix in our environment says only of another one that the candidate cannot run there. With
     a label it names the candidate."""
     try:
         yield

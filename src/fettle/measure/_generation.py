@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from fettle.generate.limits import cache_bytes, count_work, weights_read
 from fettle.generate.quality import Closeness, astray, closeness, read_pieces, scores_of, unequal, write_pieces
 from fettle.generate.speed import Generation, Watcher, tokens_per_s
 from fettle.measure import _meters
-from fettle.measure._accuracy import user_metric
+from fettle.measure._accuracy import user_metric, with_metric
 from fettle.measure._clock import Clock, is_steady, synchronize
 from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._state import State, prepared, settled
@@ -33,16 +33,15 @@ def reference(state: State, request: WriteReference) -> Reference:
     """Let the reference write, and keep what recipes are judged by at `request.path`."""
     started = time.perf_counter()
     workload = state.workload
-    metric, problem = None, ""
     with torch.no_grad():
         pieces = write_pieces(workload, request.path)
         work = count_work(workload)
-        if workload.metric is not None:
-            metric, problem = user_metric(workload.metric, lambda **prompt: workload.run(workload.model, prompt))
+        metric, problem = user_metric(workload.metric, lambda **prompt: workload.run(workload.model, prompt))
     own = closeness(pieces, [piece.log_p for piece in pieces])
     return Reference(
-        dtype="float32", why="it writes text that recipes are judged on", metric=metric,
-        metric_problem=problem, seconds=time.perf_counter() - started, perplexity=own.perplexity,
+        dtype="float32", why="it writes text that recipes are judged on",
+        metric=metric if math.isfinite(metric) else None, metric_problem=problem,
+        seconds=time.perf_counter() - started, perplexity=own.perplexity,
         prefill_flops=work.prefill_flops, decode_flops=work.decode_flops,
     )  # fmt: skip
 
@@ -51,7 +50,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
     """Apply a recipe's source, judge what it writes, warm up, and report what that took."""
     workload = state.workload
     calibration = list(workload.calibration) or list(workload.inputs[:1])
-    with notes_kept() as told:
+    with notes_kept() as notes:
         started = time.perf_counter()
         later: list[Callable[[], None]] = []
         optimize = keep_converted(load(request.source, request.label), request.label, later)
@@ -76,22 +75,19 @@ def prepare(state: State, request: Prepare) -> Prepared:
             nonlocal held
             took = 0
             for number, prompt in numbered:
-                took += whole.sample_ns(lambda **given: written.append(run(**given)), prompt, number)
+                took += whole.sample_ns(lambda **arguments: written.append(run(**arguments)), prompt, number)
                 held = max(held, cache_bytes(run.decoder))
             steps = [ns for text in whole.texts for ns in text.told().steps_ns]
             return ([took // len(numbered)], took > _LONG_NS and is_steady(steps)) if is_text else ([], False)
 
         is_text = watcher.part == "text"
-        peak = settled(state, has_peak, told.lines, own_texts)
+        peak = settled(state, has_peak, notes.lines, own_texts)
         first_call_s = (first_ns or whole.texts[0].whole_ns) / 1e9
         watcher.texts = []
-        accuracy = judged(state, run, fed, written, request)
-        if workload.metric is not None:
-            value, problem = user_metric(workload.metric, run)
-            accuracy = replace(accuracy, metric=value, problem=accuracy.problem or problem)
-        told.lines += compiler_notes()
+        accuracy = with_metric(judged(state, run, fed, written, request), workload.metric, run)
+        notes.lines += compiler_notes()
     rows = len(next(iter(workload.inputs[0].values())))
-    ready = prepared(state, optimize_s, first_call_s, accuracy, peak, rows * watcher.counted, told)
+    ready = prepared(state, optimize_s, first_call_s, accuracy, peak, rows * watcher.counted, notes)
     known = Generation(
         rows=rows, weight_bytes=weights_read(workload.model, run.decoder), cache_bytes=held, peak_bytes=ready.peak_bytes
     )
@@ -111,7 +107,7 @@ def measure_rows(state: State, request: MeasureRows) -> RowsMeasured:
 class Scored:
     """What a recipe says of the tokens that it was fed."""
 
-    found: Closeness
+    closeness: Closeness
     pieces: int
     unseen: int
     """Prompts that calibrated it: they do not judge."""
@@ -140,8 +136,8 @@ def scored(state: State, run: Any, request: Prepare, unseen: int) -> tuple[Score
     if not pieces:
         return None, took_ns
     prompts = [piece.forced for piece in pieces if not piece.is_text]
-    found = closeness(pieces, scores)
-    return Scored(found, len(pieces), unseen, prompts, scores[0] if prompts else None), took_ns
+    agreement = closeness(pieces, scores)
+    return Scored(agreement, len(pieces), unseen, prompts, scores[0] if prompts else None), took_ns
 
 
 def _is_reference(model: Any) -> bool:
@@ -155,17 +151,17 @@ def judged(state: State, run: Any, fed: Scored | None, written: Sequence[Any], r
     """A recipe's text beside the reference's; `written` are the texts that it wrote by itself after the inputs."""
     if fed is None:
         return Accuracy()
-    workload, found, different = state.workload, fed.found, math.nan
+    workload, closeness, different = state.workload, fed.closeness, math.nan
     with torch.no_grad():
         own = written[0]
         same = not fed.unseen and isinstance(own, torch.Tensor) and torch.equal(own.cpu(), fed.forced[0])
         known = fed.first if same else None  # what it says of its own text was asked already
-        problem = found.problem or astray(run, workload.inputs[0], own, int(workload.new_tokens), known)
+        problem = closeness.problem or astray(run, workload.inputs[0], own, int(workload.new_tokens), known)
         if not problem:
             checks = workload.check_inputs if request.exact else ()
             different = unequal(fed.forced, [*written, *(run(**prompt) for prompt in checks)][fed.unseen :])
     return Accuracy(
-        error=found.kl, max_abs=found.worst_kl, agreement=found.agreement, finite=not found.problem,
-        judged_batches=fed.pieces, problem=problem, unequal=different, perplexity=found.perplexity,
-        perplexity_ratio=found.ratio, perplexity_low=found.low, perplexity_high=found.high,
+        error=closeness.kl, max_abs=closeness.worst_kl, agreement=closeness.agreement, finite=not closeness.problem,
+        judged_batches=fed.pieces, problem=problem, unequal=different, perplexity=closeness.perplexity,
+        perplexity_ratio=closeness.ratio, perplexity_low=closeness.low, perplexity_high=closeness.high,
     )  # fmt: skip

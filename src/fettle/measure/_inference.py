@@ -13,7 +13,7 @@ import torch
 from fettle.errors import UsageError, first_line, place
 from fettle.generate import GenerationWorkload, brief
 from fettle.measure import _generation, _meters
-from fettle.measure._accuracy import compare, first_rows, outputs_of, repeat_rows, user_metric, worst
+from fettle.measure._accuracy import compare, first_rows, outputs_of, repeat_rows, with_metric, worst
 from fettle.measure._clock import Clock, synchronize
 from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._reference import buffers_kept, read_reference, write_reference
@@ -93,7 +93,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
         return _generation.prepare(state, request)
     workload = state.workload
     calibration = list(workload.calibration) or list(workload.inputs[:1])
-    with notes_kept() as told:
+    with notes_kept() as notes:
         started = time.perf_counter()
         later: list[Callable[[], None]] = []
         optimize = keep_converted(load(request.source, request.label), request.label, later)
@@ -123,20 +123,16 @@ def prepare(state: State, request: Prepare) -> Prepared:
             del output
         while later:  # and let go: what it holds is none of the recipe's memory
             later.pop()()
-        accuracy = worst(judged)
-        metric = state.workload.metric
-        if metric is not None:
-            value, problem = user_metric(metric, run)
-            accuracy = replace(accuracy, metric=value, problem=accuracy.problem or problem)
+        accuracy = with_metric(worst(judged), state.workload.metric, run)
 
         state.run, state.clock = run, Clock(state.device)
         timed = [repeat_rows(batch, request.factor, rows) for batch in state.workload.inputs]
         state.cycle = itertools.cycle(rotation(timed))
         _meters.trim()
         has_peak = _meters.reset_peak(state.device)
-        peak = settled(state, has_peak, told.lines)
-        told.lines += compiler_notes()
-    return prepared(state, optimize_s, first_call_s, accuracy, peak, rows * request.factor, told)
+        peak = settled(state, has_peak, notes.lines)
+        notes.lines += compiler_notes()
+    return prepared(state, optimize_s, first_call_s, accuracy, peak, rows * request.factor, notes)
 
 
 def rotation(batches: Sequence[Any]) -> list[list[Any]]:

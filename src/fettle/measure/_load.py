@@ -22,7 +22,7 @@ QUIET_CLOCK = 0.9
 
 @dataclass(frozen=True)
 class Load:
-    """What others took while something was timed. NaN: this machine does not tell."""
+    """What others took while something was timed. NaN: this machine does not say."""
 
     waits: float = math.nan
     """Seconds that own threads were ready and had no core, summed over them, per second."""
@@ -41,7 +41,7 @@ class Load:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether what others took is negligible. What is not known speaks for quiet."""
+        """Whether what others took is negligible. What is not known counts as quiet."""
         return not (
             self.slept
             or (self.waits > QUIET_WAITS and not self.others <= WAITS_FOR_OTHERS)
@@ -55,20 +55,20 @@ class Load:
         return " and ".join(self._parts()) or "nobody else took anything"
 
     def _parts(self) -> list[str]:
-        found = []
+        words = []
         if self.waits > QUIET_WAITS:
-            found.append(f"its threads waited {self.waits:.0%} of the time for a core")
+            words.append(f"its threads waited {self.waits:.0%} of the time for a core")
         if self.others > QUIET_OTHERS / 2:
-            found.append(f"others took {self.others:.0%} of the cores")
+            words.append(f"others took {self.others:.0%} of the cores")
         if self.steal > QUIET_OTHERS / 2:
-            found.append(f"the hypervisor took {self.steal:.0%}")
+            words.append(f"the hypervisor took {self.steal:.0%}")
         if self.throttled > QUIET_WAITS:
-            found.append(f"a cgroup's quota stopped it {self.throttled:.0%} of the time")
+            words.append(f"a cgroup's quota stopped it {self.throttled:.0%} of the time")
         if self.clock < QUIET_CLOCK:
-            found.append(f"the clock was at {self.clock:.0%} of its fastest")
+            words.append(f"the clock was at {self.clock:.0%} of its fastest")
         if self.slept:
-            found.append("the machine was suspended")
-        return found
+            words.append("the machine was suspended")
+        return words
 
 
 def mean_load(loads: Iterable[Load]) -> Load:
@@ -88,7 +88,7 @@ _LOOK_BACK_US = 1_000_000
 
 def with_gpu(load: Load, uuid: str, own: Collection[int]) -> Load:
     """`load` with that of the GPU of this `uuid`, of which the processes `own` are ours; unchanged where NVML is not
-    there or does not tell.
+    there or does not say.
 
     Calls: NVIDIA's *NVML API Reference Guide*, "Device Queries". NVML may know other process numbers than we do (in a
     container): where none of ours is on the device by its account, nothing is said of the others.

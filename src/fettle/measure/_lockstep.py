@@ -9,7 +9,7 @@ import torch
 
 
 def agreed(go: bool) -> bool:
-    """Rank 0's word."""
+    """What rank 0 says."""
     group = _group()
     if group is None:
         return go

@@ -1,4 +1,4 @@
-"""Memory and energy of this process, where the machine tells them."""
+"""Memory and energy of this process, where the machine reports them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import ctypes
 import gc
 from pathlib import Path
 
-import psutil
 import torch
 
 _STATUS = Path("/proc/self/status")
@@ -20,11 +19,6 @@ def trim() -> None:
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def resident_bytes() -> int:
-    """Resident set of this process now."""
-    return int(psutil.Process().memory_info().rss)
 
 
 def reset_peak(device: str) -> bool:

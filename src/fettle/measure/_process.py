@@ -28,7 +28,7 @@ class Worker(Ranks):
     ) -> None:  # fmt: skip
         super().__init__(module, ranks, nodes=nodes, variables=environment, log=log, python=python)
         self.fingerprint = ""
-        """Of the workload that it has built, once it has."""
+        """Fingerprint of the workload that it has built, once it has."""
         self.name = ""
         """What that workload calls itself."""
         _LIVE.add(self)

@@ -38,43 +38,41 @@ def write_reference(workload: Workload, path: str) -> Reference:
             module.eval()
 
     def outputs(cast: Callable[[Any], Any], seed: int = 0) -> list[Outputs]:
-        found = []
+        answers = []
         with buffers_kept(model):
             for batch in [*workload.inputs, *workload.check_inputs]:
                 torch.manual_seed(seed)
                 fresh = map_tensors(torch.clone, batch)  # a model may write into what it is given
                 try:
-                    found.append(outputs_of(workload.judged(workload.run(model, cast(fresh)), batch)))
-                except Exception as error:  # of the first batch, the probe has told
-                    number, total = len(found) + 1, len(workload.inputs) + len(workload.check_inputs)
+                    answers.append(outputs_of(workload.judged(workload.run(model, cast(fresh)), batch)))
+                except Exception as error:  # of the first batch, the probe has reported it
+                    number, total = len(answers) + 1, len(workload.inputs) + len(workload.check_inputs)
                     error.add_note(f"batch {number} of {total}")
                     raise
-        return found
+        return answers
 
     with torch.no_grad():
         timed = time.perf_counter()
         try:
-            given = outputs(lambda batch: batch)
+            answers = outputs(lambda batch: batch)
         except Exception as error:
             where = getattr(error, "__notes__", ["a batch"])[-1]
             raise UsageError(f"the model does not take {where} of the inputs: {first_line(error)}") from error
         float32_s = time.perf_counter() - timed
-        if not any(given):
+        if not any(answers):
             raise UsageError("the model's output holds no tensor, so its answers cannot be checked")
-        if all(_is_nan(outputs) for outputs in given):
+        if all(_is_nan(outputs) for outputs in answers):
             raise UsageError("the model's answers are NaN throughout, so no recipe's answers can be checked")
         noise = 0.0
         if float32_s < SECONDS / 2:
-            noise = _distance(outputs(lambda batch: batch, seed=1), given)
+            noise = _distance(outputs(lambda batch: batch, seed=1), answers)
 
         def run_float32(*args: Any, **kwargs: Any) -> Any:
             return model(*args, **kwargs) if workload.call is None else workload.call(model, *args, **kwargs)
 
-        metric, problem = (math.nan, "")
-        if workload.metric is not None:
-            metric, problem = user_metric(workload.metric, run_float32)
+        metric, problem = user_metric(workload.metric, run_float32)
 
-        dtype, why, best = _own_dtype(module), "", given
+        dtype, why, best = _own_dtype(module), "", answers
         if dtype != "float64":
             why = _why_not_float64(module, float32_s)
             if not why:
@@ -91,7 +89,7 @@ def write_reference(workload: Workload, path: str) -> Reference:
         dtype=dtype,
         why=why,
         noise=_finite(noise) or 0.0,
-        float32_error=_finite(_distance(given, best)),
+        float32_error=_finite(_distance(answers, best)),
         metric=_finite(metric),
         metric_problem=problem,
         seconds=time.perf_counter() - started,
@@ -115,14 +113,14 @@ def buffers_kept(model: Any) -> Iterator[None]:
 
 def read_reference(path: str) -> list[Outputs]:
     """The outputs that `write_reference` saved; tensors only, nothing is executed."""
-    found = torch.load(path, weights_only=True)
-    assert isinstance(found, list)
-    return found
+    kept = torch.load(path, weights_only=True)
+    assert isinstance(kept, list)
+    return kept
 
 
 def _distance(outputs: list[Outputs], reference: list[Outputs]) -> float:
-    found = worst(compare(y, r) for y, r in zip(outputs, reference, strict=True))
-    return math.inf if found.problem else found.error
+    accuracy = worst(compare(y, r) for y, r in zip(outputs, reference, strict=True))
+    return math.inf if accuracy.problem else accuracy.error
 
 
 def _why_not_float64(module: torch.nn.Module | None, float32_s: float) -> str:

@@ -40,7 +40,7 @@ class Rounds:
     own: set[int] = field(default_factory=set)
     """Processes of the race."""
     loads: dict[str, list[Load]] = field(default_factory=dict)
-    """By process."""
+    """Loads by process."""
     _busy_until: float = 0.0
     """Until when the machine is taken to be busy, after a slice in which others had it."""
     _first: set[int] = field(default_factory=set)
@@ -49,7 +49,7 @@ class Rounds:
     _raised: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def run(self, running: Sequence[Started], anchor: Started, before: int = 0) -> None:
-        """Until the leader is certain, nothing is left to win, or time is up. `before`: rounds that have been run
+        """Run until the leader is certain, nothing is left to win, or time is up. `before`: rounds that have been run
         already, which are neither counted nor looked at again."""
         try:
             self._run(running, anchor, before)
@@ -195,17 +195,17 @@ def _is_settled(anchor: Started, started: Started, rules: Rules) -> bool:
     slower, faster = anchor.process_logs(), started.process_logs()
     replicated = min(len(slower), len(faster)) > 1
     alpha = 1 - rules.confidence if replicated else rules.alpha
-    found = _statistics.log_interval(log_ratios(anchor, started), alpha)
-    precise = found.high - found.low < 2 * math.log(1 + rules.indifference)
+    interval = _statistics.log_interval(log_ratios(anchor, started), alpha)
+    precise = interval.high - interval.low < 2 * math.log(1 + rules.indifference)
     if replicated:
         return precise or (rules.narrow > 0 and _statistics.is_exhausted(slower, faster, alpha, rules.narrow))
-    return precise and _statistics.verdict(_statistics.exp(found), rules.indifference) != "cannot tell"
+    return precise and _statistics.verdict(_statistics.exp(interval), rules.indifference) != "cannot tell"
 
 
 def _is_precise(anchor: Started, leader: Started, rules: Rules) -> bool:
     """Whether the leader's speed-up is known as well as the rules ask."""
-    found = _statistics.log_interval(log_ratios(anchor, leader), rules.alpha)
-    return rules.precision is None or (found.high - found.low) / 2 <= rules.precision
+    interval = _statistics.log_interval(log_ratios(anchor, leader), rules.alpha)
+    return rules.precision is None or (interval.high - interval.low) / 2 <= rules.precision
 
 
 def log_ratios(slower: Started, faster: Started) -> list[float]:

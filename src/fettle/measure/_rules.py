@@ -1,4 +1,4 @@
-"""What a race is asked to do, and what it tells meanwhile. Plain data."""
+"""What a race is asked to do, and what it reports meanwhile. Plain data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Candidate:
     once: bool = False
     """One process is enough, whatever the rules say of replicates: nothing is announced of it."""
     label: str = ""
-    """What tells it from others of the same recipe."""
+    """What distinguishes it from others of the same recipe."""
     target: Target | None = None
     """The workload in another revision of its code; None for that of the race."""
     python: str = ""
@@ -44,12 +44,12 @@ class Rules:
 
     slice_s: float = 0.08
     """Length of one slice; a call that is longer is a slice of its own. What a shared machine does to a slice lasts
-    longer than it: of five A/A races with slices of 0.15 s, a third of each slice told as much as the whole."""
+    longer than it: of five A/A races with slices of 0.15 s, a third of each slice was worth as much as the whole."""
     max_rounds: int = 48
     confidence: float = 0.95
-    """Of the whole race: the looks share what is left."""
+    """Confidence of the whole race: the looks share what is left."""
     equal_rounds: int = 0
-    """So many rounds for every candidate, and none dropped before: what effects are estimated from. 0: as many as it
+    """Rounds for every candidate, with none dropped before: what effects are estimated from. 0: as many as it
     takes to know the leader."""
     indifference: float = 0.01
     """Differences below this are not worth more rounds."""
@@ -137,7 +137,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a race tells while it runs."""
+    """What a race reports while it runs."""
 
     stage: str
     """``start`` a worker, ``built`` in it, ``round`` of the race, ``busy`` where it waits for a quiet machine,

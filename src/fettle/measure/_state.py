@@ -20,6 +20,7 @@ from fettle.measure._notes import Notes, compile_cache
 from fettle.measure._trial import Accuracy
 from fettle.measure._waits import Waits, busiest, one_core_each, without_waits
 from fettle.measure.messages import Examine, Examined, MeasurePeaks, Peaks, Prepared, SliceTaken, TakeSlice
+from fettle.procs.limits import resident_bytes
 from fettle.workload import spread, tensors
 
 
@@ -63,8 +64,8 @@ def examine(state: State, request: Examine) -> Examined:
     module, _, name = request.function.partition(":")
     function = getattr(importlib.import_module(module), name)
     writes = {"path": request.path} if request.path else {}
-    found = function(state.workload, seconds=request.seconds, **writes)
-    return Examined(evidence=msgspec.Raw(msgspec.msgpack.encode(found)), load_s=state.load_s)
+    evidence = function(state.workload, seconds=request.seconds, **writes)
+    return Examined(evidence=msgspec.Raw(msgspec.msgpack.encode(evidence)), load_s=state.load_s)
 
 
 def rebase(state: State) -> None:
@@ -72,7 +73,7 @@ def rebase(state: State) -> None:
     from fettle.measure import _meters
 
     _meters.trim()
-    state.base_bytes = _meters.resident_bytes() - weight_bytes(state.workload.model)
+    state.base_bytes = resident_bytes() - weight_bytes(state.workload.model)
 
 
 def settled(
@@ -100,7 +101,7 @@ def settled(
 
 def prepared(
     state: State, optimize_s: float, first_call_s: float, accuracy: Accuracy, peak: int | None, samples: int,
-    told: Notes, phases_ms: Mapping[str, float] | None = None,
+    notes: Notes, phases_ms: Mapping[str, float] | None = None,
 ) -> Prepared:  # fmt: skip
     """What is reported of a recipe that is ready to be timed. On a CPU the peak is that above the loaded process."""
     if peak is not None and state.device != "cuda":
@@ -116,8 +117,8 @@ def prepared(
         gpu=_gpu_uuid() if state.device == "cuda" else "",
         call_ns=state.call_ns,
         samples=samples,
-        notes=list(dict.fromkeys(told.lines)),
-        learned=told.learned,
+        notes=list(dict.fromkeys(notes.lines)),
+        learned=notes.learned,
         phases_ms=phases_ms or {},
     )
 

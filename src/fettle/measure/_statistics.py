@@ -44,7 +44,7 @@ ENOUGH = LOOKS[0]
 def log_interval(observations: Sequence[float], alpha: float) -> Interval:
     """Pseudo-median of `observations` with a two-sided interval of level 1 - `alpha`, on their own (log) scale.
 
-    One observation, or none, gives an infinite interval: nothing can be told yet.
+    One observation, or none, gives an infinite interval: nothing can be said yet.
     """
     values = np.asarray(observations, dtype=float)
     n = len(values)
@@ -128,8 +128,8 @@ def is_exhausted(
     What rounds leave open of a process is how far one half of them is from the other: the variance of all is a quarter
     of that of the difference.
     """
-    found = replicate_interval(slower, faster, alpha)
-    if found.high - found.low < 2 * narrow:
+    interval = replicate_interval(slower, faster, alpha)
+    if interval.high - interval.low < 2 * narrow:
         return True
     odd, even = (
         _units(

@@ -18,7 +18,7 @@ import torch
 
 from fettle.errors import UsageError, first_line, place
 from fettle.measure import _meters
-from fettle.measure._accuracy import user_metric
+from fettle.measure._accuracy import user_metric, with_metric
 from fettle.measure._clock import Clock
 from fettle.measure._lockstep import mean
 from fettle.measure._notes import compiler_notes, notes_kept
@@ -41,6 +41,7 @@ from fettle.measure.messages import (
     TakeSlice,
     WriteReference,
 )
+from fettle.procs.limits import resident_bytes
 from fettle.recipe import Recipe
 from fettle.structure import structure
 from fettle.techniques import LARGEST, Facts, enlarged, load, source
@@ -106,9 +107,7 @@ def reference(state: State, request: WriteReference) -> Reference:
             f"the loss of step {len(baseline.losses)} of the training as given is {baseline.losses[-1]}: "
             "lower its learning rate, there is nothing to compare with"
         )
-    metric, problem = (math.nan, "")
-    if first.metric is not None:
-        metric, problem = user_metric(first.metric, first.model)
+    metric, problem = user_metric(first.metric, first.model)
     others = [_other_seed(state.target, train, seed, baseline) for seed in SEEDS]
     band = Band(baseline, others)
     if not band.spread > 0:
@@ -131,7 +130,7 @@ def reference(state: State, request: WriteReference) -> Reference:
 def prepare(state: State, request: Prepare) -> Prepared:
     """Train with a recipe's source from seed 0, judge its losses, warm up, and report what that took."""
     workload: TrainingWorkload = state.workload
-    with notes_kept() as told:
+    with notes_kept() as notes:
         started = time.perf_counter()
         train = load(request.source, request.label)
         torch.manual_seed(0)
@@ -148,25 +147,24 @@ def prepare(state: State, request: Prepare) -> Prepared:
             more = steps.curve(count - 1)
             curve = Curve([*curve.losses, *more.losses], [*curve.grad_norms, *more.grad_norms])
         accuracy = _accuracy(curve, request)
-        if workload.metric is not None and not accuracy.problem:
-            value, problem = user_metric(workload.metric, workload.model)
-            accuracy = replace(accuracy, metric=value, problem=problem)
+        if not accuracy.problem:
+            accuracy = with_metric(accuracy, workload.metric, workload.model)
 
         state.run, state.clock = lambda _: steps.step(), Clock(state.device)
         group = [None] * _pass_length(workload)
         state.cycle = itertools.repeat(group)
-        peak = settled(state, has_peak, told.lines)
+        peak = settled(state, has_peak, notes.lines)
         phases = steps.timeline(max(_TIMELINE_STEPS, len(group)))
-        told.lines += [*_collectives(steps), *compiler_notes()]
-    return prepared(state, optimize_s, first_call_s, accuracy, peak, workload.rows * request.factor, told, phases)
+        notes.lines += [*_collectives(steps), *compiler_notes()]
+    return prepared(state, optimize_s, first_call_s, accuracy, peak, workload.rows * request.factor, notes, phases)
 
 
 def plan(state: State, request: MakePlan) -> Planned:
     """The memory plan of the strategies that a study of so many ranks would try, from fake tensors."""
     from fettle.parallel.study import plan_for_study
 
-    made, note = plan_for_study(state.target, request.ranks, request.device_memory_bytes or None, request.nodes)
-    return Planned(plan=msgspec.Raw(msgspec.msgpack.encode(made)), note=note)
+    plan, note = plan_for_study(state.target, request.ranks, request.device_memory_bytes or None, request.nodes)
+    return Planned(plan=msgspec.Raw(msgspec.msgpack.encode(plan)), note=note)
 
 
 ACTIONS: Mapping[type[Asked], Callable[[State, Any], Answer]] = {
@@ -216,11 +214,11 @@ def _collectives(steps: Steps) -> list[str]:
 
     with CommDebugMode() as counting:  # type: ignore[no-untyped-call]
         steps.step()
-    found: dict[str, int] = {}
+    by_name: dict[str, int] = {}
     for operator, count in counting.get_comm_counts().items():
         name = str(operator).rsplit(".", 1)[-1].strip("_")
-        found[name] = found.get(name, 0) + count
-    counts = ", ".join(f"{count} {name}" for name, count in sorted(found.items()))
+        by_name[name] = by_name.get(name, 0) + count
+    counts = ", ".join(f"{count} {name}" for name, count in sorted(by_name.items()))
     return [f"collectives a step: {counts or 'none seen'}"]
 
 
@@ -261,8 +259,8 @@ def _check_step(workload: TrainingWorkload, facts: Facts) -> None:
     try:
         Steps(train, replace(workload, loss=loss)).step()
     except Exception as error:
-        said = checked[0] if checked else f"the first training step raised {first_line(error)}{place(error)}"
-        raise UsageError(said) from error
+        problem = checked[0] if checked else f"the first training step raised {first_line(error)}{place(error)}"
+        raise UsageError(problem) from error
 
 
 def _largest_batch(workload: TrainingWorkload, facts: Facts) -> int:
@@ -283,7 +281,7 @@ def _largest_batch(workload: TrainingWorkload, facts: Facts) -> int:
         train = load(source(enlarged(factor), facts), f"batch x{factor}")
         retries = torch.cuda.memory_stats().get("num_alloc_retries", 0) if on_gpu else 0
         _meters.trim()
-        before = _meters.resident_bytes()
+        before = resident_bytes()
         _meters.reset_peak(facts.device)
         try:
             steps = Steps(train, workload)

@@ -110,9 +110,9 @@ class Slice:
     ms: float
     """Median call, time elapsed."""
     unhindered_ms: float | None = None
-    """What a call would have taken had no thread of it waited for a core; None where that cannot be told."""
+    """What a call would have taken had no thread of it waited for a core; None where that is unknown."""
     quiet: bool = True
-    """Others took nothing to speak of, and it was not run before their work or with its threads held apart."""
+    """Others took next to nothing, and it was not run before their work or with its threads held apart."""
     waits: float | None = None
     """Seconds a second that its threads waited for a core."""
     others: float | None = None
@@ -120,20 +120,20 @@ class Slice:
 
     @property
     def best_ms(self) -> float | None:
-        """The time on a machine that is quiet, as well as this slice tells it; None where it does not."""
+        """The time on a machine that is quiet, as well as this slice shows it; None where it does not."""
         return self.ms if self.quiet or self.waits is None else self.unhindered_ms
 
 
 def by_round(slices: Sequence[Slice], *, elapsed: bool = False) -> dict[int, float]:
     """Time of a call in ms by round. A round in which others had the machine goes by its negative number, so that only
     slices of the same kind are ever paired. `elapsed`: as it was, with the waiting in it, which is also what is left
-    where no slice can tell anything else."""
-    found = {}
+    where no slice shows anything else."""
+    times = {}
     for one in slices:
         ms = one.ms if elapsed else one.best_ms
         if ms is not None and ms > 0:
-            found[one.round if one.quiet else -one.round] = ms
-    return found if found or elapsed else by_round(slices, elapsed=True)
+            times[one.round if one.quiet else -one.round] = ms
+    return times if times or elapsed else by_round(slices, elapsed=True)
 
 
 def process_logs(trial: Trial, *, elapsed: bool = False) -> list[dict[int, float]]:
@@ -177,9 +177,9 @@ class Trial:
     peaks_bytes: Sequence[int] = ()
     """The same of each process."""
     fingerprint: str = ""
-    """Of the weights and inputs that it was measured with."""
+    """Fingerprint of the weights and inputs that it was measured with."""
     energy_j: float | None = None
-    """Energy of one call where the machine tells it."""
+    """Energy of one call where the machine reports it."""
     startup: Startup = field(default_factory=Startup)
     accuracy: Accuracy = field(default_factory=Accuracy)
     phases_ms: Mapping[str, float] = field(default_factory=dict)

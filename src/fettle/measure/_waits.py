@@ -33,9 +33,9 @@ class Waits:
                 self._files[thread] = os.open(self._folder / str(thread) / "schedstat", os.O_RDONLY)
 
     def total_ns(self) -> int | None:
-        """Nanoseconds that the threads have waited, all together; None where the kernel does not tell."""
-        found = [waited for _, waited in self.by_thread().values()]
-        return sum(found) if found else None
+        """Nanoseconds that the threads have waited, all together; None where the kernel does not say."""
+        waits = [waited for _, waited in self.by_thread().values()]
+        return sum(waits) if waits else None
 
     def children_s(self) -> float:
         """CPU seconds that the processes begun by these threads have had: a loader's workers are not strangers."""
@@ -49,12 +49,12 @@ class Waits:
 
     def by_thread(self) -> dict[int, tuple[int, int]]:
         """Nanoseconds that each thread has run and has waited."""
-        found = {}
+        times = {}
         for thread, file in self._files.items():
             with contextlib.suppress(OSError, ValueError, IndexError):
                 run, waited = os.pread(file, 96, 0).split()[:2]
-                found[thread] = (int(run), int(waited))
-        return found
+                times[thread] = (int(run), int(waited))
+        return times
 
 
 @contextlib.contextmanager

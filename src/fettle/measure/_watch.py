@@ -72,7 +72,7 @@ class Watch:
         self._read = read or read_machine
         self._own_s = 0.0
         self._fastest_mhz = 0.0
-        self._seen: deque[tuple[Reading, float]] = deque()
+        self._readings: deque[tuple[Reading, float]] = deque()
         self.mark()
 
     def mark(self, own_s: float = 0.0) -> None:
@@ -80,20 +80,20 @@ class Watch:
         self._own_s += own_s
         now = self._read()
         self._fastest_mhz = max(self._fastest_mhz, now.clock_mhz or 0.0)
-        self._seen.append((now, self._own_s + now.process_s))
-        while len(self._seen) > 2 and now.at_s - self._seen[1][0].at_s >= _WINDOW_S:
-            self._seen.popleft()
+        self._readings.append((now, self._own_s + now.process_s))
+        while len(self._readings) > 2 and now.at_s - self._readings[1][0].at_s >= _WINDOW_S:
+            self._readings.popleft()
 
     def restart(self) -> None:
-        """Forget what was before: processes were started, whose time was not told."""
-        self._seen.clear()
+        """Forget what was before: processes were started, whose time was not reported."""
+        self._readings.clear()
         self.mark()
 
     def load(self, waits: float = math.nan) -> Load:
         """What others took since half a second before the last mark, or since the mark before it if that is longer
         ago; `waits` is what the slice itself says."""
-        (first, first_own_s), (last, last_own_s) = self._seen[0], self._seen[-1]
-        before = self._seen[-2][0] if len(self._seen) > 1 else first
+        (first, first_own_s), (last, last_own_s) = self._readings[0], self._readings[-1]
+        before = self._readings[-2][0] if len(self._readings) > 1 else first
         spent_s = last.at_s - first.at_s
         share = _share(spent_s * min(first.cores, last.cores))
         busy_s = _difference(last.busy_s, first.busy_s)
@@ -117,8 +117,8 @@ class Watch:
             load = self.load()
             if load.is_quiet and not load.pressure > 0.2:
                 return True
-            if len(self._seen) > 2:
-                self._seen.popleft()
+            if len(self._readings) > 2:
+                self._readings.popleft()
         return False
 
 
@@ -203,13 +203,13 @@ def _throttled_s() -> float | None:
 
 @lru_cache(maxsize=1)
 def _throttle_files() -> list[tuple[Path, float]]:
-    found = []
+    files = []
     for names, group in _own_groups():
         if names == "":
-            found.append((_GROUPS / group / "cpu.stat", 1e-6))
+            files.append((_GROUPS / group / "cpu.stat", 1e-6))
         elif "cpu" in names.split(","):
-            found.append((_GROUPS / "cpu" / group / "cpu.stat", 1e-9))
-    return found
+            files.append((_GROUPS / "cpu" / group / "cpu.stat", 1e-9))
+    return files
 
 
 def _own_groups() -> list[tuple[str, str]]:
@@ -223,17 +223,17 @@ def _own_groups() -> list[tuple[str, str]]:
 
 
 def _clock_mhz() -> float | None:
-    """Mean clock of the cores where the kernel tells it."""
-    found = []
+    """Mean clock of the cores where the kernel reports it."""
+    clocks = []
     for path in _clock_files():
         with contextlib.suppress(OSError, ValueError):
-            found.append(int(path.read_text()) / 1e3)
-    return sum(found) / len(found) if found else None
+            clocks.append(int(path.read_text()) / 1e3)
+    return sum(clocks) / len(clocks) if clocks else None
 
 
 @lru_cache(maxsize=1)
 def _clock_files() -> list[Path]:
-    """Those of four cores: a machine may have hundreds, and each takes its time to read."""
+    """The files of four cores: a machine may have hundreds, and each takes its time to read."""
     return sorted(_CLOCKS.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"))[:4]
 
 
@@ -245,7 +245,7 @@ class Surroundings:
         self._before, self._own_s = read_machine(), _family_s()
 
     def load(self) -> Load:
-        """Up to now."""
+        """The load up to now."""
         now = read_machine()
         spent_s = now.at_s - self._before.at_s
         share = _share(spent_s * min(now.cores, self._before.cores))

@@ -48,7 +48,7 @@ def action(state: State, request: Asked) -> Callable[[State, Any], Answer]:
 
 
 def explain(error: BaseException) -> Failure:
-    """An error as the parent will tell it: one line, and the traceback for the log."""
+    """An error as the parent will report it: one line, and the traceback for the log."""
     failure = failure_of(error)
     if failure.kind == "usage":
         return failure

@@ -65,7 +65,7 @@ class Prepare(Request):
     """How many times over the batch is taken."""
     calibrated: bool = False
     part: str = ""
-    """Of a text: what is timed, see `fettle.generate.speed.PARTS`."""
+    """For a text, what is timed, see `fettle.generate.speed.PARTS`."""
     exact: bool = False
     """Every prompt's text is to be compared with the reference's, not only those of the inputs."""
     as_given: bool = False
@@ -144,7 +144,7 @@ class Reference(Answer, frozen=True, kw_only=True):
     metric_problem: str = ""
     seconds: float
     perplexity: float | None = None
-    """Text: the reference's,"""
+    """Text: the reference's perplexity,"""
     prefill_flops: int = 0
     """and what it computes for a prompt and for a step (`fettle.generate.limits.Work`)."""
     decode_flops: int = 0
@@ -221,12 +221,12 @@ class SliceTaken(Answer, frozen=True, kw_only=True):
 
     samples_ns: Sequence[int]
     unhindered_ns: float
-    """What a call would have taken had no thread waited for a core; NaN where the kernel does not tell."""
+    """What a call would have taken had no thread waited for a core; NaN where the kernel does not say."""
     waits: float
-    """Share of the time that the threads waited; NaN where the kernel does not tell."""
+    """Share of the time that the threads waited; NaN where the kernel does not say."""
     cpu_s: float
     energy_j: float | None
-    """Of one call."""
+    """Energy of one call."""
     texts: Sequence[Came] = ()
 
     def with_ranks(self, others: Sequence[Self]) -> Self:

@@ -49,7 +49,7 @@ def race(
     """Race `candidates` on the workload of `target`; one trial each, in their order.
 
     The candidate with the empty recipe is the baseline that every speed-up refers to; without one the first one is.
-    `fingerprint` is what `target` must build. `number` tells this race from the others of a study. Candidates that were
+    `fingerprint` is what `target` must build. `number` is the race's place in its study. Candidates that were
     not begun when the deadline came are left out of the answer. With `held` the processes outlive the race: those in it
     that have a recipe of `candidates` run it, and all others join them. Candidates of several ranks are spread over the
     `nodes`. `patience` is how long the race may wait for a quiet machine, not at all by default. Rounds are counted
@@ -67,9 +67,9 @@ def race(
         if anchor is not None:
             rounds = Rounds(rules, random.Random(seed * 1000 + number), on_progress, patience or Patience())
             rounds.run(list(running.values()), anchor, before)
-            found = {index: _trial(started, anchor, start, rounds) for index, started in running.items()}
-            found |= _go_on(start, rounds, running, found, anchor, stack, on_progress)
-            trials |= {index: _with_rows(trial, start.row_rates(running[index])) for index, trial in found.items()}
+            ended = {index: _trial(started, anchor, start, rounds) for index, started in running.items()}
+            ended |= _go_on(start, rounds, running, ended, anchor, stack, on_progress)
+            trials |= {index: _with_rows(trial, start.row_rates(running[index])) for index, trial in ended.items()}
             if held is not None:
                 held.keep({e.first.candidate.recipe for e in running.values() if not e.failure})
     for index in sorted(running):
@@ -102,7 +102,7 @@ def _go_on(
     start: Start,
     rounds: Rounds,
     running: Mapping[int, Started],
-    found: Mapping[int, Trial],
+    ended: Mapping[int, Trial],
     anchor: Started,
     stack: ExitStack,
     on_progress: OnProgress,
@@ -113,10 +113,10 @@ def _go_on(
     that do look at what it says have their own `is_enough`, and a confidence for two looks.
     """
     rules, had = start.rules, len(anchor.runners)
-    if anchor.failure or had >= rules.most_replicates or not _is_vague(list(found.values()), rules):
+    if anchor.failure or had >= rules.most_replicates or not _is_vague(list(ended.values()), rules):
         return {}
     on_progress(Progress("vague"))
-    again = {index: running[index] for index, trial in found.items() if trial.ok and trial.processes > 1}
+    again = {index: running[index] for index, trial in ended.items() if trial.ok and trial.processes > 1}
     for started in again.values():
         started.live = True
     start.replicate(again, rules.most_replicates, stack, on_progress)
@@ -126,7 +126,7 @@ def _go_on(
     trials = {}
     for index, started in again.items():
         if started.failure:
-            trials[index] = replace(found[index], status="failed", reason=_ended(started))
+            trials[index] = replace(ended[index], status="failed", reason=_ended(started))
         elif not anchor.failure:
             trials[index] = _trial(started, anchor, start, rounds)
     return trials

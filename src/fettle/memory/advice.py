@@ -44,12 +44,12 @@ def advise(
     """What to change, the surest first; empty for a healthy snapshot and for memory without a caching allocator."""
     if snapshot.allocator == "cpu":
         return ()
-    found = [_stop_emptying(row) for row in churn if row.cause == "empty_cache" and row.share_of_reserved >= _MUCH]
-    found += [_threshold(row) for row in churn if row.cause == "gc_threshold" and row.share_of_reserved >= _MUCH]
+    advice = [_stop_emptying(row) for row in churn if row.cause == "empty_cache" and row.share_of_reserved >= _MUCH]
+    advice += [_threshold(row) for row in churn if row.cause == "gc_threshold" and row.share_of_reserved >= _MUCH]
     expandable = _expandable_segments(snapshot, pools, churn, leaks, fit)
-    found += [expandable] if expandable else []
-    found += [_round_up(row) for row in churn if row.cause == "shapes" and not _rounds_up(snapshot)]
-    return (*found, *_rounding(snapshot, pools))
+    advice += [expandable] if expandable else []
+    advice += [_round_up(row) for row in churn if row.cause == "shapes" and not _rounds_up(snapshot)]
+    return (*advice, *_rounding(snapshot, pools))
 
 
 def _stop_emptying(churn: Churn) -> Advice:

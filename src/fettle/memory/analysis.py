@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from fettle.errors import UsageError
+from fettle.files import plain
 from fettle.memory.advice import Advice, advise
 from fettle.memory.churn import Churn, find_churn
 from fettle.memory.fragmentation import Fit, Pool, pools, would_fit
@@ -111,34 +111,34 @@ def analyse(
 def verdict(analysis: Analysis) -> str:
     """The most important answers, in two or three sentences."""
     window = analysis.replay
-    said = [f"{'Peak ' if window.has_events else ''}{size_text(window.peak_bytes)} in use"]
+    sentences = [f"{'Peak ' if window.has_events else ''}{size_text(window.peak_bytes)} in use"]
     if analysis.pools:
-        said[0] += f", {size_text(window.peak_reserved_bytes)} reserved"
+        sentences[0] += f", {size_text(window.peak_reserved_bytes)} reserved"
     if not window.has_events:
-        said[0] += " when it was taken; there are no events in it, so the peak is not known"
+        sentences[0] += " when it was taken; there are no events in it, so the peak is not known"
     if analysis.holders:
         first = analysis.holders[0]
         held = f"The most of it, {_percent(first.share)}, is held by {first.own_line}"
         named = next((row for row in analysis.holders if row.frames), first)
         if named is not first:
             held += f"; of what has a stack the most, {_percent(named.share)}, by {named.own_line}"
-        said.append(held)
+        sentences.append(held)
     for leak in analysis.leaks.leaks:
-        said.append(f"It grows by {size_text(leak.bytes_per_step)} a step ({leak.kind}): {leak.what_to_do}")
+        sentences.append(f"It grows by {size_text(leak.bytes_per_step)} a step ({leak.kind}): {leak.what_to_do}")
     for row in analysis.churn[:1]:
         if row.share_of_reserved >= 0.1:
-            said.append(
+            sentences.append(
                 f"{size_text(row.freed_bytes)} were given back and fetched again ({row.cause} at {row.own_line})"
             )
     if analysis.non_releasable_bytes >= 0.1 * max(analysis.reserved_bytes, 1):
-        said.append(f"{size_text(analysis.non_releasable_bytes)} are free but stuck in segments in use")
+        sentences.append(f"{size_text(analysis.non_releasable_bytes)} are free but stuck in segments in use")
     if analysis.fit is not None:
-        said.append(f"Would {size_text(analysis.fit.request_bytes)} more have fitted? {analysis.fit.sentence}")
+        sentences.append(f"Would {size_text(analysis.fit.request_bytes)} more have fitted? {analysis.fit.sentence}")
     if analysis.violations:
-        said.append(
+        sentences.append(
             f"The file contradicts itself in {count_text(len(analysis.violations), 'place')}: read all this with care"
         )
-    return ". ".join(said) + "."
+    return ". ".join(sentences) + "."
 
 
 def _percent(share: float) -> str:
@@ -169,28 +169,22 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "largest_free_bytes": max((pool.largest_free_bytes for pool in analysis.pools), default=0),
         "steps": {"count": len(analysis.steps), "source": analysis.steps.source},
         "pools": [
-            {**plain(row), "utilisation": row.utilisation, "internal": row.internal, "external": row.external}
+            {**as_plain(row), "utilisation": row.utilisation, "internal": row.internal, "external": row.external}
             for row in analysis.pools
         ],
         "settings": dict(analysis.snapshot.settings),
-        **{name: plain(getattr(analysis, name)) for name in as_they_are},
+        **{name: as_plain(getattr(analysis, name)) for name in as_they_are},
     }
 
 
-def plain(value: Any) -> Any:
-    """Dataclasses as dictionaries, stacks as the text of their first frames."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {
-            key: [describe(frame) for frame in item[:_FRAMES_IN_JSON]] if key == "frames" else plain(item)
-            for key, item in ((field, getattr(value, field)) for field in value.__dataclass_fields__)
-        }
-    if isinstance(value, Frame):
-        return describe(value)
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    return value
+def as_plain(value: Any) -> Any:
+    """As `fettle.files.plain`, stacks as the text of their first frames."""
+    return plain(value, {Frame: describe, tuple: _shortened})
+
+
+def _shortened(values: tuple[Any, ...]) -> list[Any]:
+    is_stack = bool(values) and isinstance(values[0], Frame)
+    return [as_plain(value) for value in (values[:_FRAMES_IN_JSON] if is_stack else values)]
 
 
 def _choose(snapshot: Snapshot, device: int | None) -> int:

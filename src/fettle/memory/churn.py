@@ -60,17 +60,17 @@ def find_churn(snapshot: Snapshot, replay: Replay, steps: Steps) -> tuple[Churn,
     if len(freed) == 0:
         return _varying_shapes(snapshot, replay, steps, gained)
     causes = np.array([_cause(snapshot.stacks[stack]) for stack in trace.stack[freed].tolist()])
-    found = []
+    rows = []
     for cause in np.unique(causes).tolist():
         frees = freed[causes == cause]
         again = gained[gained > frees[0]]
         if len(again):  # else given back and not wanted again: that is what giving back is for
-            found.append(_churn(snapshot, replay, cause, frees, again))
-    return tuple(sorted(found, key=lambda churn: -churn.freed_bytes))
+            rows.append(_churn(snapshot, replay, cause, frees, again))
+    return tuple(sorted(rows, key=lambda churn: -churn.freed_bytes))
 
 
 def _churn(snapshot: Snapshot, replay: Replay, cause: str, frees: Ints, again: Ints) -> Churn:
-    """Of these frees of segments, and of those that were fetched after them; without frees, of what was fetched."""
+    """The churn of these freed segments, and of those fetched after them; without frees, of what was fetched."""
     trace, blamed = replay.trace, frees if len(frees) else again
     freed_bytes, gained_bytes = int(trace.size_bytes[frees].sum()), int(trace.size_bytes[again].sum())
     moved = min(freed_bytes, gained_bytes) if len(frees) else gained_bytes

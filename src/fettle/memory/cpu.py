@@ -35,7 +35,7 @@ class CpuTimeline:
         self._running: profile | None = None
 
     def start(self) -> None:
-        """Begin a piece."""
+        """Begin to record a piece."""
         import torch  # late: reading a snapshot must not wait for torch
         from torch.profiler import ProfilerActivity, profile
 
@@ -162,12 +162,12 @@ class _Categories:
 
 def events_in_time(roots: list[Any]) -> list[tuple[str, Any]]:
     """All events of a profiler's tree by their starts, each with its kind: ``TorchOp``, ``Allocation``, ..."""
-    found: list[Any] = []
+    events: list[Any] = []
     left = list(reversed(roots))
     while left:
-        found.append(left.pop())
-        left.extend(reversed(found[-1].children))
-    return [(_kind(event), event) for event in sorted(found, key=lambda event: event.start_time_ns)]
+        events.append(left.pop())
+        left.extend(reversed(events[-1].children))
+    return [(_kind(event), event) for event in sorted(events, key=lambda event: event.start_time_ns)]
 
 
 def _kind(event: Any) -> str:

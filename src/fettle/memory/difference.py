@@ -48,7 +48,7 @@ class Difference:
     at_end: tuple[Change, ...]
     at_peak: tuple[Change, ...]
     shared_stacks: float
-    """Of what has a stack at the peak of the smaller snapshot, the share of bytes whose stacks occur in both."""
+    """Share of the bytes with a stack, at the peak of the smaller snapshot, whose stacks occur in both."""
     notes: tuple[str, ...]
 
 
@@ -115,7 +115,7 @@ def _shared(before: _Side, after: _Side) -> float:
 
 
 def _changes(before: _Side, after: _Side, top: int) -> tuple[Change, ...]:
-    found = []
+    changes = []
     for key in before.keys() | after.keys():
         old, new = before.get(key), after.get(key)
         named = new or old
@@ -131,6 +131,6 @@ def _changes(before: _Side, after: _Side, top: int) -> tuple[Change, ...]:
             frames=groups.frames[number],
         )
         if change.before_bytes != change.after_bytes or change.before_count != change.after_count:
-            found.append((change, key))
-    found.sort(key=lambda pair: (-abs(pair[0].change_bytes), pair[1]))
-    return tuple(change for change, _ in found[:top])
+            changes.append((change, key))
+    changes.sort(key=lambda pair: (-abs(pair[0].change_bytes), pair[1]))
+    return tuple(change for change, _ in changes[:top])

@@ -103,7 +103,7 @@ def pools(snapshot: Snapshot, device: int) -> tuple[Pool, ...]:
     held = (segments.expandable | ~idle)[blocks.segment]
     keys = np.column_stack([segments.stream, segments.pool, segments.small.astype(np.int64)])
     here = segments.device == device
-    found = []
+    pools = []
     for kind in np.unique(keys[here], axis=0).tolist():
         chosen = here & (keys == kind).all(axis=1)
         mine = chosen[blocks.segment]
@@ -123,8 +123,8 @@ def pools(snapshot: Snapshot, device: int) -> tuple[Pool, ...]:
             non_releasable_bytes=int((blocks.size_bytes - pages)[mine & inactive & held].sum()),
             largest_free_bytes=int(free.max(initial=0)),
         )
-        found.append(pool)
-    return tuple(sorted(found, key=lambda pool: -pool.reserved_bytes))
+        pools.append(pool)
+    return tuple(sorted(pools, key=lambda pool: -pool.reserved_bytes))
 
 
 def idle_segments(snapshot: Snapshot) -> Flags:
@@ -223,8 +223,8 @@ def _needed_from_device(snapshot: Snapshot, mine: Flags, rounded: int) -> int:
 
 def _large_segment(settings: Mapping[str, object]) -> int:
     """Bytes of a segment for requests between 1 and 10 MiB, and of a page of a large expandable segment."""
-    said = re.search(r"large_segment_size_mb:\s*([0-9]{1,6})\b", str(settings.get("PYTORCH_CUDA_ALLOC_CONF", "")))
-    return max(1, int(said[1])) * MIB if said else LARGE_SEGMENT_BYTES
+    setting = re.search(r"large_segment_size_mb:\s*([0-9]{1,6})\b", str(settings.get("PYTORCH_CUDA_ALLOC_CONF", "")))
+    return max(1, int(setting[1])) * MIB if setting else LARGE_SEGMENT_BYTES
 
 
 def _whole_pages(snapshot: Snapshot) -> Ints:

@@ -25,7 +25,7 @@ class Holder:
     """What the profiler took it for (parameter, gradient, activation ...); empty where it is not known."""
     bytes: int
     share: float
-    """Of the memory in use at the moment."""
+    """Share of the memory in use at the moment."""
     count: int
     largest_bytes: int
     from_before: int
@@ -33,7 +33,7 @@ class Holder:
     until_end: int
     """How many are still alive at the end of the window."""
     median_lifetime_ms: float | None
-    """Of those whose birth and death both lie in the window; None without such, or without times."""
+    """Median of those whose birth and death both lie in the window; None without such, or without times."""
     freed_after_ms: float | None
     """How long after the moment the last of those that were freed at all went."""
     frames: tuple[Frame, ...]
@@ -64,7 +64,7 @@ def holders(
     np.add.at(total, where, table.size_bytes[rows])
     in_use = max(replay.at(moment), 1)
     n = len(replay.trace)
-    found = []
+    holders = []
     for index in np.argsort(-total, kind="stable")[:top].tolist():
         mine = rows[where == index]
         birth, death = table.birth[mine], table.death[mine]
@@ -83,7 +83,7 @@ def holders(
         frames: tuple[Frame, ...] = ()
         if number < len(groups.frames):
             own_line, phase, frames = groups.own_line[number], groups.phase[number], groups.frames[number]
-        found.append(
+        holders.append(
             Holder(
                 own_line=own_line,
                 phase=phase,
@@ -99,7 +99,7 @@ def holders(
                 frames=frames,
             )
         )
-    return tuple(found)
+    return tuple(holders)
 
 
 _MIB = 1 << 20
@@ -146,7 +146,7 @@ def spikes(snapshot: Snapshot, replay: Replay, groups: StackGroups, *, top: int 
     if len(starts) == 0:
         return ()
     heights = np.maximum.reduceat(np.append(used, 0), np.column_stack([starts, ends + 1]).ravel())[::2]
-    found: dict[str, Spike] = {}
+    spikes: dict[str, Spike] = {}
     for index in np.argsort(-heights, kind="stable")[:_MOST_LOOKED_AT].tolist():
         first, last = int(starts[index]), int(ends[index])
         peak = first + int(used[first : last + 1].argmax())
@@ -156,10 +156,10 @@ def spikes(snapshot: Snapshot, replay: Replay, groups: StackGroups, *, top: int 
             continue
         who = holders(snapshot, replay, groups, event=peak, among=among, top=5)
         key = who[0].own_line if who else ""
-        if key in found:
-            found[key] = dataclasses.replace(found[key], count=found[key].count + 1)
+        if key in spikes:
+            spikes[key] = dataclasses.replace(spikes[key], count=spikes[key].count + 1)
             continue
-        found[key] = Spike(
+        spikes[key] = Spike(
             first_event=first,
             top_event=peak,
             last_event=last,
@@ -170,4 +170,4 @@ def spikes(snapshot: Snapshot, replay: Replay, groups: StackGroups, *, top: int 
             duration_ms=replay.milliseconds(first, last),
             contributors=who,
         )
-    return tuple(found.values())[:top]
+    return tuple(spikes.values())[:top]

@@ -179,7 +179,7 @@ def _growing_tensors(replay: Replay, groups: StackGroups, steps: Steps, used: In
     return Leak(kind, theil_sen(used), _rising(used), survivors, WHAT_TO_DO[kind])
 
 
-def _survivors(replay: Replay, groups: StackGroups, steps: Steps, top: int = 8) -> tuple[Survivor, ...]:
+def _survivors(replay: Replay, groups: StackGroups, steps: Steps) -> tuple[Survivor, ...]:
     table = replay.allocations
     rows = np.flatnonzero((table.death >= len(replay.trace)) & (table.birth >= 0))
     if len(rows) == 0:
@@ -190,12 +190,12 @@ def _survivors(replay: Replay, groups: StackGroups, steps: Steps, top: int = 8) 
     where = where.ravel()
     order = np.argsort(where, kind="stable")
     pieces = np.split(order, np.flatnonzero(np.diff(where[order])) + 1)
-    found = []
+    survivors = []
     for piece in pieces:
         run = _longest_run(np.unique(born[piece]))
         if run >= _CONSECUTIVE_STEPS:
             number, bytes_each = keys[where[piece[0]]].tolist()
-            found.append(
+            survivors.append(
                 Survivor(
                     groups.own_line[number],
                     groups.phase[number],
@@ -205,8 +205,8 @@ def _survivors(replay: Replay, groups: StackGroups, steps: Steps, top: int = 8) 
                     groups.frames[number],
                 )
             )
-    found.sort(key=lambda survivor: -survivor.size_bytes * survivor.count)
-    return tuple(found[:top])
+    survivors.sort(key=lambda survivor: -survivor.size_bytes * survivor.count)
+    return tuple(survivors[:8])
 
 
 def _longest_run(steps: Ints) -> int:

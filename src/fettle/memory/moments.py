@@ -1,7 +1,7 @@
 """What did the segments look like at an earlier moment, for instance when a request failed?
 
 A snapshot written after an out-of-memory error was caught shows the state after the stack unwound: all is free again.
-The trace tells what was in use at the moment itself. Blocks that were freed since are known by their requested size
+The trace shows what was in use at the moment itself. Blocks that were freed since are known by their requested size
 only; they are taken as that size rounded to 512 bytes, plus what the allocator does not split off (up to 1 MiB behind a
 large block), so free space in large segments may come out up to 1 MiB too large for each block that is followed by
 free space. Expandable segments change their extent by mapping pages and cannot be put together again this way.
@@ -146,7 +146,7 @@ def _blocks(snapshot: Snapshot, replay: Replay, segments: Segments, event: int) 
 
 
 def _rounded_sizes(snapshot: Snapshot, requested: Ints, address: Ints, death: Ints, events: int) -> Ints:
-    """Of blocks that are still there the true size, of others the requested size as the allocator rounds it."""
+    """The true size of blocks that are still there, the requested size of others as the allocator rounds it."""
     settings: Mapping[str, object] = snapshot.settings
     distinct, where = np.unique(requested, return_inverse=True)
     rounded = np.array([round_size(size, settings) for size in distinct.tolist()], np.int64)[where]

@@ -190,14 +190,14 @@ class _Parser:
     def trace(self, events: list[Any], device: int) -> Trace:
         """All events that can be read; the others are named by their index."""
         self.spend(len(events))
-        told = len(self.notes)
+        notes_before = len(self.notes)
         try:
             return self.event_columns(events, device)
         except UsageError:
             wrong = {index: what for index, event in enumerate(events) if (what := _what_is_wrong(event))}
             if not 0 < len(wrong) < len(events):
                 raise
-        del self.notes[told:]
+        del self.notes[notes_before:]
         shown = "; ".join(f"event {index} {what}" for index, what in list(wrong.items())[:3])
         left = count_text(len(wrong), "event")
         self.notes.append(f"device {device}: {left} could not be read, so what was in use is not exact: {shown}")
@@ -297,21 +297,17 @@ def _from_the_oldest(trace: Trace) -> Trace:
 
 def _requested(block: Mapping[str, Any]) -> object:
     """What the program asked for; before torch 2.0 only the rounded size was kept."""
-    if "requested_size" in block:
-        return block["requested_size"]
-    history = block.get("history")
-    if isinstance(history, list) and history and isinstance(history[0], dict):
-        return history[0].get("real_size", block.get("size"))
-    return block.get("size")
+    return block.get("requested_size", _latest(block).get("real_size", block.get("size")))
 
 
 def _block_frames(block: Mapping[str, Any]) -> object:
-    if "frames" in block:
-        return block["frames"]
+    return block.get("frames", _latest(block).get("frames", NO_FRAMES))
+
+
+def _latest(block: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The first entry of a block's history, where earlier versions of torch kept what they knew of it."""
     history = block.get("history")
-    if isinstance(history, list) and history and isinstance(history[0], dict):
-        return history[0].get("frames", NO_FRAMES)
-    return NO_FRAMES
+    return history[0] if isinstance(history, list) and history and isinstance(history[0], dict) else {}
 
 
 def _plain_settings(settings: object) -> dict[str, str | int | float | bool]:

@@ -59,8 +59,6 @@ class Replay:
     frees_from_before: int
     """Frees of blocks that were allocated before the window."""
     allocations: Allocations
-    free_action: int
-    """Which event frees a block: FREE_COMPLETED, or FREE_REQUESTED in a file that left the former out."""
 
     @property
     def has_events(self) -> bool:
@@ -122,7 +120,6 @@ def replay(snapshot: Snapshot, device: int) -> Replay:
         peak_event=peak_event,
         frees_from_before=frees_from_before,
         allocations=allocations,
-        free_action=free,
     )
 
 

@@ -30,9 +30,10 @@ def write_report(analysis: Analysis, path: str | os.PathLike[str], *, difference
 def render(analysis: Analysis, difference: Difference | None = None) -> str:
     """The page as text."""
     from fettle.memory import tables
-    from fettle.page import shell
+    from fettle.page import shell, theme
 
     facts, columns = _payload(analysis)
+    colours = {"palette": (*theme.LEVERS, theme.SLATE), "other": theme.QUIET}
     return shell.render(
         "fettle.memory",
         "report.html.j2",
@@ -41,7 +42,7 @@ def render(analysis: Analysis, difference: Difference | None = None) -> str:
         verdict=verdict(analysis),
         difference=difference,
         tables=tables,
-        facts=shell.script_json(facts),
+        facts=shell.script_json(facts | colours),
         columns=columns,
         scripts=True,
         count_text=count_text,

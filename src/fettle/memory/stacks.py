@@ -20,7 +20,7 @@ _AUTOGRAD_NODE = re.compile(r"[A-Za-z]\w*Backward\d*|AccumulateGrad")
 _NATIVE = (".cpp", ".cc", ".c", ".h", ".hpp", ".cu", ".cuh", ".so")
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "/Lib/")
 _LIBRARY_STARTS = ("torch/", "fettle/", str(Path(__file__).parents[1]), "<frozen", "<eval_with_key")
-"""Of names that the profiler has cut short; and this package, which calls the program while it records."""
+"""Starts of names that the profiler has cut short; and this package, which calls the program while it records."""
 _PLUMBING = (
     "torch::unwind",
     "CapturedTraceback",
@@ -46,7 +46,7 @@ _PLUMBING = (
 
 @dataclass(frozen=True)
 class StackGroups:
-    """Stacks that tell a reader the same, under one number."""
+    """Stacks that look the same to a reader, under one number."""
 
     of_stack: Ints
     """For each stack of the snapshot the number of its group."""

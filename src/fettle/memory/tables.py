@@ -26,7 +26,7 @@ def holders(analysis: Analysis) -> Table:
 
 def spikes(analysis: Analysis) -> Table:
     """Short peaks above the plateau, and what they are made of."""
-    columns = ("times", "above plateau", "top", "lasts", "made of")
+    columns = ("times", "above plateau", "top", "duration", "made of")
     rows: list[Row] = []
     for row in analysis.spikes:
         first, *rest = [f"{size_text(who.bytes)} {who.own_line}" for who in row.contributors[:3]] or [""]
@@ -64,14 +64,14 @@ def changes(difference: Difference) -> list[Table]:
     """What changed between two snapshots: at the peak, and at the end."""
     columns = ("change", "before", "after", "blocks", "where")
     tables = []
-    for title, before, after, found in (
+    for title, before, after, sites in (
         ("At the peak", difference.peak_before_bytes, difference.peak_after_bytes, difference.at_peak),
         ("At the end", difference.end_before_bytes, difference.end_after_bytes, difference.at_end),
     ):
         rows: list[Row] = [
             [size_text(row.change_bytes), size_text(row.before_bytes), size_text(row.after_bytes),
              f"{row.before_count} to {row.after_count}", _place(row.own_line, row.frames)]
-            for row in found
+            for row in sites
         ]  # fmt: skip
         caption = f"{title}: {size_text(before)} to {size_text(after)} ({size_text(after - before)})"
         tables.append(Table(columns, rows, columns[:-1], caption))

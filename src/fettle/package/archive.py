@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from fettle.errors import UsageError, first_line
 
 MAX_BYTES, MAX_RATIO = 64 << 30, 200
-"""Of an archive: bytes when unpacked, and how many times larger an entry may be than its packed form."""
+"""Limits of an archive: bytes when unpacked, and how many times larger an entry may be than its packed form."""
 _SMALL = 1 << 20
 """Entries below this may be packed as well as they like."""
 

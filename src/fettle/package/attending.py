@@ -77,13 +77,13 @@ def _attention(
     kept_keys, kept_values = layer.kept
     heads, before = key.shape[1], kept_keys.shape[2]
     group = all_heads // heads
-    asked = _plain(query * (size**-0.5 if scaling is None else scaling)).view(rows, heads, group * new, size)
-    scores = torch.cat([asked @ kept_keys.transpose(-1, -2), asked @ _plain(key).transpose(-1, -2)], -1).float()
+    queries = _plain(query * (size**-0.5 if scaling is None else scaling)).view(rows, heads, group * new, size)
+    scores = torch.cat([queries @ kept_keys.transpose(-1, -2), queries @ _plain(key).transpose(-1, -2)], -1).float()
     hidden = ~mask if group == 1 else ~mask.repeat(1, 1, group, 1)
     shares = _plain(scores.masked_fill(hidden, _HIDDEN).softmax(-1).to(value.dtype))
-    found = shares[..., :before] @ kept_values + shares[..., before:] @ _plain(value)
-    found = _plain(found).view(rows, heads, group, new, value.shape[-1])
-    return _plain(found.permute(0, 3, 1, 2, 4)).flatten(2, 3)
+    attended = shares[..., :before] @ kept_values + shares[..., before:] @ _plain(value)
+    attended = _plain(attended).view(rows, heads, group, new, value.shape[-1])
+    return _plain(attended.permute(0, 3, 1, 2, 4)).flatten(2, 3)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -106,11 +106,11 @@ def cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor) -> W
             # Sizes that differ from each other, else the exporter takes two for one.
             batches = [sample(2, length, 2 if length == 5 else 1), sample(length - 1, length, 1)]
             batches.append(sample(0, length - 1, 1))
-            found = [step(**batch)[LOGITS].float() for batch in batches[:2]]
+            logits = [step(**batch)[LOGITS].float() for batch in batches[:2]]
         except Exception:  # a model that takes no positions, or keeps something else
             return None
     close = 1e-2 * float(wanted.abs().max())
-    if not all(torch.allclose(scores, wanted, rtol=1e-2, atol=close) for scores in found):
+    if not all(torch.allclose(scores, wanted, rtol=1e-2, atol=close) for scores in logits):
         return None
     return Workload(step, batches, samples=len(ids))
 
@@ -122,9 +122,9 @@ def _ends_with_head(model: Any, ids: torch.Tensor) -> bool:
     try:
         with torch.no_grad():
             states, wanted = model.base_model(input_ids=ids).last_hidden_state, model(input_ids=ids).logits
-            found = model.get_output_embeddings()(states)
+            logits = model.get_output_embeddings()(states)
     except Exception:  # a model that has no such parts
         return False
-    return found.shape == wanted.shape and torch.allclose(
-        found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max())
+    return logits.shape == wanted.shape and torch.allclose(
+        logits, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max())
     )

@@ -20,26 +20,26 @@ def read_chat(folder: Path | None, template: Path | None = None) -> tuple[dict[s
     `template` is a file with it; else the tokenizer's `folder` has it in ``chat_template.jinja`` or
     ``tokenizer_config.json``, or not at all. Raises `UsageError`.
     """
-    said: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     if folder is not None and (folder / _CONFIG).is_file():
         try:
-            said = msgspec.json.decode(read_bytes(folder / _CONFIG, 16 << 20), type=dict[str, Any])
+            config = msgspec.json.decode(read_bytes(folder / _CONFIG, 16 << 20), type=dict[str, Any])
         except msgspec.MsgspecError as error:
             raise UsageError(f"{folder / _CONFIG} cannot be read: {first_line(error)}") from error
-    special = {key: _content(said[key]) for key in ("bos_token", "eos_token") if said.get(key)}
+    special = {key: _content(config[key]) for key in ("bos_token", "eos_token") if config.get(key)}
     if template is None and folder is not None and (folder / CHAT).is_file():
         template = folder / CHAT
-    text: Any = said.get("chat_template")
+    text: Any = config.get("chat_template")
     if isinstance(text, list):  # several, by name
         text = next((one.get("template") for one in text if one.get("name") == "default"), None)
-    found = read_bytes(template, MAX_CHAT_BYTES) if template is not None else str(text or "").encode()
-    if not found:
+    content = read_bytes(template, MAX_CHAT_BYTES) if template is not None else str(text or "").encode()
+    if not content:
         return {}, special
     try:
-        chat_template(found.decode())
+        chat_template(content.decode())
     except UnicodeDecodeError as error:
         raise UsageError(f"{template} is not text in UTF-8") from error
-    return {CHAT: found}, special
+    return {CHAT: content}, special
 
 
 def _content(token: Any) -> str:

@@ -2,7 +2,7 @@
 
 That is a library compiled by AOTInductor, or a graph that ONNX Runtime has optimised. Making it takes seconds to
 minutes, loading it a fraction of a second. It is made on this machine from the package's checked graph and lies in the
-user's own cache: a package never brings machine code. Its SHA-256 lies beside it, and its folder's name tells package,
+user's own cache: a package never brings machine code. Its SHA-256 lies beside it, and its folder's name gives package,
 recipe, machine and versions: what does not fit, or was changed, is made again.
 
 OpenVINO's models are not kept a second time: its CPU plugin imports what it has cached no sooner than it compiles the
@@ -33,7 +33,7 @@ from fettle.package.program import GRAPH, WEIGHTS, load_program
 from fettle.recipe import Recipe
 
 MOST_ERROR = 0.02
-"""By which a library's answers may be off from what it was compiled from, relative, in L2: roundings fall otherwise."""
+"""How far a library's answers may be off from what it was compiled from, relative, in L2: roundings fall otherwise."""
 COMPILING = ("compile", "freeze", "region", "shapes", "runtime", "grad")
 """Techniques that say how a model is compiled: here that is once, ahead of time. The runner needs no gradients."""
 LIBRARY, ONNX = "model.pt2", "model.onnx"
@@ -69,9 +69,9 @@ def compiled(
     began = time.perf_counter()
     if is_sound(kept):
         try:
-            found = _load(kept / name)
+            program = _load(kept / name)
             log.info("compiled before: loaded in %.2g s", time.perf_counter() - began)
-            return found
+            return program
         except Exception as error:  # of another system's libraries, say
             log.info("what was compiled before cannot be loaded (%s): compiling again", first_line(error))
     try:
@@ -79,15 +79,15 @@ def compiled(
             made = Path(scratch) / name
             tuned = _tuned(load_program(folder, device), recipe, samples)
             _compile(tuned, recipe, samples, made)
-            found = _load(made)
-            _compare(found, tuned, samples)
+            program = _load(made)
+            _compare(program, tuned, samples)
             took_s = time.perf_counter() - began
             try:
                 keep(kept, partial(shutil.copy, made), made.stat().st_size)
                 log.info("compiled in %.3g s, kept for the next start", took_s)
             except OSError as error:
                 log.info("compiled in %.3g s, which could not be kept: %s", took_s, first_line(error))
-        return found
+        return program
     except Exception as error:
         log.info("not compiled ahead of time: %s", first_line(error))
         return None
@@ -100,10 +100,10 @@ def _key(folder: Path, recipe: Recipe, device: str) -> str:
     for name in (GRAPH, WEIGHTS):
         with (folder / name).open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
-    said = [recipe.without("grad").levels, device, host_id(), cores(), torch.__version__, torch.get_num_threads()]
+    parts = [recipe.without("grad").levels, device, host_id(), cores(), torch.__version__, torch.get_num_threads()]
     if recipe.levels.get("runtime") == "onnxruntime":
-        said.append(_version("onnxruntime"))
-    digest.update(json.dumps(said, sort_keys=True, default=dict).encode())
+        parts.append(_version("onnxruntime"))
+    digest.update(json.dumps(parts, sort_keys=True, default=dict).encode())
     return digest.hexdigest()[:40]
 
 
@@ -175,9 +175,9 @@ class _Tuned(torch.nn.Module):
         self.module, self.run = module, run
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """As the program."""
-        found = self.run(*tensors)
-        return (found,) if isinstance(found, torch.Tensor) else tuple(found)
+        """Run as the program does."""
+        outputs = self.run(*tensors)
+        return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
 
 
 def _load(path: Path) -> Callable[..., list[torch.Tensor]]:

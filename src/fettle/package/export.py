@@ -192,7 +192,7 @@ class _Again(torch.nn.Module):
         self.inner = graph  # not `graph`: a loaded module has one of its own
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        """As the graph."""
+        """Run as the graph does."""
         return self.inner(*tensors)
 
 
@@ -235,7 +235,7 @@ def _judge(
 ) -> tuple[Tuned, tuple[TensorSpec, ...], dict[str, Any]]:
     """Load what was written as a server would, ask what a server may, and compare with the model as it was given."""
     try:
-        found = _answers(flat, folder, kept)
+        own_answers = _answers(flat, folder, kept)
     except UsageError:
         raise
     except Exception as error:
@@ -244,10 +244,10 @@ def _judge(
             raise UsageError(_why(kept, error)) from error
         kept = replace(kept, recipe={**kept.recipe, "shapes": "static"})
         try:
-            found = _answers(flat, folder, kept)
+            own_answers = _answers(flat, folder, kept)
         except Exception as again:
             raise UsageError(_why(kept, again)) from again
-    errors = [_error(answers, wanted) for answers, wanted in zip(found, flat.wanted, strict=False)]
+    errors = [_error(answers, wanted) for answers, wanted in zip(own_answers, flat.wanted, strict=False)]
     # As the study judged: whole batches. A row alone may be further off than all of them together.
     worst = max(errors[flat.cuts :])
     calibrated = any(level in find(name).calibrated for name, level in kept.recipe.items())
@@ -266,7 +266,7 @@ def _judge(
         raise UsageError(
             f"the packaged model's answers have a relative error of {worst:.2g}; fettle tune allowed {allowed:g}"
         )
-    return kept, _outputs(flat, found), accuracy
+    return kept, _outputs(flat, own_answers), accuracy
 
 
 def _mixes_types(kept: Tuned, error: Exception) -> bool:
@@ -302,19 +302,19 @@ def _answers(flat: Flat, folder: Path, kept: Tuned) -> list[list[torch.Tensor]]:
     sizes = [tensor.shape for tensor in flat.samples]
     other = next((batch for batch in flat.batches if [tensor.shape for tensor in batch] != sizes), flat.samples)
     twice = [torch.cat([t, t]) if s.batched else t for t, s in zip(flat.samples, flat.inputs, strict=True)]
-    found = []
+    answers = []
     with torch.inference_mode():
         for question in (*flat.questions, twice, other):
             answer = run(*[tensor.clone() for tensor in question])
-            found.append([tensor.clone() for tensor in ([answer] if isinstance(answer, torch.Tensor) else answer)])
-    return found
+            answers.append([tensor.clone() for tensor in ([answer] if isinstance(answer, torch.Tensor) else answer)])
+    return answers
 
 
-def _outputs(flat: Flat, found: Sequence[Sequence[torch.Tensor]]) -> tuple[TensorSpec, ...]:
+def _outputs(flat: Flat, answers: Sequence[Sequence[torch.Tensor]]) -> tuple[TensorSpec, ...]:
     """What the outputs are called, and which of their sizes move with the input's."""
-    sample = found[flat.cuts]  # the few rows come first; exporting copies lists, so identity says nothing
+    sample = answers[flat.cuts]  # the few rows come first; exporting copies lists, so identity says nothing
     outputs = []
-    for path, answer, double, there in zip(flat.paths, sample, found[-2], found[-1], strict=True):
+    for path, answer, double, there in zip(flat.paths, sample, answers[-2], answers[-1], strict=True):
         batched = answer.dim() > 0 and double.shape[0] == 2 * answer.shape[0]
         fixed = [size if size == b else -1 for size, b in zip(answer.shape, there.shape, strict=True)]
         shape = (-1, *fixed[1:]) if batched else tuple(fixed)

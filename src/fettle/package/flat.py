@@ -56,12 +56,12 @@ class Flat(torch.nn.Module):
         )
         """others, on which answers are compared. Where there is one batch only it is that."""
         self.questions = [self.samples, *self.judged[:MOST_JUDGED]]
-        self.wanted = [self._asked(question) for question in self.questions]
+        self.wanted = [self._answers(question) for question in self.questions]
         self.cuts = 0
         """How many of the questions, at the beginning, are a few rows of the sample."""
         for cut in [self._cut(size) for size in (2, 1) if size < rows]:
             with contextlib.suppress(Exception):  # one that was traced may take its own number of rows only
-                self.wanted.insert(0, self._asked(cut))
+                self.wanted.insert(0, self._answers(cut))
                 self.questions.insert(0, cut)
                 self.cuts += 1
         # Only now, so that answers are compared with those of the model as it was given.
@@ -72,7 +72,7 @@ class Flat(torch.nn.Module):
         return [t[:rows] if spec.batched else t for t, spec in zip(self.samples, self.inputs, strict=True)]
 
     def _fitting(self, batches: Sequence[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """Those batches that the exported model takes, but for the sample."""
+        """The batches that the exported model takes, but for the sample."""
 
         def fits(tensor: torch.Tensor, spec: TensorSpec) -> bool:
             return spec.fits(tuple(tensor.shape)) and not (spec.batched and len(tensor) > self.rows)
@@ -80,7 +80,7 @@ class Flat(torch.nn.Module):
         return [batch for batch in batches if batch[0] is not self.samples[0]
                 and all(map(fits, batch, self.inputs))]  # fmt: skip
 
-    def _asked(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _answers(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with torch.no_grad():
             return [tensor.clone() for tensor in self(*tensors)]
 
@@ -88,15 +88,15 @@ class Flat(torch.nn.Module):
         """Put the tensors where the batch had them, call the model, and take its tensors out again."""
         replaced = iter(tensors)
         batch = _with_tensors(self.workload.inputs[0], replaced)
-        found = list(leaves(self.workload.run(self.inner, batch)))
-        self.paths = [path for path, leaf in found if isinstance(leaf, torch.Tensor)]
-        return tuple(leaf for _, leaf in found if isinstance(leaf, torch.Tensor))
+        outputs = list(leaves(self.workload.run(self.inner, batch)))
+        self.paths = [path for path, leaf in outputs if isinstance(leaf, torch.Tensor)]
+        return tuple(leaf for _, leaf in outputs if isinstance(leaf, torch.Tensor))
 
 
 def _alike(batches: Sequence[Any], paths: Sequence[str]) -> list[list[torch.Tensor]]:
     """The tensors of those batches that have tensors at the same places."""
-    found = [[leaf for leaf in leaves(batch) if isinstance(leaf[1], torch.Tensor)] for batch in batches]
-    return [[tensor for _, tensor in batch] for batch in found if [path for path, _ in batch] == list(paths)]
+    by_batch = [[leaf for leaf in leaves(batch) if isinstance(leaf[1], torch.Tensor)] for batch in batches]
+    return [[tensor for _, tensor in batch] for batch in by_batch if [path for path, _ in batch] == list(paths)]
 
 
 def _rewritten(model: torch.nn.Module, recipe: Recipe, workload: Workload) -> torch.nn.Module:

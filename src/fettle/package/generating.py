@@ -26,8 +26,8 @@ class NextToken(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor, last: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Any:
         """`last` [rows] is the position of each row's last token."""
-        given: Any = {"input_ids": input_ids, "attention_mask": attention_mask}
-        args, kwargs = ([], {name: given[name] for name in self.names}) if self.names else ([input_ids], {})
+        batch: Any = {"input_ids": input_ids, "attention_mask": attention_mask}
+        args, kwargs = ([], {name: batch[name] for name in self.names}) if self.names else ([input_ids], {})
         answer = self.model(*args, **kwargs) if self.call is None else self.call(self.model, *args, **kwargs)
         logits = _logits(answer)
         place = last[:, None, None].expand(-1, 1, logits.shape[-1])
@@ -78,21 +78,21 @@ def generating(workload: Workload) -> list[Workload]:
 def of_model(model: Any) -> dict[str, Any]:
     """Settings of the generate handler that the model knows itself: how many positions it has, where its texts end."""
     usual, config = Settings(), getattr(model, "config", None)
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     most = getattr(config, "max_position_embeddings", None)
     if isinstance(most, int) and 1 < most < usual.max_tokens:
-        found = {"max_tokens": most, "max_new_tokens": min(usual.max_new_tokens, most)}
+        settings = {"max_tokens": most, "max_new_tokens": min(usual.max_new_tokens, most)}
     for where in (getattr(model, "generation_config", None), config):
         ends = getattr(where, "eos_token_id", None)
         if ends is not None:
-            return {**found, "stop_tokens": [ends] if isinstance(ends, int) else list(ends)}
-    return found
+            return {**settings, "stop_tokens": [ends] if isinstance(ends, int) else list(ends)}
+    return settings
 
 
 def _logits(answer: Any) -> torch.Tensor:
     """The scores among a model's outputs: what is called so, else the first tensor [rows, tokens, vocabulary]."""
-    found = [(path, leaf) for path, leaf in leaves(answer) if isinstance(leaf, torch.Tensor) and leaf.dim() == 3]
-    if not found:
+    candidates = [(path, leaf) for path, leaf in leaves(answer) if isinstance(leaf, torch.Tensor) and leaf.dim() == 3]
+    if not candidates:
         raise UsageError("the model gives no scores [rows, tokens, vocabulary]")
-    named = [leaf for path, leaf in found if path.endswith("logits")]
-    return named[0] if named else found[0][1]
+    named = [leaf for path, leaf in candidates if path.endswith("logits")]
+    return named[0] if named else candidates[0][1]

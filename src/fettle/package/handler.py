@@ -59,14 +59,14 @@ class HandlerMetrics:
     """
 
     def __init__(self) -> None:
-        self._found: list[tuple[str, str, float]] = []
+        self._values: list[tuple[str, str, float]] = []
 
     def add_counter(self, name: str, value: float = 1, idx: Any = None, dimensions: Any = None) -> None:
-        """So many more of something."""
+        """Count more of something."""
         self._add("counter", name, value)
 
     def add_error(self, name: str, value: float = 1, dimensions: Any = None) -> None:
-        """So many more of something that went wrong."""
+        """Count more of something that went wrong."""
         self._add("counter", name, value)
 
     def add_time(self, name: str, value: float, idx: Any = None, unit: str = "ms", dimensions: Any = None) -> None:
@@ -83,14 +83,14 @@ class HandlerMetrics:
 
     def take(self) -> list[tuple[str, str, float]]:
         """What was counted since the last time: kind, name, value."""
-        found, self._found = self._found, []
-        return found
+        values, self._values = self._values, []
+        return values
 
     def _add(self, kind: str, name: str, value: float) -> None:
         if not _METRIC.fullmatch(name) or not math.isfinite(value) or (kind != "value" and value < 0):
             raise ValueError(f"not a metric: {name[:80]!r} = {value}")
-        if len(self._found) < _MOST:  # of one call; more is a mistake, and must not grow for ever
-            self._found.append((kind, name, float(value)))
+        if len(self._values) < _MOST:  # of one call; more is a mistake, and must not grow for ever
+            self._values.append((kind, name, float(value)))
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class Steps:
             return list(own(data, explainer))
         if not all(isinstance(item, Item) for item in data):
             raise UsageError("the model's handler has no step explain(data, explainer)")
-        found = [explainer.attribute(item.arrays) for item in data]
-        return [next((a for a in arrays if a.any()), arrays[0]).tolist() for arrays in found]
+        attributions = [explainer.attribute(item.arrays) for item in data]
+        return [next((a for a in arrays if a.any()), arrays[0]).tolist() for arrays in attributions]
 
     def running(self, rows: int, cache_bytes: int, prefill_tokens: int) -> Running | None:
         """The texts that a generating model writes together; None for other models. Raises `UsageError`."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from importlib import metadata
 from pathlib import Path
 
 from fettle.machine import cpu_name
+from fettle.procs.limits import affinity_cores as cores
+
+__all__ = ["cores", "devices", "host_id"]
 
 
 def host_id() -> str:
@@ -22,15 +24,10 @@ def host_id() -> str:
 
 def devices() -> list[str]:
     """Devices that a model can be served on: the CPU, and the first of each model of NVIDIA GPU."""
-    found: dict[str, str] = {}
+    by_model: dict[str, str] = {}
     for index, path in enumerate(sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))):
-        found.setdefault(_field(path, "Model"), f"cuda:{index}")
-    return ["cpu", *found.values()]
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        by_model.setdefault(_field(path, "Model"), f"cuda:{index}")
+    return ["cpu", *by_model.values()]
 
 
 def _field(path: Path, name: str) -> str:

@@ -158,7 +158,9 @@ def check_name(name: str, version: str) -> None:
     """Raise `UsageError` unless these can stand in a URL, a file name and a label."""
     for what, text in (("name", name), ("version", version)):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", text):
-            raise UsageError(f"{text[:80]!r} is not a {what} of a model: letters, digits, dot, dash and underline")
+            raise UsageError(
+                f"{text[:80]!r} is not a {what} of a model: use letters, digits, dots, dashes and underscores"
+            )
 
 
 def _digest(path: Path) -> str:

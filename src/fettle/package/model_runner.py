@@ -56,8 +56,8 @@ class ModelRunner:
     def call(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One call with tensors that are on the device already; the answers stay there."""
         with torch.inference_mode():
-            found = self._model(*tensors)
-        return [found] if isinstance(found, torch.Tensor) else list(found)
+            outputs = self._model(*tensors)
+        return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
 
     def sample(self, rows: int) -> list[Array]:
         """The package's own inputs, repeated or cut to so many rows."""
@@ -66,11 +66,11 @@ class ModelRunner:
             made.append(np.resize(array, (rows, *array.shape[1:])) if spec.batched else array)
         return made
 
-    def warm(self, sizes: Sequence[int], calls: int = 2) -> dict[int, float]:
-        """Run every batch size, so that nothing is compiled while clients wait; seconds of the last call of each."""
+    def warm(self, sizes: Sequence[int]) -> dict[int, float]:
+        """Run every batch size twice, so that nothing is compiled while clients wait; seconds of the second calls."""
         took = {}
         for size in sizes:
-            for _ in range(calls):
+            for _ in range(2):
                 began = time.perf_counter()
                 answers = self.run([self.sample(size)], size)
                 took[size] = time.perf_counter() - began

@@ -103,19 +103,19 @@ def _parse(text: bytes, weight_bytes: int) -> None:
     def refuse(*what: Any) -> NoReturn:
         raise ValueError("document types, comments, instructions and sections may not be in it")
 
-    def begin(name: str, given: dict[str, str]) -> None:
+    def begin(name: str, attributes: dict[str, str]) -> None:
         nonlocal depth, layer
         depth += 1
         if depth > MAX_DEPTH:
-            raise ValueError("it is too deep")
+            raise ValueError("it is nested too deeply")
         if depth == 1 and name != "net":
             raise ValueError("it is not a graph of OpenVINO")
         if name == "layer":
-            layer, version = given.get("type", ""), given.get("version", "")
+            layer, version = attributes.get("type", ""), attributes.get("version", "")
             if not _OPERATOR.fullmatch(layer) or not _SET.fullmatch(version) or layer in _REMEMBERS:
                 raise ValueError(f"the operator {layer[:60]!r} of {version[:30]!r} may not be in a package")
         if name == "data" and layer == "Const":
-            first, size = _count(given.get("offset", "")), _count(given.get("size", ""))
+            first, size = _count(attributes.get("offset", "")), _count(attributes.get("size", ""))
             if first + size > weight_bytes:
                 raise ValueError("a constant lies outside the weights")
 

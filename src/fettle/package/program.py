@@ -23,7 +23,7 @@ from fettle.files import read_text
 GRAPH, WEIGHTS = "graph.json", "weights.safetensors"
 MAX_GRAPH_BYTES = 256 << 20
 _MOST_SHAPES = 4096
-"""Remembered as checked."""
+"""Shapes that are remembered as checked."""
 _LARGE = 1 << 16
 """Elements of a matrix whose layout matters."""
 _NAME = re.compile(r"[A-Za-z0-9_][\w.\-]{0,500}|")
@@ -105,8 +105,8 @@ def _converts_nothing(node: torch.fx.Node) -> bool:
     aten = torch.ops.aten
     if node.target not in (aten.to.dtype, aten.to.device, aten.to.dtype_layout):
         return False
-    asked = (*node.args[1:], *node.kwargs.values())
-    if any(value is True or isinstance(value, torch.memory_format) for value in asked):  # a copy, another layout
+    arguments = (*node.args[1:], *node.kwargs.values())
+    if any(value is True or isinstance(value, torch.memory_format) for value in arguments):  # a copy, another layout
         return False
     before = node.args[0].meta.get("val") if isinstance(node.args[0], torch.fx.Node) else None
     made = node.meta.get("val")
@@ -269,9 +269,9 @@ def _laid_out(graph: torch.fx.Graph, weights: dict[str, torch.Tensor]) -> None:
         if node.kwargs:
             continue
         if node.target is aten.linear.default:
-            given, weight, bias = (*node.args, None)[:3]
+            source, weight, bias = (*node.args, None)[:3]
         elif node.target is aten.addmm.default:  # how GPT-2 writes it
-            bias, given, weight = node.args
+            bias, source, weight = node.args
         else:
             continue
         matrix = weights.get(weight.target) if weight.op == "get_attr" else None
@@ -287,7 +287,7 @@ def _laid_out(graph: torch.fx.Graph, weights: dict[str, torch.Tensor]) -> None:
         with graph.inserting_before(node):
             laid_out = graph.get_attr(name)
             call = graph.call_function(
-                torch.ops.mkldnn._linear_pointwise.default, (given, laid_out, bias, "none", [], "")
+                torch.ops.mkldnn._linear_pointwise.default, (source, laid_out, bias, "none", [], "")
             )
         node.replace_all_uses_with(call)
         graph.erase_node(node)

@@ -24,31 +24,31 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 def needed(runtime: str, handler: str, own: Sequence[str] = ()) -> dict[str, str]:
     """What a package needs that is made here: version specifiers by library. `own` are those of a ``handler.py``."""
     runtime = runtime.partition("-")[0]
-    found = dict.fromkeys(["torch", *_RUNTIMES.get(runtime, []), *_HANDLERS.get(handler, [])], "")
-    for name in found:
+    wanted = dict.fromkeys(["torch", *_RUNTIMES.get(runtime, []), *_HANDLERS.get(handler, [])], "")
+    for name in wanted:
         here = _installed(name)
         if name in _WROTE and here is not None:
-            found[name] = f">={here.major}.{here.minor}"
+            wanted[name] = f">={here.major}.{here.minor}"
     for text in own:
         match = re.fullmatch(rf"({_NAME})\s*(.{{0,200}})", text.strip())
         name, versions = match.groups() if match is not None else (text, "")
-        found[name] = versions
-    specifiers(found)
-    return found
+        wanted[name] = versions
+    specifiers(wanted)
+    return wanted
 
 
 def specifiers(requires: Mapping[str, str]) -> dict[str, SpecifierSet]:
     """By library. Raises `UsageError` for anything else: no addresses, no options, nothing but versions."""
-    found = {}
+    by_name = {}
     for name, versions in requires.items():
         try:
             if not re.fullmatch(_NAME, name) or len(versions) > 200:
                 raise InvalidSpecifier
-            found[name] = SpecifierSet(f">={versions}" if versions[:1].isdigit() else versions)
+            by_name[name] = SpecifierSet(f">={versions}" if versions[:1].isdigit() else versions)
         except InvalidSpecifier:
             text = name + versions
             raise UsageError(f"{text[:80]!r} is not a requirement: write scipy, or 'scipy>=1.10'") from None
-    return found
+    return by_name
 
 
 def check_here(model: str, requires: Mapping[str, str]) -> None:

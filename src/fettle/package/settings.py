@@ -61,7 +61,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rows that may wait; beyond it requests are refused."""
     workers: int = 1
     threads: int = 0
-    """Of each worker; 0: the machine's cores divided among the workers."""
+    """Threads of each worker; 0: the machine's cores divided among the workers."""
     devices: tuple[str, ...] = ("cpu",)
     """Where the workers are, one after the other: ``["cuda:0", "cuda:1"]`` with two workers is one on each."""
     timeout_ms: float = 30_000.0
@@ -69,8 +69,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_worker_bytes: int = 0
     """A worker that has grown beyond this is replaced between two batches; 0: never."""
     cache_bytes: int = 0
-    """Of a model that writes texts: the most that each worker keeps of keys and values. Fewer texts are written at once
-    than `max_rows` where they do not fit. 0: half of the memory that is free when it is loaded."""
+    """For a model that writes texts, the most that each worker keeps of keys and values. Fewer texts are written at
+    once than `max_rows` where they do not fit. 0: half of the memory that is free when it is loaded."""
     prefill_tokens: int = 256
     """Tokens of prompts that are computed before the texts that are being written go on."""
     limit_ms: float = 0.0

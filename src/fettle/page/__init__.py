@@ -1,6 +1,6 @@
 """What every HTML page is made of: one shell with one look in light and dark, and blocks to build with.
 
-It knows nothing of what the pages tell. A room's page is a template that extends `shell.html.j2` and calls the macros
+It knows nothing of what the pages say. A room's page is a template that extends `shell.html.j2` and calls the macros
 of `blocks.html.j2`, rendered by `shell.render`.
 """
 

@@ -43,7 +43,7 @@ class Still:
 
 
 def still(alt: str, draw: Callable[[bool], theme.Spec], wide: int = 800, narrow: int = 300) -> Still:
-    """Draw a chart for every screen; `draw` is told whether it is narrow."""
+    """Draw a chart for every screen; `draw` is given whether it is narrow."""
     places = [(tone, name) for tone in ("light", "dark") for name in ("wide", "narrow")]
     return Still(
         alt,

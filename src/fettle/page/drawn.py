@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from fettle.errors import UsageError
 from fettle.files import check_writable, write_bytes, write_text
 from fettle.page import theme
+from fettle.page.blocks import Figure
 
 _SUFFIXES = (".html", ".png", ".svg")
 
@@ -28,3 +29,13 @@ def write(path: Path, page: Callable[[], str], chart: Callable[[], theme.Spec], 
         write_text(path, theme.svg(chart(), width))
     else:
         write_bytes(path, theme.png(chart(), width))
+
+
+def write_pictures(figures: Iterable[Figure], folder: Path) -> list[Path]:
+    """Write every chart to `folder` as PNG and as SVG, and return the paths of the PNGs."""
+    written = []
+    for figure in figures:
+        write_text(folder / f"{figure.name}.svg", figure.svg())
+        written.append(folder / f"{figure.name}.png")
+        write_bytes(written[-1], figure.png())
+    return written

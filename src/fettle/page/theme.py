@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import altair as alt
-
-from fettle.page import theme
-
-if TYPE_CHECKING:
-    import altair as alt
 
 ACCENT = "#1f8a99"
 QUIET = "#8a949e"
 WARN = "#c2562d"
-LEVERS = ("#1f77a8", "#d27a22", "#2f9a6c", "#b4588e", "#7d6bc4", "#a48a17", "#c24d4d")
+LEVERS = BLUE, ORANGE, GREEN, PINK, VIOLET, OLIVE, RED = (
+    "#1f77a8", "#d27a22", "#2f9a6c", "#b4588e", "#7d6bc4", "#a48a17", "#c24d4d"
+)  # fmt: skip
 """Middle tones, so that they stand out on white and on near-black alike, and apart for most colour-blind eyes."""
+MORE = INDIGO, WINE, BROWN, MOSS, SAND, SLATE = "#4f5fb0", "#8c2f39", "#8a6d3b", "#5c8d2f", "#d9a05b", "#5b7083"
+"""For charts with more parts than that."""
 
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 VEGALITE = "6.4"
@@ -29,9 +28,13 @@ Drawn: TypeAlias = "alt.LayerChart | alt.FacetChart"
 
 def data(rows: list[dict[str, Any]]) -> alt.Data:
     """Rows as data inside the chart."""
-    import altair as alt
-
     return alt.Data(values=rows)  # type: ignore[no-untyped-call]
+
+
+def pale(colour: str, share: float = 0.5) -> str:
+    """A lighter tone of a colour: so much of the way to white."""
+    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(part + share * (255 - part)):02x}" for part in parts)
 
 
 def config(dark: bool) -> Spec:
@@ -102,19 +105,19 @@ LIMIT, NEUTRAL = (6, 3), (2, 3)
 def rule(axis: str, value: float, colour: str = WARN, dashes: Sequence[int] = LIMIT, **channel: Any) -> alt.Chart:
     """A dashed line across the chart at `value` of its x or y axis."""
     kind = alt.X if axis == "x" else alt.Y
-    base = alt.Chart(theme.data([{axis: value}])).mark_rule(color=colour, strokeDash=list(dashes), strokeWidth=1.5)
+    base = alt.Chart(data([{axis: value}])).mark_rule(color=colour, strokeDash=list(dashes), strokeWidth=1.5)
     return base.encode(kind(f"{axis}:Q", **channel))  # type: ignore[no-any-return]
 
 
 def level(value: float, text: str, colour: str = WARN) -> list[alt.Chart]:
     """A `rule` at `value` of the y axis, with its name."""
-    name = alt.Chart(theme.data([{"y": value, "text": text}])).encode(y="y:Q", x=alt.value(4), text="text:N")
+    name = alt.Chart(data([{"y": value, "text": text}])).encode(y="y:Q", x=alt.value(4), text="text:N")
     return [rule("y", value, colour), name.mark_text(color=colour, align="left", dy=-7, fontSize=11)]
 
 
 def moment(value: float, text: str, colour: str = WARN, *, near_end: bool = False) -> list[alt.Chart]:
     """A `rule` at `value` of the x axis, with its name at the top: to the left of it where the right end is near."""
-    base = alt.Chart(theme.data([{"x": value, "text": text}])).encode(x="x:Q", y=alt.value(8), text="text:N")
+    base = alt.Chart(data([{"x": value, "text": text}])).encode(x="x:Q", y=alt.value(8), text="text:N")
     if near_end:
         return [rule("x", value, colour), base.mark_text(color=colour, align="right", dx=-6, fontSize=11)]
     return [rule("x", value, colour), base.mark_text(color=colour, align="left", dx=6, fontSize=11)]
@@ -137,6 +140,12 @@ def sized(height: float | alt.Step, *layers: alt.Chart) -> Drawn:
     return alt.layer(*layers).properties(width="container", height=height)
 
 
+def by_name(field: str, names: Sequence[str], **legend: Any) -> alt.Color:
+    """A colour for each of the names, in their order."""
+    scale = alt.Scale(domain=list(names), range=[ACCENT, *LEVERS[1:], *LEVERS][: len(names)])
+    return alt.Color(f"{field}:N", title=None, sort=list(names), scale=scale, legend=alt.Legend(**legend))
+
+
 def by_part(name: str, parts: Sequence[str], columns: int) -> alt.Color:
     """The colours of stacked parts; the last one is what is left, and quiet."""
     scale = alt.Scale(domain=list(parts), range=[*LEVERS[: len(parts) - 1], QUIET])
@@ -149,7 +158,7 @@ def peaks(
     """Stacked bars of what a rank of each `strategy` needs at its peak, by `part` and `x` in the unit of the `title`,
     and the `limit`, unless it is so far beyond the bars that it would squeeze them."""
     named = list(dict.fromkeys(row["strategy"] for row in rows))
-    bars = alt.Chart(theme.data(rows)).encode(
+    bars = alt.Chart(data(rows)).encode(
         x=alt.X("x:Q", title=title), y=alt.Y("strategy:N", sort=named, title=None, axis=axis),
         color=by_part("part", parts, columns), order="order:Q", tooltip=["strategy:N", "part:N", "size:N"],
     )  # fmt: skip

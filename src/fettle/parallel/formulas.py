@@ -44,18 +44,18 @@ def states_bytes(kind: str, ranks: int, all_bytes: int, trained_bytes: int, stat
     return (parameters + gradients + optimizer) // ranks
 
 
-def bucket_sizes(sizes: Sequence[int], first: int = 1 << 20, rest: int = 25 << 20) -> list[int]:
+def bucket_sizes(sizes: Sequence[int]) -> list[int]:
     """DDP's buckets: gradients in reverse order, closed when they reach 1 MiB (the first) or 25 MiB.
 
     `sizes` are bytes of the parameters in the model's order, of one type. The order in which gradients become ready
     decides the buckets from the second step on, so a real run may have one bucket more or less.
     """
-    buckets, now, limit = [], 0, first
+    buckets, now, limit = [], 0, 1 << 20
     for size in reversed(sizes):
         now += size
         if now >= limit:
             buckets.append(now)
-            now, limit = 0, rest
+            now, limit = 0, 25 << 20
     return [*buckets, now] if now else buckets
 
 

@@ -79,7 +79,7 @@ class Plan:
     optimizer: str
     predictions: tuple[Prediction, ...]
     cheapest: str = ""
-    """Of those that fit and use all ranks, the one that sends least between nodes, then in all. Empty: none fits."""
+    """The one of those that fit and use all ranks that sends least between nodes, then in all. Empty: none fits."""
 
 
 def plan(
@@ -108,21 +108,21 @@ def plan(
     """
     _check(world_size, ranks_per_node, headroom)
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
-    asked = list(strategies) or usual_strategies()
-    made: list[Prediction] = []
+    chosen = list(strategies) or usual_strategies()
+    plans: list[Prediction] = []
     with fake_world(world_size):
-        for number, strategy in enumerate(asked):
-            on_progress(str(strategy), number, len(asked))
+        for number, strategy in enumerate(chosen):
+            on_progress(str(strategy), number, len(chosen))
             ranks = 1 if strategy.kind == "single" else world_size
             try:
-                made.append(_predict(workload, strategy, ranks, ranks_per_node, device, mode))
+                plans.append(_predict(workload, strategy, ranks, ranks_per_node, device, mode))
             except Exception as error:  # one strategy that cannot be had costs one row
-                made.append(Prediction(str(strategy), ranks, failed=_reason(error)))
-    if all(item.failed for item in made):
-        raise UsageError(f"no strategy could be planned: {made[0].failed}")
+                plans.append(Prediction(str(strategy), ranks, failed=_reason(error)))
+    if all(item.failed for item in plans):
+        raise UsageError(f"no strategy could be planned: {plans[0].failed}")
     if device_memory_bytes is not None:
         most = device_memory_bytes * (1 - headroom)
-        made = [item if item.failed else replace(item, fits=item.peak_bytes <= most) for item in made]
+        plans = [item if item.failed else replace(item, fits=item.peak_bytes <= most) for item in plans]
     optimizer = workload.optimizer([torch.nn.Parameter(torch.zeros(1))])
     return Plan(
         name=workload.name or type(workload.model).__name__,
@@ -133,8 +133,8 @@ def plan(
         headroom=headroom,
         parameters=sum(p.numel() for p in workload.model.parameters()),
         optimizer=type(optimizer).__name__,
-        predictions=tuple(made),
-        cheapest=_cheapest(made, world_size),
+        predictions=tuple(plans),
+        cheapest=_cheapest(plans, world_size),
     )
 
 
@@ -174,8 +174,8 @@ def _predict(
         called = apply(model, replace(strategy, compile="off"), mesh)
         own_positions = isinstance(batch, dict) and "position_ids" in batch
         with nullcontext() if own_positions else unpacked():
-            made = _step(called, workload, batch, strategy, ranks, ranks_per_node, device, round_to)
-        timeline, states, optimizer = made
+            step = _step(called, workload, batch, strategy, ranks, ranks_per_node, device, round_to)
+        timeline, states, optimizer = step
     host, extra = 0, 0
     peak = peak_of(timeline)
     if strategy.offload == "cpu":

@@ -34,8 +34,8 @@ def plan_for_study(target: Target, ranks: int, device_memory_bytes: int | None, 
     options: dict[str, Any] = {"device_memory_bytes": device_memory_bytes, "device": device, "mode": mode,
                                "ranks_per_node": max(1, ranks // nodes)}  # fmt: skip
     alone = plan(whole, ranks, strategies=[Strategy()], **options)
-    made = plan(dataclasses.replace(whole, data=[part]), ranks, strategies=_asked(workload.model), **options)
-    return dataclasses.replace(made, predictions=(*alone.predictions, *made.predictions)), note
+    plans = plan(dataclasses.replace(whole, data=[part]), ranks, strategies=_strategies_for(workload.model), **options)
+    return dataclasses.replace(plans, predictions=(*alone.predictions, *plans.predictions)), note
 
 
 def rules_out(made: Plan, levels: Mapping[str, str]) -> str:
@@ -46,21 +46,21 @@ def rules_out(made: Plan, levels: Mapping[str, str]) -> str:
     """
     if made.device_memory_bytes is None:
         return ""
-    told = {name: find(name).strategy(level) for name, level in levels.items()}
-    wanted = str(Strategy(**{name: value for settings in told.values() for name, value in (settings or {}).items()}))
-    found = next((each for each in made.predictions if each.strategy == wanted and not each.failed), None)
-    if found is None:
+    settings = {name: find(name).strategy(level) for name, level in levels.items()}
+    wanted = str(Strategy(**{name: value for one in settings.values() for name, value in (one or {}).items()}))
+    prediction = next((each for each in made.predictions if each.strategy == wanted and not each.failed), None)
+    if prediction is None:
         return ""
     most = made.device_memory_bytes * (1 - made.headroom)
-    known = None not in told.values()
-    needs = found.peak_bytes if known else sum(found.states.values()) - found.host_bytes
+    known = None not in settings.values()
+    needs = prediction.peak_bytes if known else sum(prediction.states.values()) - prediction.host_bytes
     if needs <= most or any(level in find(name).shrinks_states for name, level in levels.items()):
         return ""
     what = "a rank's peak" if known else "a rank's parameters, gradients and optimizer state"
     return f"the plan says {what} of {size_text(needs)}, above {size_text(round(most))}"
 
 
-def _asked(model: torch.nn.Module) -> list[Strategy]:
+def _strategies_for(model: torch.nn.Module) -> list[Strategy]:
     texts = [kind for kind in KINDS if kind != "single"]
     texts += ["zero3 offload=cpu"]
     if repeated_blocks(model):

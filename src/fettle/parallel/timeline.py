@@ -67,14 +67,14 @@ class Timeline(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its own dispatch comes back here with local tensors
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if self._workspace is not None:
             self._moment(self._workspace(func, args, kwargs or {}))
         if func.namespace == "c10d":
             self._collective(func, args)
         elif func.namespace not in ("prim", "profiler"):
-            self.see(made, "transients" if self._communicating or func.namespace == "fsdp" else "")
-        return made
+            self.see(result, "transients" if self._communicating or func.namespace == "fsdp" else "")
+        return result
 
     def see(self, tree: Any, part: str = "", *, final: bool = False) -> None:
         """Take note of the storages of all tensors in `tree`. A known one changes its part only if that is `final`."""

@@ -53,7 +53,7 @@ class Interpreter:
     variables: Mapping[str, str] = field(default_factory=dict)
     """With these it imports fettle from where ours lies, and nothing else of ours."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of python itself, and of packages as far as they are installed."""
+    """Versions of python itself, and of packages as far as they are installed."""
     problem: str = ""
     """Why a worker cannot run there, one phrase; empty where it can."""
 
@@ -61,39 +61,39 @@ class Interpreter:
 def find_interpreters(texts: Collection[str]) -> list[Interpreter]:
     """The environments that are meant by ``PATH`` or ``NAME=PATH``, a path being an interpreter or the folder of a
     virtual environment. Raises `UsageError` where there is none, and for two of one name."""
-    found: dict[str, Interpreter] = {}
+    by_name: dict[str, Interpreter] = {}
     for text in texts:
-        given, equals, rest = text.partition("=")
+        named, equals, rest = text.partition("=")
         path = Path(os.path.abspath(Path(rest if equals else text).expanduser()))
         if path.is_dir():
             path /= "bin/python"
         if not os.access(path, os.X_OK) or path.is_dir():
             raise UsageError(f"`python={text}`: there is no interpreter {path}")
-        name = _name(given) if equals else _name_of(path)
+        name = _name(named) if equals else _name_of(path)
         if name == OURS:
-            raise UsageError(f"`python={text}`: {OURS!r} is the environment that fettle runs in: name it otherwise")
-        if name in found:
+            raise UsageError(f"`python={text}`: {OURS!r} is the environment that fettle runs in: choose another name")
+        if name in by_name:
             raise UsageError(f"`python={text}`: {name!r} is two environments: name them, `python='NAME={path}'`")
-        found[name] = Interpreter(name, str(path))
-    return list(found.values())
+        by_name[name] = Interpreter(name, str(path))
+    return list(by_name.values())
 
 
-def look(found: Interpreter, packages: Collection[str], folder: Path, *, module: str) -> Interpreter:
+def look(interpreter: Interpreter, packages: Collection[str], folder: Path, *, module: str) -> Interpreter:
     """The same with what is installed there of these `packages` (distributions) and why `module` cannot run, if it
     cannot. `folder` is written to: fettle is linked from there."""
     path = os.pathsep.join(filter(None, [str(_linked(folder)), os.environ.get("PYTHONPATH", "")]))
     variables = {"PYTHONPATH": path}
     words = ["-c", _LOOK, module, *sorted(packages)]
-    with Process(words, python=found.path, environment={**os.environ, **variables}) as process:
+    with Process(words, python=interpreter.path, environment={**os.environ, **variables}) as process:
         code = process.wait(_LOOK_S)
         lines = process.printed(1 << 16).splitlines()
     try:
-        seen = json.loads(lines[-1])
-        versions, problem = seen["versions"], seen["problem"]
+        answer = json.loads(lines[-1])
+        versions, problem = answer["versions"], answer["problem"]
     except (IndexError, ValueError, KeyError, TypeError):
         why = "it does not answer" if code is None else how_it_ended(code)
         versions, problem = {}, f"{why}: {lines[-1].strip()}" if lines else why
-    return Interpreter(found.name, found.path, variables, versions, problem)
+    return Interpreter(interpreter.name, interpreter.path, variables, versions, problem)
 
 
 def _linked(folder: Path) -> Path:

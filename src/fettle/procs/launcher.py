@@ -62,14 +62,14 @@ class _Supervisor:
             _end()
 
     def _accept(self) -> dict[Connection, int] | None:
-        found: dict[Connection, int] = {}
-        while len(found) < self.rendezvous.count:
+        index_of: dict[Connection, int] = {}
+        while len(index_of) < self.rendezvous.count:
             link = self.listener.accept()
             if link is None or self.ended.is_set():
                 return None
             with contextlib.suppress(EOFError, OSError):  # a rank that ended while it said hello
-                found[link] = int(link.recv_bytes(16))
-        return found
+                index_of[link] = int(link.recv_bytes(16))
+        return index_of
 
     def _ask(self, links: dict[Connection, int], request: bytes, parent: Parent) -> Reply:
         if not links:
@@ -104,14 +104,14 @@ class _Supervisor:
         """What went wrong: a rank that ended without an error of its own is the cause, else the first error is."""
         failures = {rank: reply.failure for rank, reply in replies.items() if reply.failure is not None}
         broken = all(_is_broken(failure) for failure in failures.values())
-        gone = self._gone(waiting, _GRACE_S if broken else 0.5)
+        left = self._gone(waiting, _GRACE_S if broken else 0.5)
         for rank, code in self.dead or ():
             if code == -signal.SIGTERM or rank in failures:
                 continue
             ended = f"{'was ' if code < 0 else ''}{how_it_ended(code)} in {self._stages.get(rank, doing)}"
             return Failure(f"rank {rank} {ended}", "memory" if code == -signal.SIGKILL else "crash")
-        if broken and gone is not None:
-            return Failure(f"rank {gone} on node {gone // self.rendezvous.each + 1} ended in {doing}", "crash")
+        if broken and left is not None:
+            return Failure(f"rank {left} on node {left // self.rendezvous.each + 1} ended in {doing}", "crash")
         if not failures:
             return Failure(f"the ranks ended without an error in {doing}", "crash")
         rank, failure = next(iter(failures.items()))

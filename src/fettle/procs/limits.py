@@ -45,6 +45,17 @@ def granted_memory_bytes() -> int:
     return memory
 
 
+def resident_bytes() -> int:
+    """Resident memory of this process now."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        import psutil
+
+        return int(psutil.Process().memory_info().rss)
+
+
 def affinity_cores() -> int:
     """Logical cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

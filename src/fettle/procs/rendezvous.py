@@ -21,7 +21,7 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     run_id: str
     module: str
-    """What each runs."""
+    """The module that each runs."""
     each: int
     """Ranks of a node."""
     host: str
@@ -34,7 +34,7 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a rank must know to be sent any."""
     nodes: int = 1
     node: int = 0
-    """Of this process."""
+    """The node of this process."""
 
     @property
     def count(self) -> int:

@@ -98,38 +98,38 @@ def checks(result: Outcome, trial: Trial) -> list[Check]:
     limits: Limits = result.limits.above(result.reference.noise)
     accuracy = trial.accuracy
     measured = accuracy.finite or math.isfinite(accuracy.error)
-    found = [
+    held_limits = [
         Check("finite outputs", "always", "yes" if accuracy.finite else "no", accuracy.finite if measured else None)
     ]
     if limits.max_error is not None:
-        found.append(_at_most(error_name(result), accuracy.error, limits.max_error, fmt.error))
+        held_limits.append(_at_most(error_name(result), accuracy.error, limits.max_error, fmt.error))
     if limits.min_agreement is not None:
         held = None if math.isnan(accuracy.agreement) else accuracy.agreement >= limits.min_agreement
-        found.append(
+        held_limits.append(
             Check("top-1 agreement", f"≥ {fmt.share(limits.min_agreement)}", fmt.share(accuracy.agreement), held)
         )
     if limits.exact:
         held = None if math.isnan(accuracy.unequal) else accuracy.unequal == 0
-        found.append(Check("other tokens", "none", fmt.share(accuracy.unequal), held))
+        held_limits.append(Check("other tokens", "none", fmt.share(accuracy.unequal), held))
     if limits.max_metric_drop is not None:
         drop = result.reference.metric - accuracy.metric
-        found.append(_at_most("metric drop", drop, limits.max_metric_drop, fmt.number))
+        held_limits.append(_at_most("metric drop", drop, limits.max_metric_drop, fmt.number))
     if limits.max_latency_ms is not None:
-        found.append(_at_most("time of a call", trial.time_ms, limits.max_latency_ms, fmt.milliseconds))
+        held_limits.append(_at_most("time of a call", trial.time_ms, limits.max_latency_ms, fmt.milliseconds))
     text = trial.generation or Generation()
     if limits.max_ttft_ms is not None:
-        found.append(_at_most("time to first token", text.ttft_ms, limits.max_ttft_ms, fmt.milliseconds))
+        held_limits.append(_at_most("time to first token", text.ttft_ms, limits.max_ttft_ms, fmt.milliseconds))
     if limits.max_tpot_ms is not None:
-        found.append(_at_most("time per output token", text.tpot_ms, limits.max_tpot_ms, fmt.milliseconds))
+        held_limits.append(_at_most("time per output token", text.tpot_ms, limits.max_tpot_ms, fmt.milliseconds))
     if limits.min_throughput is not None:
         rate = text.throughput if trial.generation else trial.throughput
         held = None if not math.isfinite(rate) else rate >= limits.min_throughput
         what = "tokens a second" if result.facts.generates else "samples a second"
-        found.append(Check(what, f"≥ {fmt.number(limits.min_throughput)}", fmt.number(rate), held))
+        held_limits.append(Check(what, f"≥ {fmt.number(limits.min_throughput)}", fmt.number(rate), held))
     if limits.max_memory_bytes is not None:
         peak = math.nan if trial.peak_bytes is None else float(trial.peak_bytes)
-        found.append(_at_most("peak memory", peak, limits.max_memory_bytes, fmt.size))
-    return found
+        held_limits.append(_at_most("peak memory", peak, limits.max_memory_bytes, fmt.size))
+    return held_limits
 
 
 def misses(result: Outcome, trial: Trial) -> list[Check]:

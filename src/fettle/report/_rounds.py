@@ -44,14 +44,14 @@ def rounds(result: Outcome) -> Drawn | None:
 
 def words(result: Outcome) -> str:
     """The same for those who cannot see it."""
-    said = []
+    parts = []
     for name, trial in _shown(result).items():
         timed = _timed(trial)
         low, high = min(one.ms for one in timed), max(one.ms for one in timed)
         busy = sum(not one.quiet for one in timed)
         span = f"{fmt.milliseconds(low)} to {fmt.milliseconds(high)} a call"
-        said.append(f"{name} {span} in {len(timed)} slices, {busy or 'none'} of them {BUSY} (rings)")
-    return f"Time of a call by round: {'; '.join(said)}."
+        parts.append(f"{name} {span} in {len(timed)} slices, {busy or 'none'} of them {BUSY} (rings)")
+    return f"Time of a call by round: {'; '.join(parts)}."
 
 
 def _shown(result: Outcome) -> dict[str, Trial]:

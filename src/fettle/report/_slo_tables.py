@@ -15,14 +15,14 @@ def tiles(data: Data, best: Data) -> list[tuple[str, str, str]]:
     """The figures of the setting that was chosen."""
     many = "s" if best["workers"] > 1 else ""
     held = max((test for test in best["tests"] if test["held"]), key=lambda test: test["rate"], default=None)
-    found = [("capacity", fmt.rate(best["measured"]), f"predicted {fmt.rate(best['predicted'])}")]
+    figures = [("capacity", fmt.rate(best["measured"]), f"predicted {fmt.rate(best['predicted'])}")]
     if held is not None:
         p99 = fmt.milliseconds(held["run"]["latency_ms"]["p99"])
-        found.append((f"p99 at {held['rate']:.4g}/s", p99, f"limit {fmt.milliseconds(data['limit_ms'])}"))
-    found.append(("memory of the workers", fmt.size(best["memory_bytes"]), f"{best['workers']} worker{many}"))
+        figures.append((f"p99 at {held['rate']:.4g}/s", p99, f"limit {fmt.milliseconds(data['limit_ms'])}"))
+    figures.append(("memory of the workers", fmt.size(best["memory_bytes"]), f"{best['workers']} worker{many}"))
     if best["cost_per_million"] is not None:
-        found.append(("a million requests cost", f"{best['cost_per_million']:.3g}", "in the price's unit"))
-    return [*found, ("error of the answers", fmt.error(best["error"]), "against the model as given")]
+        figures.append(("a million requests cost", f"{best['cost_per_million']:.3g}", "in the price's unit"))
+    return [*figures, ("error of the answers", fmt.error(best["error"]), "against the model as given")]
 
 
 def settings(data: Data, best: Data | None) -> Table:

@@ -56,17 +56,17 @@ def quality(result: Outcome) -> Table:
     """How near each recipe's text is to the reference's."""
     rows: list[Row] = []
     for trial in timed(result):
-        found = trial.accuracy
-        ratio = f"{found.perplexity_ratio:.4f} [{found.perplexity_low:.4f}, {found.perplexity_high:.4f}]"
+        accuracy = trial.accuracy
+        ratio = f"{accuracy.perplexity_ratio:.4f} [{accuracy.perplexity_low:.4f}, {accuracy.perplexity_high:.4f}]"
         rows.append(
             [
                 Cell(name_of(trial.recipe), code=True),
-                fmt.error(found.error),
-                fmt.error(found.max_abs),
-                fmt.share(found.agreement),
-                fmt.number(found.perplexity),
-                ratio if math.isfinite(found.perplexity_ratio) else "–",
-                fmt.share(found.unequal),
+                fmt.error(accuracy.error),
+                fmt.error(accuracy.max_abs),
+                fmt.share(accuracy.agreement),
+                fmt.number(accuracy.perplexity),
+                ratio if math.isfinite(accuracy.perplexity_ratio) else "–",
+                fmt.share(accuracy.unequal),
             ]
         )
     columns = (
@@ -124,11 +124,11 @@ def roofline(result: Outcome) -> Drawn | None:
 
 def roofline_words(result: Outcome) -> str:
     """The same for those who cannot see it."""
-    said = [
+    parts = [
         f"{name_of(trial.recipe)} {point.phase} {fmt.share(point.share)}"
         for trial in timed(result)[:8] for point in standing(result, trial)
     ]  # fmt: skip
-    return f"Shares of what bandwidth or arithmetic allow: {'; '.join(said)}."
+    return f"Shares of what bandwidth or arithmetic allow: {'; '.join(parts)}."
 
 
 def sentence(result: Outcome) -> str:
@@ -137,13 +137,13 @@ def sentence(result: Outcome) -> str:
     if winner is None or winner.generation is None:
         return ""
     text, before = winner.generation, baseline.generation if baseline else None
-    said = f"First token after {fmt.milliseconds(text.ttft_ms)}, then {fmt.milliseconds(text.tpot_ms)} a token"
+    sentence = f"First token after {fmt.milliseconds(text.ttft_ms)}, then {fmt.milliseconds(text.tpot_ms)} a token"
     if before is not None and winner.recipe.levels:
-        said += f" (as given {fmt.milliseconds(before.ttft_ms)} and {fmt.milliseconds(before.tpot_ms)})"
+        sentence += f" (as given {fmt.milliseconds(before.ttft_ms)} and {fmt.milliseconds(before.tpot_ms)})"
     speeds = ", ".join(f"{fmt.number(rate, 3)} with {rows}" for rows, rate in sorted(
         text.tokens_per_s.items(), key=lambda item: int(item[0])))  # fmt: skip
-    said += f"; tokens a second by rows: {speeds}." if speeds else "."
+    sentence += f"; tokens a second by rows: {speeds}." if speeds else "."
     for point in standing(result, winner):
         if point.phase == "decode":
-            said += f" Decoding reaches {fmt.share(point.share)} of what the measured bandwidth allows."
-    return said
+            sentence += f" Decoding reaches {fmt.share(point.share)} of what the measured bandwidth allows."
+    return sentence

@@ -210,9 +210,9 @@ def _goal_values(result: Outcome) -> tuple[float | None, float | None]:
     def value(trial: Trial | None) -> float | None:
         if trial is None:
             return None
-        found = {"memory": trial.peak_bytes, "energy": trial.energy_j, "startup": trial.startup.total_s,
+        value = {"memory": trial.peak_bytes, "energy": trial.energy_j, "startup": trial.startup.total_s,
                  "warm-startup": trial.startup.again_s}[result.goal]  # fmt: skip
-        return float(found) if found is not None and math.isfinite(found) and found > 0 else None
+        return float(value) if value is not None and math.isfinite(value) and value > 0 else None
 
     return value(result.baseline), value(result.winner)
 

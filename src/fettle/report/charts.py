@@ -6,8 +6,8 @@ from pathlib import Path
 
 import altair as alt
 
-from fettle.files import write_bytes, write_text
 from fettle.page import Figure, as_spec, clean
+from fettle.page.drawn import write_pictures
 from fettle.page.theme import Rows
 from fettle.report import _format as fmt
 from fettle.report import _ladder, _payback, _rounds, _scatter, _text, _training
@@ -37,12 +37,12 @@ def figures(result: Outcome) -> list[Figure]:
         ("pareto", "The Pareto front", _front_alt(result), _scatter.front),
         ("payback", "Start-up and payback", payback_text(result), _payback.payback),
     ]
-    made = []
+    charts = []
     for name, title, words, draw in drawn:
         chart = draw(result)
         if chart is not None:
-            made.append(Figure(name, title, words, as_spec(chart)))
-    return made
+            charts.append(Figure(name, title, words, as_spec(chart)))
+    return charts
 
 
 def ladder(result: Outcome) -> Figure | None:
@@ -64,16 +64,9 @@ def ladder(result: Outcome) -> Figure | None:
 
 def write_charts(result: Outcome, folder: str | Path) -> list[Path]:
     """Write every chart to `folder` as PNG and as SVG, and return the paths of the PNGs."""
-    folder = Path(folder)
     side_by_side = ladder(result)
     rest = [figure for figure in figures(result) if figure.name not in ("throughput", "memory")]
-    written = []
-    for figure in ([side_by_side] if side_by_side else []) + rest:
-        write_text(folder / f"{figure.name}.svg", figure.svg())
-        path = folder / f"{figure.name}.png"
-        write_bytes(path, figure.png())
-        written.append(path)
-    return written
+    return write_pictures([*([side_by_side] if side_by_side else []), *rest], Path(folder))
 
 
 def _rate_title(result: Outcome) -> str:

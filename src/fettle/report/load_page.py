@@ -13,7 +13,7 @@ import altair as alt
 
 from fettle.files import write_text
 from fettle.page import Figure, Table, as_spec, clean, shell, theme
-from fettle.page.theme import ACCENT, LEVERS, Rows, level, sized
+from fettle.page.theme import Rows, by_name, level, sized
 
 Data = Mapping[str, Any]
 _MOST_LINES = 8
@@ -32,9 +32,9 @@ def write_load_report(
     runs = [clean(run) for run in runs]
     figures = [figure for kind in _KINDS if (figure := _figure(runs, loads, *kind)) is not None]
     doubts = [f"{load}: {run['void']}" for load, run in zip(loads, runs, strict=True) if run["void"]]
-    said = headline(runs, loads)
+    conclusion = headline(runs, loads)
     page = shell.render(
-        "fettle.report", "load_page.html.j2", f"{said}: {url}", figures, headline=said,
+        "fettle.report", "load_page.html.j2", f"{conclusion}: {url}", figures, headline=conclusion,
         url=url, table=table, names=[figure.name for figure in figures], doubts=doubts, machine=machine,
     )  # fmt: skip
     write_text(Path(path), page)
@@ -70,12 +70,10 @@ def _figure(runs: Sequence[Data], loads: Sequence[str], name: str, title: str, k
     if not rows:
         return None
     shown = list(dict.fromkeys(row["load"] for row in rows))
-    colours = [ACCENT, *LEVERS[1:], *LEVERS][: len(shown)]
     base = alt.Chart(theme.data(rows)).encode(
         x=alt.X("percentile:O", title="percentile", axis=alt.Axis(labelAngle=0, grid=False)),
         y=alt.Y("ms:Q", title="ms", scale=alt.Scale(zero=True, nice=True)),
-        color=alt.Color("load:N", title=None, sort=shown, scale=alt.Scale(domain=shown, range=colours),
-                        legend=alt.Legend(columns=3)),
+        color=by_name("load", shown, columns=3),
         tooltip=[alt.Tooltip("load:N"), alt.Tooltip("percentile:O"), alt.Tooltip("ms:Q", format=".4~g")],
     )  # fmt: skip
     most = _part(runs[0], limit).get(limit) or 0

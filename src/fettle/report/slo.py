@@ -14,7 +14,7 @@ import altair as alt
 
 from fettle.files import write_text
 from fettle.page import Figure, as_spec, clean, shell, theme
-from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn, Rows, level, rule, sized
+from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn, Rows, by_name, level, rule, sized
 from fettle.report import _format as fmt
 from fettle.report import _slo_tables
 
@@ -36,7 +36,7 @@ def slo_page(data: Data) -> str:
         "slo.html.j2",
         f"{headline(data)}: {data['name']}",
         slo_figures(data),
-        found=data,
+        data=data,
         best=chosen,
         headline=headline(data),
         lead=lead(data),
@@ -56,21 +56,21 @@ def best(data: Data) -> dict[str, Any] | None:
 
 def headline(data: Data) -> str:
     """What came of it, in a few words."""
-    found = best(data)
+    point = best(data)
     if data["interrupted"]:
         return "A search that was interrupted"
-    if found is None:
+    if point is None:
         return f"No setting keeps {_ms(data['limit_ms'])}"
-    words = f"{found['measured']:.4g} requests a second within {_ms(data['limit_ms'])}"
+    words = f"{point['measured']:.4g} requests a second within {_ms(data['limit_ms'])}"
     return words if data["met"] else f"Not met: {words}"
 
 
 def lead(data: Data) -> str:
     """One paragraph: the setting, how it was predicted, and what is left."""
-    found = best(data)
-    if found is None:
+    point = best(data)
+    if point is None:
         return " ".join(f"{why[:1].upper()}{why[1:]}." for why in data["why"][:2])
-    text = f"{found['setting']}. Predicted before any load test: {found['predicted']:.4g} requests a second."
+    text = f"{point['setting']}. Predicted before any load test: {point['predicted']:.4g} requests a second."
     if data["rate"]:
         text += f" Asked for: {data['rate']:.4g}"
         text += f", with {data['head_room']:.0%} of the capacity to be left." if data["head_room"] else "."
@@ -97,8 +97,8 @@ def _branch_of(point: Data) -> tuple[Any, ...]:
 
 def _main_branch(data: Data) -> tuple[Any, ...] | None:
     """The branch of the best point, or of the best predicted one."""
-    found = best(data) or next(iter(data["points"]), None)
-    return None if found is None else _branch_of(found)
+    point = best(data) or next(iter(data["points"]), None)
+    return None if point is None else _branch_of(point)
 
 
 def _capacity_rows(data: Data) -> Rows:
@@ -166,10 +166,8 @@ def cost(data: Data) -> Drawn | None:
         return None
     names = list(dict.fromkeys(row["branch"] for row in sorted(rows, key=lambda row: not row["main"])))[:8]
     rows = [row for row in rows if row["branch"] in names]
-    colours = [ACCENT, *LEVERS[1:], *LEVERS][: len(names)]
     x = alt.X("rows:Q", title="rows", scale=alt.Scale(zero=True, nice=False), axis=alt.Axis(grid=False, format="d"))
-    colour = alt.Color("branch:N", title=None, scale=alt.Scale(domain=names, range=colours),
-                       legend=alt.Legend(columns=1, labelLimit=330, symbolOpacity=1))  # fmt: skip
+    colour = by_name("branch", names, columns=1, labelLimit=330, symbolOpacity=1)
     base = alt.Chart(theme.data(rows)).encode(
         x=x, y=alt.Y("median_ms:Q", title="ms a call"), color=colour,
         tooltip=[alt.Tooltip("branch:N"), alt.Tooltip("rows:Q"), alt.Tooltip("median_ms:Q", format=".4~g"),

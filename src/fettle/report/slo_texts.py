@@ -13,7 +13,7 @@ import altair as alt
 
 from fettle.files import write_text
 from fettle.page import Figure, Table, as_spec, clean, shell, theme
-from fettle.page.theme import ACCENT, LEVERS, Rows, level, sized
+from fettle.page.theme import Rows, by_name, level, sized
 from fettle.units import size_text
 
 Data = Mapping[str, Any]
@@ -25,7 +25,7 @@ def write_texts_report(data: Data, path: str | Path) -> None:
     data = clean(data)
     figures = [figure for figure in (_capacity(data), _costs(data)) if figure is not None]
     page = shell.render(
-        "fettle.report", "slo_texts.html.j2", f"{_headline(data)}: {data['name']}", figures, found=data,
+        "fettle.report", "slo_texts.html.j2", f"{_headline(data)}: {data['name']}", figures, data=data,
         headline=_headline(data), words=texts_words(data), names=[figure.name for figure in figures],
         settings=texts_table(data, len(data["points"])), tests=_tests(data),
         failures=[f"{failure['what']}: {failure['why']}" for failure in data["failures"]],
@@ -68,13 +68,13 @@ def texts_table(data: Data, most: int = 10) -> Table:
     rows = []
     for point in points:
         test, lowest = _proof(point), min((test["rate"] for test in point["tests"]), default=0.0)
-        said = test["run"]["texts"] if test is not None else None
+        texts = test["run"]["texts"] if test is not None else None
         measured = "" if not point["tests"] else f"{point['measured']:.3g}" if test else f"under {lowest:.3g}"
         rows.append([
             str(point["max_rows"]), str(point["prefill_tokens"]), str(point["threads"]),
             f"{point['predicted']:.3g}", measured,
-            *([f"{said['ttft_ms']['p99']:.0f}", _ms(said["itl_ms"]["p99"]), f"{said['tokens_per_s']:.4g}",
-               f"{test['run']['goodput']:.3g}"] if said and test else ["", "", "", ""]),
+            *([f"{texts['ttft_ms']['p99']:.0f}", _ms(texts["itl_ms"]["p99"]), f"{texts['tokens_per_s']:.4g}",
+               f"{test['run']['goodput']:.3g}"] if texts and test else ["", "", "", ""]),
             size_text(point["cache_bytes"]) if point["cache_bytes"] else "",
         ])  # fmt: skip
     columns = ("texts at once", "prompt a step", "threads", "predicted/s", "measured/s", "TTFT p99", "ITL p99",
@@ -90,11 +90,11 @@ def _tests(data: Data) -> Table:
     rows = []
     for point in data["points"]:
         for test in point["tests"]:
-            said = test["run"].get("texts") or {"ttft_ms": {"p99": None}, "itl_ms": {"p99": None}}
+            measured = test["run"].get("texts") or {"ttft_ms": {"p99": None}, "itl_ms": {"p99": None}}
             rows.append([
                 point["setting"], f"{test['rate']:.3g}", "yes" if test["held"] else "no",
-                _ms(test["predicted_p99_ms"]), _ms(said["ttft_ms"]["p99"]), _ms(test["predicted_itl_ms"]),
-                _ms(said["itl_ms"]["p99"]), f"{test['slower']:.2f}" if test["slower"] else "", test["run"]["void"],
+                _ms(test["predicted_p99_ms"]), _ms(measured["ttft_ms"]["p99"]), _ms(test["predicted_itl_ms"]),
+                _ms(measured["itl_ms"]["p99"]), f"{test['slower']:.2f}" if test["slower"] else "", test["run"]["void"],
             ])  # fmt: skip
     columns = ("setting", "texts/s", "kept", "TTFT p99 simulated", "measured", "ITL p99 simulated", "as measured",
                "steps over simulated", "note")  # fmt: skip
@@ -105,10 +105,8 @@ def _lines(name: str, title: str, rows: Rows, x: alt.X, y: alt.Y, words: str, *m
     if not rows:
         return None
     shown = list(dict.fromkeys(row["line"] for row in rows))[:_MOST]
-    colours = [ACCENT, *LEVERS[1:], *LEVERS][: len(shown)]
     base = alt.Chart(theme.data([row for row in rows if row["line"] in shown])).encode(
-        x=x, y=y, color=alt.Color("line:N", title=None, sort=shown, scale=alt.Scale(domain=shown, range=colours),
-                                  legend=alt.Legend(columns=2)),
+        x=x, y=y, color=by_name("line", shown, columns=2),
         tooltip=[alt.Tooltip("line:N"), alt.Tooltip(x.shorthand), alt.Tooltip(y.shorthand, format=".4~g")],
     )  # fmt: skip
     chart = sized(280, base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=45), *more)
@@ -137,7 +135,7 @@ def _capacity(data: Data) -> Figure | None:
 
 
 def _threads(data: Data) -> int:
-    """Of the best setting, which the charts are about."""
+    """The threads of the best setting, which the charts are about."""
     return int(data["points"][data["best"] or 0]["threads"]) if data["points"] else 0
 
 

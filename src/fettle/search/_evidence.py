@@ -10,7 +10,7 @@ from fettle.recipe import Recipe
 from fettle.search._space import Session, Space, moved, with_required
 
 OVERWHELMING = math.log(3)
-"""So much slower than the leader by all evidence that a recipe is not tried. Interactions were found to change a
+"""A recipe that is this much slower than the leader by all evidence is not tried. Interactions were found to change a
 gain by up to 2.4 times (bfloat16 with channels_last on ResNet-50, see the docs on searching)."""
 _FAILED = 1e9
 """Subtracted from what is expected of a level that failed: tried last, but tried."""
@@ -36,11 +36,11 @@ class Evidence:
         """
         new = [recipe for recipe in dict.fromkeys(recipes) if recipe not in self.trials]
         while new:
-            found = {trial.recipe: trial for trial in self.session.measure(new)}
-            if not found:
+            trials = {trial.recipe: trial for trial in self.session.measure(new)}
+            if not trials:
                 return False
-            self.trials |= found
-            new = [recipe for recipe in new if recipe not in found]
+            self.trials |= trials
+            new = [recipe for recipe in new if recipe not in trials]
         return True
 
     def leader(self) -> Trial | None:
@@ -92,7 +92,7 @@ class Evidence:
         )  # fmt: skip
 
     def moved(self, recipe: Recipe, technique: str, level: str) -> Recipe | None:
-        """`moved`, remembered."""
+        """`moved`, cached."""
         key = (recipe, technique, level)
         if key not in self._moved:
             self._moved[key] = moved(self.space, recipe, technique, level)
@@ -110,14 +110,14 @@ class Evidence:
     def gain(self, technique: str, level: str, near: Recipe) -> float | None:
         """What setting this level brought where the technique was as given, in the unit of the score, in the context
         most like `near`; None if that was never measured."""
-        found = [
+        pairs = [
             (_distance(after.recipe, before.recipe), _distance(before.recipe, near), self.score(before), after)
             for before, after in self.outcomes(technique, level)
             if before.recipe.levels.get(technique, self.space.default(technique)) == self.space.default(technique)
         ]
-        if not found:
+        if not pairs:
             return None
-        _, _, before_score, after = min(found, key=lambda item: item[:3])
+        _, _, before_score, after = min(pairs, key=lambda item: item[:3])
         return before_score - self.score(after)
 
     def expected(self, recipe: Recipe, leader: Recipe) -> tuple[float, bool]:

@@ -94,8 +94,8 @@ def _exchanged(space: Space, recipe: Recipe, technique: str, level: str) -> Reci
     loose = [name for name in recipe.levels if name not in keep]
     for size in sorted({1, 2, len(loose)}):
         for names in combinations(loose, size):
-            gone = {other for name in names for other in (name, *_dependents(space, name))} - {technique}
-            smaller = recipe.without(*gone)
+            removed = {other for name in names for other in (name, *_dependents(space, name))} - {technique}
+            smaller = recipe.without(*removed)
             bigger = smaller.with_levels(**_closure(space, technique, level, smaller, True))
             if with_required(space, bigger) == bigger and valid(space, bigger):
                 return bigger
@@ -116,12 +116,12 @@ def _closure(space: Space, technique: str, level: str, recipe: Recipe, keep: boo
 
 def _dependents(space: Space, technique: str) -> list[str]:
     """Techniques that cannot stand without this one."""
-    found: list[str] = []
+    bundles: list[str] = []
     waiting = [technique]
     while waiting:
         name = waiting.pop()
         for other, needs in space.needs.items():
-            if name in needs and other not in found and other not in space.required.levels:
-                found.append(other)
+            if name in needs and other not in bundles and other not in space.required.levels:
+                bundles.append(other)
                 waiting.append(other)
-    return found
+    return bundles

@@ -54,10 +54,10 @@ def _climb(space: Space, evidence: Evidence, first: Sequence[str], start: Recipe
     if bottom != Recipe():
         yield Step(str(bottom), standing, True)
     for name in sorted(space.choices, key=lambda name: name not in first):
-        asked = {f"{name}={level}": evidence.moved(standing.recipe, name, level) for level in space.choices[name][1:]}
+        moves = {f"{name}={level}": evidence.moved(standing.recipe, name, level) for level in space.choices[name][1:]}
         rung = {
             label: recipe
-            for label, recipe in asked.items()
+            for label, recipe in moves.items()
             if recipe is not None and standing.recipe.levels.items() < recipe.levels.items()  # up only, no exchange
         }
         going_on = evidence.measure(list(rung.values()))
@@ -74,8 +74,8 @@ def _climb(space: Space, evidence: Evidence, first: Sequence[str], start: Recipe
 def ablation(space: Space, session: Session, *, first: Sequence[str] = (), start: Recipe | None = None) -> Trial | None:
     """Remove one technique at a time from `start` (default: what `auto` finds); the best of what was tried."""
     if start is None:
-        found = auto(space, session, first=first)
-        start = found.recipe if found else Recipe()
+        winner = auto(space, session, first=first)
+        start = winner.recipe if winner else Recipe()
     evidence = Evidence(space, session)
     _remove_each(space, evidence, start)
     return evidence.leader()
@@ -100,8 +100,8 @@ def _remove_each(space: Space, evidence: Evidence, recipe: Recipe) -> tuple[Reci
     """Race the recipe, its variants with one technique less, and the baseline."""
     whole = with_required(space, recipe)
     names = [name for name in space.choices if name in whole.levels]
-    asked = {name: evidence.moved(whole, name, space.default(name)) for name in names}
-    without = {name: smaller for name, smaller in asked.items() if smaller is not None}
+    moved = {name: evidence.moved(whole, name, space.default(name)) for name in names}
+    without = {name: smaller for name, smaller in moved.items() if smaller is not None}
     evidence.measure([Recipe(), *([whole] if valid(space, whole) else []), *without.values()])
     return whole, without
 
@@ -126,13 +126,13 @@ def factorial(
     return evidence.leader()
 
 
-def combinations_of(space: Space, most: int = MOST, seed: int = 0) -> list[Recipe]:
+def combinations_of(space: Space, most: int = MOST) -> list[Recipe]:
     """The recipes of the factorial in the order to measure them: any beginning of a fraction is itself balanced."""
-    recipes = _listed(space, seed)
+    recipes = _listed(space)
     return recipes if len(recipes) <= most else [recipes[row] for row in _spread(_columns(space, recipes), most)]
 
 
-def _listed(space: Space, seed: int) -> list[Recipe]:
+def _listed(space: Space) -> list[Recipe]:
     """All valid recipes; from a space too large to list, valid ones drawn at random."""
     names = list(space.choices)
     levels = [space.choices[name] for name in names]
@@ -140,7 +140,7 @@ def _listed(space: Space, seed: int) -> list[Recipe]:
         rows = product(*levels)
         drawn = (with_required(space, Recipe(dict(zip(names, row, strict=True)))) for row in rows)
         return [recipe for recipe in dict.fromkeys(drawn) if valid(space, recipe)]
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     picks = (tuple(one[random.integers(len(one))] for one in levels) for _ in range(_LISTED))
     drawn = (with_required(space, Recipe(dict(zip(names, row, strict=True)))) for row in picks)
     return list(islice((recipe for recipe in dict.fromkeys(drawn) if valid(space, recipe)), _LISTED // 4))

@@ -55,7 +55,7 @@ class Forecast:
     works: float
     """The chance that it runs and keeps the limits."""
     seconds: float
-    """Its trial takes."""
+    """How long its trial takes."""
 
     def __str__(self) -> str:
         low, high = (math.exp(self.gain + side * 1.96 * self.spread) for side in (-1, 1))
@@ -100,12 +100,12 @@ class Foreseen:
 
     recipe: Recipe
     expected: Forecast
-    found: Trial
+    trial: Trial
 
     @property
     def gain(self) -> float | None:
         """What was found; None where it did not run."""
-        ratio = self.found.speedup
+        ratio = self.trial.speedup
         return math.log(ratio.estimate) if ratio is not None and ratio.estimate > 0 else None
 
     @property
@@ -124,8 +124,8 @@ class Foreseen:
         return math.hypot(self.expected.spread, _LUCK)
 
     def __str__(self) -> str:
-        found = f"{self.found.speedup.estimate:.2f}x" if self.found.speedup else f"it failed: {self.found.reason}"
-        return f"{self.recipe}: expected {self.expected}, found {found}"
+        outcome = f"{self.trial.speedup.estimate:.2f}x" if self.trial.speedup else f"it failed: {self.trial.reason}"
+        return f"{self.recipe}: expected {self.expected}, found {outcome}"
 
 
 @dataclass
@@ -176,7 +176,7 @@ class Guide:
         """Expected improvement on the leader per second of those recipes that have a chance of being better, and
         whether there are any.
 
-        Where none has one, of those that nothing but the word of the atlas speaks against: their level was tried beside
+        Where none has one, of those that only the atlas argues against: their level was tried beside
         others only, and that did not come as expected; or they drop a level that all had by which it kept its word.
         """
         best = -evidence.score(leader)
@@ -202,7 +202,7 @@ class Guide:
             if (name, level) not in self._vouched and name not in space.required.levels
             and leader.recipe.levels.get(name) != level
         ]  # fmt: skip
-        found: list[Recipe] = []
+        recipes: list[Recipe] = []
         while left:
             recipe, added = leader.recipe, list[Level]()
             for level in left:
@@ -210,9 +210,9 @@ class Guide:
                 if bigger is not None and {level, *added} <= set(bigger.levels.items()):
                     recipe, added = bigger, [*added, level]
             left = [level for level in left if level not in added] if added else []
-            found.append(recipe)
+            recipes.append(recipe)
         known = evidence.trials
-        return [one for one in dict.fromkeys(found) if one not in known and not evidence.known_wrong(one)]
+        return [one for one in dict.fromkeys(recipes) if one not in known and not evidence.known_wrong(one)]
 
     @property
     def _vouched(self) -> set[Level]:
@@ -224,21 +224,21 @@ class Guide:
 
     def look_back(self, trials: Iterable[Trial]) -> None:
         """Put what would have been expected, without any trial of this model, beside trials that were measured."""
-        found = [trial for trial in trials if trial.recipe.levels]
-        expected = self.foresight.forecast([trial.recipe for trial in found], ())
-        self.foreseen += [Foreseen(trial.recipe, one, trial) for trial, one in zip(found, expected, strict=True)]
+        tried = [trial for trial in trials if trial.recipe.levels]
+        expected = self.foresight.forecast([trial.recipe for trial in tried], ())
+        self.foreseen += [Foreseen(trial.recipe, one, trial) for trial, one in zip(tried, expected, strict=True)]
 
     def summary(self) -> list[str]:
         """What was expected and found, for the result: a line on all, and one on the best that was foreseen."""
-        told = [one for one in self.foreseen if one.gain is not None]
-        if not told:
+        ran = [one for one in self.foreseen if one.gain is not None]
+        if not ran:
             return []
-        best = max(told, key=lambda one: one.expected.gain)
-        held = sum(one.held for one in told)
+        best = max(ran, key=lambda one: one.expected.gain)
+        held = sum(one.held for one in ran)
         kept = "" if self.keeps_its_word else " It was wrong too often to go by."
         return [
-            f"The atlas foresaw {len(self.foreseen)} recipes: {held} of {len(told)} that ran were as it expected, "
-            f"{len(self.foreseen) - len(told)} failed.{kept}",
+            f"The atlas foresaw {len(self.foreseen)} recipes: {held} of {len(ran)} that ran were as it expected, "
+            f"{len(self.foreseen) - len(ran)} failed.{kept}",
             f"It expected most of {best}.",
         ]
 
@@ -285,7 +285,7 @@ class Guide:
 
 
 def _usable(space: Space, evidence: Evidence, recipes: Iterable[Recipe]) -> list[Recipe]:
-    """Those that can work in this space, each with what every recipe must have."""
+    """The recipes that can work in this space, each with what every recipe must have."""
     allowed = {(name, level) for name, levels in space.choices.items() for level in levels}
     whole = dict.fromkeys(with_required(space, recipe) for recipe in recipes)
     return [

@@ -143,10 +143,10 @@ class Server:
         except Rejected as error:
             raise UsageError(f"{package.manifest.name} cannot be served: {error.reason}") from error
 
-    async def _restore(self, state: Mapping[str, Remembered], given: set[str]) -> None:
+    async def _restore(self, state: Mapping[str, Remembered], named: set[str]) -> None:
         """What was served before the last end, apart from what this start names itself."""
         for name, model in state.items():
-            if name in given:
+            if name in named:
                 continue
             for number, folder in model.versions.items():
                 try:
@@ -225,9 +225,9 @@ def token_from(path: Path) -> str:
 
     ``FETTLE_TOKEN`` in the environment stands above it.
     """
-    given = os.environ.get("FETTLE_TOKEN")
-    if given:
-        return given
+    from_environment = os.environ.get("FETTLE_TOKEN")
+    if from_environment:
+        return from_environment
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -18,6 +18,7 @@ import msgspec
 
 from fettle.package.manifest import Package
 from fettle.procs.child import Child, ChildError, Request
+from fettle.procs.limits import resident_bytes
 from fettle.procs.parent import Parent, be_a_worker
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ class Calibration(msgspec.Struct):
     failures: dict[int, str] = {}
     """Why, by the rows at which the workers failed; 0: while loading."""
     memory_bytes: dict[int, int] = {}
-    """Of all workers after calls of so many rows: resident, or on the device where it is not the CPU."""
+    """Memory of all workers by rows of a call: resident, or on the device where it is not the CPU."""
     rested: dict[int, tuple[float, ...]] = {}
     """Seconds of a call after a pause, by rows. `samples` are of calls right after another."""
 
@@ -53,12 +54,12 @@ class Stopped(Exception):
 
 def sizes_up_to(most: int) -> list[int]:
     """The batch sizes to begin with: 1, 2, 3, 4, 6, 8, 12, 16, ... and the largest."""
-    found = {1, most}
+    sizes = {1, most}
     power = 1
     while power <= most:
-        found |= {size for size in (power, power * 3 // 2) if size <= most}
+        sizes |= {size for size in (power, power * 3 // 2) if size <= most}
         power *= 2
-    return sorted(found - {0})
+    return sorted(sizes - {0})
 
 
 def calibrate(
@@ -73,13 +74,13 @@ def calibrate(
     but for the first. Failures of the workers are part of what is returned. Raises `Stopped` between two sizes once
     `stopped` says so.
     """
-    made = Calibration({}, {}, {}, rested={})
+    calibration = Calibration({}, {}, {}, rested={})
     if stopped():
         raise Stopped
     processes = _Workers(package, workers, threads, device)
     try:
-        if not _started(processes, made):
-            return made
+        if not _started(processes, calibration):
+            return calibration
         buckets = package.settings.buckets
         todo = [*buckets[: bisect_left(buckets, most) + 1]] or sizes_up_to(most)
         while todo:
@@ -88,23 +89,23 @@ def calibrate(
             size = todo.pop(0)
             on_progress(f"cost of {size} row{'s' if size > 1 else ''}, {workers} x {threads} threads, {device}")
             try:
-                made.samples[size], rested, made.memory_bytes[size] = processes.time(size, seconds)
+                calibration.samples[size], rested, calibration.memory_bytes[size] = processes.time(size, seconds)
                 if len(rested) >= LEAST_RESTED:
-                    made.rested[size] = rested
+                    calibration.rested[size] = rested
             except ChildError as failure:
-                made.failures[size] = str(failure)
+                calibration.failures[size] = str(failure)
                 todo = [other for other in todo if other < size]
                 # A process that ran out of memory may be in any state: what is still to be measured gets new ones.
-                todo = todo or _steps(made.samples, buckets)
-                if not made.samples or not todo or not _started(processes, made):
+                todo = todo or _steps(calibration.samples, buckets)
+                if not calibration.samples or not todo or not _started(processes, calibration):
                     break
                 continue
-            if limit_s and statistics.median(made.samples[size]) > limit_s and size > 1:
+            if limit_s and statistics.median(calibration.samples[size]) > limit_s and size > 1:
                 todo = [other for other in todo if other < size]
-            if not todo and not (limit_s and statistics.median(made.samples[1]) > limit_s):
-                todo = _steps(made.samples, buckets)
-        made.samples = dict(sorted(made.samples.items()))
-        return made
+            if not todo and not (limit_s and statistics.median(calibration.samples[1]) > limit_s):
+                todo = _steps(calibration.samples, buckets)
+        calibration.samples = dict(sorted(calibration.samples.items()))
+        return calibration
     finally:
         processes.close()
 
@@ -118,22 +119,22 @@ def _started(processes: _Workers, made: Calibration) -> bool:
     return True
 
 
-def _steps(found: dict[int, tuple[float, ...]], buckets: Sequence[int] = ()) -> list[int]:
+def _steps(times: dict[int, tuple[float, ...]], buckets: Sequence[int] = ()) -> list[int]:
     """Sizes to add: in the middle of gaps beside a size that lies 8% off the line between its neighbours.
 
     None where calls have the sizes of `buckets` only.
     """
     if buckets:
         return []
-    rows = sorted(found)
-    curve = {size: statistics.median(found[size]) for size in rows}
+    rows = sorted(times)
+    curve = {size: statistics.median(times[size]) for size in rows}
     wanted = set()
     for left, middle, right in zip(rows, rows[1:], rows[2:], strict=False):
         share = (middle - left) / (right - left)
         line = curve[left] + share * (curve[right] - curve[left])
         if abs(curve[middle] - line) > 0.08 * line:
             wanted |= {(a + b) // 2 for a, b in ((left, middle), (middle, right)) if b - a > 1}
-    return sorted(size for size in wanted if size not in found)
+    return sorted(size for size in wanted if size not in times)
 
 
 class _Load(Request, tag="loading"):
@@ -156,7 +157,7 @@ class _Timed(msgspec.Struct):
     samples: list[float]
     """Seconds of a call."""
     rested: list[float]
-    """Of a call after a pause."""
+    """Times of a call after a pause."""
     memory: int
 
 
@@ -178,12 +179,12 @@ class _Workers:
     def time(self, size: int, seconds: float) -> tuple[tuple[float, ...], tuple[float, ...], int]:
         """Samples of all of them, those after a pause, and their memory."""
         self._ask(_Time(size, 0.0, 3), _Timed, START_S)  # the first calls may compile
-        said = self._ask(_Time(size, seconds, 3 * LEAST_RESTED + 1), _Timed, ANSWER_S)
-        samples, rested = chain(*(one.samples for one in said)), chain(*(one.rested for one in said))
-        return tuple(samples), tuple(rested), sum(one.memory for one in said)
+        answers = self._ask(_Time(size, seconds, 3 * LEAST_RESTED + 1), _Timed, ANSWER_S)
+        samples, rested = chain(*(one.samples for one in answers)), chain(*(one.rested for one in answers))
+        return tuple(samples), tuple(rested), sum(one.memory for one in answers)
 
     def close(self) -> None:
-        """End them."""
+        """End the processes."""
         for child in self._children:
             child.close()
         self._children = []
@@ -220,16 +221,14 @@ class _Worker:
         torch.set_num_threads(load.threads)
         self.runner, self.device = ModelRunner(open_package(Path(load.folder)), load.device), load.device
 
-    def _timed(self, asked: _Time) -> _Timed:
-        from fettle.serve.engine.worker_main import resident_bytes
-
-        parts = [self.runner.sample(asked.size)]
+    def _timed(self, request: _Time) -> _Timed:
+        parts = [self.runner.sample(request.size)]
         samples: list[float] = []
         rested: list[float] = []
         took = 0.0
-        end = time.perf_counter() + asked.seconds
-        while len(samples) < asked.least or (time.perf_counter() < end and len(samples) < 1000):
-            pause = asked.seconds > 0 and len(samples) == 3 * (len(rested) + 1)
+        end = time.perf_counter() + request.seconds
+        while len(samples) < request.least or (time.perf_counter() < end and len(samples) < 1000):
+            pause = request.seconds > 0 and len(samples) == 3 * (len(rested) + 1)
             if pause:
                 time.sleep(min(took, PAUSE_S))
             began = time.perf_counter()

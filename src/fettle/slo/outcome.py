@@ -19,7 +19,7 @@ from fettle.slo.journal import Tested
 from fettle.slo.points import Measured, Point, SearchResult
 
 LINEAR = 0.05
-"""Of a change of the cost a row: below it larger batches bring nothing."""
+"""Change of the cost a row below which larger batches bring nothing."""
 
 
 def front(points: Sequence[Point]) -> list[Point]:
@@ -28,12 +28,12 @@ def front(points: Sequence[Point]) -> list[Point]:
     Differences below 2% are none: both simulation and load test are noisier than that. Of points that are alike, the
     first.
     """
-    found: dict[tuple[float, ...], Point] = {}
+    by_respects: dict[tuple[float, ...], Point] = {}
     for point in points:
         if point.capacity > 0 and math.isfinite(point.p99_s):
-            found.setdefault(_respects(point), point)
-    unbeaten = pareto(list(found))
-    return [point for place, point in enumerate(found.values()) if place in unbeaten]
+            by_respects.setdefault(_respects(point), point)
+    unbeaten = pareto(list(by_respects))
+    return [point for place, point in enumerate(by_respects.values()) if place in unbeaten]
 
 
 def _respects(point: Point) -> tuple[float, ...]:
@@ -42,32 +42,32 @@ def _respects(point: Point) -> tuple[float, ...]:
     return tuple(round(math.log(max(value, 1e-9)) / 0.02) for value in values)
 
 
-def explain(found: SearchResult) -> list[str]:
+def explain(result: SearchResult) -> list[str]:
     """Why the best is the best: what more rows, waiting, workers and recipes bring or cost."""
-    points = found.points
-    best = found.best or (points[0] if points else None)
+    points = result.points
+    best = result.best or (points[0] if points else None)
     if best is None or not best.predicted:
-        return _why_nothing(found)
-    said = [*_of_ties(best, points), *_of_serving(best, found), *_of_rows(best, found), *_of_delay(best, points),
+        return _why_nothing(result)
+    notes = [*_of_ties(best, points), *_of_serving(best, result), *_of_rows(best, result), *_of_delay(best, points),
             *_of_workers(best, points)]  # fmt: skip
-    if found.best is None and any(point.tests for point in points):
+    if result.best is None and any(point.tests for point in points):
         nearest = min((test for point in points for test in point.tests), key=_p99)
         p99 = _p99(nearest)
-        said.insert(0, f"no load test kept the limit: the nearest had a p99 of {p99:.4g} ms at {nearest.rate:.4g} "
-                       f"requests/s, {p99 / found.limit_s / 1e3:.2f}x the limit")  # fmt: skip
-    return said
+        notes.insert(0, f"no load test kept the limit: the nearest had a p99 of {p99:.4g} ms at {nearest.rate:.4g} "
+                       f"requests/s, {p99 / result.limit_s / 1e3:.2f}x the limit")  # fmt: skip
+    return notes
 
 
-def _why_nothing(found: SearchResult) -> list[str]:
+def _why_nothing(result: SearchResult) -> list[str]:
     """Which factor binds where no setting keeps the limit even in simulation."""
-    if not found.branches:
+    if not result.branches:
         return []
-    single = min(measured.single_s for measured in found.branches.values())
-    around = min(measured.costs.request_s + measured.costs.batch_s for measured in found.branches.values())
-    if single + around > found.limit_s:
+    single = min(measured.single_s for measured in result.branches.values())
+    around = min(measured.costs.request_s + measured.costs.batch_s for measured in result.branches.values())
+    if single + around > result.limit_s:
         return [f"one row takes {single * 1e3:.4g} ms and serving it {around * 1e3:.4g} ms: over the limit without any "
                 "queue"]  # fmt: skip
-    return [f"queueing breaks the limit: one row takes {single * 1e3:.4g} of {found.limit_s * 1e3:.4g} ms, and two "
+    return [f"queueing breaks the limit: one row takes {single * 1e3:.4g} of {result.limit_s * 1e3:.4g} ms, and two "
             "requests that come together cannot both be in time"]  # fmt: skip
 
 
@@ -79,22 +79,22 @@ def _of_ties(best: Point, points: Sequence[Point]) -> list[str]:
             for point in tied]  # fmt: skip
 
 
-def _of_serving(best: Point, found: SearchResult) -> list[str]:
+def _of_serving(best: Point, result: SearchResult) -> list[str]:
     """What of a row's cost is not the model's, and what a pause costs. Nothing where it was not measured."""
-    measured, rows = found.branches[best.setting.branch], best.setting.max_rows
-    costs, said = measured.costs, []
+    measured, rows = result.branches[best.setting.branch], best.setting.max_rows
+    costs, notes = measured.costs, []
     if measured.around is not None:
         added = costs.batch_s / rows + costs.held_s
         whole = costs.curve.at(rows) / rows + added
-        said.append(f"of {whole * 1e3:.3g} ms a row in calls of {rows}, {added * 1e3:.2g} ms are the server's")
+        notes.append(f"of {whole * 1e3:.3g} ms a row in calls of {rows}, {added * 1e3:.2g} ms are the server's")
     longer = [statistics.median(after) / statistics.median(costs.samples[size])
               for size, after in costs.rested.items() if size <= rows]  # fmt: skip
     if longer and statistics.median(longer) > 1 + LINEAR:
-        said.append(f"a call after a pause takes {statistics.median(longer) - 1:.0%} longer: simulated so")
-    tested = [point for point in found.points if found.branches[point.setting.branch].scale == 1.0]
+        notes.append(f"a call after a pause takes {statistics.median(longer) - 1:.0%} longer: simulated so")
+    tested = [point for point in result.points if result.branches[point.setting.branch].scale == 1.0]
     if slower := how_much_slower(tested):
-        said.append(f"the machine's speed moves: {slower}, and a prediction is off by as much")
-    return said
+        notes.append(f"the machine's speed moves: {slower}, and a prediction is off by as much")
+    return notes
 
 
 def how_much_slower(points: Sequence[Point]) -> str:
@@ -105,13 +105,13 @@ def how_much_slower(points: Sequence[Point]) -> str:
     return f"the model's calls took {statistics.median(times):.2f}x as long in load tests as when calibrated"
 
 
-def _of_rows(best: Point, found: SearchResult) -> list[str]:
+def _of_rows(best: Point, result: SearchResult) -> list[str]:
     """A sentence for each doubling of the rows, up to the first that the curve or the limit rules out."""
-    setting, said = best.setting, []
-    costs = found.branches[setting.branch].costs
+    setting, notes = best.setting, []
+    costs = result.branches[setting.branch].costs
     curve = costs.curve
     top: dict[int, float] = {}
-    for point in found.points:
+    for point in result.points:
         if point.setting.branch == setting.branch:
             top[point.setting.max_rows] = max(top.get(point.setting.max_rows, 0.0), point.predicted)
     sizes = sorted(top)
@@ -123,18 +123,18 @@ def _of_rows(best: Point, found: SearchResult) -> list[str]:
         if then > (1 - LINEAR) * a_row:
             shape = "linear" if then < (1 + LINEAR) * a_row else "steeper than linear"
             why = f"the curve is {shape}, {a_row * 1e3:.3g} and {then * 1e3:.3g} ms a row"
-        elif gain < LINEAR and curve.at(more) < found.limit_s / 3:
+        elif gain < LINEAR and curve.at(more) < result.limit_s / 3:
             slow = max(costs.samples.get(more, (curve.at(more),)))
             why = f"a call of {more} takes {curve.at(more) * 1e3:.3g} ms, but the slowest took {slow * 1e3:.3g}"
         elif gain < LINEAR:
-            why = (f"a call of {more} takes {curve.at(more) * 1e3:.3g} of {found.limit_s * 1e3:.4g} ms: what waits "
+            why = (f"a call of {more} takes {curve.at(more) * 1e3:.3g} of {result.limit_s * 1e3:.4g} ms: what waits "
                    "behind it is late")  # fmt: skip
         else:
             why = f"a row costs {a_row * 1e3:.3g} ms in {fewer} and {then * 1e3:.3g} ms in {more}"
-        said.append(f"{fewer} to {more} rows: {gain:+.0%} capacity; {why}")
+        notes.append(f"{fewer} to {more} rows: {gain:+.0%} capacity; {why}")
     if not sizes[1:]:
-        said.append("only one row a call was tried")
-    return said
+        notes.append("only one row a call was tried")
+    return notes
 
 
 def _of_delay(best: Point, points: Sequence[Point]) -> list[str]:
@@ -154,12 +154,12 @@ def _of_workers(best: Point, points: Sequence[Point]) -> list[str]:
         branch = point.setting.branch
         if branch not in tops or point.predicted > tops[branch].predicted:
             tops[branch] = point
-    said = []
+    notes = []
     for branch, point in tops.items():
         if branch != best.setting.branch:
             change = point.predicted / best.predicted - 1
-            said.append(f"{branch}, at best: " + (f"{change:+.0%}" if point.predicted else "cannot keep the limit"))
-    return said
+            notes.append(f"{branch}, at best: " + (f"{change:+.0%}" if point.predicted else "cannot keep the limit"))
+    return notes
 
 
 def _p99(test: Tested) -> float:
@@ -170,17 +170,17 @@ def _p99(test: Tested) -> float:
 # -- plain data -------------------------------------------------------------------------------------------------------
 
 
-def as_data(found: SearchResult, **more: Any) -> dict[str, Any]:
+def as_data(result: SearchResult, **more: Any) -> dict[str, Any]:
     """Everything that the report shows, without NaN or infinity, with `more` facts about the search."""
-    best = found.best
+    best = result.best
     return {
-        "limit_ms": found.limit_s * 1e3, "rate": found.rate, "head_room": found.headroom, "met": found.met,
-        "why": found.why, "tests": found.tests, "tests_kept": found.tests_kept, "interrupted": found.interrupted,
-        "seconds": found.seconds, "reference_rate": found.reference_rate,
-        "best": found.points.index(best) if best is not None else None,
-        "points": [_plain_point(point) for point in found.points],
-        "branches": [_plain_branch(measured) for measured in found.branches.values()],
-        "failures": [{"what": failure.what, "why": failure.why} for failure in found.failures], **more,
+        "limit_ms": result.limit_s * 1e3, "rate": result.rate, "head_room": result.headroom, "met": result.met,
+        "why": result.why, "tests": result.tests, "tests_kept": result.tests_kept, "interrupted": result.interrupted,
+        "seconds": result.seconds, "reference_rate": result.reference_rate,
+        "best": result.points.index(best) if best is not None else None,
+        "points": [_plain_point(point) for point in result.points],
+        "branches": [_plain_branch(measured) for measured in result.branches.values()],
+        "failures": [{"what": failure.what, "why": failure.why} for failure in result.failures], **more,
     }  # fmt: skip
 
 
@@ -217,13 +217,13 @@ def _plain_branch(measured: Measured) -> dict[str, Any]:
 # -- TorchServe's table -----------------------------------------------------------------------------------------------
 
 
-def torchserve_rows(found: SearchResult, name: str) -> list[dict[str, str]]:
+def torchserve_rows(result: SearchResult, name: str) -> list[dict[str, str]]:
     """Every load test in the columns of TorchServe's ``ab_report.csv``, best setting first.
 
     Its columns of the handler are the calls of the model here; the queue's are from arrival to dispatch. Its own
     latencies come from a closed loop; these count from when a request was due.
     """
-    return [_torchserve_row(point, test, name) for point in found.points for test in point.tests]
+    return [_torchserve_row(point, test, name) for point in result.points for test in point.tests]
 
 
 def _torchserve_row(point: Point, test: Tested, name: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ from fettle.package.settings import CostCurve
 from fettle.slo.server_process import ServerFailure, ServerProcess
 
 RUN_S = 1.5
-"""Of each of the two runs, at least; at least 30 calls of the model."""
+"""Each of the two runs lasts this long at least, and 30 calls of the model."""
 
 
 class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,7 +33,7 @@ class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     busy_rows: float
     """Rows of a call then, on average."""
     held_s: float = 0.0
-    """By which a request that comes during a call of the model makes that call longer."""
+    """How much longer a request that comes during a call of the model makes that call."""
 
 
 async def measure_overheads(
@@ -47,13 +47,13 @@ async def measure_overheads(
     single = await served.stats()
     clients = min(256, 2 * max_rows * workers + workers)
     busy = await closed_loop(requests, clients, max(RUN_S, 30 * curve.at(max_rows) / workers))
-    seen = await served.stats()
+    stats = await served.stats()
     for run in (alone, busy):
         if not run.answered or run.failed:
             raise ServerFailure(f"{run.failed} of {sum(run.statuses.values())} requests failed: {run.statuses}")
-    rows = sum(size * count for size, count in seen.rows.items()) / max(seen.calls, 1)
-    computing = sum(curve.at(size) * count for size, count in seen.sizes.items()) / max(seen.calls, 1)
-    each, model_s = workers * rows / busy.throughput, seen.model_ms.mean / 1e3
+    rows = sum(size * count for size, count in stats.rows.items()) / max(stats.calls, 1)
+    computing = sum(curve.at(size) * count for size, count in stats.sizes.items()) / max(stats.calls, 1)
+    each, model_s = workers * rows / busy.throughput, stats.model_ms.mean / 1e3
     batch_s = max(0.0, each - model_s)
     request_s = max(0.0, alone.percentile(50) - single.model_ms.p50 / 1e3 - batch_s)
     # As many requests come during a call as all workers answer in that time.

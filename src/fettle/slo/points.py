@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from fettle.package.manifest import Package
 from fettle.package.settings import ServeSettings
@@ -41,7 +42,7 @@ class Setting:
     device: str = "cpu"
     variant: str = ""
     buckets: tuple[int, ...] = ()
-    """Of the package: the only sizes of a call, where each is compiled for itself."""
+    """The package's only sizes of a call, where each is compiled for itself."""
 
     @property
     def branch(self) -> Branch:
@@ -78,28 +79,39 @@ class Failure:
     why: str
 
 
+@dataclass(kw_only=True)
+class Proven:
+    """What load tests have shown of a setting."""
+
+    measured: float | None = None
+    """Requests a second under the limits; None where no test was made."""
+    tests: list[Tested] = field(default_factory=list)
+
+    @property
+    def order(self) -> tuple[bool, float, float]:
+        """A key to sort by: less is better."""
+        raise NotImplementedError
+
+
 @dataclass
-class Point:
+class Point(Proven):
     """A setting with what was predicted, and what was measured where it was."""
 
     setting: Setting
     predicted: float
     """Requests a second under the limit, by simulation."""
     predicted_p50_s: float = math.nan
-    """At that rate."""
+    """The median at that rate."""
     p99_s: float = math.inf
     """By simulation at `SearchResult.reference_rate`."""
     memory_bytes: int = 0
-    """Of all workers: as calibrated, or as seen in the last load test."""
+    """Memory of all workers, as calibrated, or as seen in the last load test."""
     error: float = math.nan
     """Relative L2 error of the answers."""
     cost: float | None = None
-    """Of a million requests at `capacity`, in the unit of the price."""
+    """Cost of a million requests at `capacity`, in the unit of the price."""
     front: bool = False
     """Whether no other point is better in one respect and no worse in the others."""
-    measured: float | None = None
-    """Requests a second under the limit, by load tests; None where none was made."""
-    tests: list[Tested] = field(default_factory=list)
 
     @property
     def lowest(self) -> float:
@@ -139,7 +151,7 @@ class Measured:
     lender: Measured | None = None
     """Whose overheads are used where none were measured with this one."""
     scale: float = 1.0
-    """By which the costs were multiplied after load tests that contradicted them."""
+    """The factor by which the costs were multiplied after load tests that contradicted them."""
 
     @property
     def around(self) -> Overheads | None:
@@ -164,22 +176,21 @@ class Measured:
         return self.costs.curve.at(1)
 
 
-@dataclass
-class SearchResult:
-    """The outcome of a search."""
+P = TypeVar("P", bound=Proven)
 
-    limit_s: float
-    rate: float
+
+@dataclass(kw_only=True)
+class Outcome(Generic[P]):
+    """The outcome of a search, whatever is served."""
+
+    rate: float = 0.0
     """What was asked for; 0: as much as possible."""
     headroom: float = 0.0
     """Share of the capacity that has to be left at `rate`."""
-    points: list[Point] = field(default_factory=list)
+    points: list[P] = field(default_factory=list)
     """Best first: measured ones by measurement, then the others by prediction."""
-    branches: dict[Branch, Measured] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     why: list[str] = field(default_factory=list)
-    reference_rate: float = 0.0
-    """Requests a second at which the points' `p99_s` are compared."""
     tests: int = 0
     """Load tests that the outcome rests on,"""
     tests_kept: int = 0
@@ -188,12 +199,22 @@ class SearchResult:
     seconds: float = 0.0
 
     @property
-    def best(self) -> Point | None:
-        """The best measured point that serves anything within the limit."""
+    def best(self) -> P | None:
+        """The best measured point that serves anything within the limits."""
         good = [point for point in self.points if point.measured]
         return min(good, key=lambda point: point.order, default=None)
 
     @property
     def met(self) -> bool:
-        """Whether the limit is kept, at the rate that was asked for and with the headroom."""
+        """Whether the limits are kept, at the rate that was asked for and with the headroom."""
         return self.best is not None and (1 - self.headroom) * (self.best.measured or 0.0) >= self.rate
+
+
+@dataclass
+class SearchResult(Outcome[Point]):
+    """The outcome of a search under a limit on latency."""
+
+    limit_s: float
+    branches: dict[Branch, Measured] = field(default_factory=dict)
+    reference_rate: float = 0.0
+    """Requests a second at which the points' `p99_s` are compared."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from fettle.errors import UsageError
 from fettle.load.arrivals import poisson
@@ -25,7 +27,7 @@ from fettle.slo.simulate import Costs, simulate
 LATE = "the load generator was late itself in tests that failed: what was measured is a lower bound"
 """A late generator makes latencies longer, never shorter: what passes has passed."""
 STEPS_DOWN = (0.85, 0.7, 0.5)
-"""Of the rate, after the first, second and third load test that did not keep the limit."""
+"""Factors on the rate after the first, second and third load test that did not keep the limit."""
 STEP_UP = 1.1
 NEAR = 1.045
 """The first step, either way, from a rate that tests of a like setting let expect: two tests are enough then."""
@@ -67,8 +69,20 @@ async def bracket(
     return good
 
 
+async def loaded(served: ServerProcess, requests: list[Request], due: np.ndarray[Any, Any], **options: Any) -> Run:
+    """One open-loop run. Raises `ServerFailure` where nothing answers any more, and `Stopped`."""
+    await served.stats()
+    try:
+        run = await open_loop(requests, due, **options)
+    except UsageError as error:
+        raise ServerFailure(str(error)) from error
+    if run.interrupted:
+        raise Stopped
+    return run
+
+
 async def prove(
-    package: Package, point: Point, costs: Costs, found: SearchResult, seconds: float, journal: Journal | None = None,
+    package: Package, point: Point, costs: Costs, result: SearchResult, seconds: float, journal: Journal | None = None,
     on_progress: Callable[[str], None] = lambda text: None, stop: asyncio.Event | None = None,
     expected: float | None = None, to_beat: float = 0.0,
 ) -> None:  # fmt: skip
@@ -80,7 +94,7 @@ async def prove(
     Tests that the journal holds are not made again; the server is started for the first that it does not hold. Raises
     `ServerFailure` where the server fails, and `Stopped`.
     """
-    journal, setting, limit_s = journal or Journal(), point.setting, found.limit_s
+    journal, setting, limit_s = journal or Journal(), point.setting, result.limit_s
     settings = serve_settings(package.settings, setting, costs, limit_s, host_id())
     served: ServerProcess | None = None
 
@@ -96,14 +110,14 @@ async def prove(
             journal.tests[key] = await _test(served, package, point, costs, rate, length, limit_s, stop)
             journal.save()
         else:
-            found.tests_kept += 1
-        found.tests += 1
+            result.tests_kept += 1
+        result.tests += 1
         point.memory_bytes = journal.tests[key].inside.memory_bytes or point.memory_bytes
         return journal.tests[key]
 
     try:
         point.measured = await bracket(
-            point.tests, found.why, expected or point.predicted, to_beat, bool(expected), test
+            point.tests, result.why, expected or point.predicted, to_beat, bool(expected), test
         )
     finally:
         if served is not None:
@@ -117,13 +131,7 @@ async def _test(
     """One run; again where it failed while this client was too slow, which says little of the server."""
     requests = sample_requests(package, served.url)
     for seed in range(2):
-        await served.stats()
-        try:
-            run = await open_loop(requests, poisson(rate, seconds, seed), limit_s=limit_s, stop=stop)
-        except UsageError as error:  # nothing answers any more
-            raise ServerFailure(str(error)) from error
-        if run.interrupted:
-            raise Stopped
+        run = await loaded(served, requests, poisson(rate, seconds, seed), limit_s=limit_s, stop=stop)
         if not run.void or run.percentile(99) <= limit_s:
             break
     inside = await served.stats()
@@ -136,7 +144,7 @@ async def _test(
 
 
 def _slower(inside: ServerStats, costs: Costs, stretch: float) -> float | None:
-    """Of calls of the sizes that were seen; None where there were none."""
+    """How much slower calls of the sizes that occurred were; None where there were none."""
     curve = costs.curve
     by_curve_s = sum(curve.at(size) * count for size, count in inside.sizes.items())
     return inside.model_ms.mean / 1e3 * inside.calls / by_curve_s / stretch if by_curve_s else None
@@ -147,13 +155,13 @@ def held(run: Run) -> bool:
     return bool(run.stable and run.answered and not run.failed and not run.shed and run.percentile(99) <= run.limit_s)
 
 
-def sample_requests(package: Package, url: str, most: int = 8) -> list[Request]:
+def sample_requests(package: Package, url: str) -> list[Request]:
     """Requests of one row each, with the rows of the package's own sample."""
     from safetensors.numpy import load_file
 
     samples = load_file(package.folder / SAMPLES)
     specs = package.manifest.inputs
-    rows = min([most, *(len(samples[spec.name]) for spec in specs if spec.batched)])
+    rows = min([8, *(len(samples[spec.name]) for spec in specs if spec.batched)])
     requests = []
     for row in range(rows):
         tensors = [
@@ -164,18 +172,20 @@ def sample_requests(package: Package, url: str, most: int = 8) -> list[Request]:
     return requests
 
 
-def serve_settings(given: ServeSettings, setting: Setting, costs: Costs, limit_s: float, machine: str) -> ServeSettings:
+def serve_settings(
+    settings: ServeSettings, setting: Setting, costs: Costs, limit_s: float, machine: str
+) -> ServeSettings:
     """A package's settings with those of the search and the curve they rest on."""
     curve = costs.curve
     return msgspec.structs.replace(
-        given, max_rows=setting.max_rows, delay_ms=setting.delay_s * 1e3, workers=setting.workers,
+        settings, max_rows=setting.max_rows, delay_ms=setting.delay_s * 1e3, workers=setting.workers,
         threads=setting.threads, limit_ms=limit_s * 1e3, curve=CostCurve(curve.rows, curve.seconds, machine),
     )  # fmt: skip
 
 
-def tuned(found: SearchResult, package: Package) -> ServeSettings:
+def tuned(result: SearchResult, package: Package) -> ServeSettings:
     """The best point as settings for its package. Only where there is a best point."""
-    assert found.best is not None
-    setting = found.best.setting
-    costs = found.branches[setting.branch].costs
-    return serve_settings(package.settings, setting, costs, found.limit_s, host_id())
+    assert result.best is not None
+    setting = result.best.setting
+    costs = result.branches[setting.branch].costs
+    return serve_settings(package.settings, setting, costs, result.limit_s, host_id())

@@ -29,8 +29,8 @@ def worker_splits(cores: int, device: str = "cpu") -> list[tuple[int, int]]:
         return [(workers, 1) for workers in (1, 2) if workers <= max(cores, 1)]
     counts = [2**power for power in range(cores.bit_length()) if 2**power <= cores]
     counts += [cores] if cores not in counts else []
-    found = [(workers, cores // workers) for workers in counts]
-    return found + ([(1, cores - 1)] if cores > 1 else [])
+    splits = [(workers, cores // workers) for workers in counts]
+    return splits + ([(1, cores - 1)] if cores > 1 else [])
 
 
 def between(workers: int, known: Sequence[int]) -> list[int]:
@@ -49,10 +49,10 @@ def rank(
     for measured in branches:
         key = (measured.branch, limit_s, measured.scale, measured.around)
         if known is None or key not in known:
-            found = _simulated(measured, limit_s)
+            fresh = _simulated(measured, limit_s)
             if known is not None:
-                known[key] = found
-        points += [replace(point) for point in (found if known is None else known[key])]
+                known[key] = fresh
+        points += [replace(point) for point in (fresh if known is None else known[key])]
         on_progress(f"{len(points)} settings simulated")
     best = max((point.predicted for point in points), default=0.0)
 
@@ -72,6 +72,6 @@ def _simulated(measured: Measured, limit_s: float) -> list[Point]:
         for delay in DELAYS if rows > 1 else DELAYS[:1]:
             setting = Setting(branch.workers, branch.threads, rows, delay * curve.at(1), branch.device, branch.variant,
                               measured.buckets)  # fmt: skip
-            best, seen = capacity(setting.batching(), costs, limit_s)
-            points.append(Point(setting, best, seen.percentile(50) if seen else math.nan))
+            best, outcome = capacity(setting.batching(), costs, limit_s)
+            points.append(Point(setting, best, outcome.percentile(50) if outcome else math.nan))
     return points

@@ -33,10 +33,10 @@ HEADROOM = 0.2
 OFF = 1.15
 """A prediction that is off by more than this factor is corrected."""
 BEHIND = 0.95
-"""A setting that is expected to serve less than this share of what another has shown is not tested: load tests tell no
+"""A setting that is expected to serve less than this share of what another has shown is not tested: load tests show no
 smaller steps apart."""
 CALIBRATION_S = 10.0
-"""Of one branch, about."""
+"""Calibration of one branch, about."""
 TESTS = 3.2
 """Load tests of a setting, on average."""
 HOPELESS = 0.5
@@ -57,9 +57,9 @@ async def search(
     """
     began = time.monotonic()
     variants = [Variant("", packages)] if isinstance(packages, Package) else list(packages)
-    found = SearchResult(limit_s, rate, headroom, failures=list(failures))
+    result = SearchResult(limit_s, rate=rate, headroom=headroom, failures=list(failures))
     by_name = {variant.name: variant for variant in variants}
-    work = _Search(found, by_name, Journal(keep), on_progress, stop or asyncio.Event(), seconds, most_rows, cores)
+    work = _Search(result, by_name, Journal(keep), on_progress, stop or asyncio.Event(), seconds, most_rows, cores)
     try:
         await work.calibrate(variants, devices)
         if work.possible():
@@ -67,20 +67,20 @@ async def search(
             await work.refine_workers()
             await work.confirm(confirm)
     except Stopped:
-        found.interrupted = True
+        result.interrupted = True
     work.finish(prices or {})
-    found.seconds = time.monotonic() - began
-    return found
+    result.seconds = time.monotonic() - began
+    return result
 
 
 class _Search:
     """A search under way: what `search` calls, in the order in which it does."""
 
     def __init__(
-        self, found: SearchResult, variants: Mapping[str, Variant], journal: Journal, on_progress: OnProgress,
+        self, result: SearchResult, variants: Mapping[str, Variant], journal: Journal, on_progress: OnProgress,
         stop: asyncio.Event, seconds: float, most_rows: int, cores: int,
     ) -> None:  # fmt: skip
-        self.found, self.variants, self.journal, self.stop = found, variants, journal, stop
+        self.result, self.variants, self.journal, self.stop = result, variants, journal, stop
         self.seconds, self.most_rows, self.cores = seconds, most_rows, cores
         self._on_progress, self._until = on_progress, 0.0
         """When the part that is under way is done, about, of `time.monotonic`."""
@@ -88,7 +88,7 @@ class _Search:
         self._tried: set[Branch] = set()
         self._simulated: Known = {}
         self._lender: Measured | None = None
-        """Of what serving adds, to branches with which it was not measured."""
+        """The branch that lends what serving adds to those with which it was not measured."""
 
     # -- costs -------------------------------------------------------------------------------------------------------
 
@@ -113,33 +113,33 @@ class _Search:
         self._tried.add(branch)
         package = self.variants[branch.variant].package
         most = min(self.most_rows, package.manifest.max_rows)
-        key = f"{package_key(package)} {branch.device} {branch.workers}x{branch.threads} {most} {self.found.limit_s:g}"
-        made = self.journal.calibrations.get(key)
-        if made is None:
+        key = f"{package_key(package)} {branch.device} {branch.workers}x{branch.threads} {most} {self.result.limit_s:g}"
+        calibration = self.journal.calibrations.get(key)
+        if calibration is None:
             self._check_memory(branch)
             try:
-                made = await asyncio.to_thread(
+                calibration = await asyncio.to_thread(
                     calibrate, package, most=most, workers=branch.workers, threads=branch.threads,
-                    device=branch.device, limit_s=self.found.limit_s, on_progress=self.progress,
+                    device=branch.device, limit_s=self.result.limit_s, on_progress=self.progress,
                     stopped=self.stop.is_set,
                 )  # fmt: skip
             except _TooMuch as failure:
-                made = Calibration({}, {0: str(failure)})
-            self.journal.calibrations[key] = made
+                calibration = Calibration({}, {0: str(failure)})
+            self.journal.calibrations[key] = calibration
             self.journal.save()
         else:
             self._until -= CALIBRATION_S
-        for rows, why in made.failures.items():
+        for rows, why in calibration.failures.items():
             at = f" at {rows} row{'s' if rows > 1 else ''}" if rows else ", loading"
-            self.found.failures.append(Failure(f"{branch}{at}", why))
-        if made.samples:
-            self.found.branches[branch] = Measured(branch, made, package.settings.buckets, lender=self._lender)
+            self.result.failures.append(Failure(f"{branch}{at}", why))
+        if calibration.samples:
+            self.result.branches[branch] = Measured(branch, calibration, package.settings.buckets, lender=self._lender)
 
     def _check_memory(self, branch: Branch) -> None:
         """Raise where so many workers as one is known to need memory for would not fit beside each other."""
         import psutil
 
-        one = next((m for b, m in self.found.branches.items()
+        one = next((m for b, m in self.result.branches.items()
                     if b.workers == 1 and (b.device, b.variant) == (branch.device, branch.variant)), None)  # fmt: skip
         if one is None or branch.device != "cpu":
             return
@@ -150,8 +150,8 @@ class _Search:
     def _hopeless(self) -> set[str]:
         """Variants that the first calibrations show to be far behind one that answers as exactly."""
         best: dict[str, float] = {}
-        for measured in self.found.branches.values():
-            points = rank([measured], self.found.limit_s, known=self._simulated)
+        for measured in self.result.branches.values():
+            points = rank([measured], self.result.limit_s, known=self._simulated)
             name, top = measured.branch.variant, max(point.predicted for point in points)
             best[name] = max(top, best.get(name, 0.0))
         left = set()
@@ -160,21 +160,21 @@ class _Search:
                 if top < HOPELESS * more and not self.variants[other].error > self.variants[name].error:
                     left.add(name)
                     why = f"serves {top / more:.2f}x of {other or 'the other'}, which answers as exactly"
-                    self.found.failures.append(Failure(f"{name}: other numbers of workers were left out", why))
+                    self.result.failures.append(Failure(f"{name}: other numbers of workers were left out", why))
                     break
         return left
 
     def possible(self) -> bool:
         """Whether one row alone can be served within the limit at all; says by how much it cannot."""
-        found = self.found
-        if not found.branches:
-            found.why.append("nothing could be measured: see the failures")
+        result = self.result
+        if not result.branches:
+            result.why.append("nothing could be measured: see the failures")
             return False
-        single = min(measured.single_s for measured in found.branches.values())
-        if single > found.limit_s:
-            ratio = single / found.limit_s
-            found.why.append(f"one row alone takes {single * 1e3:.1f} ms: the limit is missed by {ratio:.2f}x")
-        return single <= found.limit_s
+        single = min(measured.single_s for measured in result.branches.values())
+        if single > result.limit_s:
+            ratio = single / result.limit_s
+            result.why.append(f"one row alone takes {single * 1e3:.1f} ms: the limit is missed by {ratio:.2f}x")
+        return single <= result.limit_s
 
     async def around(self) -> None:
         """What serving adds: measured with the branch that is best so far, lent to the others, until that is stable.
@@ -185,15 +185,15 @@ class _Search:
             points = self._rank()
             if not points or not points[0].predicted:
                 return
-            top = self.found.branches[points[0].setting.branch]
+            top = self.result.branches[points[0].setting.branch]
             if top.overheads is not None:
                 return
             top.overheads = await self._overheads(points[0].setting)
             if top.overheads is None:  # it cannot be served
-                del self.found.branches[top.branch]
+                del self.result.branches[top.branch]
                 continue
             self._lender = top
-            for other in self.found.branches.values():
+            for other in self.result.branches.values():
                 other.lender = top
 
     async def _overheads(self, setting: Setting) -> Overheads | None:
@@ -203,9 +203,9 @@ class _Search:
         key = f"{package_key(package)} {branch.device} {branch.workers}x{branch.threads} {rows}"
         if key not in self.journal.overheads:
             self.progress(f"what serving adds, with {branch}")
-            curve = self.found.branches[branch].costs.curve
+            curve = self.result.branches[branch].costs.curve
             at_once = replace(setting, delay_s=0.0)
-            settings = serve_settings(package.settings, at_once, self.found.branches[branch].costs, 0.0, host_id())
+            settings = serve_settings(package.settings, at_once, self.result.branches[branch].costs, 0.0, host_id())
             try:
                 served = await ServerProcess.start(package, settings, branch.device)
                 try:
@@ -216,7 +216,7 @@ class _Search:
                 finally:
                     await served.close()
             except ServerFailure as failure:
-                self.found.failures.append(Failure(f"a server with {branch}", str(failure)))
+                self.result.failures.append(Failure(f"a server with {branch}", str(failure)))
                 return None
             self.journal.save()
         return self.journal.overheads[key]
@@ -227,7 +227,9 @@ class _Search:
         if not points or not points[0].predicted:
             return
         best = points[0].setting
-        known = sorted({b.workers for b in self.found.branches if (b.device, b.variant) == (best.device, best.variant)})
+        known = sorted(
+            {b.workers for b in self.result.branches if (b.device, b.variant) == (best.device, best.variant)}
+        )
         wanted = between(best.workers, known)
         for workers in wanted:
             await self._calibrate(Branch(workers, max(1, self.cores // workers), best.device, best.variant))
@@ -238,7 +240,7 @@ class _Search:
 
     async def confirm(self, count: int) -> None:
         """Put the best settings to a real server; where the prediction was off, correct it, rank anew, test again."""
-        found = self.found
+        result = self.result
         for attempt in range(2):
             todo = self._next(count)
             for number, point in enumerate(todo):
@@ -256,9 +258,9 @@ class _Search:
             # The prediction was off: scale the costs of the branch by its factor, of the others by the mean one.
             mean = math.exp(sum(math.log(ratio) for ratio in off.values()) / len(off))
             slower = how_much_slower(todo)
-            found.why.append(f"predictions were {mean:.2f}x what was measured{f', and {slower}' if slower else ''}: "
-                             "costs corrected, ranked again")  # fmt: skip
-            for branch, measured in found.branches.items():
+            result.why.append(f"predictions were {mean:.2f}x what was measured{f', and {slower}' if slower else ''}: "
+                              "costs corrected, ranked again")  # fmt: skip
+            for branch, measured in result.branches.items():
                 measured.scale *= off.get(branch, mean)
             self._rank()
 
@@ -266,7 +268,7 @@ class _Search:
         """The best points that were not tested; those that differ in their delay only are as good as one."""
         chosen: list[Point] = []
         alike_tested = {replace(setting, delay_s=0.0) for setting in self._tested}
-        for point in self.found.points:
+        for point in self.result.points:
             alike = replace(point.setting, delay_s=0.0)
             if point.predicted > 0 and alike not in alike_tested and len(chosen) < count:
                 chosen.append(point)
@@ -276,10 +278,10 @@ class _Search:
     def _expected(self, point: Point) -> float | None:
         """The capacity that load tests of the same branch let expect; None where there were none."""
         branch = point.setting.branch
-        like = [p.measured / p.predicted for p in self.found.points
+        like = [p.measured / p.predicted for p in self.result.points
                 if p.measured and p.predicted and p.setting.branch == branch]  # fmt: skip
         # Where the costs were corrected by those tests already, the prediction is what they let expect.
-        factor = statistics.mean(like or [1.0]) if self.found.branches[branch].scale == 1.0 else 1.0
+        factor = statistics.mean(like or [1.0]) if self.result.branches[branch].scale == 1.0 else 1.0
         return point.predicted * factor if like else None
 
     def _is_behind(self, point: Point) -> bool:
@@ -288,59 +290,59 @@ class _Search:
 
     def _shown(self) -> float:
         """The greatest capacity that load tests have shown."""
-        return max((point.measured or 0.0 for point in self.found.points), default=0.0)
+        return max((point.measured or 0.0 for point in self.result.points), default=0.0)
 
     async def _prove(self, point: Point, to_beat: float = 0.0) -> None:
         self._tested.add(point.setting)
         self.progress(f"load tests of {point.setting}, predicted {point.predicted:.4g} requests/s")
         package = self.variants[point.setting.variant].package
-        costs, expected = self.found.branches[point.setting.branch].costs, self._expected(point)
+        costs, expected = self.result.branches[point.setting.branch].costs, self._expected(point)
         try:
-            await prove(package, point, costs, self.found, self.seconds, self.journal, self.progress, self.stop,
+            await prove(package, point, costs, self.result, self.seconds, self.journal, self.progress, self.stop,
                         expected, to_beat)  # fmt: skip
         except ServerFailure as failure:
-            self.found.failures.append(Failure(str(point.setting), str(failure)))
+            self.result.failures.append(Failure(str(point.setting), str(failure)))
 
     # -- result ------------------------------------------------------------------------------------------------------
 
     def finish(self, prices: Mapping[str, float]) -> None:
         """Rank what is known, compare it in all respects, and say why the best is the best."""
-        found = self.found
-        if found.branches and not any(why.startswith("one row alone") for why in found.why):
+        result = self.result
+        if result.branches and not any(why.startswith("one row alone") for why in result.why):
             points = self._rank()
-            best = found.best.capacity if found.best else points[0].predicted if points else 0.0
-            found.reference_rate = found.rate or (1 - HEADROOM) * best
+            best = result.best.capacity if result.best else points[0].predicted if points else 0.0
+            result.reference_rate = result.rate or (1 - HEADROOM) * best
             for point in points:
                 self._complete(point, prices)
             for point in front(points):
                 point.front = True
-            found.why += explain(found)
-        if found.best is not None and not found.met:
-            best = (1 - found.headroom) * found.best.capacity
-            room = f" with {found.headroom:.0%} headroom" if found.headroom else ""
-            found.why.append(f"{found.rate:.4g} requests/s are asked for; the best setting keeps the limit up to "
-                             f"{best:.4g}{room}")  # fmt: skip
+            result.why += explain(result)
+        if result.best is not None and not result.met:
+            best = (1 - result.headroom) * result.best.capacity
+            room = f" with {result.headroom:.0%} headroom" if result.headroom else ""
+            result.why.append(f"{result.rate:.4g} requests/s are asked for; the best setting keeps the limit up to "
+                              f"{best:.4g}{room}")  # fmt: skip
 
     def _complete(self, point: Point, prices: Mapping[str, float]) -> None:
-        found, setting = self.found, point.setting
+        result, setting = self.result, point.setting
         point.error = self.variants[setting.variant].error
         if not point.memory_bytes:
-            point.memory_bytes = found.branches[setting.branch].calibration.memory_at(setting.max_rows)
+            point.memory_bytes = result.branches[setting.branch].calibration.memory_at(setting.max_rows)
         price = prices.get(setting.device, prices.get(setting.device.partition(":")[0], prices.get("")))
         if price is not None and point.capacity:
             point.cost = price / 3600 / point.capacity * 1e6
-        if found.reference_rate and point.predicted >= 0.5 * found.reference_rate:
-            costs = found.branches[setting.branch].costs
-            outcome = simulate(poisson(1.0, 4000, 1)[:3000] / found.reference_rate, setting.batching(), costs)
+        if result.reference_rate and point.predicted >= 0.5 * result.reference_rate:
+            costs = result.branches[setting.branch].costs
+            outcome = simulate(poisson(1.0, 4000, 1)[:3000] / result.reference_rate, setting.batching(), costs)
             point.p99_s = outcome.percentile(99)
 
     def _rank(self) -> list[Point]:
         """All settings, simulated with what is known now; points that were measured stay as they are."""
-        old = {point.setting: point for point in self.found.points if point.measured is not None or point.tests}
-        fresh = rank(self.found.branches.values(), self.found.limit_s, self.progress, self._simulated)
+        old = {point.setting: point for point in self.result.points if point.measured is not None or point.tests}
+        fresh = rank(self.result.branches.values(), self.result.limit_s, self.progress, self._simulated)
         points = [old.pop(point.setting, point) for point in fresh] + list(old.values())
         points.sort(key=lambda point: point.order)
-        self.found.points = points
+        self.result.points = points
         return points
 
     def progress(self, text: str) -> None:

@@ -60,7 +60,7 @@ class ServerStats(msgspec.Struct, forbid_unknown_fields=True):
     memory_bytes: int = 0
     """Resident, of all workers."""
     cpu_percent: float = 0.0
-    """Of the whole machine, all cores together."""
+    """Use of the whole machine, all cores together."""
     memory_percent: float = 0.0
 
 
@@ -90,14 +90,14 @@ class ServerProcess:
     @classmethod
     async def start(cls, package: Package, settings: ServeSettings, device: str = "cpu") -> ServerProcess:
         """Serve `package` with `settings`; returns when it is warm. Raises `ServerFailure`."""
-        made = cls()
+        server = cls()
         try:
-            port = await made._ask(_Serve(str(package.folder), device, settings), int, START_S)
+            port = await server._ask(_Serve(str(package.folder), device, settings), int, START_S)
         except BaseException:
-            await made.close()
+            await server.close()
             raise
-        made.url = f"http://127.0.0.1:{port}"
-        return made
+        server.url = f"http://127.0.0.1:{port}"
+        return server
 
     async def stats(self) -> ServerStats:
         """What it saw since the last look. Raises `ServerFailure` where it is gone."""
@@ -142,13 +142,13 @@ class _Recorder:
         import psutil
 
         rows, sizes, join_s, model_s = zip(*self._calls, strict=True) if self._calls else ((), (), (), ())
-        seen = ServerStats(
+        stats = ServerStats(
             len(rows), Counter(rows), Counter(sizes), _times(self._waits), _times(join_s), _times(model_s),
             memory_bytes, psutil.cpu_percent(None), psutil.virtual_memory().percent,
         )  # fmt: skip
         self._waits.clear()
         self._calls.clear()
-        return seen
+        return stats
 
 
 def _times(seconds: Sequence[float]) -> StageTimes:

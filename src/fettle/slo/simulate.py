@@ -20,7 +20,7 @@ from fettle.package.settings import CostCurve, ServeSettings
 
 T = TypeVar("T")
 IDLE = 0.02
-"""Of the rate that calls of one row allow: a server with so little to do is almost idle."""
+"""Share of the rate that calls of one row allow: a server with so little to do is almost idle."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Costs:
     rested: dict[int, tuple[float, ...]] = field(default_factory=dict)
     """Samples of calls that come after a pause, where those differ: then caches are cold and clocks low."""
     held_s: float = 0.0
-    """By which a request that comes during a call makes it longer: it is read and answered on the model's cores."""
+    """How much longer a request that comes during a call makes it: it is read and answered on the model's cores."""
 
     @cached_property
     def curve(self) -> CostCurve:
@@ -60,7 +60,7 @@ class Predicted:
     """The queue did not only grow."""
 
     def percentile(self, percent: float) -> float:
-        """Of the latency; infinite where nothing was answered or the queue only grew."""
+        """A percentile of the latency; infinite where nothing was answered or the queue only grew."""
         if not len(self.latency_s) or not self.stable:
             return math.inf
         return float(np.percentile(self.latency_s, percent))
@@ -113,16 +113,16 @@ def simulate(
             if late > allowed:
                 return Predicted(np.array([]), {}, refused, 1.0, stable=False)
         first += rows
-    found = np.repeat(done, rows_of) - np.array(queued) + costs.request_s
+    waits = np.repeat(done, rows_of) - np.array(queued) + costs.request_s
     sizes, how_often = np.unique(np.array(rows_of, dtype=int), return_counts=True)
     batch_rows = dict(zip(sizes.tolist(), how_often.tolist(), strict=True))
     by_curve = sum(costs.curve.at(call_rows(rows)) * count for rows, count in batch_rows.items())
     span = max(max(done, default=0.0) - (queued[0] - before if queued else 0.0), 1e-9)
-    half = len(found) // 2
+    half = len(waits) // 2
     # The second half waits much longer than the first: the queue has no steady state.
-    growing = half > 50 and found[half:].mean() > 2.0 * found[:half].mean() + 10 * costs.curve.at(1)
+    growing = half > 50 and waits[half:].mean() > 2.0 * waits[:half].mean() + 10 * costs.curve.at(1)
     return Predicted(
-        found, batch_rows, refused,
+        waits, batch_rows, refused,
         working / span / settings.workers, float((working - costs.batch_s * len(done)) / by_curve) if done else 1.0,
         bool(not growing and refused == 0),
     )  # fmt: skip
@@ -200,17 +200,17 @@ def capacity(
 def greatest_rate(good: Callable[[float], T | None], first: float, top: float, close: float) -> tuple[float, T | None]:
     """The greatest rate up to which `good` has an outcome, to a factor of `close`, and that outcome: doubled from
     `first` to `top`, then by bisection. 0 where it has none at `first`."""
-    low, high, found = 0.0, first, None
+    low, high, best = 0.0, first, None
     while (outcome := good(high)) is not None:
-        low, found = high, outcome
+        low, best = high, outcome
         if high == top:
-            return low, found
+            return low, best
         high = min(2 * high, top)
-    while found is not None and high / low > close:
+    while best is not None and high / low > close:
         middle = math.sqrt(low * high)
         outcome = good(middle)
         if outcome is None:
             high = middle
         else:
-            low, found = middle, outcome
-    return low, found
+            low, best = middle, outcome
+    return low, best

@@ -24,7 +24,7 @@ from fettle.slo.calibrate import ANSWER_S, START_S, Stopped
 
 Array = np.ndarray[Any, Any]
 SECONDS = 0.3
-"""Of each cell, at least."""
+"""Least time of each cell."""
 LEAST_KEPT = 16
 """The engine computes shorter beginnings anew, whatever is said to be there."""
 CHUNKS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -34,7 +34,7 @@ GRAIN = 16
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """So many texts, each with so many new tokens after so many that are kept."""
+    """A step of `rows` texts, each with new tokens after those that are kept."""
 
     rows: int
     new: int
@@ -47,15 +47,15 @@ class TextCosts(msgspec.Struct, dict=True):
     rows: int = 0
     """The most texts at once that were tried and fit into memory."""
     row_bytes: int = 0
-    """Of the keys and values of one text at full length; 0 where nothing is kept."""
+    """Bytes of the keys and values of one text at full length; 0 where nothing is kept."""
     keeps: bool = True
     """Whether keys and values are kept: else each step computes whole texts, and there is no prefill."""
     writing: list[tuple[Cell, float]] = []
     """A token for each of so many texts: medians."""
     prompts: list[tuple[Cell, float]] = []
-    """So many tokens of prompts: medians."""
+    """Medians by tokens of prompts."""
     spread: list[float] = []
-    """Of all that was timed, over the median of its cell."""
+    """All times over the median of their cell."""
     failures: dict[str, str] = {}
     """Why, by what was tried."""
 
@@ -65,8 +65,8 @@ class TextCosts(msgspec.Struct, dict=True):
         grid = np.arange(0, longest + 2 * GRAIN, GRAIN)
         by_count = []
         for count in counts:
-            found = sorted((cell.kept, seconds) for cell, seconds in self.writing if cell.rows == count)
-            by_count.append(_line(grid, *zip(*found, strict=True)))
+            points = sorted((cell.kept, seconds) for cell, seconds in self.writing if cell.rows == count)
+            by_count.append(_line(grid, *zip(*points, strict=True)))
         rows = np.arange(1, max(counts) + 1)
         columns = [np.interp(rows, counts, column) for column in np.array(by_count).T]
         return [[], *np.array(columns).T.tolist()]
@@ -74,8 +74,8 @@ class TextCosts(msgspec.Struct, dict=True):
     @cached_property
     def _alone(self) -> tuple[Array, Array]:
         """Tokens of prompts after nothing, and seconds."""
-        found = sorted((cell.rows * cell.new, seconds) for cell, seconds in self.prompts if not cell.kept)
-        return np.array([tokens for tokens, _ in found]), np.array([seconds for _, seconds in found])
+        points = sorted((cell.rows * cell.new, seconds) for cell, seconds in self.prompts if not cell.kept)
+        return np.array([tokens for tokens, _ in points]), np.array([seconds for _, seconds in points])
 
     @cached_property
     def _looking(self) -> float:
@@ -89,8 +89,8 @@ class TextCosts(msgspec.Struct, dict=True):
 
     def prompt_table(self, most: int) -> list[float]:
         """Seconds of up to so many tokens of prompts, from 0, after nothing."""
-        found: list[float] = _line(np.arange(most + 1), *self._alone).tolist()
-        return found
+        seconds: list[float] = _line(np.arange(most + 1), *self._alone).tolist()
+        return seconds
 
     @property
     def looking_s(self) -> float:
@@ -101,11 +101,11 @@ class TextCosts(msgspec.Struct, dict=True):
 def _line(places: Array, known: Any, values: Any) -> Array:
     """Between what is known on lines, beyond it along the last one, and never below nothing."""
     known, values = np.asarray(known, float), np.asarray(values, float)
-    found = np.interp(places, known, values)
+    times = np.interp(places, known, values)
     if len(known) > 1:
         slope = max(0.0, float((values[-1] - values[-2]) / (known[-1] - known[-2])))
-        found = found + slope * np.maximum(0, places - known[-1])
-    return np.asarray(np.maximum(found, 1e-9))
+        times = times + slope * np.maximum(0, places - known[-1])
+    return np.asarray(np.maximum(times, 1e-9))
 
 
 def cells(rows: int, prompt: int, whole: int, *, keeps: bool) -> tuple[list[Cell], list[Cell]]:
@@ -118,9 +118,9 @@ def cells(rows: int, prompt: int, whole: int, *, keeps: bool) -> tuple[list[Cell
     prompts = []
     for tokens in sorted({1, LEAST_KEPT, 64, 256, 1024, prompt}):
         several = min(rows, max(1, tokens // prompt))
-        made = Cell(several, min(tokens, prompt), 0)
-        if made not in prompts:
-            prompts.append(made)
+        cell = Cell(several, min(tokens, prompt), 0)
+        if cell not in prompts:
+            prompts.append(cell)
     prompts += [Cell(1, new, prompt - new) for new in (LEAST_KEPT, 64, 256) if prompt - new >= LEAST_KEPT]
     return writing, prompts
 
@@ -133,14 +133,14 @@ def calibrate_texts(
 
     What fails is kept with its reason, and nothing larger is tried. Raises `Stopped` between two cells.
     """
-    made = TextCosts(writing=[], prompts=[], spread=[], failures={})
+    costs = TextCosts(writing=[], prompts=[], spread=[], failures={})
     with Child("fettle.slo.text_costs", variables={"OMP_NUM_THREADS": str(threads)}) as child:
         tried = "loading"
         try:
             loaded = child.call(_Load(str(package.folder), threads, device, most), _Loaded, START_S)
-            made.row_bytes, made.keeps = loaded.row_bytes, loaded.keeps
-            writing, prompts = cells(loaded.rows, prompt, whole, keeps=made.keeps)
-            for name, todo, found in (("prompts", prompts, made.prompts), ("writing", writing, made.writing)):
+            costs.row_bytes, costs.keeps = loaded.row_bytes, loaded.keeps
+            writing, prompts = cells(loaded.rows, prompt, whole, keeps=costs.keeps)
+            for name, todo, into in (("prompts", prompts, costs.prompts), ("writing", writing, costs.writing)):
                 for number, cell in enumerate(todo, 1):
                     if stopped():
                         raise Stopped
@@ -148,19 +148,19 @@ def calibrate_texts(
                     on_progress(f"cost of {tried}: {number} of {len(todo)}")
                     samples = child.call(_Time(cell, SECONDS), list[float], ANSWER_S)
                     middle = statistics.median(samples)
-                    found.append((cell, middle))
-                    made.spread += [value / middle for value in samples]
+                    into.append((cell, middle))
+                    costs.spread += [value / middle for value in samples]
         except ChildError as failure:
-            made.failures[tried] = str(failure)
-    made.writing = _whole(made.writing)
-    made.rows = max((cell.rows for cell, _ in made.writing), default=0)
-    return made
+            costs.failures[tried] = str(failure)
+    costs.writing = _whole(costs.writing)
+    costs.rows = max((cell.rows for cell, _ in costs.writing), default=0)
+    return costs
 
 
-def _whole(found: Iterable[tuple[Cell, float]]) -> list[tuple[Cell, float]]:
+def _whole(points: Iterable[tuple[Cell, float]]) -> list[tuple[Cell, float]]:
     """Without the number of texts at which a length is missing."""
     by_rows: dict[int, list[tuple[Cell, float]]] = {}
-    for cell, seconds in found:
+    for cell, seconds in points:
         by_rows.setdefault(cell.rows, []).append((cell, seconds))
     most = max(map(len, by_rows.values()), default=0)
     return [pair for pairs in by_rows.values() if len(pairs) == most for pair in pairs]
@@ -248,14 +248,14 @@ class _Worker:
 
     def _step(self) -> float:
         began = time.perf_counter()
-        said: list[bytes] = []
+        encoded: list[bytes] = []
 
-        def tell(number: int, piece: Any) -> None:
+        def on_piece(number: int, piece: Any) -> None:
             if isinstance(piece, Exception):
                 raise piece
-            said.append(msgspec.json.encode(piece))
+            encoded.append(msgspec.json.encode(piece))
 
-        self.running.step(tell)
+        self.running.step(on_piece)
         return time.perf_counter() - began
 
 

@@ -22,7 +22,6 @@ import numpy as np
 from fettle.errors import UsageError
 from fettle.files import plain
 from fettle.load.arrivals import poisson
-from fettle.load.loops import open_loop
 from fettle.load.run import Run, TextLimits, as_data
 from fettle.load.texts import TextLine, text_requests
 from fettle.package.handlers.generate import Settings
@@ -31,8 +30,8 @@ from fettle.package.manifest import Package
 from fettle.package.settings import ServeSettings
 from fettle.slo.calibrate import Stopped
 from fettle.slo.journal import Journal, Tested, package_key
-from fettle.slo.points import Failure
-from fettle.slo.proof import bracket
+from fettle.slo.points import Failure, Outcome, Proven
+from fettle.slo.proof import bracket, loaded
 from fettle.slo.server_process import ServerFailure, ServerProcess
 from fettle.slo.text_costs import CHUNKS, TextCosts, calibrate_texts
 from fettle.slo.text_simulation import Tables, simulate_texts, text_capacity
@@ -62,56 +61,33 @@ class TextSetting:
 
 
 @dataclass
-class TextPoint:
+class TextPoint(Proven):
     """A setting with what was predicted, and what was measured where it was."""
 
     setting: TextSetting
     predicted: float
     """Texts a second at which both limits are kept."""
     memory_bytes: int
-    """Of keys and values."""
-    measured: float | None = None
-    tests: list[Tested] = field(default_factory=list)
+    """Memory of keys and values."""
 
     @property
-    def proof(self) -> Tested | None:
-        """The load test that showed what was measured."""
-        shown = [test for test in self.tests if test.held and test.rate == self.measured]
-        return shown[0] if shown else None
+    def order(self) -> tuple[bool, float, float]:
+        """Less is better: measured before predicted."""
+        return self.measured is None, -(self.measured or 0.0), -self.predicted
 
 
 @dataclass
-class TextSearch:
-    """The outcome of a search."""
+class TextSearch(Outcome[TextPoint]):
+    """The outcome of a search under limits on tokens."""
 
     limits: TextLimits
-    rate: float
-    headroom: float
     prompts: list[int]
     outputs: list[int]
     """Tokens of the texts that are asked for."""
     costs: dict[int, TextCosts] = field(default_factory=dict)
     """By threads of the engine."""
     scale: dict[int, float] = field(default_factory=dict)
-    """By which they were multiplied after load tests that contradicted them."""
-    points: list[TextPoint] = field(default_factory=list)
-    """Best first."""
-    failures: list[Failure] = field(default_factory=list)
-    why: list[str] = field(default_factory=list)
-    tests: int = 0
-    tests_kept: int = 0
-    interrupted: bool = False
-    seconds: float = 0.0
-
-    @property
-    def best(self) -> TextPoint | None:
-        """The best measured point that serves anything within the limits."""
-        return max((point for point in self.points if point.measured), key=lambda p: p.measured or 0.0, default=None)
-
-    @property
-    def met(self) -> bool:
-        """Whether the limits are kept, at the rate that was asked for and with the headroom."""
-        return self.best is not None and (1 - self.headroom) * (self.best.measured or 0.0) >= self.rate
+    """The factor by which they were multiplied after load tests that contradicted them."""
 
 
 async def search_texts(
@@ -126,21 +102,21 @@ async def search_texts(
     """
     began = time.monotonic()
     lines, prompts, note = fitting(package, lines)
-    found = TextSearch(limits, rate, headroom, prompts, [line.max_tokens for line in lines])
-    found.why += [note] if note else []
-    work = _Search(package, lines, found, Journal(keep), on_progress, stop or asyncio.Event(), seconds)
+    result = TextSearch(limits, prompts, [line.max_tokens for line in lines], rate=rate, headroom=headroom)
+    result.why += [note] if note else []
+    work = _Search(package, lines, result, Journal(keep), on_progress, stop or asyncio.Event(), seconds)
     try:
         for threads in sorted({cores, max(1, cores - 1)} if device == "cpu" else {1}):  # one left for the server
             await work.calibrate(min(most_rows, package.manifest.max_rows), threads, device)
-        if found.costs:
+        if result.costs:
             work.rank(device)
             await work.confirm(confirm)
     except Stopped:
-        found.interrupted = True
-    found.points.sort(key=lambda point: (point.measured is None, -(point.measured or 0.0), -point.predicted))
-    found.why += explain(found)
-    found.seconds = time.monotonic() - began
-    return found
+        result.interrupted = True
+    result.points.sort(key=lambda point: point.order)
+    result.why += explain(result)
+    result.seconds = time.monotonic() - began
+    return result
 
 
 def fitting(package: Package, lines: Sequence[TextLine]) -> tuple[list[TextLine], list[int], str]:
@@ -176,17 +152,17 @@ class _Search:
     """A search under way."""
 
     def __init__(
-        self, package: Package, lines: Sequence[TextLine], found: TextSearch, journal: Journal,
+        self, package: Package, lines: Sequence[TextLine], result: TextSearch, journal: Journal,
         on_progress: Callable[[str], None], stop: asyncio.Event, seconds: float,
     ) -> None:  # fmt: skip
-        self.package, self.lines, self.found, self.journal = package, lines, found, journal
+        self.package, self.lines, self.result, self.journal = package, lines, result, journal
         self.on_progress, self.stop, self.seconds = on_progress, stop, seconds
-        self.longest = max(map(sum, zip(found.prompts, found.outputs, strict=True)))
+        self.longest = max(map(sum, zip(result.prompts, result.outputs, strict=True)))
 
     async def calibrate(self, most: int, threads: int, device: str) -> None:
         """What steps cost."""
-        found = self.found
-        prompt = max(found.prompts)
+        result = self.result
+        prompt = max(result.prompts)
         key = f"{package_key(self.package)} {device} {threads} threads {most} texts {prompt} {self.longest}"
         costs = self.journal.text_costs.get(key)
         if costs is None:
@@ -197,18 +173,18 @@ class _Search:
             self.journal.text_costs[key] = costs
             self.journal.save()
         if costs.writing and (costs.prompts or not costs.keeps):
-            found.costs[threads], found.scale[threads] = costs, 1.0
-        found.failures += [Failure(what, why) for what, why in costs.failures.items()]
+            result.costs[threads], result.scale[threads] = costs, 1.0
+        result.failures += [Failure(what, why) for what, why in costs.failures.items()]
 
     def rank(self, device: str) -> None:
         """Every setting, simulated; those that were tested keep what they showed."""
-        found = self.found
-        longest = max(found.prompts)
+        result = self.result
+        longest = max(result.prompts)
         chunks = CHUNKS[: 1 + sum(size < 2 * longest for size in CHUNKS)]
-        known = {point.setting: point for point in found.points}
+        known = {point.setting: point for point in result.points}
         settings = [
             TextSetting(count, chunk, threads, device)
-            for threads, costs in found.costs.items()
+            for threads, costs in result.costs.items()
             for count in sorted({costs.rows, *(2**n for n in range(costs.rows.bit_length()) if 2**n <= costs.rows)})
             for chunk in (chunks if costs.keeps else [ServeSettings().prefill_tokens])
         ]
@@ -217,9 +193,11 @@ class _Search:
             self._check()
             self.on_progress(f"setting {number} of {len(settings)} simulated")
             predicted = text_capacity(
-                found.prompts, found.outputs, setting.rows, setting.chunk, self._tables(setting), found.limits
+                result.prompts, result.outputs, setting.rows, setting.chunk, self._tables(setting), result.limits
             )
-            point = known.get(setting) or TextPoint(setting, 0.0, setting.rows * found.costs[setting.threads].row_bytes)
+            point = known.get(setting) or TextPoint(
+                setting, 0.0, setting.rows * result.costs[setting.threads].row_bytes
+            )
             point.predicted = predicted
             points.append(point)
         # What is predicted within 2% is as good as equal: fewer texts at once and shorter parts go first then.
@@ -229,38 +207,38 @@ class _Search:
             behind = math.floor(math.log(most / point.predicted) / 0.02) if point.predicted else math.inf
             return behind, point.setting.threads, point.setting.rows, point.setting.chunk
 
-        found.points = sorted(points, key=place)
+        result.points = sorted(points, key=place)
 
     async def confirm(self, most: int) -> None:
         """Prove the best ones; with what their steps took, rank again."""
-        found = self.found
+        result = self.result
         for _ in range(most):
-            shown = found.best.measured if found.best is not None else 0.0
-            new = [point for point in found.points if not point.tests and point.predicted > BEHIND * (shown or 0.0)]
+            shown = result.best.measured if result.best is not None else 0.0
+            new = [point for point in result.points if not point.tests and point.predicted > BEHIND * (shown or 0.0)]
             if not new:
                 return
             point = new[0]
             try:
                 await self._prove(point, shown or 0.0)
             except ServerFailure as failure:
-                found.failures.append(Failure(str(point.setting), str(failure)))
-                found.points.remove(point)
+                result.failures.append(Failure(str(point.setting), str(failure)))
+                result.points.remove(point)
                 continue
             slower = [test.slower for test in point.tests if test.slower]
             if slower and not 1 / OFF < (off := statistics.median(slower)) < OFF:
-                found.scale[point.setting.threads] *= off
+                result.scale[point.setting.threads] *= off
                 self.rank(point.setting.device)
 
     async def _prove(self, point: TextPoint, to_beat: float) -> None:
         """Open-loop tests around what was predicted."""
-        found, setting = self.found, point.setting
+        result, setting = self.result, point.setting
         served: ServerProcess | None = None
 
         async def test(rate: float) -> Tested:
             nonlocal served
             length = min(LONGEST_S, max(self.seconds, TEXTS / rate))
-            limits = f"{found.limits.ttft_s:g}s {found.limits.itl_s:g}s"
-            texts = hash_of(found.prompts, found.outputs)
+            limits = f"{result.limits.ttft_s:g}s {result.limits.itl_s:g}s"
+            texts = hash_of(result.prompts, result.outputs)
             key = f"{package_key(self.package)} {setting} {rate:.6g}/s {length:.6g}s {limits} {texts}"
             if key not in self.journal.tests:
                 self._check()
@@ -269,32 +247,26 @@ class _Search:
                 self.journal.tests[key] = await self._test(served, setting, rate, length)
                 self.journal.save()
             else:
-                found.tests_kept += 1
-            found.tests += 1
+                result.tests_kept += 1
+            result.tests += 1
             return self.journal.tests[key]
 
         try:
-            point.measured = await bracket(point.tests, found.why, point.predicted, to_beat, bool(to_beat), test)
+            point.measured = await bracket(point.tests, result.why, point.predicted, to_beat, bool(to_beat), test)
         finally:
             if served is not None:
                 await served.close()
 
     async def _test(self, served: ServerProcess, setting: TextSetting, rate: float, seconds: float) -> Tested:
-        found = self.found
+        result = self.result
         due = poisson(rate, seconds)
         if not len(due):
             due = np.array([0.0])
-        await served.stats()
-        try:
-            requests = text_requests(served.url, self.lines, model=self.package.manifest.name)
-            run = await open_loop(requests, due, limits=found.limits, patience_s=PATIENCE_S, stop=self.stop)
-        except UsageError as error:  # nothing answers any more
-            raise ServerFailure(str(error)) from error
-        if run.interrupted:
-            raise Stopped
+        requests = text_requests(served.url, self.lines, model=self.package.manifest.name)
+        run = await loaded(served, requests, due, limits=result.limits, patience_s=PATIENCE_S, stop=self.stop)
         inside = await served.stats()
         expected = simulate_texts(
-            due, found.prompts, found.outputs, setting.rows, setting.chunk, self._tables(setting)
+            due, result.prompts, result.outputs, setting.rows, setting.chunk, self._tables(setting)
         )  # fmt: skip
         busy_s = inside.calls * inside.model_ms.mean / 1e3
         ttft, itl = float(np.percentile(expected.ttft_s, 99)) * 1e3, expected.itl_s(99) * 1e3
@@ -304,22 +276,22 @@ class _Search:
         )  # fmt: skip
 
     def _tables(self, setting: TextSetting) -> Tables:
-        found, threads = self.found, setting.threads
-        return Tables.of(found.costs[threads], self.longest, setting.chunk, found.scale[threads])
+        result, threads = self.result, setting.threads
+        return Tables.of(result.costs[threads], self.longest, setting.chunk, result.scale[threads])
 
     def settings(self, setting: TextSetting) -> ServeSettings:
         """The package's settings with those of the search."""
-        return served_so(self.package.settings, setting, self.found.costs[setting.threads])
+        return served_so(self.package.settings, setting, self.result.costs[setting.threads])
 
     def _check(self) -> None:
         if self.stop.is_set():
             raise Stopped
 
 
-def served_so(given: ServeSettings, setting: TextSetting, costs: TextCosts) -> ServeSettings:
+def served_so(settings: ServeSettings, setting: TextSetting, costs: TextCosts) -> ServeSettings:
     """A package's settings with a found one."""
     return msgspec.structs.replace(
-        given, max_rows=setting.rows, prefill_tokens=setting.chunk, cache_bytes=setting.rows * costs.row_bytes,
+        settings, max_rows=setting.rows, prefill_tokens=setting.chunk, cache_bytes=setting.rows * costs.row_bytes,
         workers=1, threads=setting.threads, delay_ms=0.0, devices=(setting.device,),
     )  # fmt: skip
 
@@ -336,17 +308,17 @@ def hash_of(prompts: Sequence[int], outputs: Sequence[int]) -> str:
     return hashlib.sha256(np.array([prompts, outputs]).tobytes()).hexdigest()[:12]
 
 
-def explain(found: TextSearch) -> list[str]:
+def explain(result: TextSearch) -> list[str]:
     """What bounds the best setting, in words."""
-    best, said = found.best, []
-    if found.points and best is None:
-        said.append("no load test kept the limits" if found.tests else "no setting keeps the limits by simulation")
+    best, notes = result.best, []
+    if result.points and best is None:
+        notes.append("no load test kept the limits" if result.tests else "no setting keeps the limits by simulation")
     if best is None:
-        if found.points and not any(point.predicted for point in found.points):
-            alone = min(seconds for costs in found.costs.values() for cell, seconds in costs.writing if cell.rows == 1)
-            said.append(f"a token of one text alone takes {alone * 1e3:.4g} ms")
-        return said
-    by_setting = {point.setting: point for point in found.points}
+        if result.points and not any(point.predicted for point in result.points):
+            alone = min(seconds for costs in result.costs.values() for cell, seconds in costs.writing if cell.rows == 1)
+            notes.append(f"a token of one text alone takes {alone * 1e3:.4g} ms")
+        return notes
+    by_setting = {point.setting: point for point in result.points}
     for name, change in (("rows", "texts at once"), ("chunk", "tokens of prompts a step")):
         own = getattr(best.setting, name)
         near = sorted(
@@ -361,36 +333,36 @@ def explain(found: TextSearch) -> list[str]:
         parts = [f"{'half' if name == 'rows' else 'less'} would serve {less[0]:.4g}/s"] if less else []
         parts += [f"more {more[0]:.4g}/s"] if more else []
         if parts:
-            said.append(f"{own} {change}: predicted {best.predicted:.4g}/s, {', '.join(parts)}")
+            notes.append(f"{own} {change}: predicted {best.predicted:.4g}/s, {', '.join(parts)}")
     slower = [test.slower for test in best.tests if test.slower]
     if slower:
-        said.append(f"steps took {statistics.median(slower):.2f} of what was simulated in its load tests")
-    return said
+        notes.append(f"steps took {statistics.median(slower):.2f} of what was simulated in its load tests")
+    return notes
 
 
-def texts_data(found: TextSearch, *, name: str, target: str, machine: str, written: str = "") -> dict[str, Any]:
+def texts_data(result: TextSearch, *, name: str, target: str, machine: str, written: str = "") -> dict[str, Any]:
     """The search as plain data."""
-    shown = [point for point in found.points if point is found.best]
+    shown = [point for point in result.points if point is result.best]
     data: dict[str, Any] = plain({
         "kind": "texts", "name": name, "target": target, "machine": machine, "written": written,
-        "ttft_limit_ms": found.limits.ttft_s * 1e3, "itl_limit_ms": found.limits.itl_s * 1e3,
-        "rate": found.rate, "headroom": found.headroom, "met": found.met, "interrupted": found.interrupted,
-        "best": found.points.index(shown[0]) if shown else None, "scale": list(found.scale.values()),
-        "prompt_tokens": _lengths(found.prompts), "output_tokens": _lengths(found.outputs),
+        "ttft_limit_ms": result.limits.ttft_s * 1e3, "itl_limit_ms": result.limits.itl_s * 1e3,
+        "rate": result.rate, "headroom": result.headroom, "met": result.met, "interrupted": result.interrupted,
+        "best": result.points.index(shown[0]) if shown else None, "scale": list(result.scale.values()),
+        "prompt_tokens": _lengths(result.prompts), "output_tokens": _lengths(result.outputs),
         "points": [{
             "setting": str(point.setting), "max_rows": point.setting.rows, "prefill_tokens": point.setting.chunk,
             "threads": point.setting.threads, "device": point.setting.device, "cache_bytes": point.memory_bytes,
             "predicted": point.predicted, "measured": point.measured,
             "tests": [msgspec.to_builtins(test) for test in point.tests],
-        } for point in found.points],
+        } for point in result.points],
         "costs": {
             "writing": [{"threads": threads, "texts": cell.rows, "kept": cell.kept, "ms": s * 1e3}
-                        for threads, costs in found.costs.items() for cell, s in costs.writing],
+                        for threads, costs in result.costs.items() for cell, s in costs.writing],
             "prompts": [{"threads": threads, "tokens": cell.rows * cell.new, "kept": cell.kept, "ms": s * 1e3}
-                        for threads, costs in found.costs.items() for cell, s in costs.prompts],
+                        for threads, costs in result.costs.items() for cell, s in costs.prompts],
         },
-        "why": found.why, "failures": [{"what": failure.what, "why": failure.why} for failure in found.failures],
-        "tests": found.tests, "tests_kept": found.tests_kept, "seconds": found.seconds,
+        "why": result.why, "failures": [{"what": failure.what, "why": failure.why} for failure in result.failures],
+        "tests": result.tests, "tests_kept": result.tests_kept, "seconds": result.seconds,
     })  # fmt: skip
     return data
 

@@ -50,14 +50,14 @@ class Served:
     """What a simulation saw. Seconds."""
 
     ttft_s: Array
-    """Of each text, in the order of arrival; infinite where it was not begun."""
+    """By text, in the order of arrival; infinite where it was not begun."""
     steps_s: Array
-    """Of each step."""
+    """Length of each step."""
     writing: Array
     """How many texts got a token in each step that was not their first."""
     first: Array
     last: Array
-    """Of each text: the steps with its first and its last token."""
+    """By text, the steps with its first and its last token."""
     busy_s: float = 0.0
     stable: bool = True
 
@@ -143,8 +143,8 @@ def simulate_texts(
         part = _part(texts[writing:], chunk) if writing < len(texts) else []
         if part:
             tokens = len(part) * max(part)
-            seen = max(text.kept for text in texts[writing : writing + len(part)])
-            took += tables.prompts[tokens] + tables.looking_s * tokens * seen
+            context = max(text.kept for text in texts[writing : writing + len(part)])
+            took += tables.prompts[tokens] + tables.looking_s * tokens * context
         if not noise:
             noise = random.choice(tables.spread, 1024).tolist()
         took *= noise.pop()
@@ -212,17 +212,16 @@ def _leave(texts: list[_Text], place: int, writing: int) -> int:
 
 
 def text_capacity(
-    prompts: Sequence[int], outputs: Sequence[int], rows: int, chunk: int, tables: Tables, limits: TextLimits, *,
-    seed: int = 0,
+    prompts: Sequence[int], outputs: Sequence[int], rows: int, chunk: int, tables: Tables, limits: TextLimits
 ) -> float:  # fmt: skip
     """The greatest rate (a second) at which both limits are kept, to 3%. 0 where even an almost idle server is too
     slow."""
-    unit = poisson(1.0, TEXTS * 1.2, seed)[:TEXTS]
+    unit = poisson(1.0, TEXTS * 1.2)[:TEXTS]
     prompt, output = float(np.mean(prompts)), float(np.mean(outputs))
     alone = output * tables.writing[1][0] + (tables.prompts[1] if tables.keeps else 0.0)
 
     def good(rate: float) -> Served | None:
-        served = simulate_texts(unit / rate, prompts, outputs, rows, chunk, tables, seed=seed, give_up=limits)
+        served = simulate_texts(unit / rate, prompts, outputs, rows, chunk, tables, give_up=limits)
         return served if served.kept(limits) else None
 
     most = 1e4 / max(prompt + output, 1.0) / max(tables.writing[1][0], 1e-9)

@@ -31,7 +31,7 @@ def package_all(
     on_progress: Callable[[str], None] = lambda text: None, stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[list[Variant], list[Failure]]:  # fmt: skip
     """A package in `folder` for each recipe that differs once served, and what failed. Raises `Stopped`."""
-    made: list[Variant] = []
+    variants: list[Variant] = []
     failures: list[Failure] = []
     for recipe in distinct(recipes):
         name = str(recipe) if recipe.levels else AS_GIVEN
@@ -46,10 +46,10 @@ def package_all(
             error = f"its answers have a relative error of {variant.error:.2g}, above --max-error {max_error:g}"
             failures.append(Failure(f"the recipe {name}", error))
             continue
-        made.append(variant)
-    if len(made) == 1:
-        made = [Variant("", made[0].package)]
-    return made, failures
+        variants.append(variant)
+    if len(variants) == 1:
+        variants = [Variant("", variants[0].package)]
+    return variants, failures
 
 
 def distinct(recipes: Sequence[Recipe]) -> list[Recipe]:
@@ -71,12 +71,12 @@ def _package(text: str, target: Target, recipe: Recipe, path: Path, max_rows: in
                     raise Stopped
                 if time.monotonic() > deadline:
                     return f"packaging it took longer than {PACKAGE_S:.0f} s"
-            said = process.last_words().removeprefix("fettle:").strip()
-    return "" if code == 0 else said or f"packaging it {how_it_ended(code)}"
+            reason = process.last_words().removeprefix("fettle:").strip()
+    return "" if code == 0 else reason or f"packaging it {how_it_ended(code)}"
 
 
 def _digest(target: Target, recipe: Recipe, max_rows: int) -> str:
-    """Equal for the same recipe of the same target, as far as its own file tells."""
+    """Equal for the same recipe of the same target, as far as its own file says."""
     file = Path(target.reference.rpartition(":")[0])
     code = file.read_bytes() if file.is_file() else b""
     facts = json.dumps([target.reference, str(recipe), max_rows]).encode()

@@ -38,7 +38,7 @@ class Analysis:
     why_not: str = ""
     """Why there is no fit."""
     pooling: str = ""
-    """Of a study on several machines: how they were pooled, or why not."""
+    """For a study on several machines, how they were pooled, or why not."""
     spreads: Mapping[Level, float] = field(default_factory=dict)
     """By level: standard deviation of its gain from machine to machine, as a factor; where machines were pooled."""
     model: Model | None = field(default=None, compare=False, repr=False)
@@ -52,11 +52,11 @@ class Analysis:
     @property
     def dominant(self) -> list[str]:
         """The factors by the share of variance that each explains, half of each of its pairs with it, largest first."""
-        found: dict[str, float] = {}
+        most: dict[str, float] = {}
         for names, share in self.shares.items():
             for name in names:
-                found[name] = found.get(name, 0.0) + share / len(names)
-        return sorted(found, key=lambda name: -found[name])
+                most[name] = most.get(name, 0.0) + share / len(names)
+        return sorted(most, key=lambda name: -most[name])
 
     @property
     def surprises(self) -> list[Sentence]:
@@ -75,15 +75,15 @@ def _analyse(table: Table, group: str, response: Response, confidence: float) ->
     missing = len(rows) - known
     model = fit(table, group, response)
     if model is None:
-        why = "nothing was measured" if not known else "it does not vary, or too few experiments tell of it"
+        why = "nothing was measured" if not known else "it does not vary, or too few experiments vary it"
         return Analysis(group, response, known, missing, why_not=why)
     pooled = pool(table, group, response) if MACHINE in model.levels else ""
-    told, spreads = (pooled.model, pooled.spreads) if isinstance(pooled, Pooled) else (model, {})
-    found = effects(told, apart=table.apart, confidence=confidence)
+    fitted, spreads = (pooled.model, pooled.spreads) if isinstance(pooled, Pooled) else (model, {})
+    estimated = effects(fitted, apart=table.apart, confidence=confidence)
     return Analysis(
-        group, response, known, missing, tuple(found), shares(model),
-        tuple(sentences(told, found, apart=table.apart, confidence=confidence)), check(model), pooling=str(pooled),
-        spreads=spreads, model=model,
+        group, response, known, missing, tuple(estimated), shares(model),
+        tuple(sentences(fitted, estimated, apart=table.apart, confidence=confidence)), check(model),
+        pooling=str(pooled), spreads=spreads, model=model,
     )  # fmt: skip
 
 
@@ -111,9 +111,9 @@ def importance(model: Model) -> dict[str, float]:
         for row, value in zip(model.rows, model.y, strict=True)
     ])  # fmt: skip
     try:
-        found = optuna.importance.get_param_importances(
+        importances = optuna.importance.get_param_importances(
             study, evaluator=FanovaImportanceEvaluator(n_trees=_TREES, seed=0)
         )
     except ImportError:
         return {}
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in importances.items()}

@@ -21,7 +21,7 @@ class Grown:
     """The largest batch that fits at a step."""
 
     factor: int
-    """So many times the batch as given; 0 where not even that fits."""
+    """How many times the batch as given; 0 where not even that fits."""
     rows: int
     why: str
     """Why no larger one."""
@@ -41,14 +41,14 @@ def check_growth(session: Session, limit_bytes: float) -> None:
 
 def grown(session: Session, recipe: Recipe, limit_bytes: float) -> Grown:
     """Find the largest batch at a recipe that was measured; each try runs beside the workload as given."""
-    given = session.standings.known[Recipe()]
+    baseline = session.standings.known[Recipe()]
     session.held.close()  # of the device's memory as much as can be
 
     def tried(factor: int) -> Trial | None:
-        asked = Recipe({**recipe.levels, **enlarged(factor).levels})
-        if asked not in session.standings.known and not session.spent():
-            session.keep(session.run(list(dict.fromkeys([Recipe(), asked])), session.rules))
-        return session.standings.known.get(asked)
+        larger = Recipe({**recipe.levels, **enlarged(factor).levels})
+        if larger not in session.standings.known and not session.spent():
+            session.keep(session.run(list(dict.fromkeys([Recipe(), larger])), session.rules))
+        return session.standings.known.get(larger)
 
     factor, why = largest(tried, limit_bytes)
     if not factor:
@@ -56,7 +56,7 @@ def grown(session: Session, recipe: Recipe, limit_bytes: float) -> Grown:
     trial = tried(factor)
     assert trial is not None
     ratio = trial.speedup if trial.recipe.levels else Interval(1.0, 1.0, 1.0)
-    rate = given.throughput * ratio.estimate if ratio is not None else math.nan
+    rate = baseline.throughput * ratio.estimate if ratio is not None else math.nan
     return Grown(factor, trial.samples, why, ratio, rate, trial.peak_bytes)
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import altair as alt
 
-from fettle.files import write_bytes, write_text
 from fettle.measure import pareto
 from fettle.page import Figure, as_spec, clean, theme
-from fettle.page.theme import ACCENT, LEVERS, QUIET, Drawn, sized
+from fettle.page.theme import ACCENT, LEVERS, QUIET, Drawn, Rows, sized
 from fettle.studies import effect_charts, ladder_chart
 from fettle.studies.analysis import Analysis
 from fettle.studies.outcome import Rung
@@ -24,7 +22,6 @@ _MOST_RUNS = 24
 """Configurations whose rounds are drawn."""
 _MOST_SPLITS = 16
 """Rows that a scatter is split into."""
-Rows = list[dict[str, Any]]
 
 
 def figures(
@@ -32,28 +29,19 @@ def figures(
     published: Mapping[str, float] | None = None,
 ) -> list[Figure]:  # fmt: skip
     """The pictures that this study has data for, by group in the order of the page."""
-    made = [ladder_chart.figure(f"ladder-{n}", name, rungs, published) for n, (name, rungs) in enumerate(steps.items())]
+    figures = [
+        ladder_chart.figure(f"ladder-{n}", name, rungs, published) for n, (name, rungs) in enumerate(steps.items())
+    ]
     first = table.responses[0]
     for place, group in enumerate(table.groups):
         of_group = [analysis for analysis in analyses if analysis.group == group]
         lead = next((analysis for analysis in of_group if analysis.response == first), None)
         if lead is not None and lead.model is not None:
-            made.append(_scatter(f"scatter-{place}", table, lead))
+            figures.append(_scatter(f"scatter-{place}", table, lead))
         for analysis in of_group:
-            made += effect_charts.figures(f"{place}-{table.responses.index(analysis.response)}", analysis)
-        made += [_front(f"front-{place}", table, group), _runs(f"runs-{place}", table, group, lead)]
-    return [figure for figure in made if figure is not None]
-
-
-def write_charts(drawn: Sequence[Figure], folder: Path) -> list[Path]:
-    """Write every picture to `folder` as PNG and as SVG, and return the paths of the PNGs."""
-    written = []
-    for figure in drawn:
-        write_text(folder / f"{figure.name}.svg", figure.svg())
-        path = folder / f"{figure.name}.png"
-        write_bytes(path, figure.png())
-        written.append(path)
-    return written
+            figures += effect_charts.figures(f"{place}-{table.responses.index(analysis.response)}", analysis)
+        figures += [_front(f"front-{place}", table, group), _runs(f"runs-{place}", table, group, lead)]
+    return [figure for figure in figures if figure is not None]
 
 
 def _figure(name: str, title: str, words: str, chart: Drawn | alt.Chart | alt.FacetChart) -> Figure:

@@ -14,7 +14,7 @@ import numpy as np
 from fettle.studies.model import LEAST_FREEDOM, Model, Vector, statsmodels
 
 _SURE = 0.01
-"""p-value below which a check speaks."""
+"""p-value below which a check raises a doubt."""
 _NEEDED = 8
 """Experiments beyond the number of effects from which the shape of residuals says something."""
 _LACK = 0.02
@@ -57,7 +57,7 @@ class Checks:
 
     @property
     def believed(self) -> bool:
-        """Whether nothing serious speaks against the fit."""
+        """Whether nothing serious is wrong with the fit."""
         return not any(doubt.serious for doubt in self.doubts)
 
 
@@ -172,13 +172,13 @@ def _shape(model: Model, residuals: Vector) -> Iterator[Doubt]:
                 "some places and too narrow in others"
             )
     left = float(len(model.rows) - len(model.columns) - 1)
-    told = _externally_studentized(model.results)
-    far = [int(place) for place in np.argsort(-np.abs(np.nan_to_num(told)))
-           if 2 * float(stdtr(left, -abs(told[place]))) * len(told) < _SURE]  # fmt: skip
+    outliers = _externally_studentized(model.results)
+    far = [int(place) for place in np.argsort(-np.abs(np.nan_to_num(outliers)))
+           if 2 * float(stdtr(left, -abs(outliers[place]))) * len(outliers) < _SURE]  # fmt: skip
     if far:
         named = ", ".join(" ".join(f"{n}={model.rows[place].levels[n]}" for n in model.levels) for place in far[:3])
         more = f" and {len(far) - 3} more" if len(far) > 3 else ""
-        yield Doubt(f"far from what the rest says: {named}{more}", serious=len(far) > 0.1 * len(told))
+        yield Doubt(f"far from what the rest says: {named}{more}", serious=len(far) > 0.1 * len(outliers))
     order = np.arange(len(residuals), dtype=np.float64)
     slope = float(np.corrcoef(order, residuals)[0, 1])
     p = float(2 * stdtr(left, -abs(slope) * math.sqrt(left / max(1e-12, 1 - slope**2))))

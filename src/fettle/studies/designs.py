@@ -74,11 +74,11 @@ def cells(design: str, space: Space, start: Recipe, most: int | None = None) -> 
     `start` is what the sensitivity to each level is asked around. Any beginning of a fraction is itself balanced.
     Raises `UsageError` where nothing can be varied.
     """
-    found = [Recipe(), *(recipe for recipe in _DESIGNS[design](space, start, most) if recipe.levels)]
-    found = list(dict.fromkeys(found))[:most]
-    if len(found) < 2:
+    recipes = [Recipe(), *(recipe for recipe in _DESIGNS[design](space, start, most) if recipe.levels)]
+    recipes = list(dict.fromkeys(recipes))[:most]
+    if len(recipes) < 2:
         raise UsageError("there is nothing to vary: no level of these techniques can be used here")
-    return found
+    return recipes
 
 
 def about(design: str, space: Space, start: Recipe | None) -> int:
@@ -144,7 +144,7 @@ NAMES = ("ladder", "factorial", "fraction", "ablation", "pairs", "sensitivity")
 
 
 def check(design: str, most: int | None) -> None:
-    """Raise `UsageError` for a design that there is none of, and for a number of combinations that cannot be."""
+    """Raise `UsageError` for an unknown design, and for an impossible number of combinations."""
     if design not in NAMES:
         raise UsageError(f"unknown design {design!r}: there are {', '.join(NAMES)}")
     if most is not None and most < 2:

@@ -26,14 +26,14 @@ def _title(what: str, analysis: Analysis) -> str:
     return f"{what} on {analysis.response.name}" + (f": {analysis.group}" if analysis.group else "")
 
 
-def _told(analysis: Analysis) -> list[Effect]:
+def _with_intervals(analysis: Analysis) -> list[Effect]:
     """The effects that have an interval, what is claimed first, then main effects before pairs."""
     known = [one for one in analysis.effects if one.ratio is not None and one.ratio.low > 0]
-    return sorted(known, key=lambda one: (not one.is_told, -one.certain, len(one.levels)))
+    return sorted(known, key=lambda one: (not one.is_claimed, -one.certain, len(one.levels)))
 
 
 def _forest(name: str, analysis: Analysis) -> Figure | None:
-    shown = _told(analysis)[:_MOST]
+    shown = _with_intervals(analysis)[:_MOST]
     rows: list[dict[str, Any]] = []
     for effect in shown:
         assert effect.ratio is not None
@@ -71,12 +71,12 @@ def _matrix(name: str, analysis: Analysis) -> Figure | None:
     order = ["=".join(effect.levels[0]) for effect in shown if len(effect.levels) == 1]
     for effect in shown:
         names = ["=".join(level) for level in effect.levels]
-        told = effect.ratio is not None
+        has_ratio = effect.ratio is not None
         gain = math.log(effect.ratio.estimate) if effect.ratio is not None else None
         text = f"{effect.ratio.estimate:.2f}" if effect.ratio is not None else "?"
         row = {
             "effect": effect.label, "gain": None if gain is None else max(-1.0, min(1.0, gain)), "text": text,
-            "claimed": effect.is_told, "reading": effect.reading if told else effect.why or "cannot tell",
+            "claimed": effect.is_claimed, "reading": effect.reading if has_ratio else effect.why or "cannot tell",
         }  # fmt: skip
         for a, b in sorted({(names[0], names[-1]), (names[-1], names[0])}):
             rows.append({**row, "a": a, "b": b})
@@ -93,9 +93,9 @@ def _matrix(name: str, analysis: Analysis) -> Figure | None:
         text="text:N", opacity=alt.condition("datum.claimed", alt.value(1), alt.value(0.4))
     )
     chart = sized(max(120, 30 * len(order)), cells, text)
-    pairs = [one for one in _told(analysis) if len(one.levels) > 1 and one.is_told][:6]
-    said = (
+    pairs = [one for one in _with_intervals(analysis) if len(one.levels) > 1 and one.is_claimed][:6]
+    largest = (
         "; ".join(f"{one.label} {one.ratio.estimate:.2f}x" for one in pairs if one.ratio) or "none that is not chance"
     )
-    words = f"Matrix of {len(order)} levels: what two bring together beyond the product of each. Largest: {said}."
+    words = f"Matrix of {len(order)} levels: what two bring together beyond the product of each. Largest: {largest}."
     return Figure(name, clean(_title("Interactions", analysis)), clean(words), clean(as_spec(chart)))

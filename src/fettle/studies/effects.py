@@ -31,14 +31,14 @@ class Effect:
 
     levels: Term
     ratio: Interval | None
-    """Times better; above 1 is a gain. None where the experiments cannot tell it."""
+    """Times better; above 1 is a gain. None where the experiments cannot show it."""
     reading: Reading
     experiments: int
     """How many held all of these levels."""
     p: float = math.nan
     """After Holm, over all effects of the fit."""
     why: str = ""
-    """Why it cannot be told, where that is known."""
+    """Why it is unknown, where the reason is known."""
 
     @property
     def label(self) -> str:
@@ -46,14 +46,14 @@ class Effect:
         return " × ".join(f"{name}={level}" for name, level in self.levels)
 
     @property
-    def is_told(self) -> bool:
+    def is_claimed(self) -> bool:
         """Whether it is claimed: larger than what matters, and no chance."""
         return self.reading in ("helped", "hurt")
 
     @property
     def certain(self) -> float:
         """The part of the gain or loss, as a logarithm, that the interval vouches for."""
-        if self.ratio is None or not self.is_told:
+        if self.ratio is None or not self.is_claimed:
             return 0.0
         ends = (abs(math.log(self.ratio.low)), abs(math.log(self.ratio.high))) if self.ratio.low > 0 else (0.0,)
         return min(ends)
@@ -72,12 +72,12 @@ def effects(
         for two in model.levels[b][1:]
     ]
     gains = {term: model.main(term[0]) for term in mains} | {term: model.gain({term: 1.0}) for term in pairs}
-    found = []
+    effects = []
     for term, gain in gains.items():
         if gain is not None and all(name in apart for name, _ in term):
             gain = replace(gain, error=math.inf)
-        found.append(_effect(model, term, gain, confidence))
-    return _read(found, [gains[effect.levels] for effect in found], confidence, zone)
+        effects.append(_effect(model, term, gain, confidence))
+    return _read(effects, [gains[effect.levels] for effect in effects], confidence, zone)
 
 
 def _effect(model: Model, term: Term, gain: Estimate | None, confidence: float) -> Effect:
@@ -87,12 +87,12 @@ def _effect(model: Model, term: Term, gain: Estimate | None, confidence: float) 
     return Effect(term, _interval(gain, confidence), "cannot tell", count, p=gain.p())
 
 
-def _read(found: Sequence[Effect], gains: Sequence[Estimate | None], confidence: float, zone: float) -> list[Effect]:
+def _read(effects: Sequence[Effect], gains: Sequence[Estimate | None], confidence: float, zone: float) -> list[Effect]:
     """The effects with p-values after Holm and what may be claimed by them."""
-    asked = [effect.p for effect in found if math.isfinite(effect.p)]
-    adjusted = iter(_holm(asked))
+    p_values = [effect.p for effect in effects if math.isfinite(effect.p)]
+    adjusted = iter(_holm(p_values))
     read = []
-    for effect, gain in zip(found, gains, strict=True):
+    for effect, gain in zip(effects, gains, strict=True):
         if gain is None or not math.isfinite(effect.p):
             read.append(effect)
             continue
@@ -131,15 +131,15 @@ def shares(model: Model) -> Mapping[tuple[str, ...], float]:
     """
     total = float(np.sum((model.y - model.y.mean()) ** 2))
     names = {tuple(name for name, _ in term) for term in model.columns if term}
-    found = {}
+    by_term = {}
     for term in names:
         without = [place for place, column in enumerate(model.columns) if not set(term) <= {n for n, _ in column}]
         with_it = [
             place for place, column in enumerate(model.columns)
             if place in without or tuple(name for name, _ in column) == term
         ]  # fmt: skip
-        found[term] = max(0.0, (_rest(model, without) - _rest(model, with_it)) / total)
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        by_term[term] = max(0.0, (_rest(model, without) - _rest(model, with_it)) / total)
+    return dict(sorted(by_term.items(), key=lambda item: -item[1]))
 
 
 def _rest(model: Model, places: Sequence[int]) -> float:

@@ -14,11 +14,11 @@ from fettle.tuning import Session
 _PACKAGES = {"torch", "numpy", "transformers", *(name for one in CATALOGUE for name in one.packages)}
 
 
-def environments_of(found: Sequence[Interpreter], folder: Path) -> dict[str, Interpreter]:
+def environments_of(interpreters: Sequence[Interpreter], folder: Path) -> dict[str, Interpreter]:
     """By name, with what is installed in each."""
     link = folder / "cache" / "source"
     link.mkdir(parents=True, exist_ok=True)
-    return {one.name: look(one, _PACKAGES, link, module="fettle.measure._worker") for one in found}
+    return {one.name: look(one, _PACKAGES, link, module="fettle.measure._worker") for one in interpreters}
 
 
 def differences(environments: Iterable[Interpreter]) -> list[str]:
@@ -42,6 +42,6 @@ def check_same(session: Session) -> None:
             session.study.set_note(f"{PYTHON.name} {name}", now)
         elif before != now:
             raise UsageError(
-                f"`python={name}`: {one.path} is not what was measured under that name in {session.folder}: name it "
-                "otherwise, NAME=PATH, or choose another `output`"
+                f"`python={name}`: {one.path} is not what was measured under that name in {session.folder}: give it "
+                "another name, NAME=PATH, or choose another `output`"
             )

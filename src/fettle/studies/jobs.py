@@ -1,6 +1,6 @@
 """The workers of a study as a job of Slurm, Kubernetes or Ray: one on each machine, or one on each of its GPUs.
 
-All that a cluster does is to start `fettle worker` as often as it is told; who measures what is settled in the storage.
+All that a cluster does is to start `fettle worker` as often as asked; who measures what is settled in the storage.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Job:
     targets: tuple[str, ...] = ()
     machines: int = 4
     gpus: int = 0
-    """Of each machine; a worker for each. 0: one worker for the whole machine."""
+    """GPUs of each machine; a worker for each. 0: one worker for the whole machine."""
     image: str = ""
 
     @property
@@ -54,7 +54,7 @@ class Made:
 def write(kind: str, job: Job) -> Made:
     """The job for a kind of cluster. Raises `UsageError` for what cannot run there."""
     if kind not in _KINDS:
-        raise UsageError(f"{kind!r} is no cluster that jobs are written for: {', '.join(_KINDS)}")
+        raise UsageError(f"{kind!r} is not a cluster that jobs can be written for: {', '.join(_KINDS)}")
     check_name(job.study)
     scheme, separator, rest = job.storage.partition("://")
     if not separator or scheme.startswith("sqlite"):
@@ -83,7 +83,7 @@ def _slurm(job: Job) -> Made:
 # A node that fails ends its own workers only, and others take over; a job that is preempted goes on where it was.
 #SBATCH --no-kill
 #SBATCH --requeue
-# Workers that are told in time give back what they had claimed.
+# Workers that are warned in time give back what they had claimed.
 #SBATCH --signal=TERM@120
 
 # Each worker has all cores of its node, not one for each task.

@@ -88,7 +88,7 @@ def beside(rung: Rung, rungs: Sequence[Rung], published: Mapping[str, float]) ->
 
 
 def unmatched(steps: Mapping[str, Sequence[Rung]], published: Mapping[str, float]) -> list[str]:
-    """Steps that were published and are none of ours; the first is as given, whatever it is called."""
+    """Published steps that ours do not have; the first is as given, whatever it is called."""
     ours = {rung.label for rungs in steps.values() for rung in rungs}
     return [step for step in list(published)[1:] if step not in ours]
 
@@ -120,5 +120,5 @@ def _at_most(most: Grown) -> str:
 
 
 def _details(rung: Rung) -> list[str]:
-    found = [size_text(rung.peak_bytes)] if rung.peak_bytes else []
-    return [*found, f"error {rung.error:.1e}"] if math.isfinite(rung.error) else found
+    notes = [size_text(rung.peak_bytes)] if rung.peak_bytes else []
+    return [*notes, f"error {rung.error:.1e}"] if math.isfinite(rung.error) else notes

@@ -41,7 +41,7 @@ class Estimate:
 
     gain: float
     error: float
-    """Standard error; infinite where nothing tells it."""
+    """Standard error; infinite where nothing shows it."""
     freedom: float
     """Degrees of freedom of that."""
 
@@ -54,7 +54,7 @@ class Estimate:
         return float(stdtrit(min(self.freedom, 1e9), 0.5 + confidence / 2)) * self.error
 
     def p(self) -> float:
-        """Probability of a gain or loss as large by chance alone; NaN where nothing tells it."""
+        """Probability of a gain or loss as large by chance alone; NaN where nothing shows it."""
         from scipy.special import stdtr
 
         if not (math.isfinite(self.error) and self.freedom > 0):
@@ -81,9 +81,10 @@ class Model:
     results: RegressionResults
     covariance: Vector
     freedom: float
-    """Of `covariance`; infinite where it is from the errors of measuring, as too few experiments are left over."""
+    """Degrees of freedom of `covariance`; infinite where it is from the errors of measuring, as too few experiments are
+    left over."""
     scatter: Vector | None = None
-    """Of a mixed model: the part of `covariance` that is not from how the random draws differ, with `freedom`;"""
+    """In a mixed model, the part of `covariance` that is not from how the random draws differ, with `freedom`;"""
     draws: int = 0
     """and how many draws there are."""
 
@@ -136,10 +137,10 @@ class Model:
 
     def cells(self) -> list[list[int]]:
         """The places of the rows that are alike in all factors, by cell."""
-        found: dict[tuple[str, ...], list[int]] = {}
+        rows_of: dict[tuple[str, ...], list[int]] = {}
         for place, row in enumerate(self.rows):
-            found.setdefault(tuple(row.levels[name] for name in self.levels), []).append(place)
-        return list(found.values())
+            rows_of.setdefault(tuple(row.levels[name] for name in self.levels), []).append(place)
+        return list(rows_of.values())
 
 
 def holds(row: Experiment, term: Term) -> bool:
@@ -174,9 +175,9 @@ def fit(table: Table, group: str, response: Response) -> Model | None:
         for one, two in combinations(levels, 2)
     }
     columns = [_column(rows, term) for terms in [*mains, *pairs.values()] for term in terms]
-    asked = {column.tobytes() for column in columns if column.any()}
+    tested = {column.tobytes() for column in columns if column.any()}
     # Nothing need be left over where each experiment comes with its error, and there are enough for all that is asked.
-    spare = 0 if measured is not None and len(asked) < len(rows) else LEAST_FREEDOM
+    spare = 0 if measured is not None and len(tested) < len(rows) else LEAST_FREEDOM
     chosen = _Columns(rows)
     chosen.add([()], len(rows))
     for terms in mains:
@@ -235,8 +236,8 @@ def _by_parents(chosen: _Columns, levels: Mapping[str, Sequence[str]], y: Vector
 
 
 def _covariance(results: RegressionResults, x: Vector, measured: Vector | None, freedom: float) -> tuple[Vector, float]:
-    """Of the coefficients, and its degrees of freedom: from what the experiments scatter about the fit, or where too
-    few are left over for that from what measuring says of each."""
+    """The coefficients' covariance, and its degrees of freedom: from how the experiments scatter about the fit, or
+    where too few are left over for that from what measuring says of each."""
     inverse = np.asarray(results.normalized_cov_params)
     if freedom >= LEAST_FREEDOM:
         return np.asarray(results.cov_params()), freedom

@@ -1,7 +1,7 @@
-"""What a study's workers are told, kept in the storage that they share: which targets, which design, how many rounds.
+"""The orders of a study's workers, kept in the storage that they share: which targets, which design, how many rounds.
 
 A worker reads data and no code; the target must lie on its machine. Who can write to the storage chooses what a worker
-calls, so a worker that is not told its targets by whoever starts it takes no more than a factory that is defined in a
+calls, so a worker that is not given its targets by whoever starts it takes no more than a factory that is defined in a
 file of the folder it is started in.
 """
 
@@ -55,7 +55,7 @@ class Orders(msgspec.Struct, frozen=True):
 
 
 def orders_for(targets: Sequence[str], settings: Settings) -> Orders:
-    """What others are told who are to work at this study. Raises `UsageError` for what they could not do alike."""
+    """The orders for others who are to work at this study. Raises `UsageError` for what they could not do alike."""
     check_name(settings.name)
     if settings.storage is None:
         raise UsageError("`study` names a study in a storage that others reach: name that too, `storage`")
@@ -78,7 +78,7 @@ def orders_for(targets: Sequence[str], settings: Settings) -> Orders:
 
 
 def agree(targets: Sequence[str], settings: Settings) -> Orders:
-    """The same, after a look at what the study's workers are told already. Raises `UsageError` where that differs."""
+    """The same, after a look at the orders that the study has already. Raises `UsageError` where that differs."""
     wanted, name = orders_for(targets, settings), settings.name
     known = orders_of(name, _url(settings))
     if known is not None and (differing := _differing(known, wanted)):
@@ -97,7 +97,7 @@ def announce(orders: Orders, settings: Settings) -> None:
         with contextlib.suppress(DuplicatedStudyError):
             study = optuna.create_study(study_name=settings.name, storage=kept, directions=["minimize", "minimize"])
             study.set_user_attr(ORDERS, msgspec.to_builtins(orders))
-    agree(orders.targets, settings)  # of two that began at once with other orders, one is told
+    agree(orders.targets, settings)  # of two that began at once with other orders, one is refused
 
 
 def settings_of(settings: Settings, targets: Sequence[str] = ()) -> tuple[list[str], Settings]:
@@ -120,14 +120,14 @@ def settings_of(settings: Settings, targets: Sequence[str] = ()) -> tuple[list[s
                 f"the study {settings.name!r} is of {', '.join(orders.names)}: name those targets, or none"
             )
         named = {find_target(text).name: text for text in targets}
-        found = [named[name] for name in orders.names]
+        texts = [named[name] for name in orders.names]
     else:
-        found = [_harmless(text) for text in orders.targets]
+        texts = [_harmless(text) for text in orders.targets]
     here = [one.name for one in find_interpreters(settings.pythons)]
     if sorted(here) != sorted(orders.environments):
         missing = [name for name in orders.environments if name not in here] or ["no others"]
         raise UsageError(f"the study compares environments: name here {', '.join(missing)}, `python='NAME=PATH'`")
-    return found, replace(
+    return texts, replace(
         settings, design=orders.design, techniques=orders.techniques, arguments=orders.arguments, order=orders.order,
         start=None if orders.start is None else Recipe.parse(orders.start), cells=orders.cells, rounds=orders.rounds,
         mode=orders.mode, max_error=orders.max_error, confidence=orders.confidence,
@@ -145,14 +145,13 @@ def _url(settings: Settings) -> str:
 
 
 def orders_of(name: str, url: str) -> Orders | None:
-    """What workers of the study of that name are told; None where nobody has begun it."""
-    found = _kept(name, url)
+    """The orders of the study of that name; None where nobody has begun it."""
+    kept = _kept(name, url)
     try:
-        return None if found is None else msgspec.convert(found, Orders)
+        return None if kept is None else msgspec.convert(kept, Orders)
     except msgspec.ValidationError as error:
         raise UsageError(
-            f"what the workers of {name!r} are told cannot be read, another version may have written it: "
-            f"{first_line(error)}"
+            f"the orders of {name!r} cannot be read, another version may have written them: {first_line(error)}"
         ) from error
 
 
@@ -164,9 +163,9 @@ def _kept(name: str, url: str) -> dict[str, Any] | None:
         end = time.monotonic() + _BEGUN_S
         while time.monotonic() < end:
             study = optuna.load_study(study_name=name, storage=kept)
-            found = study.user_attrs.get(ORDERS)
-            if isinstance(found, dict):
-                return found
+            orders = study.user_attrs.get(ORDERS)
+            if isinstance(orders, dict):
+                return orders
             if study.user_attrs or study.trials:
                 break
             time.sleep(0.2)
@@ -204,7 +203,7 @@ def _harmless(text: str) -> str:
     path = Path(location).expanduser().resolve()
     if not location.endswith(".py") or not path.is_relative_to(Path.cwd()):
         raise UsageError(
-            f"the study is of {text}, which is no file in this folder: to run that, name it, fettle worker {text}"
+            f"the study is of {text}, which is not a file in this folder: to run it, name it: fettle worker {text}"
         )
     if not path.is_file():
         raise UsageError(f"the study is of {text}, and there is no such file here: start the worker where it lies")
@@ -214,5 +213,5 @@ def _harmless(text: str) -> str:
         raise UsageError(f"{location}: {first_line(error)}") from error
     defined = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     if factory not in defined:
-        raise UsageError(f"{location} defines no {factory}: to run that, name it, fettle worker {text}")
+        raise UsageError(f"{location} defines no {factory}: to run it, name it: fettle worker {text}")
     return text

@@ -72,8 +72,8 @@ def _where(table: Table, row: Experiment) -> dict[str, str]:
 
 def write_table(table: Table, path: Path) -> None:
     """Write the experiments to `path`, as CSV or as Parquet by its suffix. Raises `UsageError` where it cannot be."""
-    found, numbers = rows(table), {one.name for one in table.responses}
-    schema = {name: polars.Float64 if name in numbers else polars.String for name in (found[0] if found else {})}
-    frame = polars.DataFrame(found, schema=schema)
+    written, numbers = rows(table), {one.name for one in table.responses}
+    schema = {name: polars.Float64 if name in numbers else polars.String for name in (written[0] if written else {})}
+    frame = polars.DataFrame(written, schema=schema)
     with whole(path) as partial:
         frame.write_parquet(partial) if path.suffix.lower() == ".parquet" else frame.write_csv(partial)

@@ -43,9 +43,9 @@ def page(
     lost = [row for row in table.experiments if row.reason and not row.values]
     failed = [Cell(table.label(row), rest=f": {row.reason}") for row in lost]
     placed = {name for section in sections for name in section.figures}
-    said = _best_step(steps) if steps else headline(analyses)
+    conclusion = _best_step(steps) if steps else headline(analyses)
     return shell.render(
-        "fettle.studies", "page.html.j2", clean(name), drawn, name=clean(name), headline=clean(said),
+        "fettle.studies", "page.html.j2", clean(name), drawn, name=clean(name), headline=clean(conclusion),
         sections=clean(sections), loose=[figure.name for figure in drawn if figure.name not in placed],
         notes=clean(list(notes)), machines=clean(machines_table(table)),
         failed=clean(failed[:_MOST]), experiments=len(table.experiments),
@@ -54,22 +54,22 @@ def page(
 
 def machines_table(table: studied.Table) -> Table:
     """Who measured how much: a row a machine."""
-    found: dict[tuple[str, str], list[bool]] = {}
+    claims: dict[tuple[str, str], list[bool]] = {}
     for row in table.experiments:
         if row.machine:
-            found.setdefault((row.machine, row.host), []).append(bool(row.values))
+            claims.setdefault((row.machine, row.host), []).append(bool(row.values))
     rows = [(Cell(kind, code=True), host or MISSING, str(len(ran)), str(ran.count(False)))
-            for (kind, host), ran in sorted(found.items())]  # fmt: skip
+            for (kind, host), ran in sorted(claims.items())]  # fmt: skip
     return Table(("kind of machine", "host", "experiments", "failed"), rows, numbers=("experiments", "failed"))
 
 
 def headline(analyses: Sequence[Analysis]) -> str:
     """The surest surprise in the first response that has any, or its largest gain where nothing is surprising."""
-    said = [(sentence, analysis) for analysis in analyses for sentence in analysis.sentences]
-    if not said:
+    sentences = [(sentence, analysis) for analysis in analyses for sentence in analysis.sentences]
+    if not sentences:
         return "What was measured"
     first = next(analysis.response for analysis in analyses if analysis.sentences)
-    leading = [item for item in said if item[1].response == first]
+    leading = [item for item in sentences if item[1].response == first]
     sentence, analysis = max(leading, key=lambda item: (item[0].is_surprise, item[0].size))
     return sentence.text + (f" ({analysis.group})" if analysis.group else "")
 
@@ -107,7 +107,7 @@ def lead(analysis: Analysis) -> str:
     if analysis.checks is None:
         return f"No fit: {analysis.why_not}."
     checks = analysis.checks
-    believed = "" if checks.believed else "Do not believe these effects: see what speaks against the fit. "
+    believed = "" if checks.believed else "Do not believe these effects: see what is wrong with the fit. "
     missing = f" ({analysis.missing} more have none)" if analysis.missing else ""
     return (
         f"{believed}{analysis.experiments} experiments{missing}; effects and pairs explain {checks.explained:.1%} of "
@@ -127,7 +127,7 @@ def _held_out(held: HeldOut) -> str:
 
 
 def effects_table(analysis: Analysis) -> Table:
-    """Every effect with its interval; what cannot be told with the reason."""
+    """Every effect with its interval; what is unknown with the reason."""
     ordered = sorted(analysis.effects, key=lambda one: (-one.certain, one.ratio is None, len(one.levels)))
     rows = []
     for effect in ordered[:_MOST]:

@@ -5,7 +5,7 @@ to each pair + scatter: a linear mixed model (Laird and Ware, *Biometrics* 38, 1
 restricted maximum likelihood. Each level has a variance of its own; all pairs share one. So an interval says what to
 expect on one more machine of that sort, on average, and not only on these.
 
-Few machines tell little of how machines differ: a contrast's degrees of freedom are Satterthwaite's (*Biometrics
+Few machines show little of how machines differ: a contrast's degrees of freedom are Satterthwaite's (*Biometrics
 Bulletin* 2, 1946), between those of the scatter and the number of machines less one.
 """
 
@@ -25,10 +25,10 @@ from fettle.studies.model import Level, Model, Vector, fit, statsmodels
 from fettle.studies.table import MACHINE, Response, Table
 
 LEAST_MACHINES = 3
-"""Machines from which how they differ can be told at all."""
+"""Machines from which how they differ can be estimated at all."""
 _SAID = 3
 _LEAST = 1e-4
-"""Standard deviations (of a log) below this are none; of gains those below `ZONE` are not told."""
+"""Standard deviations (of a log) below this count as zero; of gains those below `ZONE` are not reported."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Pooled:
 
     def __str__(self) -> str:
         """What was pooled, for people."""
-        said = f"{self.machines} machines are pooled by a mixed model: effects are those of an average machine"
+        sentence = f"{self.machines} machines are pooled by a mixed model: effects are those of an average machine"
         if not self.spreads:
-            return f"{said}, and no level's gain differs from machine to machine beyond the scatter."
+            return f"{sentence}, and no level's gain differs from machine to machine beyond the scatter."
         ranked = sorted(self.spreads.items(), key=lambda item: -item[1])[:_SAID]
         return (
-            f"{said}; from one to another gains differ by "
+            f"{sentence}; from one to another gains differ by "
             + ", ".join(f"{spread:.2f}x ({'='.join(level)})" for level, spread in ranked)
             + " (standard deviations)."
         )
@@ -69,11 +69,11 @@ def pool(table: Table, group: str, response: Response) -> Pooled | str:
         )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a variance of zero is on the boundary, which is no fault
-            found = _fit(model, np.array(machines))
+            warnings.simplefilter("ignore")  # a variance of zero is on the boundary, which is not a fault
+            fitted = _fit(model, np.array(machines))
     except (np.linalg.LinAlgError, ValueError, FloatingPointError) as error:
         return _failed(first_line(error))
-    return found or _failed("it did not converge")
+    return fitted or _failed("it did not converge")
 
 
 def _failed(why: str) -> str:

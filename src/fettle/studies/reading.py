@@ -19,7 +19,7 @@ MOST_COLUMNS = 1_000
 MOST_LEVELS = 12
 """Levels from which a column of numbers that nobody named a factor is taken for something measured."""
 MOST_NAMED_LEVELS = 60
-_GIVEN = ("", "as given", "none", "false", "no", "off", "0", "baseline", "default", "float32", "fp32", "torch.float32")
+_PLAIN = ("", "as given", "none", "false", "no", "off", "0", "baseline", "default", "float32", "fp32", "torch.float32")
 """Levels that usually stand for nothing done, the likeliest first."""
 _LARGER = re.compile(
     r"throughput|/s\b|per.second|speed.?up|\bfps\b|accuracy|\bmiou\b|samples_s|tokens_s", re.IGNORECASE
@@ -46,15 +46,15 @@ def read_csv(
     group_by = _names(group_by, columns)
     for name in group_by:
         _known(name, columns, "group_by")
-    given = dict(_factor(text, columns) for text in _names(factors, columns))
+    named = dict(_factor(text, columns) for text in _names(factors, columns))
     taken = {*group_by, *(one.name for one in responses)}
-    if both := taken & given.keys():
+    if both := taken & named.keys():
         raise UsageError(f"`factors`: {sorted(both)[0]} is a response or a group already")
     groups = [" ".join(row[name] for name in group_by) for row in rows]
-    names = list(given) or [name for name in columns if name not in taken and _is_setting(name, rows, groups)]
+    names = list(named) or [name for name in columns if name not in taken and _is_setting(name, rows, groups)]
     if not names:
         raise UsageError("no column looks like a setting that was varied: name them, `factors`")
-    levels = {name: _levels(name, rows, given.get(name)) for name in names}
+    levels = {name: _levels(name, rows, named.get(name)) for name in names}
     experiments = tuple(
         Experiment(
             levels={name: row[name] for name in names},
@@ -63,7 +63,7 @@ def read_csv(
         )
         for row, group in zip(rows, groups, strict=True)
     )
-    notes = [] if given else ["factors, as no others were named: " + ", ".join(names)]
+    notes = [] if named else ["factors, as no others were named: " + ", ".join(names)]
     for one in responses:
         lost = sum(experiment.value(one.name) is None for experiment in experiments)
         if lost == len(experiments):
@@ -83,14 +83,14 @@ def read_ladder(path: Path) -> dict[str, float]:
     others = [name for name in rows[0] if name != "step"]
     if len(others) != 1 or "step" not in rows[0]:
         raise UsageError(f"{path}: a published ladder has two columns, step and what came out, such as throughput")
-    response, found = _response(others[0], others), dict[str, float]()
+    response, ratios = _response(others[0], others), dict[str, float]()
     first = _number(rows[0][response.name])
     for row in rows:
         ratio = _number(row[response.name]) / first if first > 0 else math.nan
-        if not (ratio > 0 and math.isfinite(ratio)) or row["step"] in found:
-            raise UsageError(f"{path}: each step has one positive number, and {row['step']!r} has not")
-        found[row["step"]] = ratio if response.larger_is_better else 1 / ratio
-    return found
+        if not (ratio > 0 and math.isfinite(ratio)) or row["step"] in ratios:
+            raise UsageError(f"{path}: each step needs one positive number, and {row['step']!r} has none")
+        ratios[row["step"]] = ratio if response.larger_is_better else 1 / ratio
+    return ratios
 
 
 def _names(texts: Sequence[str], columns: Sequence[str]) -> list[str]:
@@ -103,13 +103,13 @@ def _rows(path: Path) -> list[Row]:
     try:
         lines = list(csv.reader(io.StringIO(text, newline="")))
     except csv.Error as error:
-        raise UsageError(f"{path} is no CSV file: {error}") from error
+        raise UsageError(f"{path} is not a CSV file: {error}") from error
     lines = list(dropwhile(lambda line: line[0].startswith("#"), filter(None, lines)))  # where it came from
     if len(lines) < 2:
         raise UsageError(f"{path} has no rows below a header")
     header = [name.strip() for name in lines[0]]
     if len(header) > MOST_COLUMNS:
-        raise UsageError(f"{path} has {len(header)} columns: no table of experiments")
+        raise UsageError(f"{path} has {len(header)} columns, which is not a table of experiments")
     if len(set(header)) < len(header) or "" in header:
         raise UsageError(f"{path}: a column has no name, or two have the same")
     for number, line in enumerate(lines[1:], 2):
@@ -155,15 +155,15 @@ def _is_setting(name: str, rows: Sequence[Row], groups: Sequence[str]) -> bool:
 
 def _levels(name: str, rows: Sequence[Row], default: str | None) -> tuple[str, ...]:
     """The levels, the default first, numbers in their order."""
-    found = {row[name] for row in rows}
-    if len(found) > MOST_NAMED_LEVELS:
-        raise UsageError(f"`factors`: {name} has {len(found)} levels: it looks measured, not set")
-    if default is not None and default not in found:
+    values = {row[name] for row in rows}
+    if len(values) > MOST_NAMED_LEVELS:
+        raise UsageError(f"`factors`: {name} has {len(values)} levels: it looks measured, not set")
+    if default is not None and default not in values:
         raise UsageError(f"`factors`: no row has {name}={default}")
     if default is None:
-        usual = [level for word in _GIVEN for level in found if level.lower() == word]
-        default = usual[0] if usual else min(found, key=_order)
-    return (default, *sorted(found - {default}, key=_order))
+        usual = [level for word in _PLAIN for level in values if level.lower() == word]
+        default = usual[0] if usual else min(values, key=_order)
+    return (default, *sorted(values - {default}, key=_order))
 
 
 def _order(level: str) -> tuple[bool, float, str]:

@@ -72,7 +72,7 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
         close_all()
     for workload in workloads:
         if workload.guide is not None:
-            workload.session.notes += _told(workload.guide, workload)
+            workload.session.notes += _foreseen(workload.guide, workload)
     notes = (
         *(plan.notes if plan else ()),
         *differences(environments.values()),
@@ -166,8 +166,8 @@ def _measure(workload: Workload, settings: Settings, began: float) -> None:
     if settings.design == "ablation":
         start = settings.start
         if start is None:
-            found = auto(space, session, guide=workload.guide)
-            start = found.recipe if found else Recipe()
+            searched = auto(space, session, guide=workload.guide)
+            start = searched.recipe if searched else Recipe()
         workload.steps = removals(space, session, start)
         return
     if settings.is_shared:
@@ -183,7 +183,7 @@ def _measure(workload: Workload, settings: Settings, began: float) -> None:
             break
 
 
-def _told(guide: Guide, workload: Workload) -> list[str]:
+def _foreseen(guide: Guide, workload: Workload) -> list[str]:
     """What the atlas expected and what was found."""
     guide.look_back(trial for recipe, trial in workload.known.items()
                     if recipe not in {one.recipe for one in guide.foreseen})  # fmt: skip

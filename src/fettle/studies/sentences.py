@@ -1,6 +1,6 @@
 """What a fit says, in sentences: each number is a contrast of the fit, and surprises come first.
 
-A surprise is what top-N lists do not tell: a level that hurts, one that helps only beside another, one that brings
+A surprise is what top-N lists do not show: a level that hurts, one that helps only beside another, one that brings
 nothing more once another is there. They are put in the order of what their intervals vouch for, so that a large effect
 that might be chance does not come before a smaller one that is sure.
 """
@@ -16,7 +16,7 @@ from fettle.studies.effects import ZONE, Effect
 from fettle.studies.model import Estimate, Level, Model, Term
 
 _PART = 1 / 3
-"""Of what a level gains in one place: if it gains less than this in the other, it is said to need that, or to be
+"""Share of what a level gains in one place: where it gains less in the other, it is said to need that, or to be
 cancelled."""
 Kind = Literal["hurts", "needs", "cancels", "turns", "more", "less", "helps"]
 
@@ -44,12 +44,12 @@ def sentences(
     model: Model, effects: Sequence[Effect], *, apart: frozenset[str] = frozenset(), confidence: float = 0.95
 ) -> list[Sentence]:
     """Surprises, the surest and largest first, then what helps."""
-    found = []
+    sentences = []
     for effect in effects:
-        if effect.is_told:
+        if effect.is_claimed:
             alone = len(effect.levels) == 1
-            found.append(_average(model, effect) if alone else _pair(model, effect, apart, confidence))
-    return sorted(found, key=lambda sentence: (not sentence.is_surprise, -sentence.size))
+            sentences.append(_average(model, effect) if alone else _pair(model, effect, apart, confidence))
+    return sorted(sentences, key=lambda sentence: (not sentence.is_surprise, -sentence.size))
 
 
 def _average(model: Model, effect: Effect) -> Sentence:
@@ -63,7 +63,7 @@ def _average(model: Model, effect: Effect) -> Sentence:
 
 
 def _pair(model: Model, effect: Effect, apart: frozenset[str], confidence: float) -> Sentence:
-    """Of the two ways to say it, the one that says most: what needs, what turns, what cancels, what grows or
+    """The more telling of the two ways to say it: what needs, what turns, what cancels, what grows or
     shrinks."""
     one, two = effect.levels
     ways = [_way(model, effect, a, b, apart, confidence) for a, b in ((one, two), (two, one)) if a[0] not in apart]

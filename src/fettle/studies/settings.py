@@ -1,4 +1,4 @@
-"""What a study is told."""
+"""The settings of a study."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUNDS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a study is told."""
+    """The settings of a study."""
 
     design: str = "factorial"
     techniques: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Settings:
     start: Recipe | None = None
     """What an ablation takes apart, a sensitivity is asked around and a ladder stands on."""
     grow_batch: float | None = None
-    """Of a ladder: bytes of memory up to which the batch is made larger at each step; infinite for all of a device."""
+    """For a ladder, bytes of memory up to which the batch is made larger at each step; infinite for all of a device."""
     cells: int | None = None
     """Most combinations of each workload. None: as many as the design has."""
     rounds: int = ROUNDS
@@ -44,7 +44,7 @@ class Settings:
     storage: str | None = None
     """An Optuna storage that others may work at too: combinations are claimed before they are measured."""
     name: str = ""
-    """Of the study in that storage: by it workers find what they are to measure, and it has trials of its own."""
+    """Name of the study in that storage: by it workers find what they are to measure, and it has trials of its own."""
     atlas: Path | None = None
     """An atlas, from which a search knows where to begin, and whose forecasts are put beside what was found."""
     trial_timeout_s: float = 900.0

@@ -69,13 +69,13 @@ def one_at_a_time(session: Session) -> Iterator[None]:
 
 def elsewhere(session: Session) -> list[tuple[Machine, list[Trial]]]:
     """What other kinds of machines measured of the same workload, each by its own races."""
-    found = []
+    others = []
     for name, facts in session.study.machines().items():
         if name != this_one(session).id:
             trials = recalled(session.study.on(name), session.standings.limits, session.environments)
             if trials:
-                found.append((msgspec.convert(facts, Machine), trials))
-    return found
+                others.append((msgspec.convert(facts, Machine), trials))
+    return others
 
 
 def this_one(session: Session) -> Machine:

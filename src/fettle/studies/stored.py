@@ -32,13 +32,13 @@ def stored(settings: Settings) -> Done:
     wanted = {name: (name, dict[str, str]())}
     if orders is not None:
         wanted = {f"{name}/{own}": (group, values) for group, values, own in labelled(orders.names, orders.arguments)}
-    found = [(study, machine) for study, machine in studies_in(url, wanted) if study.trials()]
-    if not found:
+    studies = [(study, machine) for study, machine in studies_in(url, wanted) if study.trials()]
+    if not studies:
         raise UsageError(f"no study {name!r} with trials is in {hidden(url)}; there are: {_there(url)}")
-    names = labels([machine for _, machine in found])
+    names = labels([machine for _, machine in studies])
     limits = Limits(max_error=orders.max_error if orders is not None else settings.max_error)
     measured, notes, going = [], [], 0
-    for study, machine in found:
+    for study, machine in studies:
         trials = recalled(study, limits, None)
         group, arguments = wanted[study.name]
         measured.append(Measured(group, arguments, _choices(trials, orders), trials, names[machine.id], study.hosts()))
@@ -46,10 +46,10 @@ def stored(settings: Settings) -> Done:
         going += study.claimed()
     count = sum(len(one.trials) for one in measured)
     notes.insert(0, f"read from {hidden(url)}: {count} experiments" + (f", {going} being measured" if going else ""))
-    seconds = sum(float(study.note("seconds") or 0.0) for study, _ in found)
+    seconds = sum(float(study.note("seconds") or 0.0) for study, _ in studies)
     return Done(
         orders.design if orders is not None else "study", together(measured, orders.arguments if orders else {}), {},
-        found[0][1], seconds, False, tuple(notes),
+        studies[0][1], seconds, False, tuple(notes),
     )  # fmt: skip
 
 
@@ -59,17 +59,17 @@ def _there(url: str) -> str:
 
 
 def _choices(trials: Iterable[Trial], orders: Orders | None) -> Mapping[str, Sequence[str]]:
-    """Levels by technique, the default first, as far as they were tried; what was pinned is no factor."""
+    """Levels by technique, the default first, as far as they were tried; what was pinned is not a factor."""
     tried: dict[str, set[str]] = {}
     for trial in trials:
         for name, level in trial.recipe.levels.items():
             tried.setdefault(name, set()).add(level)
-    asked: Mapping[str, Collection[str] | str] = orders.techniques if orders is not None else {}
+    ordered: Mapping[str, Collection[str] | str] = orders.techniques if orders is not None else {}
     order = {**known_levels(), PYTHON.name: sorted(tried.get(PYTHON.name, ()))}
-    found = {}
+    choices = {}
     for name in sorted(tried, key=lambda one: list(order).index(find(one).name)):
         levels = [level for level in order[find(name).name] if level in tried[name]]
         levels += sorted(tried[name].difference(levels))
-        pinned = name in asked and (isinstance(asked[name], str) or len(asked[name]) == 1)
-        found[name] = levels if pinned else [find(name).default, *levels]
-    return found
+        pinned = name in ordered and (isinstance(ordered[name], str) or len(ordered[name]) == 1)
+        choices[name] = levels if pinned else [find(name).default, *levels]
+    return choices

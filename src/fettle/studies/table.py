@@ -25,13 +25,13 @@ class Experiment:
     """One row."""
 
     levels: Mapping[str, str]
-    """By factor."""
+    """Levels by factor."""
     values: Mapping[str, float]
     """By response; what is missing or not a positive number is not an observation of it."""
     group: str = ""
     """The model it was made on. Groups are analysed apart."""
     errors: Mapping[str, float] = field(default_factory=dict)
-    """By response: standard error of its logarithm, where measuring told it."""
+    """By response: standard error of its logarithm, where it was measured."""
     reason: str = ""
     """Why it failed."""
     rounds: Sequence[tuple[int, float]] = ()

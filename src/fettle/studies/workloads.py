@@ -58,7 +58,7 @@ class Workload:
         return self.within(self.known.values())
 
     def within(self, trials: Iterable[Trial]) -> list[Trial]:
-        """Those of recipes in the space."""
+        """Trials of recipes in the space."""
         allowed = {(name, level) for name, levels in self.space.choices.items() for level in levels}
         return [trial for trial in trials if trial.recipe.levels.items() <= allowed]
 
@@ -109,18 +109,18 @@ def _targets(texts: Sequence[str], settings: Settings) -> list[_Target]:
     if not texts:
         raise UsageError("name a target, path/to/file.py:factory, or a table with `from_csv`")
     targets = {text: replace(find_target(text), mode=settings.mode) for text in texts}
-    asked = labelled([target.name for target in targets.values()], settings.arguments)
+    labels = labelled([target.name for target in targets.values()], settings.arguments)
     each = [target for target in targets.values() for _ in product(*settings.arguments.values())]
     return [
         _Target(group, arguments,
                 replace(target, name=name, arguments={key: _typed(value) for key, value in arguments.items()}))
-        for (group, arguments, name), target in zip(asked, each, strict=True)
+        for (group, arguments, name), target in zip(labels, each, strict=True)
     ]  # fmt: skip
 
 
 def labelled(names: Iterable[str], arguments: Mapping[str, Sequence[str]]) -> list[tuple[str, dict[str, str], str]]:
     """Every target with every combination of arguments: the group, the arguments, and the name of its study."""
-    found = []
+    rows = []
     groups: list[str] = []
     for own in names:
         alike = sum(group == own or group.startswith(f"{own}#") for group in groups)
@@ -128,8 +128,8 @@ def labelled(names: Iterable[str], arguments: Mapping[str, Sequence[str]]) -> li
         for values in product(*arguments.values()):
             chosen = dict(zip(arguments, values, strict=True))
             name = "-".join([groups[-1], *(f"{key}{value}" for key, value in chosen.items())])
-            found.append((groups[-1], chosen, name))
-    return found
+            rows.append((groups[-1], chosen, name))
+    return rows
 
 
 def _typed(text: str) -> int | float | str:
@@ -144,12 +144,12 @@ def _typed(text: str) -> int | float | str:
 def workloads_of(targets: Sequence[str], settings: Settings, telling: Telling) -> list[Workload]:
     """The workloads of a study, not yet opened. Raises `UsageError` for bad input."""
     _check(settings)
-    found, wanted = find_interpreters(settings.pythons), _targets(targets, settings)
+    interpreters, wanted = find_interpreters(settings.pythons), _targets(targets, settings)
     named = settings.start.levels.get(PYTHON.name, PYTHON.default) if settings.start is not None else PYTHON.default
-    if named not in (PYTHON.default, *(one.name for one in found)):
+    if named not in (PYTHON.default, *(one.name for one in interpreters)):
         raise UsageError(f"`recipe`: there is no environment {named!r}: name it, `python='{named}=PATH'`")
     folder = writable(settings.output)
-    environments = environments_of(found, folder)
+    environments = environments_of(interpreters, folder)
     return [
         Workload(target.group, target.arguments, _session(target.target, folder, settings, telling),
                   environments=environments)
@@ -191,7 +191,7 @@ def open_workload(workload: Workload, settings: Settings, machine: Machine) -> N
     if clash := [name for name in settings.arguments if len(choices.get(name, ())) > 1]:
         raise UsageError(
             f"`factor={clash[0]}`: a technique of that name is varied too: pin it, `technique='{clash[0]}=LEVEL'`, or "
-            "call the argument otherwise"
+            "rename the argument"
         )
     if settings.design not in designs.STEPS:
         workload.cells = designs.cells(settings.design, workload.space, settings.start or Recipe(), settings.cells)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import polars as pl
@@ -18,3 +18,8 @@ def frame_of(rows: Sequence[Sequence[Any]], **columns: type) -> pl.DataFrame:
 def with_rank(trace: Trace, frame: pl.DataFrame) -> pl.DataFrame:
     """The frame with the trace's rank as its first column."""
     return frame.select(pl.lit(trace.rank, dtype=pl.Int64()).alias("rank"), pl.all())
+
+
+def joined(traces: Sequence[Trace], analysis: Callable[[Trace], pl.DataFrame]) -> pl.DataFrame:
+    """The answers for all traces in one frame."""
+    return pl.concat([analysis(trace) for trace in traces], how="vertical_relaxed")

@@ -167,7 +167,7 @@ _ADDRESS = re.compile(r" (object )?at 0x[0-9a-fA-F]+")
 
 
 def without_address(name: str) -> str:
-    """A Python function's name without the address of the object it was called on, which tells its calls apart."""
+    """A Python function's name without the address of the object it was called on, which differs from call to call."""
     return _ADDRESS.sub("", name)
 
 

@@ -146,14 +146,14 @@ class Trace:
 
     @cached_property
     def is_collective(self) -> Bools:
-        """Kernels that communicate: told by the profiler's collective arguments, by the operator, or by their name."""
+        """Kernels that communicate: known by the profiler's collective arguments, by the operator, or by their name."""
         by_name = np.fromiter((is_collective_name(n) for n in self.names), dtype=bool, count=len(self.names))
         kernels = self.kind == Kind.KERNEL
         flags: Bools = np.zeros(len(kernels), dtype=bool)
         rows = np.flatnonzero(kernels)
         flags[rows] = by_name[self.column("name")[rows]]
-        told = self.side["collectives"]["row"].to_numpy()
-        flags[told] = True
+        recorded = self.side["collectives"]["row"].to_numpy()
+        flags[recorded] = True
         answer: Bools = flags & kernels
         return answer
 
@@ -201,11 +201,11 @@ def per_trace(analysis: Callable[Concatenate[Trace, P], R]) -> Callable[Concaten
     """Answer once for each trace and arguments, and keep the answer with the trace."""
 
     @wraps(analysis)
-    def asked(trace: Trace, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def answered(trace: Trace, /, *args: P.args, **kwargs: P.kwargs) -> R:
         key = (analysis, args, tuple(kwargs.items()))
         if key not in trace.kept:
             trace.kept[key] = analysis(trace, *args, **kwargs)
         answer: R = trace.kept[key]
         return answer
 
-    return asked
+    return answered

@@ -14,7 +14,7 @@ from fettle.train.workload import TrainingWorkload
 from fettle.workload import Workload
 
 MOST_BATCHES = 32
-"""Of more batches the first are looked at."""
+"""The most batches that are looked at: the first ones."""
 
 
 def training_facts(workload: TrainingWorkload, *, allow_batch: bool = False) -> Facts:
@@ -43,14 +43,14 @@ def training_facts(workload: TrainingWorkload, *, allow_batch: bool = False) -> 
     )
 
 
-def largest_that_fits(fits: Callable[[int], bool], *, most: int = 64, start: int = 1) -> int:
-    """The largest size from `start` to `most` that fits, 0 where `start` does not.
+def largest_that_fits(fits: Callable[[int], bool], *, most: int = 64) -> int:
+    """The largest size from 1 to `most` that fits, 0 where 1 does not.
 
-    `fits` must not become true again once it was false. It is asked about log2(most / start) sizes twice at most.
+    `fits` must not become true again once it was false. It is asked about log2(most) sizes twice at most.
     """
-    if not fits(start):
+    if not fits(1):
         return 0
-    good, bad = start, most + 1
+    good, bad = 1, most + 1
     while good * 2 <= most:
         if not fits(good * 2):
             bad = good * 2

@@ -88,11 +88,11 @@ def joined(losses: Sequence[float], count: int) -> list[float]:
 
 
 def _norms_problem(curve: Curve, band: Band) -> str:
-    found = _norm_ratio(curve, band.baseline)
+    ratio = _norm_ratio(curve, band.baseline)
     allowed = max([_NORM_FACTOR, *(max(r, 1 / r) for r in (_norm_ratio(o, band.baseline) for o in band.others))])
-    if 1 / allowed <= found <= allowed:
+    if 1 / allowed <= ratio <= allowed:
         return ""
-    return f"the gradient norms are {found:.2g} times the baseline's, other seeds' differ by {allowed:.2g} at most"
+    return f"the gradient norms are {ratio:.2g} times the baseline's, other seeds' differ by {allowed:.2g} at most"
 
 
 def _norm_ratio(curve: Curve, baseline: Curve) -> float:

@@ -26,10 +26,10 @@ _SENT = ("gloo:", "nccl:", "ncclkernel", "nccldevkernel", "c10d::", "_c10d_funct
          "record_param_comms")  # fmt: skip
 _WRAPPERS = ("profilerstep", "autograd::engine", "torch::autograd", "distributeddataparallel", "optimizer.", "fsdp::",
              "enumerate(", "## ")  # fmt: skip
-"""Ranges that hold operators and are none."""
+"""Ranges that hold operators and are not operators themselves."""
 
 
-def step_parts(ranges: Iterable[Range], found: tuple[list[Interval], list[Interval]]) -> dict[str, int]:
+def step_parts(ranges: Iterable[Range], busy_and_sent: tuple[list[Interval], list[Interval]]) -> dict[str, int]:
     """Nanoseconds of each of `PARTS`, from phases and the intervals of (operators, collectives).
 
     Every moment belongs to exactly one of them, so they add up to the wall time. A moment is communication where a
@@ -37,7 +37,7 @@ def step_parts(ranges: Iterable[Range], found: tuple[list[Interval], list[Interv
     where neither does: the interpreter between operators on a CPU, a device that waits on a GPU. Else it belongs to its
     phase. Waiting for data is the phase data, whatever runs meanwhile.
     """
-    busy, sent = (_union(intervals) for intervals in found)
+    busy, sent = (_union(intervals) for intervals in busy_and_sent)
     parts = dict.fromkeys(PARTS, 0)
     for name, begin, end in ranges:
         if name == "data":

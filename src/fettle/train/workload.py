@@ -1,7 +1,7 @@
 """The training workload: a model, an optimizer factory, a loss, data, and how many steps judge a recipe.
 
 A factory builds it, as it builds a `fettle.Workload`, so that a fresh process can build it again. A factory that
-takes an argument ``seed`` is called with the seed: other seeds tell how far losses spread by themselves.
+takes an argument ``seed`` is called with the seed: other seeds show how far losses spread by themselves.
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ def training_workload_from(made: object, where: str) -> TrainingWorkload:
 def make(target: Target) -> tuple[object, str]:
     """What the factory of a target returns with torch's seed 0, and the mode that it is for."""
     torch.manual_seed(0)
-    made = target.make()
-    training = isinstance(made, TrainingWorkload) or (isinstance(made, dict) and "optimizer" in made)
-    return made, "training" if training else "inference"
+    built = target.make()
+    training = isinstance(built, TrainingWorkload) or (isinstance(built, dict) and "optimizer" in built)
+    return built, "training" if training else "inference"
 
 
 def load_training(target: Target, seed: int = 0, made: object = None) -> TrainingWorkload:

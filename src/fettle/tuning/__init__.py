@@ -1,4 +1,4 @@
-"""Tuning: the main job, from a workload to a verified recipe. `tune` tells it from top to bottom.
+"""Tuning: the main job, from a workload to a verified recipe. `tune` reads from top to bottom.
 
 Other rooms use `tune` with its `Options`, the `Session` that a study measures with, and what reads a caller's workload.
 """

@@ -43,8 +43,8 @@ def workload_of(
                 "inputs, call and metric belong to a live model; a workload and the factory of a target give their own"
             )
         if isinstance(model, (str, Path, Target)):
-            found = model if isinstance(model, Target) else find_target(str(model))
-            return found if mode == AUTO else replace(found, mode=mode)
+            target = model if isinstance(model, Target) else find_target(str(model))
+            return target if mode == AUTO else replace(target, mode=mode)
     elif mode == "training":
         raise UsageError("training needs a fettle.TrainingWorkload(model, optimizer, loss, data), or 'file.py:factory'")
     elif inputs is None:
@@ -122,8 +122,8 @@ def check_ranks(options: Options, target: Target) -> Target:
     if target.mode == AUTO:
         target = ask_for_mode(target, options.trial_timeout_s)
     if target.mode != "training":
-        asked = f"`nproc={nproc}`" if nproc > 1 else f"`nodes={nodes}`"
-        raise UsageError(f"{asked} is for training, and this is a workload for inference")
+        option = f"`nproc={nproc}`" if nproc > 1 else f"`nodes={nodes}`"
+        raise UsageError(f"{option} is for training, and this is a workload for inference")
     return target
 
 
@@ -150,7 +150,7 @@ def check_techniques(allowed: Mapping[str, str | Sequence[str]]) -> Mapping[str,
     """The user's choice of levels, one or several each; raises `UsageError` for what the catalogue does not have."""
     if not isinstance(allowed, Mapping):
         raise UsageError('techniques is a mapping of names to levels, for example techniques={"precision": ["bf16"]}')
-    found: dict[str, list[str]] = {}
+    chosen: dict[str, list[str]] = {}
     for name, levels in allowed.items():
         if not levels:
             raise UsageError(f"no level of {name} is allowed: name one at least, or leave {name} out")
@@ -158,8 +158,8 @@ def check_techniques(allowed: Mapping[str, str | Sequence[str]]) -> Mapping[str,
             recipe = Recipe(respelled({name: level}))
             check_names(recipe)
             for today, spelled in recipe.levels.items():
-                found.setdefault(today, []).append(spelled)
-    return found
+                chosen.setdefault(today, []).append(spelled)
+    return chosen
 
 
 def writable(folder: Path) -> Path:

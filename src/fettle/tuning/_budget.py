@@ -108,7 +108,7 @@ class FinalRacePlan:
     finalists: int
     """How many of the best are measured again beside the baseline, the leader first."""
     replicates: int
-    """Processes of each."""
+    """Processes of each finalist."""
     extras: int
     """How many cheap rungs of the ladder there is time for beside them."""
     spare_s: float = math.inf

@@ -90,10 +90,10 @@ def _cost_s(session: Session) -> float:
 
 def _too_small(session: Session, needed_s: float) -> FinalRace:
     seconds, left_s = session.budget.seconds or 0.0, max(0.0, session.budget.left_s)
-    said = (
+    reason = (
         f"Not confirmed: the budget of {seconds:.0f} s was too small to measure the best recipe again in fresh "
         f"processes, which takes about {needed_s:.0f} s where {left_s:.0f} s were left. "
         "The same command with a larger budget goes on from here."
     )
-    session.report(said)
-    return FinalRace((), said)
+    session.report(reason)
+    return FinalRace((), reason)

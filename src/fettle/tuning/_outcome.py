@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from fettle.diagnose import brought
+from fettle.diagnose import with_gains
 from fettle.machine import Machine, this_machine
 from fettle.measure import Interval, Trial, verdict
 from fettle.recipe import Recipe
@@ -38,7 +38,7 @@ def outcome(
     """Everything that was found, the winner judged by the `last` race alone."""
     from fettle.report import Result
 
-    winner, said = pick_winner(session, last.trials)
+    winner, claim = pick_winner(session, last.trials)
     again = _beside(winner, last.trials)
     session.study.set_note("seconds", session.seconds)
     trials = list(session.standings.known.values())
@@ -53,10 +53,10 @@ def outcome(
         reference=session.probed.reference,
         trials=trials,
         winner=winner,
-        verdict=said,
+        verdict=claim,
         baseline_again=again,
         ladder=_ladder(session, winner, again) if winner else (),
-        advice=brought(session.probed.advice, trials),
+        advice=with_gains(session.probed.advice, trials),
         left_out=left_out,
         nearest=() if winner else _nearest(session),
         seconds=session.seconds,
@@ -74,34 +74,34 @@ def outcome(
 def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, Verdict]:
     """Who won the final race, and what that race says of it against the workload as given."""
     winner = leader = session.standings.best()
-    said: Verdict = "cannot tell"
+    claim: Verdict = "cannot tell"
     if leader is not None and not leader.recipe.levels:
-        said = "same"
+        claim = "same"
     elif leader is not None:
         again = [trial for trial in last if trial.recipe.levels]
         able = [trial for trial in again if math.isfinite(session.score(trial))]
         if able:
             winner = _fastest(session, able)
-            said = cast(Verdict, verdict(winner.speedup, session.rules.indifference))
+            claim = cast(Verdict, verdict(winner.speedup, session.rules.indifference))
             together = _together(session, winner)
-            if said == "cannot tell" and together is not None and together.low > 1:
+            if claim == "cannot tell" and together is not None and together.low > 1:
                 winner = replace(winner, speedup=together)
-                said = cast(Verdict, verdict(together, session.rules.indifference))
-                if said == "cannot tell":
-                    return winner, said  # earlier races had told: that is neither "no difference" nor a promise
+                claim = cast(Verdict, verdict(together, session.rules.indifference))
+                if claim == "cannot tell":
+                    return winner, claim  # earlier races had settled it: that is neither "no difference" nor a promise
         elif again:
             winner = None  # they held once and not again: nothing to hand out with a good conscience
         elif winner is not None:  # there was no time for a final race, which the result says
             together = _together(session, winner)
             if together is not None and together.low > 1:
                 winner = replace(winner, speedup=together)
-                said = cast(Verdict, verdict(together, session.rules.indifference))
-    if winner is not None and said != "faster" and session.standings.goal in TIMES and last:
+                claim = cast(Verdict, verdict(together, session.rules.indifference))
+    if winner is not None and claim != "faster" and session.standings.goal in TIMES and last:
         # Nothing was gained that can be shown: change nothing, or no more than the answers need.
         plain = [session.standings.known.get(recipe) for recipe in (Recipe(), preconditions(session.facts))]
         winner = next((trial for trial in plain if trial and math.isfinite(session.score(trial))), winner)
-        said = "same" if leader is None or winner.recipe != leader.recipe else said
-    return winner, said
+        claim = "same" if leader is None or winner.recipe != leader.recipe else claim
+    return winner, claim
 
 
 def _fastest(session: Session, able: Sequence[Trial]) -> Trial:

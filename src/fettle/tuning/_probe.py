@@ -69,13 +69,13 @@ def probe(
     kept = _recalled(study) if path.is_file() else None
     if kept is None:
         began = time.monotonic()
-        found = worker.ask(messages.Probe(allow_batch), messages.Probed, timeout_s)
+        probed = worker.ask(messages.Probe(allow_batch), messages.Probed, timeout_s)
         affordable = 2 * (time.monotonic() - began) <= look_s
         peaks = worker.ask(messages.MeasurePeaks(), messages.Peaks, timeout_s).peaks
         # before the reference, which turns the model into another dtype
-        told, features = _first_look(worker) if affordable else ([], {})
+        advice, features = _first_look(worker) if affordable else ([], {})
         reference = worker.ask(messages.WriteReference(str(path)), messages.Reference, timeout_s)
-        kept = _Kept(found.facts, found.has_metric, peaks, told, reference, features)
+        kept = _Kept(probed.facts, probed.has_metric, peaks, advice, reference, features)
         study.set_note("probe", msgspec.to_builtins(kept))
     written = kept.reference
     if kept.has_metric and written.metric_problem:

@@ -14,7 +14,7 @@ _ENERGY_SLICE_S = 0.5
 """A GPU's counter is renewed every 20 to 100 ms (Yang, Adamek and Armour, *Part-time Power Measurements*, 2023): in the
 usual slice it may not move at all."""
 _SMALL_SHARE = 1 / 32
-"""Of the memory: weights of no more than that may be built in two processes side by side."""
+"""Share of the memory: weights of no more than that may be built in two processes side by side."""
 
 
 def rules_of(options: Options) -> Rules:

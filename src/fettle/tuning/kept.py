@@ -26,10 +26,10 @@ def atlas_rows(storage: str, *, family: str = "") -> list[Row]:
 
     Speed-ups are what all races of a study say together. Raises `UsageError` where there is no study of fettle's.
     """
-    found = [row for study, machine in studies_in(storage) for row in _rows(study, machine, family)]
-    if not found:
+    rows = [row for study, machine in studies_in(storage) for row in _rows(study, machine, family)]
+    if not rows:
         raise UsageError("there is no study of fettle's with trials in it, or it was made by an earlier version")
-    return found
+    return rows
 
 
 def studies_in(storage: str, names: Collection[str] | None = None) -> Iterator[tuple[Study, Machine]]:

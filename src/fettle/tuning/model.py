@@ -45,7 +45,7 @@ _NOTHING_TAKEN_OUT = 4.0
 _FAR = 3.0
 """Standard deviations from which a process weighs less."""
 _TELLS = 0.01
-"""Variance between processes over that of noise, in a contrast, from which it tells of the spread."""
+"""Variance between processes over that of noise, in a contrast, above which it says something about the spread."""
 _FEWEST_TO_JUDGE = 4
 """Degrees of freedom from which it can be told that a process is far from the rest."""
 
@@ -60,7 +60,7 @@ class Point:
     value: float
     """Log time, less the mean of its race."""
     variance: float
-    """Of `value`, from the scatter of its rounds."""
+    """Variance of `value`, from the scatter of its rounds."""
     taken_out: float = 0.0
     """Log of elapsed time over the time used, where the machine was not quiet."""
 
@@ -75,7 +75,7 @@ class Fit:
     """Log time of each recipe, up to a constant."""
     covariance: Numbers
     tied: Numbers
-    """Projection onto what the data can tell: two recipes that no chain of races connects cannot be compared."""
+    """Projection onto what the data can show: two recipes that no chain of races connects cannot be compared."""
     freedom: float
     """Degrees of freedom of the spread."""
     spread: float
@@ -108,7 +108,7 @@ class Races:
     elapsed: bool = False
     """Go by time elapsed beside whatever else the machine did."""
     trials: dict[int, dict[Recipe, Trial]] = field(default_factory=dict)
-    """By race."""
+    """Trials by race."""
     _points: dict[int, list[Point]] = field(default_factory=dict)
 
     def add(self, trials: Iterable[Trial]) -> None:
@@ -183,14 +183,14 @@ def fit(points: Sequence[Point], *, spread: float | None = None, freedom: float 
     weights = np.ones(len(points))
     for _ in range(2):
         scale = np.outer(np.sqrt(weights), np.sqrt(weights))
-        found = _variances(design, values, noise / scale, same_process / scale)
+        variances = _variances(design, values, noise / scale, same_process / scale)
         if spread is not None:
-            found = replace(found, process=spread**2, told=(freedom or PRIOR_WEIGHT) - PRIOR_WEIGHT)
-        solved = _Solved(design, values, found.noise * noise / scale + found.process * same_process / scale)
-        if found.left < _FEWEST_TO_JUDGE:
+            variances = replace(variances, process=spread**2, contrasts=(freedom or PRIOR_WEIGHT) - PRIOR_WEIGHT)
+        solved = _Solved(design, values, variances.noise * noise / scale + variances.process * same_process / scale)
+        if variances.left < _FEWEST_TO_JUDGE:
             break
         # Told by how far the middle ones are, or one that is far would widen the spread and hide in it.
-        usual = 1.4826 * float(np.median(np.abs(solved.residuals))) * math.sqrt(len(points) / found.left)
+        usual = 1.4826 * float(np.median(np.abs(solved.residuals))) * math.sqrt(len(points) / variances.left)
         far = np.abs(solved.residuals) / np.maximum(usual, np.sqrt(np.diag(noise) + PRIOR_SPREAD**2))
         if (far <= _FAR).all():
             break
@@ -201,8 +201,8 @@ def fit(points: Sequence[Point], *, spread: float | None = None, freedom: float 
         solved.effects[:count],
         solved.covariance[:count, :count],
         solved.tied[:count, :count],
-        found.told + PRIOR_WEIGHT,
-        math.sqrt(found.process),
+        variances.contrasts + PRIOR_WEIGHT,
+        math.sqrt(variances.process),
     )
 
 
@@ -212,12 +212,12 @@ class _Variances:
 
     process: float
     """Variance between processes."""
-    told: float
-    """Contrasts that told it."""
+    contrasts: float
+    """How many it was estimated from."""
     noise: float
     """By how much the noise is larger than the rounds say: a process may drift from race to race."""
     left: int
-    """Contrasts in all."""
+    """The number of contrasts."""
 
 
 class _Solved:
@@ -236,7 +236,7 @@ def _variances(design: Numbers, values: Numbers, noise: Numbers, same_process: N
     """Variance between processes: where the weighted squares, which fall as it grows, come to their expectation.
 
     Both parts of the variance are made diagonal at once, so the squares at any spread are a sum. A contrast of one
-    process with itself, in two races, tells nothing of the spread and all of the noise."""
+    process with itself, in two races, says nothing of the spread and all of the noise."""
     left = len(values) - int(np.linalg.matrix_rank(design))
     if left == 0:
         return _Variances(PRIOR_SPREAD**2, 0, 1.0, 0)
@@ -251,8 +251,8 @@ def _variances(design: Numbers, values: Numbers, noise: Numbers, same_process: N
     for _ in range(20):
         middle = (low + high) / 2
         variance = math.exp(middle)
-        found = float((squares / (1 + variance * ratios)).sum())
-        if found + PRIOR_WEIGHT * PRIOR_SPREAD**2 / variance > len(squares) + PRIOR_WEIGHT:
+        total = float((squares / (1 + variance * ratios)).sum())
+        if total + PRIOR_WEIGHT * PRIOR_SPREAD**2 / variance > len(squares) + PRIOR_WEIGHT:
             low = middle
         else:
             high = middle

@@ -1,4 +1,4 @@
-"""What a study may be told, in one place: `fettle.tune` takes the fields as keywords, the command as its options."""
+"""The options of a study, in one place: `fettle.tune` takes the fields as keywords, the command as its options."""
 
 from __future__ import annotations
 
@@ -113,6 +113,15 @@ class Options:
         return replace(self.limits, max_error=None if judged_by_metric or self.limits.exact else self.max_kl)
 
     @property
+    def asked_of_text(self) -> str:
+        """What was asked for that only text has; empty for nothing."""
+        if self.goal in ("ttft", "tpot"):
+            return f"the goal {self.goal}"
+        limits = self.limits
+        wanted = {"max_ttft_ms": limits.max_ttft_ms, "max_tpot_ms": limits.max_tpot_ms, "exact": limits.exact or None}
+        return next((f"the limit `{name}`" for name, value in wanted.items() if value is not None), "")
+
+    @property
     def training_limits(self) -> Limits:
         """The limits where the workload is a training loop."""
         judged_by_metric = self.limits.max_metric_drop is not None
@@ -156,17 +165,17 @@ class Keywords(TypedDict, total=False):
 
 
 def options_of(options: Options | None, keywords: Keywords) -> Options:
-    """The `options` with what the keywords change. Raises `UsageError` for a keyword that there is none of."""
+    """The `options` with what the keywords change. Raises `UsageError` for an unknown keyword."""
     of_limits = {item.name for item in dataclasses.fields(Limits)}
     changes: dict[str, Any] = dict(keywords)
     for name in changes.keys() - get_type_hints(Keywords).keys():
         near = difflib.get_close_matches(name, get_type_hints(Keywords), 1)
         raise UsageError(f"tune has no option {name}" + (f": did you mean {near[0]}?" if near else ""))
-    found = options or Options()
-    limits = replace(found.limits, **{name: changes.pop(name) for name in of_limits & changes.keys()})
+    chosen = options or Options()
+    limits = replace(chosen.limits, **{name: changes.pop(name) for name in of_limits & changes.keys()})
     if changes.get("techniques", {}) is None:
         changes["techniques"] = {}
     for name in ("output", "atlas"):
         if changes.get(name) is not None:
             changes[name] = Path(changes[name])
-    return replace(found, limits=limits, **changes)
+    return replace(chosen, limits=limits, **changes)

@@ -31,7 +31,6 @@ from fettle.measure import (
 from fettle.procs.interpreter import Interpreter
 from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
-from fettle.result import Goal, Limits
 from fettle.storage import storage_url
 from fettle.study import Study
 from fettle.techniques import PYTHON, batch_factor, canonical, environment, is_calibrated, source, uses_ranks
@@ -49,16 +48,14 @@ WAITING = 0.25
 is for the final race, else two fifths."""
 _UNLIMITED_WAIT_S = 120.0
 _SCREENING_INDIFFERENCE = PRIOR_SPREAD
-"""Rounds tell two processes of the same code apart as well as two recipes: closer than this they are for more processes
-to tell, which the final race has."""
+"""Rounds tell two processes of the same code apart as well as two recipes: what is closer than this is for the final
+race, which has more processes."""
 _SWINGS = 1.5
 """Slowest over fastest round of the workload as given from which that is said."""
 SHARED_RACES = 10_000
 """Races of a study that several work at are numbered from here, by the place of their first trial."""
 _KEPT = "cache/kept"
 """What trials have converted, for their further processes: it is large, and goes when the study ends."""
-
-
 _HIDES_TEXT = (
     "the workload's call lets the model generate, as one black box: with `new_tokens` in place of `call` text is taken "
     "apart, judged as such, and can be made much faster (fettle.GenerationWorkload)"
@@ -67,7 +64,7 @@ _HIDES_TEXT = (
 
 @dataclass(frozen=True)
 class Event:
-    """What a study tells while it runs, for a progress display."""
+    """What a study reports while it runs, for a progress display."""
 
     doing: str
     """What runs now, for people."""
@@ -101,7 +98,7 @@ class Session:
         self._may_wait_s = _UNLIMITED_WAIT_S if seconds is None else WAITING * seconds
         self.patience = Patience(0.0 if self.rules.may_go_first else 0.6 * self._may_wait_s)
         self.environments: Mapping[str, Interpreter] = {}
-        """Those that a recipe may run in beside ours, by the level of `PYTHON` that says so."""
+        """Environments that a recipe may run in beside ours, by the level of `PYTHON` that says so."""
         self.notes: list[str] = []
         """What the result should say of how the study was made."""
         self._on_progress, self._nodes = on_progress, nodes
@@ -116,39 +113,16 @@ class Session:
         `fingerprint`, when given, is what the workload must be for the recipe that is to run on it.
         Live objects of one class are other workloads as soon as their weights are: each has a study of its own.
         """
-        timeout_s, name = self.rules.prepare_timeout_s, self.options.study or ""
+        timeout_s = self.rules.prepare_timeout_s
         with Worker(self._environment(), self._folder("logs") / "probe.log") as worker:
             if self.rules.may_go_first and not self.rules.under_load:
                 prefer(worker.pid, READY)
             try:
                 built = worker.ask(messages.Build(self.target), messages.Built, timeout_s)
-                self.target = replace(self.target, mode=built.mode)
-                if built.writes:
-                    self.standings.limits = self.options.text_limits
-                elif asked := _asked_of_text(self.options.goal, self.standings.limits):
-                    raise UsageError(f"{asked} is for a fettle.GenerationWorkload")
-                if built.mode == "training":
-                    self.standings.limits = self.options.training_limits
-                if built.inputs:
-                    self.note(f"inputs: {built.inputs}")
-                if built.hides_text:
-                    self.notes.append(_HIDES_TEXT)
-                    self.note(_HIDES_TEXT)
                 if fingerprint and built.fingerprint != fingerprint:
                     raise UsageError("the recipe is for another workload: its weights or inputs differ from this one's")
-                own = f"-{built.fingerprint[:8]}" if self.target.is_live else ""
-                part = f"-{self.rules.part}" if self.rules.part else ""  # times of another thing: a study of its own
-                usual, name = self.target.name + own + part, name and name + part
-                self.study = Study.open(
-                    name or usual, storage_url(self.options.storage, self.folder), built.fingerprint, machine.id,
-                    structure=built.structure, beside=not name,
-                )  # fmt: skip
-                if self.study.name not in (name, usual):
-                    self.notes.append(
-                        f"the model or its inputs are not those of the study {usual!r}: this is the study "
-                        f"{self.study.name!r} beside it"
-                    )
-                    self.note(self.notes[-1])
+                self._built_as(built)
+                self._open_study(built, machine)
                 probed = probe(
                     worker,
                     self.study,
@@ -174,6 +148,39 @@ class Session:
         if self.standings.limits.max_metric_drop is not None and not probed.has_metric:
             raise UsageError("`max_metric_drop` needs a metric: give the workload one, Workload(..., metric=function)")
         self._resume()
+
+    def _built_as(self, built: messages.Built) -> None:
+        """Take what the workload is for what it is judged by."""
+        self.target = replace(self.target, mode=built.mode)
+        if built.writes:
+            self.standings.limits = self.options.text_limits
+        elif asked := self.options.asked_of_text:
+            raise UsageError(f"{asked} is for a fettle.GenerationWorkload")
+        if built.mode == "training":
+            self.standings.limits = self.options.training_limits
+        if built.inputs:
+            self.note(f"inputs: {built.inputs}")
+        if built.hides_text:
+            self._remark(_HIDES_TEXT)
+
+    def _open_study(self, built: messages.Built, machine: Machine) -> None:
+        own = f"-{built.fingerprint[:8]}" if self.target.is_live else ""
+        part = f"-{self.rules.part}" if self.rules.part else ""  # times of another thing: a study of its own
+        usual, name = self.target.name + own + part, self.options.study and self.options.study + part
+        self.study = Study.open(
+            name or usual, storage_url(self.options.storage, self.folder), built.fingerprint, machine.id,
+            structure=built.structure, beside=not name,
+        )  # fmt: skip
+        if self.study.name not in (name, usual):
+            self._remark(
+                f"the model or its inputs are not those of the study {usual!r}: this is the study {self.study.name!r} "
+                "beside it"
+            )
+
+    def _remark(self, text: str) -> None:
+        """Say something now and in the result."""
+        self.notes.append(text)
+        self.note(text)
 
     def probed_as(self, probed: Probed) -> None:
         """Take what the first worker found for what this session measures by."""
@@ -216,7 +223,7 @@ class Session:
         return [self.standings.known[recipe] for recipe in wanted if recipe in self.standings.known]
 
     def measure_share(self, recipes: Sequence[Recipe], most: int) -> bool:
-        """Of `recipes` claim `most` at most that no worker on a machine like this one has measured or is about to, and
+        """Claim at most `most` of `recipes` that no worker on a machine like this one has measured or is about to, and
         measure them. False where there are none."""
         mine, place = self.study.claim([canonical(recipe) for recipe in recipes], most, self.facts)
         try:
@@ -358,12 +365,12 @@ class Session:
     def _candidate(self, recipe: Recipe) -> Candidate:
         ranks, variables = self._ranks if uses_ranks(recipe) else 1, environment(recipe, self.facts)
         lines, factor = source(recipe, self.facts), batch_factor(recipe)
-        there = self._where(recipe)
-        if there is not None:
-            cache = self._folder(f"cache/inductor-{there.name}").resolve()
-            variables = {**variables, **there.variables, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+        interpreter = self._where(recipe)
+        if interpreter is not None:
+            cache = self._folder(f"cache/inductor-{interpreter.name}").resolve()
+            variables = {**variables, **interpreter.variables, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
         return Candidate(recipe, lines, variables, factor, is_calibrated(recipe), ranks,
-                         python=there.path if there is not None else "")  # fmt: skip
+                         python=interpreter.path if interpreter is not None else "")  # fmt: skip
 
     def _where(self, recipe: Recipe) -> Interpreter | None:
         """The environment that a recipe runs in; None for ours."""
@@ -371,8 +378,8 @@ class Session:
 
     def _problem(self, recipe: Recipe) -> str:
         """Why nothing can run in the environment of a recipe; empty where it can."""
-        there = self._where(recipe)
-        return f"{there.path}: {there.problem}" if there is not None and there.problem else ""
+        interpreter = self._where(recipe)
+        return f"{interpreter.path}: {interpreter.problem}" if interpreter is not None and interpreter.problem else ""
 
     def _environment(self) -> dict[str, str]:
         return {
@@ -390,11 +397,3 @@ class Session:
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-
-
-def _asked_of_text(goal: Goal, limits: Limits) -> str:
-    """What was asked for that only text has; empty for nothing."""
-    if goal in ("ttft", "tpot"):
-        return f"the goal {goal}"
-    asked = {"max_ttft_ms": limits.max_ttft_ms, "max_tpot_ms": limits.max_tpot_ms, "exact": limits.exact or None}
-    return next((f"the limit `{name}`" for name, value in asked.items() if value is not None), "")

@@ -105,7 +105,7 @@ def _of_factors(allowed: Mapping[str, Sequence[str]], facts: Facts) -> Mapping[s
     """The user's choice by factor: a technique named alone is meant for every part that can have one of its levels.
 
     Raises `UsageError` for a part that there is not."""
-    found: dict[str, Sequence[str]] = {}
+    choices: dict[str, Sequence[str]] = {}
     for name, levels in allowed.items():
         technique, part = technique_and_part(name)
         if part and part not in facts.parts:
@@ -113,8 +113,8 @@ def _of_factors(allowed: Mapping[str, Sequence[str]], facts: Facts) -> Mapping[s
         own = [(factor, kind, one) for factor, kind, one in factors(facts) if kind.name == technique]
         able = [factor for factor, kind, one in own if any(not kind.why_not(level, one) for level in levels)]
         for factor in [name] if part or not facts.parts else able or [own[0][0]]:
-            found.setdefault(factor, levels)
-    return found
+            choices.setdefault(factor, levels)
+    return choices
 
 
 def _pin(
@@ -126,7 +126,7 @@ def _pin(
     usable += [level for level in levels if level not in usable and not technique.why_not(level, facts)]
     possible = [level for level in levels if level in usable]
     if not possible:
-        raise UsageError(f"{name}={levels[0]} cannot be had here: {technique.why_not(levels[0], facts)}")
+        raise UsageError(f"{name}={levels[0]} cannot be used here: {technique.why_not(levels[0], facts)}")
     if len(possible) == 1:
         required[name] = possible[0]
         usable[:] = list(dict.fromkeys([default, possible[0]]))

@@ -117,7 +117,7 @@ class Standings:
         return (apart.high - apart.low) / 2 if apart is not None else 0.0
 
     def misses(self, trial: Trial) -> str:
-        """Which limit a trial breaks that its status does not tell of, as a phrase; empty when it keeps them.
+        """Which limit a trial breaks that its status does not show, as a phrase; empty when it keeps them.
 
         The workload as given is measured whatever its answers: only here may they cost it the win.
         """

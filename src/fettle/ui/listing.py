@@ -35,11 +35,10 @@ _PEEK = 8192
 _MOST_SQL_S, _MOST_RESULT = 2.0, 8 << 20
 _SETTLED_S = 1.0
 _SKIP = {"__pycache__", "node_modules", "site-packages", "cache"}
-_STATES = ("RUNNING", "COMPLETE", "PRUNED", "FAIL", "WAITING")
 TYPES = {".html": "text/html", ".svg": "image/svg+xml", ".png": "image/png"} | dict.fromkeys(
     (".json", ".jsonl", ".toml", ".csv", ".py", ".md", ".txt", ".log"), "text/plain"
 )
-"""What may be shown in a browser, by suffix, as what; of anything else its path is all that is told."""
+"""What may be shown in a browser, by suffix, as what; of anything else its path is all that is shown."""
 KINDS = ("study", "report", "load", "trace", "snapshot", "package", "results")
 
 
@@ -62,7 +61,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Found:
+class Contents:
     """What a folder holds, and the files of it that may be shown."""
 
     folder: Path
@@ -73,11 +72,11 @@ class Found:
     """Whether there were more than `MOST_FILES`."""
 
 
-_seen: dict[tuple[str, int, int], tuple[str, str]] = {}
+_known_files: dict[tuple[str, int, int], tuple[str, str]] = {}
 """Kind and line of a file, by its path, time of change and size: what did not change is not read again."""
 
 
-def inventory(folder: Path) -> Found:
+def inventory(folder: Path) -> Contents:
     """What `folder` and the folders in it hold, by kind, what changed last first. Raises `UsageError` for no folder."""
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder" if folder.exists() else f"there is no folder {folder}")
@@ -100,7 +99,7 @@ def inventory(folder: Path) -> Found:
             running = path.name == "study.db" and _runs(path)
             items.append(Item(kind, place, says, about.st_mtime, about.st_size, running, _command(kind, path)))
     items.sort(key=lambda item: (KINDS.index(item.kind), -item.changed, item.path))
-    return Found(folder, items, files, count > MOST_FILES)
+    return Contents(folder, items, files, count > MOST_FILES)
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path, os.stat_result | None]]:
@@ -117,19 +116,19 @@ def _files(folder: Path) -> Iterator[tuple[str, Path, os.stat_result | None]]:
 
 
 def _known(path: Path, about: os.stat_result) -> tuple[str, str]:
-    """A file's kind and its line; empty where it is none of ours. One that cannot be read is not there."""
+    """A file's kind and its line; empty where it is not ours. One that cannot be read is not there."""
     key = (str(path), about.st_mtime_ns, about.st_size)
-    if key not in _seen:
-        if len(_seen) > 2 * MOST_FILES:
-            _seen.clear()
+    if key not in _known_files:
+        if len(_known_files) > 2 * MOST_FILES:
+            _known_files.clear()
         try:
-            found = _look(path)
+            known = _look(path)
         except (OSError, TypeError, ValueError, msgspec.MsgspecError, sqlite3.Error, zlib.error):
-            found = "", ""
+            known = "", ""
         if time() - about.st_mtime < _SETTLED_S:  # it may change once more within one tick of the file system's clock
-            return found
-        _seen[key] = found
-    return _seen[key]
+            return known
+        _known_files[key] = known
+    return _known_files[key]
 
 
 def _look(path: Path) -> tuple[str, str]:
@@ -138,8 +137,8 @@ def _look(path: Path) -> tuple[str, str]:
         return _study(path)
     if name.endswith(".html"):
         title = re.search("<title>(.*?)</title>", _head(path).decode("utf-8", "replace"), re.DOTALL)
-        said = html.unescape(title.group(1)) if title else ""
-        return ("report", said.removesuffix(" – fettle")) if said.endswith(" – fettle") else ("", "")
+        heading = html.unescape(title.group(1)) if title else ""
+        return ("report", heading.removesuffix(" – fettle")) if heading.endswith(" – fettle") else ("", "")
     if name.endswith((".json", ".json.gz")):
         head = _head(path)
         if b'"traceEvents"' in head or b'"deviceProperties"' in head:
@@ -156,10 +155,10 @@ def _look(path: Path) -> tuple[str, str]:
     if name in ("recipe.toml", "optimized.py", "history.jsonl"):
         return "results", _OTHERS[name]
     if name.endswith((".pickle", ".pkl")):
-        found = _head(path).startswith((b"\x80", b"(")) and any(
+        is_snapshot = _head(path).startswith((b"\x80", b"(")) and any(
             word in _head(path, 1 << 16) for word in (b"device_traces", b"segments")
         )
-        return ("snapshot", "an allocator's snapshot") if found else ("", "")
+        return ("snapshot", "an allocator's snapshot") if is_snapshot else ("", "")
     return "", ""
 
 
@@ -191,11 +190,11 @@ def _study(path: Path) -> tuple[str, str]:
         judged = Counter(msgspec.json.decode(value, type=str) for (value,) in base.execute(_STATUS))
     if not names:
         return "", ""
-    told = [f"{count} {status}" for status, count in sorted(judged.items())]
+    counts = [f"{count} {status}" for status, count in sorted(judged.items())]
     if waiting := states.get("RUNNING", 0):
-        told.append(f"{waiting} being measured")
+        counts.append(f"{waiting} being measured")
     line = ", ".join(names) + f": {count_text(sum(states.values()), 'trial')}"
-    return "study", line + (f" ({', '.join(told)})" if told else "")
+    return "study", line + (f" ({', '.join(counts)})" if counts else "")
 
 
 class _Run(msgspec.Struct):
@@ -233,14 +232,15 @@ def _under_load(path: Path) -> str:
     with path.open("rb") as file:
         text = file.read(_MOST_RESULT)
     if b'"met"' in text[:_PEEK]:
-        found = msgspec.json.decode(text, type=_Searched)
-        limits = {"p99": found.limit_ms, "first token": found.ttft_limit_ms, "tokens apart": found.itl_limit_ms}
+        search = msgspec.json.decode(text, type=_Searched)
+        limits = {"p99": search.limit_ms, "first token": search.ttft_limit_ms, "tokens apart": search.itl_limit_ms}
         kept = ", ".join(f"{name} within {value:.4g} ms" for name, value in limits.items() if value)
-        best = found.points[found.best] if found.best is not None and 0 <= found.best < len(found.points) else None
+        place = search.best
+        best = search.points[place] if place is not None and 0 <= place < len(search.points) else None
         if best is None or not best.measured:
-            return f"{found.name}: no setting was shown to keep {kept}"
-        line = f"{found.name}: {best.measured:.4g} requests/s with {kept}: {best.setting}"
-        return line if found.met else f"{line}; not met"
+            return f"{search.name}: no setting was shown to keep {kept}"
+        line = f"{search.name}: {best.measured:.4g} requests/s with {kept}: {best.setting}"
+        return line if search.met else f"{line}; not met"
     told = msgspec.json.decode(text, type=list[_Run] | _Runs)
     runs = told.runs if isinstance(told, _Runs) else told
     most = max(runs, key=lambda run: run.throughput)
@@ -268,17 +268,17 @@ class _Result(msgspec.Struct):
 
 def _best(path: Path) -> str:
     """What a result says of its winner, as more of a study's line; empty where there is none."""
-    found = None
+    winner = None
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         about = path.lstat()
         if stat.S_ISREG(about.st_mode) and about.st_size < _MOST_RESULT:
-            found = _winner(path, about.st_mtime_ns, about.st_size)
-    if found is None or found.speedup is None:
+            winner = _winner(path, about.st_mtime_ns, about.st_size)
+    if winner is None or winner.speedup is None:
         return ""
-    ends = (found.speedup.low, found.speedup.high)
+    ends = (winner.speedup.low, winner.speedup.high)
     low, high = ("?" if end is None else f"{end:.2f}" for end in ends)
-    recipe = " ".join(f"{name}={level}" for name, level in found.recipe.items())
-    return f"; {found.speedup.estimate:.2f}x [{low}, {high}] with {recipe or 'nothing changed'}"
+    recipe = " ".join(f"{name}={level}" for name, level in winner.recipe.items())
+    return f"; {winner.speedup.estimate:.2f}x [{low}, {high}] with {recipe or 'nothing changed'}"
 
 
 @lru_cache(maxsize=1024)
@@ -290,11 +290,11 @@ def _runs(path: Path) -> bool:
     """Whether a study's storage or logs changed lately, and after its result."""
 
     def last(*places: Path) -> float:
-        found = [0.0]
+        times = [0.0]
         for place in places:
             with contextlib.suppress(OSError):
-                found.append(place.stat().st_mtime)
-        return max(found)
+                times.append(place.stat().st_mtime)
+        return max(times)
 
     logs = path.parent / "logs"
     lines: list[Path] = []

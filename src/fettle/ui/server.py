@@ -23,7 +23,7 @@ from urllib.parse import quote, unquote
 
 from fettle.errors import UsageError
 from fettle.page import clean, shell
-from fettle.ui.listing import KINDS, TYPES, Found, Item, inventory
+from fettle.ui.listing import KINDS, TYPES, Contents, Item, inventory
 from fettle.units import size_text
 
 FRESH_S = 1.0
@@ -57,7 +57,7 @@ class Site:
         """Raises `UsageError` where `folder` is not one."""
         self.folder = folder
         self.token = token or secrets.token_urlsafe(24)
-        self._found = inventory(folder)
+        self._contents = inventory(folder)
         self._at = time.monotonic()
 
     def respond(self, method: str, target: str, hosts: Sequence[str], port: int, known: str = "") -> Answer:
@@ -72,21 +72,21 @@ class Site:
         if not rest:
             return self._index(known)
         kind, _, place = rest.partition("/")
-        path = self.found().files.get(unquote(place)) if kind == "file" else None
+        path = self.contents().files.get(unquote(place)) if kind == "file" else None
         return _shown(path) if path else _text(404, "there is no such file here")
 
-    def found(self) -> Found:
+    def contents(self) -> Contents:
         """The inventory, made again where it is older than `FRESH_S`. A folder that has gone holds nothing."""
         if time.monotonic() - self._at > FRESH_S:
             try:
-                self._found = inventory(self.folder)
+                self._contents = inventory(self.folder)
             except UsageError:
-                self._found = Found(self.folder, [], {})
+                self._contents = Contents(self.folder, [], {})
             self._at = time.monotonic()
-        return self._found
+        return self._contents
 
     def _index(self, known: str) -> Answer:
-        body = page(self.found(), self.token).encode()
+        body = page(self.contents(), self.token).encode()
         tag = f'"{hashlib.sha256(body).hexdigest()[:24]}"'
         policy = (
             "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
@@ -96,27 +96,27 @@ class Site:
         return Answer(304, headers) if known == tag else Answer(200, headers, body)
 
 
-def page(found: Found, token: str) -> str:
+def page(contents: Contents, token: str) -> str:
     """The one page: what the folder holds, with links to what a browser can show."""
     sections = []
     for kind in KINDS:
-        items = [item for item in found.items if item.kind == kind]
+        items = [item for item in contents.items if item.kind == kind]
         if items:
-            sections.append((_TITLES[kind], [_row(item, found, token) for item in items]))
-    running = sum(item.running for item in found.items)
+            sections.append((_TITLES[kind], [_row(item, contents, token) for item in items]))
+    running = sum(item.running for item in contents.items)
     headline = f"{running} {'study' if running == 1 else 'studies'} running" if running else ""
     return shell.render(
-        "fettle.ui", "page.html.j2", clean(found.folder.name or "fettle"), folder=clean(str(found.folder)),
-        headline=headline, sections=sections, cut=found.cut, scripts=True, live=True,
+        "fettle.ui", "page.html.j2", clean(contents.folder.name or "fettle"), folder=clean(str(contents.folder)),
+        headline=headline, sections=sections, cut=contents.cut, scripts=True, live=True,
     )  # fmt: skip
 
 
-def _row(item: Item, found: Found, token: str) -> dict[str, object]:
-    links = [item.path] if item.path in found.files else []
+def _row(item: Item, contents: Contents, token: str) -> dict[str, object]:
+    links = [item.path] if item.path in contents.files else []
     if item.kind == "study":  # a study's own pages lie beside it
         folder = item.path.rpartition("/")[0]
-        beside = [other.path for other in found.items if other.kind in ("report", "results")]
-        links = [path for path in beside if path.rpartition("/")[0] == folder and path in found.files]
+        beside = [other.path for other in contents.items if other.kind in ("report", "results")]
+        links = [path for path in beside if path.rpartition("/")[0] == folder and path in contents.files]
     return {
         "path": clean(item.path), "says": clean(item.says), "running": item.running, "command": clean(item.command),
         "size": size_text(item.size_bytes), "when": time.strftime("%Y-%m-%d %H:%M", time.localtime(item.changed)),

@@ -13,7 +13,7 @@
             steps.step()
 
 Of each step's wall time, `data` is waiting for the next batch, `sync` the host waiting for the device, `gc` Python's
-garbage collector, and `host` all the rest: on a CPU the work itself, on a GPU launching it. On a GPU, NVML tells
+garbage collector, and `host` all the rest: on a CPU the work itself, on a GPU launching it. On a GPU, NVML says
 besides which share of the time no kernel ran. Nothing is profiled: a step is two reads of the clock and a
 few additions. `bench/watch_overhead.py` measures what that costs.
 

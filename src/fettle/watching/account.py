@@ -118,7 +118,7 @@ class Steps:
         self._data = self._sync = self._gc = 0
 
     def _median(self) -> float:
-        """Of the last 51 steps, the very first apart; infinite while there are too few."""
+        """Median of the last 51 steps, without the very first; infinite while there are too few."""
         last = min(51, self._count - 1)
         recent = [self._walls[-number] for number in range(1, last + 1)]
         return statistics.median(recent) if last >= _FEWEST_FOR_SLOW else math.inf

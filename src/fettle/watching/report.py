@@ -1,4 +1,4 @@
-"""What a watch tells when it ends."""
+"""What a watch reports when it ends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StepReport:
     syncs_per_step: float | None
     """None without a device."""
     device_idle: float | None
-    """Share of the time in which no kernel ran, by NVML (any process's kernels count); None where NVML cannot tell."""
+    """Share of the time in which no kernel ran, by NVML (any process's kernels count); None where NVML does not say."""
     data_bound: float
     """The most that a faster input could bring: wall time over wall time without waiting for data."""
     slow: tuple[SlowStep, ...] = ()

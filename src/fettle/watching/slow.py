@@ -26,7 +26,7 @@ Sample = tuple[int, tuple[tuple[str, str, int], ...]]
 class Sampler:
     """A thread that looks now and then whether a step is late, and then samples the loop's stack until it ends.
 
-    The loop tells it nothing: `lateness` reads the account, and gives how many steps have ended and by how many
+    The loop passes it nothing: `lateness` reads the account, and gives how many steps have ended and by how many
     nanoseconds the one that goes on is late. So a step costs nothing here. `thread` is the loop's.
     """
 
@@ -68,11 +68,11 @@ class Sampler:
 
 
 def _frames(frame: FrameType | None) -> tuple[tuple[str, str, int], ...]:
-    found: list[tuple[str, str, int]] = []
-    while frame is not None and len(found) < 100:
-        found.append((frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
+    frames: list[tuple[str, str, int]] = []
+    while frame is not None and len(frames) < 100:
+        frames.append((frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
-    return tuple(reversed(found))
+    return tuple(reversed(frames))
 
 
 def hottest(samples: list[Sample]) -> str | None:

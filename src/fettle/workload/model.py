@@ -1,4 +1,4 @@
-"""A model to be made fast for inference: the workload itself, and what tells two of them apart."""
+"""A model to be made fast for inference: the workload itself, and what distinguishes two of them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Workload:
 
 
 def _check_parts(model: Any, parts: Sequence[str]) -> None:
-    """Raise `UsageError` for parts of a pipeline that are no submodules, or lie in one another."""
+    """Raise `UsageError` for parts of a pipeline that are not submodules, or contain one another."""
     import torch
 
     if isinstance(parts, str):
@@ -120,15 +120,15 @@ def _check_parts(model: Any, parts: Sequence[str]) -> None:
         )
     for place, name in enumerate(parts):
         try:
-            found = model.get_submodule(name) if name else None
+            part = model.get_submodule(name) if name else None
         except AttributeError:
-            found = None
-        if found is None:
+            part = None
+        if part is None:
             known = [child for child, _ in model.named_children()]
-            raise UsageError(f"the workload's part {name!r} is no submodule of its model: it has {', '.join(known)}")
+            raise UsageError(f"the workload's part {name!r} is not a submodule of its model: it has {', '.join(known)}")
         for other in (*parts[:place], *parts[place + 1 :]):
             if name == other or name.startswith(f"{other}."):
-                raise UsageError(f"the workload's parts {other!r} and {name!r} lie in one another: name one of them")
+                raise UsageError(f"the workload's parts {other!r} and {name!r} contain one another: name one of them")
 
 
 _KINDS: dict[str, type[Workload]] = {}
@@ -195,15 +195,15 @@ def fingerprint(workload: Workload) -> str:
     return digest.hexdigest()[:16]
 
 
-def _some_bytes(value: torch.Tensor, most: int = 4096) -> bytes:
-    """Up to `most` values at even strides; none where a tensor's values cannot be had as plain memory."""
+def _some_bytes(value: torch.Tensor) -> bytes:
+    """Up to 4096 values at even strides; none where a tensor's values cannot be had as plain memory."""
     import torch
 
     if value.is_meta or not value.numel():
         return b""
     try:
         dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
-        sample = dense.reshape(-1)[:: -(-dense.numel() // most)].resolve_conj().resolve_neg().cpu().contiguous()
+        sample = dense.reshape(-1)[:: -(-dense.numel() // 4096)].resolve_conj().resolve_neg().cpu().contiguous()
         return sample.view(torch.uint8).numpy().tobytes()
     except (RuntimeError, TypeError, NotImplementedError):  # nested, opaque or packed tensor types
         return b"?"

@@ -19,7 +19,7 @@ from fettle.workload.model import Workload, workload_from
 
 MODES = ("inference", "training")
 AUTO = "auto"
-"""The mode of a target whose factory has not been asked: what it returns tells."""
+"""The mode of a target whose factory has not been called yet: what it returns decides."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Target:
     folder: str = field(default="", repr=False)
     """Where its process works; empty for where we are."""
     instead_of: str = field(default="", repr=False)
-    """Of another revision: the working tree, from which nothing may be imported."""
+    """For another revision, the working tree, from which nothing may be imported."""
     checkout: str = field(default="", repr=False)
-    """Of another revision: the root of its own files, which may lie in the working tree."""
+    """For another revision, the root of its own files, which may lie in the working tree."""
 
     @property
     def is_live(self) -> bool:
@@ -51,7 +51,7 @@ class Target:
 
     def load(self, made: object = None) -> Workload:
         """Build the workload, or take what the factory has `made`. Raises `UsageError` with one line where the user can
-        mend it."""
+        fix it."""
         workload = workload_from(self.make() if made is None else made, self.reference)
         return workload if workload.name else dataclasses.replace(workload, name=self.name)
 
@@ -70,10 +70,10 @@ class Target:
                 raise UsageError(f"the factory {self.reference} has no parameter {name!r}")
         arguments = {"seed": seed, **self.arguments} if _takes(factory, "seed") else self.arguments
         try:
-            made = factory(**arguments)
+            built = factory(**arguments)
             if self.instead_of:
                 self._check_imports()
-            return made
+            return built
         except UsageError:
             raise
         except (Exception, SystemExit) as error:  # a script without a main guard may leave
@@ -88,7 +88,7 @@ class Target:
             file = getattr(module, "__file__", None) or ""
             if (
                 file.startswith(self.instead_of + os.sep) and not file.startswith(allowed)
-                and name.partition(".")[0] != "fettle" and not re.search(r"/(site|dist)-packages/", file)
+                and name.partition(".")[0] not in ("fettle", "__main__") and not re.search(r"/(site|dist)-packages/", file)
             ):  # fmt: skip
                 raise UsageError(
                     f"{name} was imported from the working tree ({file}), not from the other revision: an editable "
@@ -118,7 +118,7 @@ def find_target(text: str) -> Target:
         if not path.is_file():
             raise UsageError(f"no such file: {location}")
         if path.suffix != ".py":
-            raise UsageError(f"{location} is no Python file: write path/to/file.py:factory")
+            raise UsageError(f"{location} is not a Python file: write path/to/file.py:factory")
         name = path.stem if factory == "workload" else f"{path.stem}-{factory}"
         return Target(f"{path}:{factory}", name, (str(path.parent), here))
     if not all(part.isidentifier() for part in location.split(".")):
@@ -192,10 +192,10 @@ def _load_live(path: Path) -> object:
     import pickle
 
     try:
-        made = pickle.loads(path.read_bytes())  # written by this user's own process a moment ago
+        built = pickle.loads(path.read_bytes())  # written by this user's own process a moment ago
     except Exception as error:
         raise UsageError(
             f"the model or its inputs cannot be rebuilt in a worker process ({first_line(error)}): write a factory "
             "instead, def workload(): return model, [batch], and pass 'file.py:workload'"
         ) from error
-    return made
+    return built

@@ -14,9 +14,9 @@ from fettle.diagnose import (
     Sync,
     Verified,
     advice,
-    brought,
     findings_of,
     roofline,
+    with_gains,
 )
 from fettle.diagnose.collectors.waiting import waiting
 from fettle.diagnose.compile_health import CacheHealth, CompileHealth, GraphBreak, LimitHit, Recompile
@@ -258,15 +258,15 @@ def test_what_advice_brought_is_read_from_two_trials_that_differ_by_it_alone() -
         return Trial(Recipe(levels), "measured", speedup=Interval(speedup, 0.98 * speedup, 1.02 * speedup))
 
     trials = [trial(1.0), trial(1.5, compile="default"), trial(6.0, compile="default", precision="bf16")]
-    (seen_beside,) = brought(advised, trials)
+    (seen_beside,) = with_gains(advised, trials)
     assert seen_beside.brought is not None
     assert seen_beside.brought.estimate == pytest.approx(4.0)
     assert seen_beside.beside == Recipe({"compile": "default"})
     assert seen_beside.bound_kept
-    (alone,) = brought(advised, [*trials, trial(3.0, precision="bf16")])
+    (alone,) = with_gains(advised, [*trials, trial(3.0, precision="bf16")])
     assert alone.brought is not None
     assert alone.brought.estimate == pytest.approx(3.0)
-    (nothing,) = brought(advised, trials[:2])
+    (nothing,) = with_gains(advised, trials[:2])
     assert nothing.brought is None
     assert nothing.bound_kept is None
     broken = Advice("r", "s", {}, 0.1, Interval(2.0, 1.9, 2.1))

@@ -14,32 +14,32 @@ if TYPE_CHECKING:
     from fettle.slo.points import Point, SearchResult
 
 
-def print_found(found: SearchResult, busy: str, written: Path | None, console: Console) -> None:
+def print_result(result: SearchResult, busy: str, written: Path | None, console: Console) -> None:
     from fettle.slo.search import HEADROOM
 
     if busy:
         console.print(f"[yellow]{busy}[/]\n")
-    console.print(f"requests a second with p99 within {found.limit_s * 1e3:.4g} ms, Poisson arrivals")
-    _show.print_table(console, _table(found))
-    for line in found.why:
+    console.print(f"requests a second with p99 within {result.limit_s * 1e3:.4g} ms, Poisson arrivals")
+    _show.print_table(console, _table(result))
+    for line in result.why:
         console.print(f"  {line}", markup=False)
-    for measured in found.branches.values():
+    for measured in result.branches.values():
         if measured.overheads is not None:
             around = measured.overheads
             held = f", {around.held_s * 1e3:.2g} ms to a call for each request that comes during it"
             console.print(f"  serving adds {around.request_s * 1e3:.2g} ms a request and {around.batch_s * 1e3:.2g} ms "
                           f"a batch{held if around.held_s else ''}: measured with {measured.branch}",
                           markup=False)  # fmt: skip
-    for failure in found.failures:
+    for failure in result.failures:
         console.print(f"  failed: {failure.what}: {failure.why}", markup=False, style="yellow")
-    if found.tests_kept:
-        console.print(f"{found.tests_kept} of {found.tests} load tests had been made before")
-    best = found.best
+    if result.tests_kept:
+        console.print(f"{result.tests_kept} of {result.tests} load tests had been made before")
+    best = result.best
     if best is not None and best.measured:
-        share = found.headroom or HEADROOM
+        share = result.headroom or HEADROOM
         room = (1 - share) * best.measured
         console.print(f"with {share:.0%} headroom: up to {room:.4g} requests/s")
-    if found.interrupted:
+    if result.interrupted:
         console.print("interrupted: the same command goes on from here")
     if written is not None:
         device = best.setting.device if best is not None else "cpu"
@@ -47,17 +47,17 @@ def print_found(found: SearchResult, busy: str, written: Path | None, console: C
         console.print(f"written to {written}/serve.toml: fettle serve {written}{more}", markup=False)
 
 
-def _table(found: SearchResult, most: int = 12) -> Table:
+def _table(result: SearchResult, most: int = 12) -> Table:
     """What was measured, then what no other setting beats in all respects."""
     from fettle.page import Table
 
-    shown = [point for point in found.points if point.tests]
-    shown += [point for point in found.points if point.front and not point.tests]
-    shown = (shown or found.points)[:most]
+    shown = [point for point in result.points if point.tests]
+    shown += [point for point in result.points if point.front and not point.tests]
+    shown = (shown or result.points)[:most]
     several = len({point.setting.variant for point in shown}) > 1
-    at = f"p99 ms at {found.reference_rate:.4g}/s" if found.reference_rate else "p99 ms"
+    at = f"p99 ms at {result.reference_rate:.4g}/s" if result.reference_rate else "p99 ms"
     columns = ("predicted/s", "measured/s", at, "memory", "error", "per million", "setting")
-    kinds = ["winner" if point is found.best else "" for point in shown]
+    kinds = ["winner" if point is result.best else "" for point in shown]
     return Table(columns, [_cells(point, several) for point in shown], columns[:-1], kinds=kinds)
 
 

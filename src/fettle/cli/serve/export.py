@@ -39,10 +39,10 @@ def ray(
     from fettle.package.manifest import open_package
 
     name = _options.one_device(device)
-    found = write_ray(open_package(package), output, max_replicas=max_replicas, trust=trust.lower(), device=name)
-    data = {"path": str(output), "target_ongoing_requests": found.target, "why": found.why}
+    scaling = write_ray(open_package(package), output, max_replicas=max_replicas, trust=trust.lower(), device=name)
+    data = {"path": str(output), "target_ongoing_requests": scaling.target, "why": scaling.why}
     text = (
-        f"requests in a replica at a time: {found.target:.3g} ({escape(found.why)})\n"
+        f"requests in a replica at a time: {scaling.target:.3g} ({escape(scaling.why)})\n"
         f"[bold]{escape(str(output))}[/] is written: {escape(str(output))}/start.sh"
     )
     _show.answer(as_json, lambda: data, lambda console: console.print(text))

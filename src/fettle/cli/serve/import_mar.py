@@ -31,12 +31,12 @@ def command(
         Path | None, typer.Option(help="names of the classes; default: the archive's index_to_name.json")
     ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json of tokenizers, or its folder")] = None,
-    handler_settings: Annotated[Path | None, typer.Option(help="TOML, above what the model suggests")] = None,
+    handler_settings: Annotated[Path | None, typer.Option(help="TOML that overrides what the model suggests")] = None,
     as_json: _options.AsJson = False,
 ) -> None:
     """Convert a TorchServe archive to a model package, which holds no code.
 
-    Without --trust or --target nothing in the archive is run, and you are told its SHA-256. Pickles with anything but
+    Without --trust or --target nothing in the archive is run, and its SHA-256 is printed. Pickles with anything but
     weights are refused in any case.
 
     [bold]Examples[/]

@@ -55,7 +55,7 @@ def command(
     prompt_tokens: _options.PromptTokens = "128",
     output_tokens: _options.OutputTokens = "128",
     texts: _options.Texts = None,
-    model: Annotated[str, typer.Option(help="of texts: which model, where several are served")] = "",
+    model: Annotated[str, typer.Option(help="text: which model, if several are served")] = "",
     rows: Annotated[int, typer.Option(min=1, help="rows in each request")] = 1,
     body: Annotated[Path | None, typer.Option(help="send this file as the body of every request")] = None,
     content_type: Annotated[str, typer.Option(help="content type of --body")] = "application/json",
@@ -74,7 +74,7 @@ def command(
     markdown: Annotated[Path | None, typer.Option(hidden=True)] = None,  # earlier spellings of --output, of any suffix
     csv_file: Annotated[Path | None, typer.Option("--csv", hidden=True)] = None,
     baseline: Annotated[
-        Path | None, typer.Option(help="compare with what an earlier --json printed; exit 1 where it became worse")
+        Path | None, typer.Option(help="compare with what an earlier --json printed; exit code 1 if it became worse")
     ] = None,
 ) -> None:
     """Put load on a server and say what its users would wait. Exit code 1 where the limit is not met.

@@ -48,7 +48,7 @@ def command(
         typer.Option(help="a library that your handler.py imports: scipy, or 'scipy>=1.10'"),
     ] = None,
     handler_settings: Annotated[
-        Path | None, typer.Option(help="TOML with settings of a ready handler, which stand above its own guesses")
+        Path | None, typer.Option(help="TOML with settings of a ready handler, which override its own guesses")
     ] = None,
     as_json: _options.AsJson = False,
 ) -> None:
@@ -70,9 +70,9 @@ def command(
     from fettle.recipe_file import RecipeFile, load_recipe
     from fettle.workload import find_target
 
-    found = find_target(target)
+    named = find_target(target)
     tuned = load_recipe(recipe) if recipe is not None else RecipeFile()
-    called = name or found.name
+    called = name or named.name
     path = output or Path(f"{called}-{version}")
     files = add_files(labels, tokenizer)
     special: dict[str, str] = {}
@@ -83,7 +83,7 @@ def command(
         raise UsageError("a chat template is for --handler generate")
     with _show.telling("building the workload", quiet=as_json) as progress, _quiet.users_code_quiet():
         package = write_package(
-            found.load(), tuned.recipe, path, name=called, version=version, settings=ServeSettings(max_rows=max_rows),
+            named.load(), tuned.recipe, path, name=called, version=version, settings=ServeSettings(max_rows=max_rows),
             handler=as_handler(handler),
             handler_settings={**special, **toml_settings(handler_settings)},
             files=files, requires=requires or (), evidence=tuned.evidence,
@@ -107,8 +107,8 @@ def _print(manifest: Manifest, path: Path, out: Console) -> None:
         text = ", ".join(f"{spec.name} {spec.datatype}{list(spec.shape)}" for spec in specs)
         out.print(f"{label:8} {text}", markup=False)
     if manifest.handler is not None:
-        said = " ".join(f"{key}={value}" for key, value in msgspec.to_builtins(manifest.handler).items())
-        out.print(f"handler  {said}", markup=False)
+        settings = " ".join(f"{key}={value}" for key, value in msgspec.to_builtins(manifest.handler).items())
+        out.print(f"handler  {settings}", markup=False)
     out.print(f"recipe   {Recipe(manifest.recipe)}", markup=False)
     out.print(f"error    {manifest.accuracy['relative_error']:.3g} against {manifest.accuracy['against']}")
     out.print(f"[bold]{escape(str(path))}[/] is written: fettle serve {escape(str(path))}")
@@ -134,8 +134,8 @@ def add_files(labels: Path | None, tokenizer: Path | None) -> dict[str, bytes]:
     from fettle.package.handlers.parts import LABELS, labels_file
     from fettle.package.handlers.text import MAX_TOKENIZER_BYTES, TOKENIZER
 
-    found = {LABELS: labels_file(labels)} if labels is not None else {}
+    files = {LABELS: labels_file(labels)} if labels is not None else {}
     if tokenizer is not None:
         path = tokenizer / TOKENIZER if tokenizer.is_dir() else tokenizer
-        found[TOKENIZER] = read_bytes(path, MAX_TOKENIZER_BYTES)
-    return found
+        files[TOKENIZER] = read_bytes(path, MAX_TOKENIZER_BYTES)
+    return files

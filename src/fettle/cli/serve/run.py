@@ -37,7 +37,7 @@ def command(
     ] = None,
     rate: Annotated[float, typer.Option(min=0.0, help="with --p99: requests a second to be served")] = 0.0,
     recipe: Annotated[Path | None, typer.Option(help="recipe.toml to package a target with")] = None,
-    host: Annotated[str, typer.Option(help="any other than loopback needs --token-file or --insecure")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="anything but loopback needs --token-file or --insecure")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port")] = 8080,
     management_port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="load, unload and change models here; off without it")
@@ -45,20 +45,18 @@ def command(
     store: Annotated[Path | None, typer.Option(help="folder of packages that may be loaded by name")] = None,
     state: Annotated[Path | None, typer.Option(help="remember in this file what is served, for the next start")] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="ask every request for this file's token; made if it is not there")
+        Path | None, typer.Option(help="require this file's token of every request; created if missing")
     ] = None,
     insecure: Annotated[bool, typer.Option(help="let anybody who can reach the port call, without a token")] = False,
-    certificate: Annotated[Path | None, typer.Option(help="answer HTTPS with this PEM file, and nothing else")] = None,
-    key: Annotated[Path | None, typer.Option(help="PEM file of its private key, where it is another")] = None,
+    certificate: Annotated[Path | None, typer.Option(help="answer HTTPS only, with this PEM file")] = None,
+    key: Annotated[Path | None, typer.Option(help="PEM file of its private key, if that is another")] = None,
     trust: Annotated[list[str] | None, typer.Option(help="SHA-256 of a handler.py that may run")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="worker processes of each model")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="threads of each worker")] = None,
     max_rows: Annotated[int | None, typer.Option(min=1, max=8192, help="rows of the largest batch")] = None,
     cache_memory: Annotated[
         str | None,
-        typer.Option(
-            help="of a model that writes texts: most that a worker keeps of keys and values, for example 4GiB"
-        ),
+        typer.Option(help="text: most that a worker keeps of keys and values, for example 4GiB"),
     ] = None,
     prefill_tokens: Annotated[
         int | None, typer.Option(min=1, help="tokens of prompts that are computed between two tokens of other texts")
@@ -118,7 +116,7 @@ def command(
         certificate, key, log_requests=log_requests, spans=Spans() if otel else None,
     )  # fmt: skip
     address.check()
-    address.tls()  # a wrong file is told before models are loaded
+    address.tls()  # a wrong file is reported before models are loaded
     options = Options(
         store, state, tuple(trust or ()), devices, explain, spare=spare,
         override={key: value for key, value in override.items() if value is not None},

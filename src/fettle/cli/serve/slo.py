@@ -15,16 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fettle.cli import _options, _quiet, _show
-from fettle.cli.serve._slo_answer import print_found, print_texts
+from fettle.cli.serve._slo_answer import print_result, print_texts
 from fettle.errors import UsageError, extra
 from fettle.files import check_writable, write_text
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fettle.load.run import TextLimits
     from fettle.load.texts import TextLine
     from fettle.package.manifest import Package
     from fettle.recipe import Recipe
-    from fettle.slo.points import Failure, SearchResult, Variant
+    from fettle.slo.points import Failure, Outcome, SearchResult, Variant
     from fettle.slo.text_search import TextSearch
 
 
@@ -126,10 +128,12 @@ def command(
         )  # fmt: skip
         return
     if texts is not None or p99 is None:
-        raise UsageError("say what limit to keep: --p99 100ms, or of a model that writes texts --ttft 500ms --itl 50ms")
+        raise UsageError(
+            "say what limit to keep: --p99 100ms, or for a model that writes texts --ttft 500ms --itl 50ms"
+        )
     wanted = _options.outputs(output, ".csv", folder=True)
     check_writable(csv_file := wanted.get(".csv", csv_file))
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "limit_s": _limit_s(p99), "rate": rate, "headroom": _options.share(headroom, "--headroom"),
         "most_rows": max_rows, "cores": cores or host.cores(), "confirm": confirm, "prices": _prices(price or []),
         "devices": _options.devices(device) or host.devices(), "seconds": _options.duration_s(seconds, "--seconds"),
@@ -138,22 +142,20 @@ def command(
     folder = wanted.get("", Path(f"slo-{work.name}"))
     around = Surroundings()
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
-        found = run(work.search(folder, max_error, asked, progress))
-        may_write = write and found.best is not None and not found.interrupted
-        written = work.write(found, folder) if may_write else None
-    data = as_data(found, name=work.name, target=target, machine=_machine(), written=str(written) if written else "")
-    data["busy"] = busy = around.sentence()
-    write_text(folder / "result.json", json.dumps(data) + "\n")
-    write_slo_report(data, folder / "report.html")
+        result = run(work.search(folder, max_error, options, progress))
+        may_write = write and result.best is not None and not result.interrupted
+        written = work.write(result, folder) if may_write else None
     if csv_file is not None:
-        _options.write_csv(csv_file, COLUMNS, torchserve_rows(found, work.name))
-    _show.answer(as_json, lambda: data, lambda out: print_found(found, busy, written, out), folder / "report.html")
-    _show.leave(interrupted=found.interrupted, missed=not found.met)
+        _options.write_csv(csv_file, COLUMNS, torchserve_rows(result, work.name))
+    busy = around.sentence()
+    data = as_data(result, name=work.name, target=target, machine=_machine(), written=str(written) if written else "")
+    _finish(result, data | {"busy": busy}, folder, write_slo_report, as_json,
+            lambda out: print_result(result, busy, written, out))  # fmt: skip
 
 
 def _of_texts(
     text: str, limits: TextLimits, lines: list[TextLine], output: list[Path] | None, *, write: bool, as_json: bool,
-    **asked: Any,
+    **options: Any,
 ) -> None:  # fmt: skip
     """The same for a package that writes texts."""
     from fettle.loop import run
@@ -177,22 +179,30 @@ def _of_texts(
         stop = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
         return await search_texts(
-            package, lines, limits, keep=folder / "measured.json", on_progress=progress, stop=stop, **asked
+            package, lines, limits, keep=folder / "measured.json", on_progress=progress, stop=stop, **options
         )  # fmt: skip
 
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
-        found = run(search(progress))
+        result = run(search(progress))
     written = ""
-    if write and found.best is not None and not found.interrupted:
-        setting = found.best.setting
-        write_settings(package, served_so(package.settings, setting, found.costs[setting.threads]))
+    if write and result.best is not None and not result.interrupted:
+        setting = result.best.setting
+        write_settings(package, served_so(package.settings, setting, result.costs[setting.threads]))
         written = str(package.folder)
-    data = texts_data(found, name=name, target=text, machine=_machine(), written=written)
+    data = texts_data(result, name=name, target=text, machine=_machine(), written=written)
     data["busy"] = around.sentence()
+    _finish(result, data, folder, write_texts_report, as_json, lambda out: print_texts(data, out))
+
+
+def _finish(
+    result: Outcome[Any], data: dict[str, Any], folder: Path, write_report: Callable[[dict[str, Any], Path], None],
+    as_json: bool, show: Callable[[Console], None],
+) -> None:  # fmt: skip
+    """Write what came of a search, say it, and leave with its exit code."""
     write_text(folder / "result.json", json.dumps(data) + "\n")
-    write_texts_report(data, folder / "report.html")
-    _show.answer(as_json, lambda: data, lambda out: print_texts(data, out), folder / "report.html")
-    _show.leave(interrupted=found.interrupted, missed=not found.met)
+    write_report(data, folder / "report.html")
+    _show.answer(as_json, lambda: data, show, folder / "report.html")
+    _show.leave(interrupted=result.interrupted, missed=not result.met)
 
 
 def _limit_s(p99: str) -> float:
@@ -230,18 +240,18 @@ class _Work:
         from fettle.techniques import check_names
         from fettle.workload import find_target
 
-        found = find_target(text)
+        target = find_target(text)
         levels = [load_recipe(item).recipe if item.endswith(".toml") else Recipe.parse(item) for item in recipes]
         for item in levels:
             check_names(item)
         if storage is not None:
             from fettle.slo.variants import study_recipes
 
-            levels += study_recipes(found, storage, study, most)
-        return cls(found.name, None, text, found, tuple(levels or [Recipe()]))
+            levels += study_recipes(target, storage, study, most)
+        return cls(target.name, None, text, target, tuple(levels or [Recipe()]))
 
     async def search(
-        self, folder: Path, max_error: float, asked: dict[str, Any], progress: Callable[[str], None]
+        self, folder: Path, max_error: float, options: dict[str, Any], progress: Callable[[str], None]
     ) -> SearchResult:
         """Make the packages, and find the best setting as `fettle.slo.search` does; Ctrl-C ends it early."""
         from fettle.slo.calibrate import Stopped
@@ -251,7 +261,7 @@ class _Work:
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
         try:
             variants, failures = await asyncio.to_thread(
-                self.variants, folder, asked["most_rows"], max_error, progress, stop.is_set
+                self.variants, folder, options["most_rows"], max_error, progress, stop.is_set
             )
         except Stopped:
             raise typer.Exit(130) from None
@@ -263,7 +273,7 @@ class _Work:
             failures=failures,
             on_progress=progress,
             stop=stop,
-            **asked,
+            **options,
         )
 
     def variants(
@@ -279,35 +289,35 @@ class _Work:
         from fettle.slo.variants import package_all
 
         if self.package is not None:
-            made = [Variant("", self.package)]
-            self.packages = tuple(made)
-            return made, []
-        made, failures = package_all(
+            variants = [Variant("", self.package)]
+            self.packages = tuple(variants)
+            return variants, []
+        variants, failures = package_all(
             self.text, self.target, self.recipes, folder / "packages", max_rows=max_rows, max_error=max_error,
             on_progress=on_progress, stopped=stopped,
         )  # fmt: skip
-        self.packages = tuple(made)
-        return made, failures
+        self.packages = tuple(variants)
+        return variants, failures
 
-    def write(self, found: SearchResult, folder: Path) -> Path:
+    def write(self, result: SearchResult, folder: Path) -> Path:
         """The best setting as the package's ``serve.toml``; a target's best package is copied out of its cache."""
         from fettle.package.manifest import open_package, write_settings
         from fettle.slo.proof import tuned
 
-        assert found.best is not None
-        package = next(v.package for v in self.packages if v.name == found.best.setting.variant)
+        assert result.best is not None
+        package = next(v.package for v in self.packages if v.name == result.best.setting.variant)
         if self.package is None:
             place = folder / "package"
             shutil.rmtree(place, ignore_errors=True)
             shutil.copytree(package.folder, place)
             package = open_package(place)
-        write_settings(package, tuned(found, package))
+        write_settings(package, tuned(result, package))
         return package.folder
 
 
 def _prices(texts: list[str]) -> dict[str, float]:
     """``["0.4", "cuda=2.5"]`` as prices by device; ``""`` is any."""
-    found = {}
+    prices = {}
     for text in texts:
         device, equals, number = text.rpartition("=")
         try:
@@ -316,8 +326,8 @@ def _prices(texts: list[str]) -> dict[str, float]:
             value = -1.0
         if not 0 <= value < 1e9 or (equals and not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device)):
             raise UsageError(f"--price-per-hour: {text!r} is not a price, for example 0.40 or cuda=2.50")
-        found[device] = value
-    return found
+        prices[device] = value
+    return prices
 
 
 def _machine() -> str:

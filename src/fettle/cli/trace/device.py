@@ -5,8 +5,9 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 
-from fettle.cli.trace.shared import Answer, joined, question
+from fettle.cli.trace.shared import Answer, question
 from fettle.errors import UsageError
+from fettle.trace.frames import joined
 from fettle.trace.model import Trace
 
 
@@ -51,13 +52,13 @@ def flops(
 
     if (peak is None) != (bandwidth is None):
         raise UsageError("--peak and --bandwidth make a roofline together")
-    given = Limits(dict.fromkeys((1, 2, 4, 8), peak), bandwidth) if peak is not None and bandwidth is not None else None
-    table = joined(traces, lambda t: product_table(t, given))
+    roof = Limits(dict.fromkeys((1, 2, 4, 8), peak), bandwidth) if peak is not None and bandwidth is not None else None
+    table = joined(traces, lambda t: product_table(t, roof))
     if not table.height:
         raise UsageError("no product whose shapes are in this trace: record with record_shapes=True")
     notes = {} if table["roof_share"].null_count() < table.height else {"roof": "unknown: give --peak and --bandwidth"}
     frames = {"operators": product_summary(table), "products": table}
-    return Answer(frames, notes, lambda: charts.roofline_chart(table, given or limits_of(traces[0])))
+    return Answer(frames, notes, lambda: charts.roofline_chart(table, roof or limits_of(traces[0])))
 
 
 @question

@@ -15,13 +15,13 @@ from fettle.cli.trace.shared import (
     Rows,
     Source,
     app,
-    joined,
     listing,
     open_traces,
     question,
 )
 from fettle.errors import UsageError, first_line
 from fettle.files import check_writable
+from fettle.trace.frames import joined
 from fettle.trace.model import Trace
 from fettle.units import count_text
 
@@ -160,10 +160,10 @@ def record(
             for number in range(warmup + active):
                 show("recording", number, warmup + active)
                 try:
-                    made = step()
+                    result = step()
                 except Exception as error:
                     raise UsageError(f"{target} raised in step {number}: {first_line(error)}") from error
-                if callable(made[0] if isinstance(made, tuple) and made else made):
+                if callable(result[0] if isinstance(result, tuple) and result else result):
                     raise UsageError(
                         f"{target} makes a model or a function, and is itself called once a step: name a function that "
                         "runs one step"

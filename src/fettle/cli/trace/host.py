@@ -5,8 +5,9 @@ from typing import Annotated
 import polars as pl
 import typer
 
-from fettle.cli.trace.shared import Answer, Json, Rows, joined, question
+from fettle.cli.trace.shared import Answer, Json, Rows, question
 from fettle.errors import UsageError
+from fettle.trace.frames import joined
 from fettle.trace.model import Trace
 
 
@@ -64,7 +65,7 @@ def tree(
 @question
 def sequences(
     traces: list[Trace],
-    operator: Annotated[str, typer.Argument(help="part of an operator's name; any operator where left out")] = "",
+    operator: Annotated[str, typer.Argument(help="part of an operator's name; default: any")] = "",
     as_json: Json = False,
     rows: Rows = 10,
     min_kernels: Annotated[int, typer.Option(min=1, help="the fewest kernels in a sequence")] = 3,
@@ -80,10 +81,10 @@ def sequences(
     from fettle.trace.analyses.operators import kernel_sequences
     from fettle.trace.report import charts
 
-    found = joined(traces, lambda t: kernel_sequences(t, operator, min_kernels=min_kernels, top=rows))
-    named = found.with_columns(sequence=pl.format("{} x {}: {}", "count", "operator", "kernels"))
-    notes = {} if found.height or as_json else {"none": f"no operator launched {min_kernels} kernels: --min-kernels 1"}
-    return Answer({"sequences": found}, notes, lambda: charts.bar_chart(named, "sequence", "device_ns"))
+    table = joined(traces, lambda t: kernel_sequences(t, operator, min_kernels=min_kernels, top=rows))
+    named = table.with_columns(sequence=pl.format("{} x {}: {}", "count", "operator", "kernels"))
+    notes = {} if table.height or as_json else {"none": f"no operator launched {min_kernels} kernels: --min-kernels 1"}
+    return Answer({"sequences": table}, notes, lambda: charts.bar_chart(named, "sequence", "device_ns"))
 
 
 @question
@@ -164,10 +165,10 @@ def memory(traces: list[Trace]) -> Answer:
     if not timeline.height:
         raise UsageError("no memory events in this trace: record with profile_memory=True")
     shown = timeline.with_columns(mib=pl.col("held_bytes") / 2**20)
-    told = (timeline["allocated_bytes"] >= 0).all()
+    has_totals = (timeline["allocated_bytes"] >= 0).all()
     return Answer(
         {"peak": joined(traces, memory_peak)},
-        {} if told else {"bytes": "since the trace began; what the allocator held in all is not in it"},
+        {} if has_totals else {"bytes": "since the trace began; what the allocator held in all is not in it"},
         chart=lambda: charts.step_line(shown, "mib", series="device", unit="MiB"),
         long=lambda: {"timeline": timeline},
     )

@@ -15,7 +15,6 @@ from fettle.cli.trace.shared import (
     Source,
     Step,
     app,
-    joined,
     listing,
     question,
     read_traces,
@@ -23,6 +22,7 @@ from fettle.cli.trace.shared import (
     step_windows,
 )
 from fettle.errors import UsageError
+from fettle.trace.frames import joined
 from fettle.trace.model import Trace
 from fettle.units import count_text
 
@@ -39,11 +39,11 @@ def health(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
     """
     from fettle.trace.analyses.health import trace_health
 
-    found = [trace_health(t, replayed=True) for t in read_traces(source, fresh)]
+    healths = [trace_health(t, replayed=True) for t in read_traces(source, fresh)]
     if as_json:
-        print(json.dumps([h.as_dict() for h in found], default=str))
+        print(json.dumps([h.as_dict() for h in healths], default=str))
         return
-    for one in found:
+    for one in healths:
         rows = [(f.severity, f.what, f.count, f.means) for f in one.findings]
         frame = pl.DataFrame(rows, schema=["severity", "what", "count", "means"], orient="row")
         notes = {
@@ -111,7 +111,7 @@ def _in_words(summary: dict[str, float | int | list[int]]) -> str:
 def account(
     traces: list[Trace],
     as_json: Json = False,
-    annotation: Annotated[str | None, typer.Option(help="take annotations of this name for steps")] = None,
+    annotation: Annotated[str | None, typer.Option(help="treat annotations of this name as steps")] = None,
     own_end: OwnEnd = False,
 ) -> Answer:
     """Where did the time go? Every nanosecond of each step, booked once.
@@ -157,5 +157,5 @@ def idle(
     missing = {place: text for place, text in missing.items() if text}
     notes: dict[str, Any] = {"streams": "over the whole trace", **step_windows(own_end)}
     notes |= {"missing": missing} if as_json else {f"missing for {place}": text for place, text in missing.items()}
-    found = {"idle": frame, "streams": joined(traces, idle_streams)}
-    return Answer(found, notes, lambda: charts.bar_chart(frame, "cause", "idle_ns"))
+    shown = {"idle": frame, "streams": joined(traces, idle_streams)}
+    return Answer(shown, notes, lambda: charts.bar_chart(frame, "cause", "idle_ns"))

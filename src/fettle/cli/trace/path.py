@@ -76,13 +76,12 @@ def critical(
     return Answer(frames, notes, lambda: charts.bar_chart(summaries[0], "category", "time_ns"), lambda: pieces)
 
 
-@app.command()
+@question
 def whatif(
-    source: Source,
+    traces: list[Trace],
     step: Step = None,
     as_json: Json = False,
-    chart: Chart = None,
-    fresh: Fresh = False,
+    rows: Rows = 1000,
     own_end: OwnEnd = False,
     kernels: Annotated[
         str | None, typer.Option(help="kernels that match this expression take --factor of their time")
@@ -90,7 +89,7 @@ def whatif(
     factor: Annotated[
         float, typer.Option(min=0, help="the share of their time that --kernels then take; 0: none")
     ] = 0.0,
-) -> None:
+) -> Answer:
     """How long would the step be without syncs, with perfect overlap, with one graph launch, with faster kernels?
 
     [bold]Examples[/]
@@ -103,10 +102,9 @@ def whatif(
     from fettle.trace.analyses.whatif import what_if
     from fettle.trace.report import charts
 
-    rows, questions = [], []
+    answers, questions = [], []
     notes: dict[str, Any] = step_windows(own_end)
-    uncertain: list[int] = []
-    traces = open_traces(source, fresh, own_end)
+    uncertain: dict[str, list[str]] = {}
     for trace in traces:
         path = critical_path(trace, step)
         changes = ["kernels"] if kernels is not None else ["no_syncs", "perfect_overlap", "graph", "data_ready"]
@@ -116,19 +114,14 @@ def whatif(
         for change in changes:
             answer = what_if(trace, change, kernels=kernels or "", factor=factor, path=path)
             first = {"answer": answer.answer, "saving_share": answer.saving_share}
-            rows.append({"rank": trace.rank, "change": change, **first, **asdict(answer)})
+            answers.append({"rank": trace.rank, "change": change, **first, **asdict(answer)})
             if answer.cannot_tell:
-                uncertain.append(trace.rank)
+                uncertain[f"rank {trace.rank}"] = ["what-if"]
             questions.append(f"rank {trace.rank}: if {answer.question}")
-    asked = pl.DataFrame(rows).with_columns(question=pl.Series(questions))
-    write_chart(chart, lambda: charts.what_if_chart(asked))
-    if as_json:
-        doubtful = doubts({f"rank {trace.rank}": trace for trace in traces})
-        for rank in sorted(set(uncertain)):
-            doubtful[f"rank {rank}"] = [*doubtful.get(f"rank {rank}", []), "what-if"]
-        notes["uncertain"] = doubtful
-    table = pl.DataFrame(rows)
-    show({"what_if": table if as_json else table.drop("unknown")}, as_json, 1000, notes)
+    table = pl.DataFrame(answers)
+    shown = table if as_json else table.drop("unknown")
+    asked = table.with_columns(question=pl.Series(questions))
+    return Answer({"what_if": shown}, notes, lambda: charts.what_if_chart(asked), doubts=uncertain)
 
 
 @app.command()
@@ -139,7 +132,7 @@ def compare(
     rows: Rows = 20,
     chart: Chart = None,
     fresh: Fresh = False,
-    skip: Annotated[int, typer.Option(min=0, help="leave out first steps")] = 0,
+    skip: Annotated[int, typer.Option(min=0, help="leave out this many first steps")] = 0,
     steps_before: Annotated[str | None, typer.Option(help="steps of the first trace, such as 3,4,5")] = None,
     steps_after: Annotated[str | None, typer.Option(help="steps of the second trace")] = None,
 ) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import polars as pl
@@ -28,12 +29,12 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON for machines inst
 Rows = Annotated[int, typer.Option("--rows", min=1, help="how many rows of each table to show")]
 Chart = Annotated[Path | None, typer.Option("--chart", help="write a chart to this file: .html, .png, .svg or .json")]
 Fresh = Annotated[
-    bool, typer.Option("--fresh", help="read the trace itself, not the columns kept from its last opening")
+    bool, typer.Option("--fresh", help="read the trace itself, not the columns kept when it was last opened")
 ]
 OwnEnd = Annotated[
     bool, typer.Option("--own-end", help="a step ends with its own annotation, not where the next one begins")
 ]
-Step = Annotated[int | None, typer.Option("--step", help="one step's number; all steps where left out")]
+Step = Annotated[int | None, typer.Option("--step", help="one step's number; default: all steps")]
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Answer:
     chart: Callable[[], Any] | None = None
     long: Callable[[], Mapping[str, pl.DataFrame]] = dict
     """For machines only: too long to be read."""
+    doubts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By rank: what is uncertain beside what the trace's health says."""
     failed: bool = False
     """Whether something that must hold does not: exit code 1."""
 
@@ -62,13 +65,14 @@ def question(look: Callable[..., Answer], *, charted: bool = True) -> Callable[.
     own = {name: (one.annotation, one.default) for name, one in list(inspect.signature(look).parameters.items())[1:]}
 
     @functools.wraps(look)
-    def command(**given: Any) -> None:
-        traces = open_traces(given["source"], given["fresh"], given.get("own_end", False))
-        answer = look(traces, **{name: given[name] for name in own})
+    def command(**options: Any) -> None:
+        traces = open_traces(options["source"], options["fresh"], options.get("own_end", False))
+        answer = look(traces, **{name: options[name] for name in own})
         if answer.chart is not None:
-            write_chart(given["chart"], answer.chart)
-        as_json = given["as_json"]
-        show({**answer.frames, **(answer.long() if as_json else {})}, as_json, given["rows"], answer.notes, traces)
+            write_chart(options["chart"], answer.chart)
+        as_json = options["as_json"]
+        frames = {**answer.frames, **(answer.long() if as_json else {})}
+        show(frames, as_json, options["rows"], answer.notes, traces, answer.doubts)
         if answer.failed:
             raise typer.Exit(1)
 
@@ -121,6 +125,7 @@ def show(
     rows: int = 30,
     notes: Mapping[str, Any] | None = None,
     traces: Sequence[Trace] = (),
+    more_doubts: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
     """Print frames as JSON ({name: rows}) or as tables, times in milliseconds.
 
@@ -129,7 +134,8 @@ def show(
     if as_json:
         data = {name: frame.to_dicts() for name, frame in frames.items()} | dict(notes or {})
         if traces:
-            data["uncertain"] = doubts({f"rank {trace.rank}": trace for trace in traces})
+            known = doubts({f"rank {trace.rank}": trace for trace in traces})
+            data["uncertain"] = known | {rank: [*known.get(rank, []), *more] for rank, more in more_doubts.items()}
         print(json.dumps(plain(data), default=str))
         return
     console = Console(highlight=False)
@@ -146,8 +152,8 @@ def doubts(traces: dict[str, Trace]) -> dict[str, list[str]]:
     """Which analyses are uncertain for each trace; traces without any are left out."""
     from fettle.trace.analyses.health import trace_health
 
-    found = {name: list(trace_health(trace).uncertain) for name, trace in traces.items()}
-    return {name: analyses for name, analyses in found.items() if analyses}
+    uncertain = {name: list(trace_health(trace).uncertain) for name, trace in traces.items()}
+    return {name: analyses for name, analyses in uncertain.items() if analyses}
 
 
 _CLOCK = ("start_ns", "end_ns", "ts_ns", "first_ns")
@@ -183,7 +189,3 @@ def write_chart(path: Path | None, make: Callable[[], Any]) -> None:
 
         charts.save(make(), path)
         Console(stderr=True, highlight=False).print(f"wrote {path}")
-
-
-def joined(traces: list[Trace], analysis: Callable[[Trace], pl.DataFrame]) -> pl.DataFrame:
-    return pl.concat([analysis(t) for t in traces], how="vertical_relaxed")

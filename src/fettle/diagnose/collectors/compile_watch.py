@@ -147,37 +147,37 @@ class _Compilation:
 
 
 def _compilations(metrics: Sequence[Any]) -> list[_Compilation]:
-    def told(metric: Any, name: str) -> Any:
+    def field(metric: Any, name: str) -> Any:
         return getattr(metric, name, None) or ""  # a field that this version lacks
 
     def frame(metric: Any) -> str:
-        return str(told(metric, "compile_id")).split("/")[0]
+        return str(field(metric, "compile_id")).split("/")[0]
 
-    named = {frame(metric): metric for metric in metrics if told(metric, "co_name")}
-    found = []
+    named = {frame(metric): metric for metric in metrics if field(metric, "co_name")}
+    compilations = []
     for metric in metrics:
         # Failed compilations carry no place, but their function was compiled before.
-        known = metric if told(metric, "co_name") else named.get(frame(metric), metric)
+        known = metric if field(metric, "co_name") else named.get(frame(metric), metric)
         where = (
-            told(known, "co_name") or "?",
-            told(known, "co_filename") or "?",
-            int(told(known, "co_firstlineno") or 0),
+            field(known, "co_name") or "?",
+            field(known, "co_filename") or "?",
+            int(field(known, "co_firstlineno") or 0),
         )
-        first = (str(told(metric, "recompile_reason")).strip().splitlines() or [""])[0]
+        first = (str(field(metric, "recompile_reason")).strip().splitlines() or [""])[0]
         guard = (
             re.sub(r"^\d+/\d+:\s*", "", first).split("  #")[0].strip() or first
         )  # 0/1: tensor 'x' size mismatch ...  # ...
-        kind, reason = told(metric, "fail_type"), str(told(metric, "fail_reason"))
+        kind, reason = field(metric, "fail_type"), str(field(metric, "fail_reason"))
         limit, error = None, ""
         if kind and _LIMIT in reason:
             most = re.search(r"currently set to (\d+)", reason)
             limit = LimitHit(*where, guard, int(most[1]) if most else 0)
         elif kind:
-            place = f"{told(metric, 'fail_user_frame_filename') or '?'}:{told(metric, 'fail_user_frame_lineno') or 0}"
+            place = f"{field(metric, 'fail_user_frame_filename') or '?'}:{field(metric, 'fail_user_frame_lineno') or 0}"
             error = f"{place}: {kind}: {(reason.strip().splitlines() or [''])[0][:300]}"
-        seconds = (told(metric, "duration_us") or 0) / 1e6
-        found.append(_Compilation(where, guard, seconds, bool(kind), limit, error))
-    return found
+        seconds = (field(metric, "duration_us") or 0) / 1e6
+        compilations.append(_Compilation(where, guard, seconds, bool(kind), limit, error))
+    return compilations
 
 
 _NUMBER = r"-?(?:\d+\.?\d*(?:e[+-]?\d+)?|inf|nan)"
@@ -198,29 +198,29 @@ def _guard_kind(guard: str) -> str:
 
 def _recompiles(runs: Sequence[_Compilation]) -> tuple[Recompile, ...]:
     """One for each function and check; values and sizes differ from one to the next, so they do not count apart."""
-    found: dict[tuple[Any, ...], list[str]] = {}
+    by_place: dict[tuple[Any, ...], list[str]] = {}
     for run in runs:
         if run.guard and not run.failed:
-            found.setdefault((*run.where, re.sub(_NUMBER, "#", run.guard)), []).append(run.guard)
+            by_place.setdefault((*run.where, re.sub(_NUMBER, "#", run.guard)), []).append(run.guard)
     result = [
         Recompile(name, file, line, guards[0], _guard_kind(guards[0]), len(guards))
-        for (name, file, line, _), guards in found.items()
+        for (name, file, line, _), guards in by_place.items()
     ]
     return tuple(sorted(result, key=lambda one: -one.count))
 
 
 def _specialised(runs: Sequence[_Compilation], items: Collection[tuple[str, int]]) -> tuple[Specialised, ...]:
-    found: dict[tuple[str, int, str], dict[str, None]] = {}
+    by_variable: dict[tuple[str, int, str], dict[str, None]] = {}
     for run in runs:
         match = _EQUAL.match(run.guard)
         if match and _guard_kind(match[0]) == "value" and re.fullmatch(_NUMBER, match["value"]):
-            found.setdefault((*run.where[1:], match["name"]), {})[match["value"]] = None
+            by_variable.setdefault((*run.where[1:], match["name"]), {})[match["value"]] = None
     # A resume function's first line is that of the break it follows; its stack value is what `.item()` returned. Later
     # breaks in the same function pass it on under its own name.
     files = {file for file, _ in items}
     return tuple(
         Specialised(file, line, name, tuple(values)[:8], (file, line) in items or (file in files and "L[" not in name))
-        for (file, line, name), values in found.items()
+        for (file, line, name), values in by_variable.items()
     )
 
 

@@ -54,12 +54,12 @@ def pages_fetched() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def cost_of_fresh_memory(size: int = 32 << 20) -> tuple[float, float]:
+def cost_of_fresh_memory() -> tuple[float, float]:
     """Seconds that a page, and a byte, of memory cost that is fetched, written and given back, over writing it again.
 
-    Pages are of whatever size the system gives here. 0 where memory of `size` bytes does not come from the system.
+    Pages are of whatever size the system gives here. 0 where 32 MiB do not come from the system.
     """
-    costs, counts = [], []
+    costs, counts, size = [], [], 32 << 20
     for _ in range(3):
         before, began = pages_fetched(), time.perf_counter()
         tensor = torch.empty(size, dtype=torch.uint8)  # large enough that it comes from the system each time

@@ -175,7 +175,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def rows(self) -> list[Operation]:
         """One row for each operator, module, line and dtype; costliest first."""
-        found = [
+        rows = [
             Operation(
                 name=f"aten.{name}",
                 group=row.group,
@@ -197,15 +197,15 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for (name, module, line, dtype), row in self.by_place.items()
             if row.group  # it ran in the first call; else control flow took another way
         ]
-        return sorted(found, key=lambda row: -row.seconds)
+        return sorted(rows, key=lambda row: -row.seconds)
 
 
-def _watching_s(device: str, times: int = 200) -> float:
+def _watching_s(device: str) -> float:
     """What timing an operator below the dispatcher adds to its time, by an operator that does next to nothing.
 
     On a GPU that is its launch and waiting for it: what is left of an operator is the time of its kernels.
     """
-    tensor, bare = torch.zeros(1, device=device), torch.ops.aten.neg.default
+    tensor, bare, times = torch.zeros(1, device=device), torch.ops.aten.neg.default, 200
 
     class Bare(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -279,8 +279,8 @@ def _named_modules(model: Any) -> list[tuple[str, torch.nn.Module]]:
         return list(model.named_modules())
     held = [(name, value) for name, value in getattr(model, "__dict__", {}).items()]
     modules = [(name, value) for name, value in held if isinstance(value, torch.nn.Module)]
-    found = {id(part): (f"{name}.{path}".rstrip("."), part) for name, m in modules for path, part in m.named_modules()}
-    return list(found.values())
+    parts = {id(part): (f"{name}.{path}".rstrip("."), part) for name, m in modules for path, part in m.named_modules()}
+    return list(parts.values())
 
 
 def _digest(args: Any) -> bytes | None:

@@ -28,7 +28,7 @@ _TRACED_CALLS = 5
 _MEMORY_CALLS = 8
 """As many as it takes to tell a leak from warm-up."""
 _MOST_EVENTS = 100_000
-"""Of all recorded calls; about as many as are read in a second or two."""
+"""In all recorded calls; about as many as are read in a second or two."""
 
 
 Recorder = AbstractContextManager[Any]

@@ -39,7 +39,7 @@ _OPERATORS: dict[str, tuple[SyncKind, str]] = {
     "aten.unique_consecutive": ("size", _SIZE),
     "aten.unique_dim_consecutive": ("size", _SIZE),
     "aten.bincount": ("size", _SIZE),
-    "aten.repeat_interleave.Tensor": ("size", _SIZE + "; output_size= tells it beforehand"),
+    "aten.repeat_interleave.Tensor": ("size", _SIZE + "; output_size= gives it beforehand"),
     "aten._linalg_check_errors": ("check", _CHECK + "; the _ex variants do not"),
 }
 # Python calls that no operator stands for on CPU tensors, and those that run operators the device would not.
@@ -228,9 +228,9 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device = watch.any_of(args, kwargs)
         if device:
             overload, packet = str(func), str(func.overloadpacket)
-            found = _OPERATORS.get(overload) or _OPERATORS.get(packet) or self._special(packet, args, kwargs)
-            if found is not None and not (packet == "aten.repeat_interleave" and kwargs.get("output_size") is not None):
-                watch.saw(packet, *found)
+            sync = _OPERATORS.get(overload) or _OPERATORS.get(packet) or self._special(packet, args, kwargs)
+            if sync is not None and not (packet == "aten.repeat_interleave" and kwargs.get("output_size") is not None):
+                watch.saw(packet, *sync)
         result = func(*args, **kwargs)
         if device and str(func.overloadpacket) != "aten.copy_":
             watch.mark(result)

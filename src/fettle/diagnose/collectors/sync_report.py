@@ -26,11 +26,6 @@ class SyncReport:
     """Seconds that looking took; the modes make small operators several times slower, so time nothing beside it."""
     source: Literal["modes", "cuda"]
 
-    @property
-    def per_call(self) -> float:
-        """Synchronisations in one call."""
-        return sum(sync.count for sync in self.syncs) / self.calls
-
 
 _TORCH, _STANDARD_LIBRARY = (
     f"{Path(place)}/" for place in (Path(torch.__file__).parent, sysconfig.get_paths()["stdlib"])

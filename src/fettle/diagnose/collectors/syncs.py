@@ -38,12 +38,12 @@ def syncs_on(device: str, call: Callable[[], Any], on_device: Any) -> SyncReport
     On a GPU the modes' lines are compared with CUDA's own checks: one that they confirm keeps its reason, one that only
     they saw is added, and one that they did not see is left out.
     """
-    found = find_syncs(call, on_device=on_device, real=device == "cuda")
+    estimated = find_syncs(call, on_device=on_device, real=device == "cuda")
     if device != "cuda":
-        return found
+        return estimated
     on_gpu = find_cuda_syncs(call)
-    confirmed, _, unclaimed = confirm(found, on_gpu)
-    return SyncReport((*confirmed, *unclaimed), 1, max(found.wall_s, on_gpu.wall_s), "cuda")
+    confirmed, _, unclaimed = confirm(estimated, on_gpu)
+    return SyncReport((*confirmed, *unclaimed), 1, max(estimated.wall_s, on_gpu.wall_s), "cuda")
 
 
 def find_syncs(call: Callable[[], Any], *, on_device: Any, calls: int = 1, real: bool = False) -> SyncReport:
@@ -97,11 +97,11 @@ def find_cuda_syncs(call: Callable[[], Any], *, calls: int = 1) -> SyncReport:
     return SyncReport(counted(places), calls, time.perf_counter() - started, "cuda")
 
 
-def confirm(found: SyncReport, on_gpu: SyncReport) -> tuple[tuple[Sync, ...], tuple[Sync, ...], tuple[Sync, ...]]:
+def confirm(estimated: SyncReport, on_gpu: SyncReport) -> tuple[tuple[Sync, ...], tuple[Sync, ...], tuple[Sync, ...]]:
     """Compare by source line: confirmed by the GPU, claimed but not seen there, seen there but not claimed."""
-    real, claimed = {sync.where for sync in on_gpu.syncs}, {sync.where for sync in found.syncs}
+    real, claimed = {sync.where for sync in on_gpu.syncs}, {sync.where for sync in estimated.syncs}
     return (
-        tuple(sync for sync in found.syncs if sync.where in real),
-        tuple(sync for sync in found.syncs if sync.where not in real),
+        tuple(sync for sync in estimated.syncs if sync.where in real),
+        tuple(sync for sync in estimated.syncs if sync.where not in real),
         tuple(sync for sync in on_gpu.syncs if sync.where not in claimed),
     )

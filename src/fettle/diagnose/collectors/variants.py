@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from fettle.measure import log_interval
 from fettle.patches import replaced
+from fettle.procs.limits import affinity_cores
 
 
 def variants(
@@ -23,7 +23,7 @@ def variants(
     Interleaved rounds; only what can be switched there and back between two calls. A slow call gets three rounds.
     """
     own = torch.get_num_threads()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = affinity_cores()
     switches: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {}
     if own != usable:
         switches[f"threads={usable}"] = lambda: threads(usable)
@@ -50,14 +50,14 @@ def variants(
                     logs[name].append(math.log(base / min(timed(call, "cpu", 0.0, least=3))))
             except Exception:
                 broken.add(name)
-    found: dict[str, tuple[float, float, float]] = {}
+    by_name: dict[str, tuple[float, float, float]] = {}
     for name, values in logs.items():
         if len(values) >= 3 and name not in broken:
             interval = log_interval(values, 0.05)
             ends = (interval.estimate, interval.low, interval.high)
             saved = [1 - math.exp(-max(-50.0, min(end, 50.0))) for end in ends]
-            found[name] = (saved[0], saved[1], saved[2])
-    return found
+            by_name[name] = (saved[0], saved[1], saved[2])
+    return by_name
 
 
 @contextlib.contextmanager

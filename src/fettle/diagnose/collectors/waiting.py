@@ -124,7 +124,7 @@ def waiting(
     return collecting / clock.calls, blocked / clock.calls, loading
 
 
-def _at_hand(call: Callable[[], Any], clock: LoaderClock, device: str, calls: int = 5) -> float:
+def _at_hand(call: Callable[[], Any], clock: LoaderClock, device: str) -> float:
     """Seconds of a call whose loaders hand out at once what they handed out before; 0 where that cannot be tried."""
     from torch.utils.data import DataLoader
 
@@ -132,14 +132,14 @@ def _at_hand(call: Callable[[], Any], clock: LoaderClock, device: str, calls: in
         return 0.0
     turns = itertools.cycle(clock.kept)
     with replaced(DataLoader, "__iter__", lambda _: lambda loader: iter(next(turns))):
-        return min(timed(call, device, 0.0, least=calls))
+        return min(timed(call, device, 0.0, least=5))
 
 
 class CoreClock:
     """How crowded the machine is while it is entered, seen from the threads of this process (Linux; else 0)."""
 
     crowded = 0.0
-    """Of the time in which they ran or could have run, the share in which they had no core."""
+    """The share of the time in which they ran or could have run in which they had no core."""
 
     def __enter__(self) -> CoreClock:
         self._before = _all_threads()

@@ -20,8 +20,10 @@ __all__ = ["CROWDED", "RULES", "Rule", "compile", "data", "findings", "host", "m
 
 def findings(evidence: Evidence) -> list[Finding]:
     """What all rules say of the evidence: faults, the costliest first, then opportunities."""
-    asked = [rule for rule in RULES.values() if evidence.facts.mode in rule.modes]
-    found = [finding for rule in asked if (finding := rule(evidence)) is not None]
+    rules = [rule for rule in RULES.values() if evidence.facts.mode in rule.modes]
+    findings = [finding for rule in rules if (finding := rule(evidence)) is not None]
     if evidence.facts.mode == "training":  # levels are named for inference: those a training loop has not are dropped
-        found = [replace(item, levels={}) if conflict(Recipe(item.levels), evidence.facts) else item for item in found]
-    return sorted(found, key=lambda finding: finding.weight, reverse=True)
+        findings = [
+            replace(item, levels={}) if conflict(Recipe(item.levels), evidence.facts) else item for item in findings
+        ]
+    return sorted(findings, key=lambda finding: finding.weight, reverse=True)

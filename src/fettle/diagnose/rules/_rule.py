@@ -32,11 +32,11 @@ class Rule:
     name: str
     look: Callable[[Evidence], Finding | None]
     modes: Sequence[Mode]
-    """Workloads that it is for; the others have no such fault, or could not mend it."""
+    """Workloads that it is for; the others have no such fault, or could not fix it."""
 
     def __call__(self, call: Evidence) -> Finding | None:
-        found = self.look(call)
-        return found and replace(found, rule=self.name, bound=min(0.999, found.bound))
+        finding = self.look(call)
+        return finding and replace(finding, rule=self.name, bound=min(0.999, finding.bound))
 
 
 RULES: dict[str, Rule] = {}
@@ -115,7 +115,7 @@ def about_operators(
 
 
 def unfused(call: Evidence) -> float:
-    """Of a compiled model: the share of a call that one whole graph would not need. 0 where it is not compiled."""
+    """For a compiled model, the share of a call that one whole graph would not need. 0 where it is not compiled."""
     groups = call.seconds(POINTWISE, LAYOUT, CAST, INDEX)
     return call.share(groups + call.outside_s) if call.compiled else 0.0
 

@@ -94,7 +94,7 @@ def _lost(health: CompileHealth) -> Finding | None:
         says = f"The compile cache cannot keep {cache.bypasses} graph{'s' if cache.bypasses > 1 else ''}."
     return cause(
         says,
-        startup_s=0.0 if cache.hits else health.compile_s,  # found in the cache, it took no time to speak of
+        startup_s=0.0 if cache.hits else health.compile_s,  # found in the cache, it took next to no time
         evidence=(f"{cache.folder}: {cache.hits} hits, {cache.misses} misses, {cache.bypasses} bypassed",),
         advice="TORCHINDUCTOR_CACHE_DIR=a folder that lasts",
         formula="seconds spent compiling, where nothing was found in the cache",

@@ -86,7 +86,7 @@ def python_loop(call: Evidence) -> Finding | None:
         lines.setdefault(op.line, []).append(op)
     if not lines:
         return None
-    calls = {line: sum(op.calls for op in found) for line, found in lines.items()}
+    calls = {line: sum(op.calls for op in at_line) for line, at_line in lines.items()}
     line = max(calls, key=lambda key: calls[key])
     total = sum(op.calls for op in call.operations)
     if calls[line] < 0.3 * total or any(op.repeated > 0.3 for op in call.operations):

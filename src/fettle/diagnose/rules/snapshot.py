@@ -9,7 +9,7 @@ from fettle.memory import Analysis
 from fettle.units import size_text
 
 _LARGE_SHARE = 0.1
-"""Of the peak: a smaller holder is not worth a line of its own."""
+"""Share of the peak: a smaller holder is not worth a line of its own."""
 _STUCK_BYTES = 256 << 20
 """Below this no setting of the allocator is worth it, whatever the share (`fettle.memory` advises none either)."""
 _LARGE_BYTES = 64 << 20
@@ -28,11 +28,11 @@ def snapshot_findings(analysis: Analysis, calls: int = 0) -> list[Finding]:
             spikes=tuple(spike for spike in analysis.spikes if spike.height_bytes >= _LARGE_BYTES),
             holders=tuple(row for row in analysis.holders if row.frames and row.bytes >= _LARGE_BYTES),
         )
-    found = [*_leaks(analysis), *_fragmentation(analysis), *_churn(analysis)]
-    found += _spikes(analysis, calls or len(analysis.steps))
-    named = {line for finding in found for line in finding.where[:1]}
-    found += [holder for holder in _holders(analysis) if holder.where[0] not in named]  # one cause, one finding
-    return sorted(found, key=lambda finding: finding.weight, reverse=True)
+    findings = [*_leaks(analysis), *_fragmentation(analysis), *_churn(analysis)]
+    findings += _spikes(analysis, calls or len(analysis.steps))
+    named = {line for finding in findings for line in finding.where[:1]}
+    findings += [holder for holder in _holders(analysis) if holder.where[0] not in named]  # one cause, one finding
+    return sorted(findings, key=lambda finding: finding.weight, reverse=True)
 
 
 def _leaks(analysis: Analysis) -> list[Finding]:

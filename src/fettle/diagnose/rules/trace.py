@@ -32,7 +32,7 @@ LEAST = 0.03
 _LEAST_PYTHON = 0.25
 """On a trace of the host alone: Python around operators below this share is the rule, not a fault."""
 _FEWEST_OPERATORS = 50
-"""A step, likewise."""
+"""For each step, likewise."""
 _EVENT_NS = 3_000
 """More than recording one event on the host costs: 0.9 us as `bench/trace_bounds.py --event-cost` found it, shapes
 included; Python's stacks cost more, and have events of their own."""
@@ -176,7 +176,7 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
     left = 1 - (_profiler_ns(trace) + (0 if on_device else _slowed_ns(trace))) / wall_ns
     details = _details(trace)
 
-    found = []
+    findings = []
     for name, cause in _CAUSES.items():
         lost, besides, least, lines = share[name], unknown, LEAST, []
         if name == "idle_data_loading":
@@ -195,7 +195,7 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
         meanwhile = details.get(name.removeprefix("idle_"))
         says = cause.says if on_device else _ON_HOST.get(cause.rule, cause.says)
         formula = "time lost to it / (wall time of the steps - what recording their events cost"
-        found.append(
+        findings.append(
             replace(
                 cause,
                 says=f"{says.removesuffix('.')} ({lost:.0%} of the wall time).",
@@ -211,9 +211,9 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
             )
         )
     if on_device and (small := _small_kernels(trace, share["compute"])):
-        found.append(small)
+        findings.append(small)
     budget = {name: value for name, value in share.items() if value > 0}
-    return sorted(found, key=lambda finding: finding.weight, reverse=True), budget
+    return sorted(findings, key=lambda finding: finding.weight, reverse=True), budget
 
 
 def _outermost_operators(trace: Trace) -> np.ndarray:
@@ -243,7 +243,7 @@ def _slowed_ns(trace: Trace) -> int:
 
 
 def _within_steps(trace: Trace, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Those rows that begin within a step and end in it, too."""
+    """The rows that begin within a step and end in it, too."""
     windows = steps(trace)
     at = np.searchsorted(windows["start_ns"].to_numpy(), trace.ts[rows], side="right") - 1
     inside: np.ndarray = rows[(at >= 0) & (ends[rows] <= windows["end_ns"].to_numpy()[at])]

@@ -18,7 +18,7 @@ from fettle.package.handlers import detection, generate, image, tensors, text
 from fettle.package.tensors import TensorSpec
 
 Settings = tensors.Settings | image.Settings | detection.Settings | text.Settings | generate.Settings
-"""Of any ready handler; ``kind`` says which."""
+"""Settings of any ready handler; ``kind`` says which."""
 READY: dict[str, ModuleType] = {
     "tensor": tensors,
     "image": image,

@@ -15,7 +15,7 @@ from fettle.units import size_text
 _LEAST_REUSED = 16
 """Fewer tokens that two prompts begin with are computed again."""
 _SHARE = 0.5
-"""Of the memory that is free: what a cache may take whose size nobody says."""
+"""Share of the free memory that a cache may take where its size is not set."""
 
 
 class Cache:
@@ -58,8 +58,8 @@ class Cache:
 
         The rows are those from `first` on; of each so many tokens are `kept` already, and the new ones join them.
         """
-        found = self._call(first, new, kept)
-        fresh = found[self.fresh]
+        outputs = self._call(first, new, kept)
+        fresh = outputs[self.fresh]
         if all(len(tokens) == 1 for tokens in new):
             rows = torch.arange(first, first + len(new), device=self._past.device)
             ends = torch.tensor(kept, device=self._past.device)
@@ -68,13 +68,13 @@ class Cache:
             for row, (tokens, begin) in enumerate(zip(new, kept, strict=True)):
                 end = begin + len(tokens)
                 self._past[first + row, ..., begin:end, :] = fresh[row, ..., : len(tokens), :]
-        scores: torch.Tensor = found[self.scores].float()
+        scores: torch.Tensor = outputs[self.scores].float()
         return scores
 
     def _call(self, first: int, new: Sequence[Sequence[int]], kept: Sequence[int]) -> list[torch.Tensor]:
         longest, most = max(map(len, new)), max(1, *kept)  # a program has no sizes of 0
         device = self.runner.device
-        given = {
+        values = {
             "input_ids": torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in new], device=device),
             "attention_mask": torch.tensor(
                 [[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in new], device=device
@@ -83,8 +83,8 @@ class Cache:
             SEEN: (torch.arange(most, device=device) < torch.tensor(kept, device=device)[:, None]).long(),
             PAST: self._past[first : first + len(new), ..., :most, :],
         }
-        found: list[torch.Tensor] = self.runner.call([given[spec.name] for spec in self.inputs])
-        return found
+        outputs: list[torch.Tensor] = self.runner.call([values[spec.name] for spec in self.inputs])
+        return outputs
 
     def holds(self, row: int, tokens: Sequence[int], length: int) -> None:
         """Note that a row has the keys and values of the first `length` of these tokens, to which more may be added."""
@@ -95,12 +95,12 @@ class Cache:
 
         A row has its last text's until the next one is written into it.
         """
-        found = [_common(held, prompt, min(length, len(prompt) - 1)) for held, length in self._held]
-        most = max(found)
+        common = [_common(held, prompt, min(length, len(prompt) - 1)) for held, length in self._held]
+        most = max(common)
         if most < _LEAST_REUSED:
             return 0
-        if found[row] < most:
-            self.move(found.index(most), row, most)
+        if common[row] < most:
+            self.move(common.index(most), row, most)
         self.holds(row, prompt, most)
         return most
 

@@ -33,7 +33,7 @@ MASK = "pixel_mask"
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="detection"):
-    """Of the detection handler."""
+    """Settings of the detection handler."""
 
     decoding: Decoding
     logits: str
@@ -86,9 +86,9 @@ class Handler(Images):
 
     def postprocess(self, answers: list[Item]) -> list[Any]:
         """``[{"label", "index", "score", "box": [left, top, right, bottom]}, ...]``, best first."""
-        return [self._found(answer) for answer in answers]
+        return [self._objects(answer) for answer in answers]
 
-    def _found(self, answer: Item) -> list[dict[str, Any]]:
+    def _objects(self, answer: Item) -> list[dict[str, Any]]:
         settings, (width, height) = self.settings, answer.note
         scores = probabilities(answer.arrays[self.logits][0], settings.scores)
         if settings.scores == "softmax":

@@ -30,12 +30,12 @@ _ENDS = ("</s>", "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "[SEP]", "<eos>")
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="generate"):
-    """Of the generate handler."""
+    """Settings of the generate handler."""
 
     max_tokens: Annotated[int, Meta(le=1 << 20)] = 1024
-    """Of prompt and answer together."""
+    """The most tokens of prompt and answer together."""
     max_new_tokens: Annotated[int, Meta(ge=1)] = 256
-    """Of an answer; a request may ask for fewer."""
+    """The most tokens of an answer; a request may ask for fewer."""
     stop_tokens: tuple[int, ...] = ()
     """An answer ends before one of these. Empty: the tokenizer's usual end."""
     max_characters: Annotated[int, Meta(ge=1)] = 200_000
@@ -75,10 +75,10 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     """The characters that are certain now; none while one is not whole, or may begin a stop string."""
     logprobs: tuple[TokenLogprob, ...] = ()
     reason: str = ""
-    """Of the last: why the text ends, ``stop`` or ``length``."""
+    """With the last piece: why the text ends, ``stop`` or ``length``."""
     prompt_tokens: int = 0
     tokens: int = 0
-    """Of the last: tokens of the prompt, and of the answer with the one that ended it."""
+    """With the last piece: tokens of the prompt, and of the answer with the one that ended it."""
 
 
 asks = msgspec.json.Decoder(Ask)
@@ -140,7 +140,7 @@ class Handler:
         if ask.messages is not None:
             text, special = self._chatted(ask.messages), False  # the template writes them itself
         if len(text) > self.settings.max_characters:
-            raise TooLong(f"a prompt may have {self.settings.max_characters} characters")
+            raise TooLong(f"a prompt may have at most {self.settings.max_characters} characters")
         return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
     def room(self, prompt: Sequence[int], ask: Ask) -> int:

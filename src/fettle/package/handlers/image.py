@@ -57,7 +57,7 @@ class Decoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="image"):
-    """Of the image handler."""
+    """Settings of the image handler."""
 
     decoding: Decoding
     output: str
@@ -159,7 +159,7 @@ def decode(body: bytes, decoding: Decoding) -> tuple[Array, tuple[int, int]]:
         with pillow.open(io.BytesIO(body), formats=decoding.formats) as image:
             width, height = image.size
             if width * height > decoding.max_pixels:
-                raise UsageError(f"an image may have {decoding.max_pixels} pixels, not {width} x {height}")
+                raise UsageError(f"an image may have at most {decoding.max_pixels} pixels, not {width} x {height}")
             image.load()
             # One step from the wanted part to the wanted size: nothing is as large as a resized stripe could be.
             small = image.convert("L" if len(decoding.mean) == 1 else "RGB").resize(
@@ -168,7 +168,7 @@ def decode(body: bytes, decoding: Decoding) -> tuple[Array, tuple[int, int]]:
     except UsageError:
         raise
     except pillow.DecompressionBombError:
-        raise UsageError(f"an image may have {decoding.max_pixels} pixels") from None
+        raise UsageError(f"an image may have at most {decoding.max_pixels} pixels") from None
     except Exception as error:  # decoders of damaged files raise nearly everything
         wanted = ", ".join(decoding.formats)
         raise UsageError(f"the body is not an image that can be read: {wanted} are") from error

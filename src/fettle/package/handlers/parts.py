@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 Scores = Literal["softmax", "sigmoid", "none"]
 """How a model's scores become probabilities; ``none``: they are already."""
 Top = Annotated[int, Meta(ge=1, le=100_000)]
-"""Classes to name."""
+"""The classes to name."""
 LABELS = "labels.txt"
 MAX_LABELS_BYTES = 16 << 20
 LAST = "last"
@@ -44,13 +44,13 @@ def call_together(runner: Any, items: Sequence[Item], max_rows: int) -> list[Ite
         return [Item(runner.run([item.arrays], 0), item.note) for item in items]
     groups: dict[Any, list[list[int]]] = {}
     for index, item in enumerate(items):
-        found = groups.setdefault(tuple(array.shape[1:] for array in item.arrays), [[]])
-        rows = sum(len(items[other].arrays[0]) for other in found[-1])
-        if found[-1] and rows + len(item.arrays[0]) > max_rows:
-            found.append([])
-        found[-1].append(index)
+        group_of = groups.setdefault(tuple(array.shape[1:] for array in item.arrays), [[]])
+        rows = sum(len(items[other].arrays[0]) for other in group_of[-1])
+        if group_of[-1] and rows + len(item.arrays[0]) > max_rows:
+            group_of.append([])
+        group_of[-1].append(index)
     answers: list[Item] = [Item([]) for _ in items]
-    for group in (one for found in groups.values() for one in found):
+    for group in (one for group_of in groups.values() for one in group_of):
         outputs, place = runner.run([items[index].arrays for index in group], 0), 0
         for index in group:
             rows = len(items[index].arrays[0])
@@ -62,7 +62,7 @@ def call_together(runner: Any, items: Sequence[Item], max_rows: int) -> list[Ite
 def check_rows(rows: int, max_rows: int) -> None:
     """Raise `UsageError` where one request asks for more than a call can hold."""
     if rows > max_rows:
-        raise UsageError(f"a request may have {max_rows} rows, not {rows}")
+        raise UsageError(f"a request may have at most {max_rows} rows, not {rows}")
 
 
 def read_labels(folder: Path) -> list[str]:
@@ -84,15 +84,15 @@ def labels_file(path: Path) -> bytes:
         if path.suffix != ".json":
             names = text.splitlines()
         else:
-            said = msgspec.json.decode(text.encode(), type=list[str] | dict[str, str | list[str]])
-            if isinstance(said, dict):
-                by_number = {int(number): name for number, name in said.items()}
+            labels = msgspec.json.decode(text.encode(), type=list[str] | dict[str, str | list[str]])
+            if isinstance(labels, dict):
+                by_number = {int(number): name for number, name in labels.items()}
                 if min(by_number, default=0) < 0 or max(by_number, default=0) > 1_000_000:
                     raise UsageError(f"{path} numbers its classes beyond a million")
                 called = [by_number.get(number, str(number)) for number in range(max(by_number, default=-1) + 1)]
                 names = [name if isinstance(name, str) else name[-1] for name in called]
             else:
-                names = said
+                names = labels
     except (OSError, ValueError, IndexError, RecursionError) as error:
         raise UsageError(f"{path} holds no labels: a line for each class, or JSON ({first_line(error)})") from error
     return "".join(" ".join(name.split()) + "\n" for name in names).encode()
@@ -107,14 +107,14 @@ def softmax(scores: Array) -> Array:
     """Along the last axis, in float64, so that large scores do not overflow."""
     wide = scores.astype(np.float64)
     powers = np.exp(wide - wide.max(axis=-1, keepdims=True))
-    found: Array = powers / powers.sum(axis=-1, keepdims=True)
-    return found
+    shares: Array = powers / powers.sum(axis=-1, keepdims=True)
+    return shares
 
 
 def sigmoid(scores: Array) -> Array:
-    """Of every score, in float64."""
-    found: Array = 0.5 * (1.0 + np.tanh(0.5 * scores.astype(np.float64)))
-    return found
+    """The sigmoid of every score, in float64."""
+    shares: Array = 0.5 * (1.0 + np.tanh(0.5 * scores.astype(np.float64)))
+    return shares
 
 
 def probabilities(scores: Array, how: Scores) -> Array:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fettle.package.handlers.generate import Handler
 
 log = logging.getLogger("fettle.serve.worker")
-Told = Callable[[int, Piece | Exception], None]
+OnPiece = Callable[[int, Piece | Exception], None]
 """Called with a text's number and its next piece, or why it broke off."""
 
 
@@ -57,7 +57,7 @@ class Steps:
     by_rows: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Texts that got their next token in a call -> calls, seconds."""
     tokens: int = 0
-    """Written."""
+    """Tokens written so far."""
     reused: int = 0
     """Tokens of prompts whose keys and values another text had already."""
 
@@ -81,8 +81,8 @@ class Running:
 
     def take_steps(self) -> Steps:
         """What was computed since the last time."""
-        found, self.steps = self.steps, Steps()
-        return found
+        steps, self.steps = self.steps, Steps()
+        return steps
 
     def add(self, number: int, ask: Ask) -> None:
         """Let a text join. Raises `UsageError` where it cannot be asked for."""
@@ -92,8 +92,8 @@ class Running:
         prompt = handler.prompt(ask)
         left = handler.room(prompt, ask)
         writing = Writing(handler.tokenizer, prompt, ask.sampling.stop)
-        made = _Text(number, prompt, len(prompt), left, ask, writing, generator(ask.sampling.seed))
-        self.texts.append(made)
+        written = _Text(number, prompt, len(prompt), left, ask, writing, generator(ask.sampling.seed))
+        self.texts.append(written)
         if self.cache is None or len(prompt) == 1:
             self._begin_to_write(len(self.texts) - 1)
 
@@ -104,16 +104,16 @@ class Running:
                 self._leave(row)
                 return
 
-    def step(self, told: Told) -> None:
+    def step(self, on_piece: OnPiece) -> None:
         """The next token of every text that is being written, and a part of the prompts."""
         writing = self._writing
         if self.cache is None:
-            self._advance(0, self.texts, [text.ids for text in self.texts], told)
+            self._advance(0, self.texts, [text.ids for text in self.texts], on_piece)
         else:
             if writing:
-                self._advance(0, self.texts[:writing], [text.ids[-1:] for text in self.texts[:writing]], told)
+                self._advance(0, self.texts[:writing], [text.ids[-1:] for text in self.texts[:writing]], on_piece)
             if part := self._prompts():
-                self._advance(writing, self.texts[writing : writing + len(part)], part, told)
+                self._advance(writing, self.texts[writing : writing + len(part)], part, on_piece)
         for row in reversed(range(len(self.texts))):
             if self.texts[row].reason:
                 self._leave(row)
@@ -133,7 +133,7 @@ class Running:
             part.append(new)
         return part
 
-    def _advance(self, first: int, texts: Sequence[_Text], new: Sequence[Sequence[int]], told: Told) -> None:
+    def _advance(self, first: int, texts: Sequence[_Text], new: Sequence[Sequence[int]], on_piece: OnPiece) -> None:
         """Compute these tokens of the texts that stand from row `first` on; those that are through get the next."""
         began = time.perf_counter()
         try:
@@ -146,7 +146,7 @@ class Running:
                 text.reason = "failed"
                 if self.cache is not None:
                     self.cache.holds(row, (), 0)
-                told(text.number, error)
+                on_piece(text.number, error)
             return
         for row, text in enumerate(texts):
             text.kept = text.kept + len(new[row]) if self.cache is not None else len(text.ids)
@@ -156,9 +156,9 @@ class Running:
                 text.reason = "failed"
                 if self.cache is not None:
                     self.cache.wipe(first + row)
-                told(text.number, RuntimeError("the model's scores are not finite"))
+                on_piece(text.number, RuntimeError("the model's scores are not finite"))
             elif text.kept == len(text.ids):
-                self._grow(text, likeliest[row], scores[row], told)
+                self._grow(text, likeliest[row], scores[row], on_piece)
         calls, seconds = self.steps.by_rows.get(len(texts), (0, 0.0))
         self.steps.by_rows[len(texts)] = calls + 1, seconds + time.perf_counter() - began
         for row, text in enumerate(texts, first):
@@ -176,7 +176,7 @@ class Running:
             parts.append([np.array(made[spec.name], spec.kind) for spec in self.handler.inputs])
         return torch.from_numpy(self.handler.runner.run(parts, 0)[self.handler.place])
 
-    def _grow(self, text: _Text, token: int, row: torch.Tensor, told: Told) -> None:
+    def _grow(self, text: _Text, token: int, row: torch.Tensor, on_piece: OnPiece) -> None:
         """One token more: the likeliest, `token`, or what is drawn by its row of scores."""
         sampling, scores = text.ask.sampling, np.empty(0)
         if not sampling.plain or sampling.logprobs is not None:
@@ -184,15 +184,15 @@ class Running:
         if not sampling.plain:
             token = choose(scores, sampling, text.random, text.ids[text.prompt :])
         text.left -= 1
-        said = ""
+        characters = ""
         if token in self.handler.stop and not sampling.ignore_eos:
             text.reason = "stop"
         else:
             text.ids.append(token)
-            said = text.writing.add(token)
+            characters = text.writing.add(token)
             text.reason = "stop" if text.writing.stopped else "" if text.left else "length"
         if text.reason:
-            said += text.writing.end()
+            characters += text.writing.end()
             if text.writing.stopped:  # by what was held back
                 text.reason = "stop"
         logprobs: tuple[TokenLogprob, ...] = ()
@@ -200,7 +200,7 @@ class Running:
             logprobs = (self._likely(token, scores, sampling.logprobs),)
         counts = (text.prompt, len(text.ids) - text.prompt) if text.reason else (0, 0)
         self.steps.tokens += 1
-        told(text.number, Piece(said, logprobs, text.reason, *counts))
+        on_piece(text.number, Piece(characters, logprobs, text.reason, *counts))
 
     def _likely(self, token: int, scores: Any, most: int) -> TokenLogprob:
         own, best = log_probabilities(scores, token, most)

@@ -71,7 +71,7 @@ def choose(logits: Array, wanted: Sampling, random: np.random.Generator, written
 
 
 def log_probabilities(logits: Array, token: int, most: int) -> tuple[float, list[tuple[int, float]]]:
-    """Of a token by the model's own logits [vocabulary], and of the `most` likeliest ones, the likeliest first."""
+    """A token's by the model's own logits [vocabulary], and those of the `most` likeliest ones, the likeliest first."""
     scores = logits.astype(np.float64)
     scores -= scores.max()
     scores -= np.log(np.exp(scores).sum())

@@ -14,7 +14,7 @@ from fettle.package.tensors import TensorSpec
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="tensor"):
-    """It has none."""
+    """There are none."""
 
 
 def suggest(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], files: set[str]) -> Settings:
@@ -53,22 +53,22 @@ class Handler:
 
     def _arrays(self, body: bytes) -> list[Array]:
         try:
-            said = msgspec.json.decode(body)
+            values = msgspec.json.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError("the body is not JSON") from error
-        if isinstance(said, dict) and "instances" in said:  # the form of TensorFlow Serving and KServe v1
-            said = said["instances"]
-        if not isinstance(said, dict):
+        if isinstance(values, dict) and "instances" in values:  # the form of TensorFlow Serving and KServe v1
+            values = values["instances"]
+        if not isinstance(values, dict):
             if len(self.inputs) != 1:
                 names = ", ".join(spec.name for spec in self.inputs)
                 raise UsageError(f"the model has several inputs: give an object with {names}")
-            said = {self.inputs[0].name: said}
+            values = {self.inputs[0].name: values}
         arrays = []
         for spec in self.inputs:
-            if spec.name not in said:
+            if spec.name not in values:
                 raise UsageError(f"the input {spec.name} is missing")
             try:
-                array = np.asarray(said[spec.name], dtype=spec.kind)
+                array = np.asarray(values[spec.name], dtype=spec.kind)
             except (ValueError, TypeError, OverflowError) as error:
                 raise UsageError(f"the input {spec.name} is not an array of {spec.datatype}") from error
             if spec.batched and array.ndim == len(spec.shape) - 1:

@@ -38,7 +38,7 @@ FIELDS = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_id
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="text"):
-    """Of the text handler."""
+    """Settings of the text handler."""
 
     output: str
     """The output that is answered."""
@@ -52,7 +52,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     normalize: bool = True
     """Vectors get the length 1."""
     scores: Scores = "softmax"
-    """Of classes."""
+    """Scores of classes."""
     top: Top = 5
     max_characters: Annotated[int, Meta(ge=1)] = 200_000
     """Longer bodies are refused before the tokenizer sees them."""
@@ -109,11 +109,11 @@ class Handler:
 
     def preprocess(self, requests: Sequence[dict[str, Any]]) -> list[Item]:
         """Tokens. The texts of all requests are filled up to the longest, so that they can share a call."""
-        given = [read_texts(request, self.settings.max_characters) for request in requests]
-        for texts, _ in given:
+        requested = [read_texts(request, self.settings.max_characters) for request in requests]
+        for texts, _ in requested:
             check_rows(len(texts), self.max_rows)
-        found = iter(self.tokenizer.encode_batch([text for texts, _ in given for text in texts]))
-        encoded = [[next(found) for _ in texts] for texts, _ in given]
+        encodings = iter(self.tokenizer.encode_batch([text for texts, _ in requested for text in texts]))
+        encoded = [[next(encodings) for _ in texts] for texts, _ in requested]
         longest = max(len(row.ids) for rows in encoded for row in rows)
         length = self.settings.max_tokens if self.settings.fixed else max(1, longest)
         for row in (row for rows in encoded for row in rows):
@@ -122,7 +122,7 @@ class Handler:
         return [
             Item([np.array([getattr(row, FIELDS[spec.name]) for row in rows], spec.kind) for spec in self.inputs],
                  (single, np.array([row.attention_mask for row in rows])))
-            for rows, (_, single) in zip(encoded, given, strict=True)
+            for rows, (_, single) in zip(encoded, requested, strict=True)
         ]  # fmt: skip
 
     def inference(self, data: list[Item]) -> list[Item]:
@@ -140,7 +140,7 @@ class Handler:
 
     def explain(self, data: list[Item], explainer: Any) -> list[Any]:
         """``[{"token", "score"}, ...]`` for a text, a list of them for a list."""
-        found = []
+        answers = []
         for item in data:
             scores = explainer.attribute(item.arrays)[0]
             rows = [
@@ -148,8 +148,8 @@ class Handler:
                  for token, score, real in zip(*row, strict=True) if real]
                 for row in zip(item.arrays[self.ids], scores, item.note[1], strict=True)
             ]  # fmt: skip
-            found.append(rows[0] if item.note[0] else rows)
-        return found
+            answers.append(rows[0] if item.note[0] else rows)
+        return answers
 
     def _rows(self, output: Array, mask: Array) -> list[Any]:
         settings = self.settings
@@ -172,12 +172,12 @@ def read_texts(request: dict[str, Any], max_characters: int) -> tuple[list[str],
     """The texts of a body, and whether it was one text. Plain UTF-8, or a JSON string or list of strings."""
     body = request["body"]
     if len(body) > 4 * max_characters:
-        raise UsageError(f"a body may have {max_characters} characters")
+        raise UsageError(f"a body may have at most {max_characters} characters")
     try:
         if "json" in request["type"]:
-            said = msgspec.json.decode(body)
-            said = said.get("instances", said) if isinstance(said, dict) else said
-            texts, single = ([said], True) if isinstance(said, str) else (said, False)
+            decoded = msgspec.json.decode(body)
+            decoded = decoded.get("instances", decoded) if isinstance(decoded, dict) else decoded
+            texts, single = ([decoded], True) if isinstance(decoded, str) else (decoded, False)
         else:
             texts, single = [body.decode("utf-8")], True
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -185,7 +185,7 @@ def read_texts(request: dict[str, Any], max_characters: int) -> tuple[list[str],
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise UsageError("the body must be a text, or JSON with a string or a list of strings")
     if sum(len(text) for text in texts) > max_characters:
-        raise UsageError(f"a body may have {max_characters} characters")
+        raise UsageError(f"a body may have at most {max_characters} characters")
     return texts, single
 
 

@@ -13,11 +13,11 @@ off meanwhile would have torn them apart. When nothing has come for a few turns 
 from __future__ import annotations
 
 SHARE = 0.2
-"""Of the last call's time: so long those are awaited of whom nothing is seen yet."""
+"""A client of whom nothing is seen yet is awaited for this share of the last call's time."""
 MOST_S = 0.005
 """The longest that a free worker is held back, and so the most that it can cost."""
 TRUST = 0.5
-"""So many of the answered must be seen to return in time on average. Independent arrivals do not."""
+"""Share of the answered clients that must return in time on average. Independent arrivals do not."""
 QUIET = 3
 """Turns of the event loop without an arrival: answers are written in the first, what comes is read after the second,
 and counted in the third."""
@@ -29,7 +29,7 @@ class Anticipation:
 
     def __init__(self) -> None:
         self.share = 0.0
-        """Of the answered requests, how many were followed by another one in time: a moving average."""
+        """Share of the answered requests that were followed by another one in time: a moving average."""
         self._answered = self._due = 0
         self._until_s = self._last_s = 0.0
         self._coming, self._quiet = False, 0
@@ -49,7 +49,7 @@ class Anticipation:
             self._due -= 1
 
     def turn(self) -> bool:
-        """The event loop has done what it had to; whether to tell of its next turn, too."""
+        """The event loop has done what it had to; whether to report its next turn, too."""
         self._quiet += 1
         self._coming = self._due > 0 and self._quiet < QUIET
         return self._coming

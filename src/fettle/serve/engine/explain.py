@@ -55,9 +55,9 @@ class Explainer:
         if not -1 <= target < scores.shape[1]:
             raise UsageError(f"the target is one of the {scores.shape[1]} elements of a row of the first output")
         wanted = scores.argmax(1) if target < 0 else torch.full((len(scores),), target, device=self._device)
-        found = self._gradients(tensors, varied, wanted) if varied else self._ablation(tensors, wanted)
+        attributions = self._gradients(tensors, varied, wanted) if varied else self._ablation(tensors, wanted)
         return [
-            found.get(i, torch.zeros_like(tensor)).detach().to("cpu", torch.float32).contiguous().numpy()
+            attributions.get(i, torch.zeros_like(tensor)).detach().to("cpu", torch.float32).contiguous().numpy()
             for i, tensor in enumerate(tensors)
         ]
 
@@ -72,21 +72,21 @@ class Explainer:
     ) -> dict[int, torch.Tensor]:
         fixed = [i for i in range(len(tensors)) if i not in varied]
 
-        def call(*given: torch.Tensor) -> torch.Tensor:
-            by_place = dict(zip([*varied, *fixed], given, strict=True))
+        def call(*varying: torch.Tensor) -> torch.Tensor:
+            by_place = dict(zip([*varied, *fixed], varying, strict=True))
             return self._scores(*(by_place[i] for i in range(len(tensors))))
 
-        found = self._attr.IntegratedGradients(call).attribute(
+        attributions = self._attr.IntegratedGradients(call).attribute(
             tuple(tensors[i] for i in varied), target=wanted, n_steps=STEPS, internal_batch_size=self._most,
             additional_forward_args=tuple(tensors[i] for i in fixed) or None,
         )  # fmt: skip
-        return dict(zip(varied, found, strict=True))
+        return dict(zip(varied, attributions, strict=True))
 
     def _ablation(self, tensors: list[torch.Tensor], wanted: torch.Tensor) -> dict[int, torch.Tensor]:
         if tensors[0][0].numel() > MAX_ABLATED:
             raise UsageError(f"only inputs of up to {MAX_ABLATED} elements a row can be explained without gradients")
         with torch.no_grad():
-            found = self._attr.FeatureAblation(self._scores).attribute(
+            attributions = self._attr.FeatureAblation(self._scores).attribute(
                 tensors[0], target=wanted, additional_forward_args=tuple(tensors[1:]) or None
             )
-        return {0: found}
+        return {0: attributions}

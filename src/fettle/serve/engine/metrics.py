@@ -13,7 +13,7 @@ from prometheus_client.utils import floatToGoString
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 MAX_NAMES = 100
-"""Of a handler's own metrics."""
+"""The most names of a handler's own metrics."""
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
 
 
@@ -35,7 +35,7 @@ class Tally:
         """How many values."""
         return sum(self._counts)
 
-    def seen(self) -> tuple[list[tuple[str, float]], float]:
+    def buckets(self) -> tuple[list[tuple[str, float]], float]:
         """Upper bound and number of values up to it, for each bucket; and the sum."""
         names = [*map(floatToGoString, self._bounds), "+Inf"]
         return list(zip(names, accumulate(self._counts), strict=True)), self.sum
@@ -46,17 +46,17 @@ class Tallies(Collector):
 
     def __init__(self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> None:
         self._name, self._text, self._labels, self._bounds = name, text, labels, bounds
-        self._found: dict[tuple[str, ...], Tally] = {}
+        self._tallies: dict[tuple[str, ...], Tally] = {}
 
     def labels(self, *values: str) -> Tally:
         """The histogram of these labels."""
-        return self._found.setdefault(values, Tally(self._bounds))
+        return self._tallies.setdefault(values, Tally(self._bounds))
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """What Prometheus asks for."""
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
-        for values, tally in self._found.items():
-            buckets, total = tally.seen()
+        for values, tally in self._tallies.items():
+            buckets, total = tally.buckets()
             family.add_metric(values, buckets, total)
         yield family
 
@@ -66,16 +66,16 @@ class Counts(Collector):
 
     def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
         self._name, self._text, self._labels = name, text, labels
-        self._found: dict[tuple[str, ...], dict[int, int]] = {}
+        self._counts: dict[tuple[str, ...], dict[int, int]] = {}
 
     def labels(self, *values: str) -> dict[int, int]:
         """What is counted of these labels, by the last."""
-        return self._found.setdefault(values, {})
+        return self._counts.setdefault(values, {})
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """What Prometheus asks for."""
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for values, counts in self._found.items():
+        for values, counts in self._counts.items():
             for last, count in counts.items():
                 family.add_metric([*values, str(last)], count)
         yield family
@@ -94,9 +94,9 @@ class Metrics:
         labels = ("model", "version")
 
         def histogram(name: str, text: str, bounds: Sequence[float]) -> Tallies:
-            found = Tallies(f"fettle_{name}", text, labels, bounds)
-            self.registry.register(found)
-            return found
+            tallies = Tallies(f"fettle_{name}", text, labels, bounds)
+            self.registry.register(tallies)
+            return tallies
 
         self.request_s = histogram(
             "request_seconds", "From the request's arrival at the batcher to its answer", seconds
@@ -189,9 +189,9 @@ class ModelMetrics:
         self._codes[code] = self._codes.get(code, 0) + 1
         self.failed += code >= 400
 
-    def handler(self, found: Sequence[tuple[str, str, float]]) -> None:
+    def handler(self, measured: Sequence[tuple[str, str, float]]) -> None:
         """What a handler counted in one call. Names beyond the hundredth are not kept: each is a time series."""
-        for kind, name, value in found:
+        for kind, name, value in measured:
             if name not in self._names:
                 if len(self._names) >= MAX_NAMES:
                     continue

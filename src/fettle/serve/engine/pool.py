@@ -25,7 +25,6 @@ from fettle.serve.engine.batching import Batch, BatchQueue
 from fettle.serve.engine.metrics import ModelMetrics
 from fettle.serve.engine.refusal import Rejected
 from fettle.serve.engine.request import Answer, Request
-from fettle.serve.engine.scaling import scale
 from fettle.serve.engine.worker import Worker
 from fettle.serve.engine.worker_start import Spare, Spawned, spawn, threads_each
 
@@ -42,7 +41,7 @@ class Pool:
         self.attribution_specs = [msgspec.structs.replace(spec, datatype="FP32") for spec in self.specs]
         self.queue: BatchQueue[Request] = BatchQueue(settings)
         self.texts: BatchQueue[Request] = BatchQueue(_one_by_one(settings))
-        """Those that ask for a text, in the order in which they came."""
+        """Requests for a text, in the order in which they came."""
         self._row_s = settings.row_s(machine)
         self.trust, self.explains = trust, explain
         threads = threads_each(settings.threads, settings.workers)
@@ -50,7 +49,7 @@ class Pool:
             Worker(self, index, threads, cores[index] if cores else ()) for index in range(settings.workers)
         ]
         self.joining: list[Worker] = []
-        """Those that are started while the others serve."""
+        """Workers that are started while the others serve."""
         self.spare = spare
         self.name = package.manifest.name
         self._loop_kept: asyncio.AbstractEventLoop | None = None
@@ -83,10 +82,6 @@ class Pool:
             self.problem = f"a worker cannot be started: {error.strerror}"
         if self.closing or not all(worker.ready for worker in workers):
             raise Rejected(503, self.problem or "a worker ended while loading", kind="load")
-
-    async def scale(self, settings: ServeSettings, cores: Sequence[Sequence[int]], machine: str) -> None:
-        """Another number of workers, without a failed request: see `scaling`."""
-        await scale(self, settings, cores, machine)
 
     def start_process(self, threads: int) -> Spawned:
         """A process for a worker: the spare one where it fits. OSError where none can be had."""
@@ -329,21 +324,21 @@ class Pool:
 
     def on_piece(self, request: Request, piece: memoryview, rows: int, *, last: bool) -> None:
         """A worker wrote the next piece of a text, one of `rows`."""
-        now, said = time.perf_counter(), bytes(piece)
-        self.metrics.piece(now - (request.told_s or request.arrival_s), first=not request.pieces)
+        now, body = time.perf_counter(), bytes(piece)
+        self.metrics.piece(now - (request.last_piece_s or request.arrival_s), first=not request.pieces)
         request.pieces += 1
-        request.told_s = now
+        request.last_piece_s = now
         if request.piece is not None and not request.answer.done():
-            request.piece(said)
+            request.piece(body)
         if last:
-            answer = Answer(body=said, kind="application/json", model_s=now - request.sent_s)
+            answer = Answer(body=body, kind="application/json", model_s=now - request.sent_s)
             self._give(request, answer, request.sent_s, rows, now)
 
-    def wrote(self, found: wire.Wrote) -> None:
+    def wrote(self, message: wire.Wrote) -> None:
         """A worker says what its texts cost."""
-        for rows, calls, seconds in found.calls:
+        for rows, calls, seconds in message.calls:
             self.metrics.batch(rows, rows, 0.0, seconds / calls, calls)
-        self.metrics.handler(found.metrics)
+        self.metrics.handler(message.metrics)
 
     def _give(self, request: Request, answer: Answer, sent: float, rows: int, now: float) -> None:
         answer.queue_s, answer.batch_rows = sent - request.arrival_s, rows

@@ -24,6 +24,7 @@ from fettle.serve.engine.metrics import Metrics, ModelMetrics
 from fettle.serve.engine.placement import cores_for, usable_cores
 from fettle.serve.engine.pool import Pool
 from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.scaling import scale
 from fettle.serve.engine.store import find_package, in_order
 from fettle.serve.engine.worker_start import Spare
 
@@ -127,26 +128,26 @@ class Registry:
                 trust=digest if digest in self.options.trust else "",
                 explain=self.options.explain, spare=self.options.spare,
             )  # fmt: skip
-            made = Version(package, pool, metrics)
-            self._unserved[name, number] = made
+            version = Version(package, pool, metrics)
+            self._unserved[name, number] = version
             try:
                 await pool.start()
             except Rejected as error:
-                made.state, made.reason = "UNAVAILABLE", error.reason
+                version.state, version.reason = "UNAVAILABLE", error.reason
                 raise
             except BaseException:
                 del self._unserved[name, number]
                 raise
             del self._unserved[name, number]
-            made.state = "READY"
+            version.state = "READY"
             old = model.versions.get(number)
-            model.versions[number] = made
+            model.versions[number] = version
             model.default = model.default or number
             self.models[name] = model
             self.remember()
         if old is not None:
             await self._retire(old)
-        return made
+        return version
 
     async def unload(self, name: str, number: str | None = None) -> None:
         """Stop serving a version, or the whole model: new requests are refused, accepted ones are answered."""
@@ -171,7 +172,7 @@ class Registry:
         """Another number of workers for a version, the default one where none is named; returns when they are warm."""
         async with self._lock:
             settings, cores = self.share(name, number, workers)
-            await self.find_version(name, number).pool.scale(settings, cores, self.machine)
+            await scale(self.find_version(name, number).pool, settings, cores, self.machine)
             self.remember()
 
     def share(self, name: str, number: str | None, workers: int) -> tuple[ServeSettings, list[list[int]]]:
@@ -366,9 +367,9 @@ def _with(settings: ServeSettings, wanted: Mapping[str, Any]) -> ServeSettings:
         raise Rejected(400, str(error)[:200]) from None
 
 
-def _changed(settings: ServeSettings, given: ServeSettings) -> dict[str, Any]:
+def _changed(settings: ServeSettings, at_start: ServeSettings) -> dict[str, Any]:
     """What was set otherwise while running."""
-    before = msgspec.to_builtins(given)
+    before = msgspec.to_builtins(at_start)
     return {key: value for key, value in msgspec.to_builtins(settings).items() if value != before[key]}
 
 

@@ -27,13 +27,13 @@ class Request:
     piece: Callable[[bytes], None] | None = None
     """Hears each piece of a text that is being written. None: the request asks for no text."""
     pieces: int = 0
-    """Pieces told so far: after the first it cannot be tried again."""
+    """Pieces passed on so far: after the first it cannot be tried again."""
     queued: bool = False
     tries: int = 0
     arrival_s: float = 0.0
     sent_s: float = 0.0
     """When a text joined those that a worker writes."""
-    told_s: float = 0.0
+    last_piece_s: float = 0.0
     """When its last piece came."""
     deadline_s: float = math.inf
     answer: asyncio.Future[Answer] = field(init=False)

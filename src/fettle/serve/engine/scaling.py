@@ -21,10 +21,10 @@ async def scale(pool: Pool, settings: ServeSettings, cores: Sequence[Sequence[in
     changed.
     """
     threads = threads_each(settings.threads, settings.workers)
-    there = {worker.index: worker for worker in pool.workers if not worker.leaving}
+    staying = {worker.index: worker for worker in pool.workers if not worker.leaving}
     kept, pool.joining = [], []
     for index in range(settings.workers):
-        old, mine = there.get(index), list(cores[index]) if cores else []
+        old, mine = staying.get(index), list(cores[index]) if cores else []
         if old is not None and old.threads == threads and (not cores or old.cores == mine):
             kept.append(old)
         else:

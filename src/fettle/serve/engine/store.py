@@ -16,21 +16,21 @@ def find_package(store: Path, name: str, number: str | None = None) -> Package:
         check_name(name, number or "1")
     except UsageError as error:
         raise Rejected(400, str(error)) from None
-    found = [package for package in stored(store) if package.manifest.name == name]
-    found = [package for package in found if number in (None, package.manifest.version)]
-    if not found:
+    packages = [package for package in stored(store) if package.manifest.name == name]
+    packages = [package for package in packages if number in (None, package.manifest.version)]
+    if not packages:
         raise Rejected(404, f"the store has no model {name}" + (f" version {number}" if number else ""))
-    return max(found, key=lambda package: in_order(package.manifest.version))
+    return max(packages, key=lambda package: in_order(package.manifest.version))
 
 
 def stored(store: Path) -> list[Package]:
     """The sound packages of a folder."""
-    found = []
+    packages = []
     for path in sorted(store.iterdir()):
         if (path / MANIFEST).is_file() or path.suffix == ".zip":
             with contextlib.suppress(UsageError):
-                found.append(open_package(path))
-    return found
+                packages.append(open_package(path))
+    return packages
 
 
 def in_order(version: str) -> tuple[tuple[int, int | str], ...]:

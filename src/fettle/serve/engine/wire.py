@@ -49,7 +49,7 @@ class Load(_Message):
     rows: int = 1
     cache_bytes: int = 0
     prefill_tokens: int = 256
-    """Of a model that writes texts: so many at once, as `ServeSettings` says."""
+    """For a model that writes texts, how many at once, as `ServeSettings` says."""
 
 
 class Run(_OfCall):
@@ -116,7 +116,7 @@ class Done(_OfCall):
     """What the handler counted: kind, name, value."""
     pre_s: float = 0.0
     post_s: float = 0.0
-    """Of a handler's steps before and after the model."""
+    """Time of a handler's steps before and after the model."""
 
 
 class Failed(_OfCall):
@@ -125,7 +125,7 @@ class Failed(_OfCall):
     reason: str
     usage: bool = False
     too_long: bool = False
-    """A prompt is."""
+    """Whether the prompt is too long."""
 
 
 class Pong(_OfCall):
@@ -143,7 +143,7 @@ from_worker = msgspec.msgpack.Decoder(FromWorker)
 
 
 class ProtocolError(Exception):
-    """The other side does not speak this."""
+    """The other side does not follow this protocol."""
 
 
 class Frames(Generic[Message]):

@@ -70,7 +70,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Of the process that fills the place now."""
+        """Process number of what fills the place now."""
         return self._process.pid if self._process is not None else 0
 
     @property
@@ -279,7 +279,7 @@ class Worker:
     # -- supervision -------------------------------------------------------------------------------------------------
 
     def _wait(self, seconds: float) -> None:
-        """It must say something within this time."""
+        """Expect a message from it within this time."""
         self._awaited = True
         self._alarm.set(time.perf_counter() + seconds, self.pool.loop)
 

@@ -20,6 +20,7 @@ import msgspec
 
 from fettle.errors import UsageError, first_line
 from fettle.package.handlers.generate import Piece, TooLong, asks
+from fettle.procs.limits import resident_bytes
 from fettle.procs.parent import die_with_parent
 from fettle.serve.engine import wire
 from fettle.serve.engine.worker_start import SHARED_BYTES
@@ -124,7 +125,7 @@ class _Worker:
             else:
                 done, parts = self.call(header, body)
         except Exception as error:
-            if not isinstance(error, UsageError):  # which whoever asked is told, word for word
+            if not isinstance(error, UsageError):  # which goes to whoever asked, word for word
                 log.exception("a call failed")
             send(link, _failed(header.id, error))
             return
@@ -136,15 +137,15 @@ class _Worker:
         if running is None:
             return
         while running.texts and not select.select([link], [], [], 0)[0]:
-            told: list[Any] = []
+            frames: list[Any] = []
 
-            def tell(number: int, said: Piece | Exception, told: list[Any] = told) -> None:
-                if isinstance(said, Piece):
-                    told += wire.frame(wire.Piece(number, bool(said.reason)), [msgspec.json.encode(said)])
+            def on_piece(number: int, piece: Piece | Exception, frames: list[Any] = frames) -> None:
+                if isinstance(piece, Piece):
+                    frames += wire.frame(wire.Piece(number, bool(piece.reason)), [msgspec.json.encode(piece)])
                 else:
-                    told += wire.frame(_failed(number, said))
+                    frames += wire.frame(_failed(number, piece))
 
-            running.step(tell)
+            running.step(on_piece)
             now = time.monotonic()
             if running.steps.by_rows and (now - self._said_at > 0.5 or not running.texts):
                 self._said_at = now
@@ -153,8 +154,8 @@ class _Worker:
                 self.handler.metrics.add_counter("generated_tokens", steps.tokens)
                 if steps.reused:
                     self.handler.metrics.add_counter("reused_prompt_tokens", steps.reused)
-                told += wire.frame(wire.Wrote(calls, self.rss(), self.handler.metrics.take()))
-            link.sendall(b"".join(told))
+                frames += wire.frame(wire.Wrote(calls, self.rss(), self.handler.metrics.take()))
+            link.sendall(b"".join(frames))
 
     def run(self, header: wire.Run, body: memoryview) -> tuple[wire.Done, list[Any]]:
         """Tensors in, tensors out."""
@@ -225,17 +226,6 @@ def _exactly(link: socket.socket, size: int) -> memoryview:
             raise EOFError
         have += got
     return view
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        import psutil
-
-        return int(psutil.Process().memory_info().rss)
 
 
 if __name__ == "__main__":

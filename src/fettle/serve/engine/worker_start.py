@@ -17,7 +17,7 @@ from typing import Any
 from fettle.procs.process import Process
 
 SHARED_BYTES = 256 << 20
-"""Of the memory that a server shares with each worker. Pages take memory only once they were used."""
+"""Size of the memory that a server shares with each worker. Pages take memory only once they were used."""
 _ENVIRONMENT = (
     "PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "FETTLE_CACHE",
 )  # fmt: skip
@@ -39,10 +39,10 @@ def spawn(threads: int) -> Spawned:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     shared = _shared_memory()
-    given = [theirs.fileno(), *([shared[0]] if shared is not None else [])]
+    descriptors = [theirs.fileno(), *([shared[0]] if shared is not None else [])]
     try:
-        command = ["-m", "fettle.serve.engine.worker_main", *map(str, given)]
-        process = Process(command, pass_fds=given, environment=_environment(threads), shows=True)
+        command = ["-m", "fettle.serve.engine.worker_main", *map(str, descriptors)]
+        process = Process(command, pass_fds=descriptors, environment=_environment(threads), shows=True)
     except OSError:
         ours.close()
         raise
@@ -86,8 +86,8 @@ class Spare:
         """The process, once, where it was started for so many threads."""
         if threads != self._threads:
             return None
-        found, self._spawned = self._spawned, None
-        return found
+        worker, self._spawned = self._spawned, None
+        return worker
 
     def end(self) -> None:
         """End it if nobody took it."""
@@ -106,15 +106,15 @@ def threads_each(threads: int, workers: int) -> int:
 
 def likely_threads(package: Path, threads: int | None, workers: int | None) -> int:
     """What `threads_each` will be for this package, before anybody has checked it: a guess, as good as the file."""
-    said: dict[str, Any] = {}
+    configuration: dict[str, Any] = {}
     try:
         with (package / "serve.toml").open("rb") as file:
-            said = tomllib.load(file)
+            configuration = tomllib.load(file)
     except (OSError, ValueError):
         pass  # whatever is wrong with it is said when it is opened
 
-    def number(given: int | None, name: str, otherwise: int) -> int:
-        value = given if given is not None else said.get(name, otherwise)
+    def number(configured: int | None, name: str, otherwise: int) -> int:
+        value = configured if configured is not None else configuration.get(name, otherwise)
         return value if isinstance(value, int) and 0 <= value < 4096 else otherwise
 
     return threads_each(number(threads, "threads", 0), max(1, number(workers, "workers", 1)))

@@ -33,7 +33,7 @@ MANAGEMENT: tuple[Route, ...] = (management.manage, torchserve.manage, oip.read,
 
 
 class App:
-    """One port."""
+    """What answers at one port."""
 
     def __init__(
         self, registry: Registry, *, management: bool = False, token: str = "", limits: Limits | None = None,

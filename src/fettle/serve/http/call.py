@@ -16,7 +16,7 @@ from fettle.serve.engine.registry import Registry, Version
 from fettle.serve.http import protocol
 
 MAX_PARTS, MAX_PART = 8, 200
-"""Of a path."""
+"""The most parts of a path, and characters of one."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Limits:
 
     def too_large(self) -> Malformed:
         """What a client hears whose body is larger than `max_body`."""
-        return Malformed(f"a body may have {self.max_body} bytes", 413)
+        return Malformed(f"a body may have at most {self.max_body} bytes", 413)
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class Call:
     began: float = 0.0
     """When its headers were whole, of `time.perf_counter`."""
     parts: Sequence[str] = ()
-    """Of the path, unquoted."""
+    """Parts of the path, unquoted."""
     version: Version | None = None
 
     def check_length(self) -> None:
@@ -73,12 +73,12 @@ class Call:
     def json(self) -> dict[str, Any]:
         """The body as a JSON object; an empty body is an empty one."""
         try:
-            found = json.loads(self.body() or b"{}")
+            body = json.loads(self.body() or b"{}")
         except (ValueError, RecursionError):
             raise Malformed("the body is not JSON") from None
-        if not isinstance(found, dict):
+        if not isinstance(body, dict):
             raise Malformed("the body must be a JSON object")
-        return found
+        return body
 
     def query(self) -> dict[str, str]:
         """The parameters after the question mark."""
@@ -93,7 +93,7 @@ class Call:
 
     @property
     def model_path(self) -> tuple[str, str | None, list[str]] | None:
-        """Of ``/v2/models/NAME[/versions/V]/...``: name, version, and the rest. None for other paths."""
+        """From ``/v2/models/NAME[/versions/V]/...``: name, version, and the rest. None for other paths."""
         match self.parts:
             case ["v2", "models", name, "versions", number, *rest]:
                 return name, number, rest
@@ -116,15 +116,15 @@ def path_parts(target: bytes) -> tuple[str, ...]:
 
 
 def _cut(target: bytes) -> tuple[bytes, bytes]:
-    """Path and query."""
+    """Split into path and query."""
     if target[:1] == b"/" and b"#" not in target and target.isascii():
         path, _, query = target.partition(b"?")
         return path, query
     try:
-        found = parse_url(target)  # with a scheme and a host before the path
+        url = parse_url(target)  # with a scheme and a host before the path
     except HttpParserInvalidURLError:
         raise Malformed("the path is not valid") from None
-    return found.path or b"", found.query or b""
+    return url.path or b"", url.query or b""
 
 
 @lru_cache(maxsize=256)

@@ -49,10 +49,10 @@ class Connection(asyncio.Protocol):
         """Received since the last part of a request that was whole."""
         self._call = app.call("", b"", {}, self.gone)
         self._pieces: list[bytes] | None = []
-        """Of the body that is being read; None: nobody will look at it."""
+        """Pieces of the body that is being read; None: nobody will look at it."""
         self._size = 0
         self._in_body = False
-        self._asked: deque[tuple[Call, Reply | None, bool]] = deque()
+        self._pending: deque[tuple[Call, Reply | None, bool]] = deque()
         """What waits for its turn: the request, its answer where that is known, and whether the connection is kept."""
         self._work: asyncio.Task[None] | None = None
         self._last = False
@@ -88,8 +88,8 @@ class Connection(asyncio.Protocol):
         self._every.discard(self)
         self._alarm.clear()
         self._drop()
-        while self._asked:
-            self._app.unanswered -= len(self._asked.pop()[0].sent)
+        while self._pending:
+            self._app.unanswered -= len(self._pending.pop()[0].sent)
         if self._room is not None:
             self._room.set()
 
@@ -167,7 +167,7 @@ class Connection(asyncio.Protocol):
             self._ask(self._call, None)
 
     def _read_as_http(self, rest: bytes) -> None:
-        """A request that would rather speak another protocol, read once more without that wish.
+        """A request that asks to upgrade to another protocol, read once more without that header.
 
         Java's client asks so for HTTP/2 with every first request, and the parser stops before the body.
         """
@@ -185,7 +185,7 @@ class Connection(asyncio.Protocol):
 
     def _ask(self, call: Call, reply: Reply | None) -> None:
         parser = self._parser
-        self._asked.append((call, reply, parser.should_keep_alive() and parser.get_http_version() != "1.0"))
+        self._pending.append((call, reply, parser.should_keep_alive() and parser.get_http_version() != "1.0"))
         if self._work is None:
             self._work = self._loop.create_task(self._answer())
         elif self._transport is not None:
@@ -208,12 +208,12 @@ class Connection(asyncio.Protocol):
     async def _answer(self) -> None:
         """All that has been asked, one after the other."""
         kept, app = True, self._app
-        while self._asked and kept:
-            call, reply, kept = self._asked.popleft()
+        while self._pending and kept:
+            call, reply, kept = self._pending.popleft()
             if reply is None:
                 reply = await app.answer(call)
                 app.unanswered -= len(call.sent)
-            kept = kept and (not self._last or bool(self._asked))
+            kept = kept and (not self._last or bool(self._pending))
             if reply.events is None:
                 self._write(_whole(reply, call.method, kept))
             else:  # also where the client has gone: whoever makes them stops then

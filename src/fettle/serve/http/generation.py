@@ -71,13 +71,13 @@ class Writing:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """All of them, after `begin`; fewer where the client goes. Raises `Refusal` where the writing breaks off."""
-        said = self._first
-        while said is not None:
+        piece = self._first
+        while piece is not None:
             if self._gone():
                 self.stop()
                 return
-            yield prompts.pieces.decode(said)
-            said = await self._came.get()
+            yield prompts.pieces.decode(piece)
+            piece = await self._came.get()
         if not self.answer.cancelled():
             await self.answer
 
@@ -85,12 +85,12 @@ class Writing:
         """All pieces. Raises `Refusal`."""
         try:
             await self.begin()
-            found = [piece async for piece in self.pieces()]
+            pieces = [piece async for piece in self.pieces()]
         finally:
             self.stop()
         if self.answer.cancelled():
             raise Rejected(GONE, "the client went away")
-        return found
+        return pieces
 
     def stop(self) -> None:
         """Nobody wants it any more, if it is not whole."""
@@ -121,12 +121,12 @@ def read_prompt(body: bytes) -> Prompt:
 
 def as_ask(body: bytes) -> Ask:
     """What a request of Triton's extension asks for. Raises `Malformed`."""
-    return _asked(read_prompt(body))
+    return _ask(read_prompt(body))
 
 
-def _asked(prompt: Prompt) -> Ask:
-    given = {name: getattr(prompt.parameters, name) for name in Sampling.__struct_fields__}
-    return Ask(text=prompt.text_input, sampling=Sampling(**given))
+def _ask(prompt: Prompt) -> Ask:
+    parameters = {name: getattr(prompt.parameters, name) for name in Sampling.__struct_fields__}
+    return Ask(text=prompt.text_input, sampling=Sampling(**parameters))
 
 
 def plain_text(body: bytes) -> str:
@@ -154,10 +154,10 @@ async def _generate(call: Call, name: str, number: str | None, *, stream: bool) 
     body = call.body()
     version = writer(call, name, number)
     prompt = read_prompt(body)
-    ask, manifest = _asked(prompt), version.package.manifest
+    ask, manifest = _ask(prompt), version.package.manifest
 
-    def text(said: str) -> Text:
-        return Text(manifest.name, manifest.version, said, prompt.id)
+    def text(written: str) -> Text:
+        return Text(manifest.name, manifest.version, written, prompt.id)
 
     if not stream:
         return json_reply(text(await whole_text(call, version, ask)))
@@ -179,13 +179,13 @@ async def _generate(call: Call, name: str, number: str | None, *, stream: bool) 
 
 def paths(registry: Registry) -> dict[str, Any]:
     """For the OpenAPI document."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, model in sorted(registry.models.items()):
         if any(generates(made) for made in model.versions.values()):
             whole = operation(f"Text that {name} generates", ref("Prompt"), ref("Text"))
             pieces = operation("The same as it comes, as server-sent events", ref("Prompt"), {}, "text/event-stream")
-            found |= {
+            entries |= {
                 f"/v2/models/{name}/generate": {"post": whole},
                 f"/v2/models/{name}/generate_stream": {"post": pieces},
             }
-    return found
+    return entries

@@ -25,6 +25,6 @@ class Guard:
             if name not in self._hosts:  # a page in a browser that lured the name to this machine
                 raise Refusal(403, "this host name is not served here")
         if self._token or self._management:
-            kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-            if not self._token or kind.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._token):
+            kind, _, token = headers.get(b"authorization", b"").partition(b" ")
+            if not self._token or kind.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self._token):
                 raise Refusal(401, "a token is needed", ((b"www-authenticate", b"Bearer"),))

@@ -32,29 +32,29 @@ async def _infer(call: Call, name: str, number: str | None, *, explain: bool) ->
     version = call.choose(name, number)
     pool = version.pool
     pool.admit()
-    asked = protocol.read_request(
+    inference = protocol.read_request(
         body, _header_length(call), pool.specs, pool.output_specs, pool.settings.max_rows
     )  # fmt: skip
-    key = _key(asked, pool.specs)
-    request = Request(asked.rows, key, asked.arrays, gone=call.gone, explain=explain)
+    key = _key(inference, pool.specs)
+    request = Request(inference.rows, key, inference.arrays, gone=call.gone, explain=explain)
     if explain:
-        request.target = _target(asked.parameters)
-    answer = pool.submit(request, asked.timeout_s)
+        request.target = _target(inference.parameters)
+    answer = pool.submit(request, inference.timeout_s)
     shadow = call.registry.shadow_of(name, version)
     if shadow is not None and not explain:
-        call.registry.later(_shadowed(shadow, asked, key))
-    found = await answer
+        call.registry.later(_shadowed(shadow, inference, key))
+    answered = await answer
     if explain:  # an attribution for each input, called and shaped as that is
-        binary = asked.parameters.get("binary_data_output") is True
-        outputs = [(spec, array, binary) for spec, array in zip(pool.attribution_specs, found.outputs, strict=True)]
+        binary = inference.parameters.get("binary_data_output") is True
+        outputs = [(spec, array, binary) for spec, array in zip(pool.attribution_specs, answered.outputs, strict=True)]
     else:
-        outputs = [(pool.output_specs[index], found.outputs[index], binary) for index, binary in asked.wanted]
+        outputs = [(pool.output_specs[index], answered.outputs[index], binary) for index, binary in inference.wanted]
     manifest = version.package.manifest
-    parts, json_length = protocol.write_answer(asked.id, manifest.name, manifest.version, outputs)
+    parts, json_length = protocol.write_answer(inference.id, manifest.name, manifest.version, outputs)
     if json_length is None:
-        return Reply(200, tuple(parts), answer=found)
+        return Reply(200, tuple(parts), answer=answered)
     more = ((b"inference-header-content-length", str(json_length).encode()),)
-    return Reply(200, tuple(parts), b"application/octet-stream", more, found)
+    return Reply(200, tuple(parts), b"application/octet-stream", more, answered)
 
 
 def _header_length(call: Call) -> int | None:
@@ -66,10 +66,10 @@ def _header_length(call: Call) -> int | None:
     return int(length)
 
 
-def _key(asked: protocol.Inference, specs: Sequence[TensorSpec]) -> Hashable:
+def _key(inference: protocol.Inference, specs: Sequence[TensorSpec]) -> Hashable:
     """Requests with equal keys may share a call: the same shapes but for the rows, and the same unbatched values."""
     key: list[Any] = []
-    for array, spec in zip(asked.arrays, specs, strict=True):
+    for array, spec in zip(inference.arrays, specs, strict=True):
         key.append(array.shape[1:] if spec.batched else (array.shape, array.tobytes()))
     return tuple(key)
 
@@ -82,9 +82,9 @@ def _target(parameters: Mapping[str, Any]) -> int:
     return target
 
 
-async def _shadowed(version: Version, asked: protocol.Inference, key: Hashable) -> None:
+async def _shadowed(version: Version, inference: protocol.Inference, key: Hashable) -> None:
     with contextlib.suppress(Rejected):
-        await version.pool.submit(Request(asked.rows, key, asked.arrays))
+        await version.pool.submit(Request(inference.rows, key, inference.arrays))
 
 
 # -- what can be read -------------------------------------------------------------------------------------------------
@@ -137,8 +137,8 @@ def _ready(name: str, version: Version) -> Reply:
 
 
 def _statistics(name: str, number: str, version: Version) -> dict[str, Any]:
-    seen = version.metrics
-    calls, requests = seen.model.count, seen.requests.count
+    metrics = version.metrics
+    calls, requests = metrics.model.count, metrics.requests.count
 
     def row(count: int, seconds: float) -> dict[str, int]:
         return {"count": count, "ns": int(seconds * 1e9)}
@@ -146,15 +146,15 @@ def _statistics(name: str, number: str, version: Version) -> dict[str, Any]:
     batches = [
         {"batch_size": rows, "compute_input": row(calls, join_s), "compute_infer": row(calls, model_s),
          "compute_output": row(calls, 0)}
-        for rows, (calls, join_s, model_s) in sorted(seen.by_size.items())
+        for rows, (calls, join_s, model_s) in sorted(metrics.by_size.items())
     ]  # fmt: skip
     return {
-        "name": name, "version": number, "last_inference": version.last_ms, "inference_count": int(seen.rows.sum),
+        "name": name, "version": number, "last_inference": version.last_ms, "inference_count": int(metrics.rows.sum),
         "execution_count": calls,
         "inference_stats": {
-            "success": row(requests, seen.requests.sum), "fail": row(seen.failed, 0),
-            "queue": row(requests, seen.queue.sum), "compute_input": row(calls, seen.join.sum + seen.pre.sum),
-            "compute_infer": row(calls, seen.model.sum), "compute_output": row(calls, seen.post.sum),
+            "success": row(requests, metrics.requests.sum), "fail": row(metrics.failed, 0),
+            "queue": row(requests, metrics.queue.sum), "compute_input": row(calls, metrics.join.sum + metrics.pre.sum),
+            "compute_infer": row(calls, metrics.model.sum), "compute_output": row(calls, metrics.post.sum),
         },
         "batch_stats": batches,
     }  # fmt: skip
@@ -181,7 +181,7 @@ def _configuration(name: str, version: Version) -> dict[str, Any]:
 
 def paths(registry: Registry) -> dict[str, Any]:
     """What can be called by this protocol, for the models that are served now."""
-    found: dict[str, Any] = {
+    entries: dict[str, Any] = {
         "/v2": {"get": operation("The server")},
         "/v2/health/live": {"get": operation("Is the server alive?")},
         "/v2/health/ready": {"get": operation("Are all models ready?")},
@@ -191,15 +191,15 @@ def paths(registry: Registry) -> dict[str, Any]:
     }
     for name, model in sorted(registry.models.items()):
         base, versions = f"/v2/models/{name}", list(model.versions.values())
-        found[base] = {"get": operation(f"Inputs and outputs of {name}")}
-        found[f"{base}/ready"] = {"get": operation(f"Is {name} ready?")}
-        found[f"{base}/config"] = {"get": operation(f"How {name} batches")}
-        found[f"{base}/stats"] = {"get": operation(f"Statistics of {name}")}
+        entries[base] = {"get": operation(f"Inputs and outputs of {name}")}
+        entries[f"{base}/ready"] = {"get": operation(f"Is {name} ready?")}
+        entries[f"{base}/config"] = {"get": operation(f"How {name} batches")}
+        entries[f"{base}/stats"] = {"get": operation(f"Statistics of {name}")}
         tensors = _tensors(versions[0]) if versions else OBJECT
-        found[f"{base}/infer"] = {"post": operation(f"Call {name} with tensors", tensors, ref("Outputs"))}
+        entries[f"{base}/infer"] = {"post": operation(f"Call {name} with tensors", tensors, ref("Outputs"))}
         if any(made.pool.explains for made in versions):
-            found[f"{base}/explain"] = {"post": operation(f"What moved {name}'s answer", tensors, ref("Outputs"))}
-    return found
+            entries[f"{base}/explain"] = {"post": operation(f"What moved {name}'s answer", tensors, ref("Outputs"))}
+    return entries
 
 
 def _tensors(version: Version) -> dict[str, Any]:

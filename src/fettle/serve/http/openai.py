@@ -28,14 +28,14 @@ _Tokens = Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """Of a stream."""
+    """Options of a stream."""
 
     include_usage: bool = False
     """Send the counts after the last piece."""
 
 
 class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both calls may ask for. Fields of the second part are no part of OpenAI's protocol; others have them too."""
+    """What both calls may ask for. Fields of the second part are not in OpenAI's protocol; others have them too."""
 
     model: str
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -100,8 +100,8 @@ async def answer(call: Call) -> Reply | None:
         case "POST", ["v1", "chat", "completions"]:
             return await _chat(call)
         case "GET", ["v1", "models"]:
-            found = [_model(name, model.versions.values()) for name, model in sorted(call.registry.models.items())]
-            return json_reply({"object": "list", "data": [row for row in found if row is not None]})
+            listing = [_model(name, model.versions.values()) for name, model in sorted(call.registry.models.items())]
+            return json_reply({"object": "list", "data": [row for row in listing if row is not None]})
         case "GET", ["v1", "models", name] if name in call.registry.models:
             row = _model(name, call.registry.models[name].versions.values())
             if row is None:
@@ -111,10 +111,10 @@ async def answer(call: Call) -> Reply | None:
 
 
 def _model(name: str, versions: Any) -> dict[str, Any] | None:
-    made = [version for version in versions if generates(version)]
-    if not made:
+    generating = [version for version in versions if generates(version)]
+    if not generating:
         return None
-    began = int(min(worker.started_at for version in made for worker in version.pool.workers))
+    began = int(min(worker.started_at for version in generating for worker in version.pool.workers))
     return {"id": name, "object": "model", "created": began, "owned_by": "fettle"}
 
 
@@ -123,9 +123,9 @@ def _read(call: Call, kind: type[_Body]) -> _Body:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        said = str(error)[:300]
-        param = said.partition("`$.")[2].partition("`")[0] or said.partition("field `")[2].partition("`")[0] or None
-        raise BadRequest(f"this request cannot be answered: {said}", param) from None
+        reason = str(error)[:300]
+        param = reason.partition("`$.")[2].partition("`")[0] or reason.partition("field `")[2].partition("`")[0] or None
+        raise BadRequest(f"this request cannot be answered: {reason}", param) from None
 
 
 def _version(call: Call, name: str) -> Version:
@@ -139,7 +139,7 @@ def _version(call: Call, name: str) -> Version:
 
 def _sampling(wanted: _Common, logprobs: int | None, most: int | None) -> Sampling:
     stop = (wanted.stop,) if isinstance(wanted.stop, str) else wanted.stop or ()
-    given = {
+    fields = {
         "max_tokens": most, "logprobs": logprobs, "stop": stop,
         "temperature": 1.0 if wanted.temperature is None else wanted.temperature,
         **{
@@ -149,7 +149,7 @@ def _sampling(wanted: _Common, logprobs: int | None, most: int | None) -> Sampli
         },
     }  # fmt: skip
     try:
-        return msgspec.convert(given, Sampling)
+        return msgspec.convert(fields, Sampling)
     except msgspec.ValidationError as error:
         raise BadRequest(str(error), "stop") from None
 
@@ -162,17 +162,17 @@ async def _completions(call: Call) -> Reply:
     return await _Answer(call, version, wanted, asks, chat=False).reply()
 
 
-def _prompts(given: Any) -> list[Ask]:
-    if isinstance(given, str):
-        return [Ask(text=given)]
-    kinds = {type(one) for one in given}
+def _prompts(prompts: Any) -> list[Ask]:
+    if isinstance(prompts, str):
+        return [Ask(text=prompts)]
+    kinds = {type(one) for one in prompts}
     if len(kinds) > 1:
         raise BadRequest("a prompt is a text, its tokens, or several of either", "prompt")
     if kinds == {int}:
-        if min(given) < 0:
+        if min(prompts) < 0:
             raise BadRequest("tokens are 0 or more", "prompt")
-        return [Ask(tokens=given)]
-    return [Ask(text=one) if isinstance(one, str) else Ask(tokens=one) for one in given]
+        return [Ask(tokens=prompts)]
+    return [Ask(text=one) if isinstance(one, str) else Ask(tokens=one) for one in prompts]
 
 
 async def _chat(call: Call) -> Reply:
@@ -188,16 +188,16 @@ async def _chat(call: Call) -> Reply:
     return await _Answer(call, version, wanted, [ask], chat=True).reply()
 
 
-def _message(said: dict[str, Any]) -> dict[str, Any]:
+def _message(message: dict[str, Any]) -> dict[str, Any]:
     """A message with its content as text: parts of type text are put together."""
-    content = said.get("content", "")
+    content = message.get("content", "")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise BadRequest("the parts of a message are texts", "messages")
         content = "".join(part["text"] for part in content)
-    if not isinstance(said.get("role"), str) or not isinstance(content, str):
+    if not isinstance(message.get("role"), str) or not isinstance(content, str):
         raise BadRequest("a message has a role and a content, as text", "messages")
-    return {**said, "content": content}
+    return {**message, "content": content}
 
 
 class _Answer:
@@ -233,12 +233,12 @@ class _Answer:
         """The answer, whole or as a stream. Raises `Refusal`."""
         if not self.wanted.stream:
             try:
-                found = await asyncio.gather(*(writing.whole() for writing in self.writings))
+                texts = await asyncio.gather(*(writing.whole() for writing in self.writings))
             finally:
                 self.stop()
-            choices = [self._whole(index, pieces) for index, pieces in enumerate(found)]
+            choices = [self._whole(index, pieces) for index, pieces in enumerate(texts)]
             kind = "chat.completion" if self.chat else "text_completion"
-            ends = [pieces[-1] for pieces in found]
+            ends = [pieces[-1] for pieces in texts]
             return json_reply({**self.head, "object": kind, "choices": choices, "usage": self._usage(ends)})
         try:
             await asyncio.gather(*(writing.begin() for writing in self.writings))
@@ -295,8 +295,8 @@ class _Answer:
         usage = self.wanted.stream_options is not None and self.wanted.stream_options.include_usage
         head = {**self.head, "object": kind, **({"usage": None} if usage else {})}
 
-        def event(said: Any) -> bytes:
-            return b"data: " + msgspec.json.encode(said) + b"\n\n"
+        def event(chunk: Any) -> bytes:
+            return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
         ends: list[Piece] = []
         left = len(self.writings)

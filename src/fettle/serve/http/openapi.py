@@ -25,17 +25,17 @@ def operation(
     text: str, body: Mapping[str, Any] | None = None, answer: Mapping[str, Any] = OBJECT, kind: str = _JSON
 ) -> dict[str, Any]:
     """One method of a path, for which `text` says what it does."""
-    found: dict[str, Any] = {
+    described: dict[str, Any] = {
         "summary": text,
         "responses": {"200": {"description": "done", "content": {kind: {"schema": answer}}}, "default": _ERROR},
     }
     if body is not None:
-        found["requestBody"] = {"required": True, "content": {_JSON: {"schema": body}}}
+        described["requestBody"] = {"required": True, "content": {_JSON: {"schema": body}}}
         if "inputs" in body.get("properties", {}):  # raw tensors may follow the JSON, in request and answer
             raw = {"schema": {"type": "string", "format": "binary"}}
-            found["requestBody"]["content"]["application/octet-stream"] = raw
-            found["responses"]["200"]["content"]["application/octet-stream"] = raw
-    return found
+            described["requestBody"]["content"]["application/octet-stream"] = raw
+            described["responses"]["200"]["content"]["application/octet-stream"] = raw
+    return described
 
 
 def page(document: Mapping[str, Any]) -> bytes:

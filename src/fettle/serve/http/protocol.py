@@ -93,39 +93,39 @@ def read_request(
         return _raw_request(body, inputs, outputs)
     if header_length is not None and not 0 < header_length <= len(body):
         raise Malformed("Inference-Header-Content-Length does not fit the body")
-    said = _decode(body if header_length is None else memoryview(body)[:header_length])
+    request = _decode(body if header_length is None else memoryview(body)[:header_length])
     rest = memoryview(b"") if header_length is None else memoryview(body)[header_length:]
-    given: dict[str, Array] = {}
+    by_name: dict[str, Array] = {}
     place = 0
     specs = {spec.name: spec for spec in inputs}
-    for tensor in said.inputs:
+    for tensor in request.inputs:
         spec = specs.get(tensor.name)
         if spec is None:
             raise Malformed(f"no input is called {tensor.name[:80]!r}: {', '.join(specs)}")
-        if tensor.name in given:
+        if tensor.name in by_name:
             raise Malformed(f"the input {spec.name} is given twice")
         shape = _shape(tensor, spec, max_rows)
         size = tensor.parameters.get("binary_data_size")
         if tensor.parameters and any(name in tensor.parameters for name in _UNSUPPORTED):
             raise Malformed("shared memory is not supported")
         if size is None:
-            given[spec.name] = _from_json(tensor, spec, shape)
+            by_name[spec.name] = _from_json(tensor, spec, shape)
             continue
         if header_length is None or not isinstance(size, int) or isinstance(size, bool):
-            raise Malformed(f"the input {spec.name} speaks of binary data, but the request has none")
+            raise Malformed(f"the input {spec.name} announces binary data, but the request has none")
         if size != math.prod(shape) * spec.kind.itemsize:
             raise Malformed(
                 f"the input {spec.name} has {size} bytes; its shape needs {math.prod(shape) * spec.kind.itemsize}"
             )
         if place + size > len(rest):
             raise Malformed("the body is shorter than its tensors")
-        given[spec.name] = np.frombuffer(rest, spec.kind, math.prod(shape), place).reshape(shape)
+        by_name[spec.name] = np.frombuffer(rest, spec.kind, math.prod(shape), place).reshape(shape)
         place += size
     if place != len(rest):
         raise Malformed("the body is longer than its tensors")
     arrays, rows = [], 0
     for spec in inputs:
-        array = given.get(spec.name)
+        array = by_name.get(spec.name)
         if array is None:
             raise Malformed(f"the input {spec.name} is missing")
         if spec.batched:
@@ -133,7 +133,9 @@ def read_request(
                 raise Malformed("the inputs differ in their number of rows")
             rows = len(array)
         arrays.append(array)
-    return Inference(said.id, arrays, rows or 1, _wanted(said, outputs), _timeout_s(said.parameters), said.parameters)
+    return Inference(
+        request.id, arrays, rows or 1, _wanted(request, outputs), _timeout_s(request.parameters), request.parameters
+    )
 
 
 def _decode(data: Any) -> _Request:
@@ -152,7 +154,7 @@ def _shape(tensor: _Input, spec: TensorSpec, max_rows: int) -> tuple[int, ...]:
     if len(shape) > MAX_DIMS or not spec.fits(shape) or (shape and min(shape) < 1):
         raise Malformed(f"the input {spec.name} has shape {list(spec.shape)}, not {list(shape)[:MAX_DIMS]}")
     if spec.batched and shape[0] > max_rows:
-        raise Malformed(f"a request may have {max_rows} rows, not {shape[0]}")
+        raise Malformed(f"a request may have at most {max_rows} rows, not {shape[0]}")
     return shape
 
 
@@ -208,13 +210,13 @@ def _raw_request(body: bytes, inputs: Sequence[TensorSpec], outputs: Sequence[Te
     return Inference("", [array], 1, [(index, True) for index in range(len(outputs))])
 
 
-def _wanted(said: _Request, outputs: Sequence[TensorSpec]) -> list[tuple[int, bool]]:
-    binary = said.parameters.get("binary_data_output") is True
-    if not said.outputs:
+def _wanted(request: _Request, outputs: Sequence[TensorSpec]) -> list[tuple[int, bool]]:
+    binary = request.parameters.get("binary_data_output") is True
+    if not request.outputs:
         return [(index, binary) for index in range(len(outputs))]
     places = {spec.name: index for index, spec in enumerate(outputs)}
     wanted = []
-    for output in said.outputs:
+    for output in request.outputs:
         if output.name not in places:
             raise Malformed(f"no output is called {output.name[:80]!r}: {', '.join(places)}")
         if any(name in output.parameters for name in _UNSUPPORTED):
@@ -239,7 +241,7 @@ def write_answer(
 
     JSON has no NaN and no infinity: such values become null there. Binary outputs keep them.
     """
-    said, raw = [], []
+    tensors, raw = [], []
     for spec, array, binary in outputs:
         tensor = Tensor(spec.name, array.shape, spec.datatype)
         if binary:
@@ -247,8 +249,8 @@ def write_answer(
             tensor.parameters = {"binary_data_size": len(raw[-1])}
         else:
             tensor.data = array.ravel().tolist()
-        said.append(tensor)
-    text = msgspec.json.encode(Outputs(model, version, said, request_id))
+        tensors.append(tensor)
+    text = msgspec.json.encode(Outputs(model, version, tensors, request_id))
     return [text, *raw], len(text) if raw else None
 
 

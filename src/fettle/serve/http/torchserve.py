@@ -48,8 +48,8 @@ async def _predict(call: Call, name: str, number: str | None, *, explain: bool =
     if generates(version):
         if explain:
             raise Rejected(400, "what moved a text that is written cannot be explained", kind="input")
-        said = await whole_text(call, version, as_ask(body) if "json" in kind else Ask(text=plain_text(body)))
-        return Reply(200, (said.encode(),), b"text/plain; charset=utf-8")
+        text = await whole_text(call, version, as_ask(body) if "json" in kind else Ask(text=plain_text(body)))
+        return Reply(200, (text.encode(),), b"text/plain; charset=utf-8")
     request = Request(1, "body", body=body, kind=kind, gone=call.gone, explain=explain)
     answer = await version.pool.submit(request)
     return Reply(200, (answer.body,), answer.kind.encode("latin-1"), answer=answer)
@@ -64,13 +64,13 @@ async def ping(call: Call) -> Reply | None:
 
 def paths(registry: Registry) -> dict[str, Any]:
     """For the OpenAPI document."""
-    found: dict[str, Any] = {"/ping": {"get": operation("TorchServe's health check")}}
+    entries: dict[str, Any] = {"/ping": {"get": operation("TorchServe's health check")}}
     for name, model in sorted(registry.models.items()):
-        found[f"/predictions/{name}"] = {"post": operation(f"Call {name}'s handler with a body", {}, {}, "*/*")}
+        entries[f"/predictions/{name}"] = {"post": operation(f"Call {name}'s handler with a body", {}, {}, "*/*")}
         if any(made.pool.explains for made in model.versions.values()):
             text = f"What moved {name}'s answer to a body"
-            found[f"/explanations/{name}"] = {"post": operation(text, OBJECT, {})}
-    return found
+            entries[f"/explanations/{name}"] = {"post": operation(text, OBJECT, {})}
+    return entries
 
 
 # -- management -------------------------------------------------------------------------------------------------------
@@ -118,8 +118,8 @@ async def _register(call: Call) -> Reply:
     named = {"initial_workers": "workers", "batch_size": "max_rows", "max_batch_delay": "delay_ms"}
     # No workers at first is TorchServe's way to say: later.
     changed = {ours: _number(query, name, 1) for name, ours in named.items() if query.get(name, "0") != "0"}
-    made = await call.registry.load_named(query.get("model_name") or wanted.removesuffix(".zip"), changed=changed)
-    manifest, count = made.package.manifest, made.pool.settings.workers
+    loaded = await call.registry.load_named(query.get("model_name") or wanted.removesuffix(".zip"), changed=changed)
+    manifest, count = loaded.package.manifest, loaded.pool.settings.workers
     text = f'Model "{manifest.name}" Version: {manifest.version} registered with {count} initial workers'
     return json_reply({"status": text})
 

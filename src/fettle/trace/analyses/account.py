@@ -68,8 +68,8 @@ def _device_rows(trace: Trace, device: int, low: np.ndarray, high: np.ndarray, w
     start, end = pieces["start_ns"].to_numpy(), pieces["end_ns"].to_numpy()
     number = pieces["cause"].to_physical().to_numpy()
     sums = np.zeros((len(CAUSES), len(low)), dtype=np.int64)
-    firsts, lasts = np.searchsorted(end, low, side="right"), np.searchsorted(start, high, side="left")
-    for i, (first, last) in enumerate(zip(firsts.tolist(), lasts.tolist(), strict=True)):
+    first_rows, last_rows = np.searchsorted(end, low, side="right"), np.searchsorted(start, high, side="left")
+    for i, (first, last) in enumerate(zip(first_rows.tolist(), last_rows.tolist(), strict=True)):
         inside = np.minimum(end[first:last], high[i]) - np.maximum(start[first:last], low[i])
         # Sums below 2**53 ns (104 days) are exact in the float64 that `bincount` adds in.
         sums[:, i] = np.bincount(number[first:last], weights=inside, minlength=len(CAUSES))

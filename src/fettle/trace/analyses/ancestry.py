@@ -76,10 +76,10 @@ def nearest(trace: Trace, flags: np.ndarray, rows: Ints, parent: Ints | None = N
     above = (host_stacks(trace).parent if parent is None else parent).copy()
     active = rows[(answer[rows] < 0) & (above[rows] >= 0)]
     while len(active):
-        found = answer[above[active]]
-        hit = found >= 0
+        own = answer[above[active]]
+        hit = own >= 0
         # The whole stretch above has been searched only once its own answer is settled, so take the nearest known one.
-        answer[active[hit]] = found[hit]
+        answer[active[hit]] = own[hit]
         rest = active[~hit]
         above[rest] = above[above[rest]]
         active = rest[above[rest] >= 0]

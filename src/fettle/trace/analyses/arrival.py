@@ -46,7 +46,7 @@ def _offsets(rows: list[tuple[int, int, int, int]]) -> pl.DataFrame:
 def match_collectives(traces: list[Trace]) -> pl.DataFrame:
     """The same collective on every rank, matched by process group and kind, in order, with sizes as a check.
 
-    Columns of `collectives`, with start_ns on a clock shared by the files where they tell their base time, and key
+    Columns of `collectives`, with start_ns on a clock shared by the files where they give their base time, and key
     (one a collective). Ranks that saw fewer of a group's collectives are matched from the end, which is where traces
     agree; send-receive kernels, whose partner is not named, count only where every rank has the same number of them.
     Only keys seen on two ranks or more are kept.
@@ -104,9 +104,9 @@ def clock_shifts(traces: list[Trace]) -> dict[int, int]:
     the ends of shared collectives where there are any.
     """
     clocks = clock_offsets(match_collectives(traces))
-    told = dict(zip(clocks["rank"], clocks["offset_ns"], strict=True))
+    offsets = dict(zip(clocks["rank"], clocks["offset_ns"], strict=True))
     base = [int(t.metadata.get("baseTimeNanoseconds", 0) or 0) for t in traces]
-    return {t.rank: int(told.get(t.rank, 0)) - (b - base[0]) for t, b in zip(traces, base, strict=True)}
+    return {t.rank: int(offsets.get(t.rank, 0)) - (b - base[0]) for t, b in zip(traces, base, strict=True)}
 
 
 def arrival(traces: list[Trace]) -> pl.DataFrame:
@@ -208,11 +208,11 @@ def _upstream(trace: Trace, shared: pl.DataFrame) -> pl.DataFrame:
     first = 1 if len(rows) > 1 else 0
     low = left[first:]
     high, keys = np.maximum(trace.ts[rows][first:], low), keys[first:]
-    found: list[tuple[str, str, str, int]] = []
+    parts: list[tuple[str, str, str, int]] = []
     names = trace.column("name")
     for device in trace.device_keys:
         compute = length_within(device_classes(trace, device)[0], low, high)
-        found += [(key, "compute", "", ns) for key, ns in zip(keys, compute.tolist(), strict=True)]
+        parts += [(key, "compute", "", ns) for key, ns in zip(keys, compute.tolist(), strict=True)]
         on = (trace.column("device") == device) & (trace.kind == Kind.KERNEL) & ~trace.is_collective
         work = np.flatnonzero(on)
         at = np.searchsorted(low, trace.ts[work], side="right") - 1
@@ -220,13 +220,13 @@ def _upstream(trace: Trace, shared: pl.DataFrame) -> pl.DataFrame:
         inside = np.minimum(trace.end[work], high[at]) - trace.ts[work]
         for row, window, ns in zip(names[work].tolist(), at.tolist(), inside.tolist(), strict=True):
             if ns > 0:
-                found.append((keys[window], "kernel", short_kernel_name(trace.names[row]), ns))
+                parts.append((keys[window], "kernel", short_kernel_name(trace.names[row]), ns))
         pieces = idle_pieces(trace, device)
         start, end, piece, window_of = split((pieces["start_ns"].to_numpy(), pieces["end_ns"].to_numpy()), (low, high))
         cause, detail = pieces["cause"].cast(pl.String()).gather(pl.Series(piece)), pieces["detail"].to_numpy()[piece]
         for one, what, window, ns in zip(
             cause, detail.tolist(), window_of.tolist(), (end - start).tolist(), strict=True
         ):
-            found.append((keys[window], one, without_address(trace.names[what]) if what >= 0 else "", ns))
-    frame = frame_of(found, key=str, part=str, name=str, ns=int)
+            parts.append((keys[window], one, without_address(trace.names[what]) if what >= 0 else "", ns))
+    frame = frame_of(parts, key=str, part=str, name=str, ns=int)
     return with_rank(trace, frame.group_by("key", "part", "name").agg(pl.col("ns").sum()))

@@ -51,7 +51,7 @@ def attribute_kernels(trace: Trace) -> pl.DataFrame:
 
     Columns: rank, device, row, name, duration_ns, operator, top_operator, shapes (of the innermost operator),
     forward_operator (of backward work), module, line (source file, line and function outside libraries), annotation,
-    generated (the file of a generated Triton kernel), launch_row. Null where the trace does not tell.
+    generated (the file of a generated Triton kernel), launch_row. Null where the trace does not say.
     """
     links = launch_links(trace)
     rows, calls = links.device_rows, links.launch_rows
@@ -74,8 +74,8 @@ def attribute_kernels(trace: Trace) -> pl.DataFrame:
     line_text = names_of_rows(trace, line)
     if stacks:
         pairs = zip(forward.tolist(), operator.tolist(), strict=True)
-        told = [_own_line(stacks.get(f if f >= 0 else o, "")) for f, o in pairs]
-        line_text = line_text.fill_null(pl.Series(told, dtype=pl.String()))
+        lines = [_own_line(stacks.get(f if f >= 0 else o, "")) for f, o in pairs]
+        line_text = line_text.fill_null(pl.Series(lines, dtype=pl.String()))
     generated = dict(trace.side["generated"].select("row", "file").iter_rows())
     shapes = pl.Series(trace.shapes, dtype=pl.String()).gather(pl.Series(shape_code, dtype=pl.UInt32()))
     return pl.DataFrame(
@@ -107,9 +107,9 @@ def _by_external_id(trace: Trace, rows: Ints, operator: Ints, top: Ints, up: Anc
     operators = np.flatnonzero((trace.kind == Kind.OPERATOR) & (external > 0))
     by_id = dict(zip(external[operators].tolist(), operators.tolist(), strict=True))
     for i in missing.tolist():
-        found = by_id.get(int(external[rows[i]]), -1)
-        operator[i] = found
-        top[i] = up.top_operator[found] if found >= 0 else -1
+        owner = by_id.get(int(external[rows[i]]), -1)
+        operator[i] = owner
+        top[i] = up.top_operator[owner] if owner >= 0 else -1
 
 
 def _forward_rows(trace: Trace, operator: Ints) -> Ints:

@@ -51,23 +51,23 @@ def bus_factor(collective: str, ranks: int) -> float:
     return (ranks - 1) / ranks if collective in ("allgather", "reducescatter", "alltoall") else 1.0
 
 
-def collective_kind(told: str, kernel_name: str) -> str:
+def collective_kind(argument: str, kernel_name: str) -> str:
     """The kind of a collective: from the profiler's argument, else from the kernel's name; `unknown` where neither
     says.
     """
-    text = told.lower().removeprefix("c10d::").replace("_", "")
+    text = argument.lower().removeprefix("c10d::").replace("_", "")
     for source in (text, short_kernel_name(kernel_name)):
         for kind, pattern in _KIND_IN_NAME:
             if source and pattern.search(source):
                 return kind
-    return told or "unknown"
+    return argument or "unknown"
 
 
 def collectives(trace: Trace) -> pl.DataFrame:
     """One row a communication kernel, in order of its start.
 
-    Columns: rank, device, stream, row, name, collective, group, group_size (-1: not told), bytes (of the message as
-    nccl-tests count it: the whole, not a rank's part; null where not told), start_ns, duration_ns, exposed_ns,
+    Columns: rank, device, stream, row, name, collective, group, group_size (-1: unknown), bytes (of the message as
+    nccl-tests count it: the whole, not a rank's part; null where unknown), start_ns, duration_ns, exposed_ns,
     algorithm_gb_per_s and bus_gb_per_s (10**9; from this rank's duration, which includes waiting for the others: a
     lower bound).
     """
@@ -78,7 +78,7 @@ def collectives(trace: Trace) -> pl.DataFrame:
     by_external = {int(external[r]): i for r, i in by_row.items() if external[r] >= 0 and not trace.is_device[r]}
     which = [by_row.get(r, by_external.get(int(external[r]), -1)) for r in rows.tolist()]
     cells = facts.to_dicts()
-    told: list[tuple[str, str, int, int | None, float]] = []
+    described: list[tuple[str, str, int, int | None, float]] = []
     for at, name in zip(which, trace.name_of(rows), strict=True):
         fact = cells[at] if at >= 0 else None
         kind, size = (
@@ -86,8 +86,8 @@ def collectives(trace: Trace) -> pl.DataFrame:
             int(fact["group_size"]) if fact else -1,
         )
         message = _message_bytes(kind, fact) if fact else None
-        told.append((kind, str(fact["group"]) if fact else "", size, message, bus_factor(kind, size)))
-    facts = frame_of(told, collective=str, group=str, group_size=int, bytes=int, factor=float)
+        described.append((kind, str(fact["group"]) if fact else "", size, message, bus_factor(kind, size)))
+    facts = frame_of(described, collective=str, group=str, group_size=int, bytes=int, factor=float)
     exposed = np.zeros(len(rows), np.int64)
     device = trace.column("device")[rows].astype(np.int64)
     for one in trace.device_keys:

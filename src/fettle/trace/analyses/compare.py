@@ -137,8 +137,8 @@ def _parts(
             rows.append((f"{name} (sum of the above)", change, low, high))
         else:
             # On the host, what the account calls compute is time inside operators.
-            told = "operators" if column == "compute_ns" else column.removesuffix("_ns").replace("_", " ")
-            rows.append((told, change, low, high))
+            part = "operators" if column == "compute_ns" else column.removesuffix("_ns").replace("_", " ")
+            rows.append((part, change, low, high))
     frame = frame_of(rows, part=str, change_ns=float, low_ns=float, high_ns=float)
     sums = pl.col("part").str.ends_with("(sum of the above)").alias("sums")
     return frame.with_columns(sums, pl.col("low_ns", "high_ns").fill_nan(None))

@@ -101,9 +101,9 @@ def path_shares(trace: Trace, path: CriticalPath) -> pl.DataFrame:
     that follow such rivals: all of them of a launch, of a stream, or of an event; and over those on which, besides,
     long launch calls that returned when some work began had waited for a slot, where too few did for a depth to show.
     """
-    waits, found = device_waits(trace), path.summary()
+    waits, summary = device_waits(trace), path.summary()
     on_path = np.isin(trace.device_rows, path.pieces["row"].to_numpy())
-    shares = [found.select("category", "share")]
+    shares = [summary.select("category", "share")]
     rivals = [s for s in (Held.LAUNCH, Held.STREAM, Held.EVENT) if (on_path & (waits.rival == s)).any()]
     doubts = [False, *([True] if np.isin(doubtful_waits(trace)[0], path.pieces["row"].to_numpy()).any() else [])]
     others = [waits, *(waits.preferring(sort) for sort in rivals)]
@@ -121,7 +121,7 @@ def path_shares(trace: Trace, path: CriticalPath) -> pl.DataFrame:
             high_share=pl.col("share").max(),
         )
     )
-    both = spread.join(found, on="category", how="left").with_columns(pl.col("time_ns", "share").fill_null(0))
+    both = spread.join(summary, on="category", how="left").with_columns(pl.col("time_ns", "share").fill_null(0))
     columns = ("category", "time_ns", "share", "low_share", "high_share")
     return both.select(columns).sort("time_ns", "category", descending=[True, False])
 
@@ -288,9 +288,9 @@ def path_events(trace: Trace, path: CriticalPath) -> pl.DataFrame:
 
     Columns: category, name, count, time_ns, share.
     """
-    code, lasts = trace.column("name"), pl.col("end_ns") - pl.col("start_ns")
+    code, length = trace.column("name"), pl.col("end_ns") - pl.col("start_ns")
     codes = pl.Series("code", [int(code[row]) if row >= 0 else -1 for row in path.pieces["row"]], dtype=pl.Int64())
-    grouped = path.pieces.with_columns(codes).group_by("category", "code").agg(count=pl.len(), time_ns=lasts.sum())
+    grouped = path.pieces.with_columns(codes).group_by("category", "code").agg(count=pl.len(), time_ns=length.sum())
     names = ["" if c < 0 else without_address(trace.names[c]) for c in grouped["code"]]
     by_name = grouped.with_columns(name=pl.Series(names, dtype=pl.String())).group_by("category", "name")
     return (

@@ -26,11 +26,11 @@ def critical_path_of_ranks(traces: list[Trace], step: int | None = None) -> Crit
         raise UsageError("these ranks share no collectives that can be matched: ask each rank's own critical path")
     clocks = clock_offsets(matched)
     certain = 2 * max(int(clocks["uncertainty_ns"].max()), 0)  # type: ignore[arg-type]
-    told = dict(zip(clocks["rank"], clocks["offset_ns"], strict=True))
+    offsets = dict(zip(clocks["rank"], clocks["offset_ns"], strict=True))
     shift = clock_shifts(traces)
     low, high = window_of(traces[0], step)
     walks = {t.rank: _Walk(t, low + shift[t.rank], high + shift[t.rank]) for t in traces}
-    arrivals = _last_arrivals(matched, walks, told, certain)
+    arrivals = _last_arrivals(matched, walks, offsets, certain)
     _follow(walks, arrivals, traces[0], shift)
     frames = [
         walk.frame().with_columns(
@@ -42,20 +42,20 @@ def critical_path_of_ranks(traces: list[Trace], step: int | None = None) -> Crit
 
 
 def _last_arrivals(
-    matched: pl.DataFrame, walks: dict[int, _Walk], told: dict[int, int], certain: int
+    matched: pl.DataFrame, walks: dict[int, _Walk], offset_of: dict[int, int], certain: int
 ) -> dict[tuple[int, int], tuple[int, int]]:
     """(rank, work) of a collective to (rank, work) of its last arrival, where that is clearly another."""
-    offsets = pl.DataFrame({"rank": list(told), "offset": list(told.values())})
+    offsets = pl.DataFrame({"rank": list(offset_of), "offset": list(offset_of.values())})
     aligned = matched.join(offsets, on="rank").with_columns(start_ns=pl.col("start_ns") - pl.col("offset"))
     position = {rank: {row: i for i, row in enumerate(walk.rows)} for rank, walk in walks.items()}
-    found: dict[tuple[int, int], tuple[int, int]] = {}
+    arrivals: dict[tuple[int, int], tuple[int, int]] = {}
     for _, group in aligned.group_by("key"):
         rows = group.select("rank", "row", "start_ns").rows()
         last = max(rows, key=lambda r: r[2])
         for rank, row, start in rows:
             if rank != last[0] and last[2] - start > certain:
-                found[(rank, position[rank][row])] = (last[0], position[last[0]][last[1]])
-    return found
+                arrivals[(rank, position[rank][row])] = (last[0], position[last[0]][last[1]])
+    return arrivals
 
 
 def _follow(
@@ -68,12 +68,12 @@ def _follow(
         index = place[1]
         last = arrivals.get((rank, index)) if place[0] == "device" else None
         if last is not None and last[1] not in walks[last[0]].seen:
-            there = walks[last[0]]
-            arrived = there.start[last[1]] - shift[last[0]] + shift[rank]
+            walked = walks[last[0]]
+            arrived = walked.start[last[1]] - shift[last[0]] + shift[rank]
             if walk.start[index] < arrived < time:
                 walk.seen.add(index)
                 walk._add(arrived, time, walk.label[index], walk.rows[index])
                 time = max(arrived, walk.low) - shift[rank] + shift[last[0]]
-                rank, walk, place = last[0], there, ("device", last[1])
+                rank, walk, place = last[0], walked, ("device", last[1])
                 continue
         place, time = walk.take(place, time)

@@ -59,7 +59,7 @@ class Cost:
 
 
 def matrix_cost(a: Shape, b: Shape) -> Cost | None:
-    """Of a matrix product, batched or with vectors; None where the shapes do not fit."""
+    """Cost of a matrix product, batched or with vectors; None where the shapes do not fit."""
     if not a or not b:
         return None
     m, k = (a[-2] if len(a) > 1 else 1), a[-1]
@@ -71,7 +71,7 @@ def matrix_cost(a: Shape, b: Shape) -> Cost | None:
 
 
 def convolution_cost(data: Shape, weight: Shape, space: Shape, groups: int) -> Cost | None:
-    """Of a convolution whose result (of a transposed one: whose input) has the spatial extent `space`."""
+    """Cost of a convolution whose result (of a transposed one: whose input) has the spatial extent `space`."""
     if len(data) < 3 or len(weight) != len(data) or groups < 1 or len(space) != len(data) - 2:
         return None
     m, n, k = data[0] * prod(space), weight[0] // groups, prod(weight[1:])
@@ -79,7 +79,7 @@ def convolution_cost(data: Shape, weight: Shape, space: Shape, groups: int) -> C
 
 
 def attention_cost(q: Shape, k: Shape, v: Shape, products: int = 2) -> Cost | None:
-    """Of attention over (batch, heads, length, width); its backward has five products."""
+    """Cost of attention over (batch, heads, length, width); its backward has five products."""
     if len(q) != 4 or len(k) != 4 or len(v) != 4:
         return None
     batch = q[0] * q[1]
@@ -103,11 +103,11 @@ OPERATORS = frozenset((*_MATRIX, *_ADDED, *_TRANSPOSED, *_ATTENTION, "aten::conv
 
 
 def call_cost(operator: str, shapes: Sequence[Any], values: Sequence[str]) -> Cost | None:
-    """Of one call, from the shapes of its inputs and the values of the others; None where they do not tell."""
+    """Cost of one call, from the shapes of its inputs and the values of the others; None where they do not say."""
 
     def shape(at: int) -> Shape:
-        found = shapes[at] if at < len(shapes) and isinstance(shapes[at], list) else []
-        return found if all(isinstance(size, int) and 0 <= size < 2**40 for size in found) else []
+        sizes = shapes[at] if at < len(shapes) and isinstance(shapes[at], list) else []
+        return sizes if all(isinstance(size, int) and 0 <= size < 2**40 for size in sizes) else []
 
     def value(at: int) -> Any:
         try:
@@ -147,9 +147,10 @@ def call_cost(operator: str, shapes: Sequence[Any], values: Sequence[str]) -> Co
 
 
 def limits_of(trace: Trace) -> Limits | None:
-    """Those of the trace's device, where its name is one of `DATA_SHEETS`."""
-    told = trace.metadata.get("deviceProperties")
-    name = str(told[0].get("name", "")) if isinstance(told, list) and told and isinstance(told[0], dict) else ""
+    """Limits of the trace's device, where its name is one of `DATA_SHEETS`."""
+    devices = trace.metadata.get("deviceProperties")
+    first = devices[0] if isinstance(devices, list) and devices else None
+    name = str(first.get("name", "")) if isinstance(first, dict) else ""
     return next((limits for part, limits in DATA_SHEETS.items() if part in name), None)
 
 
@@ -171,19 +172,19 @@ def product_table(trace: Trace, limits: Limits | None = None) -> pl.DataFrame:
     groups: dict[tuple[str, int, str, tuple[str, ...]], list[int]] = {}
     for row, name, shapes in zip(rows.tolist(), trace.name_of(rows), trace.column("shape")[rows].tolist(), strict=True):
         groups.setdefault((name, shapes, *inputs.get(row, ("", ()))), []).append(row)
-    found = []
+    costs = []
     for (name, shapes, types, values), calls in groups.items():
         cost = _cost(name, trace.shapes[shapes], values)
         if cost is not None:
             width = max((dtype_bytes(one) or 0 for one in types.split(", ")), default=0) or None
             key = (trace.rank, name, trace.shapes[shapes], types, len(calls), cost.batch, cost.m, cost.n, cost.k)
-            found.append((*key, cost.flops, width and width * cost.elements, int(time[calls].sum()), width))
+            costs.append((*key, cost.flops, width and width * cost.elements, int(time[calls].sum()), width))
     texts, numbers = ("operator", "shapes", "types"), ("count", "batch", "m", "n", "k", "flops", "bytes", "time_ns")
     schema = {"rank": pl.Int64(), **dict.fromkeys(texts, pl.String()), **dict.fromkeys((*numbers, "width"), pl.Int64())}
     timed = pl.when(pl.col("time_ns") > 0)
     reachable = pl.min_horizontal("most", pl.col("intensity") * limits.gb_per_s / 1e3)
     known = pl.when(pl.col("most").is_not_null() & pl.col("intensity").is_not_null())
-    table = pl.DataFrame(found, schema=schema, orient="row").with_columns(
+    table = pl.DataFrame(costs, schema=schema, orient="row").with_columns(
         tflop_per_s=timed.then(pl.col("flops") * pl.col("count") / pl.col("time_ns") / 1e3),
         gb_per_s=timed.then(pl.col("bytes") * pl.col("count") / pl.col("time_ns")),
         intensity=pl.col("flops") / pl.col("bytes"),
@@ -210,21 +211,21 @@ def _products(trace: Trace) -> Ints:
 
 def _inputs(trace: Trace) -> dict[int, tuple[str, tuple[str, ...]]]:
     """By row: the types of a call's tensors, and the values of its other inputs."""
-    found: dict[int, tuple[str, tuple[str, ...]]] = {}
-    for name, told in operator_inputs(trace, OPERATORS & set(trace.names)).items():
+    by_row: dict[int, tuple[str, tuple[str, ...]]] = {}
+    for name, text in operator_inputs(trace, OPERATORS & set(trace.names)).items():
         rows = np.flatnonzero(trace.column("name") == trace.names.index(name))
-        if len(rows) == len(told):  # else part of the file could not be read, and which calls these are is not known
-            for row, (types, values) in zip(rows.tolist(), told, strict=True):
-                found[row] = ", ".join(dict.fromkeys(t for t in types if dtype_bytes(t))), values
-    return found
+        if len(rows) == len(text):  # else part of the file could not be read, and which calls these are is not known
+            for row, (types, values) in zip(rows.tolist(), text, strict=True):
+                by_row[row] = ", ".join(dict.fromkeys(t for t in types if dtype_bytes(t))), values
+    return by_row
 
 
 def _cost(operator: str, shapes: str, values: Sequence[str]) -> Cost | None:
     try:
-        told = json.loads(shapes or "[]")
+        recorded = json.loads(shapes or "[]")
     except (ValueError, RecursionError):
         return None
-    return call_cost(operator, told, values) if isinstance(told, list) else None
+    return call_cost(operator, recorded, values) if isinstance(recorded, list) else None
 
 
 def product_summary(table: pl.DataFrame) -> pl.DataFrame:

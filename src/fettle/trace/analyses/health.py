@@ -49,9 +49,9 @@ class Health:
 def trace_health(trace: Trace, *, replayed: bool = False) -> Health:
     """Examine one trace; `replayed`: also by replaying it, which takes as long as a what-if."""
     low, high = trace.span
-    found = [*_reading(trace), *_links(trace), *_clock(trace), *_steps(trace), *_profiler(trace)]
+    findings = [*_reading(trace), *_links(trace), *_clock(trace), *_steps(trace), *_profiler(trace)]
     if replayed and trace.device_keys:
-        found += _replayed(trace)
+        findings += _replayed(trace)
     return Health(
         str(trace.path),
         trace.rank,
@@ -59,7 +59,7 @@ def trace_health(trace: Trace, *, replayed: bool = False) -> Health:
         trace.events.height,
         high - low,
         tuple(trace.device_keys),
-        tuple(f for f in found if f.count),
+        tuple(f for f in findings if f.count),
     )
 
 

@@ -142,29 +142,29 @@ def _merged_total(start: Ints, end: Ints) -> int:
 
 def deviations(trace: Trace) -> list[str]:
     """Where HTA's own numbers for this trace may differ from these, and why."""
-    found: list[str] = []
+    reasons: list[str] = []
     work = _rounded(trace)
     called = work.launch_ts >= 0
     time, stream = np.concatenate([work.ts, work.launch_ts[called]]), np.concatenate([work.stream, work.stream[called]])
     if len(np.unique(np.stack([stream, time]), axis=1).T) < len(time):
-        found.append("its sort leaves the order of equal times open: mean queue length")
+        reasons.append("its sort leaves the order of equal times open: mean queue length")
     on_device = np.isin(trace.kind[work.row], [Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET])
     lost = int((on_device & ~called & (trace.column("correlation")[work.row] > 0)).sum())
     if lost:
-        found.append(
+        reasons.append(
             f"it takes the file's first event for the launch of work whose launch is not there ({lost} of "
             f"{len(work.row)}): idle by category"
         )
     if trace.facts.wide_clock_chunks:
-        found.append("it holds clocks since 1970 to 256 ns: times that are rounded by 1 µs more or less")
+        reasons.append("it holds clocks since 1970 to 256 ns: times that are rounded by 1 µs more or less")
     names = {"Stream Wait Event", "pe_exe"} & set(trace.name_of(work.row))
     if names:
-        found.append(f"release 0.5.0 counts {' and '.join(sorted(names))} as computation, 0.6.1 does not")
+        reasons.append(f"release 0.5.0 counts {' and '.join(sorted(names))} as computation, 0.6.1 does not")
     if "cuLaunchKernelEx" in trace.names:
-        found.append("release 0.5.0 has another list of launch calls (cuLaunchKernelEx): queues, launches")
+        reasons.append("release 0.5.0 has another list of launch calls (cuLaunchKernelEx): queues, launches")
     if any(name.startswith("runFunction") for name in trace.names):
-        found.append("it has categories, streams and launch calls of MTIA's own: times, idle, queues, launches")
-    return found
+        reasons.append("it has categories, streams and launch calls of MTIA's own: times, idle, queues, launches")
+    return reasons
 
 
 def communication_overlap(trace: Trace) -> float | None:
@@ -183,10 +183,10 @@ def kernel_types(trace: Trace) -> pl.DataFrame:
     """Columns: kernel_type (combinations joined by ` overlapping `), sum_us."""
     work = _rounded(trace)
     types = ("COMPUTATION", "COMMUNICATION", "MEMORY")
-    found = combinations([merge(*work.of(work.type == t)) for t in types])
+    lengths = combinations([merge(*work.of(work.type == t)) for t in types])
     rows = [
         (" overlapping ".join(t for i, t in enumerate(types) if key >> i & 1), total(pair))
-        for key, pair in found.items()
+        for key, pair in lengths.items()
     ]
     return frame_of(rows, kernel_type=str, sum_us=int).sort("sum_us", descending=True)
 
@@ -231,7 +231,7 @@ def idle_breakdown(trace: Trace, consecutive_kernel_delay_us: int = 30) -> pl.Da
 
 
 def launch_statistics(trace: Trace) -> pl.DataFrame:
-    """Of the four launch calls that HTA knows, in the columns of its launch histograms: correlation, call, call_row,
+    """The four launch calls that HTA knows, in the columns of its launch histograms: correlation, call, call_row,
     call_ns, duration_ns, delay_ns (never negative), short (the work is, and its call is no longer than 50 us).
     """
     work = _rounded(trace)

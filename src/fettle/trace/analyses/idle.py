@@ -173,16 +173,16 @@ class _Pieces:
 
 def _next_work(trace: Trace, rows: Ints, ends: Ints) -> Ints:
     """Which of some work, in order of its start, is the first that starts at each gap's end; -1 behind the last."""
-    starts, lasts = trace.ts[rows], trace.dur[rows] > 0
+    starts, has_length = trace.ts[rows], trace.dur[rows] > 0
     at = np.searchsorted(starts, ends, side="left")
-    there = at < len(rows)
-    there[there] = starts[at[there]] == ends[there]
+    adjoining = at < len(rows)
+    adjoining[adjoining] = starts[at[adjoining]] == ends[adjoining]
     # Work of no length does not end a gap: the next that lasts does, if it starts at the same instant.
-    lasting = np.append(np.flatnonzero(lasts), len(rows))
+    lasting = np.append(np.flatnonzero(has_length), len(rows))
     first = lasting[np.searchsorted(lasting, at)]
     same = first < len(rows)
     same[same] = starts[first[same]] == ends[same]
-    answer: Ints = np.where(there, np.where(same, first, at), -1)
+    answer: Ints = np.where(adjoining, np.where(same, first, at), -1)
     return answer
 
 
@@ -279,11 +279,11 @@ def missing_information(trace: Trace, device: int, step: int | None = None) -> s
     def share(some: Bools) -> float:
         return float(length[some].sum() / whole)
 
-    said = []
+    parts = []
     unlinked, unknown = number == NUMBER["unlinked"], number == NUMBER["queued_unknown"]
     if share(unlinked) > EXPLAINED:
         early = unlinked & (correlation[after] < (calls[0] if len(calls) else 0)) & (correlation[after] > 0)
-        said.append(
+        parts.append(
             f"{share(unlinked):.0%} ends with work whose launch is not in the trace: {share(early):.0%} with work that "
             "was launched before recording began (its number is below every call's), the rest with lost launches"
         )
@@ -311,11 +311,11 @@ def missing_information(trace: Trace, device: int, step: int | None = None) -> s
                 )
             if not trace.side["syncs"].height and rest > EXPLAINED:
                 text += "; which events streams waited for is not in it (enable_cuda_sync_events=True records them)"
-        said.append(text)
+        parts.append(text)
     silent = number == NUMBER["host_untraced"]
     if share(silent) > EXPLAINED and not (trace.kind == Kind.PYTHON).any():
-        said.append(f"{share(silent):.0%} is host time without an event (with_stack=True records Python functions)")
-    return "; ".join(said)
+        parts.append(f"{share(silent):.0%} is host time without an event (with_stack=True records Python functions)")
+    return "; ".join(parts)
 
 
 def idle_summary(trace: Trace, device: int, step: int | None = None) -> pl.DataFrame:
@@ -324,16 +324,15 @@ def idle_summary(trace: Trace, device: int, step: int | None = None) -> pl.DataF
     Columns: rank, device, cause, idle_ns, share (of this device's idle time), gaps (pieces), what (the three longest
     details with their ns), meaning.
     """
-    frame = idle_pieces(trace, device)
-    pieces: Intervals = (frame["start_ns"].to_numpy(), frame["end_ns"].to_numpy())
-    start, end, piece, _ = split(pieces, step_windows(trace, step))
-    length, detail = (end - start).astype(float), frame["detail"].to_numpy()[piece].astype(np.int64)
-    number = frame["cause"].to_physical().to_numpy()[piece].astype(np.int64)
+    pieces = idle_within(trace, device, step)
+    length = (pieces["end_ns"] - pieces["start_ns"]).to_numpy().astype(float)
+    detail = pieces["detail"].to_numpy().astype(np.int64)
+    number = pieces["cause"].to_physical().to_numpy().astype(np.int64)
     # Sums below 2**53 ns (104 days) are exact in the float64 that `bincount` adds in.
     idle, count = (np.bincount(number, weights, minlength=len(CAUSES)) for weights in (length, None))
-    told, of_told = np.unique(number * 2**32 + detail + 1, return_inverse=True)
+    keys, of_key = np.unique(number * 2**32 + detail + 1, return_inverse=True)
     by_name: dict[int, dict[str, int]] = {}
-    for key, ns in zip(told.tolist(), np.bincount(of_told, length).tolist(), strict=True):
+    for key, ns in zip(keys.tolist(), np.bincount(of_key, length).tolist(), strict=True):
         if key % 2**32:
             mine, name = by_name.setdefault(key >> 32, {}), without_address(trace.names[key % 2**32 - 1])
             mine[name] = mine.get(name, 0) + int(ns)

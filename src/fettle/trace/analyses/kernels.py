@@ -30,9 +30,9 @@ def kernel_classes(trace: Trace) -> pl.DataFrame:
     """
     parts = []
     for device in trace.device_keys:
-        found = combinations(list(device_classes(trace, device)))
-        busy = sum(total(pair) for pair in found.values()) or 1
-        for key, pair in found.items():
+        lengths = combinations(list(device_classes(trace, device)))
+        busy = sum(total(pair) for pair in lengths.values()) or 1
+        for key, pair in lengths.items():
             label = "+".join(name for i, name in enumerate(CLASSES) if key >> i & 1)
             parts.append((trace.rank, device, label, total(pair), total(pair) / busy))
     frame = frame_of(parts, rank=int, device=int, classes=str, time_ns=int, share=float)

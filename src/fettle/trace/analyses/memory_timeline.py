@@ -21,9 +21,9 @@ DEVICE_TYPES = (
 def memory_timeline(trace: Trace) -> pl.DataFrame:
     """One row an allocation (bytes > 0) or release (< 0), in order of time.
 
-    Columns: rank, ts_ns, device (such as `cuda:0`), bytes, address (-1: not told), allocated_bytes and reserved_bytes
-    (totals of the allocator after it; -1: not told), operator, top_operator (null: outside any), held_bytes
-    (allocated_bytes where a device's are told, else what was taken since the trace began and not released).
+    Columns: rank, ts_ns, device (such as `cuda:0`), bytes, address (-1: unknown), allocated_bytes and reserved_bytes
+    (totals of the allocator after it; -1: unknown), operator, top_operator (null: outside any), held_bytes
+    (allocated_bytes where a device's are recorded, else what was taken since the trace began and not released).
     """
     frame = trace.side["memory"].sort("ts_ns", maintain_order=True)
     up = ancestors(trace)
@@ -48,8 +48,8 @@ def memory_timeline(trace: Trace) -> pl.DataFrame:
     timeline = frame.select("ts_ns", device, "bytes", "address", "allocated_bytes", "reserved_bytes")
     owners = timeline.with_columns(operator=text(up.operator), top_operator=text(up.top_operator))
     total = pl.col("allocated_bytes")
-    told, since_begin = (total >= 0).all().over("device"), pl.col("bytes").cum_sum().over("device")
-    return with_rank(trace, owners.with_columns(held_bytes=pl.when(told).then(total).otherwise(since_begin)))
+    has_totals, since_begin = (total >= 0).all().over("device"), pl.col("bytes").cum_sum().over("device")
+    return with_rank(trace, owners.with_columns(held_bytes=pl.when(has_totals).then(total).otherwise(since_begin)))
 
 
 def memory_peak(trace: Trace) -> pl.DataFrame:

@@ -35,7 +35,7 @@ def queue_summary(trace: Trace) -> pl.DataFrame:
 
     Columns: rank, device, stream, mean, median, p95, max (pieces of work), empty_share and full_share of the time from
     the stream's first launch to its last start, depth (where the trace shows how long the queue can be), full_ns (time
-    that launch calls waited for a slot). A queue that all streams of a device share is told on each of them.
+    that launch calls waited for a slot). A queue that all streams of a device share is given on each of them.
     """
     full_of = {(q.device, q.stream): q for q in queues(trace)}
     series = queue_length(trace)
@@ -65,14 +65,14 @@ def copy_bandwidth(trace: Trace) -> pl.DataFrame:
     """Bandwidth of copies and memory sets over time, summed over what runs together: a step function for each name.
 
     Columns: rank, device, name, ts_ns, gb_per_s (10**9 bytes a second). Copies whose bandwidth the profiler did not
-    tell use bytes / duration; without bytes they are left out. Kernels' own memory traffic is not in a trace.
+    say it use bytes / duration; without bytes they are left out. Kernels' own memory traffic is not in a trace.
     """
     facts = trace.side["copies"]
     rows = facts["row"].to_numpy()
-    told = facts["gb_per_s"].cast(pl.Float64()).to_numpy().astype(float)
+    bandwidth = facts["gb_per_s"].cast(pl.Float64()).to_numpy().astype(float)
     size = facts["bytes"].to_numpy()
     length = np.maximum(trace.dur[rows], 1)
-    rate = np.where(np.isfinite(told), told, np.where(size >= 0, size / length, np.nan))
+    rate = np.where(np.isfinite(bandwidth), bandwidth, np.where(size >= 0, size / length, np.nan))
     good = np.isfinite(rate)
     rows, rate, length = rows[good], rate[good], length[good]
     code = trace.column("name")[rows].astype(np.int64)
@@ -96,8 +96,8 @@ def copy_bandwidth(trace: Trace) -> pl.DataFrame:
 def bandwidth_summary(trace: Trace) -> pl.DataFrame:
     """Copies by name: count, time and bandwidth weighted by time.
 
-    Columns: rank, device, name, count, bytes (null where not told), busy_ns, mean_gb_per_s (bytes over busy time; the
-    time-weighted mean of the rates where bytes are not told), max_gb_per_s.
+    Columns: rank, device, name, count, bytes (null where unknown), busy_ns, mean_gb_per_s (bytes over busy time; the
+    time-weighted mean of the rates where bytes are unknown), max_gb_per_s.
     """
     facts = trace.side["copies"]
     rows = facts["row"].to_numpy()
@@ -114,7 +114,7 @@ def bandwidth_summary(trace: Trace) -> pl.DataFrame:
         weighted=(pl.col("gb_per_s") * pl.col("dur")).sum() / pl.col("dur").sum(),
         max_gb_per_s=pl.col("gb_per_s").max(),
     )
-    told = pl.when(pl.col("bytes").is_not_null() & (pl.col("busy_ns") > 0)).then(pl.col("bytes") / pl.col("busy_ns"))
-    rated = grouped.with_columns(mean_gb_per_s=told.otherwise(pl.col("weighted")))
+    rate = pl.when(pl.col("bytes").is_not_null() & (pl.col("busy_ns") > 0)).then(pl.col("bytes") / pl.col("busy_ns"))
+    rated = grouped.with_columns(mean_gb_per_s=rate.otherwise(pl.col("weighted")))
     columns = ("device", "name", "count", "bytes", "busy_ns", "mean_gb_per_s", "max_gb_per_s")
     return with_rank(trace, rated.select(columns).sort("device", "busy_ns", descending=[False, True]))

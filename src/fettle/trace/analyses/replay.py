@@ -101,9 +101,9 @@ class Replay:
         mark a moment.
         """
         trace, stops, launch = self.trace, self.stops, self.waits.launch
-        asked = np.flatnonzero(stops.row >= 0)
+        stopped = np.flatnonzero(stops.row >= 0)
         silent = np.flatnonzero(stops.row < 0)
-        rows = np.unique(np.concatenate([launch[launch >= 0], stops.row[asked]]))
+        rows = np.unique(np.concatenate([launch[launch >= 0], stops.row[stopped]]))
         wanted, marks = self._lasts(), step_thread(trace)
         self.step_times = np.unique(np.concatenate(step_windows(trace))).tolist() if marks >= 0 else []
         wanted |= {(marks, time) for time in self.step_times}
@@ -116,7 +116,7 @@ class Replay:
         launches[: len(rows)] = np.isin(rows, launch)
         graph[: len(rows)] = graph_names(trace)[trace.column("name")[rows]]
         stop, queue, bound, freed = np.full((4, len(start)), -1, dtype=np.int64)
-        stop[np.searchsorted(rows, stops.row[asked])] = asked
+        stop[np.searchsorted(rows, stops.row[stopped])] = stopped
         stop[len(rows) : len(rows) + len(silent)] = silent
         self.queue_of = np.full(len(launch), -1, dtype=np.int64)  # of device work
         for number, one in enumerate(self.queues):
@@ -125,8 +125,8 @@ class Replay:
             queue[at] = number
             for column, work in ((bound, one.bound), (freed, one.released)):
                 column[at] = np.where(work >= 0, np.searchsorted(one.order, work), -1)
-        lasts = np.arange(len(start)) < len(rows) + len(silent)
-        order = np.lexsort((-end, lasts, start, thread))  # a moment comes before what begins then
+        is_work = np.arange(len(start)) < len(rows) + len(silent)
+        order = np.lexsort((-end, is_work, start, thread))  # a moment comes before what begins then
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
         times = thread[order], start[order], end[order]
@@ -219,11 +219,11 @@ class Replay:
         for k in np.flatnonzero(stops.whole & (stops.work >= 0)).tolist():
             self.last_work[k] += self._ended(int(stops.end[k]))
         self.usual_call = {False: 5_000.0, True: 5_000.0}  # of graphs apart
-        lasts = (calls.end - calls.start).astype(float)
+        durations = (calls.end - calls.start).astype(float)
         for graph in self.usual_call:
             alike = calls.launches & (calls.stop < 0) & (calls.graph == graph)
             if alike.any():
-                self.usual_call[graph] = float(np.median(lasts[alike]))
+                self.usual_call[graph] = float(np.median(durations[alike]))
 
     @cached_property
     def _lanes(self) -> list[tuple[Ints, Ints]]:
@@ -234,8 +234,8 @@ class Replay:
 
     def _ended(self, time: int) -> list[int]:
         """The last work of each stream that was over by then."""
-        found = [(lane, int(np.searchsorted(ends, time, side="right")) - 1) for lane, ends in self._lanes]
-        return [int(lane[at]) for lane, at in found if at >= 0]
+        ended = [(lane, int(np.searchsorted(ends, time, side="right")) - 1) for lane, ends in self._lanes]
+        return [int(lane[at]) for lane, at in ended if at >= 0]
 
     def _order(self) -> list[tuple[int, int]]:
         """What happens, in the order in which it happened: the sort of event, and which call or piece of work.
@@ -329,14 +329,14 @@ class Replay:
     ) -> float:
         """When a call that waits returns."""
         stops, calls, k = self.stops, self.calls, int(self.calls.stop[call])
-        lasts, begun, why, met = float(calls.end[call] - calls.start[call]), begun_of[call], stops.why[k], stops.met[k]
-        after = max(float(stops.end[k] - stops.when[k]), 0.0) if met else min(self.low_return, lasts)
+        took, begun, why, met = float(calls.end[call] - calls.start[call]), begun_of[call], stops.why[k], stops.met[k]
+        after = max(float(stops.end[k] - stops.when[k]), 0.0) if met else min(self.low_return, took)
         if why == Why.THREAD:
             mark = self.mark.get((int(stops.other[k]), int(stops.when[k])))
             return max(begun, (left[mark] if mark is not None else begun) + after)
         if usual and met and why == Why.SYNC:
             after = min(after, 10 * self.usual_return)
-        own = min(lasts, after if why != Why.SLOT else self.usual_call[bool(calls.graph[call])]) if met else lasts
+        own = min(took, after if why != Why.SLOT else self.usual_call[bool(calls.graph[call])]) if met else took
         returns = begun + (own if change.launching or not calls.launches[call] else 0.0)
         freed = int(calls.freed[call])
         if why == Why.SLOT and 0 <= freed < len(in_queue):

@@ -89,7 +89,7 @@ def queues(trace: Trace) -> list[Queue]:
     work = np.flatnonzero(links.launch_rows >= 0)  # positions, which are in order of begin
     rows, calls = links.known
     device, stream = trace.column("device")[rows].astype(np.int64), trace.column("stream")[rows]
-    found = []
+    queues = []
     for one in np.unique(device).tolist():
         mine = device == one
         streams = np.unique(stream[mine]).tolist()
@@ -97,8 +97,8 @@ def queues(trace: Trace) -> list[Queue]:
         shared = _queue(trace, work, calls, mine, one, -1) if len(streams) > 1 else None
         if shared is not None and waited_ns(trace, shared) > 1.05 * sum(waited_ns(trace, q) for q in alone):
             alone = [shared]
-        found += alone
-    return found
+        queues += alone
+    return queues
 
 
 def slot_waits(trace: Trace) -> tuple[Ints, Ints]:
@@ -145,7 +145,7 @@ def shallow_queues(trace: Trace) -> list[Queue]:
     work = work[np.sort(np.unique(links.launch_rows[work], return_index=True)[1])]
     rows, calls = links.device_rows[work], links.launch_rows[work]
     device, lane = trace.column("device")[rows].astype(np.int64), trace.lane(rows)
-    found = []
+    shallow = []
     for one in np.unique(device).tolist():
         if any(queue.device == one and queue.stream < 0 for queue in full):
             continue
@@ -159,8 +159,8 @@ def shallow_queues(trace: Trace) -> list[Queue]:
         for stream, each in lanes if depth < SURELY_DEEP else ():
             at = each.launched - 1 - depth
             bound = np.where(at >= 0, each.order[np.maximum(at, 0)], -1)
-            found.append(Queue(one, stream, depth, each.calls, np.full(len(at), -1), bound, each.order))
-    return found
+            shallow.append(Queue(one, stream, depth, each.calls, np.full(len(at), -1), bound, each.order))
+    return shallow
 
 
 def waited_ns(trace: Trace, queue: Queue) -> int:
@@ -175,14 +175,14 @@ def _queue(trace: Trace, work: Ints, calls: Ints, mine: Bools, device: int, stre
     one that its first kernel frees, whichever explains more of the waiting.
     """
     work, calls = work[mine], calls[mine]
-    found = _counted(trace, work, calls, device, stream)
+    by_count = _counted(trace, work, calls, device, stream)
     if (np.diff(np.sort(calls)) > 0).all():
-        return found
+        return by_count
     order = np.lexsort((work, calls))
     first = order[np.diff(calls[order], prepend=-1) != 0]
     by_call = _counted(trace, work[first], calls[first], device, stream)
-    if by_call is None or (found is not None and waited_ns(trace, found) >= waited_ns(trace, by_call)):
-        return found
+    if by_call is None or (by_count is not None and waited_ns(trace, by_count) >= waited_ns(trace, by_call)):
+        return by_count
     return by_call
 
 
@@ -190,10 +190,10 @@ def _counted(trace: Trace, work: Ints, calls: Ints, device: int, stream: int) ->
     if len(work) < FEWEST_WAITS:
         return None
     one = _launches(trace, work, calls)
-    found = _depth(one)
-    if found is None:
+    waiting = _depth(one)
+    if waiting is None:
         return None
-    depth, clear = found
+    depth, clear = waiting
     at, begins = one.launched - 1 - depth, _bound(one, depth)
     bound = np.where(at >= 0, one.order[np.maximum(at, 0)], -1)
     in_time = begins <= one.end
@@ -231,37 +231,37 @@ def _bound(one: _Launches, depth: int) -> Ints:
 
 def _long(one: _Launches) -> Bools:
     """Calls far longer than the shortest ones."""
-    lasts = one.end - one.start
-    few = np.sort(lasts[one.plain])[:FEWEST_WAITS]
+    duration = one.end - one.start
+    few = np.sort(duration[one.plain])[:FEWEST_WAITS]
     usual = float(np.median(few)) if len(few) else 0.0
-    long: Bools = lasts > max(LONG_NS, 4 * usual)
+    long: Bools = duration > max(LONG_NS, 4 * usual)
     return long & one.plain
 
 
 def _at_longest(one: _Launches) -> Bools:
     """Calls that leave the queue as long as it ever is, and take longer than those in which no work began."""
-    lasts, full = one.end - one.start, max(int(one.length[one.plain].max(initial=0)), 2)
+    duration, full = one.end - one.start, max(int(one.length[one.plain].max(initial=0)), 2)
     others = one.plain & ~one.freed
-    most = float(np.percentile(lasts[others], 90)) if others.any() else np.inf
-    longest: Bools = one.plain & (one.length >= full) & (lasts > most)
+    most = float(np.percentile(duration[others], 90)) if others.any() else np.inf
+    longest: Bools = one.plain & (one.length >= full) & (duration > most)
     return longest
 
 
 def _depth(one: _Launches) -> tuple[int, Bools] | None:
     """The length at which launch calls wait, and calls that show it; None where they never wait."""
-    lasts, full = one.end - one.start, int(one.length[one.plain].max(initial=0))
+    duration, full = one.end - one.start, int(one.length[one.plain].max(initial=0))
     if full < 2:
         return None
     top = one.plain & (one.length >= full - 1)
     below = one.plain & (one.length < 0.9 * full)
     if top.sum() >= 20 and below.any():  # calls at the top are longer than below it, be they ever so short
-        longer = np.median(lasts[top]) > 1.5 * np.median(lasts[below])
+        longer = np.median(duration[top]) > 1.5 * np.median(duration[below])
         if longer and one.freed[top].mean() >= 0.7:
             return full, top & one.freed
     freed = _bound(one, full)
     may = one.plain & (freed > one.start)
     if may.any() and (one.plain & ~may).any():  # as long as no other, and over right after the slot came free
-        clear = may & (lasts > 1.1 * np.percentile(lasts[one.plain & ~may], 99))
+        clear = may & (duration > 1.1 * np.percentile(duration[one.plain & ~may], 99))
         lag = one.end - freed
         same = may & (np.abs(lag - np.median(lag[clear])) <= SAME_NS) if clear.any() else clear
         if same.sum() >= max(2, clear.sum()):
@@ -272,18 +272,18 @@ def _depth(one: _Launches) -> tuple[int, Bools] | None:
     if len(waits) < FEWEST_WAITS:
         return None
     order = waits[np.argsort(one.length[waits], kind="stable")]
-    weight = np.cumsum(lasts[order])
+    weight = np.cumsum(duration[order])
     depth = int(one.length[order[np.searchsorted(weight, weight[-1] / 2)]])
     near = np.abs(one.length - depth) <= max(2, SPREAD * depth)
     # Most of what is long has to be there, most of what is there long or freed, and little may lie above it.
     at_it = near[waits]
-    concentrated = lasts[waits[at_it]].sum() >= 0.6 * lasts[waits].sum() and at_it.sum() >= FEWEST_WAITS
+    concentrated = duration[waits[at_it]].sum() >= 0.6 * duration[waits].sum() and at_it.sum() >= FEWEST_WAITS
     above = (one.length > depth + max(2, SPREAD * depth)) & one.plain
     rare = above.sum() <= 0.3 * (near & one.plain).sum()
     rate = at_it.sum() / max((near & one.plain).sum(), 1)
     elsewhere = (~at_it).sum() / max((~near & one.plain).sum(), 1)
     if not (concentrated and rare and rate > 3 * elsewhere):
         return None
-    shown = np.zeros(len(lasts), dtype=bool)
+    shown = np.zeros(len(duration), dtype=bool)
     shown[waits[at_it]] = True
     return int(one.length[shown].max()) if (one.length[shown] >= depth).any() else depth, shown

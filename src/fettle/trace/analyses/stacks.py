@@ -224,7 +224,7 @@ def _nest(trace: Trace, rows: Ints, begin: Ints, parent_by_row: Ints, depth_by_r
     # A segment ends where an event begins or ends, and where a block does; of room that stays free no page is touched.
     room = 2 * len(rows) + len(rows) // BLOCK + 1
     columns: list[npt.NDArray[Any]] = [np.empty(room, dtype) for dtype in (np.int32, np.int64, np.int64, np.int64)]
-    found = low = high = 0
+    filled = low = high = 0
     while high < len(rows):
         low, high = high, min(high + BLOCK, len(rows))
         while high < len(rows) and begin[rows[high]] == begin[rows[high - 1]]:
@@ -247,12 +247,12 @@ def _nest(trace: Trace, rows: Ints, begin: Ints, parent_by_row: Ints, depth_by_r
             end[still] = until
         depth, more = _sweep(start, end, parent, thread, mine)
         for column, piece in zip(columns, more, strict=True):
-            column[found : found + len(piece)] = piece
-        found += len(more[0])
+            column[filled : filled + len(piece)] = piece
+        filled += len(more[0])
         depth_by_row[new] = depth[kept:]
         inner = np.flatnonzero(parent[kept:] >= 0)
         parent_by_row[new[inner]] = mine[parent[kept:][inner]]
-    of_thread, starts, ends, of_row = (column[:found] for column in columns)
+    of_thread, starts, ends, of_row = (column[:filled] for column in columns)
     return (of_thread, starts, ends, of_row), cut
 
 

@@ -32,8 +32,8 @@ def steps(trace: Trace, annotation: str | None = None) -> pl.DataFrame:
     codes = trace.column("name")
     rows = np.flatnonzero((trace.kind == Kind.ANNOTATION) & np.isin(codes, list(wanted)))
     if annotation is not None and not len(rows):
-        there = {trace.names[c] for c in np.unique(codes[trace.kind == Kind.ANNOTATION]).tolist()}
-        some = sorted(n for n in there if not _STEP.match(n))[:10]
+        names = {trace.names[c] for c in np.unique(codes[trace.kind == Kind.ANNOTATION]).tolist()}
+        some = sorted(n for n in names if not _STEP.match(n))[:10]
         raise UsageError(f"no annotation '{annotation}' in {trace.path.name}: it has {', '.join(some) or 'none'}")
     rows = rows[np.argsort(trace.ts[rows], kind="stable")]
     # The same step can be annotated on several threads: the first one counts.
@@ -70,16 +70,16 @@ def step_windows(trace: Trace, step: int | None = None) -> Intervals:
         known = frame["step"].to_list()
         frame = frame.filter(pl.col("step") == step)
         if not frame.height:
-            there = f"it has {known[0]} to {known[-1]}" if known[-1] >= 0 else "no steps are marked in it"
-            raise UsageError(f"no step {step} in {trace.path.name}: {there}")
+            known_steps = f"it has {known[0]} to {known[-1]}" if known[-1] >= 0 else "no steps are marked in it"
+            raise UsageError(f"no step {step} in {trace.path.name}: {known_steps}")
     return frame["start_ns"].to_numpy(), frame["end_ns"].to_numpy()
 
 
 @per_trace
-def step_thread(trace: Trace, annotation: str | None = None) -> int:
+def step_thread(trace: Trace) -> int:
     """The thread whose annotations mark the steps; -1 where there are none."""
     codes = trace.column("name")
-    rows = np.flatnonzero((trace.kind == Kind.ANNOTATION) & np.isin(codes, list(_marks(trace, annotation))))
+    rows = np.flatnonzero((trace.kind == Kind.ANNOTATION) & np.isin(codes, list(_marks(trace, None))))
     return int(trace.column("thread")[rows[np.argmin(trace.ts[rows])]]) if len(rows) else -1
 
 
@@ -87,8 +87,8 @@ def _marks(trace: Trace, annotation: str | None) -> dict[int, int]:
     """Name numbers that mark steps, with the steps' numbers (-1: they are counted)."""
     if annotation is not None:
         return {code: -1 for code, name in enumerate(trace.names) if name == annotation}
-    found = ((code, _STEP.match(name)) for code, name in enumerate(trace.names))
-    return {code: int(match.group(1)) for code, match in found if match and len(match.group(1)) < 18}
+    matches = ((code, _STEP.match(name)) for code, name in enumerate(trace.names))
+    return {code: int(match.group(1)) for code, match in matches if match and len(match.group(1)) < 18}
 
 
 def step_summary(frame: pl.DataFrame) -> dict[str, float | int | list[int]]:

@@ -14,7 +14,7 @@ from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Bools, Ints, Trace, per_trace
 
-# Old versions had no `autograd::engine` range: there the operators themselves tell.
+# Old versions had no `autograd::engine` range: there the operators themselves show it.
 _BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
 _WHOLE_DEVICE = re.compile(r"(Device|Ctx|Context)Synchronize")
 CLOCKS_NS = 5_000
@@ -103,14 +103,14 @@ def _own_copies(trace: Trace) -> list[tuple[int, ...]]:
     waited = (stacks.cause[calls] == CAUSES_OF_HOST.index("blocking_call")) & (trace.kind[work] == Kind.MEMCPY)
     waited &= trace.ts[work] < trace.end[calls]
     thread = trace.column("thread")
-    found: list[tuple[int, ...]] = []
+    stops: list[tuple[int, ...]] = []
     for i in np.flatnonzero(waited).tolist():
         call, start, end = int(calls[i]), int(trace.ts[work[i]]), int(trace.end[work[i]])
         stop = int(trace.end[call])
         place = (int(thread[call]), int(trace.ts[call]), stop, call)
         begins = end > stop
-        found.append((*place, int(has[i]), Why.COPY, int(begins), -1, start if begins else end, 1, 0))
-    return found
+        stops.append((*place, int(has[i]), Why.COPY, int(begins), -1, start if begins else end, 1, 0))
+    return stops
 
 
 def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -131,7 +131,7 @@ def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ..
     by = np.where(launch >= 0, trace.column("thread")[np.maximum(launch, 0)], -1)
     by_call = np.argsort(called, kind="stable")
     whole = np.array(["Synchronize" in n and bool(_WHOLE_DEVICE.search(n)) for n in trace.names], dtype=bool)
-    streams, names, thread = _told_streams(trace), trace.column("name"), trace.column("thread")
+    streams, names, thread = _recorded_streams(trace), trace.column("name"), trace.column("thread")
     stream, correlation = trace.column("stream")[device_rows], trace.column("correlation")
     last_launched = np.searchsorted(called[by_call], trace.ts[calls], side="left") - 1
     last_ended = np.searchsorted(end[by_end], trace.end[calls] + CLOCKS_NS, side="right") - 1
@@ -144,46 +144,46 @@ def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ..
     )
     of_stream = np.array(["StreamSynchronize" in n for n in trace.names], dtype=bool)[names[calls]]
     own = np.where(of_stream & soon, own, -1)
-    found: list[tuple[int, ...]] = []
+    stops: list[tuple[int, ...]] = []
     each = (calls.tolist(), last_launched.tolist(), last_ended.tolist(), own.tolist())
     for call, at, ended, latest in zip(*each, strict=True):
         if call in copied:
             continue
         start, stop = int(trace.ts[call]), int(trace.end[call])
-        told = streams.get(int(correlation[call]), -1)
+        on_stream = streams.get(int(correlation[call]), -1)
         place = (int(thread[call]), start, stop, call)
-        mine, any_one = latest if told < 0 else -1, -1
+        mine, any_one = latest if on_stream < 0 else -1, -1
         while ended >= 0 and end[by_end[ended]] > start and mine < 0:
             work = int(by_end[ended])
-            if called[work] <= start and told in (-1, int(stream[work])):
+            if called[work] <= start and on_stream in (-1, int(stream[work])):
                 any_one = work if any_one < 0 else any_one
-                if told >= 0 or whole[names[call]] or by[work] == thread[call]:
+                if on_stream >= 0 or whole[names[call]] or by[work] == thread[call]:
                     mine = work
             ended -= 1
         work = mine if mine >= 0 else any_one  # a stream's synchronising waits for what the thread itself launched
         if work >= 0:
             when = min(int(end[work]), stop)
-            found.append((*place, work, Why.SYNC, 0, -1, when, 1, int(whole[names[call]])))
+            stops.append((*place, work, Why.SYNC, 0, -1, when, 1, int(whole[names[call]])))
         else:
-            while at >= 0 and told not in (-1, int(stream[by_call[at]])):
+            while at >= 0 and on_stream not in (-1, int(stream[by_call[at]])):
                 at -= 1
             if at >= 0 and end[by_call[at]] <= stop:
-                found.append((*place, int(by_call[at]), Why.SYNC, 0, -1, start, 0, int(whole[names[call]])))
-    return found
+                stops.append((*place, int(by_call[at]), Why.SYNC, 0, -1, start, 0, int(whole[names[call]])))
+    return stops
 
 
 def _launched_last(called: Ints, by: Ints, by_call: Ints, when: Ints, thread: Ints) -> Ints:
     """The work that each thread launched last before each time; any other where it launched none."""
-    found = np.zeros(len(when), dtype=np.int64)
+    last = np.zeros(len(when), dtype=np.int64)
     for one in np.unique(thread).tolist():
-        mine, asked = by_call[by[by_call] == one], thread == one
+        mine, on_thread = by_call[by[by_call] == one], thread == one
         if len(mine):
-            found[asked] = mine[np.maximum(np.searchsorted(called[mine], when[asked]) - 1, 0)]
-    return found
+            last[on_thread] = mine[np.maximum(np.searchsorted(called[mine], when[on_thread]) - 1, 0)]
+    return last
 
 
-def _told_streams(trace: Trace) -> dict[int, int]:
-    """The stream that each synchronising call waits for, by correlation number, where sync events tell."""
+def _recorded_streams(trace: Trace) -> dict[int, int]:
+    """The stream that each synchronising call waits for, by correlation number, where sync events say so."""
     table = trace.side["syncs"]
     if not table.height:
         return {}
@@ -197,8 +197,8 @@ def _hand_overs(trace: Trace) -> list[tuple[int, ...]]:
     """
     stacks, names = host_stacks(trace), trace.column("name")
     thread_of = trace.column("thread")
-    told = bool((trace.kind == Kind.OPERATOR).any())
-    sharing = autograd_threads(trace) if told else np.unique(thread_of[launch_links(trace).known[1]]).tolist()
+    has_operators = bool((trace.kind == Kind.OPERATOR).any())
+    sharing = autograd_threads(trace) if has_operators else np.unique(thread_of[launch_links(trace).known[1]]).tolist()
     group = sorted({*sharing, main_thread(trace)} - {-1})
     if len(group) < 2:
         return []
@@ -212,7 +212,7 @@ def _hand_overs(trace: Trace) -> list[tuple[int, ...]]:
         kind = np.where(row >= 0, trace.kind[row], 0)
         silent = (row < 0) | (kind == Kind.ANNOTATION) | ((kind == Kind.PYTHON) & silent_python[names[row]])
         start, end = _joined(start[silent], end[silent])
-        first = slice(None) if told else slice(int((start == low).any()))
+        first = slice(None) if has_operators else slice(int((start == low).any()))
         silences[thread] = start[first], end[first]
     found: list[tuple[int, ...]] = []
     for thread, (start, end) in silences.items():

@@ -61,7 +61,7 @@ class Held(IntEnum):
 
 @dataclass(frozen=True)
 class Waits:
-    """Of each piece of device work, by its position in `trace.device_rows`; positions of others likewise, -1 for none.
+    """What device work waited for, by its position in `trace.device_rows`; positions of others likewise, -1 for none.
 
     `called` is the launch call's begin, not after the work's (-1: no known launch, nor one before which it must be).
     Nothing known held the work any more from `since` on; `cause` (a number in the order of `CAUSES`) is that of the
@@ -118,10 +118,10 @@ def device_waits(trace: Trace) -> Waits:
     free = ended_of(previous)
     # Streams keep their order: what was launched before work that had been launched early had been launched as well.
     called = np.where(linked, called, np.minimum(by_then, start))
-    event, told = _told_events(trace, rows, key)
+    event, exact = _recorded_events(trace, rows, key)
     asked = _asked_to_wait(trace, launch)
     by = _launchers(trace, launch)
-    event = _asked_events(start, end, key, called, by, event, asked & ~told)
+    event = _asked_events(start, end, key, called, by, event, asked & ~exact)
     in_call = linked & (trace.end[at] > start) & (previous >= 0) & (free >= called)
     reasons = {
         Held.LAUNCH: _Reason(arrived, linked & ~in_call),
@@ -130,7 +130,7 @@ def device_waits(trace: Trace) -> Waits:
     }
     graph = graph_names(trace)[trace.column("name")[at]]
     same_graph = linked & graph & (previous >= 0) & (launch[np.maximum(previous, 0)] == launch)
-    usual = _usual_waits(start, called, reasons, asked | told | _after_others(start, end, key, arrived), same_graph)
+    usual = _usual_waits(start, called, reasons, asked | exact | _after_others(start, end, key, arrived), same_graph)
     calls = trace.column("name")[at].astype(np.int64)
     inside, idle = linked & (trace.end[at] > start), linked & (free < called)
     sent = called + _until_begin(start - called, calls, inside, idle) - usual[Held.LAUNCH].low
@@ -139,15 +139,15 @@ def device_waits(trace: Trace) -> Waits:
     held, since, rival, rival_since = _last_reason(start, reasons, usual)
     since = np.where((held == Held.NOTHING) & (previous >= 0), np.maximum(free, 0), since)
     most = np.array([usual[sort].late if sort in usual else 0.0 for sort in Held])
-    late = ~told & (start - since > np.maximum(most[held], EVENT_WAIT_NS))
+    late = ~exact & (start - since > np.maximum(most[held], EVENT_WAIT_NS))
     late_ns = max(EVENT_WAIT_NS, 3 * usual[Held.LAUNCH].low * usual[Held.LAUNCH].known)
-    event = _guessed_events(start, end, key, since, held, event, late, asked | told, by, late_ns)
+    event = _guessed_events(start, end, key, since, held, event, late, asked | exact, by, late_ns)
     ended = ended_of(event)
     guessed = (event >= 0) & (reasons[Held.EVENT].since != ended) & (ended > since)
     held[guessed] = Held.EVENT
     rival[guessed] = Held.NOTHING
     since = np.where(guessed, ended, since)
-    cause = _causes(start - since, held, graph, same_graph, asked | told)
+    cause = _causes(start - since, held, graph, same_graph, asked | exact)
     return Waits(launch, called, previous, event, held, since, cause, rival, rival_since)
 
 
@@ -253,8 +253,8 @@ def _last_reason(
 
 
 def _along_streams(key: Ints, order: Ints, called: Ints) -> tuple[Ints, Ints]:
-    """Of each piece the work before it on its stream, and when the first launch came of it and what is behind it there;
-    -1 where there is none.
+    """For each piece, the work before it on its stream, and when the first launch came of it and what is behind it
+    there; -1 where there is none.
     """
     far = np.iinfo(np.int64).max
     previous, by_then = np.full(len(key), -1, dtype=np.int64), np.where(called >= 0, called, far)
@@ -264,13 +264,13 @@ def _along_streams(key: Ints, order: Ints, called: Ints) -> tuple[Ints, Ints]:
     return previous, np.where(by_then == far, -1, by_then)
 
 
-def _told_events(trace: Trace, rows: Ints, key: Ints) -> tuple[Ints, Bools]:
+def _recorded_events(trace: Trace, rows: Ints, key: Ints) -> tuple[Ints, Bools]:
     """What sync events say: the work on another stream behind whose event the work was queued."""
-    event, told = np.full(len(rows), -1, dtype=np.int64), np.zeros(len(rows), dtype=bool)
+    event, exact = np.full(len(rows), -1, dtype=np.int64), np.zeros(len(rows), dtype=bool)
     table = trace.side["syncs"]
     waits = table.filter(pl.Series(["Wait" in sync for sync in table["sync"]], dtype=pl.Boolean()))
     if not waits.height:
-        return event, told
+        return event, exact
     correlation, stream, device = trace.column("correlation"), trace.column("stream"), trace.column("device")
     calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & (correlation > 0))
     time_of = dict(zip(correlation[calls].tolist(), trace.ts[calls].tolist(), strict=True))
@@ -290,13 +290,13 @@ def _told_events(trace: Trace, rows: Ints, key: Ints) -> tuple[Ints, Bools]:
         to = int(np.searchsorted(launched[mine], waited))
         before = int(np.searchsorted(launched[source], recorded)) - 1
         if to < len(mine) and before >= 0:
-            event[mine[to]], told[mine[to]] = source[before], True
-    return event, told
+            event[mine[to]], exact[mine[to]] = source[before], True
+    return event, exact
 
 
 def _asked_to_wait(trace: Trace, launch: Ints) -> Bools:
     """Whether the host made a stream wait for an event right before it launched this work. Which stream is not in the
-    trace: taken for the one that the thread launches on next. Where sync events are, they tell better.
+    trace: taken for the one that the thread launches on next. Where there are sync events, they know better.
     """
     answer = np.zeros(len(launch), dtype=bool)
     waits = np.array(["StreamWaitEvent" in n for n in trace.names], dtype=bool)

@@ -39,7 +39,7 @@ TRUSTED_ERROR = 0.05
 @dataclass(frozen=True)
 class WhatIf:
     """The answer to one question, ns: measured wall time, estimate, and bounds; `replay_error` is the unchanged
-    replay's, as a share of the wall time; `unknown` what else the trace does not tell, if anything.
+    replay's, as a share of the wall time; `unknown` what else the trace does not say, if anything.
     """
 
     change: str
@@ -104,8 +104,8 @@ def what_if(
     if not trace.device_keys and change != "data_ready":  # nothing is launched, overlapped or waited for
         return WhatIf(change, wall, wall, wall, wall, 0.0)
     scale = _scale(trace, change, kernels, factor)
-    asked = Change(scale, change != "no_syncs", change != "graph", change != "data_ready")
-    run = replay_of(trace).run(asked)
+    changed = Change(scale, change != "no_syncs", change != "graph", change != "data_ready")
+    run = replay_of(trace).run(changed)
     estimate = _length(trace, run, path.start_ns, path.end_ns)
     floor, ceiling = 0.0, float(wall)
     if scale is not None:
@@ -122,9 +122,9 @@ def what_if(
     unknown = ""
     if change == "data_ready" and wall - estimate > TRUSTED_ERROR * wall and _makes_data(trace):
         unknown, high = "the main thread makes the data itself, and what others would take for it is not known", wall
-    if asked.launching and _queue_unknown(trace, run, scale, wall):
+    if changed.launching and _queue_unknown(trace, run, scale, wall):
         # No floor: with such waits the path is another one.
-        other = min(_length(trace, replay_of(trace, True).run(asked), path.start_ns, path.end_ns), ceiling)
+        other = min(_length(trace, replay_of(trace, True).run(changed), path.start_ns, path.end_ns), ceiling)
         low, high = min(low, other), max(high, other)
         if abs(other - estimate) > TRUSTED_ERROR * wall:
             unknown = unknown or "how many slots a queue has, and so which launch calls wait, does not show"
@@ -158,8 +158,8 @@ def _makes_data(trace: Trace) -> bool:
     loads = (stacks.cause == CAUSES_OF_HOST.index("data_loading")) & (trace.column("thread") == main_thread(trace))
     if any("SingleProcessDataLoader" in trace.names[code] for code in np.unique(trace.column("name")[loads])):
         return True
-    made = int(stacks.self_ns[loads & (trace.kind == Kind.OPERATOR)].sum())
-    return made > 0.1 * int(stacks.self_ns[loads].sum())
+    loaded_ns = int(stacks.self_ns[loads & (trace.kind == Kind.OPERATOR)].sum())
+    return loaded_ns > 0.1 * int(stacks.self_ns[loads].sum())
 
 
 def _scale(trace: Trace, change: str, kernels: str, factor: float) -> np.ndarray | None:

@@ -34,7 +34,7 @@ def operator_inputs(trace: Trace, operators: Collection[str]) -> dict[str, list[
     """By operator, for each of its calls in the file's order: the types of its inputs, and their values as text (empty
     for tensors). Nothing where the file is gone, and fewer calls than the trace has where parts cannot be read.
     """
-    found: dict[str, list[_Texts]] = {name: [] for name in operators}
+    by_operator: dict[str, list[_Texts]] = {name: [] for name in operators}
     known: dict[tuple[bytes, bytes], _Texts] = {}
     try:
         with open_text(trace.path) as file:
@@ -45,12 +45,12 @@ def operator_inputs(trace: Trace, operators: Collection[str]) -> dict[str, list[
                 whole = chunk[: chunk.rfind(b"}", 0, chunk.rfind(b"]")) + 1] if last else chunk
                 with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
                     for call in _decode(b"[" + whole + b"]"):
-                        if call.ph == "X" and call.name in found:
+                        if call.ph == "X" and call.name in by_operator:
                             inputs = call.args or _Inputs()
                             key = bytes(inputs.types), bytes(inputs.values)
                             if key not in known:
                                 known[key] = _texts(key[0]), _texts(key[1])
-                            found[call.name].append(known[key])
+                            by_operator[call.name].append(known[key])
     except (OSError, EOFError, zlib.error, UsageError):
         return {}
-    return found
+    return by_operator

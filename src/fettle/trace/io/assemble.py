@@ -102,8 +102,8 @@ _RANK_IN_NAME = re.compile(r"rank[_\-.]?(\d{1,6})", re.IGNORECASE)
 
 def _rank(path: Path, metadata: dict[str, Any]) -> int:
     info = metadata.get("distributedInfo")
-    told = info.get("rank") if isinstance(info, dict) else None
-    if isinstance(told, int) and 0 <= told < 10**7:
-        return told
-    found = _RANK_IN_NAME.search(path.name)
-    return int(found.group(1)) if found else 0
+    recorded = info.get("rank") if isinstance(info, dict) else None
+    if isinstance(recorded, int) and 0 <= recorded < 10**7:
+        return recorded
+    match = _RANK_IN_NAME.search(path.name)
+    return int(match.group(1)) if match else 0

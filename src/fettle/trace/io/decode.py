@@ -239,8 +239,8 @@ class Columns:
         """Device and stream of each event; -1 for none."""
         count = len(events)
         device, stream = np.full(count, -1, np.int16), np.full(count, -1, np.int64)
-        told = [a.stream for a in args]
-        told_elsewhere = count - told.count(None)
+        known = [a.stream for a in args]
+        told_elsewhere = count - known.count(None)
         work = np.flatnonzero(_IS_DEVICE[kind])
         if len(work):
             rows = work.tolist()
@@ -252,9 +252,9 @@ class Columns:
         # What else carries a stream: sync events, and the host-side operators of generated kernels.
         if told_elsewhere:
             is_work = _IS_DEVICE[kind]
-            for i in [i for i, one in enumerate(told) if one is not None and not is_work[i]]:
+            for i in [i for i, one in enumerate(known) if one is not None and not is_work[i]]:
                 device[i] = small_number(args[i].device if kind[i] == Kind.SYNC else None)
-                stream[i] = integer(told[i]) if isinstance(told[i], int) else stream[i]
+                stream[i] = integer(known[i]) if isinstance(known[i], int) else stream[i]
         return device, stream
 
     def _shapes(self, args: list[Any], operators: list[int]) -> list[int]:

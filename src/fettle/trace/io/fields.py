@@ -41,7 +41,7 @@ def to_array(values: list[Any]) -> npt.NDArray[Any]:
 
 
 def to_ns(values: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Microseconds to nanoseconds, exactly, and which values are no clock (not finite, or beyond 104 days since 1970
+    """Microseconds to nanoseconds, exactly, and which values are not a time (not finite, or beyond 104 days since 1970
     x 10).
     """
     if values.dtype == np.dtype("timedelta64[ns]"):
@@ -87,24 +87,24 @@ def integer(value: Any, missing: int = -1) -> int:
 def number(value: Any) -> float | None:
     """A finite number; None where there is none."""
     try:
-        told = float(value)
+        real = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return told if math.isfinite(told) else None
+    return real if math.isfinite(real) else None
 
 
 def small_number(value: Any) -> int:
-    """A device number: -1 for what is none (a process id, for one, where the device was not told)."""
-    told = integer(value)
-    return told if -1 <= told <= 10_000 else -1
+    """A device number: -1 for what is not one (a process id, for one, where the device is not recorded)."""
+    number = integer(value)
+    return number if -1 <= number <= 10_000 else -1
 
 
 def stream_number(value: Any) -> int:
     """A stream number; text such as `stream 7` counts, and the unsigned 32-bit -1 of sync events means none."""
     if isinstance(value, str):
         value = value.rsplit(" ", 1)[-1]
-    told = integer(value)
-    return -1 if told in (2**32 - 1, 2**64 - 1) else told
+    whole = integer(value)
+    return -1 if whole in (2**32 - 1, 2**64 - 1) else whole
 
 
 def whole_ns(microseconds: Decimal | None) -> int:

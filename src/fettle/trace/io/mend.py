@@ -36,11 +36,11 @@ def read_event_by_event(text: bytes) -> tuple[list[dict[str, Any]], bytes, int]:
                 error.pos >= size - 8 or error.msg.startswith("Unterminated string")
             ):
                 break  # not broken, only not finished: more text may follow
-            found = next_event.search(source, at)
-            if found is None:
+            match = next_event.search(source, at)
+            if match is None:
                 break
             skipped += 1
-            at = found.end()
+            at = match.end()
             continue
         if isinstance(item, dict):
             events.append(item)

@@ -75,9 +75,9 @@ def read_in_parallel(
         for i in range(1, wanted):
             at = start + (size - start) * i // wanted
             file.seek(at)
-            found = _event_start(file.read(_PROBE_BYTES), boundary)
-            if found is not None and at + found > cuts[-1]:
-                cuts.append(at + found)
+            event_at = _event_start(file.read(_PROBE_BYTES), boundary)
+            if event_at is not None and at + event_at > cuts[-1]:
+                cuts.append(at + event_at)
     cuts.append(size)
     plan = {"path": str(path.resolve()), "cuts": cuts, "pattern": boundary.pattern.hex(), "max_events": max_events}
     with tempfile.TemporaryDirectory(prefix="fettle-trace-") as scratch:
@@ -146,13 +146,13 @@ def _event_start(text: bytes, boundary: re.Pattern[bytes]) -> int | None:
     arguments.
     """
     decoder = json.JSONDecoder(strict=False)
-    for found in itertools.islice(boundary.finditer(text), 1000):
+    for match in itertools.islice(boundary.finditer(text), 1000):
         try:
-            event, _ = decoder.raw_decode(text[found.end() : found.end() + (1 << 17)].decode("utf-8", "replace"))
+            event, _ = decoder.raw_decode(text[match.end() : match.end() + (1 << 17)].decode("utf-8", "replace"))
         except (ValueError, RecursionError):
             continue
         if isinstance(event, dict) and "ph" in event and "pid" in event:
-            return found.end()
+            return match.end()
     return None
 
 

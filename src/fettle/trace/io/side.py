@@ -51,7 +51,7 @@ class SideTables:
     def of_chunk(
         self, args: list[Any], kind: npt.NDArray[np.uint8], operators: list[int], chunk: bytes, base: int
     ) -> None:
-        """What the complete events of one chunk tell; `base` is the row of the first one."""
+        """What the complete events of one chunk say; `base` is the row of the first one."""
         self._operators(args, operators, base)
         self._device(args, kind, base)
         ranges = np.flatnonzero(kind == Kind.COUNTER_RANGE)
@@ -125,19 +125,19 @@ class SideTables:
 
     def _counters(self, chunk: bytes, rows: npt.NDArray[np.int64], base: int) -> None:
         try:
-            found = [e for e in json.loads(b"[" + chunk + b"]") if isinstance(e, dict)]
+            events = [e for e in json.loads(b"[" + chunk + b"]") if isinstance(e, dict)]
         except (ValueError, RecursionError):
             self.notes.append("hardware counters could not be read from one chunk")
             return
-        ranges = [e for e in found if e.get("cat") == "cuda_profiler_range" and e.get("ph") == "X"]
+        ranges = [e for e in events if e.get("cat") == "cuda_profiler_range" and e.get("ph") == "X"]
         if len(ranges) != len(rows):
             self.notes.append("hardware counters could not be matched to their ranges in one chunk")
             return
         for row, event in zip(rows.tolist(), ranges, strict=True):
             values = event.get("args")
             cells = [(say(k, 200), number(v)) for k, v in (values if isinstance(values, dict) else {}).items()]
-            told = [(k, v) for k, v in cells if v is not None][:200]
-            self.put("counters", row=[base + row] * len(told), counter=[k for k, _ in told], value=[v for _, v in told])
+            full = [(k, v) for k, v in cells if v is not None][:200]
+            self.put("counters", row=[base + row] * len(full), counter=[k for k, _ in full], value=[v for _, v in full])
 
 
 def _plain(values: Any) -> list[Any]:

@@ -73,10 +73,10 @@ def read(path: Path, key: dict[str, Any], rank: int | None) -> Trace | None:
         side = {table: pl.read_ipc(place / f"{table}.arrow") for table in SIDE_TABLES}
         if dict(events.schema) != EVENT_COLUMNS or any(dict(side[t].schema) != s for t, s in SIDE_TABLES.items()):
             return None
-        told = facts["facts"]
-        told["unknown_categories"], told["notes"] = tuple(told["unknown_categories"]), tuple(told["notes"])
+        met = facts["facts"]
+        met["unknown_categories"], met["notes"] = tuple(met["unknown_categories"]), tuple(met["notes"])
         kept = {name: facts[name] for name in _AS_JSON} | {"threads": [(p, t) for p, t in facts["threads"]]}
-        trace = Trace(path=path, events=events, side=side, **kept, facts=replace(ReadFacts(**told), from_sidecar=True))
+        trace = Trace(path=path, events=events, side=side, **kept, facts=replace(ReadFacts(**met), from_sidecar=True))
         return trace if rank is None else replace(trace, rank=rank)
     except (OSError, ValueError, KeyError, TypeError, pl.exceptions.PolarsError):
         return None

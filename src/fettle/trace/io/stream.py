@@ -97,9 +97,9 @@ def find_start(source: Counted) -> tuple[bytes, bytes]:
         at = text.index(b"[") + 1
         return b"{", text[at:]
     while True:
-        found = _START.search(text)
-        if found is not None:
-            return text[: found.start()], text[found.end() :]
+        match = _START.search(text)
+        if match is not None:
+            return text[: match.start()], text[match.end() :]
         more = source.read()
         if not more or len(text) > MAX_HEADER_BYTES:
             raise UsageError('not a profiler trace: no "traceEvents" array in the file')

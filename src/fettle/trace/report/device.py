@@ -11,6 +11,7 @@ from fettle.trace.analyses.flops import limits_of, product_summary, product_tabl
 from fettle.trace.analyses.kernels import kernel_classes, kernel_table, kernels_across_ranks
 from fettle.trace.analyses.launches import call_table, launch_stats
 from fettle.trace.analyses.queue import bandwidth_summary, copy_bandwidth, queue_length, queue_summary
+from fettle.trace.frames import joined
 from fettle.trace.kinds import short_kernel_name
 from fettle.trace.model import Trace
 from fettle.trace.report import charts
@@ -21,7 +22,7 @@ SHOWN_RANKS = 3
 
 def kernels(traces: list[Trace]) -> Section | None:
     """Kernels by type and name."""
-    frame = pl.concat([kernel_table(t) for t in traces])
+    frame = joined(traces, kernel_table)
     if not frame.height:
         return None
     section = Section("Which kernels took the time?", "Statistics are over launches. Short: under 10 microseconds.")
@@ -29,7 +30,7 @@ def kernels(traces: list[Trace]) -> Section | None:
     short = frame.with_columns(function=pl.Series([short_kernel_name(n) for n in frame["name"]], dtype=pl.String()))
     by_name = short.group_by("function", "class").agg(pl.col("sum_ns").sum())
     section.chart("Longest kernels, by function", charts.bar_chart(by_name, "function", "sum_ns", color="class"))
-    classes = pl.concat([kernel_classes(t) for t in traces])
+    classes = joined(traces, kernel_classes)
     together = classes.with_columns(where=charts.PLACE, ms=pl.col("time_ns") / 1e6)
     section.chart("What ran together", charts.stacked(together, "where", "classes", "ms"))
     first = ["rank", "device", "name", "sum_ns", "share", "count"]
@@ -43,7 +44,7 @@ def kernels(traces: list[Trace]) -> Section | None:
 
 def products(traces: list[Trace]) -> Section | None:
     """FLOPs of products and how near they come to the roofline."""
-    table = pl.concat([product_table(t) for t in traces])
+    table = joined(traces, product_table)
     if not table.height:
         return None
     limits = limits_of(traces[0])
@@ -65,7 +66,7 @@ def products(traces: list[Trace]) -> Section | None:
 
 def launches(traces: list[Trace]) -> Section | None:
     """Launch calls, how long they take, and how long work waits after them."""
-    frame = pl.concat([launch_stats(t) for t in traces])
+    frame = joined(traces, launch_stats)
     if not frame.height:
         return None
     section = Section(
@@ -81,17 +82,17 @@ def launches(traces: list[Trace]) -> Section | None:
 
 def communication(traces: list[Trace]) -> Section | None:
     """Overlap, collectives, and which rank the others waited for."""
-    hidden = pl.concat([overlap_of(t) for t in traces])
+    hidden = joined(traces, overlap_of)
     if not hidden.height or hidden["communication_ns"].sum() == 0:
         return None
     section = Section("Communication", "Bandwidths of one rank include its waiting for the others: lower bounds.")
     parts = {"hidden_ns": "hidden communication", "exposed_ns": "exposed communication"}
     section.chart("Communication hidden behind compute", charts.split_bars(hidden, charts.PLACE, parts))
-    each = pl.concat([collectives(t) for t in traces])
+    each = joined(traces, collectives)
     if each.filter((pl.col("bytes") > 0) & (pl.col("bus_gb_per_s") > 0)).height:
         section.chart("Bus bandwidth by message size", charts.collective_chart(each))
     section.table("Hidden behind compute", hidden, rows=64)
-    section.table("Collectives", pl.concat([collective_table(t) for t in traces]))
+    section.table("Collectives", joined(traces, collective_table))
     if len(traces) > 1:
         matched = match_collectives(traces)
         skews = arrival(traces)
@@ -113,8 +114,8 @@ def communication(traces: list[Trace]) -> Section | None:
 
 def queues(traces: list[Trace]) -> Section | None:
     """Queued work and copies over time."""
-    frame = pl.concat([queue_summary(t) for t in traces])
-    copies = pl.concat([bandwidth_summary(t) for t in traces])
+    frame = joined(traces, queue_summary)
+    copies = joined(traces, bandwidth_summary)
     if not frame.height and not copies.height:
         return None
     section = Section(

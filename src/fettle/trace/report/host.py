@@ -15,6 +15,7 @@ from fettle.trace.analyses.operators import (
     operator_table,
 )
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST
+from fettle.trace.frames import joined
 from fettle.trace.model import Trace
 from fettle.trace.report import charts
 from fettle.trace.report.section import Section
@@ -22,7 +23,7 @@ from fettle.trace.report.section import Section
 
 def operators(traces: list[Trace]) -> Section | None:
     """Operators, modules, lines, annotations, sequences, counters."""
-    table = pl.concat([operator_table(t) for t in traces])
+    table = joined(traces, operator_table)
     if not table.height:
         return None
     device = any(t.device_keys for t in traces)
@@ -40,7 +41,7 @@ def operators(traces: list[Trace]) -> Section | None:
         section.chart(caption, charts.blocks(flame, "milliseconds"))
     shown = table.sort(cost, "host_ns", descending=True)
     section.table("Operators", shown if device else shown.drop("device_ns", "kernels"), rows=20)
-    work = pl.concat([attribute_kernels(t) for t in traces])
+    work = joined(traces, attribute_kernels)
     captions = {
         "module": "Modules",
         "line": "Source lines",
@@ -55,9 +56,9 @@ def operators(traces: list[Trace]) -> Section | None:
     top = table.filter(pl.col("kernels") >= 3).sort("device_ns", descending=True)
     if top.height:
         name = str(top["operator"][0])
-        found = pl.concat([kernel_sequences(t, name, top=6) for t in traces])
-        section.table(f"Kernels in a row under {name}", found, rows=12)
-    annotated = pl.concat([annotation_table(t) for t in traces])
+        sequences = joined(traces, lambda t: kernel_sequences(t, name, top=6))
+        section.table(f"Kernels in a row under {name}", sequences, rows=12)
+    annotated = joined(traces, annotation_table)
     section.table("Annotations", annotated if device else annotated.drop("^device_.*$", "kernels"), rows=12)
     counted = [c for t in traces if (c := counters_by_operator(t)) is not None]
     if counted:
@@ -71,25 +72,25 @@ def host(traces: list[Trace]) -> Section:
     section = Section(
         "The host", "Time of each thread is that of its innermost event; questions do not exclude each other."
     )
-    used = pl.concat([threads(t) for t in traces])
+    used = joined(traces, threads)
     if used.height:
         where = pl.format("rank {}, {}", "rank", "label") if len(traces) > 1 else pl.col("label")
         causes = {f"{cause}_ns": cause for cause in CAUSES_OF_HOST}
         section.chart("What the threads did", charts.split_bars(used.head(10), where, causes))
-    together = pl.concat([parallel_operators(t) for t in traces]).filter(pl.col("time_ns") > 0)
+    together = joined(traces, parallel_operators).filter(pl.col("time_ns") > 0)
     if together.height:
         at_once = pl.format("{} at once", "threads")
         label = pl.when(pl.col("threads") == 0).then(pl.lit("no thread in an operator")).otherwise(at_once)
         shown = together.group_by(label.alias("label")).agg(pl.col("time_ns").sum())
         section.chart("Threads inside operators", charts.bar_chart(shown, "label", "time_ns"))
-    sizes = pl.concat([host_side.operator_sizes(t) for t in traces])
+    sizes = joined(traces, host_side.operator_sizes)
     if sizes.height:
         summed = sizes.group_by("power").agg(pl.col("count", "time_ns").sum()).sort("power")
         section.chart("Innermost operators by their length", charts.size_chart(summed))
-    section.table("Questions of a slow host", pl.concat([host_summary(t) for t in traces]), rows=40)
-    section.table("Small operators", pl.concat([host_side.small_operators(t) for t in traces]), rows=10)
-    section.table("Conversions and copies", pl.concat([host_side.conversions(t) for t in traces]), rows=10)
-    section.table("Data loading", pl.concat([host_side.data_loading(t) for t in traces]), rows=10)
+    section.table("Questions of a slow host", joined(traces, host_summary), rows=40)
+    section.table("Small operators", joined(traces, host_side.small_operators), rows=10)
+    section.table("Conversions and copies", joined(traces, host_side.conversions), rows=10)
+    section.table("Data loading", joined(traces, host_side.data_loading), rows=10)
     wanted = ("rank", "label", "events", "busy_ns", "busy_share", "operators_ns")
     section.table("Threads", used.select(wanted), rows=16)
     return section

@@ -10,7 +10,7 @@ from fettle.trace.analyses.idle import idle_streams, idle_summary, missing_infor
 from fettle.trace.analyses.memory_timeline import memory_timeline
 from fettle.trace.analyses.steps import step_summary, steps
 from fettle.trace.analyses.waits import CAUSES
-from fettle.trace.frames import frame_of
+from fettle.trace.frames import frame_of, joined
 from fettle.trace.model import Trace
 from fettle.trace.report import charts
 from fettle.trace.report.section import Section, ms
@@ -23,7 +23,7 @@ MOST_STREAMS = 16
 def _shares(trace: Trace) -> dict[str, float]:
     """Parts of the first device's account (else the host's) with their share of the wall time, longest first."""
     parts = account_parts(account_total(time_account(trace))).filter(pl.col("part") != "wall time")
-    if not parts.height:  # a trace that no time can be told of
+    if not parts.height:  # a trace without any times
         return {}
     first = parts.filter(pl.col("device") == parts["device"][0]).sort("time_ns", descending=True)
     return dict(first.select("part", "share").iter_rows())
@@ -32,20 +32,20 @@ def _shares(trace: Trace) -> dict[str, float]:
 def verdict(traces: list[Trace]) -> str:
     """Two or three sentences: where most of the time went, and why the rest was lost."""
     trace = traces[0]
-    told = _shares(trace)
+    shares = _shares(trace)
     who = ("The device" if trace.device_keys else "The main thread") + (
         f" of rank {trace.rank}" if len(traces) > 1 else ""
     )
     busy = "compute" if trace.device_keys else "operators"
-    lost = [(part.removeprefix("idle "), share) for part, share in told.items() if part != busy and share >= 0.01][:3]
+    lost = [(part.removeprefix("idle "), share) for part, share in shares.items() if part != busy and share >= 0.01][:3]
     did = "computed" if trace.device_keys else "was inside operators"
-    said = f"{who} {did} for {told.get(busy, 0.0):.0%} of the time."
+    sentence = f"{who} {did} for {shares.get(busy, 0.0):.0%} of the time."
     if lost:
-        said += " The rest: " + ", ".join(f"{part} {share:.0%}" for part, share in lost) + "."
+        sentence += " The rest: " + ", ".join(f"{part} {share:.0%}" for part, share in lost) + "."
         meaning = CAUSES.get(lost[0][0].replace(" ", "_"))
         if meaning:
-            said += f" The longest is {lost[0][0]}: {meaning}."
-    return said
+            sentence += f" The longest is {lost[0][0]}: {meaning}."
+    return sentence
 
 
 def tiles(traces: list[Trace]) -> list[tuple[str, str, str]]:
@@ -54,30 +54,30 @@ def tiles(traces: list[Trace]) -> list[tuple[str, str, str]]:
     summary = step_summary(steps(trace))
     count = int(summary["steps"])  # type: ignore[arg-type]
     low, high = trace.span
-    told = _shares(trace)
-    idle = sum(share for part, share in told.items() if part.startswith("idle "))
-    found = [
+    shares = _shares(trace)
+    idle = sum(share for part, share in shares.items() if part.startswith("idle "))
+    figures = [
         ("median step", ms(float(summary["median_ns"])), count_text(count, "step"))  # type: ignore[arg-type]
         if steps(trace)["step"][0] >= 0
         else ("whole trace", ms(high - low), "no steps marked"),
-        ("computing", f"{told.get('compute', told.get('operators', 0)):.0%}", "of the wall time"),
+        ("computing", f"{shares.get('compute', shares.get('operators', 0)):.0%}", "of the wall time"),
     ]
     if trace.device_keys:
-        exposed = f"{told.get('exposed communication', 0):.0%}"
-        found.append(("exposed communication", exposed, "nothing computed meanwhile"))
-        found.append(("idle", f"{idle:.0%}", count_text(len(trace.device_keys), "device")))
+        exposed = f"{shares.get('exposed communication', 0):.0%}"
+        figures.append(("exposed communication", exposed, "nothing computed meanwhile"))
+        figures.append(("idle", f"{idle:.0%}", count_text(len(trace.device_keys), "device")))
     else:
-        found.append(("outside operators", f"{idle:.0%}", "Python, waiting, other libraries"))
+        figures.append(("outside operators", f"{idle:.0%}", "Python, waiting, other libraries"))
     peak = memory_timeline(trace)["allocated_bytes"].max()
     if isinstance(peak, int) and peak > 0:
-        found.append(("peak allocated", size_text(peak), "of the busiest allocator"))
-    found.append(("events", f"{trace.events.height:,}", count_text(len(traces), "rank")))
-    return found
+        figures.append(("peak allocated", size_text(peak), "of the busiest allocator"))
+    figures.append(("events", f"{trace.events.height:,}", count_text(len(traces), "rank")))
+    return figures
 
 
 def account(traces: list[Trace]) -> Section:
     """Every nanosecond, booked once."""
-    whole = pl.concat([time_account(t) for t in traces])
+    whole = joined(traces, time_account)
     section = Section(
         "Where did the time go?",
         "Every nanosecond of each step is booked once, on each device; the parts add up to the wall time. "
@@ -94,15 +94,15 @@ def account(traces: list[Trace]) -> Section:
             section.chart("Each step" + (f", {name}" if len(places) > 1 else ""), charts.account_chart(one))
     total = account_total(whole).head(SHOWN_PLACES)
     section.table("All steps", account_parts(total).filter(pl.col("part") != "wall time"), rows=60)
-    told = []
+    rows = []
     for trace in traces:
         summary = step_summary(steps(trace))
         outliers = ", ".join(map(str, summary["outliers"][:8]))  # type: ignore[index]
         clear = "clear" if summary["drift_is_clear"] else "not clear"
         figures = (summary["steps"], summary["median_ns"], summary["mad_ns"], outliers, summary["drift_ns_per_step"])
-        told.append((trace.rank, *figures, clear))
+        rows.append((trace.rank, *figures, clear))
     columns = {"rank": int, "steps": int, "median_ns": float, "median_deviation_ns": float, "outliers": str}
-    frame = frame_of(told, **columns, drift_per_step_ns=float, drift=str)
+    frame = frame_of(rows, **columns, drift_per_step_ns=float, drift=str)
     section.table("Steps: medians, outliers, drift", frame, rows=64)
     return section
 
@@ -124,7 +124,7 @@ def idle(traces: list[Trace]) -> Section | None:
     several = charts.stacked(charts.main_parts(shown, "cause", "cause_ms"), "where", "cause", "cause_ms")
     section.chart("Idle time by cause", several if len(frames) > 1 else charts.bar_chart(frame, "cause", "idle_ns"))
     section.table("By cause", frame.drop("meaning"), rows=40)
-    streams = pl.concat([idle_streams(t) for t in traces])
+    streams = joined(traces, idle_streams)
     parts = {
         "host_ns": "waited for its launch",
         "event_ns": "waited for another stream",
@@ -143,13 +143,13 @@ def health(traces: list[Trace]) -> Section:
     section = Section("Can the trace be trusted?")
     rows = []
     for trace in traces:
-        found = trace_health(trace)
-        devices = ", ".join(f"device {d}" for d in found.devices) or "no device"
-        kept = f"{found.kept:,} of {found.events:,} events kept"
-        section.text += f"Rank {trace.rank}: {kept}, {ms(found.span_ns)}, {devices}. "
-        if found.uncertain:
-            section.text += f"Uncertain: {', '.join(found.uncertain)}. "
-        rows += [(trace.rank, f.severity, f.what, f.count, f.means) for f in found.findings]
+        checked = trace_health(trace)
+        devices = ", ".join(f"device {d}" for d in checked.devices) or "no device"
+        kept = f"{checked.kept:,} of {checked.events:,} events kept"
+        section.text += f"Rank {trace.rank}: {kept}, {ms(checked.span_ns)}, {devices}. "
+        if checked.uncertain:
+            section.text += f"Uncertain: {', '.join(checked.uncertain)}. "
+        rows += [(trace.rank, f.severity, f.what, f.count, f.means) for f in checked.findings]
     if not rows:
         section.text += "Nothing was skipped, repaired or missing."
     frame = frame_of(rows, rank=int, severity=str, what=str, count=int, means=str)

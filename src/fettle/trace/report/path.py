@@ -18,7 +18,7 @@ from fettle.trace.analyses.memory_timeline import memory_peak, memory_timeline
 from fettle.trace.analyses.stacks import host_stacks
 from fettle.trace.analyses.steps import steps
 from fettle.trace.analyses.whatif import what_if
-from fettle.trace.frames import frame_of
+from fettle.trace.frames import frame_of, joined
 from fettle.trace.kinds import Kind, short_kernel_name
 from fettle.trace.model import Ints, Trace
 from fettle.trace.report import charts
@@ -45,8 +45,8 @@ def critical(traces: list[Trace]) -> Section:
             changes = ("no_syncs", "perfect_overlap", "graph", "data_ready") if trace.device_keys else ("data_ready",)
             answers = [what_if(trace, change, path=path) for change in changes]
             frame = pl.DataFrame([{**asdict(a), "answer": a.answer, "saving_share": a.saving_share} for a in answers])
-            said = [f"if {a.question}  ·  {'cannot tell' if a.cannot_tell else ms(a.estimate_ns)}" for a in answers]
-            section.chart(f"What if ...{rank}", charts.what_if_chart(frame.with_columns(question=pl.Series(said))))
+            labels = [f"if {a.question}  ·  {'cannot tell' if a.cannot_tell else ms(a.estimate_ns)}" for a in answers]
+            section.chart(f"What if ...{rank}", charts.what_if_chart(frame.with_columns(question=pl.Series(labels))))
             shown = ("wall_ns", "estimate_ns", "low_ns", "high_ns", "saving_share", "replay_error")
             section.table(f"What if{rank}", frame.select("change", "answer", *shown))
         section.table(f"Shares of the path{rank}, and their range where two reasons tie", path_shares(trace, path))
@@ -88,8 +88,8 @@ def slow_steps(traces: list[Trace]) -> Section | None:
 
 def _comparison(title: str, result: Comparison, text: str = "") -> Section:
     text += f"The mean step went from {ms(result.before_ns)} to {ms(result.after_ns)}. "
-    said = "; ".join(result.notes)
-    section = Section(title, text + said[:1].upper() + said[1:])
+    notes = "; ".join(result.notes)
+    section = Section(title, text + notes[:1].upper() + notes[1:])
     leaves = result.parts.filter(~pl.col("sums"))
     section.chart("The change, booked to its causes", charts.change_chart(leaves, result.before_ns, result.after_ns))
     changed = pl.col("change_ns").abs()
@@ -168,8 +168,8 @@ class Lanes:
         for one in np.argsort(-busy, kind="stable")[: np.count_nonzero(busy)].tolist():
             mine = host[thread[host] == one]
             named = {Kind.OPERATOR: "operator", Kind.RUNTIME: "runtime_call", Kind.ANNOTATION: "annotation"}
-            told = [named[Kind(int(k))] for k in trace.kind[mine]]
-            self._lane(trace.thread_label(one), trace, mine, trace.name_of(mine), told, _levels(trace, mine))
+            of_kind = [named[Kind(int(k))] for k in trace.kind[mine]]
+            self._lane(trace.thread_label(one), trace, mine, trace.name_of(mine), of_kind, _levels(trace, mine))
 
     def _lane(
         self,
@@ -221,6 +221,6 @@ def memory(traces: list[Trace]) -> Section | None:
                 f"Allocated{since}{rank}, at most {peak}",
                 charts.step_line(series, "mib", series="device", unit="MiB", area=True),
             )
-    peaks = pl.concat([memory_peak(t) for t in traces])
+    peaks = joined(traces, memory_peak)
     section.table("At the peak, by the operator that took it", peaks)
     return section if peaks.height else None

@@ -37,16 +37,16 @@ def augment(trace: Trace, target: Path, *, path: CriticalPath | None = None) -> 
     added = 0
     with open_text(trace.path) as source, whole(target) as partial, partial.open("wb") as out:
         head = source.read(1 << 20)
-        found = _START.search(head)
-        while found is None:
+        match = _START.search(head)
+        while match is None:
             more = source.read(1 << 20)
             if not more or len(head) > 64 << 20:
                 if not head.lstrip().startswith(b"["):
                     raise UsageError(f'no "traceEvents" in {trace.path}')
                 break
             head += more
-            found = _START.search(head)
-        at = found.end() if found else head.index(b"[") + 1
+            match = _START.search(head)
+        at = match.end() if match else head.index(b"[") + 1
         out.write(head[:at])
         for event in _events(trace, path):
             out.write(json.dumps(event).encode() + b",\n")

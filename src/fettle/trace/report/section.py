@@ -55,28 +55,28 @@ def _says_nothing(column: pl.Series, name: str) -> bool:
 
 def unit(column: pl.Series) -> str:
     """What a column is shown in: times in milliseconds, in microseconds where all are below one; else empty."""
-    found = _TIME.search(column.name)
-    if found is None:
+    match = _TIME.search(column.name)
+    if match is None:
         return ""
     largest = column.abs().max() if column.dtype.is_numeric() else 0
     small = isinstance(largest, (int, float)) and 0 < largest < 1e6
-    return "µs" if found.group(1) == "us" or small else "ms"
+    return "µs" if match.group(1) == "us" or small else "ms"
 
 
 def heading(column: pl.Series) -> str:
     """A column's title."""
-    told, largest = unit(column), column.max() if column.dtype.is_numeric() else 0
-    title = _TIME.sub("", column.name).replace("_", " ") + (f" ({told})" if told else "")
+    unit_text, largest = unit(column), column.max() if column.dtype.is_numeric() else 0
+    title = _TIME.sub("", column.name).replace("_", " ") + (f" ({unit_text})" if unit_text else "")
     beyond = column.name.endswith("share") and isinstance(largest, (int, float)) and largest > 1.0005
     return f"{title} (of several at once)" if beyond else title
 
 
-def cell(value: Any, column: str, told: str = "") -> str:
-    """One cell for people; `told` is the column's unit."""
+def cell(value: Any, column: str, unit_text: str = "") -> str:
+    """One cell for people; `unit_text` is the column's unit."""
     if value is None:
         return "-"
-    if told and isinstance(value, (int, float)):
-        factor = 1 if "_us" in column else 1e3 if told == "µs" else 1e6
+    if unit_text and isinstance(value, (int, float)):
+        factor = 1 if "_us" in column else 1e3 if unit_text == "µs" else 1e6
         return f"{value / factor:,.3f}"
     if column.endswith("share"):
         return f"{value:.1%}"
@@ -88,12 +88,12 @@ def cell(value: Any, column: str, told: str = "") -> str:
     return text if len(text) <= 160 else text[:157] + "..."
 
 
-def _cell(value: Any, column: str, told: str) -> Cell | str:
+def _cell(value: Any, column: str, unit_text: str) -> Cell | str:
     if column.endswith("share") and isinstance(value, (int, float)):
         return Cell(cell(value, column), bar=max(0.0, min(100.0, value * 100)))
     if isinstance(value, int) and "bytes" in column:
         return Cell(size_text(value), f"{value:,} bytes")
-    text = str(value) if isinstance(value, str) else cell(value, column, told)
+    text = str(value) if isinstance(value, str) else cell(value, column, unit_text)
     text = text.replace("_", " ") if column in _OUR_WORDS else text
     return text if len(text) <= CUT_CHARS else Cell(text[: CUT_CHARS - 1] + "…", text[:2000])
 

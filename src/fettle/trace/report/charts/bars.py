@@ -7,6 +7,7 @@ from typing import Any
 import altair as alt
 import polars as pl
 
+from fettle.page.theme import ACCENT, GREEN, QUIET, WARN
 from fettle.trace.analyses.waits import CAUSES
 from fettle.trace.report.charts.look import colour, main_parts, milliseconds, ordered, sized, words
 
@@ -86,13 +87,13 @@ def _labels(base: Any, column: str, above: int) -> Any:
     return text.encode(x=alt.value(0), text=f"{column}:N")
 
 
-def bar_chart(frame: pl.DataFrame, label: str, value_ns: str, *, color: str | None = None, top: int = 15) -> Any:
+def bar_chart(frame: pl.DataFrame, label: str, value_ns: str, *, color: str | None = None) -> Any:
     """Horizontal bars of a time column, longest first, each under its label. Negative values point to the left."""
     whole = float(frame[value_ns].abs().sum() or 1)
     shown = (
         frame.filter(pl.col(value_ns) != 0)
         .sort(pl.col(value_ns).abs(), descending=True)
-        .head(top)
+        .head(15)
         .with_columns(ms=pl.col(value_ns) / 1e6, label=words(label).fill_null("unknown").str.slice(0, 200))
         .with_columns(share=(pl.col("ms").abs() * 1e8 / whole).round(1))
         .with_columns(text=pl.format("{}  ·  {} ms, {}%", "label", pl.col("ms").round(3), "share"))
@@ -101,7 +102,7 @@ def bar_chart(frame: pl.DataFrame, label: str, value_ns: str, *, color: str | No
     )
     base = alt.Chart(shown).encode(y=alt.Y("at:O", axis=None))
     coloured = {"color": colour(color, ordered(shown[color].unique().to_list()))} if color else {}
-    bars = base.mark_bar(height=9, yOffset=7, color="#1f8a99").encode(
+    bars = base.mark_bar(height=9, yOffset=7, color=ACCENT).encode(
         x=milliseconds("ms"), tooltip=["label", alt.Tooltip("ms:Q", format=",.3f")], **coloured
     )
     return sized(bars + _labels(base, "text", -6), alt.Step(31))
@@ -115,18 +116,18 @@ def what_if_chart(answers: pl.DataFrame) -> Any:
     bounds = base.mark_rule(strokeWidth=3, opacity=0.5, yOffset=8).encode(
         x=milliseconds("low", "milliseconds (point: estimate; line: its bounds; tick: as measured)"), x2="high:Q"
     )
-    points = base.mark_point(filled=True, size=90, color="#1f8a99", opacity=1, yOffset=8).encode(
+    points = base.mark_point(filled=True, size=90, color=ACCENT, opacity=1, yOffset=8).encode(
         x="estimate:Q",
         tooltip=["question", *(alt.Tooltip(f"{c}:Q", format=",.3f") for c in ("now", "estimate", "low", "high"))],
     )
-    now = base.mark_tick(color="#c2562d", thickness=2, height=16, yOffset=8).encode(x="now:Q")
+    now = base.mark_tick(color=WARN, thickness=2, height=16, yOffset=8).encode(x="now:Q")
     return sized(bounds + now + points + _labels(base, "question", -8), alt.Step(38))
 
 
-def change_chart(parts: pl.DataFrame, before_ns: float, after_ns: float, top: int = 12) -> Any:
+def change_chart(parts: pl.DataFrame, before_ns: float, after_ns: float) -> Any:
     """A waterfall from one mean step to the other: columns part, change_ns."""
     ranked = parts.filter(pl.col("change_ns") != 0).sort(pl.col("change_ns").abs(), descending=True)
-    rows = [(p, c) for p, c in ranked.select("part", "change_ns").head(top).iter_rows()]
+    rows = [(p, c) for p, c in ranked.select("part", "change_ns").head(12).iter_rows()]
     rest = after_ns - before_ns - sum(c for _, c in rows)
     rows += [("all other changes", rest)] if abs(rest) > 0.5 else []
     bars, at = [("mean step before", 0.0, before_ns, "step")], before_ns
@@ -140,7 +141,7 @@ def change_chart(parts: pl.DataFrame, before_ns: float, after_ns: float, top: in
         .with_columns(pl.col("start", "end") / 1e6, change=(pl.col("end") - pl.col("start")) / 1e6)
     )
     shown = shown.with_columns(text=pl.format("{}  ·  {} ms", "part", pl.col("change").round(3)))
-    scale = alt.Scale(domain=["step", "slower", "faster"], range=["#8a949e", "#c2562d", "#2f9a6c"])
+    scale = alt.Scale(domain=["step", "slower", "faster"], range=[QUIET, WARN, GREEN])
     base = alt.Chart(shown).encode(y=alt.Y("at:O", axis=None))
     chart = base.mark_bar(height=10, yOffset=7).encode(
         x=milliseconds("start"), x2="end:Q", color=alt.Color("kind:N", title=None, scale=scale),
@@ -156,7 +157,7 @@ def step_chart(steps: pl.DataFrame, outliers: pl.DataFrame) -> Any:
     near = steps.join(outliers, on=["rank", "step"], how="anti").with_columns(kind=pl.lit("usual"))
     near = near.filter(pl.col("step").rank("dense") % thinned == 0)
     shown = pl.concat([near, far]).select("rank", "step", "kind", ms=pl.col("wall_ns") / 1e6).sort("rank", "step")
-    scale = alt.Scale(domain=["usual", "outlier"], range=["#1f8a99", "#c2562d"])
+    scale = alt.Scale(domain=["usual", "outlier"], range=[ACCENT, WARN])
     chart = (
         alt.Chart(shown)
         .mark_bar()

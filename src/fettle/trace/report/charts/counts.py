@@ -7,6 +7,7 @@ from typing import Any
 import altair as alt
 import polars as pl
 
+from fettle.page.theme import ACCENT, QUIET
 from fettle.trace.analyses.flops import Limits
 from fettle.trace.analyses.launches import LATE_NS, LONG_CALL_NS
 from fettle.trace.report.charts.look import MAX_ROWS, colour, main_parts, milliseconds, ordered, sized
@@ -25,7 +26,7 @@ def histogram(durations: pl.DataFrame, title: str, *, by: str = "") -> Any:
     colours = {"color": colour(by, ordered(counted[by].unique().to_list()))} if by else {}
     return (
         alt.Chart(counted)
-        .mark_bar(color="#1f8a99")
+        .mark_bar(color=ACCENT)
         .encode(
             x=_by_power("length", title),
             y=alt.Y("sum(work):Q", title="how many"),
@@ -36,16 +37,16 @@ def histogram(durations: pl.DataFrame, title: str, *, by: str = "") -> Any:
 
 
 def launch_charts(launches: pl.DataFrame) -> dict[str, Any]:
-    """Of `launch_stats`: all delays, and what stands out: short work, long calls, late work. By caption."""
+    """Charts of `launch_stats`: all delays, and what stands out: short work, long calls, late work. By caption."""
     long = (pl.col("call_ns") > LONG_CALL_NS) & pl.col("call_row").is_first_distinct()
     late, start = pl.col("delay_ns") > LATE_NS, "from the end of the launch call to the start of the work"
-    found = {
+    charts = {
         "Delay from launch to start": (launches.select("call", ns="delay_ns"), start, "call"),
         "Work shorter than its launch call": (launches.filter("short").select(ns="duration_ns"), "length of work", ""),
         "Launch calls over 50 µs": (launches.filter(long).select(ns="call_ns"), "length of the call", ""),
         "Work that starts over 100 µs after its call": (launches.filter(late).select(ns="delay_ns"), start, ""),
     }
-    return {caption: histogram(frame, title, by=by) for caption, (frame, title, by) in found.items() if frame.height}
+    return {caption: histogram(frame, title, by=by) for caption, (frame, title, by) in charts.items() if frame.height}
 
 
 def stack_of(charts: dict[str, Any]) -> Any:
@@ -78,7 +79,7 @@ def size_chart(sizes: pl.DataFrame) -> Any:
     shown = sizes.select("power", "count", size=_named_powers(), ms=pl.col("time_ns") / 1e6)
     chart = (
         alt.Chart(shown)
-        .mark_bar(color="#1f8a99")
+        .mark_bar(color=ACCENT)
         .encode(
             x=_by_power("size", "an innermost operator takes at least"),
             y=alt.Y("ms:Q", title="milliseconds in all"),
@@ -119,19 +120,19 @@ def roofline_chart(products: pl.DataFrame, limits: Limits | None) -> Any:
         for at in (least / 2, peak / limits.gb_per_s * 1e3, max(most, peak / limits.gb_per_s * 1e3) * 2)
     ]
     lines = alt.Chart(pl.DataFrame(roof, schema=["elements", "intensity", "tflop_per_s"], orient="row")).mark_line(
-        color="#8a949e", strokeDash=[4, 3]
+        color=QUIET, strokeDash=[4, 3]
     )
     return sized(lines.encode(x=x, y=y, detail="elements:N", tooltip=["elements"]) + points, 260)
 
 
 def collective_chart(table: pl.DataFrame) -> Any:
     """Bus bandwidth against message size: columns rank, bytes, bus_gb_per_s, collective, duration_ns."""
-    told = table.filter((pl.col("bytes") > 0) & (pl.col("bus_gb_per_s") > 0)).head(MAX_ROWS)
-    shown = told.select("bytes", "bus_gb_per_s", "collective", "rank", ms=pl.col("duration_ns") / 1e6)
+    known = table.filter((pl.col("bytes") > 0) & (pl.col("bus_gb_per_s") > 0)).head(MAX_ROWS)
+    shown = known.select("bytes", "bus_gb_per_s", "collective", "rank", ms=pl.col("duration_ns") / 1e6)
     axis, rate = alt.Axis(format="~s", tickCount=6), "bus bandwidth, GB/s"
     x = alt.X("bytes:Q", scale=alt.Scale(type="log"), title="bytes of the message", axis=axis)
-    bus, lasts = alt.Tooltip("bus_gb_per_s:Q", title=rate, format=".2f"), alt.Tooltip("ms:Q", format=",.3f")
-    return _points(shown, x, alt.Y("bus_gb_per_s:Q", title=rate), "collective", ["rank", "bytes", bus, lasts])
+    bus, duration = alt.Tooltip("bus_gb_per_s:Q", title=rate, format=".2f"), alt.Tooltip("ms:Q", format=",.3f")
+    return _points(shown, x, alt.Y("bus_gb_per_s:Q", title=rate), "collective", ["rank", "bytes", bus, duration])
 
 
 def arrival_chart(arrivals: pl.DataFrame) -> Any:
@@ -153,15 +154,15 @@ def _points(shown: pl.DataFrame, x: alt.X, y: alt.Y, by: str, tooltip: list[Any]
     return sized(chart.encode(x=x, y=y, color=colours, tooltip=[by, *tooltip]), 220)
 
 
-def counter_chart(sums: pl.DataFrame, top: int = 8) -> Any:
+def counter_chart(sums: pl.DataFrame) -> Any:
     """Hardware counters by operator, each counter on its own scale: columns operator, counter, value."""
     by_name = sums.group_by("counter", "operator").agg(pl.col("value").sum()).filter(pl.col("value") != 0)
-    shown = by_name.sort("value", descending=True).group_by("counter", maintain_order=True).head(top)
+    shown = by_name.sort("value", descending=True).group_by("counter", maintain_order=True).head(8)
     rows = []
     for (counter,), part in shown.group_by("counter", maintain_order=True):
         bars = (
             alt.Chart(part, title=str(counter)[:120])
-            .mark_bar(color="#1f8a99")
+            .mark_bar(color=ACCENT)
             .encode(
                 x=alt.X("value:Q", title=None, axis=alt.Axis(format="~s", tickCount=4)),
                 y=alt.Y("operator:N", sort=None, title=None, axis=alt.Axis(labelLimit=160)),

@@ -12,7 +12,8 @@ import polars as pl
 
 from fettle.errors import UsageError
 from fettle.files import write_bytes
-from fettle.page import as_spec, shell
+from fettle.page import as_spec, shell, theme
+from fettle.page.theme import ACCENT, QUIET, pale
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST
 from fettle.trace.analyses.waits import CAUSES
 
@@ -22,32 +23,30 @@ TOP_PARTS = 8
 _WORDS = {cause: cause.replace("_", " ") for cause in (*CAUSES, *CAUSES_OF_HOST)}
 PARTS = ("compute", "exposed communication", "exposed copy", *(_WORDS[cause] for cause in CAUSES))
 _COLOURS = {
-    "compute": "#1f8a99",
-    "communication": "#7d6bc4",
-    "exposed communication": "#7d6bc4",
-    "hidden communication": "#c3bbe4",
-    "copy": "#d27a22",
-    "exposed copy": "#d27a22",
-    "operator": "#c24d4d",
-    "python": "#a48a17",
-    "launch call": "#e08e8e",
-    "launch latency": "#eab6a6",
-    "blocking call": "#8c2f39",
-    "data loading": "#2f9a6c",
-    "other rank": "#4f5fb0",
-    "host untraced": "#9aa4ad",
-    "between kernels": "#c8ced3",
-    "queued unknown": "#6d7780",
-    "profiler": "#b4588e",
-    "allocator": "#8a6d3b",
-    "compile or load": "#5c8d2f",
-    "runtime call": "#d9a05b",
-    "rest": "#e2e5e8",
+    "compute": ACCENT,
+    **dict.fromkeys(("communication", "exposed communication"), theme.VIOLET),
+    "hidden communication": pale(theme.VIOLET, 0.6),
+    **dict.fromkeys(("copy", "exposed copy"), theme.ORANGE),
+    "operator": theme.RED,
+    "python": theme.OLIVE,
+    "launch call": pale(theme.RED, 0.4),
+    "launch latency": pale(theme.RED, 0.6),
+    "blocking call": theme.WINE,
+    "data loading": theme.GREEN,
+    "other rank": theme.INDIGO,
+    "host untraced": QUIET,
+    "between kernels": pale(QUIET),
+    "queued unknown": theme.SLATE,
+    "profiler": theme.PINK,
+    "allocator": theme.BROWN,
+    "compile or load": theme.MOSS,
+    "runtime call": theme.SAND,
+    "rest": pale(QUIET, 0.7),
 }
 # The room that a chart has, not the width that fitting leaves it: that would change the legend's rows after their
 # height has been counted. Naming `width` has it looked up again when the window changes.
 _ROOM = "(width ? containerSize()[0] || width : width)"
-_SPARE = ("#1f77a8", "#2f9a6c", "#b4588e", "#a48a17", "#5c8d2f", "#8c2f39", "#4f5fb0", "#d9a05b")
+_SPARE = (theme.BLUE, theme.GREEN, theme.PINK, theme.OLIVE, *theme.MORE)
 
 
 def save(chart: Any, path: Path) -> None:
@@ -61,8 +60,8 @@ def save(chart: Any, path: Path) -> None:
         raise UsageError(f"charts are .html, .png, .svg or .json files, not '{path.suffix}'")
     if not any(frame.height for frame in _frames(chart)):
         raise UsageError(f"no {path.name}: the answer is empty, and there is nothing to draw")
-    made = as_spec(chart)
-    content = json.dumps(made, default=str).encode() if kind == "json" else shell.draw(made, kind)
+    spec = as_spec(chart)
+    content = json.dumps(spec, default=str).encode() if kind == "json" else shell.draw(spec, kind)
     write_bytes(path, content)
 
 
@@ -76,12 +75,12 @@ def _frames(chart: Any) -> Iterator[pl.DataFrame]:
             yield from _frames(part)
 
 
-def colour(field: str, values: list[str], title: str | None = None) -> alt.Color:
+def colour(field: str, values: list[str]) -> alt.Color:
     """A colour for each value, the same for the same meaning in every chart; a legend that fits a phone."""
     spare = iter(_SPARE * (1 + len(values) // len(_SPARE)))
     return alt.Color(
         f"{field}:N",
-        title=title,
+        title=None,
         sort=values,
         scale=alt.Scale(domain=values, range=[_COLOURS.get(v) or next(spare) for v in values]),
         legend=alt.Legend(columns=alt.ExprRef(f"max(1, floor({_ROOM} / 200))"), labelLimit=180),
@@ -104,7 +103,7 @@ def words(column: str) -> pl.Expr:
 
 
 def main_parts(long: pl.DataFrame, part: str, value: str) -> pl.DataFrame:
-    """The longest parts by name, all others as `rest`: a legend of twenty causes is none."""
+    """The longest parts by name, all others as `rest`: nobody reads a legend of twenty causes."""
     long = long.with_columns(words(part))
     order = long.group_by(part).agg(pl.col(value).sum()).sort(value, descending=True)[part].to_list()
     return long.with_columns(
@@ -112,6 +111,6 @@ def main_parts(long: pl.DataFrame, part: str, value: str) -> pl.DataFrame:
     )
 
 
-def ordered(found: list[str]) -> list[str]:
-    known = [p for p in (*PARTS, "rest") if p in found]
-    return [*[p for p in known if p != "rest"], *sorted(set(found) - set(known)), *[p for p in known if p == "rest"]]
+def ordered(phases: list[str]) -> list[str]:
+    known = [p for p in (*PARTS, "rest") if p in phases]
+    return [*[p for p in known if p != "rest"], *sorted(set(phases) - set(known)), *[p for p in known if p == "rest"]]
