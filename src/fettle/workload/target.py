@@ -82,14 +82,13 @@ class Target:
     def _check_imports(self) -> None:
         """Raise `UsageError` where a module came from the working tree: it would be measured in place of its other
         revision."""
-        folders = (self.checkout, sys.prefix, sys.base_prefix, os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
+        ours = str(Path(__file__).parents[1])
+        folders = (self.checkout, ours, sys.prefix, sys.base_prefix, os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
         allowed = tuple(os.path.abspath(folder) + os.sep for folder in folders if folder)
         for name, module in list(sys.modules.items()):
             file = getattr(module, "__file__", None) or ""
-            if (
-                file.startswith(self.instead_of + os.sep) and not file.startswith(allowed)
-                and name.partition(".")[0] not in ("fettle", "__main__") and not re.search(r"/(site|dist)-packages/", file)
-            ):  # fmt: skip
+            in_tree = file.startswith(self.instead_of + os.sep) and not file.startswith(allowed)
+            if in_tree and not re.search(r"/(site|dist)-packages/", file):
                 raise UsageError(
                     f"{name} was imported from the working tree ({file}), not from the other revision: an editable "
                     "install that names its modules one by one; run fettle with PYTHONPATH set to the source folder"
