@@ -50,7 +50,7 @@ def worker(target: str, small: str, recipe: str, arguments: list[str]) -> None:
     import torch
 
     from fettle.recipe import Recipe
-    from fettle.techniques import conflict, load, probe_facts, source
+    from fettle.techniques import conflict, environment, load, probe_facts, source
     from fettle.workload import spread, tensors
 
     words = recipe.split()
@@ -58,6 +58,10 @@ def worker(target: str, small: str, recipe: str, arguments: list[str]) -> None:
     metric, asked = None, Recipe.parse(" ".join(word for word in words if not word.startswith("@")))
     reduced = with_arguments(find_target(f"{target.partition(':')[0]}:{small}"), arguments)
     facts = probe_facts(reduced.load()) if asked.levels else None
+    variables = environment(asked, facts) if facts else {}
+    if any(os.environ.get(name) != value for name, value in variables.items()):  # read when a process starts
+        os.dup2(answers.fileno(), 1)
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **variables})
     made = with_arguments(find_target(target), arguments).load()
     on_gpu = any(tensor.is_cuda for tensor in made.model.parameters())
 

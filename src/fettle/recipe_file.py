@@ -100,9 +100,8 @@ def _read(data: Mapping[str, Any]) -> RecipeFile:
     found = _typed(data, RecipeFile)
     for name, kind in _TABLES.items():
         _typed(getattr(found, name), kind, name)
-    for name, kind in learned_types().items():
-        if name in found.evidence:
-            _typed(found.evidence[name], kind, f"evidence.{name}")
+    for name, kind in learned_types(found.evidence).items():
+        _typed(found.evidence[name], kind, f"evidence.{name}")
     return found
 
 

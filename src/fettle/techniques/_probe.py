@@ -29,6 +29,7 @@ from fettle.techniques._pipeline import calls_of_parts, timed_parts
 from fettle.techniques._tiled_attention import with_decomposed_bias
 from fettle.techniques.compile import blocks_of
 from fettle.techniques.ragged import padding_of
+from fettle.techniques.skip_steps import denoiser_of
 from fettle.techniques.step_cache import is_unet
 from fettle.workload import Workload, leaves
 
@@ -107,6 +108,7 @@ def _facts(workload: Workload, allow_batch: bool, forward: tuple[bool, int, int,
         manual_attention=0 if generation else manual_attention,
         decomposed_bias=len(with_decomposed_bias(module)),
         is_unet=is_unet(module),
+        denoiser=denoiser_of(module),
         uses_sdpa=uses_sdpa,
         uneven_sdpa=uneven_sdpa,
         physical_cores=usable_cores(),

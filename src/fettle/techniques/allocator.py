@@ -60,6 +60,11 @@ class Allocator(Technique):
         cpu = "" if facts.device == "cuda" else "the work is not on a CUDA device"
         return [*found, *(Level(name, summary, cpu) for name, (summary, _) in _DEVICE.items())]
 
+    def usual(self, facts: Facts) -> str:
+        # What is done between the parts of a pipeline has large pieces of its own.
+        keeps = facts.mode == "inference" and facts.parts and facts.device == "cpu" and "glibc" in facts.libraries
+        return "keep" if keeps else self.default
+
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if level in _DEVICE:
             return Code(environment={"PYTORCH_ALLOC_CONF": _DEVICE[level][1]})
