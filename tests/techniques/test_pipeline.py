@@ -222,7 +222,7 @@ def test_a_recipe_without_parts_is_what_it_was(facts):
 def test_bundles_leave_the_other_parts_at_their_first(facts):
     from dataclasses import replace
 
-    parts = {name: replace(part, packages={"openvino": "", "nncf": ""}, calibration_batches=2, training=False)
+    parts = {name: replace(part, packages={"openvino": "", "nncf": ""}, calibration_batches=2)
              for name, part in facts.parts.items()}  # fmt: skip
     facts = replace(facts, parts=parts, libraries={"glibc": "2.36"}, threads=2)
     longest, other = parts

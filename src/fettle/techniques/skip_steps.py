@@ -30,6 +30,9 @@ class SkippedSteps(Steps):
     def __init__(self, model: Any, every: int, sample: str, place: int) -> None:
         super().__init__(every)
         self.model, self.name, self.at = model, sample, place
+        self.shapes: list[Any] = []
+        self.sizes: list[int] = []
+        self.form: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch.utils import _pytree as pytree
