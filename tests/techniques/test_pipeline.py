@@ -18,6 +18,7 @@ from fettle.techniques import (
     canonical,
     conflict,
     environment,
+    find,
     for_parts,
     handed_on,
     load,
@@ -242,9 +243,25 @@ def test_threads_wait_beside_another_runtime_only(facts):
     beside = Recipe.parse("mode=eval grad=inference_mode runtime[encoder]=openvino wait_policy=passive")
     assert space.conflict(beside) == ""
     assert "changes nothing" in space.conflict(beside.without("runtime[encoder]"))
+    assert "changes nothing" in space.conflict(beside.with_levels(**{"precision[decoder.net]": "bf16"}))
     assert environment(beside, facts) == {"OMP_WAIT_POLICY": "passive"}
     assert "wait_policy" in str(next(bundle for bundle in bundles(facts) if "runtime[encoder]" in bundle.levels))
     assert not any("wait_policy" in one.levels for one in bundles(facts) if "runtime" not in str(one))
+
+
+def test_a_part_whose_shapes_depend_on_what_is_in_the_input_is_not_exported(build):
+    def call(pipeline, x):
+        return pipeline["decoder"]["net"](pipeline["encoder"](x)[: int(x[0, 0]) + 1])
+
+    made = build()
+    inputs = [torch.full((4, 32), float(rows)) for rows in (1, 2, 3)]
+    parts = probe_facts(Workload(made.model, inputs, call, parts=made.parts)).parts
+    assert parts["decoder.net"].shapes_vary
+    assert not parts["encoder"].shapes_vary
+    assert "in other shapes" in find("runtime").why_not("aoti", parts["decoder.net"])
+    assert find("runtime").why_not("aoti", parts["encoder"]) == ""
+    one = probe_facts(Workload(made.model, inputs[:1], call, parts=made.parts)).parts
+    assert not one["decoder.net"].shapes_vary
 
 
 def test_what_a_level_learned_of_one_part_is_that_parts(facts):

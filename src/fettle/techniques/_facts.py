@@ -120,6 +120,8 @@ class Facts:
     """A pipeline: the facts of each part, the one that takes most of the time first."""
     part: str = ""
     """Of a part of a pipeline: its name,"""
+    shapes_vary: bool = False
+    """whether another input calls it in other shapes than the first,"""
     calls: int = 1
     """how often it is called in one call of the whole,"""
     seconds: float = 0.0

@@ -151,6 +151,8 @@ class Runtime(Technique):
             cannot = "the workload has a call of its own, and an exported model has only its forward"
         elif facts.changes_buffers:
             cannot = "the model changes its own buffers when it is called, and in an exported model they stay the same"
+        elif facts.shapes_vary:
+            cannot = "each input calls it in other shapes, and an exported model has one"
         cpu = "" if facts.device == "cpu" else f"the work is on {facts.device}, and this level runs on the CPU"
         cuda = "" if facts.device == "cuda" else "TensorRT needs a CUDA device"
         gpu = "" if facts.device == "cuda" else "it is for GPUs: on a CPU runtime=aoti compiles an exported model"

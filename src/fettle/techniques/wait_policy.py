@@ -4,7 +4,7 @@ Between parallel loops they look for the next one without pause for some millise
 all loops are torch's own. Where another runtime with threads of its own computes next, they take its cores meanwhile.
 """
 
-from fettle.recipe import technique_and_part
+from fettle.recipe import factor_name
 from fettle.techniques._base import Code, Facts, Level, Recipe, Technique, register
 
 _OWN_THREADS = ("openvino", "onnxruntime")
@@ -33,8 +33,9 @@ class WaitPolicy(Technique):
         ]
 
     def is_idle(self, recipe: Recipe) -> bool:
-        runtimes = [level for name, level in recipe.levels.items() if technique_and_part(name)[0] == "runtime"]
-        return not any(level.startswith(_OWN_THREADS) for level in runtimes)
+        # A part that torch computes has many loops, and threads that sleep are woken for each.
+        runtimes = [recipe.levels.get(factor_name("runtime", part), "torch") for part in recipe.parts]
+        return not runtimes or not all(level.startswith(_OWN_THREADS) for level in runtimes)
 
     def usual(self, facts: Facts) -> str:
         return "passive" if facts.device == "cpu" and facts.parts and facts.threads != 1 else self.default
