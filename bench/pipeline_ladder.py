@@ -7,8 +7,10 @@
 
 Each recipe has a process of its own, which is idle (it waits for a line) while another one calls. The first call, on
 what the metric judges, is no figure; then every process makes one call in each round, in an order that changes from
-round to round. What a recipe's code goes by is looked up on the factory `--small` of the same file, a reduced pipeline
-of the same parts: looking a pipeline over takes several calls of it. A ratio is to the call as given of the same round.
+round to round. Where a call is short it only warms what the others' calls have emptied, and the median of those that
+follow in half a second counts. What a recipe's code goes by is looked up on the factory `--small` of the same file, a
+reduced pipeline of the same parts: looking a pipeline over takes several calls of it. A ratio is to the call as given
+of the same round.
 Runs that are continued with the same `--json` add their rounds to it, so that a ladder may be made in pieces; the model
 as given is part of each. `start` builds all processes and leaves them idle, `rounds` has those of the recipes that are
 named make their calls, `stop` ends them: what needs the machine for itself is then short.
@@ -34,6 +36,8 @@ from pathlib import Path
 from fettle.machine import this_machine
 from fettle.workload import Target, find_target
 
+SHORT_S, SLICE_S = 0.2, 0.5
+
 
 def with_arguments(target: Target, arguments: list[str]) -> Target:
     """The target whose factory is given those arguments: NAME=VALUE."""
@@ -50,7 +54,7 @@ def worker(target: str, small: str, recipe: str, arguments: list[str]) -> None:
     import torch
 
     from fettle.recipe import Recipe
-    from fettle.techniques import conflict, load, probe_facts, source
+    from fettle.techniques import conflict, environment, load, probe_facts, source
     from fettle.workload import spread, tensors
 
     words = recipe.split()
@@ -58,6 +62,10 @@ def worker(target: str, small: str, recipe: str, arguments: list[str]) -> None:
     metric, asked = None, Recipe.parse(" ".join(word for word in words if not word.startswith("@")))
     reduced = with_arguments(find_target(f"{target.partition(':')[0]}:{small}"), arguments)
     facts = probe_facts(reduced.load()) if asked.levels else None
+    variables = environment(asked, facts) if facts else {}
+    if any(os.environ.get(name) != value for name, value in variables.items()):  # read when a process starts
+        os.dup2(answers.fileno(), 1)
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **variables})
     made = with_arguments(find_target(target), arguments).load()
     on_gpu = any(tensor.is_cuda for tensor in made.model.parameters())
 
@@ -82,17 +90,24 @@ def worker(target: str, small: str, recipe: str, arguments: list[str]) -> None:
 
     print(json.dumps({"metric": metric, "loaded_bytes": before}), file=answers, flush=True)
     args, kwargs = spread(made.inputs[0])
-    for question in sys.stdin:
-        if question == "stop\n":
-            break
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
+
+    def call_s() -> float:
         start = time.perf_counter()
         found = run(*args, **kwargs)
         if on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         assert tensors(found)
+        return seconds
+
+    for question in sys.stdin:
+        if question == "stop\n":
+            break
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        seconds = call_s()
+        if seconds < SHORT_S:
+            seconds = statistics.median(call_s() for _ in range(max(3, int(SLICE_S / seconds))))
         print(json.dumps([seconds, peak_bytes() - before]), file=answers, flush=True)
 
 

@@ -100,9 +100,8 @@ def _read(data: Mapping[str, Any]) -> RecipeFile:
     file = _typed(data, RecipeFile)
     for name, kind in _TABLES.items():
         _typed(getattr(file, name), kind, name)
-    for name, kind in learned_types().items():
-        if name in file.evidence:
-            _typed(file.evidence[name], kind, f"evidence.{name}")
+    for name, kind in learned_types(file.evidence).items():
+        _typed(file.evidence[name], kind, f"evidence.{name}")
     return file
 
 

@@ -16,13 +16,19 @@ Goal = Literal["throughput", "latency", "memory", "energy", "startup", "warm-sta
 TIMES: frozenset[Goal] = frozenset({"throughput", "latency", "ttft", "tpot"})
 """Goals that are times, which races compare."""
 Verdict = Literal["faster", "same", "slower", "cannot tell"]
+MAX_ERROR = 0.02
+
+
+def error_limit(max_error: float | None, max_metric_drop: float | None) -> float | None:
+    """`Limits.max_error` as asked for; where it was not, `MAX_ERROR`, or none where the user's metric decides."""
+    return MAX_ERROR if max_error is None and max_metric_drop is None else max_error
 
 
 @dataclass(frozen=True)
 class Limits:
     """What a recipe must keep to be allowed to win. None means no limit."""
 
-    max_error: float | None = 0.02
+    max_error: float | None = MAX_ERROR
     """Relative L2 error against the reference; where text is written the mean Kullback-Leibler divergence from it in
     nats per token; in training the distance of the losses from the baseline's, in units
     of the typical distance of two seeds."""

@@ -217,7 +217,7 @@ def test_int8_part_leaves_out_the_layer_that_costs_the_error() -> None:
     torch.manual_seed(0)
     samples = [[torch.randn(8, 32).numpy()] for _ in range(3)]
     model = converted(Uneven(), torch.randn(8, 32))
-    part = {"layers": [], "limit": 0.02, "hint": "f32"}
+    part = {"key": "int8_layers", "layers": [], "limit": 0.02, "hint": "f32"}
     quantised = openvino_int8_part(model, samples, part)
     assert part["layers"] == [0, 2, 3]
     wanted = openvino_answers(model, samples, "f32")

@@ -18,7 +18,9 @@ from fettle.techniques import (
     canonical,
     conflict,
     environment,
+    find,
     for_parts,
+    handed_on,
     load,
     parts_lines,
     parts_sentence,
@@ -216,6 +218,61 @@ def test_a_part_of_no_weight_is_left_out(facts):
 def test_a_recipe_without_parts_is_what_it_was(facts):
     assert canonical(Recipe.parse("precision[encoder]=fp32 mode=eval"), facts) == Recipe({"mode": "eval"})
     assert environment(Recipe.parse("threads=1 precision[encoder]=bf16"), facts) == {"OMP_NUM_THREADS": "1"}
+
+
+def test_bundles_leave_the_other_parts_at_their_first(facts):
+    from dataclasses import replace
+
+    parts = {name: replace(part, packages={"openvino": "", "nncf": ""}, calibration_batches=2)
+             for name, part in facts.parts.items()}  # fmt: skip
+    facts = replace(facts, parts=parts, libraries={"glibc": "2.36"}, threads=2)
+    longest, other = parts
+    found = bundles(facts)
+    alone = bundles(parts[other])[0].levels["runtime"]
+    assert all(recipe.levels["allocator"] == "keep" for recipe in found)
+    assert [recipe.levels.get(f"runtime[{other}]") for recipe in found[:3]] == [alone] * 3
+    assert len({recipe.of_part(longest) for recipe in found[:3]}) == 3
+    assert found[4].parts == [longest]  # where the other's cannot be had
+
+
+def test_threads_wait_beside_another_runtime_only(facts):
+    from dataclasses import replace
+
+    facts = replace(facts, threads=2)
+    space, _ = space_for(facts, {})
+    beside = Recipe.parse("mode=eval grad=inference_mode runtime[encoder]=openvino wait_policy=passive")
+    assert space.conflict(beside) == ""
+    assert "changes nothing" in space.conflict(beside.without("runtime[encoder]"))
+    assert "changes nothing" in space.conflict(beside.with_levels(**{"precision[decoder.net]": "bf16"}))
+    assert environment(beside, facts) == {"OMP_WAIT_POLICY": "passive"}
+    assert "wait_policy" in str(next(bundle for bundle in bundles(facts) if "runtime[encoder]" in bundle.levels))
+    assert not any("wait_policy" in one.levels for one in bundles(facts) if "runtime" not in str(one))
+
+
+def test_a_part_whose_shapes_depend_on_what_is_in_the_input_is_not_exported(build):
+    def call(pipeline, x):
+        return pipeline["decoder"]["net"](pipeline["encoder"](x)[: int(x[0, 0]) + 1])
+
+    made = build()
+    inputs = [torch.full((4, 32), float(rows)) for rows in (1, 2, 3)]
+    parts = probe_facts(Workload(made.model, inputs, call, parts=made.parts)).parts
+    assert parts["decoder.net"].shapes_vary
+    assert not parts["encoder"].shapes_vary
+    assert "in other shapes" in find("runtime").why_not("aoti", parts["decoder.net"])
+    assert find("runtime").why_not("aoti", parts["encoder"]) == ""
+    one = probe_facts(Workload(made.model, inputs[:1], call, parts=made.parts)).parts
+    assert not one["decoder.net"].shapes_vary
+
+
+def test_what_a_level_learned_of_one_part_is_that_parts(facts):
+    from dataclasses import replace
+
+    recipe = Recipe.parse("runtime[encoder]=openvino-int8-part runtime[decoder.net]=openvino-int8-part mode=eval")
+    learned = {"int8_layers[encoder]": [1], "int8_layers[nothing]": [2], "int8_layers": [3]}
+    assert handed_on(recipe, learned) == {"int8_layers[encoder]": [1]}
+    text = source(recipe, replace(facts, learned=learned))
+    assert "part = {'key': 'int8_layers[encoder]', 'layers': [1]," in text
+    assert "part = {'key': 'int8_layers[decoder.net]', 'layers': []," in text
 
 
 def test_what_a_finding_names_is_for_every_part_that_can(facts):

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fettle
-from fettle.techniques import conflict, find, probe_facts
+from fettle.techniques import bundles, conflict, find, probe_facts
+from fettle.techniques.skip_steps import SkippedSteps, denoiser_of
 from fettle.techniques.step_cache import ShallowUnet, StepCache, is_unet
 from fettle.workload import Workload
 
@@ -86,6 +87,22 @@ def test_which_steps_are_whole_and_what_the_others_are_given() -> None:
     assert call(100, torch.rand(2, 4)) is None  # another number of rows
 
 
+def test_answers_of_steps_left_out_lie_on_the_line_through_the_last_two() -> None:
+    asked = []
+
+    def model(sample: torch.Tensor, timestep: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        asked.append(float(timestep[0]))
+        return sample.new_full((2,), asked[-1]), sample.new_full((1, 3), 2 * asked[-1])
+
+    skipped = SkippedSteps(model, 2, "sample", 1)
+    found = [skipped(torch.rand(1, 4), timestep=torch.tensor([time, time])) for time in (900, 800, 700, 550)]
+    assert asked == [900, 700]
+    assert [one.tolist() for one, _ in found] == [[900, 900], [900, 900], [700, 700], [550, 550]]
+    assert found[-1][1].tolist() == [[1100, 1100, 1100]]
+    assert denoiser_of(unet()) == ("sample", 1)
+    assert denoiser_of(torch.nn.Linear(2, 2)) == ("", 0)
+
+
 def test_where_it_is_offered() -> None:
     facts = replace(probe_facts(Workload(unet(), [given(500)])), calls=10)
     technique = find("step_cache")
@@ -93,6 +110,11 @@ def test_where_it_is_offered() -> None:
     assert technique.why_not("2", facts) == ""
     assert technique.why_not("2", replace(facts, calls=1)) == "it is not called for step after step"
     assert "no UNet" in technique.why_not("2", probe_facts(Workload(torch.nn.Linear(2, 2), [torch.rand(2, 2)])))
+    cores = {"packages": {"openvino": ""}, "cpu_flags": ("avx512_bf16",), "physical_cores": 2, "samples": 2}
+    judged = replace(facts, by_metric=True, **cores)
+    assert bundles(judged)[0].levels.items() >= {"step_cache": "2", "streams": "per-core"}.items()
+    assert "streams" not in bundles(replace(judged, samples=1))[0].levels
+    assert not any("step_cache" in one.levels for one in bundles(replace(judged, by_metric=False)))  # off by too much
     recipe = fettle.Recipe.parse("step_cache=2 runtime=openvino-int8-part")
     assert "another" in conflict(recipe, replace(facts, calibration_batches=2, packages={"openvino": "", "nncf": ""}))
 
@@ -103,6 +125,22 @@ def sample(pipe: Any, start: torch.Tensor) -> torch.Tensor:
         found = pipe["unet"](start, time, torch.ones(len(start), 5, 8)).sample
         start = start - 0.1 * found
     return start
+
+
+def test_a_sampling_with_steps_left_out() -> None:
+    model = torch.nn.ModuleDict({"unet": unet()}).eval()
+    work = Workload(model, [torch.randn(2, 4, 8, 8) for _ in range(2)], sample, parts=["unet"])
+    with torch.no_grad():
+        wanted = sample(model, work.inputs[0])
+        calls: list[int] = []
+        model["unet"].mid_block.register_forward_hook(lambda *_: calls.append(1))
+        fast = fettle.apply(work, "grad=no_grad precision[unet]=bf16 skip_steps[unet]=2")
+        calls.clear()
+        found = [fast(work.inputs[0]) for _ in range(2)]
+    assert len(calls) == 8  # four of eight steps, twice
+    assert found[0].dtype == torch.float32
+    assert 0 < (found[0] - wanted).norm() / wanted.norm() < 0.05
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize(

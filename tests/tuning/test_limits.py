@@ -10,6 +10,7 @@ from fettle.recipe import Recipe
 from fettle.result import Limits
 from fettle.tuning._budget import Budget
 from fettle.tuning._final_race import climb
+from fettle.tuning.options import options_of
 from fettle.tuning.standings import distance, misses_of, score_of
 
 
@@ -73,3 +74,9 @@ def test_a_ladder_climbs_one_level_at_a_time():
     steps = climb(recipe)
     assert [len(step.levels) for step in steps] == [1, 2, 3]
     assert steps[-1] == recipe
+
+
+def test_a_metric_decides_alone_unless_an_error_is_asked_for_too():
+    assert options_of(None, {}).limits.max_error == 0.02
+    assert options_of(None, {"max_metric_drop": 0.01}).limits.max_error is None
+    assert options_of(None, {"max_metric_drop": 0.01, "max_error": 0.1}).limits.max_error == 0.1

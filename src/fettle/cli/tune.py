@@ -21,7 +21,12 @@ def command(
         str, typer.Option(help="throughput, latency, memory, energy, startup, warm-startup; ttft, tpot of text")
     ] = "throughput",
     budget: Annotated[str, typer.Option(help="time to spend, for example 90s, 10m, 1h; 0 for no limit")] = "15m",
-    max_error: Annotated[float, typer.Option(help="largest relative L2 error of the outputs")] = 0.02,
+    max_error: Annotated[
+        float | None,
+        typer.Option(
+            help="largest relative L2 error of the outputs", show_default="0.02; none beside --max-metric-drop"
+        ),
+    ] = None,
     max_kl: Annotated[
         float, typer.Option(help="text: largest mean KL divergence from the float32 model, nats per token")
     ] = 0.01,
@@ -84,14 +89,14 @@ def command(
       fettle tune model.py --goal latency --max-memory 2GiB --technique precision=fp32,bf16
     """
     from fettle.report import print_result, progress, save, to_json
-    from fettle.result import Limits
+    from fettle.result import Limits, error_limit
     from fettle.tuning import Options, tune
 
     for name in allow or ():
         if name != "batch-size":
             raise UsageError(f"--allow {name}: fettle can be allowed to change batch-size")
     limits = Limits(
-        max_error=max_error,
+        max_error=error_limit(max_error, max_metric_drop),
         min_agreement=min_agreement,
         max_metric_drop=max_metric_drop,
         max_latency_ms=_options.milliseconds(max_latency, "--max-latency"),

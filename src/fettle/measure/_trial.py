@@ -247,7 +247,7 @@ def typed(value: Any, kind: Any, unknown: Callable[[str], None] = lambda name: N
     if not dataclasses.is_dataclass(kind):
         return value
     hints = _hints(typing.cast(type, kind))
-    once = {key: value[key] for key in learned_types() if "learned" in hints and key in value}
+    once = {key: value[key] for key in learned_types(value) if "learned" in hints}
     if once:  # earlier versions wrote what was learned beside the other fields
         value = {"learned": once, **{key: item for key, item in value.items() if key not in once}}
     value = {_RENAMED.get(key, key) if key not in hints else key: item for key, item in value.items()}

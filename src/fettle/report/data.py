@@ -72,8 +72,8 @@ def _check(result: Outcome) -> None:
     if len(trials) > _MAX_TRIALS:
         raise UsageError(f"it has {len(trials)} trials, more than any study")
     for learned in (result.facts.learned, *(trial.learned for trial in trials)):
-        for key, kind in learned_types().items():
-            msgspec.convert(learned.get(key, ()), kind)
+        for key, kind in learned_types(learned).items():
+            msgspec.convert(learned[key], kind)
     for trial in trials:
         if trial.samples < 1:
             raise UsageError(f"a trial has {trial.samples} samples in a call")

@@ -85,7 +85,8 @@ class Learned:
     """What some levels find out when they are first applied: kept with the trial, the recipe and the package, and
     handed to the level as `Facts.learned` when it is applied again.
 
-    The lines of the level log it: ``logging.getLogger("optimized").info(..., extra={"learned": {key: value}})``.
+    The lines of the level log it: ``logging.getLogger("optimized").info(..., extra={"learned": {key: value}})``, in a
+    part of a pipeline under the key that `factor_name` makes of both.
     """
 
     key: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fettle.errors import UsageError
@@ -167,8 +167,9 @@ def bundles(facts: Facts) -> list[Recipe]:
 
 
 def _bundles_of_parts(facts: Facts) -> list[Recipe]:
-    """The bundles of a pipeline: the first of every part together, then those of the part that takes longest beside
-    the usual levels of the others, then the second of every part together."""
+    """The bundles of a pipeline: the first of every part together, then the others of the part that takes longest
+    beside the first of the others. The fourth is the second of every part together, the fifth the first of that part
+    alone: a part that another runtime cannot run spoils whatever it is in."""
     usual = {name: technique.usual(own) for name, technique, own in factors(facts) if facts.mode in technique.modes}
     offered = {part: bundles(own) for part, own in facts.parts.items()}
 
@@ -179,9 +180,10 @@ def _bundles_of_parts(facts: Facts) -> list[Recipe]:
         return canonical(Recipe(levels))
 
     longest = next(iter(offered))
-    chosen = [{part: found[0] for part, found in offered.items() if found}]
-    chosen += [{longest: bundle} for bundle in offered[longest]]
+    first = {part: found[0] for part, found in offered.items() if found}
+    chosen = [{**first, longest: bundle} for bundle in offered[longest]] or [first]
     chosen.insert(3, {part: found[1] for part, found in offered.items() if len(found) > 1})
+    chosen.insert(4, {part: bundle for part, bundle in first.items() if part == longest})
     recipes = [recipe.without(*idle(recipe)) for recipe in map(joined, chosen)]
     return list(dict.fromkeys(recipe for recipe in recipes if not conflict(recipe, facts)))[:_MOST_BUNDLES]
 
@@ -213,13 +215,17 @@ def uses_ranks(recipe: Recipe) -> bool:
     return any(technique.uses_ranks(level) for technique, level in changed(recipe))
 
 
-def learned_types() -> dict[str, Any]:
-    """What levels may learn and hand on, by key: the type it must have."""
-    return {technique.learns.key: technique.learns.type for technique in CATALOGUE if technique.learns}
+def learned_types(names: Iterable[str]) -> dict[str, Any]:
+    """Of `names` those under which levels hand on what they learned: the type that it must have."""
+    kinds = {technique.learns.key: technique.learns.type for technique in CATALOGUE if technique.learns}
+    found = {name: kinds.get(technique_and_part(name)[0]) for name in names}
+    return {name: kind for name, kind in found.items() if kind is not None}
 
 
 def handed_on(recipe: Recipe, learned: Mapping[str, Any]) -> dict[str, Any]:
     """That part of what was `learned` which the levels of this recipe go by."""
-    keys = [technique.learns.key for technique, level in changed(recipe)
-            if technique.learns and level in technique.learns.levels]  # fmt: skip
+    keys = [
+        factor_name(technique.learns.key, part) for part, technique, level in changed_by_part(recipe)
+        if technique.learns and level in technique.learns.levels
+    ]  # fmt: skip
     return {key: learned[key] for key in keys if learned.get(key)}

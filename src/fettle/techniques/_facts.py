@@ -77,6 +77,8 @@ class Facts:
     """Modules whose attention has a bias by row and by column, which can be added tile by tile."""
     is_unet: bool = False
     """It is a UNet of diffusers whose outermost blocks can be computed alone."""
+    denoiser: tuple[str, int] = ("", 0)
+    """Of a denoiser of diffusers: the name of its first argument, and the place of the timestep."""
     uses_sdpa: bool = False
     """`scaled_dot_product_attention` was called in a forward pass."""
     uneven_sdpa: int = 0
@@ -98,6 +100,8 @@ class Facts:
     """The user lets fettle change the batch size."""
     max_error: float = 0.02
     """The user's limit on the relative error: a level that chooses by the error stays a margin below it."""
+    by_metric: bool = False
+    """The user's metric alone judges answers, which may then be others than as given."""
     learned: Mapping[str, Any] = field(default_factory=dict)
     """What levels have found out already (`Technique.learns`), by key; what is not there is still to be found out."""
     optimizer: str = ""
@@ -119,6 +123,8 @@ class Facts:
     """A pipeline: the facts of each part, the one that takes most of the time first."""
     part: str = ""
     """Of a part of a pipeline: its name,"""
+    shapes_vary: bool = False
+    """whether another input calls it in other shapes than the first,"""
     calls: int = 1
     """how often it is called in one call of the whole,"""
     seconds: float = 0.0

@@ -213,10 +213,10 @@ def openvino_int8_layers(model: Any, chosen: Any, ranges: Any) -> Any:
 def openvino_int8_part(model: Any, samples: Any, part: Any) -> Any:
     """int8 in as many layers as the error on `samples` allows; the others are computed as the hint says.
 
-    `part` has ``layers`` in int8 by their place among those of the graph, ``limit`` of the relative error and the
-    precision ``hint``. Where it has no layers they are chosen, and kept in it: the graph is cut into runs of layers,
-    each is put in int8 alone to see what the outputs make of it, and those that gain most for their square of error
-    are taken, as many as stay inside the limit together.
+    `part` has ``layers`` in int8 by their place among those of the graph, ``limit`` of the relative error, the
+    precision ``hint``, and the ``key`` under which the layers are handed on. Where it has no layers they are chosen,
+    and kept in it: the graph is cut into runs of layers, each is put in int8 alone to see what the outputs make of it,
+    and those that gain most for their square of error are taken, as many as stay inside the limit together.
     """
     import logging
 
@@ -262,7 +262,7 @@ def openvino_int8_part(model: Any, samples: Any, part: Any) -> Any:
     more = f"; one more group would take it to {beyond[2]:.3g}, above {limit:.3g}" if beyond else ""
     logger.info(
         "int8: %d of %d layers, with an error of %.3g on the calibration batches%s",
-        len(part["layers"]), len(layers), error, more, extra={"learned": {"int8_layers": part["layers"]}},
+        len(part["layers"]), len(layers), error, more, extra={"learned": {part["key"]: part["layers"]}},
     )  # fmt: skip
     return quantised
 

@@ -29,6 +29,7 @@ from fettle.techniques._pipeline import calls_of_parts, timed_parts
 from fettle.techniques._tiled_attention import with_decomposed_bias
 from fettle.techniques.compile import blocks_of
 from fettle.techniques.ragged import padding_of
+from fettle.techniques.skip_steps import denoiser_of
 from fettle.techniques.step_cache import is_unet
 from fettle.workload import Workload, leaves
 
@@ -46,16 +47,20 @@ def probe_facts(workload: Workload, *, allow_batch: bool = False) -> Facts:
 
 def _pipeline_facts(workload: Workload, allow_batch: bool) -> Facts:
     """Those of a pipeline, with each part's, which is looked at as a model of its own on what it is called with."""
-    module, batch = workload.model, workload.inputs[0]
+    module, later = workload.model, dict[str, list[Any]]()
     assert isinstance(module, torch.nn.Module)
 
-    def run() -> None:
-        torch.manual_seed(0)
-        workload.run(module, copy.deepcopy(batch))
+    def calls_with(batch: Any) -> dict[str, list[Any]]:
+        def run() -> None:
+            torch.manual_seed(0)
+            workload.run(module, copy.deepcopy(batch))
+
+        return calls_of_parts(module, workload.parts, run)
 
     with unchanged(workload, module):
-        calls = calls_of_parts(module, workload.parts, run)
-        costs, seconds = timed_parts(module, workload.parts, run)
+        calls = calls_with(workload.inputs[0])
+        other = workload.inputs[min(1, len(workload.inputs) - 1)]
+        costs, seconds = timed_parts(module, workload.parts, lambda: later.update(calls_with(other)))
     if never := [name for name, found in calls.items() if not found]:
         raise UsageError(f"the part {never[0]!r} is not called by the pipeline, or not as a module")
     found = {}
@@ -65,6 +70,7 @@ def _pipeline_facts(workload: Workload, allow_batch: bool) -> Facts:
         found[name] = replace(
             facts, part=name, calls=cost.calls, seconds=cost.seconds, share=cost.seconds / seconds,
             calibration_batches=len(workload.calibration),
+            shapes_vary={*map(_shapes, calls[name])}.isdisjoint(map(_shapes, later[name])),
         )  # fmt: skip
     differs = any(one.train_mode_differs for one in found.values()) or any(
         child.training and _random_or_batch_dependent(child) for child in module.modules()
@@ -107,6 +113,7 @@ def _facts(workload: Workload, allow_batch: bool, forward: tuple[bool, int, int,
         manual_attention=0 if generation else manual_attention,
         decomposed_bias=len(with_decomposed_bias(module)),
         is_unet=is_unet(module),
+        denoiser=denoiser_of(module),
         uses_sdpa=uses_sdpa,
         uneven_sdpa=uneven_sdpa,
         physical_cores=usable_cores(),

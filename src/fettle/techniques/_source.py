@@ -14,6 +14,7 @@ import sys
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fettle.recipe import Recipe
@@ -116,8 +117,9 @@ def _render_pipeline(
 ) -> str:
     """A function for each part that changes, and one that puts them into their places."""
     by_part: dict[str, list[tuple[Technique, str, Code]]] = {"": []}
+    facts_of = {name: replace(own, learned=facts.learned) for name, own in facts.parts.items()}
     for part, technique, level in changed_by_part(recipe):
-        own, seen = (facts.parts[part], recipe.of_part(part)) if part else (facts, recipe)
+        own, seen = (facts_of[part], recipe.of_part(part)) if part else (facts, recipe)
         by_part.setdefault(part, []).append((technique, level, technique.code(level, seen, own)))
     whole = by_part.pop("")
     if by_part:  # after the mode, before the call

@@ -64,6 +64,11 @@ class Allocator(Technique):
               for name, (summary, _) in _DEVICE.items()),
         ]  # fmt: skip
 
+    def usual(self, facts: Facts) -> str:
+        # What is done between the parts of a pipeline has large pieces of its own.
+        keeps = facts.mode == "inference" and facts.parts and facts.device == "cpu" and "glibc" in facts.libraries
+        return "keep" if keeps else self.default
+
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if level in _DEVICE:
             return Code(environment={"PYTORCH_ALLOC_CONF": _DEVICE[level][1]})

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 import torch
 
+from fettle.recipe import factor_name
 from fettle.techniques._algebra import ALGEBRA
 from fettle.techniques._base import Bundle, Code, Facts, Learned, Level, Recipe, Technique, register
 from fettle.techniques._exported import Exported, flatten, spread
@@ -99,8 +100,10 @@ def openvino_precision(level: str, cpu_flags: Collection[str]) -> str:
 
 def int8_part(facts: Facts) -> dict[str, Any]:
     """What ``openvino-int8-part`` goes by: the layers chosen earlier, or below which error they are to be chosen."""
+    key = factor_name("int8_layers", facts.part)
     return {
-        "layers": list(facts.learned.get("int8_layers", ())),
+        "key": key,
+        "layers": list(facts.learned.get(key, ())),
         "limit": round(_SHARE * facts.max_error, 6),
         "hint": openvino_precision("openvino-int8-part", facts.cpu_flags),
     }
@@ -148,6 +151,8 @@ class Runtime(Technique):
             cannot = "the workload has a call of its own, and an exported model has only its forward"
         elif facts.changes_buffers:
             cannot = "the model changes its own buffers when it is called, and in an exported model they stay the same"
+        elif facts.shapes_vary:
+            cannot = "each input calls it in other shapes, and an exported model has one"
         cpu = "" if facts.device == "cpu" else f"the work is on {facts.device}, and this level runs on the CPU"
         cuda = facts.not_nvidia if facts.device == "cuda" else "TensorRT needs a CUDA device"
         gpu = "" if facts.device == "cuda" else "it is for GPUs: on a CPU runtime=aoti compiles an exported model"

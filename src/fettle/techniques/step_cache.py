@@ -85,17 +85,14 @@ class ShallowUnet(torch.nn.Module):
         return UNet2DConditionOutput(sample=found), None
 
 
-class StepCache:
-    """Which steps compute everything, and what the deep blocks found in them.
+class Steps:
+    """Which steps compute everything, and what was found in them.
 
     A step is one timestep; the halves of a guidance may be calls of their own in it. A timestep that is no smaller than
     the last one, or another sample at the same one, begins a new picture.
     """
 
-    def __init__(self, unet: Any, every: int) -> None:
-        import inspect
-
-        self.signature = inspect.signature(unet.forward)
+    def __init__(self, every: int) -> None:
         self.every = every
         self.begin()
 
@@ -106,6 +103,38 @@ class StepCache:
         self.sample: Any = None
         self.found: dict[int, Any] = {}
 
+    def expected(self, sample: Any, time: float) -> Any:
+        """What this call should find, on the line through what the last two found in its place; None in a step that
+        computes everything."""
+        same = self.sample is not None and sample.shape == self.sample.shape
+        if same and time == self.time and torch.equal(sample, self.sample):
+            self.place += 1
+        else:
+            if not same or time >= self.time:
+                self.begin()
+            self.step, self.place, self.time, self.sample = self.step + 1, 0, time, sample
+        if self.step % self.every == 0 or self.place not in self.found:
+            return None
+        (then, last), *earlier = self.found[self.place]
+        if earlier:
+            before, older = earlier[0]
+            return last + (last - older) * ((time - then) / (then - before))
+        return last
+
+    def keep(self, found: Any) -> None:
+        """Note what a call that computed everything has found."""
+        self.found[self.place] = [(self.time, found), *self.found.get(self.place, ())][:2]
+
+
+class StepCache(Steps):
+    """What the deep blocks of a UNet found in its steps."""
+
+    def __init__(self, unet: Any, every: int) -> None:
+        import inspect
+
+        super().__init__(every)
+        self.signature = inspect.signature(unet.forward)
+
     def given(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """Arguments of the UNet by name, without those that are None."""
         bound = self.signature.bind(*args, **kwargs).arguments
@@ -115,27 +144,14 @@ class StepCache:
     def before(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """What the model is called with: with `deep` in a step in between."""
         given = self.given(args, kwargs)
-        sample, time = given["sample"], float(given["timestep"])
-        same = self.sample is not None and sample.shape == self.sample.shape
-        if same and time == self.time and torch.equal(sample, self.sample):
-            self.place += 1
-        else:
-            if not same or time >= self.time:
-                self.begin()
-            self.step, self.place, self.time, self.sample = self.step + 1, 0, time, sample
-        if self.step % self.every == 0 or self.place not in self.found:
-            return given
-        (then, deep), *earlier = self.found[self.place]
-        if earlier:
-            before, older = earlier[0]
-            deep = deep + (deep - older) * ((time - then) / (then - before))
-        return {**given, "deep": deep}
+        deep = self.expected(given["sample"], float(given["timestep"]))
+        return given if deep is None else {**given, "deep": deep}
 
     def after(self, output: Any) -> Any:
         """The UNet's answer; what the deep blocks found is kept."""
         answer, deep = output
         if deep is not None:
-            self.found[self.place] = [(self.time, deep), *self.found.get(self.place, ())][:2]
+            self.keep(deep)
         return answer
 
     def samples(self, model: Any, batches: Any) -> list[Any]:
@@ -146,6 +162,14 @@ class StepCache:
                 given = self.given(*spread(batch))
                 found += [given, {**given, "deep": model(**given)[1].clone()}]
         return found
+
+
+def sampled_in_openvino(place: int, levels: dict[str, str], facts: Facts) -> list[Bundle]:
+    """A bundle for a sampling, where the user's metric judges the picture: it is off by more than errors may be."""
+    if not facts.by_metric or facts.device != "cpu" or not facts.has_bf16:
+        return []
+    streams = {"streams": "per-core"} if facts.samples >= facts.physical_cores > 1 else {}
+    return [Bundle(place, {**levels, "runtime": "openvino-bf16", **streams, **AS_GIVEN})]
 
 
 @register
@@ -177,19 +201,19 @@ class CachedSteps(Technique):
             return "quantize=int8-static leaves one graph, without blocks"
         if levels.get("runtime") == "openvino-int8-part":
             return "layers are chosen for one graph, and steps in between are another"
+        if levels.get("skip_steps", "off") != "off":
+            return "skip_steps leaves out the same steps"
         if levels.get("cuda_graphs", "off") != "off":
             return "a CUDA graph writes what was found over what is still to be used"
         return ""
 
     def bundles(self, facts: Facts) -> list[Bundle]:
-        if facts.device != "cpu" or not facts.has_bf16:
-            return []
-        return [Bundle(30, {"step_cache": "2", "runtime": "openvino-bf16", **AS_GIVEN})]
+        return sampled_in_openvino(5, {"step_cache": "2"}, facts)
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         calibrated = recipe.levels.get("runtime") in Runtime.calibrated
         return Code(
-            helpers=(spread, ShallowUnet, StepCache),
+            helpers=(spread, ShallowUnet, Steps, StepCache),
             prepare=(
                 f"steps = StepCache(model, {level})",
                 "model = ShallowUnet(model)",

@@ -90,8 +90,9 @@ def turn_s(trial: Trial) -> float:
 
 
 def race_s(trials: Sequence[Trial], rounds: int = ROUNDS) -> float:
-    """Seconds of a race of these in one new process each."""
-    return sum(start_s(trial) + rounds * turn_s(trial) for trial in trials)
+    """Seconds of a race of these. The first is the workload as given, whose process runs already (`Held`); the others
+    have a new one each."""
+    return sum(map(start_s, trials[1:])) + rounds * sum(map(turn_s, trials))
 
 
 def replicates_s(trials: Sequence[Trial], copies: int) -> float:
@@ -140,6 +141,6 @@ def plan_final_race(
             break
         finalists, copies = size
     left_s -= cost_s(finalists, copies)
-    each = race_s([baseline])
+    each = start_s(baseline) + ROUNDS * turn_s(baseline)
     fit = extras if math.isinf(left_s) else min(extras, max(0, int(left_s // each)))
     return FinalRacePlan(finalists, copies, fit, max(0.0, left_s - fit * each))

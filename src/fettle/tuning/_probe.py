@@ -94,6 +94,15 @@ def probe(
     )
 
 
+def judged_by(facts: Facts, max_error: float | None, has_metric: bool) -> Facts:
+    """The facts under what judges answers: an error, or the user's metric alone."""
+    if max_error is None:
+        parts = {name: replace(part, by_metric=has_metric) for name, part in facts.parts.items()}
+        return replace(facts, by_metric=has_metric, parts=parts)
+    parts = {name: replace(part, max_error=max_error) for name, part in facts.parts.items()}
+    return replace(facts, max_error=max_error, parts=parts)
+
+
 def _recalled(study: Study) -> _Kept | None:
     try:
         return msgspec.convert(study.note("probe"), _Kept)

@@ -12,7 +12,7 @@ from typing import Any, TypedDict, get_type_hints
 from fettle.errors import UsageError
 from fettle.generate.quality import MAX_KL
 from fettle.measure import Rules
-from fettle.result import Goal, Limits
+from fettle.result import Goal, Limits, error_limit
 from fettle.tuning._budget import REPLICATES
 from fettle.workload import AUTO
 
@@ -173,6 +173,8 @@ def options_of(options: Options | None, keywords: Keywords) -> Options:
         raise UsageError(f"tune has no option {name}" + (f": did you mean {near[0]}?" if near else ""))
     chosen = options or Options()
     limits = replace(chosen.limits, **{name: changes.pop(name) for name in of_limits & changes.keys()})
+    if options is None and "max_error" not in keywords:
+        limits = replace(limits, max_error=error_limit(None, limits.max_metric_drop))
     if changes.get("techniques", {}) is None:
         changes["techniques"] = {}
     for name in ("output", "atlas"):

@@ -36,7 +36,7 @@ from fettle.study import Study
 from fettle.techniques import PYTHON, batch_factor, canonical, environment, is_calibrated, source, uses_ranks
 from fettle.tuning._budget import Budget
 from fettle.tuning._costs import Costs
-from fettle.tuning._probe import Probed, plan_memory, probe
+from fettle.tuning._probe import Probed, judged_by, plan_memory, probe
 from fettle.tuning._race_rules import abreast, rules_of
 from fettle.tuning.model import PRIOR_SPREAD, Races
 from fettle.tuning.options import Options
@@ -186,9 +186,8 @@ class Session:
         """Take what the first worker found for what this session measures by."""
         limits = self.standings.limits
         allowed = limits.above(probed.reference.noise).max_error
-        self.probed, self.facts = probed, replace(probed.facts, ranks=self._ranks, nodes=self._node_count)
-        if allowed is not None:
-            self.facts = replace(self.facts, max_error=allowed)
+        facts = replace(probed.facts, ranks=self._ranks, nodes=self._node_count)
+        self.probed, self.facts = probed, judged_by(facts, allowed, limits.max_metric_drop is not None)
         self.rules = replace(self.rules, abreast=abreast(self.facts))
         self.standings.judge = Judge(
             str(probed.reference_path),

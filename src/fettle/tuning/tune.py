@@ -152,5 +152,7 @@ def _predictor(session: Session, rows: Sequence[Row], machine: Machine) -> Predi
     """What the rows foresee for the workload of a session, on which the workload as given was measured."""
     probed, target = session.probed, session.target
     about = subject(target.name, probed.fingerprint, probed.facts, probed.features, machine, probed.peaks)
-    return Predictor(rows, about, max_error=session.facts.max_error if session.facts.mode == "inference" else None,
+    facts = session.facts
+    judged = facts.mode == "inference" and not facts.by_metric
+    return Predictor(rows, about, max_error=facts.max_error if judged else None,
                      guess_s=lambda recipe: session.costs.seconds_for(recipe, _ROUNDS))  # fmt: skip
