@@ -189,7 +189,7 @@ def by_openvino(work: dict[str, Any], gguf: str, folder: Path) -> tuple[Write, A
         ids = openvino.Tensor(numpy.array([work["inputs"][index]], dtype=numpy.int64))
         pipe.generate(ids, config, Heard(heard))
 
-    scoring = openvino.compile_model(own.with_name("openvino_model.xml"), "CPU").create_infer_request()
+    scoring = openvino.compile_model(str(own.with_name("openvino_model.xml")), "CPU").create_infer_request()
 
     def score(ids: list[int], forced: list[int]) -> Any:
         scoring.reset_state()
