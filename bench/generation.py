@@ -22,6 +22,7 @@ each round, for a machine that others use in between.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import random
@@ -59,6 +60,7 @@ Write = Callable[[int, Callable[..., None]], None]
 def made(path: str) -> dict[str, Any]:
     import torch
 
+    sys.path.insert(0, str(Path(path).resolve().parent))  # for what workloads share
     spec = importlib.util.spec_from_file_location("workload_file", path)
     assert spec is not None
     assert spec.loader is not None
@@ -93,7 +95,7 @@ def by_fettle(work: dict[str, Any], levels: str) -> tuple[Write, Any, int]:
 
 def by_transformers(work: dict[str, Any], name: str) -> tuple[Write, Any]:
     import torch
-    from transformers import CompileConfig, GenerationConfig
+    from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
 
     model, new = work["model"].eval(), work["new_tokens"]
     if "bf16" in name:
@@ -126,7 +128,8 @@ def by_transformers(work: dict[str, Any], name: str) -> tuple[Write, Any]:
         # Not in inference mode: its own thread is in none, and may not change what was made in one.
         prompt = [work["inputs"][index][0].tolist()]
         found = model.generate_batch(
-            prompt, generation_config=config, persistent_manager=True, record_timestamps=True
+            prompt, generation_config=config, persistent_manager=True, record_timestamps=True,
+            continuous_batching_config=ContinuousBatchingConfig(max_memory_percent=0.05),  # else 0.9 of what is free
         )  # fmt: skip
         if not found or any(len(one.generated_tokens) != new for one in found.values()):
             said = [str(getattr(one, "error", None) or len(one.generated_tokens)) for one in found.values()]
@@ -300,8 +303,9 @@ class Child:
     def ask(self, line: str) -> dict[str, Any]:
         assert self.process.stdin is not None
         if not self.failure:
-            self.process.stdin.write(line + "\n")
-            self.process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it has ended: `heard` says so
+                self.process.stdin.write(line + "\n")
+                self.process.stdin.flush()
         return self.heard()
 
     def heard(self) -> dict[str, Any]:
