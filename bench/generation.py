@@ -129,7 +129,7 @@ def by_transformers(work: dict[str, Any], name: str) -> tuple[Write, Any]:
         prompt = [work["inputs"][index][0].tolist()]
         found = model.generate_batch(
             prompt, generation_config=config, persistent_manager=True, record_timestamps=True,
-            continuous_batching_config=ContinuousBatchingConfig(max_memory_percent=0.05),  # else 0.9 of what is free
+            continuous_batching_config=ContinuousBatchingConfig(max_memory_percent=0.05),  # else half the machine
         )  # fmt: skip
         if not found or any(len(one.generated_tokens) != new for one in found.values()):
             said = [str(getattr(one, "error", None) or len(one.generated_tokens)) for one in found.values()]
