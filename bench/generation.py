@@ -5,9 +5,13 @@
 
 Each way is a process of its own that builds the model once and then waits. In a round every way writes after each of
 the workload's prompts, in random order, the others idle; told are the time to the first token, the time per token after
-it, and the ratio of whole texts to transformers' `generate` in the same round. Before that all ways but OpenVINO GenAI,
-which shows no scores, are fed the same tokens, and the mean divergence of their next token's distribution from the
-float32 model's is told; where it is above `--max-kl` a way is marked. The model in float32 writes these tokens.
+it, and the ratio of whole texts to transformers' `generate` in the same round. Before that all ways are fed the same
+tokens, and the mean divergence of their next token's distribution from the float32 model's is told; where it is above
+`--max-kl` a way is marked. The model in float32 writes these tokens. OpenVINO GenAI shows no scores: those of the model
+that it makes of the file, and saves, stand for it.
+
+A step of decoding reads all weights, and the keys and values so far: of fettle's recipes the bytes that it reads are
+told as a share of what a sum over memory reads in that time, measured in the same run (`read` among the peaks).
 
 Peers: transformers as it comes, in bfloat16, with its static cache compiled, and its continuous batching
 (`generate_batch`); llama.cpp and OpenVINO GenAI with the GGUF file, where `--llama` and `--openvino` name a Python that
@@ -18,6 +22,7 @@ each round, for a machine that others use in between.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import random
@@ -33,6 +38,9 @@ from typing import Any
 RECIPES = {
     "fettle, OpenVINO, int8": "grad=inference_mode runtime=openvino-stateful weights=int8",
     "fettle, OpenVINO, int8 dynamic": "grad=inference_mode runtime=openvino-stateful weights=int8-dynamic",
+    "fettle, OpenVINO, int8 dynamic, 8 bits kept": (
+        "grad=inference_mode runtime=openvino-stateful weights=int8-dynamic kv_cache=int8"
+    ),
     "fettle, OpenVINO, int4": "grad=inference_mode runtime=openvino-stateful weights=int4",
     "fettle, int8": "grad=inference_mode precision=bf16 weights=int8-dynamic kv_cache=static-prompts",
     "fettle, int8, eager prompts": "grad=inference_mode precision=bf16 weights=int8-dynamic kv_cache=static-compiled",
@@ -41,15 +49,18 @@ RECIPES = {
     "fettle, int4": "grad=inference_mode precision=bf16 weights=int4 kv_cache=static-compiled",
 }
 PEERS = ("transformers", "transformers, bf16", "transformers, bf16, static, compiled", "transformers, generate_batch")
+PLAIN = ("llama.cpp", "OpenVINO GenAI")
+"""Those whose Python has no torch."""
 BASE = PEERS[0]
 
-Write = Callable[[int, Callable[[], None]], None]
-"""Writes after a prompt, by its number, and calls back for each token."""
+Write = Callable[[int, Callable[..., None]], None]
+"""Writes after a prompt, by its number, and calls back for each token, with its time where that is past."""
 
 
 def made(path: str) -> dict[str, Any]:
     import torch
 
+    sys.path.insert(0, str(Path(path).resolve().parent))  # for what workloads share
     spec = importlib.util.spec_from_file_location("workload_file", path)
     assert spec is not None
     assert spec.loader is not None
@@ -64,8 +75,9 @@ def made(path: str) -> dict[str, Any]:
 # -- ways: what writes, and what scores forced tokens ----------------------------------------------------------------
 
 
-def by_fettle(work: dict[str, Any], levels: str) -> tuple[Write, Any]:
+def by_fettle(work: dict[str, Any], levels: str) -> tuple[Write, Any, int]:
     import fettle
+    from fettle.generate.limits import cache_bytes, weights_read
     from fettle.recipe import Recipe
     from fettle.techniques import load, probe_facts, source
 
@@ -73,15 +85,17 @@ def by_fettle(work: dict[str, Any], levels: str) -> tuple[Write, Any]:
     recipe = Recipe(dict(level.split("=") for level in levels.split()))
     run = load(source(recipe, probe_facts(workload)), str(recipe))(workload.model, workload.inputs)
 
-    def write(index: int, heard: Callable[[], None]) -> None:
+    def write(index: int, heard: Callable[..., None]) -> None:
         run(**workload.inputs[index], on_tokens=lambda tokens: heard())
 
-    return write, lambda ids, forced: run(input_ids=ids, forced=forced)[0]
+    write(len(workload.inputs) - 1, lambda *at: None)
+    read = weights_read(workload.model, run.decoder) + cache_bytes(run.decoder)
+    return write, lambda ids, forced: run(input_ids=ids, forced=forced)[0], read
 
 
 def by_transformers(work: dict[str, Any], name: str) -> tuple[Write, Any]:
     import torch
-    from transformers import CompileConfig, GenerationConfig
+    from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
 
     model, new = work["model"].eval(), work["new_tokens"]
     if "bf16" in name:
@@ -89,7 +103,7 @@ def by_transformers(work: dict[str, Any], name: str) -> tuple[Write, Any]:
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
 
     class Heard:
-        def __init__(self, heard: Callable[[], None]) -> None:
+        def __init__(self, heard: Callable[..., None]) -> None:
             self.heard, self.began = heard, False
 
         def put(self, value: Any) -> None:
@@ -104,20 +118,24 @@ def by_transformers(work: dict[str, Any], name: str) -> tuple[Write, Any]:
         compiling._compile_all_devices = True
         settings |= {"cache_implementation": "static", "compile_config": compiling}
 
-    def write(index: int, heard: Callable[[], None]) -> None:
+    def write(index: int, heard: Callable[..., None]) -> None:
         ids = work["inputs"][index]
         with torch.inference_mode():
             model.generate(ids, attention_mask=torch.ones_like(ids), streamer=Heard(heard), **settings)
 
-    def write_batch(index: int, heard: Callable[[], None]) -> None:
+    def write_batch(index: int, heard: Callable[..., None]) -> None:
         config = GenerationConfig(do_sample=False, max_new_tokens=new, eos_token_id=-1, pad_token_id=0)
         # Not in inference mode: its own thread is in none, and may not change what was made in one.
-        found = model.generate_batch([work["inputs"][index][0].tolist()], generation_config=config)
+        prompt = [work["inputs"][index][0].tolist()]
+        found = model.generate_batch(
+            prompt, generation_config=config, persistent_manager=True, record_timestamps=True,
+            continuous_batching_config=ContinuousBatchingConfig(max_memory_percent=0.05),  # else half the machine
+        )  # fmt: skip
         if not found or any(len(one.generated_tokens) != new for one in found.values()):
             said = [str(getattr(one, "error", None) or len(one.generated_tokens)) for one in found.values()]
             raise RuntimeError(f"generate_batch did not write {new} tokens: {said}")
-        heard()  # it tells nothing before the end
-        heard()
+        for at in next(iter(found.values())).timestamps:
+            heard(at)
 
     def score(ids: Any, forced: Any) -> Any:
         with torch.inference_mode():
@@ -133,7 +151,7 @@ def by_llama(work: dict[str, Any], gguf: str) -> tuple[Write, Any]:
     model = Llama(gguf, n_ctx=512, n_batch=512, n_threads=2, n_threads_batch=2, verbose=False)
     scoring = Llama(gguf, n_ctx=512, n_batch=512, n_threads=2, n_threads_batch=2, verbose=False, logits_all=True)
 
-    def write(index: int, heard: Callable[[], None]) -> None:
+    def write(index: int, heard: Callable[..., None]) -> None:
         model.reset()
         for count, _ in enumerate(model.generate(work["inputs"][index], temp=0.0, repeat_penalty=1.0), 1):
             heard()
@@ -148,16 +166,19 @@ def by_llama(work: dict[str, Any], gguf: str) -> tuple[Write, Any]:
     return write, score
 
 
-def by_openvino(work: dict[str, Any], gguf: str) -> tuple[Write, Any]:
+def by_openvino(work: dict[str, Any], gguf: str, folder: Path) -> tuple[Write, Any]:
     import numpy
     import openvino
     import openvino_genai as genai
 
-    pipe = genai.LLMPipeline(gguf, "CPU", INFERENCE_NUM_THREADS=2)
+    own = folder / "genai" / "model.gguf"
+    own.parent.mkdir()
+    own.symlink_to(Path(gguf).resolve())
+    pipe = genai.LLMPipeline(str(own), "CPU", INFERENCE_NUM_THREADS=2, enable_save_ov_model=True)
     config = genai.GenerationConfig(max_new_tokens=work["new_tokens"], do_sample=False, ignore_eos=True)
 
     class Heard(genai.StreamerBase):
-        def __init__(self, heard: Callable[[], None]) -> None:
+        def __init__(self, heard: Callable[..., None]) -> None:
             super().__init__()
             self.heard = heard
 
@@ -167,11 +188,20 @@ def by_openvino(work: dict[str, Any], gguf: str) -> tuple[Write, Any]:
 
         def end(self) -> None: ...
 
-    def write(index: int, heard: Callable[[], None]) -> None:
+    def write(index: int, heard: Callable[..., None]) -> None:
         ids = openvino.Tensor(numpy.array([work["inputs"][index]], dtype=numpy.int64))
         pipe.generate(ids, config, Heard(heard))
 
-    return write, None
+    scoring = openvino.compile_model(str(own.with_name("openvino_model.xml")), "CPU").create_infer_request()
+
+    def score(ids: list[int], forced: list[int]) -> Any:
+        scoring.reset_state()
+        whole = numpy.array([[*ids, *forced]])
+        given = {"input_ids": whole, "attention_mask": numpy.ones_like(whole), "beam_idx": numpy.zeros(1, numpy.int32)}
+        given["position_ids"] = numpy.arange(whole.shape[1])[None]
+        return scoring.infer(given)[0][0, len(ids) - 1 : -1]
+
+    return write, score
 
 
 # -- one way in a process of its own -------------------------------------------------------------------------------
@@ -181,19 +211,23 @@ def way(name: str, path: str, folder: Path, gguf: str) -> None:
     """Answer the parent's lines: `score`, or `write`, each with one line of JSON."""
     out, sys.stdout = sys.stdout, sys.stderr
     began = time.perf_counter()
-    if name in ("llama.cpp", "OpenVINO GenAI"):  # has no torch
+    read = 0
+    if name in PLAIN:
         work = json.loads((folder / "prompts.json").read_text())
-        write, score = {"llama.cpp": by_llama, "OpenVINO GenAI": by_openvino}[name](work, gguf)
+        write, score = by_llama(work, gguf) if name == "llama.cpp" else by_openvino(work, gguf, folder)
+    elif name in RECIPES:
+        work = made(path)
+        write, score, read = by_fettle(work, RECIPES[name])
     else:
         work = made(path)
-        write, score = by_fettle(work, RECIPES[name]) if name in RECIPES else by_transformers(work, name)
+        write, score = by_transformers(work, name)
     for index in range(len(work["inputs"])):  # warms up, compiles
-        write(index, lambda: None)
-        write(index, lambda: None)
-    print(json.dumps({"ready_s": time.perf_counter() - began}), file=out, flush=True)
+        write(index, lambda *at: None)
+        write(index, lambda *at: None)
+    print(json.dumps({"ready_s": time.perf_counter() - began, "read_bytes": read}), file=out, flush=True)
     for line in sys.stdin:
         if line.strip() == "score":
-            answer = {"kl": None if score is None else divergence(score, folder, name == "llama.cpp")}
+            answer = {"kl": divergence(score, folder, name in PLAIN)}
         else:
             answer = {"texts": [timed(write, index) for index in range(len(work["inputs"]))]}
         print(json.dumps(answer), file=out, flush=True)
@@ -202,7 +236,7 @@ def way(name: str, path: str, folder: Path, gguf: str) -> None:
 def timed(write: Write, index: int) -> dict[str, float]:
     times: list[float] = []
     began = time.perf_counter()
-    write(index, lambda: times.append(time.perf_counter()))
+    write(index, lambda at=None: times.append(at or time.perf_counter()))
     return {"text_ms": (time.perf_counter() - began) * 1e3, "ttft_ms": (times[0] - began) * 1e3,
             "decode_ms": (times[-1] - times[0]) * 1e3, "steps": len(times) - 1}  # fmt: skip
 
@@ -263,14 +297,15 @@ class Child:
         command = [python, __file__, given.workload, "--way", name, "--folder", str(folder), "--gguf", given.gguf]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                         stderr=self.log.open("w"))  # fmt: skip
-        self.failure, self.ready_s = "", 0.0
-        self.ready_s = self.heard().get("ready_s", 0.0)
+        self.failure = ""
+        self.ready = self.heard()
 
     def ask(self, line: str) -> dict[str, Any]:
         assert self.process.stdin is not None
         if not self.failure:
-            self.process.stdin.write(line + "\n")
-            self.process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it has ended: `heard` says so
+                self.process.stdin.write(line + "\n")
+                self.process.stdin.flush()
         return self.heard()
 
     def heard(self) -> dict[str, Any]:
@@ -286,7 +321,7 @@ class Child:
         return answer
 
 
-def figures(child: Child, base: Child, max_kl: float) -> dict[str, Any]:
+def figures(child: Child, base: Child, max_kl: float, read_peak: float) -> dict[str, Any]:
     if child.failure or not child.rounds:
         return {"failed": child.failure or "not run"}
     texts = [text for texts in child.rounds for text in texts]
@@ -302,8 +337,8 @@ def figures(child: Child, base: Child, max_kl: float) -> dict[str, Any]:
         "speedup": statistics.median(ratios),
         "speedup_of_rounds": [ordered[0], ordered[-1]],
         "kl": child.kl,
-        "inside_max_kl": None if child.kl is None else child.kl <= max_kl,
-        "ready_s": child.ready_s,
+        "inside_max_kl": child.kl is not None and child.kl <= max_kl,
+        **child.ready,
         "rounds": child.rounds,
     }
     if told_apart:
@@ -312,7 +347,20 @@ def figures(child: Child, base: Child, max_kl: float) -> dict[str, Any]:
         )
         found["tpot_ms"] = statistics.median(text["decode_ms"] / text["steps"] for text in texts)
         found["tokens_per_s"] = 1e3 / found["tpot_ms"]
+        found["read_share"] = child.ready["read_bytes"] / found["tpot_ms"] * 1e3 / read_peak
     return found
+
+
+def read_bytes_a_second() -> float:
+    """What a sum over half a GiB reads, with all threads: the best of ten."""
+    import torch
+
+    values, took = torch.ones(1 << 27), []
+    for _ in range(10):
+        began = time.perf_counter()
+        values.sum()
+        took.append(time.perf_counter() - began)
+    return values.nbytes / min(took)
 
 
 def main() -> None:
@@ -334,9 +382,7 @@ def main() -> None:
     from fettle.machine import measure_peaks, this_machine
 
     pythons = dict.fromkeys([*PEERS, *RECIPES], sys.executable)
-    pythons |= {
-        name: python for name, python in (("llama.cpp", given.llama), ("OpenVINO GenAI", given.openvino)) if python
-    }
+    pythons |= {name: python for name, python in zip(PLAIN, (given.llama, given.openvino), strict=True) if python}
 
     def turn(label: str) -> None:
         if given.step:
@@ -356,14 +402,14 @@ def main() -> None:
                     children[-1].kl = children[-1].ask("score").get("kl")
                 print(f"{name}: {children[-1].failure or f'ready, KL {children[-1].kl}'}", flush=True)
         base = next(child for child in children if child.name == BASE)
-        peaks = measure_peaks("cpu")
+        peaks = {**measure_peaks("cpu"), "read": read_bytes_a_second()}
         for number in range(given.rounds):
             turn(f"round {number + 1}")
             for child in random.sample(children, len(children)):
                 found = child.ask("write").get("texts")
                 if found:
                     child.rounds.append(found)
-            ways = {child.name: figures(child, base, given.max_kl) for child in children}
+            ways = {child.name: figures(child, base, given.max_kl, peaks["read"]) for child in children}
             told = {"machine": this_machine().summary, "peaks": peaks, "workload": given.workload,
                     "max_kl": given.max_kl, "recipes": RECIPES, "ways": ways}  # fmt: skip
             given.json.write_text(json.dumps(told, indent=1) + "\n")  # what was measured so far, should it be stopped
@@ -375,7 +421,8 @@ def main() -> None:
             print(f"{name:40} failed: {row['failed']}")
             continue
         apart = f"{row['ttft_ms']:8.1f} ms first {row['tpot_ms']:8.2f} ms/token" if "ttft_ms" in row else " " * 34
-        print(f"{name:40} {row['text_ms']:8.1f} ms {row['speedup']:6.2f}x {apart}  KL {row['kl']}")
+        share = f"  {row['read_share']:.0%} of the bandwidth" if row.get("read_share") else ""
+        print(f"{name:40} {row['text_ms']:8.1f} ms {row['speedup']:6.2f}x {apart}  KL {row['kl']}{share}")
 
 
 if __name__ == "__main__":

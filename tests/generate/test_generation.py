@@ -371,27 +371,31 @@ def test_weights_in_few_bits_say_nearly_the_same(level, most, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "level", "most"),
+    ("make", "level", "kept", "most"),
     [
-        pytest.param(llama, "as-given", 0.01, marks=pytest.mark.slow),
-        pytest.param(llama, "int4", 0.3, marks=pytest.mark.slow),
-        (llama, "int8-dynamic", 0.03),
-        (gpt2, "int8", 0.02),
+        pytest.param(llama, "as-given", "as-given", 0.01, marks=pytest.mark.slow),
+        pytest.param(llama, "int4", "int8", 0.3, marks=pytest.mark.slow),
+        pytest.param(gpt2, "int8", "as-given", 0.02, marks=pytest.mark.slow),
+        (llama, "int8-dynamic", "int8", 0.03),
+        (gpt2, "as-given", "int8", 0.02),
     ],
 )
-def test_openvino_keeps_keys_and_values(make, level, most, tmp_path) -> None:
+def test_openvino_keeps_keys_and_values(make, level, kept, most, tmp_path) -> None:
     pytest.importorskip("openvino")
     pytest.importorskip("nncf")
     work = fettle.GenerationWorkload(make(), [ids(2, 30), ids(1, 5)], new_tokens=8)
     pieces = quality.write_pieces(work, str(tmp_path / "reference.pt"))
     own = decoder_of(make())
-    run = runs(work, runtime="openvino-stateful", weights=level, guessing="prompt")
+    run = runs(work, runtime="openvino-stateful", weights=level, kv_cache=kept, guessing="prompt")
     found = quality.closeness(pieces, [quality.scores_of(run, piece, "cpu") for piece in pieces])
     assert 0 < found.kl < most
     assert not quality.astray(run, work.inputs[0], run(**work.inputs[0]), 8)
     weights = {"as-given": 0.55, "int4": 0.25}.get(level, 0.3) * limits.weights_read(work.model)
     assert 0 < limits.weights_read(work.model, run.decoder) < weights
-    assert limits.cache_bytes(run.decoder) > 0
+    own.prefill(room=8, **work.inputs[0])
+    run.decoder.prefill(room=8, **work.inputs[0])
+    share = limits.cache_bytes(run.decoder) / limits.cache_bytes(own)
+    assert 0 < share <= (0.25 if kept == "int8" else 1)
     mask = torch.ones(2, 9).long()
     mask[1, :3] = 0  # filled up on the left, and then what was forgotten is not looked at again
     for decoder in (run.decoder, own):
@@ -488,6 +492,8 @@ def test_levels_say_why_they_cannot_be_had() -> None:
     own = probe_facts(fettle.GenerationWorkload(Echo(), [ids(1, 4)], new_tokens=3))
     assert "keeps them itself" in conflict(Recipe({"kv_cache": "static"}), own)
     assert "runtime" in conflict(Recipe({"runtime": "onnxruntime"}), two_parts)
+    torch_alone = probe_facts(fettle.GenerationWorkload(llama(), [ids(1, 4)], new_tokens=3))
+    assert "needs runtime=openvino-stateful" in conflict(Recipe({"kv_cache": "int8"}), torch_alone)
 
 
 @pytest.mark.parametrize("mask", [None, torch.tensor([[True, True, True, False]]), torch.tensor([[0, 0, -9.0, 0]])])

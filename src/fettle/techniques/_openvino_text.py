@@ -184,24 +184,24 @@ class OpenvinoText:
     """Reads prompts and goes on with a stateful model of OpenVINO on the CPU.
 
     `bits` are those of the weights, 0: as `precision` (``bf16`` or ``f32``) has them. What comes into a product is
-    rounded to 8 bits by a scale for each `group` of its numbers; 0: it is not. What a model forgets stays where it is
-    and is not looked at any more.
+    rounded to 8 bits by a scale for each `group` of its numbers; 0: it is not. Keys and values are in 8 bits with
+    `few_bits_kept`. What a model forgets stays where it is and is not looked at any more.
     """
 
-    def __init__(self, model: Any, precision: str, bits: int = 0, group: int = 0) -> None:
+    def __init__(self, model: Any, precision: str, bits: int = 0, group: int = 0, few_bits_kept: bool = False) -> None:
         graph = openvino_text_model(model.float().eval(), bits)
         config = {
             "INFERENCE_PRECISION_HINT": precision,
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
             "PERFORMANCE_HINT": "LATENCY",
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": group,
-            "KV_CACHE_PRECISION": "u8" if bits else precision,
+            "KV_CACHE_PRECISION": "u8" if few_bits_kept else precision,
         }
         half = 2 if precision == "bf16" else 1
         self.weight_bytes = self.bytes_read(graph) if bits else self.bytes_read(graph) // half
         kept = [node.get_output_partial_shape(0) for node in graph.get_ops() if node.get_type_name() == "ReadValue"]
         token_bytes = sum(int(shape[1].get_length() * shape[3].get_length()) for shape in kept)
-        self.token_bytes = token_bytes if bits else token_bytes * 4 // half
+        self.token_bytes = token_bytes if few_bits_kept else token_bytes * 4 // half
         self.request = openvino_core().compile_model(graph, "CPU", config).create_infer_request()
         self.seen = self.places = torch.zeros(0, 0, dtype=torch.long)
 

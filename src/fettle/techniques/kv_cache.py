@@ -1,7 +1,8 @@
 """How the keys and values of the tokens before are kept while text is written.
 
 Left alone a model makes longer tensors for each new token and copies what it had. With room set aside before nothing is
-copied, and all steps have one shape: then a step can be one compiled graph, which no longer text compiles again.
+copied, and all steps have one shape: then a step can be one compiled graph, which no longer text compiles again. A
+runtime that keeps them itself may round them to 8 bits.
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from fettle.generate.decoding import Kept
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._generation import NO_TEXT
+from fettle.techniques.runtime import STATEFUL
 
 BLOCK = 64
 """Room is set aside in so many tokens at a time."""
@@ -143,12 +145,15 @@ class KvCache(Technique):
             Level("static-compiled", "room set aside before, and each step one compiled graph", why_not),
             Level("static-prompts", "the same, and prompts of all lengths one more", why_not),
             Level("static-frozen", "each step one compiled graph with weights as its constants", why_not),
+            Level("int8", f"rounded to 8 bits, by runtime={STATEFUL}", why_not),
         ]
 
     def level_cost(self, level: str) -> int:
         return 2 if level.startswith("static-") else 1
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        if level == "int8" and recipe.levels.get("runtime") != STATEFUL:
+            return f"torch has no attention to keys and values in 8 bits: needs runtime={STATEFUL}"
         if level.startswith("static-") and recipe.levels.get("compile", "off") != "off":
             return "the step is compiled by itself: needs compile=off"
         return ""
@@ -166,6 +171,8 @@ class KvCache(Technique):
         ]
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        if level == "int8":
+            return Code()  # the runtime's own
         ahead = 1 + AHEAD if recipe.levels.get("guessing", "off") != "off" else 1
         tokens = -(-(facts.prompt_tokens + facts.new_tokens + ahead) // BLOCK) * BLOCK
         if level == "static":

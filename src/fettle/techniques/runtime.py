@@ -191,8 +191,8 @@ class Runtime(Technique):
                 return f"the weights are {facts.dtype}; this runtime takes a float32 model"
             if quantize != "none":
                 return f"quantize={quantize} uses operators that only torch has"
-        if level == STATEFUL and levels.get("kv_cache", "as-given") != "as-given":
-            return "the runtime keeps keys and values itself: needs kv_cache=as-given"
+        if level == STATEFUL and levels.get("kv_cache", "as-given") not in ("as-given", "int8"):
+            return "the runtime keeps keys and values itself: needs kv_cache=as-given or int8"
         if level in ("tensorrt", "aoti", "exported") and quantize not in ("none", "int8-static"):
             return f"a model with quantize={quantize} cannot be exported to it"
         if level == "tensorrt" and precision.startswith("autocast"):
@@ -206,7 +206,7 @@ class Runtime(Technique):
 
     def bundles(self, facts: Facts) -> list[Bundle]:
         if facts.generates:
-            places = {"int8": 10, "int8-dynamic": 25, "int4": 45, "as-given": 55}
+            places = {"int8-dynamic": 10, "int8": 12, "int4": 45, "as-given": 55}
             return [
                 Bundle(place, {"runtime": STATEFUL, "weights": level, **AS_GIVEN}) for level, place in places.items()
             ]
@@ -240,7 +240,8 @@ class Runtime(Technique):
         if level == STATEFUL:
             bits, group = STATEFUL_WEIGHTS[recipe.levels.get("weights", "as-given")]
             hint = openvino_precision(level, facts.cpu_flags)
-            return Code(helpers=TEXT, decoder=f'OpenvinoText(model, "{hint}", bits={bits}, group={group})')
+            kept = ", few_bits_kept=True" if recipe.levels.get("kv_cache") == "int8" else ""
+            return Code(helpers=TEXT, decoder=f'OpenvinoText(model, "{hint}", bits={bits}, group={group}{kept})')
         if level.startswith("openvino"):
             hint = openvino_precision(level, facts.cpu_flags)
             batches = ", batches" if level in self.calibrated else ""
