@@ -119,7 +119,7 @@ def test_lengths_follow_their_distribution(tmp_path):
     assert np.median(lengths("lognormal:50:0.5")) == pytest.approx(50, rel=0.1)
     assert lengths("exponential:40").mean() == pytest.approx(40, rel=0.1)
     for wrong in ("", "0", "uniform:3", "normal:3:4", "uniform:a:b", "lognormal:-1:2"):
-        with pytest.raises(UsageError, match="no length"):
+        with pytest.raises(UsageError, match="is not a length"):
             lengths(wrong)
     file = tmp_path / "texts"
     file.write_text('{"prompt": "a b", "max_tokens": 3}\n\n{"prompt": 4}\n')

@@ -15,9 +15,10 @@ import pytest
 from fettle.errors import UsageError
 from fettle.measure import Interval
 from fettle.page import theme
+from fettle.page.drawn import write_pictures
 from fettle.studies.analysis import analyse
 from fettle.studies.batches import Grown
-from fettle.studies.charts import figures, unbeaten, write_charts
+from fettle.studies.charts import figures, unbeaten
 from fettle.studies.ladder_chart import beside, unmatched
 from fettle.studies.outcome import Rung
 from fettle.studies.output import rows, study_json, write_table
@@ -63,7 +64,7 @@ def test_every_picture_is_drawn_from_its_data(study, tmp_path):
         "front-0",
         "runs-0",
     ]
-    paths = write_charts(drawn, tmp_path)
+    paths = write_pictures(drawn, tmp_path)
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
     svg = (tmp_path / "ladder-0.svg").read_text()
     for step in ("as given", "a=on", "b=on (left out)", "c=on (failed)", "does not compile", "1.50x", "error 1.0e-03"):
