@@ -4,8 +4,8 @@ In a git repository that this benchmark makes, a model of 100 equal steps; a com
 10% slower, and one that only adds a comment is not. Each piece is one gate, as `fettle bench --against` runs it, of the
 working tree against its parent commit, on the quiet machine or beside a busy neighbour.
 
-`own-none` is each of the last commits of fettle's own repository against the one before it, none of which changed the
-model in `workloads/lstm.py`; `own-3%` and `own-10%` are a commit on top that gives this model longer sentences.
+`own` is each of the last commits of fettle's own repository against the one before it, none of which changed the model
+in `workloads/lstm.py`.
 
     python bench/gate.py --minutes 1       # goes on from the JSON that it left
     python bench/gate.py --show            # the table
@@ -49,8 +49,7 @@ def workload():
 """
 PLANTED = {"none": ("STEPS = 100  # unchanged\n", 0.03), "3%": ("STEPS = 103\n", 0.02), "10%": ("STEPS = 110\n", 0.03)}
 """What the new code is, and the limit."""
-OWN = {"own-none": (128, 0.03), "own-3%": (132, 0.02), "own-10%": (141, 0.03)}
-"""In fettle's own history: words of a sentence in the new code, and the limit."""
+OWN = "own"
 NEIGHBOURS = ("none", "busy")
 WAIT_S = 300.0
 """How long a piece waits for others to go."""
@@ -73,25 +72,22 @@ def repository(folder: Path, planted: str) -> Path:
     return folder / "model.py"
 
 
-def own_repository(folder: Path, planted: str, number: int) -> Path:
-    """fettle's own, at its `number`th commit from the last that changed more than results; with the planted change."""
+def own_repository(folder: Path, number: int) -> Path:
+    """fettle's own, at its `number`th commit from the last that changed more than results."""
     git(folder, "clone", "-q", "--shared", str(HERE.parent), "fettle")
     clone = folder / "fettle"
     commits = git(clone, "log", "--format=%H", "--first-parent", "--", "src", "workloads", "docs", "tests").split()
     git(clone, "checkout", "-q", commits[number])
-    model = clone / "workloads" / "lstm.py"
-    if (words := OWN[planted][0]) != 128:
-        model.write_text(model.read_text().replace("(16, 128)", f"(16, {words})"))
-        git(clone, "commit", "-qam", planted)
-    return model
+    return clone / "workloads" / "lstm.py"
 
 
 def piece(planted: str, beside: str, number: int) -> dict[str, object]:
     """One gate."""
     with tempfile.TemporaryDirectory() as folder, neighbour(beside):
-        own = planted in OWN
-        model = own_repository(Path(folder), planted, number) if own else repository(Path(folder), planted)
-        settings = Settings(fail_slower=(OWN if own else PLANTED)[planted][1], output=Path(folder) / "out")
+        own = planted == OWN
+        model = own_repository(Path(folder), number) if own else repository(Path(folder), planted)
+        limit = PLANTED["none" if own else planted][1]
+        settings = Settings(fail_slower=limit, output=Path(folder) / "out")
         began = time.monotonic()
         found = gate(str(model), "HEAD~1", settings=settings)
         (time_change,) = found.judged
@@ -119,7 +115,7 @@ def alone(until: float) -> bool:
 def summary(pieces: dict[str, dict[str, object]]) -> list[dict[str, object]]:
     """By what was planted and beside whom: how many gates said what."""
     rows = []
-    for planted in (*PLANTED, *OWN):
+    for planted in (*PLANTED, OWN):
         for beside in NEIGHBOURS:
             found = [one for key, one in pieces.items() if key.rpartition(" ")[0] == f"{planted} {beside}"]
             if found:
@@ -132,7 +128,7 @@ def summary(pieces: dict[str, dict[str, object]]) -> list[dict[str, object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0, help="begin nothing later")
-    parser.add_argument("--planted", nargs="+", default=list(PLANTED), choices=[*PLANTED, *OWN])
+    parser.add_argument("--planted", nargs="+", default=list(PLANTED), choices=[*PLANTED, OWN])
     parser.add_argument("--neighbours", nargs="+", default=list(NEIGHBOURS), choices=NEIGHBOURS)
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--show", action="store_true")

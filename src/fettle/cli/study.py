@@ -286,8 +286,7 @@ def _print(
     for name, rungs in (done.steps if done is not None else {}).items():
         console.print(_ladder(name, rungs, theirs))
     for analysis in analyses:
-        title = f"{analysis.group}: {analysis.response.name}" if analysis.group else analysis.response.name
-        console.print(f"\n[bold]{escape(title)}[/]")
+        console.print(f"\n[bold]{escape(analysis.title)}[/]")
         console.print(escape(lead(analysis)))
         for doubt in analysis.checks.doubts if analysis.checks is not None else ():
             console.print(f"[yellow]! {escape(doubt.text)}[/]")

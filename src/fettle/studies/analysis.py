@@ -44,6 +44,12 @@ class Analysis:
     model: Model | None = field(default=None, compare=False, repr=False)
     """With the machine as an ordinary factor: the residuals and shares are its."""
 
+    @property
+    def title(self) -> str:
+        """What it is of, and what its ratios count."""
+        name = f"{self.group}: {self.response.name}" if self.group else self.response.name
+        return name if self.response.better == "better" else f"{name}, as times {self.response.better}"
+
     @cached_property
     def importance(self) -> Mapping[str, float]:
         """By factor: what Optuna's functional ANOVA says; empty where there is no fit or scikit-learn is missing."""

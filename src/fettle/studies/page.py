@@ -87,7 +87,6 @@ def _best_step(steps: Mapping[str, Sequence[Rung]]) -> str:
 def _section(place: int, table: studied.Table, analysis: Analysis) -> Section:
     group = table.groups.index(analysis.group)
     response = table.responses.index(analysis.response)
-    title = f"{analysis.group}: {analysis.response.name}" if analysis.group else analysis.response.name
     names = [f"forest-{group}-{response}", f"matrix-{group}-{response}"]
     if response == 0:
         names = [f"scatter-{group}", *names]
@@ -95,7 +94,7 @@ def _section(place: int, table: studied.Table, analysis: Analysis) -> Section:
         names += [f"front-{group}", f"runs-{group}"]
     checks = analysis.checks
     return Section(
-        title, lead(analysis), [doubt.text for doubt in checks.doubts] if checks else [],
+        analysis.title, lead(analysis), [doubt.text for doubt in checks.doubts] if checks else [],
         [sentence.text for sentence in analysis.surprises],
         [sentence.text for sentence in analysis.sentences if not sentence.is_surprise],
         effects_table(analysis), shares_table(analysis), names,
