@@ -140,6 +140,14 @@ def test_at_least_half_of_a_budget_is_for_the_search(seconds, start):
     assert 100.0 + 0.5 * seconds - 1e-3 <= deadline <= 100.0 + seconds
 
 
+def test_little_is_kept_back_while_there_is_nothing_to_confirm():
+    """A call of 5 s: a third of five minutes kept back would leave no time for the first recipe."""
+    slow = replace(BASE, turn_s=15.0, start_s=45.0)
+    budget = Budget(300, 0.0)
+    assert budget.end - budget.deadline([slow]) == pytest.approx(race_s([slow], FEWEST_ROUNDS))
+    assert budget.end - budget.deadline([slow, replace(slow, recipe=Recipe.parse("precision=bf16"))]) >= 100
+
+
 def test_the_workload_as_given_is_not_started_again_for_the_final_race():
     """Its process runs since the first race. Of 360 s a sampling of 5 s a call kept back a third for two starts, and
     ended after one bundle with 130 s left."""
