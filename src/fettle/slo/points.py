@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -80,7 +81,7 @@ class Failure:
 
 
 @dataclass(kw_only=True)
-class Proven:
+class Proven(ABC):
     """What load tests have shown of a setting."""
 
     measured: float | None = None
@@ -88,9 +89,9 @@ class Proven:
     tests: list[Tested] = field(default_factory=list)
 
     @property
+    @abstractmethod
     def order(self) -> tuple[bool, float, float]:
         """A key to sort by: less is better."""
-        raise NotImplementedError
 
 
 @dataclass
