@@ -6,11 +6,12 @@ import contextlib
 import secrets
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import optuna
+from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
 from sqlalchemy.exc import DBAPIError
 
@@ -20,6 +21,31 @@ ORDERS = "fettle:orders"
 """Attribute of a study that only says what the workers of other studies are to measure."""
 GRACE_S = 45
 """How long a worker may be silent."""
+OUTAGE_S = 300.0
+"""How long a server that has answered may be away."""
+_BEGINNING_S = 2.0
+"""How long several that begin at once on an empty server may keep each other from making the tables."""
+
+_R = TypeVar("_R")
+_answered = set[str]()
+"""URLs of the servers that have answered this process."""
+
+
+def outlast(call: Callable[[], _R], seconds: float) -> _R:
+    """Ask a server again while it is away, for so many seconds at most."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return call()
+        except (StorageInternalError, DBAPIError):
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.5 + secrets.randbelow(1000) / 1000)
+
+
+def is_server(url: str) -> bool:
+    """Whether the storage at a URL is a server and no file."""
+    return not url.startswith("sqlite")
 
 
 @contextlib.contextmanager
@@ -37,20 +63,19 @@ def opening(storage: str) -> Iterator[None]:
 
 
 def open_storage(url: str, heartbeat_s: int | None = None, grace_s: int = GRACE_S) -> RDBStorage:
-    """The storage at a URL. Where several begin at once on an empty server, one makes the tables."""
-    options: dict[str, Any] = {} if url.startswith("sqlite") else {"pool_pre_ping": True}
+    """The storage at a URL. A server that has answered before is waited for."""
+    options: dict[str, Any] = {"pool_pre_ping": True} if is_server(url) else {}
     if url.startswith("postgresql"):  # one that is stopped within a transaction must not hold up all others
         options["connect_args"] = {"options": f"-c idle_in_transaction_session_timeout={grace_s}s"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        for attempt in range(3):
-            try:
-                return RDBStorage(url, options, heartbeat_interval=heartbeat_s, grace_period=grace_s)
-            except DBAPIError:
-                if not options or attempt == 2:
-                    raise
-                time.sleep(0.5 + secrets.randbelow(1000) / 1000)
-    raise AssertionError
+        wait_s = OUTAGE_S if url in _answered else _BEGINNING_S if is_server(url) else 0.0
+        storage = outlast(
+            lambda: RDBStorage(url, options, heartbeat_interval=heartbeat_s, grace_period=grace_s), wait_s
+        )
+    if is_server(url):
+        _answered.add(url)
+    return storage
 
 
 def storage_url(storage: str | None, folder: Path) -> str:

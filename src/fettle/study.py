@@ -28,15 +28,14 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 import optuna
-from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
-from sqlalchemy.exc import DBAPIError
 
 from fettle.errors import UsageError, first_line
 from fettle.measure import Trial
 from fettle.recipe import Recipe
-from fettle.storage import GRACE_S, ORDERS, hidden, open_storage, opening
+from fettle.storage import GRACE_S, ORDERS, OUTAGE_S, hidden, is_server, open_storage, opening, outlast
 from fettle.techniques import Facts, factors, known_levels
 
 _WORKLOAD, _TRIAL, _MACHINE, _CODE = "fettle:workload", "fettle", "fettle:machine", "fettle:code"
@@ -45,8 +44,6 @@ HEARTBEAT_S = 10
 """How often a worker says that it lives."""
 DEATHS = 3
 """A recipe whose worker vanished so often has failed: it may be what ends them."""
-OUTAGE_S = 300.0
-"""How long a server may be away while a study runs."""
 
 
 class OtherWorkload(UsageError):
@@ -62,14 +59,7 @@ def _lasting(call: Callable[Concatenate[Study, _P], _R]) -> Callable[Concatenate
 
     @functools.wraps(call)
     def asking(self: Study, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        end = time.monotonic() + (0 if self.is_file else OUTAGE_S)
-        while True:
-            try:
-                return call(self, *args, **kwargs)
-            except (StorageInternalError, DBAPIError):
-                if time.monotonic() > end:
-                    raise
-                time.sleep(1.0)
+        return outlast(lambda: call(self, *args, **kwargs), 0.0 if self.is_file else OUTAGE_S)
 
     return asking
 
@@ -122,21 +112,8 @@ class Study:
     @classmethod
     def _open(cls, name: str, storage: str, fingerprint: str, machine_id: str) -> Study:
         with opening(storage):
-            study = optuna.create_study(
-                study_name=name,
-                storage=open_storage(storage, HEARTBEAT_S, GRACE_S),
-                directions=["minimize", "minimize"],
-                load_if_exists=True,
-            )
-            owner = study.user_attrs.get(_WORKLOAD)
-            if owner is None:
-                if study.trials or ORDERS in study.user_attrs:
-                    what = "holds workers' orders" if ORDERS in study.user_attrs else "is not fettle's"
-                    raise UsageError(f"the study {name!r} in {hidden(storage)} {what}: choose another `study`")
-                study.set_user_attr(_WORKLOAD, fingerprint)
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                    study.set_metric_names(["ms per sample", "relative error"])
+            kept = open_storage(storage, HEARTBEAT_S, GRACE_S)
+            study = outlast(lambda: _begun(kept, name, storage, fingerprint), OUTAGE_S if is_server(storage) else 0.0)
         return cls(study, machine_id)
 
     @property
@@ -280,7 +257,8 @@ class Study:
         waiting = create_trial(state=TrialState.WAITING, **_levels(recipe, facts), user_attrs=attrs)
         number = self._claims[recipe] = storage.create_new_trial(self._study._study_id, waiting)
         self._heart.record_heartbeat(number)
-        storage.set_trial_state_values(number, TrialState.RUNNING)
+        with contextlib.suppress(UpdateFinishedTrialError):  # this process was stopped here for so long that it lost it
+            storage.set_trial_state_values(number, TrialState.RUNNING)
         if self._ended is None:
             self._ended = threading.Event()
             threading.Thread(target=self._beat, args=(self._ended,), daemon=True).start()
@@ -347,6 +325,20 @@ class Study:
     def set_note(self, key: str, value: Any) -> None:
         """Keep a fact about the study as a whole on this machine; plain JSON data."""
         self._study.set_user_attr(f"fettle:{key}:{self._machine_id}", value)
+
+
+def _begun(kept: RDBStorage, name: str, url: str, fingerprint: str) -> optuna.Study:
+    """Optuna's study of that name, made where there is none."""
+    study = optuna.create_study(study_name=name, storage=kept, directions=["minimize", "minimize"], load_if_exists=True)
+    if _WORKLOAD not in study.user_attrs:
+        if study.trials or ORDERS in study.user_attrs:
+            what = "holds workers' orders" if ORDERS in study.user_attrs else "is not fettle's"
+            raise UsageError(f"the study {name!r} in {hidden(url)} {what}: choose another `study`")
+        study.set_user_attr(_WORKLOAD, fingerprint)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            study.set_metric_names(["ms per sample", "relative error"])
+    return study
 
 
 def _levels(recipe: Recipe, facts: Facts) -> dict[str, Any]:

@@ -35,20 +35,16 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Study, Study]:
     return Study.open("net", url, "weights", "here"), Study.open("net", url, "weights", "here")
 
 
-def _silent(worker: Study) -> None:
-    """What `kill -9` does to its heartbeat."""
+def _vanish(worker: Study, seen_by: Study) -> None:
+    """What `kill -9` does to its heartbeat, and the time until all its claims are seen to be lost: they were made one
+    after the other, and are lost so."""
     assert worker._ended is not None
     worker._ended.set()
-
-
-def _claimed_at_last(worker: Study, recipes: list[Recipe], most: int) -> list[Recipe]:
-    """What it gets as soon as there is something to be had."""
     end = time.monotonic() + 60
-    while time.monotonic() < end:
-        if found := worker.claim(recipes, most)[0]:
-            return found
+    while seen_by.claimed():
+        assert time.monotonic() < end, "its claims are still held"
         time.sleep(0.1)
-    raise AssertionError("nothing was to be had")
+        seen_by._bury()
 
 
 def test_nobody_measures_what_another_is_about_to_and_no_two_claims_have_the_same_number(two):
@@ -75,6 +71,17 @@ def test_of_two_that_claim_at_once_one_has_it(two):
     assert list(second._won([ONE])) == []
 
 
+def test_one_that_is_stopped_while_it_claims_has_lost_what_it_claimed(two, monkeypatch):
+    first, second = two
+
+    def stopped(number):
+        second._study._storage.set_trial_state_values(number, optuna.trial.TrialState.FAIL)
+
+    monkeypatch.setattr(first._study._storage, "record_heartbeat", stopped)
+    assert first.claim([ONE], 1)[0] == []
+    assert second.claim([ONE], 1)[0] == [ONE]
+
+
 def test_what_is_given_back_is_anothers(two):
     first, second = two
     first.claim([ONE, TWO], 2)
@@ -86,8 +93,8 @@ def test_what_is_given_back_is_anothers(two):
 def test_the_claims_of_one_that_vanished_are_taken_over_one_by_one_and_its_late_answer_is_dropped(two):
     first, second = two
     first.claim([ONE, TWO], 2)
-    _silent(first)
-    assert _claimed_at_last(second, [ONE, TWO], 2) == [ONE]
+    _vanish(first, second)
+    assert second.claim([ONE, TWO], 2)[0] == [ONE]
     second.add(Trial(ONE, "measured", time_ms=2.0))
     first.add(Trial(ONE, "measured", time_ms=1.0))  # it was only stopped, and goes on
     first.add(Trial(TWO, "measured", time_ms=1.0))
@@ -99,11 +106,8 @@ def test_what_ends_each_of_its_workers_is_a_failed_trial(two, monkeypatch):
     monkeypatch.setattr(room, "DEATHS", 1)
     first, second = two
     first.claim([ONE], 1)
-    _silent(first)
-    end = time.monotonic() + 60
-    while not second.trials() and time.monotonic() < end:
-        assert second.claim([ONE], 1)[0] == []
-        time.sleep(0.1)
+    _vanish(first, second)
+    assert second.claim([ONE], 1)[0] == []
     assert [(trial.status, trial.reason) for trial in second.trials()] == [
         ("failed", "the worker that measured it vanished 1 times")
     ]

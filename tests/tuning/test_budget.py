@@ -67,6 +67,21 @@ def test_calls_that_take_long_leave_time_for_what_promises_most(tmp_path, monkey
     assert not last.unconfirmed
 
 
+def test_one_recipe_is_tried_where_there_is_time_for_no_more(tmp_path, monkeypatch):
+    """Stable Diffusion in five minutes: two are gone when the pipeline as given is known, 46 s take it to start."""
+    world = World(
+        lambda recipe: 1100 if "runtime" in recipe.levels else 5000, lambda recipe: 10.0, process_s=12.0, noise=0.05
+    )
+    world.install(monkeypatch)
+    space, facts = made_up_space()
+    session = session_in(world, tmp_path, 300, facts)
+    world.now += 80.0  # building it and its reference
+    last = study(world, session, space, auto)
+    assert "runtime" in session.standings.best().recipe.levels
+    assert not last.unconfirmed
+    assert world.now <= 330
+
+
 def test_without_a_budget_the_final_race_is_whole(tmp_path, monkeypatch):
     world = World(time_ms(5), ready_s(1.0))
     world.install(monkeypatch)
@@ -140,11 +155,11 @@ def test_at_least_half_of_a_budget_is_for_the_search(seconds, start):
     assert 100.0 + 0.5 * seconds - 1e-3 <= deadline <= 100.0 + seconds
 
 
-def test_little_is_kept_back_while_there_is_nothing_to_confirm():
+def test_nothing_is_kept_back_while_there_is_nothing_to_confirm():
     """A call of 5 s: a third of five minutes kept back would leave no time for the first recipe."""
     slow = replace(BASE, turn_s=15.0, start_s=45.0)
     budget = Budget(300, 0.0)
-    assert budget.end - budget.deadline([slow]) == pytest.approx(race_s([slow], FEWEST_ROUNDS))
+    assert budget.deadline([slow]) == budget.end
     assert budget.end - budget.deadline([slow, replace(slow, recipe=Recipe.parse("precision=bf16"))]) >= 100
 
 

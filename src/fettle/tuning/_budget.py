@@ -61,15 +61,14 @@ class Budget:
 
         `finalists` are the baseline and those that would be measured again now, the leader first. What is kept back
         is enough for all of them where that is no more than a third of the budget, and else for the leader and the
-        baseline in one process each; before anything but the baseline is measured, for the baseline alone. Where that
-        is more than half of the budget nothing is kept back: the winner is not confirmed, and the result says so.
+        baseline in one process each. Where that is more than half of the budget nothing is kept back: the winner is
+        not confirmed, and the result says so. Of the baseline alone there is nothing to confirm.
         """
-        if self.seconds is None or not finalists:
+        if self.seconds is None or len(finalists) < 2:
             return self.end
         least = race_s(finalists[:2], FEWEST_ROUNDS)
         full = race_s(finalists) + replicates_s(finalists, REPLICATES - 1)
-        share = self.seconds / 3 if len(finalists) > 1 else 0.0  # of the baseline alone there is nothing to confirm
-        reserve = min(full, max(least, share))
+        reserve = min(full, max(least, self.seconds / 3))
         return self.end if least > 0.5 * self.seconds else self.end - reserve
 
 

@@ -33,17 +33,20 @@ class Costs:
 
     def how_many_fit(self, recipes: Sequence[Recipe], left_s: float) -> int:
         """How many of these can be raced in the time that is left: as many as can be started, run in the fewest rounds,
-        and started once more in the final race should one of them lead. What was not measured is taken to be no slower
-        than the workload as given."""
+        and started once more in the final race should one of them lead. The first recipe of all need not leave time
+        for that: an unconfirmed winner is more than none. What was not measured is taken to be no slower than the
+        workload as given."""
         baseline = self.standings.known.get(Recipe())
         if baseline is None or math.isinf(left_s):
             return len(recipes)
         left_s -= FEWEST_ROUNDS * turn_s(baseline)
-        reserved_s = max(map(start_s, self.standings.finalists()), default=start_s(baseline))
+        finalists = self.standings.finalists()
+        reserved_s = max(map(start_s, finalists), default=0.0)
         for number, recipe in enumerate(recipes):
             each_s = self._start_s(recipe, baseline)
             left_s -= each_s + FEWEST_ROUNDS * turn_s(baseline)
-            if left_s < max(0.0, each_s - reserved_s):
+            is_first = number == 0 and not finalists
+            if left_s < (0.0 if is_first else max(0.0, each_s - reserved_s)):
                 return number
         return len(recipes)
 
@@ -64,7 +67,7 @@ class Costs:
     def deadline(self) -> float:
         """When to begin the final race."""
         baseline = self.standings.known.get(Recipe())
-        return self.budget.deadline([baseline, *(self.standings.finalists() or [baseline])] if baseline else [])
+        return self.budget.deadline([baseline, *self.standings.finalists()] if baseline else [])
 
     def left_s(self, deadline: float | None = None) -> float:
         """Seconds until then, by default until the final race must begin."""
