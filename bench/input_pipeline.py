@@ -34,9 +34,9 @@ from scipy.stats import binom
 
 from fettle.inputs import Measured, Setting, measure_and_search
 from fettle.inputs.from_trace import compare_text, waits_in_trace
-from fettle.inputs.journal import Journal
 from fettle.inputs.race import Race
 from fettle.inputs.setting import WITHIN, ratio, room
+from fettle.journal import Journal
 from fettle.machine import this_machine
 
 HERE = Path(__file__).parent
@@ -187,7 +187,7 @@ def traces(one: Path, other: Path) -> dict:
 
 
 def _race(target: str, slice_s: float) -> Race:
-    return Race(target, slice_s, 120.0, "cpu", room(), Journal(None, {}), _tell)
+    return Race(target, slice_s, 120.0, "cpu", room(), Journal(), _tell)
 
 
 def _tell(doing: str, done: int, of: int) -> None:

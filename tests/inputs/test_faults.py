@@ -15,9 +15,9 @@ import pytest
 from fettle.errors import UsageError
 from fettle.inputs import Setting, measure_and_search, race
 from fettle.inputs._messages import TakeSlice
-from fettle.inputs.journal import Journal
 from fettle.inputs.race import Race
 from fettle.inputs.setting import Room, Slice, room
+from fettle.journal import Journal
 
 HERE = Path(__file__).parent
 LOADERS = HERE / "loaders.py"
@@ -30,9 +30,7 @@ def run() -> Iterator[object]:
     made = []
 
     def slice_of(factory: str, workers: int, timeout_s: float = 60.0) -> str:
-        here = Race(
-            f"{LOADERS}:{factory}", 0.1, timeout_s, "cpu", room(), Journal(None, {}), lambda doing, done, of: None
-        )
+        here = Race(f"{LOADERS}:{factory}", 0.1, timeout_s, "cpu", room(), Journal(), lambda doing, done, of: None)
         made.append(here)
         item = here.run(Setting(workers), 0)
         assert bool(item.failure) != item.able
@@ -100,8 +98,8 @@ def test_a_real_dev_shm_that_is_full() -> None:
     """In a mount namespace of its own, with 4 MiB for batches of 8 MiB."""
     script = (
         "from fettle.inputs.race import Race; from fettle.inputs.setting import Room; "
-        "from fettle.inputs.journal import Journal; from fettle.inputs import Setting; "
-        f"c = Race('{LOADERS}:larger_than_shm', 0.1, 60.0, 'cpu', Room(2, 1 << 40, 1 << 40), Journal(None, {{}}), "
+        "from fettle.journal import Journal; from fettle.inputs import Setting; "
+        f"c = Race('{LOADERS}:larger_than_shm', 0.1, 60.0, 'cpu', Room(2, 1 << 40, 1 << 40), Journal(), "
         "lambda *a: None); print(c.run(Setting(1), 0).failure); print(c.refused(Setting(2))); c.close()"
     )
     inside = 'mount -t tmpfs -o size=4m tmpfs /dev/shm && exec "$@"'
@@ -116,7 +114,7 @@ def test_a_real_dev_shm_that_is_full() -> None:
 
 
 def test_what_would_not_fit_is_never_started() -> None:
-    here = Race("x:y", 0.1, 1.0, "cpu", Room(4, 1 << 40, 1 << 20), Journal(None, {}), lambda doing, done, of: None)
+    here = Race("x:y", 0.1, 1.0, "cpu", Room(4, 1 << 40, 1 << 20), Journal(), lambda doing, done, of: None)
     here.journal.put("0 num_workers=0", _slice(batch_bytes=1 << 20))
     assert here.run(Setting(), 0).able
     item = here.run(Setting(4), 0)
@@ -207,41 +205,41 @@ def test_ctrl_c_shows_what_is_known_and_keeps_it(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="needs POSIX")
 @pytest.mark.parametrize(
-    ("text", "words"), [("someone's notes\n", "holds no measurements"), ("x" * (17 << 20), "too large")]
+    ("text", "words"), [("someone's notes\n", "holds no measurements"), ("x" * (65 << 20), "too large")]
 )
 def test_a_file_that_is_none_of_ours_is_left_as_it_is(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "mine.txt"
     path.write_text(text)
     with pytest.raises(UsageError, match=words):
-        Journal(path, {})
+        Journal(path, "fettle data")
     assert path.read_text() == text
 
 
 def test_the_journal(tmp_path: Path) -> None:
     path = tmp_path / "kept"
-    first = Journal(path, {"target": "a"})
+    first = Journal(path, "fettle data", {"target": "a"})
     first.put("one", {"x": 1})
     with pytest.raises(UsageError, match="another fettle data"):
-        Journal(path, {"target": "a"})
-    first.close(done=False)
+        Journal(path, "fettle data", {"target": "a"})
+    first.close()
     with path.open("ab") as file:
         file.write(b'{"key":"two","ans')  # the process ended here
-    again = Journal(path, {"target": "a"})
+    again = Journal(path, "fettle data", {"target": "a"})
     assert json.loads(bytes(again.get("one").answer)) == {"x": 1}
     assert again.get("two") is None
     again.put("two", {"x": 2})
-    again.close(done=False)
-    third = Journal(path, {"target": "a"})
+    again.close()
+    third = Journal(path, "fettle data", {"target": "a"})
     assert json.loads(bytes(third.get("two").answer)) == {"x": 2}
-    third.close(done=False)
-    changed = Journal(path, {"target": "b"})  # of another pipeline: measured anew
+    third.close()
+    changed = Journal(path, "fettle data", {"target": "b"})  # of another pipeline: measured anew
     assert changed.get("one") is None
-    changed.close(done=True)
+    changed.close(delete=True)
     assert not path.exists()
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="cannot be kept there"):
-        Journal(link, {})
+        Journal(link)
 
 
 def test_a_batch_that_was_stopped_on_its_way_is_not_timed() -> None:
@@ -269,7 +267,7 @@ def test_a_batch_that_was_stopped_on_its_way_is_not_timed() -> None:
 
 def test_workers_that_keep_memory_fetch_less() -> None:
     """A real worker each: pages that the kernel gives it for a batch, with and without."""
-    here = Race(f"{LOADERS}:wasteful", 0.1, 60.0, "cpu", room(), Journal(None, {}), lambda doing, done, of: None)
+    here = Race(f"{LOADERS}:wasteful", 0.1, 60.0, "cpu", room(), Journal(), lambda doing, done, of: None)
     try:
         gives, keeps = (here.run(Setting(1, keep_memory=keep), 0).last.fetch_pages for keep in (False, True))
     finally:
@@ -280,7 +278,7 @@ def test_workers_that_keep_memory_fetch_less() -> None:
 
 def test_nothing_is_made_between_slices() -> None:
     """What workers make while a slice is summed up would be had for nothing in the next, more so by deeper queues."""
-    here = Race(f"{LOADERS}:waiting", 0.1, 60.0, "cpu", room(), Journal(None, {}), lambda doing, done, of: None)
+    here = Race(f"{LOADERS}:waiting", 0.1, 60.0, "cpu", room(), Journal(), lambda doing, done, of: None)
     try:
         process = here._process(Setting(2))
         for _ in range(2):

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from fettle.errors import UsageError
 from fettle.inputs import Measured, Setting, measure_and_search
 from fettle.inputs._messages import Faults
-from fettle.inputs.journal import Journal
 from fettle.inputs.race import PAIRS, ROUNDS, Race
 from fettle.inputs.report import rows
 from fettle.inputs.result import cannot_help
 from fettle.inputs.search import _search
 from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, Facts, Room, Slice, ratio, smallest_of_the_best
+from fettle.journal import Journal
 from fettle.procs.child import ChildError
 
 HERE = Path(__file__).parent
@@ -38,7 +38,7 @@ class MadeUp(Race):
 
     def __init__(self, make_s=0.02, hand_s=0.0005, step_s=0.0, cores=4, cpu=1.0, noise=(1.0,), given=None, fails=(),
                  fresh=0.0, kept=None, glibc=True):  # fmt: skip
-        super().__init__("made:up", 1.0, 1.0, "cpu", Room(cores, 1 << 40, 1 << 40), Journal(None, {}), self._tell)
+        super().__init__("made:up", 1.0, 1.0, "cpu", Room(cores, 1 << 40, 1 << 40), Journal(), self._tell)
         self.make_s, self.hand_s, self.step_s, self.cpu, self.fails = make_s, hand_s, step_s, cpu, fails
         self.given = given or Setting()
         self.fresh, self.kept, self.glibc = fresh, fresh if kept is None else kept, glibc

@@ -19,7 +19,7 @@ from fettle.package.manifest import open_package
 from fettle.report import texts_table, texts_words, write_texts_report
 from fettle.slo import text_search as room
 from fettle.slo import text_simulation
-from fettle.slo.journal import Tested as OneTest
+from fettle.slo.kept import Tested as OneTest
 from fettle.slo.server_process import ServerStats
 from fettle.slo.text_costs import CHUNKS, Cell, TextCosts, cells
 from fettle.slo.text_simulation import REQUEST_S, Tables, simulate_texts, text_capacity
@@ -171,7 +171,7 @@ def searched(package, monkeypatch, slower=1.0, **how):
 
 
 def test_a_search_proves_the_best_and_tells_the_rest(package, monkeypatch, tmp_path):
-    found, server = searched(package, monkeypatch, rate=1.0, keep=tmp_path / "measured.json")
+    found, server = searched(package, monkeypatch, rate=1.0, keep=tmp_path / "measured.jsonl")
     best = found.best
     assert found.met
     assert best is found.points[0]
@@ -185,7 +185,7 @@ def test_a_search_proves_the_best_and_tells_the_rest(package, monkeypatch, tmp_p
     assert "texts a second within 1000 ms to the first token and 50 ms between two" in said
     assert "64 tokens of prompt" in texts_words(data)
     assert texts_table(data).rows[0][0] == "8"
-    again, second = searched(package, monkeypatch, rate=1.0, keep=tmp_path / "measured.json")
+    again, second = searched(package, monkeypatch, rate=1.0, keep=tmp_path / "measured.jsonl")
     assert not second.rates
     assert again.tests_kept == again.tests == found.tests
     settings = room.served_so(package.settings, best.setting, found.costs[1])

@@ -65,7 +65,7 @@ def command(
         raise UsageError("--after goes with a trace as TARGET, for example run.pt.trace.json.gz")
 
     from fettle.inputs import measure_and_search
-    from fettle.inputs.journal import default_path
+    from fettle.inputs.kept import default_path
     from fettle.inputs.report import as_data, write_report
     from fettle.measure import Surroundings
     from fettle.page import drawn

@@ -24,7 +24,7 @@ from fettle.files import write_text
 from fettle.improve.page import page
 from fettle.improve.state import Step, keep, recall
 from fettle.inputs import measure_and_search
-from fettle.inputs.journal import content_hash
+from fettle.inputs.kept import content_hash
 from fettle.inputs.report import write_report as write_pipeline
 from fettle.measure import Interval
 from fettle.package.export import write_package

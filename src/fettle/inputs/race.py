@@ -13,8 +13,8 @@ import psutil
 
 from fettle.errors import UsageError
 from fettle.inputs._messages import Describe, Faults, FindFaults, Open, TakeSlice, TimeStep
-from fettle.inputs.journal import Journal, key
 from fettle.inputs.setting import WITHIN, Facts, Measured, Room, Setting, Slice, why_not
+from fettle.journal import Journal
 from fettle.procs.child import Child, ChildError
 
 _MODULE = "fettle.inputs._run"
@@ -75,7 +75,7 @@ class Race:
         self.expected = max(self.expected, self.done + 2)
         self.on_progress(setting.name, self.done, max(self.expected, self.done + 1))
         try:
-            item.slices[number] = self._known_or(key(setting, number), Slice, lambda: self._slice(setting))
+            item.slices[number] = self._known_or(f"{number} {setting.name}", Slice, lambda: self._slice(setting))
         except ChildError as error:
             item.failure = str(error)
             self.close(setting)

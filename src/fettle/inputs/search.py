@@ -17,7 +17,7 @@ import torch
 
 from fettle.errors import UsageError
 from fettle.inputs._messages import Faults
-from fettle.inputs.journal import Journal, content_hash
+from fettle.inputs.kept import content_hash
 from fettle.inputs.race import OnProgress, Race
 from fettle.inputs.result import PipelineResult, cannot_help, verdict
 from fettle.inputs.setting import (
@@ -30,6 +30,7 @@ from fettle.inputs.setting import (
     room,
     smallest_of_the_best,
 )
+from fettle.journal import Journal
 
 _FIRST_ROUNDS = 2
 _KEEP = 0.92
@@ -64,7 +65,7 @@ def measure_and_search(
     began = time.monotonic()
     here = room(ranks)
     journal = Journal(
-        keep,
+        keep, "fettle data",
         {"target": target, "content": content_hash(target), "slice_s": slice_s, "ranks": ranks, "device": device,
          "cores": here.cores, "torch": str(torch.__version__), "lints": lints},
     )  # fmt: skip
@@ -79,7 +80,7 @@ def measure_and_search(
         raise
     finally:
         race.close()
-        journal.close(done)
+        journal.close(delete=done)  # the next search measures anew
 
 
 def _search(race: Race, device: str, lints: bool, began: float) -> PipelineResult:

@@ -1,7 +1,4 @@
-"""What a search has measured already, in one file: calibrations, overheads and load tests.
-
-Written whole after each of them, so that a search that was killed at any moment measures nothing twice.
-"""
+"""What a search keeps of what it measured, so that one that was killed at any moment measures nothing twice."""
 
 from __future__ import annotations
 
@@ -11,16 +8,10 @@ from typing import Any
 
 import msgspec
 
-from fettle.errors import UsageError
-from fettle.files import read_bytes, write_text
+from fettle.journal import Journal
 from fettle.package.host import host_id
 from fettle.package.manifest import MANIFEST, SETTINGS, Package
-from fettle.slo.calibrate import Calibration
-from fettle.slo.overheads import Overheads
 from fettle.slo.server_process import ServerStats
-from fettle.slo.text_costs import TextCosts
-
-_MAX_BYTES = 256 << 20
 
 
 class Tested(msgspec.Struct, forbid_unknown_fields=True):
@@ -41,36 +32,10 @@ class Tested(msgspec.Struct, forbid_unknown_fields=True):
     """As `predicted_p99_ms`, of the time between two tokens of a text."""
 
 
-class _Kept(msgspec.Struct, forbid_unknown_fields=True):
-    host: str
-    format: int = 1
-    calibrations: dict[str, Calibration] = {}
-    overheads: dict[str, Overheads] = {}
-    tests: dict[str, Tested] = {}
-    text_costs: dict[str, TextCosts] = {}
-
-
-class Journal:
-    """The tables, by keys that name all that a measurement depends on. Without a path nothing is kept."""
-
-    def __init__(self, path: Path | None = None) -> None:
-        self.path = path
-        kept = _Kept(host_id(), 1, {}, {}, {}, {})
-        if path is not None and path.exists():
-            try:
-                read = msgspec.json.decode(read_bytes(path, _MAX_BYTES), type=_Kept)
-            except (ValueError, RecursionError) as error:
-                raise UsageError(f"{path} holds no measurements of a search: delete it") from error
-            if (read.host, read.format) == (kept.host, kept.format):  # another machine's numbers say nothing here
-                kept = read
-        self._kept = kept
-        self.calibrations, self.overheads, self.tests = kept.calibrations, kept.overheads, kept.tests
-        self.text_costs = kept.text_costs
-
-    def save(self) -> None:
-        """Write all of it, whole or not at all."""
-        if self.path is not None:
-            write_text(self.path, msgspec.json.encode(self._kept).decode() + "\n")
+def open_journal(path: Path | None) -> Journal:
+    """What searches have measured, by keys that name all that a measurement depends on: calibrations, overheads and
+    load tests. Another machine's numbers say nothing here."""
+    return Journal(path, "fettle serve slo", {"host": host_id()})
 
 
 def package_key(package: Package) -> str:

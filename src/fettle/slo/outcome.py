@@ -15,7 +15,7 @@ import numpy as np
 from fettle.files import plain
 from fettle.load.torchserve import torchserve_row
 from fettle.measure import pareto
-from fettle.slo.journal import Tested
+from fettle.slo.kept import Tested
 from fettle.slo.points import Measured, Point, SearchResult
 
 LINEAR = 0.05

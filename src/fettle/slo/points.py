@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from fettle.package.manifest import Package
 from fettle.package.settings import ServeSettings
 from fettle.slo.calibrate import Calibration
-from fettle.slo.journal import Tested
+from fettle.slo.kept import Tested
 from fettle.slo.overheads import Overheads
 from fettle.slo.simulate import Costs
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from fettle.errors import UsageError
+from fettle.journal import Journal
 from fettle.load.arrivals import poisson
 from fettle.load.client import Request, tensor_request
 from fettle.load.loops import open_loop
@@ -19,7 +20,7 @@ from fettle.package.host import host_id
 from fettle.package.manifest import SAMPLES, Package
 from fettle.package.settings import CostCurve, ServeSettings
 from fettle.slo.calibrate import Stopped
-from fettle.slo.journal import Journal, Tested, package_key
+from fettle.slo.kept import Tested, package_key
 from fettle.slo.points import Point, SearchResult, Setting
 from fettle.slo.server_process import ServerFailure, ServerProcess, ServerStats
 from fettle.slo.simulate import Costs, simulate
@@ -101,19 +102,20 @@ async def prove(
     async def test(rate: float) -> Tested:
         nonlocal served
         length = test_s(rate, seconds)
-        key = f"{package_key(package)} {setting} {rate:.6g}/s {length:.6g}s {limit_s:g}s"
-        if key not in journal.tests:
+        key = f"test {package_key(package)} {setting} {rate:.6g}/s {length:.6g}s {limit_s:g}s"
+        tested = journal.answer(key, Tested)
+        if tested is None:
             if stop is not None and stop.is_set():
                 raise Stopped
             on_progress(f"{rate:.4g} requests/s on {setting}")
             served = served or await ServerProcess.start(package, settings, setting.device)
-            journal.tests[key] = await _test(served, package, point, costs, rate, length, limit_s, stop)
-            journal.save()
+            tested = await _test(served, package, point, costs, rate, length, limit_s, stop)
+            journal.put(key, tested)
         else:
             result.tests_kept += 1
         result.tests += 1
-        point.memory_bytes = journal.tests[key].inside.memory_bytes or point.memory_bytes
-        return journal.tests[key]
+        point.memory_bytes = tested.inside.memory_bytes or point.memory_bytes
+        return tested
 
     try:
         point.measured = await bracket(

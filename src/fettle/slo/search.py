@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from fettle.journal import Journal
 from fettle.load.arrivals import poisson
 from fettle.package.host import host_id
 from fettle.package.manifest import Package
 from fettle.slo.calibrate import Calibration, Stopped, calibrate
-from fettle.slo.journal import Journal, package_key
+from fettle.slo.kept import open_journal, package_key
 from fettle.slo.outcome import explain, front, how_much_slower
 from fettle.slo.overheads import Overheads, measure_overheads
 from fettle.slo.points import Branch, Failure, Measured, Point, SearchResult, Setting, Variant
@@ -59,7 +60,8 @@ async def search(
     variants = [Variant("", packages)] if isinstance(packages, Package) else list(packages)
     result = SearchResult(limit_s, rate=rate, headroom=headroom, failures=list(failures))
     by_name = {variant.name: variant for variant in variants}
-    work = _Search(result, by_name, Journal(keep), on_progress, stop or asyncio.Event(), seconds, most_rows, cores)
+    journal = open_journal(keep)
+    work = _Search(result, by_name, journal, on_progress, stop or asyncio.Event(), seconds, most_rows, cores)
     try:
         await work.calibrate(variants, devices)
         if work.possible():
@@ -68,6 +70,8 @@ async def search(
             await work.confirm(confirm)
     except Stopped:
         result.interrupted = True
+    finally:
+        journal.close()
     work.finish(prices or {})
     result.seconds = time.monotonic() - began
     return result
@@ -113,8 +117,9 @@ class _Search:
         self._tried.add(branch)
         package = self.variants[branch.variant].package
         most = min(self.most_rows, package.manifest.max_rows)
-        key = f"{package_key(package)} {branch.device} {branch.workers}x{branch.threads} {most} {self.result.limit_s:g}"
-        calibration = self.journal.calibrations.get(key)
+        where = f"{branch.device} {branch.workers}x{branch.threads}"
+        key = f"calibration {package_key(package)} {where} {most} {self.result.limit_s:g}"
+        calibration = self.journal.answer(key, Calibration)
         if calibration is None:
             self._check_memory(branch)
             try:
@@ -125,8 +130,7 @@ class _Search:
                 )  # fmt: skip
             except _TooMuch as failure:
                 calibration = Calibration({}, {0: str(failure)})
-            self.journal.calibrations[key] = calibration
-            self.journal.save()
+            self.journal.put(key, calibration)
         else:
             self._until -= CALIBRATION_S
         for rows, why in calibration.failures.items():
@@ -200,8 +204,9 @@ class _Search:
         self._check()
         package = self.variants[setting.variant].package
         branch, rows = setting.branch, setting.max_rows
-        key = f"{package_key(package)} {branch.device} {branch.workers}x{branch.threads} {rows}"
-        if key not in self.journal.overheads:
+        key = f"overheads {package_key(package)} {branch.device} {branch.workers}x{branch.threads} {rows}"
+        overheads = self.journal.answer(key, Overheads)
+        if overheads is None:
             self.progress(f"what serving adds, with {branch}")
             curve = self.result.branches[branch].costs.curve
             at_once = replace(setting, delay_s=0.0)
@@ -210,16 +215,14 @@ class _Search:
                 served = await ServerProcess.start(package, settings, branch.device)
                 try:
                     requests = sample_requests(package, served.url)
-                    self.journal.overheads[key] = await measure_overheads(
-                        served, requests, curve, workers=branch.workers, max_rows=rows
-                    )
+                    overheads = await measure_overheads(served, requests, curve, workers=branch.workers, max_rows=rows)
                 finally:
                     await served.close()
             except ServerFailure as failure:
                 self.result.failures.append(Failure(f"a server with {branch}", str(failure)))
                 return None
-            self.journal.save()
-        return self.journal.overheads[key]
+            self.journal.put(key, overheads)
+        return overheads
 
     async def refine_workers(self) -> None:
         """Numbers of workers between the best one and its neighbours."""

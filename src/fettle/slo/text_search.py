@@ -21,6 +21,7 @@ import numpy as np
 
 from fettle.errors import UsageError
 from fettle.files import plain
+from fettle.journal import Journal
 from fettle.load.arrivals import poisson
 from fettle.load.run import Run, TextLimits, as_data
 from fettle.load.texts import TextLine, text_requests
@@ -29,7 +30,7 @@ from fettle.package.handlers.text import read_tokenizer
 from fettle.package.manifest import Package
 from fettle.package.settings import ServeSettings
 from fettle.slo.calibrate import Stopped
-from fettle.slo.journal import Journal, Tested, package_key
+from fettle.slo.kept import Tested, open_journal, package_key
 from fettle.slo.points import Failure, Outcome, Proven
 from fettle.slo.proof import bracket, loaded
 from fettle.slo.server_process import ServerFailure, ServerProcess
@@ -104,7 +105,8 @@ async def search_texts(
     lines, prompts, note = fitting(package, lines)
     result = TextSearch(limits, prompts, [line.max_tokens for line in lines], rate=rate, headroom=headroom)
     result.why += [note] if note else []
-    work = _Search(package, lines, result, Journal(keep), on_progress, stop or asyncio.Event(), seconds)
+    journal = open_journal(keep)
+    work = _Search(package, lines, result, journal, on_progress, stop or asyncio.Event(), seconds)
     try:
         for threads in sorted({cores, max(1, cores - 1)} if device == "cpu" else {1}):  # one left for the server
             await work.calibrate(min(most_rows, package.manifest.max_rows), threads, device)
@@ -113,6 +115,8 @@ async def search_texts(
             await work.confirm(confirm)
     except Stopped:
         result.interrupted = True
+    finally:
+        journal.close()
     result.points.sort(key=lambda point: point.order)
     result.why += explain(result)
     result.seconds = time.monotonic() - began
@@ -163,15 +167,14 @@ class _Search:
         """What steps cost."""
         result = self.result
         prompt = max(result.prompts)
-        key = f"{package_key(self.package)} {device} {threads} threads {most} texts {prompt} {self.longest}"
-        costs = self.journal.text_costs.get(key)
+        key = f"costs {package_key(self.package)} {device} {threads} threads {most} texts {prompt} {self.longest}"
+        costs = self.journal.answer(key, TextCosts)
         if costs is None:
             costs = await asyncio.to_thread(
                 calibrate_texts, self.package, most=most, prompt=prompt, whole=self.longest, threads=threads,
                 device=device, on_progress=self.on_progress, stopped=self.stop.is_set,
             )  # fmt: skip
-            self.journal.text_costs[key] = costs
-            self.journal.save()
+            self.journal.put(key, costs)
         if costs.writing and (costs.prompts or not costs.keeps):
             result.costs[threads], result.scale[threads] = costs, 1.0
         result.failures += [Failure(what, why) for what, why in costs.failures.items()]
@@ -239,17 +242,18 @@ class _Search:
             length = min(LONGEST_S, max(self.seconds, TEXTS / rate))
             limits = f"{result.limits.ttft_s:g}s {result.limits.itl_s:g}s"
             texts = hash_of(result.prompts, result.outputs)
-            key = f"{package_key(self.package)} {setting} {rate:.6g}/s {length:.6g}s {limits} {texts}"
-            if key not in self.journal.tests:
+            key = f"test {package_key(self.package)} {setting} {rate:.6g}/s {length:.6g}s {limits} {texts}"
+            tested = self.journal.answer(key, Tested)
+            if tested is None:
                 self._check()
                 self.on_progress(f"{rate:.4g} texts/s on {setting}")
                 served = served or await ServerProcess.start(self.package, self.settings(setting), setting.device)
-                self.journal.tests[key] = await self._test(served, setting, rate, length)
-                self.journal.save()
+                tested = await self._test(served, setting, rate, length)
+                self.journal.put(key, tested)
             else:
                 result.tests_kept += 1
             result.tests += 1
-            return self.journal.tests[key]
+            return tested
 
         try:
             point.measured = await bracket(point.tests, result.why, point.predicted, to_beat, bool(to_beat), test)

@@ -152,7 +152,7 @@ def _look(path: Path) -> tuple[str, str]:
     if name.endswith(".csv"):
         rows = _head(path).startswith(b"Benchmark,TS failed requests,")
         return ("load", "load tests in TorchServe's columns") if rows else ("", "")
-    if name in ("recipe.toml", "optimized.py", "history.jsonl"):
+    if name in _OTHERS:
         return "results", _OTHERS[name]
     if name.endswith((".pickle", ".pkl")):
         is_snapshot = _head(path).startswith((b"\x80", b"(")) and any(
@@ -164,11 +164,12 @@ def _look(path: Path) -> tuple[str, str]:
 
 _BY_STATE = "SELECT state, count(*) FROM trials GROUP BY state"
 _STATUS = "SELECT value_json FROM trial_user_attributes WHERE key = 'status' LIMIT 1000000"
-_RESULTS = {"result.json", "study.json", "improve.json", "measured.json"}
+_RESULTS = {"result.json", "study.json", "improve.json"}
 _OTHERS = {
     "recipe.toml": "the recipe, for fettle.apply",
     "optimized.py": "the same as plain PyTorch",
     "history.jsonl": "what the gate found, one race a line",
+    "measured.jsonl": "what a search under load measured, for the same command to go on",
 }
 
 

@@ -179,7 +179,7 @@ def _of_texts(
         stop = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
         return await search_texts(
-            package, lines, limits, keep=folder / "measured.json", on_progress=progress, stop=stop, **options
+            package, lines, limits, keep=folder / "measured.jsonl", on_progress=progress, stop=stop, **options
         )  # fmt: skip
 
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
@@ -269,7 +269,7 @@ class _Work:
             raise UsageError("; ".join(f"{failure.what}: {failure.why}" for failure in failures))
         return await search(
             variants,
-            keep=folder / "measured.json",
+            keep=folder / "measured.jsonl",
             failures=failures,
             on_progress=progress,
             stop=stop,

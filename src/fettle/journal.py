@@ -1,4 +1,4 @@
-"""What a search has measured so far, on disk after each slice, so that a killed search goes on where it was.
+"""What was measured, on disk as soon as it is known, so that a search that was killed goes on where it was.
 
 A search decides by what was measured and by nothing else, so one that is started again asks the same questions in the
 same order, and the journal answers those that were answered before.
@@ -7,22 +7,23 @@ same order, and the journal answers those that were answered before.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 
 from fettle.errors import UsageError
-from fettle.inputs.setting import Setting
 
-_FORMAT, _VERSION = "fettle data journal", 3
-_LARGEST = 16 << 20
+_FORMAT, _VERSION = "journal", 3
+_LARGEST = 64 << 20
+
+T = TypeVar("T")
 
 
 class Line(msgspec.Struct):
-    """One answer, or why there is none: of a setting in a round, or of a named question."""
+    """One answer, or why there is none."""
 
     key: str
     answer: msgspec.Raw = msgspec.Raw(b"null")
@@ -30,11 +31,12 @@ class Line(msgspec.Struct):
 
 
 class Journal:
-    """Lines by question. `path` None keeps nothing. Raises `UsageError` for a file that is not a journal or in use."""
+    """Lines by question, of the command that `writer` names. Those are of use that were `made_for` the same. `path`
+    None keeps nothing on disk. Raises `UsageError` for a file that is not such a journal or in use."""
 
-    def __init__(self, path: Path | None, made_for: dict[str, Any]) -> None:
+    def __init__(self, path: Path | None = None, writer: str = "fettle", made_for: Mapping[str, object] = {}) -> None:
         self.lines: dict[str, Line] = {}
-        self.path = path
+        self.path, self._writer = path, writer
         self._descriptor = -1
         if path is None:
             return
@@ -42,7 +44,7 @@ class Journal:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(f"{path}: another fettle data writes there; wait for it, or give `keep`") from None
+            raise UsageError(f"{path}: another {writer} writes there; wait for it, or give `keep`") from None
         except OSError as error:
             raise UsageError(f"{path}: the measurements cannot be kept there ({error.strerror}); give `keep`") from None
         self._read(made_for)
@@ -50,6 +52,14 @@ class Journal:
     def get(self, key: str) -> Line | None:
         """What is known of a question."""
         return self.lines.get(key)
+
+    def answer(self, key: str, form: type[T]) -> T | None:
+        """The answer to a question where there is one that can be read as `form`."""
+        line = self.lines.get(key)
+        try:
+            return None if line is None or line.failure else msgspec.json.decode(line.answer, type=form)
+        except (ValueError, RecursionError):
+            return None
 
     def put(self, key: str, answer: object = None, failure: str = "") -> Line:
         """Keep an answer, or why there is none: on disk when this returns."""
@@ -59,23 +69,23 @@ class Journal:
             os.fsync(self._descriptor)
         return line
 
-    def close(self, done: bool) -> None:
-        """A search that came to its end needs no journal; the next one measures anew."""
+    def close(self, *, delete: bool = False) -> None:
+        """Let go of the file, and `delete` it where nobody will ask again."""
         if self._descriptor >= 0:
-            if done and self.path is not None:
+            if delete and self.path is not None:
                 self.path.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _read(self, made_for: dict[str, Any]) -> None:
-        head = msgspec.json.encode({"format": f"{_FORMAT} {_VERSION}", **made_for})
+    def _read(self, made_for: Mapping[str, object]) -> None:
+        head = msgspec.json.encode({"format": f"{self._writer} {_FORMAT} {_VERSION}", **made_for})
         size = os.fstat(self._descriptor).st_size
         if size > _LARGEST:
-            raise UsageError(f"{self.path}: too large for measurements of fettle data; give `keep` another file")
+            raise UsageError(f"{self.path}: too large for measurements of {self._writer}; give `keep` another file")
         text = os.pread(self._descriptor, size, 0)
         first, _, rest = text.partition(b"\n")
-        if text and _FORMAT.encode() not in first[:64]:
-            raise UsageError(f"{self.path} holds no measurements of fettle data; give `keep` another file")
+        if text and f"{self._writer} {_FORMAT}".encode() not in first[:64]:
+            raise UsageError(f"{self.path} holds no measurements of {self._writer}; give `keep` another file")
         kept = [head]
         if first == head:  # else it is of another version, program, machine or length of slices: measured anew
             for raw in rest.split(b"\n"):
@@ -89,27 +99,3 @@ class Journal:
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         os.write(self._descriptor, b"\n".join(kept) + b"\n")
         os.fsync(self._descriptor)
-
-
-def default_path(target: str) -> Path | None:
-    """Beside the target's file, or in the current folder; None where nothing can be written there."""
-    place, _, name = target.rpartition(":")
-    folder = Path(place).parent if place.endswith(".py") else Path()
-    if (place.endswith(".py") and not Path(place).is_file()) or not os.access(folder, os.W_OK):
-        return None
-    stem = Path(place).stem if place.endswith(".py") else place.replace("/", ".")
-    return folder / f".{stem}-{name.replace('/', '.')}.fettle-data"
-
-
-def content_hash(target: str) -> str:
-    """Hash of the target's own file, so that a changed pipeline is measured anew; empty for a module."""
-    place = Path(target.rpartition(":")[0])
-    try:
-        return hashlib.sha256(place.read_bytes()).hexdigest()[:16] if place.suffix == ".py" else ""
-    except OSError:
-        return ""
-
-
-def key(setting: Setting, number: int) -> str:
-    """The question: this setting in this round."""
-    return f"{number} {setting.name}"
