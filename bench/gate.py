@@ -72,20 +72,25 @@ def repository(folder: Path, planted: str) -> Path:
     return folder / "model.py"
 
 
-def own_repository(folder: Path, number: int) -> Path:
-    """fettle's own, at its `number`th commit from the last that changed more than results."""
+def own_commits(most: int) -> list[str]:
+    """The last of fettle's own commits that changed more than results."""
+    words = ["--format=%h", "--first-parent", f"-{most}", "--", "src", "workloads", "docs", "tests"]
+    return git(HERE.parent, "log", *words).split()
+
+
+def own_repository(folder: Path, commit: str) -> Path:
+    """fettle's own, at a commit."""
     git(folder, "clone", "-q", "--shared", str(HERE.parent), "fettle")
     clone = folder / "fettle"
-    commits = git(clone, "log", "--format=%H", "--first-parent", "--", "src", "workloads", "docs", "tests").split()
-    git(clone, "checkout", "-q", commits[number])
+    git(clone, "checkout", "-q", commit)
     return clone / "workloads" / "lstm.py"
 
 
-def piece(planted: str, beside: str, number: int) -> dict[str, object]:
-    """One gate."""
+def piece(planted: str, beside: str, name: str) -> dict[str, object]:
+    """One gate; `name` is its number, or the commit of fettle's own history."""
     with tempfile.TemporaryDirectory() as folder, neighbour(beside):
         own = planted == OWN
-        model = own_repository(Path(folder), number) if own else repository(Path(folder), planted)
+        model = own_repository(Path(folder), name) if own else repository(Path(folder), planted)
         limit = PLANTED["none" if own else planted][1]
         settings = Settings(fail_slower=limit, output=Path(folder) / "out")
         began = time.monotonic()
@@ -138,8 +143,9 @@ def main() -> None:
     empty: dict[str, object] = {"machine": this_machine().summary, "pieces": {}}
     seen = json.loads(options.output.read_text()) if options.output.exists() else empty
     pieces, longest, end = seen["pieces"], 0.0, time.monotonic() + 60 * options.minutes
-    order = [f"{planted} {beside} {number}" for number in range(options.repeats) for beside in options.neighbours
-             for planted in options.planted]  # fmt: skip
+    own = own_commits(options.repeats)
+    order = [f"{planted} {beside} {own[number] if planted == OWN else number}" for number in range(options.repeats)
+             for beside in options.neighbours for planted in options.planted]  # fmt: skip
     for key in [] if options.show else order:
         if key in pieces:
             continue
@@ -147,9 +153,9 @@ def main() -> None:
             break
         if not alone(end):
             break
-        planted, beside, number = key.split(" ")
+        planted, beside, name = key.split(" ")
         began = time.monotonic()
-        pieces[key] = piece(planted, beside, int(number))
+        pieces[key] = piece(planted, beside, name)
         longest = max(longest, time.monotonic() - began)
         print(key, pieces[key], flush=True)
         options.output.write_text(json.dumps({**seen, "summary": summary(pieces)}, indent=1) + "\n")

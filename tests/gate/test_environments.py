@@ -1,6 +1,8 @@
 """The environment of one side of a gate: how it is named, and how one is built from a lock file."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -69,7 +71,58 @@ def test_what_an_environment_is_built_with(tmp_path: Path, monkeypatch: pytest.M
     assert calls("requirements.txt", "gone/requirements.txt") == [["-r", "requirements.txt"], ["psutil"]]
     assert calls("constraints.txt") == [[".", "-c", "constraints.txt"], ["psutil", "-c", "constraints.txt"]]
     assert environments.can_build(["requirements-dev.txt"])
-    assert not environments.can_build(["poetry.lock", "environment.yml"])
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}" if name == "poetry" else None)
+    assert environments.can_build(["poetry.lock", "pyproject.toml"])
+    assert not environments.can_build(["uv.lock", "pixi.lock", "environment.yml"])
+    made = environments._commands(tmp_path, ["uv.lock", "poetry.lock", "requirements.txt"], home)
+    assert made[1:] == [["poetry", "install", "--no-interaction"], [*made[2][:6], "psutil"]]
+
+
+PROJECT = """
+[project]
+name = "project"
+version = "0"
+requires-python = ">=3.11"
+dependencies = [{dependency}]
+[tool.poetry]
+package-mode = false
+[tool.pdm]
+distribution = false
+[tool.uv]
+package = false
+"""
+MAKES_LOCK = {
+    "uv": ("uv.lock", ["uv", "lock", "--offline"]),
+    "poetry": ("poetry.lock", ["poetry", "lock"]),
+    "pdm": ("pdm.lock", ["pdm", "lock"]),
+    "pipenv": ("Pipfile.lock", ["pipenv", "lock"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", MAKES_LOCK)
+def test_what_the_tools_lock_is_installed_where_it_belongs(
+    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which(tool) is None:
+        pytest.skip(f"{tool} is not installed")
+    wheel = tmp_path / _wheel(tmp_path, "dependency", "1.0", **{"dependency.py": "SECONDS = 0.02\n"})
+    here = "\n".join(path for path in sys.path if path and Path(path).is_dir())
+    ours = _wheel(tmp_path, "ours", "1.0", **{"ours.pth": here + "\n"})
+    monkeypatch.setattr(environments, "_needs", lambda: [str(tmp_path / ours)])
+    place = tmp_path / "checkout"
+    place.mkdir()
+    if tool == "pipenv":
+        (place / "Pipfile").write_text(f'[packages]\ndependency = {{file = "{wheel.as_uri()}"}}\n')
+    else:
+        (place / "pyproject.toml").write_text(PROJECT.format(dependency=f'"dependency @ {wheel.as_uri()}"'))
+    lock, command = MAKES_LOCK[tool]
+    env = {**os.environ, "PIPENV_VENV_IN_PROJECT": "1"}
+    subprocess.run(command, cwd=place, check=True, capture_output=True, env=env)
+    built = environments.build(place, [lock], tmp_path / "out", lambda text: None)
+    said = subprocess.run([built.path, "-c", "import dependency; print(dependency.__file__)"], check=True, text=True,
+                          capture_output=True, cwd=tmp_path)  # fmt: skip
+    assert said.stdout.startswith(str(tmp_path / "out"))
 
 
 def test_an_environment_that_cannot_be_built_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

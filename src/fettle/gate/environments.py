@@ -17,6 +17,16 @@ from fettle.procs.interpreter import Interpreter, find_interpreters, look
 
 _WORKER = "fettle.measure._worker"
 _PIP_FILE = re.compile(r"(requirements|constraints)[^/]*\.(txt|lock)$|requirements/[^/]+\.txt$")
+_TOOLS = {
+    "uv.lock": ("uv", "sync", "--frozen", "--inexact"),
+    "poetry.lock": ("poetry", "install", "--no-interaction"),
+    "pdm.lock": ("pdm", "sync"),
+    "Pipfile.lock": ("pipenv", "sync"),
+}
+"""What installs a tool's lock file into the virtual environment that is active."""
+_ACTIVE = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "POETRY_ACTIVE",
+           "PIPENV_ACTIVE", "PDM_PROJECT_ROOT")  # fmt: skip
+"""Variables that say which environment or project is active here."""
 _MINUTES = 30
 """Longest installation."""
 
@@ -34,7 +44,7 @@ def named(path: str, folder: Path) -> Interpreter:
 
 def can_build(locks: Sequence[str]) -> bool:
     """Whether an environment can be built from these files."""
-    return any(_PIP_FILE.search(name) or (name == "uv.lock" and shutil.which("uv")) for name in locks)
+    return bool(_tool(locks)) or any(_PIP_FILE.search(name) for name in locks)
 
 
 def build(place: Path, locks: Sequence[str], folder: Path, say: Callable[[str], None]) -> Interpreter:
@@ -53,14 +63,19 @@ def build(place: Path, locks: Sequence[str], folder: Path, say: Callable[[str], 
     return _able(found, folder, f"the environment of {', '.join(locks[:3])}")
 
 
+def _tool(locks: Sequence[str]) -> list[str]:
+    """What installs one of these lock files, where it is a tool's and that is at hand; else empty."""
+    known = [_TOOLS[name] for name in locks if name in _TOOLS and shutil.which(_TOOLS[name][0])]
+    return list(known[0]) if known else []
+
+
 def _commands(place: Path, locks: Sequence[str], home: Path) -> list[list[str]]:
     """What builds the environment, in the checkout's folder."""
-    python = str(home / "bin" / "python")
+    make = [sys.executable, "-m", "venv", str(home)]
+    pip = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     needs = _needs()
-    if "uv.lock" in locks and shutil.which("uv"):
-        return [["uv", "sync", "--frozen", "--python", sys.executable],
-                ["uv", "pip", "install", "--python", python, *needs]]  # fmt: skip
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    if tool := _tool(locks):
+        return [make, tool, [*pip, *needs]]
     files = [name for name in locks if _PIP_FILE.search(name) and (place / name).exists()]
     lists = [name for name in files if "constraints" not in name]
     wanted = [word for name in lists for word in ("-r", name)]
@@ -69,7 +84,7 @@ def _commands(place: Path, locks: Sequence[str], home: Path) -> list[list[str]]:
         wanted = ["."]  # constraints alone say no more than which versions of what the project asks for
     install = [[*pip, *wanted, *bounds]] if wanted else []
     # Hashes, where a list has them, are asked of everything in one call: what fettle needs comes in another.
-    return [[sys.executable, "-m", "venv", str(home)], *install, [*pip, *needs, *bounds]]
+    return [make, *install, [*pip, *needs, *bounds]]
 
 
 def _needs() -> list[str]:
@@ -84,11 +99,13 @@ def _needs() -> list[str]:
 
 
 def _run(command: Sequence[str], place: Path, home: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment = {name: value for name, value in os.environ.items() if name not in _ACTIVE}
+    environment |= {"VIRTUAL_ENV": str(home), "UV_PROJECT_ENVIRONMENT": str(home), "PDM_IGNORE_SAVED_PYTHON": "1",
+                    "PATH": f"{home / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}  # fmt: skip
     try:
         done = subprocess.run(
             command, cwd=place, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL,
-            timeout=60 * _MINUTES, env={**environment, "UV_PROJECT_ENVIRONMENT": str(home)},
+            timeout=60 * _MINUTES, env=environment,
         )  # fmt: skip
         lines = (done.stderr or done.stdout).strip().splitlines()
         problem = "" if done.returncode == 0 else next((line for line in lines if "error" in line.lower()), "it failed")
