@@ -473,6 +473,10 @@ def test_tensors_are_changed_wherever_they_lie_and_the_tree_is_left_alone() -> N
 
 def test_a_line_of_an_error_has_no_colours() -> None:
     assert first_line(ValueError("\x1b[96mred\x1b[0m\nmore")) == "ValueError: red"
+    openvino = "Check 'false' failed at src/report.cpp:151:\nFrontEnd API failed:\n-- No conversion rule for x\n"
+    assert first_line(RuntimeError(openvino)) == "RuntimeError: No conversion rule for x"
+    torch_says = "Could not run 'f' on the 'SparseCPU' backend. This could be because the operator is not there"
+    assert first_line(RuntimeError(torch_says)).endswith("backend.")
 
 
 def test_a_model_without_weights_is_one_line() -> None:

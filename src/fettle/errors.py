@@ -10,6 +10,7 @@ import traceback
 _HERE = os.path.dirname(__file__) + os.sep
 _INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python3", "/Lib/")
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
+_OPENVINO = re.compile(r"(Check '.*' failed at|Exception from) \S+:\d+:$")
 
 
 class UsageError(Exception):
@@ -58,6 +59,10 @@ def is_program(file: str) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first non-empty line of an error's text, with its type: ``ValueError: too few channels``."""
+    """What an error's text says first, on one line and with its type: ``ValueError: too few channels``."""
     lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if lines and _OPENVINO.match(lines[0]):  # the place in its source, headings, then what is wrong
+        lines = [line.removeprefix("-- ") for line in lines if not line.endswith(":")] or lines
+        lines.sort(key=lambda line: not line.startswith("No conversion rule"))
+    said = lines[0].partition(" This could be because the operator")[0] if lines else ""
+    return f"{type(error).__name__}: {said}" if lines else type(error).__name__

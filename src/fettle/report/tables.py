@@ -15,6 +15,8 @@ from fettle.report import _format as fmt
 from fettle.result import Outcome
 from fettle.techniques import parts_sentence
 
+_ALIKE = 3
+"""Recipes that failed for one reason and are named; the others are counted."""
 _STYLES = {"winner": "bold green", "rejected": "yellow", "over limit": "yellow", "baseline": "bold"}
 
 
@@ -23,8 +25,12 @@ def print_result(result: Outcome, console: Console) -> None:
     result = clean(result)
     console.print()
     console.print(result_table(result, wide=console.width >= 120))
+    by_reason: dict[str, list[str]] = {}
     for trial in _facts.failed(result):
-        console.print(f"[red]failed[/] {escape(_facts.name_of(trial.recipe))}: {escape(trial.reason)}")
+        by_reason.setdefault(trial.reason, []).append(_facts.name_of(trial.recipe))
+    for reason, alike in by_reason.items():
+        more = f" and {len(alike) - _ALIKE} more" if len(alike) > _ALIKE else ""
+        console.print(f"[red]failed[/] {escape(', '.join(alike[:_ALIKE]))}{more}: {escape(reason)}")
     if result.facts.parts:
         console.print(f"[dim]{escape(parts_sentence(result.facts))}[/]")
     if result.left_out:
