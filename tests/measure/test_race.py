@@ -304,6 +304,7 @@ def test_what_is_wrong_with_a_model_is_one_line(body: str, inputs: str, words: s
     [
         ("return self.layer(x.mul_(2))", "[torch.randn(4, 3), torch.randn(4, 3)]", "Net()"),  # writes into its input
         ("return self.lazy(x)", "[torch.randn(4, 3)]", "Net()"),
+        ("self.mean = (self.mean + x.mean()) / 2; return self.layer(x) + self.mean", "[torch.ones(4, 3)]", "Net()"),
         ("return self.layer(x)", "[torch.randn(4, 3)]", "torch.export.export(Net(), (torch.randn(4, 3),)).module()"),
         ("return self.layer(x)", "[torch.randn(4, 3)]", "torch.jit.script(torch.nn.Linear(3, 2))"),
     ],
@@ -319,8 +320,36 @@ def test_odd_models_are_judged_right(body: str, inputs: str, model: str, tmp_pat
     assert prepared.accuracy.problem == ""
 
 
+def test_an_output_that_is_nothing_but_rounding_is_not_judged(tmp_path: Path) -> None:
+    wide = "torch.sin(self.layer(x).repeat(1, 64) * torch.arange(128))"
+    body = f"y = torch.nn.functional.layer_norm({wide}, (128,)); return {{'y': y, 'mean': y.mean()}}"
+    state = State()
+    _inference.build(state, Build(_module(tmp_path, body, "[torch.randn(4, 3), torch.randn(4, 3)]")))
+    written = _inference.reference(state, WriteReference(str(tmp_path / "reference.pt")))
+    (note,) = written.notes
+    assert note.startswith("zero but for rounding, and not judged: the output's ")
+    assert note.endswith("mean")
+    assert written.float32_error < 1e-5
+
+
+def test_the_reference_of_padded_rows_is_what_the_model_as_given_answers(tmp_path: Path) -> None:
+    """Without gradients torch's encoder leaves padding out, and answers zeros there."""
+    encoder = "torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()"
+    batch = "dict(src=torch.randn(2, 5, 8), src_key_padding_mask=torch.arange(5)[None] > torch.tensor([[4], [2]]))"
+    target = _write(tmp_path, f"import torch\ndef workload():\n    return {encoder}, [{batch}, {batch}]")
+    state, path = State(), str(tmp_path / "reference.pt")
+    _inference.build(state, Build(target))
+    (note,) = _inference.reference(state, WriteReference(path)).notes
+    assert "leaves out what is padded" in note
+    plain = "def optimize(model, batches):\n    return model\n"
+    state = State()
+    _inference.build(state, Build(target))
+    assert _inference.prepare(state, Prepare(plain, "plain", path)).accuracy.error < 1e-5
+
+
 def _module(folder: Path, body: str, inputs: str, model: str = "Net()") -> Target:
     lazy = "self.lazy = torch.nn.LazyLinear(2)" if "lazy" in body else ""
+    mean = "self.register_buffer('mean', torch.zeros(()))" if "self.mean" in body else ""
     return _write(
         folder,
         f"""
@@ -329,7 +358,7 @@ def _module(folder: Path, body: str, inputs: str, model: str = "Net()") -> Targe
             def __init__(self):
                 super().__init__()
                 self.layer = torch.nn.Linear(3, 2)
-                {lazy}
+                {lazy}{mean}
             def forward(self, x):
                 {body}
         def workload():

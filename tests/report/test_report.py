@@ -197,6 +197,14 @@ def test_where_only_the_baseline_was_measured_it_says_what_to_do() -> None:
         assert headline(alone) in ("Nothing to compare", "No winner")
 
 
+def test_a_model_that_is_off_its_own_reference_is_said_first() -> None:
+    given = ALL["no winner"].baseline
+    off = dataclasses.replace(given, accuracy=dataclasses.replace(given.accuracy, error=0.5))
+    trials = [off, *(one for one in ALL["no winner"].trials if one.recipe.levels)]
+    result = dataclasses.replace(ALL["no winner"], trials=trials, baseline_again=None)
+    assert "the model as given is off its own float64 reference by 0.5, more than the limit" in verdict(result)
+
+
 def test_what_was_not_measured_is_never_kept() -> None:
     result = resnet()
     unknown = trial(BEST, 40.0, math.nan, mib=None)

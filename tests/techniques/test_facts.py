@@ -100,6 +100,17 @@ def test_odd_models(model, batch):
     assert not facts.uses_sdpa
 
 
+def test_an_exported_program_has_one_mode_and_torchscript_is_not_compiled():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
+    batch = torch.rand(3, 4)
+    exported = probe_facts(Workload(torch.export.export(model.eval(), (batch,)).module(), [batch]))
+    assert not exported.training
+    assert not exported.train_mode_differs
+    scripted = probe_facts(Workload(torch.jit.script(model), [batch]))
+    assert "TorchScript" in conflict(Recipe({"compile": "default"}), scripted)
+    assert "TorchScript" in conflict(Recipe({"runtime": "aoti"}), scripted)
+
+
 def test_input_is_not_written_into():
     batch = torch.ones(3)
     probe_facts(Workload(lambda x: x.add_(1), [batch]))

@@ -72,7 +72,8 @@ def hides_text(workload: Workload) -> bool:
 def probe(state: State, request: Probe) -> Probed:
     """See that the model takes its inputs, and gather the facts."""
     check_inputs(brief(state.workload))
-    facts = probe_facts(state.workload, allow_batch=request.allow_batch)
+    with buffers_kept(state.workload.model):  # the reference starts from them
+        facts = probe_facts(state.workload, allow_batch=request.allow_batch)
     if state.derived_check:  # the same rows again: what calibrates a recipe must not judge it
         parts = {name: replace(part, calibration_batches=0) for name, part in facts.parts.items()}
         facts = replace(facts, calibration_batches=0, parts=parts)

@@ -17,6 +17,7 @@ import torch
 
 from fettle.machine import measure_peaks
 from fettle.measure._notes import Notes, compile_cache
+from fettle.measure._reference import buffers_kept
 from fettle.measure._trial import Accuracy
 from fettle.measure._waits import Waits, busiest, one_core_each, without_waits
 from fettle.measure.messages import Examine, Examined, MeasurePeaks, Peaks, Prepared, SliceTaken, TakeSlice
@@ -64,7 +65,8 @@ def examine(state: State, request: Examine) -> Examined:
     module, _, name = request.function.partition(":")
     function = getattr(importlib.import_module(module), name)
     writes = {"path": request.path} if request.path else {}
-    evidence = function(state.workload, seconds=request.seconds, **writes)
+    with buffers_kept(state.workload.model):
+        evidence = function(state.workload, seconds=request.seconds, **writes)
     return Examined(evidence=msgspec.Raw(msgspec.msgpack.encode(evidence)), load_s=state.load_s)
 
 

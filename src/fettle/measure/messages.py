@@ -140,6 +140,8 @@ class Reference(Answer, frozen=True, kw_only=True):
     noise: float = 0.0
     float32_error: float | None = None
     """Error of the model in eval mode in its own precision against the reference: the yardstick."""
+    notes: Sequence[str] = ()
+    """What the user should know of it."""
     metric: float | None = None
     metric_problem: str = ""
     seconds: float

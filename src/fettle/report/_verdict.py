@@ -162,6 +162,12 @@ def _no_winner(result: Outcome) -> str:
         return f"No winner: the model as given could not be measured ({baseline.reason or 'no reason recorded'})."
     if not any(ran(trial) for trial in result.trials):
         return f"No winner: all {len(result.trials)} trials failed."
+    if baseline is not None and any(check.name == "relative error" for check in misses(result, baseline)):
+        return (
+            f"No winner: the model as given is off its own {result.reference.dtype} reference by "
+            f"{fmt.error(baseline.accuracy.error)}, more than the limit. Where it keeps state from call to call, give "
+            "a `call` that resets it, or a `metric`; where its own precision is that coarse, a larger `max_error`."
+        )
     if result.nearest:
         near = result.nearest[0]
         missed = miss_text(result, near)

@@ -33,6 +33,8 @@ class Facts:
     device: str = "cpu"
     """Device type of the model's parameters: ``cpu``, ``cuda``, ..."""
     is_module: bool = True
+    is_scripted: bool = False
+    """It is TorchScript: a module whose code torch.compile and torch.export cannot see."""
     training: bool = False
     train_mode_differs: bool = False
     """In train mode the outputs differ from eval mode: then eval is a precondition, not a choice."""

@@ -92,7 +92,8 @@ def _facts(workload: Workload, allow_batch: bool, forward: tuple[bool, int, int,
     return Facts(
         device=device,
         is_module=isinstance(model, torch.nn.Module),
-        training=any(child.training for child in module.modules()) and isinstance(model, torch.nn.Module),
+        is_scripted=isinstance(model, torch.jit.ScriptModule),
+        training=bool(_in_train_mode(workload)),
         train_mode_differs=train_mode_differs,
         changes_buffers=changes_buffers,
         custom_call=workload.call is not None or bool(generation),
@@ -199,9 +200,7 @@ def _forward_facts(workload: Workload) -> tuple[bool, int, int, bool, bool]:
     """Whether SDPA is called, how often between few tokens and many, how many modules write attention out, whether
     train mode changes the answers, and whether eval mode changes buffers."""
     module = workload.model if isinstance(workload.model, torch.nn.Module) else torch.nn.Module()
-    training = [child for child in module.modules() if child.training and child is not module] or (
-        [module] if module.training and isinstance(workload.model, torch.nn.Module) else []
-    )
+    training = _in_train_mode(workload)
     differs = any(_random_or_batch_dependent(child) for child in training)
     watch, manual, changes = _SeesSdpa(), 0, False
     try:
@@ -228,6 +227,20 @@ def _forward_facts(workload: Workload) -> tuple[bool, int, int, bool, bool]:
     except Exception:  # the baseline trial will say what is wrong with it
         pass
     return watch.seen, watch.uneven, manual, differs, changes
+
+
+def _in_train_mode(workload: Workload) -> list[torch.nn.Module]:
+    """The modules in train mode; none of an exported program, which has the one mode that it was exported in."""
+    module = workload.model
+    if not isinstance(module, torch.nn.Module):
+        return []
+    training = [child for child in module.modules() if child.training]
+    try:
+        with unchanged(workload, module):
+            module.eval()
+    except NotImplementedError:
+        return []
+    return training
 
 
 def _copies(module: torch.nn.Module) -> dict[str, torch.Tensor]:

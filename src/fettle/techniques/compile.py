@@ -39,6 +39,7 @@ def compile_blocks(model: torch.nn.Module, **options: Any) -> int:
     return len(blocks)
 
 
+_SCRIPTED = "the model is TorchScript, which torch.compile does not take"
 FROZEN = {"compile": "default", "freeze": "on"}
 
 
@@ -53,12 +54,13 @@ class Compile(Technique):
     cost = 2
 
     def levels(self, facts: Facts) -> list[Level]:
+        cannot = _SCRIPTED if facts.is_scripted else ""
         no_graphs = "" if facts.device == "cuda" else "it means CUDA graphs, and the work is not on a CUDA device"
         return [
             Level("off", "eager, as given"),
-            Level("default", "torch.compile, its defaults"),
-            Level("reduce-overhead", "CUDA graphs, so that a launch costs less", no_graphs),
-            Level("max-autotune", "tries several kernels for each product and convolution"),
+            Level("default", "torch.compile, its defaults", cannot),
+            Level("reduce-overhead", "CUDA graphs, so that a launch costs less", cannot or no_graphs),
+            Level("max-autotune", "tries several kernels for each product and convolution", cannot),
         ]
 
     def level_cost(self, level: str) -> int:
@@ -123,7 +125,7 @@ class Freeze(Technique):
     cost = 2
 
     def levels(self, facts: Facts) -> list[Level]:
-        why_not = "" if facts.is_module else "the model is a plain callable"
+        why_not = _SCRIPTED if facts.is_scripted else "" if facts.is_module else "the model is a plain callable"
         return [Level("off", "as given"), Level("on", "weights become constants of the compiled graph", why_not)]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:

@@ -147,6 +147,8 @@ class Runtime(Technique):
             text = "it is for a causal model of transformers in which every layer keeps every token"
         if not facts.is_module:
             cannot = "the model is a plain callable"
+        elif facts.is_scripted:
+            cannot = "the model is TorchScript, which torch.export does not take"
         elif facts.custom_call:
             cannot = "the workload has a call of its own, and an exported model has only its forward"
         elif facts.changes_buffers:

@@ -42,6 +42,8 @@ class Probed:
     """What a first look at the workload advised, the most promising first."""
     features: Mapping[str, Any] = field(default_factory=dict)
     """What that look saw of the model, as an atlas has it; empty where there was none."""
+    notes: Sequence[str] = ()
+    """What the user should know of the reference."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ def probe(
         peaks=kept.peaks,
         advice=kept.advice,
         features=kept.features,
+        notes=written.notes,
     )
 
 

@@ -184,6 +184,8 @@ class Session:
 
     def probed_as(self, probed: Probed) -> None:
         """Take what the first worker found for what this session measures by."""
+        for note in probed.notes:
+            self._remark(note)
         limits = self.standings.limits
         allowed = limits.above(probed.reference.noise).max_error
         facts = replace(probed.facts, ranks=self._ranks, nodes=self._node_count)
