@@ -42,6 +42,20 @@ def workload(loss=loss_of):
     return {"model": Net(), "optimizer": optimizer, "loss": loss, "data": [batch]}
 
 
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256, use_cache=False, tie_word_embeddings=True,
+    )  # fmt: skip
+    ids = torch.randint(0, 256, (8, 32))
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-3)
+    batch = {"input_ids": ids, "labels": ids}
+    return {"model": LlamaForCausalLM(config), "optimizer": optimizer, "loss": lambda m, b: m(**b).loss,
+            "data": [batch], "max_grad_norm": 1.0}  # fmt: skip
+
+
 def _on_rank_1(act):
     def loss(model, batch):
         if os.environ.get("RANK") == "1":

@@ -77,9 +77,9 @@ def largest_partition(sizes: Sequence[int], ranks: int) -> list[int]:
 def sent_bytes(collectives: Iterable[Collective], mesh: Mapping[str, int], ranks_per_node: int) -> tuple[int, int]:
     """Bytes that one rank sends in a step, and bytes that leave one node, both for ring collectives.
 
-    On a mesh of two dimensions the first is between nodes, one ring for each rank of a node, and the second within each.
-    Shards are gathered and reduced over theirs; all-reduces run over the other. A ring over many nodes crosses each
-    node's border once.
+    On a mesh of two dimensions the first is between nodes, one ring for each rank of a node, and the second within
+    each. Shards are gathered and reduced over theirs; all-reduces run over the other. A ring over many nodes crosses
+    each node's border once.
     """
     total = between = 0.0
     ranks = math.prod(mesh.values())

@@ -29,20 +29,22 @@ def plan_for_study(target: Target, ranks: int, device_memory_bytes: int | None, 
     device = next(workload.model.parameters()).device.type
     options: dict[str, Any] = {"device_memory_bytes": device_memory_bytes, "device": device, "mode": mode,
                                "ranks_per_node": per_node}  # fmt: skip
+    strategies = _strategies_for(workload.model, ranks, per_node)
     by_shares: dict[int, list[Strategy]] = defaultdict(list)
-    for strategy in _strategies_for(workload.model, ranks, per_node):
+    for strategy in strategies:
         by_shares[row_shares(strategy, ranks, per_node)].append(strategy)
 
-    def planned(shares: int, strategies: list[Strategy]) -> Plan:
+    def planned(shares: int, alike: list[Strategy]) -> Plan:
         def share(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[: max(1, rows // shares)] if tensor.dim() and tensor.shape[0] == rows else tensor
 
         with mode:
             part = tree_map_only(torch.Tensor, share, workload.first)
-        return plan(dataclasses.replace(whole, data=[part]), ranks, strategies=strategies, **options)
+        return plan(dataclasses.replace(whole, data=[part]), ranks, strategies=alike, **options)
 
-    plans = [planned(shares, strategies) for shares, strategies in by_shares.items()]
-    predictions = tuple(each for made in plans for each in made.predictions)
+    plans = [planned(shares, alike) for shares, alike in by_shares.items()]
+    found = {each.strategy: each for made in plans for each in made.predictions}
+    predictions = tuple(found[str(strategy)] for strategy in strategies)
     return dataclasses.replace(plans[0], predictions=predictions, cheapest=cheapest(predictions, ranks)), note
 
 
