@@ -114,6 +114,40 @@ def fewer_heads(model: torch.nn.Module, attentions: tuple[str, ...], ranks: int)
                     setattr(module, count, getattr(module, count) // ranks)
 
 
+def share_inputs(model: torch.nn.Module, columns: tuple[str, ...], mesh: Any) -> None:
+    """Let layers beside each other that are split column-wise read one DTensor of the tensor that they all get.
+
+    What their gradients add up to is then reduced over the ranks once, not once for each layer.
+    """
+    from fnmatch import fnmatch
+
+    from torch.distributed.tensor import DTensor, Replicate
+
+    def share(layers: list[torch.nn.Module]) -> None:
+        seen: list[Any] = []  # the tensor, its DTensor, and how often that was read
+
+        def before(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            if not seen or seen[0] is not args[0]:
+                seen[:] = [args[0], DTensor.from_local(args[0], mesh, [Replicate()], run_check=False), 0]
+            whole = seen[1]
+            seen[2] += 1
+            if seen[2] == len(layers):
+                seen.clear()
+            return (whole, *args[1:])
+
+        for layer in layers:
+            layer.register_forward_pre_hook(before, prepend=True)
+
+    for name, module in model.named_modules():
+        beside = [
+            child
+            for own, child in module.named_children()
+            if any(fnmatch(f"{name}.{own}" if name else own, pattern) for pattern in columns)
+        ]
+        if len(beside) > 1:
+            share(beside)
+
+
 def replicate(model: torch.nn.Module, mesh: Any, per_head: tuple[str, ...] = ()) -> None:
     """Make each parameter that is not split over `mesh` a DTensor that all ranks hold, so that optimizers and clipping
     meet one kind of parameter. Weights that were shared stay shared.

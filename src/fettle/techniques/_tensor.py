@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from fettle.techniques._facts import TensorPlan
-from fettle.techniques._ranks import fewer_heads, repeated_blocks, replicate
+from fettle.techniques._ranks import fewer_heads, repeated_blocks, replicate, share_inputs
 
 _ATTENTION = (
     (("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj")),
@@ -86,6 +86,7 @@ def split_over(model: nn.Module, plan: TensorPlan, mesh: Any) -> None:
 
     styles = {**{name: ColwiseParallel() for name in plan.columns}, **{name: RowwiseParallel() for name in plan.rows}}
     parallelize_module(model, mesh, styles)
+    share_inputs(model, plan.columns, mesh)
     fewer_heads(model, plan.attentions, mesh.size())
     replicate(model, mesh, plan.per_head)
 

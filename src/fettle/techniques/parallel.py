@@ -18,6 +18,7 @@ from fettle.techniques._ranks import (
     repeated_blocks,
     replicate,
     shard,
+    share_inputs,
     split_state,
 )
 from fettle.techniques.precision import autocast
@@ -149,19 +150,22 @@ def _on_mesh(level: str, recipe: Recipe, facts: Facts) -> Code:
 
 def _split(plan: TensorPlan, ranks: int) -> tuple[list[str], list[Callable[..., Any]]]:
     """Lines that split the model over `ranks` ranks, the mesh's dimension ``tensor``, and their helpers."""
-    styles = [(name, "ColwiseParallel()") for name in plan.columns]
-    styles += [(name, "RowwiseParallel()") for name in plan.rows]
     lines = [
         "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module",
-        "styles = {",
-        *(f'    "{name}": {style},' for name, style in styles),
-        "}",
+        *_listed("columns", plan.columns),
+        *_listed("rows", plan.rows),
+        "styles = {**{name: ColwiseParallel() for name in columns}, **{name: RowwiseParallel() for name in rows}}",
         'parallelize_module(model, mesh["tensor"], styles)',
+        'share_inputs(model, columns, mesh["tensor"])',
     ]
     heads = [f"fewer_heads(model, {plan.attentions!r}, {ranks})"] if plan.attentions else []
     per_head = f", {plan.per_head!r}" if plan.per_head else ""
     lines += [*heads, f'replicate(model, mesh["tensor"]{per_head})']
-    return lines, [*([fewer_heads] if heads else []), replicate]
+    return lines, [share_inputs, *([fewer_heads] if heads else []), replicate]
+
+
+def _listed(name: str, values: tuple[str, ...]) -> list[str]:
+    return [f"{name} = (", *(f'    "{value}",' for value in values), ")"]
 
 
 def _sharded(level: str, recipe: Recipe, facts: Facts, mesh: str) -> tuple[list[str], list[Callable[..., Any]]]:
