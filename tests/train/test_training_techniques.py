@@ -16,11 +16,12 @@ from fettle.techniques import CATALOGUE, Facts, bundles, conflict, load, source
 from fettle.techniques.convolution import convolutions_by_products, the_faster
 from fettle.techniques.optimizer import compile_update
 from fettle.techniques.precision import gradients_to_masters, masters_to_weights
-from fettle.train import Steps, load_training
+from fettle.train import Steps, load_training, training_facts
 from fettle.train.steps import step_parts
 from fettle.workload import find_target
 
 TINY = Path(__file__).parent / "tiny_loop.py"
+PLANNED = Path(__file__).parent / "planned.py"
 FACTS = Facts(
     mode="training", num_linear=7, num_conv=1, num_4d_inputs=1, samples=16, block_classes=("tiny.Block",),
     optimizer="AdamW", optimizer_levels=("foreach", "fused"), loader_workers=-1, max_grad_norm=1.0, allow_batch=True,
@@ -308,8 +309,30 @@ def test_of_several_nodes_each_is_a_group_that_shards():
     nodes = replace(FACTS, ranks=8, nodes=4)
     text = source(Recipe.parse("parallel=hsdp"), nodes, heading="A test.", target=("loop.py", "workload"))
     assert "on each node: torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc-per-node 2" in text
-    assert 'mesh_of("cpu", world, 2)' in text
+    assert "init_device_mesh(\"cpu\", (world // 2, 2), mesh_dim_names=('replicate', 'shard'))" in text
     assert "nothing to shard inside it" in conflict(Recipe.parse("parallel=hsdp"), replace(FACTS, ranks=2, nodes=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "ranks", "near"), [("tensor", 2, 1e-3), ("zero3-tensor", 4, 0.1)])
+def test_a_split_loop_is_plain_pytorch_that_torchrun_starts(kind, ranks, near, tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "fettle.py").write_text("raise ImportError('must stand without fettle')\n")
+    workload = load_training(find_target(f"{PLANNED}:llama"))
+    facts = replace(training_facts(workload), ranks=ranks)
+    torch.manual_seed(0)
+    wanted = Steps(load(source(Recipe(), facts), "single"), load_training(find_target(f"{PLANNED}:llama"))).curve(8)
+    text = source(Recipe({"parallel": kind}), facts, heading="A test.", target=(str(PLANNED), "llama"))
+    (tmp_path / "optimized.py").write_text(text)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "optimized.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[3].rstrip(",")) for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert len(losses) == 20  # one rank speaks: of its rows, which are all where only matrices are split
+    assert losses[:8] == pytest.approx(wanted.losses, abs=near)
 
 
 def test_timeline_adds_up_to_the_wall_time():
