@@ -107,6 +107,7 @@ def test_every_strategy_runs_and_trains_alike():
         ("llama", 4, ["parallel=zero3-tensor", "parallel=zero3-tensor optimizer=foreach checkpoint=blocks",
                       "parallel=zero3-tensor mixed_precision=bf16"]),
         ("workload", 2, ["parallel=tensor"]),
+        ("qwen", 2, ["parallel=tensor"]),
     ],
 )  # fmt: skip
 def test_layers_split_over_ranks_train_alike(factory: str, ranks: int, recipes: list[str]) -> None:

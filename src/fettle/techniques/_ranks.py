@@ -101,14 +101,20 @@ def shard(model: torch.nn.Module, units: list[torch.nn.Module], mesh: Any, **opt
     fully_shard(model, mesh=mesh, **options)
 
 
+def is_named(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether `name` is one of `patterns`, in which a star stands for any one part between dots."""
+    parts = name.split(".")
+    wanted = [pattern.split(".") for pattern in patterns]
+    alike = [one for one in wanted if len(one) == len(parts)]
+    return any(all(a in ("*", b) for a, b in zip(one, parts, strict=True)) for one in alike)
+
+
 def fewer_heads(model: torch.nn.Module, attentions: tuple[str, ...], ranks: int) -> None:
     """Tell attention modules how many heads each of `ranks` ranks has, where they keep that number themselves."""
-    from fnmatch import fnmatch
-
     counts = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads",
               "n_kv_heads")  # fmt: skip
     for name, module in model.named_modules():
-        if any(fnmatch(name, pattern) for pattern in attentions):
+        if is_named(name, attentions):
             for count in counts:
                 if isinstance(getattr(module, count, None), int):
                     setattr(module, count, getattr(module, count) // ranks)
@@ -119,8 +125,6 @@ def share_inputs(model: torch.nn.Module, columns: tuple[str, ...], mesh: Any) ->
 
     What their gradients add up to is then reduced over the ranks once, not once for each layer.
     """
-    from fnmatch import fnmatch
-
     from torch.distributed.tensor import DTensor, Replicate
 
     def share(layers: list[torch.nn.Module]) -> None:
@@ -140,9 +144,7 @@ def share_inputs(model: torch.nn.Module, columns: tuple[str, ...], mesh: Any) ->
 
     for name, module in model.named_modules():
         beside = [
-            child
-            for own, child in module.named_children()
-            if any(fnmatch(f"{name}.{own}" if name else own, pattern) for pattern in columns)
+            child for own, child in module.named_children() if is_named(f"{name}.{own}" if name else own, columns)
         ]
         if len(beside) > 1:
             share(beside)
@@ -155,8 +157,6 @@ def replicate(model: torch.nn.Module, mesh: Any, per_head: tuple[str, ...] = ())
     Modules compute with plain tensors as before: while its forward runs, a module sees its parameters' local ones.
     Modules named in `per_head` see a rank's heads only, so their gradients are summed over the ranks.
     """
-    from fnmatch import fnmatch
-
     from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
@@ -164,21 +164,23 @@ def replicate(model: torch.nn.Module, mesh: Any, per_head: tuple[str, ...] = ())
     def hold(owner: torch.nn.Module) -> list[str]:
         held = [name for name, p in owner._parameters.items() if p is not None and not isinstance(p, DTensor)]
         for name in held:
-            given = owner._parameters[name]
+            given: Any = owner._parameters[name]
             if given not in made:
-                whole = distribute_tensor(given.detach(), mesh, [Replicate()])
-                made[given] = torch.nn.Parameter(whole, given.requires_grad)
+                everywhere = distribute_tensor(given.detach(), mesh, [Replicate()])
+                made[given] = torch.nn.Parameter(everywhere, given.requires_grad)
             owner._parameters[name] = made[given]
         return held
 
     def add_up(gradient: torch.Tensor) -> torch.Tensor:
-        return DTensor.from_local(gradient, mesh, [Partial()]).full_tensor()
+        total: torch.Tensor = DTensor.from_local(gradient, mesh, [Partial()]).full_tensor()
+        return total
 
     def see_local(module: torch.nn.Module, owners: list[tuple[torch.nn.Module, list[str]]], is_part: bool) -> None:
         def before(*_: Any) -> None:
             for owner, names in owners:
                 for name in names:
-                    local = owner._parameters[name].to_local()
+                    whole: Any = owner._parameters[name]
+                    local = whole.to_local()
                     if is_part and local.requires_grad:
                         local.register_hook(add_up)
                     owner.__dict__[name] = local  # found before the parameter of that name
@@ -197,8 +199,7 @@ def replicate(model: torch.nn.Module, mesh: Any, per_head: tuple[str, ...] = ())
         if isinstance(module, torch.nn.MultiheadAttention):
             owners.append(module.out_proj)  # whose forward it does not call
         if any(held[owner] for owner in owners):
-            is_part = any(fnmatch(name, pattern) for pattern in per_head)
-            see_local(module, [(owner, held[owner]) for owner in owners], is_part)
+            see_local(module, [(owner, held[owner]) for owner in owners], is_named(name, per_head))
 
 
 def split_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from fettle.techniques._facts import TensorPlan
-from fettle.techniques._ranks import fewer_heads, repeated_blocks, replicate, share_inputs
+from fettle.techniques._ranks import fewer_heads, is_named, repeated_blocks, replicate, share_inputs
 
 _ATTENTION = (
     (("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj")),
@@ -95,17 +95,12 @@ def split_bytes(model: nn.Module, plan: TensorPlan) -> tuple[int, int]:
     """Bytes of all parameters that `plan` splits, and of those among them that are trained."""
     whole = trained = 0
     for name, module in model.named_modules():
-        is_row = matches(name, plan.rows)
-        if is_row or matches(name, plan.columns):
+        is_row = is_named(name, plan.rows)
+        if is_row or is_named(name, plan.columns):
             for own, parameter in module.named_parameters():
                 size = 0 if is_row and own == "bias" else parameter.numel() * parameter.element_size()
                 whole, trained = whole + size, trained + size * parameter.requires_grad
     return whole, trained
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether `name` is one of `patterns`, in which ``*`` stands for one part of a name."""
-    return any(re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) for pattern in patterns)
 
 
 def _stated(modules: Mapping[str, nn.Module]) -> Iterator[_Pair]:
@@ -117,7 +112,7 @@ def _stated(modules: Mapping[str, nn.Module]) -> Iterator[_Pair]:
             prefix = f"{name}." if name else ""
             known = {f"{prefix}{pattern}": _STYLES[style] for pattern, style in plan.items() if style in _STYLES}
             for pattern, style in known.items():
-                styles.update({inner: style for inner in modules if matches(inner, [pattern])})
+                styles.update({inner: style for inner in modules if is_named(inner, (pattern,))})
     by_parent: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name, style in styles.items():
         if style == "per head" or isinstance(modules[name], nn.Linear):
@@ -211,6 +206,6 @@ def _patterns(names: Sequence[str], modules: Mapping[str, nn.Module]) -> tuple[s
         chosen[re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)].append(name)
     found: list[str] = []
     for pattern, members in chosen.items():
-        same = {name for name in modules if matches(name, [pattern])} == set(members)
+        same = {name for name in modules if is_named(name, (pattern,))} == set(members)
         found += [pattern] if same else members
     return tuple(found)

@@ -12,6 +12,7 @@ from fettle.techniques._base import TRAINING, Bundle, Code, Facts, Level, Recipe
 from fettle.techniques._facts import TensorPlan
 from fettle.techniques._ranks import (
     fewer_heads,
+    is_named,
     join_ranks,
     modules_by_size,
     own_rows,
@@ -161,7 +162,7 @@ def _split(plan: TensorPlan, ranks: int) -> tuple[list[str], list[Callable[..., 
     heads = [f"fewer_heads(model, {plan.attentions!r}, {ranks})"] if plan.attentions else []
     per_head = f", {plan.per_head!r}" if plan.per_head else ""
     lines += [*heads, f'replicate(model, mesh["tensor"]{per_head})']
-    return lines, [share_inputs, *([fewer_heads] if heads else []), replicate]
+    return lines, [is_named, share_inputs, *([fewer_heads] if heads else []), replicate]
 
 
 def _listed(name: str, values: tuple[str, ...]) -> list[str]:
