@@ -134,7 +134,7 @@ def _on_mesh(level: str, recipe: Recipe, facts: Facts) -> Code:
     lines = [
         "from torch.distributed.device_mesh import init_device_mesh",
         f'rank, world = join_ranks("{facts.device}")',
-        f'mesh = init_device_mesh("{facts.device}", {shape}, mesh_dim_names={names!r})',
+        f'mesh = init_device_mesh("{facts.device}", {shape}, mesh_dim_names={_tuple(names)})',
     ]
     helpers: list[Callable[..., Any]] = [join_ranks]
     if level in TENSOR:
@@ -159,10 +159,14 @@ def _split(plan: TensorPlan, ranks: int) -> tuple[list[str], list[Callable[..., 
         'parallelize_module(model, mesh["tensor"], styles)',
         'share_inputs(model, columns, mesh["tensor"])',
     ]
-    heads = [f"fewer_heads(model, {plan.attentions!r}, {ranks})"] if plan.attentions else []
-    per_head = f", {plan.per_head!r}" if plan.per_head else ""
+    heads = [f"fewer_heads(model, {_tuple(plan.attentions)}, {ranks})"] if plan.attentions else []
+    per_head = f", {_tuple(plan.per_head)}" if plan.per_head else ""
     lines += [*heads, f'replicate(model, mesh["tensor"]{per_head})']
     return lines, [is_named, share_inputs, *([fewer_heads] if heads else []), replicate]
+
+
+def _tuple(names: tuple[str, ...]) -> str:
+    return repr(names).replace("'", '"')
 
 
 def _listed(name: str, values: tuple[str, ...]) -> list[str]:
