@@ -101,7 +101,7 @@ def test_levels_are_offered_where_ranks_divide_the_model() -> None:
 def test_the_lines_name_what_is_split() -> None:
     facts = Facts(mode="training", samples=8, tensor=tensor_plan(blocks()), ranks=8, nodes=2)
     text = source(Recipe.parse("parallel=zero3-tensor"), facts)
-    assert "init_device_mesh(\"cpu\", (world // 4, 4), mesh_dim_names=('shard', 'tensor'))" in text
+    assert 'init_device_mesh("cpu", (world // 4, 4), mesh_dim_names=("shard", "tensor"))' in text
     assert 'rows = (\n        "*.attn.out_proj",\n        "*.mlp.fc2",\n    )' in text
     assert 'fewer_heads(model, ("*.attn",), 4)' in text
     assert 'own_rows(data, mesh["shard"].get_local_rank(), mesh["shard"].size())' in text

@@ -309,7 +309,7 @@ def test_of_several_nodes_each_is_a_group_that_shards():
     nodes = replace(FACTS, ranks=8, nodes=4)
     text = source(Recipe.parse("parallel=hsdp"), nodes, heading="A test.", target=("loop.py", "workload"))
     assert "on each node: torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc-per-node 2" in text
-    assert "init_device_mesh(\"cpu\", (world // 2, 2), mesh_dim_names=('replicate', 'shard'))" in text
+    assert 'init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))' in text
     assert "nothing to shard inside it" in conflict(Recipe.parse("parallel=hsdp"), replace(FACTS, ranks=2, nodes=2))
 
 
