@@ -56,17 +56,15 @@ def tensor_plan(model: nn.Module) -> TensorPlan:
     found = list(_stated(modules)) or list(_by_name(model, modules))
     if not found:
         return TensorPlan(why_not="it has no pairs of Linear layers that are known by their names to be split")
+    uses = Counter(id(p) for module in modules.values() for p in module._parameters.values())
     counts: dict[str, int] = {}
     kept, problem = [], ""
     for pair in found:
         try:
-            own = _counts(pair, modules)
+            counts |= _counts(pair, modules, uses)
+            kept.append(pair)
         except ValueError as error:
             problem = str(error)
-            continue
-        kept.append(pair)
-        for what, number in own.items():
-            counts[what] = math.gcd(counts.get(what, 0), number)
     if not kept:
         return TensorPlan(why_not=problem)
     counted = [pair.attention for pair in kept if pair.attention and _own_count(modules[pair.attention], _HEADS)]
@@ -150,10 +148,9 @@ def _within(module: nn.Module, prefix: str, modules: Mapping[str, nn.Module]) ->
         yield _Pair([f"{prefix}dense"], outside)
 
 
-def _counts(pair: _Pair, modules: Mapping[str, nn.Module]) -> dict[str, int]:
+def _counts(pair: _Pair, modules: Mapping[str, nn.Module], uses: Mapping[int, int]) -> dict[str, int]:
     """What the number of ranks must divide. Raises ValueError where the pair cannot be split."""
     columns, row = [_linear(modules[name]) for name in pair.columns], _linear(modules[pair.row])
-    uses = Counter(id(p) for module in modules.values() for p in module._parameters.values())
     if any(uses[id(layer.weight)] > 1 for layer in (*columns, row)):
         raise ValueError("the matrices to split are shared with other layers")
     if not pair.attention:
