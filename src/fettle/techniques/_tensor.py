@@ -24,7 +24,7 @@ _ATTENTION = (
     (("query", "key", "value"), ("o_proj", "out_proj")),
     (("wq", "wk", "wv"), ("wo",)),
 )
-_MLP = (
+_MLP: tuple[tuple[tuple[str, ...], str], ...] = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("up_proj",), "down_proj"),
     (("gate", "up"), "down"),
@@ -140,9 +140,9 @@ def _within(module: nn.Module, prefix: str, modules: Mapping[str, nn.Module]) ->
             others = {*module.parameters()} - {p for n in (*names, row) for p in modules[n].parameters()}
             if not others:  # they would have to be cut by heads as well
                 yield _Pair(names, row, prefix[:-1])
-    for columns, name in _MLP:
-        if children.issuperset((*columns, name)):
-            yield _Pair([prefix + column for column in columns], prefix + name)
+    for ups, down in _MLP:
+        if children.issuperset((*ups, down)):
+            yield _Pair([prefix + name for name in ups], prefix + down)
             return
     if prefix.endswith("intermediate.") and "dense" in children and isinstance(modules.get(outside), nn.Linear):
         yield _Pair([f"{prefix}dense"], outside)

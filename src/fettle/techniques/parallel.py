@@ -24,7 +24,8 @@ from fettle.techniques._ranks import (
 )
 from fettle.techniques.precision import autocast
 
-REPLICATED, SHARDED, TENSOR = ("ddp", "zero1"), ("zero2", "zero3", "hsdp", "zero3-tensor"), ("tensor", "zero3-tensor")
+REPLICATED, TENSOR = ("ddp", "zero1"), ("tensor", "zero3-tensor")
+SHARDED: tuple[str, ...] = ("zero2", "zero3", "hsdp", "zero3-tensor")
 _AS_GIVEN = {"channels_last": "off", "optimizer": "as-given", "cudnn_benchmark": "off"}
 
 
