@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from fettle.techniques.convolution import convolutions_by_products, the_faster
 from fettle.techniques.optimizer import compile_update
 from fettle.techniques.precision import gradients_to_masters, masters_to_weights
 from fettle.train import Steps, load_training, training_facts
-from fettle.train.steps import step_parts
+from fettle.train.steps import intervals_of, step_parts
 from fettle.workload import find_target
 
 TINY = Path(__file__).parent / "tiny_loop.py"
@@ -355,3 +356,14 @@ def test_each_moment_of_a_step_belongs_to_one_part():
     parts = step_parts(ranges, (operators, sent))
     assert parts == {"data": 10, "forward": 13, "backward": 15, "optimizer": 10, "communication": 10, "idle": 12}
     assert sum(parts.values()) == 70
+
+
+def test_what_waits_for_other_ranks_inside_an_operator_is_communication():
+    def event(name, begin, end):
+        return SimpleNamespace(name=lambda: name, device_type=lambda: "DeviceType.CPU", start_ns=lambda: begin,
+                               duration_ns=lambda: end - begin)  # fmt: skip
+
+    events = [event("aten::add", 0, 30), event("_c10d_functional::wait_tensor", 2, 20), event("aten::add", 21, 30),
+              event("aten::mm", 30, 40), event("gloo:all_reduce", 1, 19)]  # fmt: skip
+    parts = step_parts([("forward", 0, 40)], intervals_of(events))
+    assert {name: size for name, size in parts.items() if size} == {"forward": 19, "communication": 19, "idle": 2}
