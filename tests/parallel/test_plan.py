@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from fettle.parallel import formulas
 from fettle.parallel.plan import Plan, Prediction, build_fake, plan
 from fettle.parallel.report import write_plan
 from fettle.parallel.strategies import KINDS, Strategy, parse_strategy, units_of, usual_strategies
+from fettle.parallel.study import plan_for_study
 from fettle.parallel.timeline import PARTS
 from fettle.techniques import repeated_blocks
 from fettle.workload import find_target
@@ -99,11 +101,24 @@ def test_what_is_sent_counts_by_row() -> None:
     assert made.cheapest == "ddp"
 
 
+def test_a_study_plans_what_can_be_split_on_its_own_rows() -> None:
+    pytest.importorskip("transformers")
+    made, _ = plan_for_study(replace(find_target(f"{HERE}:llama"), mode="training"), 4, 1 << 30)
+    rows = {item.strategy: item for item in made.predictions}
+    assert list(rows)[:7] == [kind for kind in KINDS if kind != "tensor"]  # which four ranks cannot
+    assert {item.rows for item in made.predictions} == {8}
+    assert made.cheapest
+    uneven, _ = plan_for_study(replace(find_target(f"{HERE}:workload"), mode="training"), 5, 1 << 30)
+    assert "zero3-tensor" not in {item.strategy for item in uneven.predictions}
+    assert [item.strategy for item in uneven.predictions if item.failed] == ["hsdp"]
+
+
 @pytest.mark.parametrize(
     ("factory", "ranks", "words"),
     [
         ("llama", 4, "tensor: 4 ranks do not divide its 2 heads of keys and values"),
         ("llama", 6, "zero3-tensor: 3 ranks do not divide its 4 attention heads"),
+        ("llama", 2, "zero3-tensor: 2 ranks, each a group of its own, cannot form a mesh"),
         ("needs_values", 3, "tensor: 3 ranks do not divide the 256 features inside an MLP"),
     ],
 )

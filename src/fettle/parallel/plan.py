@@ -179,12 +179,12 @@ def _predict(
         batch = fake_tensors(_batch(workload))
         all_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         trained_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        units = [sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in units_of(model, strategy)]
+        rest = all_bytes - sum(units)
         if strategy.split:
             split, split_trained = split_bytes(model, tensor_plan(model))
             all_bytes -= split - split // shape["tensor"]
             trained_bytes -= split_trained - split_trained // shape["tensor"]
-        units = [sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in units_of(model, strategy)]
-        rest = all_bytes - sum(units)
         called = apply(model, replace(strategy, compile="off"), mesh)
         own_positions = isinstance(batch, dict) and "position_ids" in batch
         with nullcontext() if own_positions else unpacked():

@@ -9,7 +9,6 @@ parallelism is `parallelize_module`, alone or inside each rank of ZeRO-3.
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -146,14 +145,18 @@ def mesh_shape(strategy: Strategy, world_size: int, ranks_per_node: int) -> dict
         raise UsageError(
             f"{strategy.kind}: {world_size} ranks cannot be split into nodes of {inner}; set `ranks_per_node`"
         )
+    if strategy.split and inner == 1:
+        raise UsageError(
+            f"{strategy.kind}: {world_size} ranks, each a group of its own, cannot form a mesh of two dimensions"
+        )
     return {dimensions[0]: world_size // inner, dimensions[1]: inner}
 
 
 def row_shares(strategy: Strategy, world_size: int, ranks_per_node: int) -> int:
-    """Over how many groups of ranks the rows of a step are spread: ranks that hold slices see the same ones."""
-    if strategy.kind == "single":
-        return 1
-    return math.prod(n for name, n in mesh_shape(strategy, world_size, ranks_per_node).items() if name != "tensor")
+    """Over how many ranks, or groups of those that hold slices, the rows of a step are spread."""
+    if strategy.split:
+        return world_size // mesh_shape(strategy, world_size, ranks_per_node)["tensor"]
+    return 1 if strategy.kind == "single" else world_size
 
 
 def mesh_of(strategy: Strategy, shape: dict[str, int]) -> DeviceMesh | None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from fettle.errors import UsageError
 from fettle.parallel.plan import Plan, build_fake, cheapest, plan
 from fettle.parallel.strategies import KINDS, Strategy, mesh_shape, parse_strategy, row_shares
 from fettle.techniques import find, repeated_blocks, tensor_plan
@@ -40,7 +41,7 @@ def plan_for_study(target: Target, ranks: int, device_memory_bytes: int | None, 
 
         with mode:
             part = tree_map_only(torch.Tensor, share, workload.first)
-        return plan(dataclasses.replace(whole, data=[part]), ranks, strategies=alike, **options)
+        return plan(dataclasses.replace(whole, data=[part], samples=None), ranks, strategies=alike, **options)
 
     plans = [planned(shares, alike) for shares, alike in by_shares.items()]
     found = {each.strategy: each for made in plans for each in made.predictions}
@@ -75,6 +76,12 @@ def _strategies_for(model: torch.nn.Module, ranks: int, ranks_per_node: int) -> 
     if repeated_blocks(model):
         texts += [f"{kind} checkpoint=block" for kind in ("ddp", "zero3")]
     split = tensor_plan(model)
+
+    def can_split(strategy: Strategy) -> bool:
+        try:
+            return not split.why_not_over(mesh_shape(strategy, ranks, ranks_per_node)["tensor"])
+        except UsageError:  # no mesh of so many ranks
+            return False
+
     strategies = [parse_strategy(text) for text in texts]
-    return [each for each in strategies
-            if not each.split or not split.why_not_over(mesh_shape(each, ranks, ranks_per_node)["tensor"])]  # fmt: skip
+    return [strategy for strategy in strategies if not strategy.split or can_split(strategy)]
