@@ -108,11 +108,10 @@ def main(parent: Parent) -> None:
 def _train(request: Train, stage: Callable[[str], None]) -> RankResult:
     import torch
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.profiler import record_function
 
-    from fettle.parallel.strategies import apply, mesh_shape, parse_strategy, precision_context
+    from fettle.parallel.strategies import apply, mesh_of, mesh_shape, parse_strategy, precision_context
     from fettle.train.workload import load_training
 
     strategy = parse_strategy(request.strategy)
@@ -126,9 +125,7 @@ def _train(request: Train, stage: Callable[[str], None]) -> RankResult:
         with _recording(request.record, request.steps) as record:
             stage("building the workload")
             workload = load_training(request.target)
-            shape = mesh_shape(strategy, world, request.ranks_per_node)
-            names = ("replicate", "shard")[-len(shape) :]
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if strategy.sharded else None
+            mesh = mesh_of(strategy, mesh_shape(strategy, world, request.ranks_per_node))
             stage(f"applying {strategy.kind}")
             model = _replicated(apply(workload.model, strategy, mesh), strategy)
             optimizer = _optimizer(model, strategy, workload.optimizer)

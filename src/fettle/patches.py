@@ -10,13 +10,12 @@ from typing import Any
 @contextmanager
 def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
     """`owner.name` is ``wrap(owner.name)`` inside the block; what was inherited is inherited again afterwards."""
-    own = name in vars(owner)
-    original = getattr(owner, name)
-    setattr(owner, name, wrap(original))
+    own = vars(owner).get(name)  # as it is stored: a static method, say
+    setattr(owner, name, wrap(getattr(owner, name)))
     try:
         yield
     finally:
-        if own:
-            setattr(owner, name, original)
+        if own is not None:
+            setattr(owner, name, own)
         else:
             delattr(owner, name)

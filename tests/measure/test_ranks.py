@@ -21,7 +21,8 @@ from fettle.procs.listener import KeyedListener
 from fettle.procs.nodes import Nodes
 from fettle.procs.rendezvous import LAUNCHER, Rendezvous, free_ports, variables_of
 from fettle.recipe import Recipe
-from fettle.techniques import Facts, source
+from fettle.techniques import Facts, conflict, source
+from fettle.train import load_training, training_facts
 from fettle.workload import Target, find_target
 from tests.processes import alive, left_behind
 
@@ -40,11 +41,12 @@ def target(name: str) -> Target:
     return replace(find_target(f"{TRAIN}/{name}"), mode="training")
 
 
-def raced(where: str, *recipes: str, timeout_s: float = 120, nodes: Nodes | None = None):
-    candidates = [Candidate(Recipe(), source(Recipe(), FACTS))]
+def raced(where: str, *recipes: str, timeout_s: float = 120, nodes: Nodes | None = None, facts: Facts = FACTS):
+    candidates = [Candidate(Recipe(), source(Recipe(), facts))]
     for text in recipes:
         recipe = Recipe.parse(text)
-        candidates.append(Candidate(recipe, source(recipe, FACTS), ranks=2))
+        assert not conflict(recipe, facts)
+        candidates.append(Candidate(recipe, source(recipe, facts), ranks=facts.ranks))
     return race(target(where), "", candidates, Judge(), Rules(max_rounds=3, prepare_timeout_s=timeout_s), nodes=nodes)
 
 
@@ -94,6 +96,30 @@ def test_every_strategy_runs_and_trains_alike():
     # The counts prove what FSDP took for its units: three blocks and the root, gathered twice a step or once.
     assert "8 allgather_base, 4 reduce_scatter_base" in seen["parallel=zero3"]
     assert "4 allgather_base, 4 reduce_scatter_base" in seen["parallel=zero2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("factory", "ranks", "recipes"),
+    [
+        ("llama", 2, ["parallel=tensor", "parallel=tensor optimizer=fused", "parallel=tensor checkpoint=blocks",
+                      "parallel=tensor precision=autocast-bf16"]),
+        ("llama", 4, ["parallel=zero3-tensor", "parallel=zero3-tensor optimizer=foreach checkpoint=blocks",
+                      "parallel=zero3-tensor mixed_precision=bf16"]),
+        ("workload", 2, ["parallel=tensor"]),
+        ("qwen", 2, ["parallel=tensor"]),
+    ],
+)  # fmt: skip
+def test_layers_split_over_ranks_train_alike(factory: str, ranks: int, recipes: list[str]) -> None:
+    pytest.importorskip("transformers")
+    facts = replace(training_facts(load_training(target(f"planned.py:{factory}"))), ranks=ranks)
+    base, *others = raced(f"planned.py:{factory}", *recipes, facts=facts)
+    for trial in others:
+        assert trial.status == "measured", f"{trial.recipe}: {trial.reason}"
+        assert trial.samples == base.samples
+        near = 0.05 if "bf16" in str(trial.recipe) else 1e-4
+        assert list(trial.accuracy.losses) == pytest.approx(list(base.accuracy.losses), abs=near), trial.recipe
+        assert any("all_reduce" in note for note in trial.notes)
 
 
 @pytest.mark.slow

@@ -38,6 +38,21 @@ def test_measured_is_as_predicted(text: str) -> None:
     assert predicted.peak_bytes == pytest.approx(peak, abs=0.05 * peak + late)
 
 
+@pytest.mark.parametrize(("text", "ranks"), [("tensor", 2), ("tensor checkpoint=block", 2), ("zero3-tensor", 4)])
+def test_a_split_llama_holds_what_was_predicted(text: str, ranks: int) -> None:
+    pytest.importorskip("transformers")
+    target, strategy = find_target(f"{HERE}:llama"), parse_strategy(text)
+    workload, mode, _ = build_fake(target)
+    predicted = plan(workload, ranks, strategies=[strategy], device="cpu", mode=mode).predictions[0]
+    measured = launch(target, strategy, ranks, timeout_s=120)
+    assert measured.status == "done", measured.reason + measured.log
+    for part, size in predicted.states.items():
+        assert size == max(rank.states[part] for rank in measured.ranks), part
+    counts = measured.ranks[0].collectives
+    assert sum(predicted.collectives.values()) == sum(counts.values()), (predicted.collectives, counts)
+    assert predicted.peak_bytes == pytest.approx(max(rank.peak_bytes for rank in measured.ranks), rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("factory", "kind", "words"),
     [

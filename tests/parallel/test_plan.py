@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from fettle.parallel import formulas
 from fettle.parallel.plan import Plan, Prediction, build_fake, plan
 from fettle.parallel.report import write_plan
 from fettle.parallel.strategies import KINDS, Strategy, parse_strategy, units_of, usual_strategies
+from fettle.parallel.study import plan_for_study
 from fettle.parallel.timeline import PARTS
 from fettle.techniques import repeated_blocks
 from fettle.workload import find_target
@@ -45,7 +47,7 @@ def test_states_follow_the_closed_formulas(usual) -> None:
     steps = 4 * sum(1 for _ in repeated_blocks_parameters())  # a step counter of 4 bytes for each parameter
     assert states["single"] == 16 * made.parameters + steps == rows["single"].formula_bytes + steps
     assert states["ddp"] == states["single"]
-    for name in ("zero1", "zero2", "zero3", "hsdp"):
+    for name in ("zero1", "zero2", "zero3", "hsdp", "tensor", "zero3-tensor"):
         assert rows[name].formula_bytes <= states[name] <= 1.15 * rows[name].formula_bytes + steps  # uneven shares
 
 
@@ -61,6 +63,8 @@ def test_collectives_prove_the_strategy(usual) -> None:
     assert rows["zero3 wrap=root"].collectives == {"all_gather": 2, "reduce_scatter": 1}
     assert rows["hsdp"].collectives == {"all_gather": 8, "reduce_scatter": 4, "all_reduce": 4}
     assert rows["ddp"].collectives == {"all_reduce": 1}
+    assert rows["tensor"].collectives == {"all_reduce": 6}  # one of each block's output, one of its input's gradient
+    assert rows["zero3-tensor"].collectives == {"all_gather": 8, "reduce_scatter": 4, "all_reduce": 6}
     assert rows["single"].collectives == {}
 
 
@@ -87,6 +91,52 @@ def test_only_what_fits_is_recommended() -> None:
     assert [row.fits for row in tight.predictions] == [False, True, False]
     none, _ = planned("ddp", "zero3", device_memory_bytes=1024)
     assert none.cheapest == ""
+
+
+def test_what_is_sent_counts_by_row() -> None:
+    """Ranks that split a model see the same rows, so they make fewer in a step."""
+    made, rows = planned("ddp", "tensor", "zero3-tensor", world_size=4, device_memory_bytes=1 << 40)
+    assert [rows[name].rows for name in ("ddp", "tensor", "zero3-tensor")] == [512, 128, 256]
+    assert rows["tensor"].sent_bytes < rows["ddp"].sent_bytes
+    assert made.cheapest == "ddp"
+
+
+def test_a_study_plans_what_can_be_split_on_its_own_rows() -> None:
+    pytest.importorskip("transformers")
+    made, _ = plan_for_study(replace(find_target(f"{HERE}:llama"), mode="training"), 4, 1 << 30)
+    rows = {item.strategy: item for item in made.predictions}
+    assert list(rows)[:7] == [kind for kind in KINDS if kind != "tensor"]  # which four ranks cannot
+    assert {item.rows for item in made.predictions} == {8}
+    assert made.cheapest
+    uneven, _ = plan_for_study(replace(find_target(f"{HERE}:workload"), mode="training"), 5, 1 << 30)
+    assert "zero3-tensor" not in {item.strategy for item in uneven.predictions}
+    assert [item.strategy for item in uneven.predictions if item.failed] == ["hsdp"]
+
+
+@pytest.mark.parametrize(
+    ("factory", "ranks", "words"),
+    [
+        ("llama", 4, "tensor: 4 ranks do not divide its 2 heads of keys and values"),
+        ("llama", 6, "zero3-tensor: 3 ranks do not divide its 4 attention heads"),
+        ("llama", 2, "zero3-tensor: 2 ranks, each a group of its own, cannot form a mesh"),
+        ("needs_values", 3, "tensor: 3 ranks do not divide the 256 features inside an MLP"),
+    ],
+)
+def test_a_model_that_the_ranks_do_not_divide_says_so(factory: str, ranks: int, words: str) -> None:
+    pytest.importorskip("transformers")
+    workload, mode, _ = build_fake(find_target(f"{HERE}:{factory}"))
+    with pytest.raises(UsageError, match=words):
+        plan(workload, ranks, strategies=[parse_strategy(words.partition(":")[0])], mode=mode)
+
+
+def test_a_split_llama_sends_four_times_a_layer() -> None:
+    pytest.importorskip("transformers")
+    workload, mode, _ = build_fake(find_target(f"{HERE}:llama"))
+    row = plan(workload, 2, strategies=[parse_strategy("tensor")], device="cpu", mode=mode).predictions[0]
+    assert row.formula_bytes is not None
+    assert row.formula_bytes <= sum(row.states.values()) <= row.formula_bytes + 4096  # counters and buffers
+    norm = row.collectives["all_reduce"] - 4 * 3  # two in forward and two in backward; the rest are the norm's
+    assert 0 < norm < 10
 
 
 def test_foreach_on_cuda_needs_more_than_a_loop() -> None:

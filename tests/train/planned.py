@@ -42,6 +42,29 @@ def workload(loss=loss_of):
     return {"model": Net(), "optimizer": optimizer, "loss": loss, "data": [batch]}
 
 
+def llama():
+    return _decoder("Llama")
+
+
+def qwen():
+    """Its queries and keys are normalised head by head."""
+    return _decoder("Qwen3", head_dim=16)
+
+
+def _decoder(name, **sizes):
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256, use_cache=False, tie_word_embeddings=True, **sizes,
+    )  # fmt: skip
+    ids = torch.randint(0, 256, (8, 32))
+    batch = {"input_ids": ids, "labels": ids}
+    optimizer = functools.partial(torch.optim.AdamW, lr=3e-3)
+    return {"model": getattr(transformers, f"{name}ForCausalLM")(config), "optimizer": optimizer,
+            "loss": lambda m, b: m(**b).loss, "data": [batch], "max_grad_norm": 1.0}  # fmt: skip
+
+
 def _on_rank_1(act):
     def loss(model, batch):
         if os.environ.get("RANK") == "1":

@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,11 +17,12 @@ from fettle.techniques import CATALOGUE, Facts, bundles, conflict, load, source
 from fettle.techniques.convolution import convolutions_by_products, the_faster
 from fettle.techniques.optimizer import compile_update
 from fettle.techniques.precision import gradients_to_masters, masters_to_weights
-from fettle.train import Steps, load_training
-from fettle.train.steps import step_parts
+from fettle.train import Steps, load_training, training_facts
+from fettle.train.steps import intervals_of, step_parts
 from fettle.workload import find_target
 
 TINY = Path(__file__).parent / "tiny_loop.py"
+PLANNED = Path(__file__).parent / "planned.py"
 FACTS = Facts(
     mode="training", num_linear=7, num_conv=1, num_4d_inputs=1, samples=16, block_classes=("tiny.Block",),
     optimizer="AdamW", optimizer_levels=("foreach", "fused"), loader_workers=-1, max_grad_norm=1.0, allow_batch=True,
@@ -308,8 +310,30 @@ def test_of_several_nodes_each_is_a_group_that_shards():
     nodes = replace(FACTS, ranks=8, nodes=4)
     text = source(Recipe.parse("parallel=hsdp"), nodes, heading="A test.", target=("loop.py", "workload"))
     assert "on each node: torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc-per-node 2" in text
-    assert 'mesh_of("cpu", world, 2)' in text
+    assert 'init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))' in text
     assert "nothing to shard inside it" in conflict(Recipe.parse("parallel=hsdp"), replace(FACTS, ranks=2, nodes=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "ranks", "near"), [("tensor", 2, 1e-3), ("zero3-tensor", 4, 0.1)])
+def test_a_split_loop_is_plain_pytorch_that_torchrun_starts(kind, ranks, near, tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "fettle.py").write_text("raise ImportError('must stand without fettle')\n")
+    workload = load_training(find_target(f"{PLANNED}:llama"))
+    facts = replace(training_facts(workload), ranks=ranks)
+    torch.manual_seed(0)
+    wanted = Steps(load(source(Recipe(), facts), "single"), load_training(find_target(f"{PLANNED}:llama"))).curve(8)
+    text = source(Recipe({"parallel": kind}), facts, heading="A test.", target=(str(PLANNED), "llama"))
+    (tmp_path / "optimized.py").write_text(text)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "optimized.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[3].rstrip(",")) for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert len(losses) == 20  # one rank speaks: of its rows, which are all where only matrices are split
+    assert losses[:8] == pytest.approx(wanted.losses, abs=near)
 
 
 def test_timeline_adds_up_to_the_wall_time():
@@ -332,3 +356,14 @@ def test_each_moment_of_a_step_belongs_to_one_part():
     parts = step_parts(ranges, (operators, sent))
     assert parts == {"data": 10, "forward": 13, "backward": 15, "optimizer": 10, "communication": 10, "idle": 12}
     assert sum(parts.values()) == 70
+
+
+def test_what_waits_for_other_ranks_inside_an_operator_is_communication():
+    def event(name, begin, end):
+        return SimpleNamespace(name=lambda: name, device_type=lambda: "DeviceType.CPU", start_ns=lambda: begin,
+                               duration_ns=lambda: end - begin)  # fmt: skip
+
+    events = [event("aten::add", 0, 30), event("_c10d_functional::wait_tensor", 2, 20), event("aten::add", 21, 30),
+              event("aten::mm", 30, 40), event("gloo:all_reduce", 1, 19)]  # fmt: skip
+    parts = step_parts([("forward", 0, 40)], intervals_of(events))
+    assert {name: size for name, size in parts.items() if size} == {"forward": 19, "communication": 19, "idle": 2}

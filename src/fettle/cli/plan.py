@@ -35,8 +35,8 @@ def command(
 ) -> None:
     """Predict the peak memory of each parallel strategy per rank, from fake tensors, in this one process.
 
-    Strategies are single, ddp, zero1, zero2, zero3 and hsdp with settings wrap, precision, checkpoint, compress,
-    buckets, graph, offload and compile. Exit code 1: nothing fits.
+    Strategies are single, ddp, zero1, zero2, zero3, hsdp, tensor and zero3-tensor with settings wrap, precision,
+    checkpoint, compress, buckets, graph, offload and compile. Exit code 1: nothing fits.
 
     [bold]Examples[/]
 

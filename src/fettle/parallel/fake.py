@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from fettle.errors import UsageError, first_line
@@ -29,10 +31,23 @@ def fake_world(world_size: int) -> Iterator[None]:
         raise UsageError("a process group exists already: plan in a process of its own, outside torchrun")
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
-        with replaced(_fsdp_param, "_chunk_with_empty", lambda _: _first_chunk):
+        with (
+            replaced(_fsdp_param, "_chunk_with_empty", lambda _: _first_chunk),
+            replaced(DeviceMesh, "_concatenate", _with_values),
+        ):
             yield
     finally:
         dist.destroy_process_group()
+
+
+def _with_values(original: Callable[..., Any]) -> Any:
+    """FSDP2 joins its mesh with that of tensor parallelism, and looks for its rank in it: in a real tensor."""
+
+    def joined(meshes: Any) -> Any:
+        with unset_fake_temporarily():
+            return original(meshes)
+
+    return staticmethod(joined)
 
 
 @contextmanager

@@ -9,7 +9,8 @@ The bytes that ring collectives send are those of Patarasuk and Yuan, 2009: an a
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -32,12 +33,13 @@ def states_bytes(kind: str, ranks: int, all_bytes: int, trained_bytes: int, stat
     """Bytes of parameters, gradients and optimizer state that a rank keeps from one step to the next.
 
     ``ddp`` P+G+O; ``zero1`` P+G+O/n; ``zero2`` and ``zero3`` (P+G+O)/n, as FSDP2 keeps shards only (zero2 holds the
-    gathered P besides, from forward to backward). `ranks` is how many ranks share one copy.
+    gathered P besides, from forward to backward). `ranks` is how many ranks share one copy. Where matrices are split as
+    well, the bytes given are those of one slice.
     """
     if states is None:
         return None
     parameters, gradients, optimizer = all_bytes, trained_bytes, states * trained_bytes
-    if kind in ("single", "ddp"):
+    if kind in ("single", "ddp", "tensor"):
         return parameters + gradients + optimizer
     if kind == "zero1":
         return parameters + gradients + optimizer // ranks
@@ -72,24 +74,24 @@ def largest_partition(sizes: Sequence[int], ranks: int) -> list[int]:
     return held[max(range(ranks), key=lambda rank: totals[rank])]
 
 
-def sent_bytes(collectives: Iterable[Collective], mesh: Sequence[int], ranks_per_node: int) -> tuple[int, int]:
+def sent_bytes(collectives: Iterable[Collective], mesh: Mapping[str, int], ranks_per_node: int) -> tuple[int, int]:
     """Bytes that one rank sends in a step, and bytes that leave one node, both for ring collectives.
 
-    On a mesh of two dimensions an all-reduce runs over the first (between nodes, one ring for each rank of a node),
-    the others over the second. A ring over many nodes crosses each node's border once.
+    On a mesh of two dimensions the first is between nodes, one ring for each rank of a node, and the second within
+    each. Shards are gathered and reduced over theirs; all-reduces run over the other. A ring over many nodes crosses
+    each node's border once.
     """
     total = between = 0.0
-    ranks = 1
-    for size in mesh:
-        ranks *= size
-    many_nodes = ranks > ranks_per_node
+    ranks = math.prod(mesh.values())
+    first, *_ = mesh
+    other = next((name for name in mesh if name != "shard"), first)
     for item in collectives:
-        across = len(mesh) == 1 or item.name == "all_reduce"
-        group = mesh[0] if across else mesh[1]
+        over = other if item.name == "all_reduce" or "shard" not in mesh else "shard"
+        group = mesh[over]
         sent = (2 if item.name == "all_reduce" else 1) * item.bytes * (group - 1) / group
         total += sent
-        if many_nodes and across:
-            between += sent * (mesh[1] if len(mesh) == 2 else 1)
+        if ranks > ranks_per_node and over == first:
+            between += sent * ranks / group
     return round(total), round(between)
 
 

@@ -26,9 +26,19 @@ from fettle.errors import UsageError, first_line
 from fettle.parallel import formulas
 from fettle.parallel.fake import fake_model, fake_tensors, fake_world, fsdp_marks, unpacked
 from fettle.parallel.formulas import collectives_of_ddp, ddp_buckets
-from fettle.parallel.strategies import Strategy, apply, mesh_shape, precision_context, units_of, usual_strategies
+from fettle.parallel.strategies import (
+    Strategy,
+    apply,
+    mesh_of,
+    mesh_shape,
+    precision_context,
+    row_shares,
+    units_of,
+    usual_strategies,
+)
 from fettle.parallel.timeline import Timeline, peak_of
 from fettle.parallel.workspace import Workspaces
+from fettle.techniques import split_bytes, tensor_plan
 from fettle.train.workload import TrainingWorkload, load_training
 from fettle.workload import Target
 
@@ -63,6 +73,8 @@ class Prediction:
     note: str = ""
     failed: str = ""
     """Why nothing could be predicted, one line."""
+    rows: int = 1
+    """Of one step of all ranks together."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,8 @@ class Plan:
     optimizer: str
     predictions: tuple[Prediction, ...]
     cheapest: str = ""
-    """The one of those that fit and use all ranks that sends least between nodes, then in all. Empty: none fits."""
+    """The one of those that fit and use all ranks that sends least between nodes for a row, then in all. Empty: none
+    fits."""
 
 
 def plan(
@@ -134,7 +147,7 @@ def plan(
         parameters=sum(p.numel() for p in workload.model.parameters()),
         optimizer=type(optimizer).__name__,
         predictions=tuple(plans),
-        cheapest=_cheapest(plans, world_size),
+        cheapest=cheapest(plans, world_size),
     )
 
 
@@ -158,11 +171,8 @@ def build_fake(target: Target) -> tuple[TrainingWorkload, FakeTensorMode, str]:
 def _predict(
     workload: TrainingWorkload, strategy: Strategy, ranks: int, ranks_per_node: int, device: str, mode: FakeTensorMode
 ) -> Prediction:
-    from torch.distributed.device_mesh import init_device_mesh
-
     shape = mesh_shape(strategy, ranks, ranks_per_node)
-    names = ("replicate", "shard")[-len(shape) :]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if strategy.sharded else None
+    mesh = mesh_of(strategy, shape)
     round_to = 512 if device == "cuda" else 1
     with mode:
         model = fake_model(workload.model)
@@ -171,6 +181,10 @@ def _predict(
         trained_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         units = [sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in units_of(model, strategy)]
         rest = all_bytes - sum(units)
+        if strategy.split:
+            split, split_trained = split_bytes(model, tensor_plan(model))
+            all_bytes -= split - split // shape["tensor"]
+            trained_bytes -= split_trained - split_trained // shape["tensor"]
         called = apply(model, replace(strategy, compile="off"), mesh)
         own_positions = isinstance(batch, dict) and "position_ids" in batch
         with nullcontext() if own_positions else unpacked():
@@ -182,13 +196,13 @@ def _predict(
         away = ("parameters", "gradients", "optimizer state")
         peak = peak_of(timeline, without=away, phases=("forward", "backward"))
         host = sum(states.values())
-        extra = -(-max([*units, rest]) // shape[-1])  # the shard of one unit on its way to the device
+        extra = -(-max([*units, rest]) // shape["shard"])  # the shard of one unit on its way to the device
         peak = replace(peak, bytes=peak.bytes + extra)
         peak.parts["transients"] += extra
     collectives = [*timeline.collectives, *collectives_of_ddp(model, strategy)]
     sent, between = formulas.sent_bytes(collectives, shape, ranks_per_node) if ranks > 1 else (0, 0)
     count = formulas.state_tensors(type(optimizer).__name__, optimizer.defaults)
-    sharing = shape[-1]
+    sharing = shape.get("shard", 1)
     return Prediction(
         strategy=str(strategy),
         ranks=ranks,
@@ -202,6 +216,7 @@ def _predict(
         sent_bytes=sent,
         between_nodes_bytes=between,
         note=_note(strategy, units, rest),
+        rows=workload.rows * row_shares(strategy, ranks, ranks_per_node),
     )
 
 
@@ -296,15 +311,17 @@ def _note(strategy: Strategy, units: list[int], rest: int) -> str:
     return ""
 
 
-def _cheapest(made: list[Prediction], world_size: int) -> str:
+def cheapest(made: Sequence[Prediction], world_size: int) -> str:
+    """Which of the strategies is `Plan.cheapest`."""
     able = [item for item in made if item.fits and item.ranks == world_size]
     # Offloading and root-only wrapping send as little as their plain forms and lose on the step instead.
     plain = [item for item in able if "wrap=root" not in item.strategy and "offload" not in item.strategy]
-    chosen = min(
-        plain or able,
-        key=lambda item: (item.between_nodes_bytes, item.sent_bytes, sum(item.collectives.values()), item.peak_bytes),
-        default=None,
-    )
+
+    def order(item: Prediction) -> tuple[float, ...]:
+        sent = (item.between_nodes_bytes, item.sent_bytes, sum(item.collectives.values()))
+        return (*(amount / item.rows for amount in sent), item.peak_bytes)
+
+    chosen = min(plain or able, key=order, default=None)
     return chosen.strategy if chosen else ""
 
 

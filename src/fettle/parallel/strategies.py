@@ -1,9 +1,10 @@
 """Parallel strategies: what a training step can be spread over many ranks with, and how each one is applied.
 
 A strategy is written as its kind and settings, ``zero3 wrap=block precision=bf16 checkpoint=block``. The model stays
-the user's own; `apply` changes it from outside in the order that PyTorch needs: checkpointing, compiling per block,
-then sharding. ZeRO-1 is DDP with `ZeroRedundancyOptimizer`; ZeRO-2 and ZeRO-3 are FSDP2's `fully_shard` with
-``reshard_after_forward`` off and on; hybrid sharding is ZeRO-3 on a mesh of two dimensions.
+the user's own; `apply` changes it from outside in the order that PyTorch needs: splitting matrices, checkpointing,
+compiling per block, then sharding. ZeRO-1 is DDP with `ZeroRedundancyOptimizer`; ZeRO-2 and ZeRO-3 are FSDP2's
+`fully_shard` with ``reshard_after_forward`` off and on; hybrid sharding is ZeRO-3 on a mesh of two dimensions. Tensor
+parallelism is `parallelize_module`, alone or inside each rank of ZeRO-3.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fettle.errors import UsageError
-from fettle.techniques import modules_by_size, repeated_blocks
+from fettle.techniques import modules_by_size, repeated_blocks, split_over, tensor_plan
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-KINDS = ("single", "ddp", "zero1", "zero2", "zero3", "hsdp")
+KINDS = ("single", "ddp", "zero1", "zero2", "zero3", "hsdp", "tensor", "zero3-tensor")
+_SHARDED = ("zero2", "zero3", "hsdp", "zero3-tensor")
 _CHOICES = {
     "wrap": ("block", "size", "root"),
     "precision": ("fp32", "bf16"),
@@ -33,7 +35,7 @@ _CHOICES = {
     "compile": ("off", "block"),
 }
 _ONLY_FOR = {
-    "wrap": ("zero2", "zero3", "hsdp"),
+    "wrap": _SHARDED,
     "offload": ("zero2", "zero3", "hsdp"),
     "compress": ("ddp", "zero1"),
     "buckets": ("ddp", "zero1"),
@@ -76,7 +78,12 @@ class Strategy:
     @property
     def sharded(self) -> bool:
         """Whether FSDP2 does it."""
-        return self.kind in ("zero2", "zero3", "hsdp")
+        return self.kind in _SHARDED
+
+    @property
+    def split(self) -> bool:
+        """Whether ranks hold slices of the same layers, and see the same rows."""
+        return self.kind in ("tensor", "zero3-tensor")
 
     def __str__(self) -> str:
         changed = [f"{f.name}={getattr(self, f.name)}" for f in fields(self)[1:] if getattr(self, f.name) != f.default]
@@ -108,6 +115,8 @@ def usual_strategies() -> list[Strategy]:
             "zero2",
             "zero3",
             "hsdp",
+            "tensor",
+            "zero3-tensor",
             "zero3 checkpoint=block",
             "hsdp precision=bf16 checkpoint=block",
             "zero3 precision=bf16 checkpoint=block",
@@ -125,32 +134,61 @@ def units_of(model: torch.nn.Module, strategy: Strategy) -> list[torch.nn.Module
     return blocks or modules_by_size(model)
 
 
-def mesh_shape(strategy: Strategy, world_size: int, ranks_per_node: int) -> tuple[int, ...]:
-    """Ranks in each dimension of the mesh: (replicate, shard) for hybrid sharding, else all in one."""
-    if strategy.kind != "hsdp":
-        return (world_size,)
+def mesh_shape(strategy: Strategy, world_size: int, ranks_per_node: int) -> dict[str, int]:
+    """Ranks by dimension of the mesh: what replicates first, what splits layers last."""
+    names = {"hsdp": ("replicate", "shard"), "tensor": ("tensor",), "zero3-tensor": ("shard", "tensor")}
+    dimensions = names.get(strategy.kind, ("shard",))
+    if len(dimensions) == 1:
+        return {dimensions[0]: world_size}
     inner = ranks_per_node if world_size > ranks_per_node else max(1, world_size // 2)
     if world_size % inner:
-        raise UsageError(f"hsdp: {world_size} ranks cannot be split into nodes of {inner}; set `ranks_per_node`")
-    return (world_size // inner, inner)
+        raise UsageError(
+            f"{strategy.kind}: {world_size} ranks cannot be split into nodes of {inner}; set `ranks_per_node`"
+        )
+    if strategy.split and inner == 1:
+        raise UsageError(
+            f"{strategy.kind}: {world_size} ranks, each a group of its own, cannot form a mesh of two dimensions"
+        )
+    return {dimensions[0]: world_size // inner, dimensions[1]: inner}
+
+
+def row_shares(strategy: Strategy, world_size: int, ranks_per_node: int) -> int:
+    """Over how many ranks, or groups of those that hold slices, the rows of a step are spread."""
+    if strategy.split:
+        return world_size // mesh_shape(strategy, world_size, ranks_per_node)["tensor"]
+    return 1 if strategy.kind == "single" else world_size
+
+
+def mesh_of(strategy: Strategy, shape: dict[str, int]) -> DeviceMesh | None:
+    """The mesh that `apply` needs, of CPU ranks; none for the kinds that need none."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if not strategy.sharded and not strategy.split:
+        return None
+    return init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
 def apply(model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh | None) -> torch.nn.Module:
     """Apply `strategy` to `model`, in place where PyTorch works in place, and return what is to be called.
 
-    `mesh` has the shape of `mesh_shape` and is needed for the sharded kinds. The DDP wrapper is left out: its reducer
-    works outside Python and cannot be given fake tensors.
+    `mesh` is that of `mesh_of`. The DDP wrapper is left out: its reducer works outside Python and cannot be given fake
+    tensors. Raises `UsageError` where the model cannot be split as the strategy says.
     """
+    if mesh is None and (strategy.sharded or strategy.split):
+        raise ValueError("a sharded or split strategy needs a device mesh")
+    if mesh is not None and strategy.split:
+        plan, over = tensor_plan(model), mesh["tensor"]
+        if why_not := plan.why_not_over(over.size()):
+            raise UsageError(f"{strategy.kind}: {why_not}")
+        split_over(model, plan, over)
     blocks = repeated_blocks(model)
     if strategy.checkpoint == "block":
         _checkpoint(model, blocks)
     if strategy.compile == "block":
         for block in blocks or [model]:
             block.compile()
-    if strategy.sharded:
-        if mesh is None:
-            raise ValueError("a sharded strategy needs a device mesh")
-        _shard(model, strategy, mesh)
+    if mesh is not None and strategy.sharded:
+        _shard(model, strategy, mesh["shard"] if strategy.split else mesh)
     return model
 
 

@@ -1,20 +1,23 @@
 """The memory plan as a study uses it: which strategies it asks about, and which recipes the plan rules out.
 
-A study's ranks share the batches as given, so one rank's batch is a share of the workload's.
+A study's ranks share the batches as given, so one rank's batch is a share of the workload's: all of it where all ranks
+hold slices of the same layers.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from fettle.parallel.plan import Plan, build_fake, plan
-from fettle.parallel.strategies import KINDS, Strategy, parse_strategy
-from fettle.techniques import find, repeated_blocks
+from fettle.errors import UsageError
+from fettle.parallel.plan import Plan, build_fake, cheapest, plan
+from fettle.parallel.strategies import KINDS, Strategy, mesh_shape, parse_strategy, row_shares
+from fettle.techniques import find, repeated_blocks, tensor_plan
 from fettle.units import size_text
 from fettle.workload import Target
 
@@ -22,20 +25,28 @@ from fettle.workload import Target
 def plan_for_study(target: Target, ranks: int, device_memory_bytes: int | None, nodes: int = 1) -> tuple[Plan, str]:
     """Plan each strategy for `ranks` ranks that share the workload's batch; (plan, note of how it was built)."""
     workload, mode, note = build_fake(target)
-    rows = workload.rows
-
-    def share(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[: max(1, rows // ranks)] if tensor.dim() and tensor.shape[0] == rows else tensor
-
-    with mode:
-        part = tree_map_only(torch.Tensor, share, workload.first)
+    rows, per_node = workload.rows, max(1, ranks // nodes)
     whole = dataclasses.replace(workload, name=workload.name or target.name)
     device = next(workload.model.parameters()).device.type
     options: dict[str, Any] = {"device_memory_bytes": device_memory_bytes, "device": device, "mode": mode,
-                               "ranks_per_node": max(1, ranks // nodes)}  # fmt: skip
-    alone = plan(whole, ranks, strategies=[Strategy()], **options)
-    plans = plan(dataclasses.replace(whole, data=[part]), ranks, strategies=_strategies_for(workload.model), **options)
-    return dataclasses.replace(plans, predictions=(*alone.predictions, *plans.predictions)), note
+                               "ranks_per_node": per_node}  # fmt: skip
+    strategies = _strategies_for(workload.model, ranks, per_node)
+    by_shares: dict[int, list[Strategy]] = defaultdict(list)
+    for strategy in strategies:
+        by_shares[row_shares(strategy, ranks, per_node)].append(strategy)
+
+    def planned(shares: int, alike: list[Strategy]) -> Plan:
+        def share(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[: max(1, rows // shares)] if tensor.dim() and tensor.shape[0] == rows else tensor
+
+        with mode:
+            part = tree_map_only(torch.Tensor, share, workload.first)
+        return plan(dataclasses.replace(whole, data=[part], samples=None), ranks, strategies=alike, **options)
+
+    plans = [planned(shares, alike) for shares, alike in by_shares.items()]
+    found = {each.strategy: each for made in plans for each in made.predictions}
+    predictions = tuple(found[str(strategy)] for strategy in strategies)
+    return dataclasses.replace(plans[0], predictions=predictions, cheapest=cheapest(predictions, ranks)), note
 
 
 def rules_out(made: Plan, levels: Mapping[str, str]) -> str:
@@ -60,9 +71,17 @@ def rules_out(made: Plan, levels: Mapping[str, str]) -> str:
     return f"the plan says {what} of {size_text(needs)}, above {size_text(round(most))}"
 
 
-def _strategies_for(model: torch.nn.Module) -> list[Strategy]:
-    texts = [kind for kind in KINDS if kind != "single"]
-    texts += ["zero3 offload=cpu"]
+def _strategies_for(model: torch.nn.Module, ranks: int, ranks_per_node: int) -> list[Strategy]:
+    texts = [*KINDS, "zero3 offload=cpu"]
     if repeated_blocks(model):
         texts += [f"{kind} checkpoint=block" for kind in ("ddp", "zero3")]
-    return [parse_strategy(text) for text in texts]
+    split = tensor_plan(model)
+
+    def can_split(strategy: Strategy) -> bool:
+        try:
+            return not split.why_not_over(mesh_shape(strategy, ranks, ranks_per_node)["tensor"])
+        except UsageError:  # no mesh of so many ranks
+            return False
+
+    strategies = [parse_strategy(text) for text in texts]
+    return [strategy for strategy in strategies if not strategy.split or can_split(strategy)]

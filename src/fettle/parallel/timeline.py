@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,14 +66,16 @@ class Timeline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._communicating = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
             return NotImplemented  # its own dispatch comes back here with local tensors
         result = func(*args, **(kwargs or {}))
         if self._workspace is not None:
             self._moment(self._workspace(func, args, kwargs or {}))
-        if func.namespace == "c10d":
-            self._collective(func, args)
-        elif func.namespace not in ("prim", "profiler"):
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._collective(func, args, result)
+        if func.namespace == "_c10d_functional":  # these return what they made
+            self.see(result)
+        elif func.namespace not in ("c10d", "prim", "profiler"):
             self.see(result, "transients" if self._communicating or func.namespace == "fsdp" else "")
         return result
 
@@ -154,14 +157,16 @@ class Timeline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if size:
             self.changes.append((size, index, self._phase))
 
-    def _collective(self, func: Any, args: Any) -> None:
-        name = func._schema.name.split("::")[-1]
-        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    def _collective(self, func: Any, args: Any, result: Any) -> None:
+        name = func._schema.name.split("::")[-1].replace("_", "")
+        sizes, made = (
+            [leaf.numel() * leaf.element_size() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+            for tree in (args, result)
+        )
         kind = next((k for mark, k in _COLLECTIVES if mark in name), None)
         if kind is None or not sizes:
             return
-        whole = max(sizes) if kind in ("all_gather", "reduce_scatter") else sum(sizes)
+        whole = max(*sizes, *made) if kind in ("all_gather", "reduce_scatter") else sum(sizes)
         self.collectives.append(Collective(kind, whole))
         if self._gloo and kind in ("all_gather", "reduce_scatter"):
             self._moment(whole)
@@ -176,7 +181,7 @@ class Timeline(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 _COLLECTIVES = (
     ("allgather", "all_gather"),
-    ("reduce_scatter", "reduce_scatter"),
+    ("reducescatter", "reduce_scatter"),
     ("allreduce", "all_reduce"),
     ("broadcast", "broadcast"),
 )

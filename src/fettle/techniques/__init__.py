@@ -42,6 +42,7 @@ from fettle.techniques._probe import machine_facts, probe_facts, unchanged
 from fettle.techniques._python import PYTHON
 from fettle.techniques._ranks import modules_by_size, repeated_blocks
 from fettle.techniques._source import load
+from fettle.techniques._tensor import split_bytes, split_over, tensor_plan
 from fettle.techniques.batch import LARGEST, enlarged
 from fettle.techniques.quantize import quantize_exported
 from fettle.techniques.runtime import STATEFUL, int8_part, openvino_precision
@@ -98,7 +99,10 @@ __all__ = [
     "repeated_blocks",
     "respelled",
     "source",
+    "split_bytes",
+    "split_over",
     "tally",
+    "tensor_plan",
     "unchanged",
     "uses_ranks",
 ]  # fmt: skip

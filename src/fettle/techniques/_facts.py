@@ -22,6 +22,29 @@ class Padding:
 
 
 @dataclass(frozen=True)
+class TensorPlan:
+    """Which matrices of a model tensor parallelism can split. In names, ``*`` stands for the number of a block."""
+
+    columns: tuple[str, ...] = ()
+    """Linear layers that are split by their outputs,"""
+    rows: tuple[str, ...] = ()
+    """and by their inputs."""
+    per_head: tuple[str, ...] = ()
+    """Modules between them that stay whole and see only the heads of a rank."""
+    attentions: tuple[str, ...] = ()
+    """Attention modules that keep their number of heads as an attribute."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """What the number of ranks must divide, by what it is."""
+    why_not: str = "the model was not looked at"
+    """Why nothing can be split, as a phrase."""
+
+    def why_not_over(self, ranks: int) -> str:
+        """Why the model cannot be split over `ranks` ranks, as a phrase; empty where it can."""
+        uneven = (f"{ranks} ranks do not divide {what}" for what, number in self.counts.items() if number % ranks)
+        return self.why_not or next(uneven, "")
+
+
+@dataclass(frozen=True)
 class Facts:
     """What a probe saw of the workload and the machine: all that decides which levels can be used here.
 
@@ -118,6 +141,8 @@ class Facts:
     """Training: how many processes a parallel strategy may use,"""
     nodes: int = 1
     """and on how many machines."""
+    tensor: TensorPlan = TensorPlan()
+    """Training: what tensor parallelism can split of the model."""
     largest_batch: int = 0
     """Training: the batch fits this many times over; 0 where that was not looked for."""
 

@@ -101,13 +101,105 @@ def shard(model: torch.nn.Module, units: list[torch.nn.Module], mesh: Any, **opt
     fully_shard(model, mesh=mesh, **options)
 
 
-def mesh_of(device_type: str, world: int, inner: int = 0) -> Any:
-    """All ranks in one dimension, or with `inner` so many of them sharing one copy and the others replicating it."""
-    from torch.distributed.device_mesh import init_device_mesh
+def is_named(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether `name` is one of `patterns`, in which a star stands for any one part between dots."""
+    parts = name.split(".")
+    wanted = [pattern.split(".") for pattern in patterns]
+    alike = [one for one in wanted if len(one) == len(parts)]
+    return any(all(a in ("*", b) for a, b in zip(one, parts, strict=True)) for one in alike)
 
-    if not inner:
-        return init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
-    return init_device_mesh(device_type, (world // inner, inner), mesh_dim_names=("replicate", "shard"))
+
+def fewer_heads(model: torch.nn.Module, attentions: tuple[str, ...], ranks: int) -> None:
+    """Tell attention modules how many heads each of `ranks` ranks has, where they keep that number themselves."""
+    counts = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads",
+              "n_kv_heads")  # fmt: skip
+    for name, module in model.named_modules():
+        if is_named(name, attentions):
+            for count in counts:
+                if isinstance(getattr(module, count, None), int):
+                    setattr(module, count, getattr(module, count) // ranks)
+
+
+def share_inputs(model: torch.nn.Module, columns: tuple[str, ...], mesh: Any) -> None:
+    """Let layers beside each other that are split column-wise read one DTensor of the tensor that they all get.
+
+    What their gradients add up to is then reduced over the ranks once, not once for each layer.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    def share(layers: list[torch.nn.Module]) -> None:
+        seen: list[Any] = []  # the tensor, its DTensor, and how often that was read
+
+        def before(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            if not seen or seen[0] is not args[0]:
+                seen[:] = [args[0], DTensor.from_local(args[0], mesh, [Replicate()], run_check=False), 0]
+            whole = seen[1]
+            seen[2] += 1
+            if seen[2] == len(layers):
+                seen.clear()
+            return (whole, *args[1:])
+
+        for layer in layers:
+            layer.register_forward_pre_hook(before, prepend=True)
+
+    for name, module in model.named_modules():
+        beside = [
+            child for own, child in module.named_children() if is_named(f"{name}.{own}" if name else own, columns)
+        ]
+        if len(beside) > 1:
+            share(beside)
+
+
+def replicate(model: torch.nn.Module, mesh: Any, per_head: tuple[str, ...] = ()) -> None:
+    """Make each parameter that is not split over `mesh` a DTensor that all ranks hold, so that optimizers and clipping
+    meet one kind of parameter. Weights that were shared stay shared.
+
+    Modules compute with plain tensors as before: while its forward runs, a module sees its parameters' local ones.
+    Modules named in `per_head` see a rank's heads only, so their gradients are summed over the ranks.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+
+    def hold(owner: torch.nn.Module) -> list[str]:
+        held = [name for name, p in owner._parameters.items() if p is not None and not isinstance(p, DTensor)]
+        for name in held:
+            given: Any = owner._parameters[name]
+            if given not in made:
+                everywhere = distribute_tensor(given.detach(), mesh, [Replicate()])
+                made[given] = torch.nn.Parameter(everywhere, given.requires_grad)
+            owner._parameters[name] = made[given]
+        return held
+
+    def add_up(gradient: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = DTensor.from_local(gradient, mesh, [Partial()]).full_tensor()
+        return total
+
+    def see_local(module: torch.nn.Module, owners: list[tuple[torch.nn.Module, list[str]]], is_part: bool) -> None:
+        def before(*_: Any) -> None:
+            for owner, names in owners:
+                for name in names:
+                    whole: Any = owner._parameters[name]
+                    local = whole.to_local()
+                    if is_part and local.requires_grad:
+                        local.register_hook(add_up)
+                    owner.__dict__[name] = local  # found before the parameter of that name
+
+        def after(*_: Any) -> None:
+            for owner, names in owners:
+                for name in names:
+                    owner.__dict__.pop(name, None)
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after, always_call=True)
+
+    held = {module: hold(module) for module in list(model.modules())}
+    for name, module in list(model.named_modules()):
+        owners = [module]
+        if isinstance(module, torch.nn.MultiheadAttention):
+            owners.append(module.out_proj)  # whose forward it does not call
+        if any(held[owner] for owner in owners):
+            see_local(module, [(owner, held[owner]) for owner in owners], is_named(name, per_head))
 
 
 def split_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

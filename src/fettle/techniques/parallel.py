@@ -1,25 +1,31 @@
 """Training over several ranks: which parallel strategy, and its settings.
 
-The batches stay as given: each rank takes its rows of every batch, so that all ranks together make the same steps as
-one process would. A baseline and a strategy are then the same training, and are compared by time per row.
+The batches stay as given: each rank takes its rows of every batch, and ranks that hold slices of the same layers take
+the same rows, so that all ranks together make the same steps as one process would. A baseline and a strategy are then
+the same training, and are compared by time per row.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from fettle.techniques._base import TRAINING, Bundle, Code, Facts, Level, Recipe, Technique, register
+from fettle.techniques._facts import TensorPlan
 from fettle.techniques._ranks import (
+    fewer_heads,
+    is_named,
     join_ranks,
-    mesh_of,
     modules_by_size,
     own_rows,
     repeated_blocks,
+    replicate,
     shard,
+    share_inputs,
     split_state,
 )
 from fettle.techniques.precision import autocast
 
-REPLICATED, SHARDED = ("ddp", "zero1"), ("zero2", "zero3", "hsdp")
+REPLICATED, TENSOR = ("ddp", "zero1"), ("tensor", "zero3-tensor")
+SHARDED: tuple[str, ...] = ("zero2", "zero3", "hsdp", "zero3-tensor")
 _AS_GIVEN = {"channels_last": "off", "optimizer": "as-given", "cudnn_benchmark": "off"}
 
 
@@ -27,10 +33,27 @@ def _alone(facts: Facts) -> str:
     return "" if facts.ranks > 1 else "there is one rank: give `nproc`"
 
 
+def _inner(facts: Facts) -> int:
+    """Ranks in the inner dimension of a mesh of two: those of a node, or half of them where there is one node."""
+    return max(1, facts.ranks // max(2, facts.nodes))
+
+
 def _no_mesh(facts: Facts) -> str:
     if facts.nodes > 1:
         return "" if facts.ranks > facts.nodes else "a node has one rank: there is nothing to shard inside it"
     return "" if facts.ranks % 2 == 0 else f"{facts.ranks} ranks cannot form a mesh of two dimensions"
+
+
+def _uneven(facts: Facts, parts: int) -> str:
+    uneven = f"a batch of {facts.samples} rows cannot be cut into {parts} equal parts"
+    return uneven if facts.samples % parts else ""
+
+
+def _tensor_mesh(facts: Facts) -> str:
+    """Why there is no mesh of shards and of slices, each over two ranks or more."""
+    few = f"{facts.ranks} ranks on {facts.nodes} nodes" if facts.nodes > 1 else f"{facts.ranks} ranks"
+    problem = _no_mesh(facts) or ("" if _inner(facts) > 1 else f"{few} cannot form a mesh of two dimensions")
+    return problem or facts.tensor.why_not_over(_inner(facts)) or _uneven(facts, facts.ranks // _inner(facts))
 
 
 @register
@@ -45,21 +68,24 @@ class Parallel(Technique):
 
     def levels(self, facts: Facts) -> list[Level]:
         alone = _alone(facts)
-        if not alone and facts.samples % facts.ranks:
-            alone = f"a batch of {facts.samples} rows cannot be cut into {facts.ranks} equal parts"
+        rows = alone or _uneven(facts, facts.ranks)
         return [
             Level("single", "one process, as given"),
-            Level("ddp", "DistributedDataParallel: every rank holds all", alone),
-            Level("zero1", "DDP with the optimizer's state split over the ranks", alone),
-            Level("zero2", "FSDP2, parameters gathered once a step (reshard_after_forward=False)", alone),
-            Level("zero3", "FSDP2, parameters gathered for each use (reshard_after_forward=True)", alone),
+            Level("ddp", "DistributedDataParallel: every rank holds all", rows),
+            Level("zero1", "DDP with the optimizer's state split over the ranks", rows),
+            Level("zero2", "FSDP2, parameters gathered once a step (reshard_after_forward=False)", rows),
+            Level("zero3", "FSDP2, parameters gathered for each use (reshard_after_forward=True)", rows),
             Level("hsdp", "FSDP2 on a mesh: shards inside a group of ranks, copies between groups",
-                  alone or _no_mesh(facts)),
+                  rows or _no_mesh(facts)),
+            Level("tensor", "tensor parallelism: slices of the same layers on all ranks, which see the same rows",
+                  alone or facts.tensor.why_not_over(facts.ranks)),
+            Level("zero3-tensor", "FSDP2 between groups of ranks, tensor parallelism inside each",
+                  alone or _tensor_mesh(facts)),
         ]  # fmt: skip
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         precision = recipe.levels.get("precision", "fp32")
-        if level in SHARDED and precision in ("bf16-master", "autocast-fp16"):
+        if level in (*SHARDED, *TENSOR) and precision in ("bf16-master", "autocast-fp16"):
             return f"precision={precision} keeps copies of its own, which shards do not have"
         if level == "zero1" and precision in ("bf16-master", "autocast-fp16"):
             return f"precision={precision} changes the optimizer's step, which is split over ranks here"
@@ -73,7 +99,7 @@ class Parallel(Technique):
 
     def bundles(self, facts: Facts) -> list[Bundle]:
         """Each strategy as it is, then the usual first choice with what makes a step fast."""
-        kinds = enumerate((*REPLICATED, *SHARDED))
+        kinds = enumerate(dict.fromkeys((*REPLICATED, *SHARDED, *TENSOR)))
         replicated = {**autocast(facts), "parallel": "ddp"}
         return [
             *(Bundle(10 + number, {"parallel": kind, **_AS_GIVEN}) for number, kind in kinds),
@@ -82,9 +108,9 @@ class Parallel(Technique):
         ]
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        if level in (*SHARDED, *TENSOR):
+            return _on_mesh(level, recipe, facts)
         lines = [f'rank, world = join_ranks("{facts.device}")', "data = own_rows(data, rank, world)"]
-        if level in SHARDED:
-            return _sharded(level, recipe, facts, lines)
         view = recipe.levels.get("ddp_buckets", "view") == "view"
         static = recipe.levels.get("static_graph") == "on"
         lines.append(
@@ -100,24 +126,68 @@ class Parallel(Technique):
         )
 
 
-def _sharded(level: str, recipe: Recipe, facts: Facts, lines: list[str]) -> Code:
+def _on_mesh(level: str, recipe: Recipe, facts: Facts) -> Code:
+    """The lines of a strategy whose parameters lie on a mesh of ranks: split over one dimension, sharded over the other
+    (which may be the only one), the rows spread over all but the split."""
+    dimensions = {"hsdp": ("replicate", "shard"), "tensor": ("tensor",), "zero3-tensor": ("shard", "tensor")}
+    names = dimensions.get(level, ("shard",))
+    shape = f"(world // {_inner(facts)}, {_inner(facts)})" if len(names) == 2 else "(world,)"
+    lines = [
+        "from torch.distributed.device_mesh import init_device_mesh",
+        f'rank, world = join_ranks("{facts.device}")',
+        f'mesh = init_device_mesh("{facts.device}", {shape}, mesh_dim_names={_tuple(names)})',
+    ]
+    helpers: list[Callable[..., Any]] = [join_ranks]
+    if level in TENSOR:
+        split, used = _split(facts.tensor, _inner(facts) if level == "zero3-tensor" else facts.ranks)
+        lines, helpers = lines + split, helpers + used
+    if level in SHARDED:
+        rows = 'mesh["shard"].get_local_rank(), mesh["shard"].size()' if level in TENSOR else "rank, world"
+        over = 'mesh["shard"]' if level in TENSOR else "mesh"
+        sharded, used = _sharded(level, recipe, facts, over)
+        lines, helpers = [*lines, f"data = own_rows(data, {rows})", *sharded], [*helpers, own_rows, *used]
+    lines.append("parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]")
+    return Code(helpers=tuple(helpers), prepare=tuple(lines))
+
+
+def _split(plan: TensorPlan, ranks: int) -> tuple[list[str], list[Callable[..., Any]]]:
+    """Lines that split the model over `ranks` ranks, the mesh's dimension ``tensor``, and their helpers."""
+    lines = [
+        "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module",
+        *_listed("columns", plan.columns),
+        *_listed("rows", plan.rows),
+        "styles = {**{name: ColwiseParallel() for name in columns}, **{name: RowwiseParallel() for name in rows}}",
+        'parallelize_module(model, mesh["tensor"], styles)',
+        'share_inputs(model, columns, mesh["tensor"])',
+    ]
+    heads = [f"fewer_heads(model, {_tuple(plan.attentions)}, {ranks})"] if plan.attentions else []
+    per_head = f", {_tuple(plan.per_head)}" if plan.per_head else ""
+    lines += [*heads, f'replicate(model, mesh["tensor"]{per_head})']
+    return lines, [is_named, share_inputs, *([fewer_heads] if heads else []), replicate]
+
+
+def _tuple(names: tuple[str, ...]) -> str:
+    return repr(names).replace("'", '"')
+
+
+def _listed(name: str, values: tuple[str, ...]) -> list[str]:
+    return [f"{name} = (", *(f'    "{value}",' for value in values), ")"]
+
+
+def _sharded(level: str, recipe: Recipe, facts: Facts, mesh: str) -> tuple[list[str], list[Callable[..., Any]]]:
+    """Lines that shard the model by FSDP2 over `mesh`, and their helpers."""
     by_size = recipe.levels.get("auto_wrap") == "size"
     units = "modules_by_size(model)" if by_size else "repeated_blocks(model) or modules_by_size(model)"
-    options = [f"reshard_after_forward={level != 'zero2'}"]
+    lines, options = [], [f"reshard_after_forward={level != 'zero2'}"]
     if recipe.levels.get("mixed_precision") == "bf16":
         lines.append("from torch.distributed.fsdp import MixedPrecisionPolicy")
         options.append("mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)")
     if recipe.levels.get("offload") == "cpu":
         lines.append("from torch.distributed.fsdp import CPUOffloadPolicy")
         options.append(f"offload_policy=CPUOffloadPolicy(pin_memory={facts.device == 'cuda'})")
-    inner = f", {max(1, facts.ranks // max(2, facts.nodes))}" if level == "hsdp" else ""
-    lines += [
-        f'mesh = mesh_of("{facts.device}", world{inner})',
-        f"shard(model, {units}, mesh, {', '.join(options)})",
-        "parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]",
-    ]
-    finders = (modules_by_size,) if by_size else (repeated_blocks, modules_by_size)
-    return Code(helpers=(join_ranks, own_rows, *finders, mesh_of, shard), prepare=tuple(lines))
+    lines.append(f"shard(model, {units}, {mesh}, {', '.join(options)})")
+    finders = [modules_by_size] if by_size else [repeated_blocks, modules_by_size]
+    return lines, [*finders, shard]
 
 
 _HOOKS = {
@@ -201,6 +271,7 @@ class MixedPrecision(_Sharded):
 class Offload(_Sharded):
     name = "offload"
     setting = "offload"
+    kinds = tuple(kind for kind in SHARDED if kind not in TENSOR)
     order = 830
     title = "FSDP offloading"
     default = "none"

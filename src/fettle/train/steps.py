@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ _SENT = ("gloo:", "nccl:", "ncclkernel", "nccldevkernel", "c10d::", "_c10d_funct
 _WRAPPERS = ("profilerstep", "autograd::engine", "torch::autograd", "distributeddataparallel", "optimizer.", "fsdp::",
              "enumerate(", "## ")  # fmt: skip
 """Ranges that hold operators and are not operators themselves."""
+_WAIT = "_c10d_functional::wait_tensor"
+"""Waits for what is sent, inside the operator that needs it: that one only holds operators then."""
 
 
 def step_parts(ranges: Iterable[Range], busy_and_sent: tuple[list[Interval], list[Interval]]) -> dict[str, int]:
@@ -56,16 +59,20 @@ def intervals_of(events: Sequence[Any]) -> tuple[list[Interval], list[Interval]]
     on_gpu = any(str(event.device_type()).endswith("CUDA") for event in events)
     busy: list[Interval] = []
     sent: list[Interval] = []
+    waits: list[Interval] = []
     for event in events:
         name = event.name().lower()
         interval = (event.start_ns(), event.start_ns() + event.duration_ns())
         if name.startswith(_SENT):
             sent.append(interval)
+            if name == _WAIT:
+                waits.append(interval)
         elif on_gpu != str(event.device_type()).endswith("CUDA") or name.startswith(_WRAPPERS):
             continue
         else:
             busy.append(interval)
-    return busy, sent
+    starts = sorted(begin for begin, _ in waits)
+    return [(begin, end) for begin, end in busy if bisect(starts, begin) == bisect(starts, end)], sent
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:
