@@ -130,7 +130,7 @@ class Study:
     def is_file(self) -> bool:
         """Whether the storage is a file and no server."""
         backend = getattr(self._study._storage, "_backend", self._study._storage)
-        return not isinstance(backend, RDBStorage) or backend.url.startswith("sqlite")
+        return not isinstance(backend, RDBStorage) or not is_server(backend.url)
 
     @property
     def _heart(self) -> Any:

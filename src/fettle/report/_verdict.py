@@ -162,7 +162,7 @@ def _no_winner(result: Outcome) -> str:
         return f"No winner: the model as given could not be measured ({baseline.reason or 'no reason recorded'})."
     if not any(ran(trial) for trial in result.trials):
         return f"No winner: all {len(result.trials)} trials failed."
-    if baseline is not None and any(check.name == "relative error" for check in misses(result, baseline)):
+    if baseline is not None and _is_off(result, baseline):
         return (
             f"No winner: the model as given is off its own {result.reference.dtype} reference by "
             f"{fmt.error(baseline.accuracy.error)}, more than the limit. Where it keeps state from call to call, give "
@@ -178,6 +178,12 @@ def _no_winner(result: Outcome) -> str:
         missed = miss_text(result, baseline)
         return f"No winner: the model as given misses {missed}, and nothing else was tried: give a longer budget."
     return "No winner: no recipe that was tried keeps the limits."
+
+
+def _is_off(result: Outcome, baseline: Trial) -> bool:
+    """Whether the model as given misses the limit on the error, and not because it came in train mode."""
+    missed = any(check.name == "relative error" and check.held is False for check in misses(result, baseline))
+    return missed and not result.facts.train_mode_differs
 
 
 def _others(result: Outcome) -> int:
