@@ -1,6 +1,7 @@
 """Waiting for exact moments: never early, in order, and without a busy core where the system can do that."""
 
 import asyncio
+import os
 import sys
 import time
 from contextlib import closing
@@ -62,12 +63,10 @@ def test_waiting_costs_no_core():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="timers that are files are Linux'")
 def test_timers_are_given_back():
-    import os
-
     def opened():
         return len(os.listdir("/proc/self/fd"))
 
     before = opened()
     for _ in range(50):
         PreciseTimer().close()
-    assert opened() == before
+    assert opened() <= before  # fewer where the garbage of another test was collected meanwhile
