@@ -237,6 +237,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the neighbour ends with this benchmark
     empty = {"machine": this_machine().summary, "races": {}, "studies": {}}
     seen = json.loads(options.output.read_text()) if options.output.exists() else empty
+    if seen["machine"] != empty["machine"] and not options.show:
+        parser.error(f"{options.output} is of {seen['machine']}: name another --output for {empty['machine']}")
     end = time.monotonic() + 60 * options.minutes
     order = [(number, budget_s, name, model) for number in range(options.repeats) for budget_s in options.budgets
              for name in options.neighbours for model in options.models]  # fmt: skip

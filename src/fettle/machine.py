@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ _PACKAGES = (
     "torch", "torchao", "onnxruntime", "openvino", "triton", "transformers", "diffusers", "numpy", "torch-fettle",
 )  # fmt: skip
 
+_NUMBERED = re.compile(r"\d[0-9A-Z]{2}")
 _ALLOCATORS = {
     "jemalloc": ("libjemalloc.so.2", "libjemalloc.so"),
     "tcmalloc": ("libtcmalloc.so.4", "libtcmalloc_minimal.so.4", "libtcmalloc.so", "libtcmalloc_minimal.so"),
@@ -151,11 +153,19 @@ def _best_s(run: Callable[[], Any], device: str) -> float:
 
 
 def cpu_name() -> str:
-    """The processor's name: Linux's own words where it has them, for asking py-cpuinfo starts a process."""
+    """The processor's name: Linux's own words where it has them, for asking py-cpuinfo starts a process.
+
+    A virtual machine may say "AMD EPYC" of processors that are years and a factor of two apart: a name without a
+    number is told with its family and model.
+    """
     try:
-        listed = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        return next(line.partition(":")[2].strip() for line in listed.splitlines() if line.startswith("model name"))
-    except (OSError, StopIteration):
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+        said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+        name = said["model name"]
+        if "cpu family" in said and "model" in said and not _NUMBERED.search(name.partition("@")[0]):
+            name += f" (family {said['cpu family']}, model {said['model']})"
+        return name
+    except (OSError, KeyError):
         import cpuinfo
 
         name = cpuinfo.get_cpu_info().get("brand_raw")

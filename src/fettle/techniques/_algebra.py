@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from fettle.techniques._exported import exported_program
+
 
 def equal_after_reshape(before: Any, after: Any, equal: set[int]) -> Any:
     """Dimensions of a reshaped tensor along which it is equal, where it was along `equal` before; None where such a
@@ -355,7 +357,7 @@ def fewer_products(flat: torch.nn.Module, tensors: Any) -> Any:
     """
     import logging
 
-    program = torch.export.export(flat, tuple(tensors))
+    program = exported_program(flat, tensors)
     traced = with_shapes(program.module(check_guards=False), tensors)
     traced, smaller = rows_once(traced)
     traced = with_shapes(traced, tensors)

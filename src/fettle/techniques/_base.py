@@ -134,6 +134,8 @@ class Technique:
     calibrated: ClassVar[frozenset[str]] = frozenset()
     """Levels that look at the values of `batches`: such batches must not judge them."""
     learns: ClassVar[Learned | None] = None
+    shared_failures: ClassVar[Mapping[str, frozenset[str]]] = {}
+    """By a text in the reason of a failure, the levels that it lets fail one like another: after two, none is tried."""
     changes_memory: ClassVar[bool] = True
     """Whether it changes the device memory that a training step takes by something worth counting."""
     shrinks_states: ClassVar[frozenset[str]] = frozenset()

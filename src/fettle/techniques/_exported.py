@@ -32,6 +32,14 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     return leaves, spec
 
 
+def exported_program(flat: torch.nn.Module, tensors: Any) -> Any:
+    """The model as one graph. Where that cannot be, the error says first that it was this."""
+    try:
+        return torch.export.export(flat, tuple(tensors))
+    except Exception as error:
+        raise RuntimeError(f"torch.export cannot take this model: {type(error).__name__}: {error}") from error
+
+
 class Exported:
     """A model run by another runtime, with one engine for each shape of its input, built at the first call.
 

@@ -1,4 +1,5 @@
-"""What a recipe's lines made of a model, kept for the next process: OpenVINO's model, AOTInductor's library, ONNX.
+"""What a recipe's lines made of a model, kept for the next process: OpenVINO's model, AOTInductor's library, ONNX,
+TensorRT's engine.
 
 Exporting and converting takes seconds to minutes, reading what came of it a fraction of a second. A file fits where the
 same operators would run on the same numbers: the model is called once with tensors that have no data, and the key of a
@@ -28,12 +29,13 @@ from fettle.errors import first_line
 from fettle.files import cache_folder
 from fettle.kept_files import MOST_BYTES, SUMS, is_sound, keep
 from fettle.machine import cpu_name
-from fettle.techniques import _openvino, _openvino_int8, _openvino_text
 from fettle.techniques._host import cpu_flags, installed
 from fettle.techniques._openvino_core import openvino_core
 
 FOLDER = "converted"
 _GRAPH, _SAID = "model.xml", "said.json"
+_PACKAGES = ("torch", "openvino", "nncf", "onnx", "onnxscript", "onnxruntime", "torch-tensorrt", "tensorrt",
+             "transformers", "torch-fettle")  # fmt: skip
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 tally = {"read": 0, "converted": 0}
@@ -56,7 +58,7 @@ def keep_converted(
         names["openvino_converted"] = functools.partial(_openvino_model, names["openvino_converted"], label, later)
     if "openvino_text_model" in names:
         names["openvino_text_model"] = functools.partial(_text_model, names["openvino_text_model"], label, later)
-    for name in ("aoti_files", "onnx_files"):
+    for name in ("aoti_files", "onnx_files", "tensorrt_files"):
         if name in names and later is None:
             names[name] = functools.partial(_files, names[name], label)
     return optimize
@@ -118,7 +120,7 @@ def _files(
     fill: Callable[..., None], label: str, flat: torch.nn.Module, tensors: Sequence[torch.Tensor], options: Any,
     folder: str,
 ) -> None:  # fmt: skip
-    """As `aoti_files` or `onnx_files`: copied where they were kept."""
+    """As `aoti_files`, `onnx_files` or `tensorrt_files`: copied where they were kept."""
 
     def copy(source: Path, target: Path) -> None:
         for path in source.iterdir():
@@ -203,20 +205,19 @@ def _key(
     flat: torch.nn.Module, tensors: Sequence[torch.Tensor], samples: Sequence[Sequence[torch.Tensor]], said: list[Any]
 ) -> tuple[str, int]:
     """What must be equal for a converted model to fit, and the bytes of its weights. Raises where the model's operators
-    depend on values, and for what is not on the CPU."""
+    depend on values."""
     digest = hashlib.sha256()
-    versions = installed(
-        ("torch", "openvino", "nncf", "onnx", "onnxscript", "onnxruntime", "transformers", "torch-fettle")
-    )
-    machine = [cpu_name(), sorted(cpu_flags()), torch.get_num_threads(), torch.get_float32_matmul_precision()]
-    digest.update(json.dumps([*said, versions, machine], sort_keys=True).encode())
-    for path in (
-        _openvino.__file__,
-        _openvino_int8.__file__,
-        _openvino_text.__file__,
-        Path(__file__).with_name("runtime.py"),
-    ):
-        digest.update(Path(str(path)).read_bytes())  # how it is converted
+    machine: list[Any] = [
+        cpu_name(),
+        sorted(cpu_flags()),
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+    ]
+    if any(tensor.is_cuda for tensor in tensors):
+        machine += [torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.version.cuda]
+    digest.update(json.dumps([*said, installed(_PACKAGES), machine], sort_keys=True).encode())
+    for name in ("_openvino", "_openvino_int8", "_openvino_text", "_tensorrt", "runtime"):
+        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())  # how it is converted
     used = _add_operators(flat, tensors, digest)
     size = sum(tensor.nbytes for tensor in used)
     if 2 * size > MOST_BYTES:
@@ -310,4 +311,4 @@ def _as_if_exporting() -> Iterator[None]:
 def _add_values(tensor: torch.Tensor, digest: Any) -> None:
     digest.update(f"{tensor.shape}{tensor.dtype}{tensor.stride()}".encode())
     plain = tensor.detach().contiguous().reshape(-1)
-    digest.update(plain.view(torch.uint8).numpy().data if plain.numel() else b"")
+    digest.update(plain.view(torch.uint8).cpu().numpy().data if plain.numel() else b"")

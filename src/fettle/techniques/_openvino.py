@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from fettle.techniques._exported import exported_program
 from fettle.techniques._openvino_core import openvino_core
 from fettle.techniques._openvino_int8 import openvino_int8_part
 
@@ -111,7 +112,7 @@ def openvino_bf16_sums(model: Any) -> None:
 
 def openvino_converted(flat: torch.nn.Module, tensors: Any, samples: Any, level: str, part: Any) -> Any:
     """The model as OpenVINO's, made for `level` of the technique runtime."""
-    return openvino_model(torch.export.export(flat, tuple(tensors)), samples, level, part)
+    return openvino_model(exported_program(flat, tensors), samples, level, part)
 
 
 def openvino_compiled(flat: torch.nn.Module, tensors: Any, samples: Any, level: str, part: Any, config: Any) -> Any:
@@ -209,6 +210,9 @@ def openvino_streams_engine(
             alike = [sample for sample in samples if len(sample[0]) == size]
             compiled[size] = openvino_compiled(flat, [tensor.clone() for tensor in piece], alike, level, part, config)
         requests.append(OpenvinoRequest(compiled[size]))
+        for shape in requests[-1].shapes:
+            if shape.is_static and list(shape.to_shape())[:1] != [size]:
+                raise RuntimeError(f"an output of shape {list(shape.to_shape())} has no row for each of the batch")
 
     def run(values: Any) -> Any:
         for request, piece in zip(requests, cut(values), strict=True):

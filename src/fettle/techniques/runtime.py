@@ -9,17 +9,18 @@ import torch
 from fettle.recipe import factor_name
 from fettle.techniques._algebra import ALGEBRA
 from fettle.techniques._base import Bundle, Code, Facts, Learned, Level, Recipe, Technique, register
-from fettle.techniques._exported import Exported, flatten, spread
+from fettle.techniques._exported import Exported, exported_program, flatten, spread
 from fettle.techniques._generation import NO_TEXT
 from fettle.techniques._openvino import MODEL, openvino_engine, openvino_streams_engine
 from fettle.techniques._openvino_int8 import CHOOSING
 from fettle.techniques._openvino_text import TEXT
+from fettle.techniques._tensorrt import tensorrt_engine, tensorrt_files, tensorrt_runner
 from fettle.techniques.compile import mode_options
 
 
 def aoti_files(flat: torch.nn.Module, tensors: Any, options: Any, folder: str) -> None:
     """Compile the model ahead of time by AOTInductor, to ``model.pt2`` in a folder."""
-    program = torch.export.export(flat, tuple(tensors))
+    program = exported_program(flat, tensors)
     torch._inductor.aoti_compile_and_package(program, package_path=f"{folder}/model.pt2", inductor_configs=options)
 
 
@@ -37,8 +38,7 @@ def exported_engine(flat: torch.nn.Module, tensors: Any, options: Any) -> Any:
     """The model exported to one graph, without guards and breaks, which torch.compile compiles."""
     graph: Any = flat
     if not isinstance(flat, torch.fx.GraphModule):
-        program: Any = torch.export.export(flat, tuple(tensors))
-        graph = program.module(check_guards=False)
+        graph = exported_program(flat, tensors).module(check_guards=False)
     compiled: Any = torch.compile(graph, options=options)
     return lambda values: compiled(*values)
 
@@ -85,14 +85,6 @@ def onnxruntime_engine(flat: torch.nn.Module, tensors: Any) -> Any:
     return run_cuda if cuda else run
 
 
-def tensorrt_engine(flat: torch.nn.Module, tensors: Any) -> Any:
-    """The model compiled by TensorRT, in the precision of its weights."""
-    import torch_tensorrt
-
-    engine = torch_tensorrt.compile(flat.eval(), ir="dynamo", inputs=list(tensors))
-    return lambda values: engine(*values)
-
-
 def openvino_precision(level: str, cpu_flags: Collection[str]) -> str:
     """OpenVINO's precision hint: what int8 leaves in floating point is bfloat16 where the CPU has it."""
     return "bf16" if {"amx_bf16", "avx512_bf16"} & set(cpu_flags) and level != "openvino" else "f32"
@@ -116,6 +108,7 @@ STATEFUL_WEIGHTS = {"as-given": (0, 0), "int8": (8, 0), "int8-dynamic": (8, 32),
 """The levels of the technique weights that it has: bits, and how many numbers of a token are rounded by one scale."""
 _LAYERS = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]], msgspec.Meta(max_length=1 << 16)]
 """Layers by their place in the graph."""
+_OPENVINO = frozenset({"openvino", "openvino-bf16", "openvino-bf16-sums", "openvino-int8", "openvino-int8-part"})
 _SHARE = 0.9
 """Of the limit on the error: batches that layers were chosen on flatter the choice, and others judge it."""
 
@@ -130,6 +123,10 @@ class Runtime(Technique):
     cost = 2
     calibrated = frozenset({"openvino-int8", "openvino-int8-part"})
     learns = Learned("int8_layers", frozenset({"openvino-int8-part"}), _LAYERS)
+    shared_failures: ClassVar[Mapping[str, frozenset[str]]] = {
+        "torch.export cannot take this model": frozenset({*_OPENVINO, "aoti", "exported", "tensorrt"}),
+        "No conversion rule": _OPENVINO,
+    }
     packages = (
         "onnxruntime",
         "onnxruntime-gpu",
@@ -227,7 +224,7 @@ class Runtime(Technique):
         return [*found, frozen] if facts.has_bf16 else found
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        shared: tuple[Any, ...] = (spread, flatten, Exported)
+        shared: tuple[Any, ...] = (spread, flatten, exported_program, Exported)
         flat = "flat"
         if recipe.levels.get("algebra", "as-given") != "as-given":
             shared, flat = (*shared, *ALGEBRA), "fewer_products(flat, tensors)"
@@ -257,7 +254,9 @@ class Runtime(Technique):
                     f"model = Exported(model, lambda flat, tensors, samples: {engine.__name__}({given}){batches})",
                 ),
             )
-        engines: Any = (onnx_files, onnxruntime_engine) if level == "onnxruntime" else (tensorrt_engine,)
+        engines: Any = (onnx_files, onnxruntime_engine)
+        if level == "tensorrt":
+            engines = (tensorrt_files, tensorrt_runner, tensorrt_engine)
         build = f"lambda flat, tensors, samples: {engines[-1].__name__}({flat}, tensors)"
         return Code(helpers=(*shared, *engines), prepare=(f"model = Exported(model, {build})",))
 

@@ -378,9 +378,9 @@ class Session:
         return self.environments.get(recipe.levels.get(PYTHON.name, PYTHON.default))
 
     def _problem(self, recipe: Recipe) -> str:
-        """Why nothing can run in the environment of a recipe; empty where it can."""
-        interpreter = self._where(recipe)
-        return f"{interpreter.path}: {interpreter.problem}" if interpreter is not None and interpreter.problem else ""
+        """Why a recipe fails, as is known without trying it; empty where it may run."""
+        where = self._where(recipe)
+        return f"{where.path}: {where.problem}" if where and where.problem else self.standings.foreseen_failure(recipe)
 
     def _environment(self) -> dict[str, str]:
         return {

@@ -116,6 +116,17 @@ class Standings:
         apart = self.fit.log_ratio(one.recipe, other.recipe, self.confidence)
         return (apart.high - apart.low) / 2 if apart is not None else 0.0
 
+    def foreseen_failure(self, recipe: Recipe) -> str:
+        """Why a recipe would fail, where two with levels that share their failures (`Technique.shared_failures`) have;
+        empty where nothing of the kind is known."""
+        failed = [trial for trial in self.known.values() if trial.status == "failed"]
+        for name, level in recipe.levels.items():
+            for text, levels in find(name).shared_failures.items() if failed else ():
+                alike = [one.reason for one in failed if text in one.reason and one.recipe.levels.get(name) in levels]
+                if level in levels and len(alike) > 1:
+                    return alike[0]
+        return ""
+
     def misses(self, trial: Trial) -> str:
         """Which limit a trial breaks that its status does not show, as a phrase; empty when it keeps them.
 

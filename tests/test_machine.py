@@ -1,0 +1,24 @@
+"""How a processor is named: those that a virtual machine hides are told apart."""
+
+from pathlib import Path
+
+import pytest
+
+from fettle.machine import cpu_name
+
+
+@pytest.mark.parametrize(("said", "name"), [
+    ("AMD EPYC 9B14", "AMD EPYC 9B14"),
+    ("Intel(R) Xeon(R) Platinum 8375C CPU @ 2.90GHz", "Intel(R) Xeon(R) Platinum 8375C CPU @ 2.90GHz"),
+    ("AMD EPYC", "AMD EPYC (family 26, model 2)"),
+    ("Intel(R) Xeon(R) CPU @ 2.20GHz", "Intel(R) Xeon(R) CPU @ 2.20GHz (family 26, model 2)"),
+])  # fmt: skip
+def test_a_name_without_a_number_is_told_with_its_family_and_model(monkeypatch, said, name):
+    one = f"processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: {said}\nflags\t\t: fpu avx2\n\n"
+    monkeypatch.setattr(Path, "read_text", lambda self, **options: one + one)
+    assert cpu_name() == name
+
+
+def test_one_that_tells_no_family_keeps_its_name(monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda self, **options: "processor\t: 0\nmodel name\t: ARMv8\n")
+    assert cpu_name() == "ARMv8"
