@@ -6,6 +6,7 @@ Commands print its single line and leave with exit code 2; nothing has been writ
 import os
 import re
 import traceback
+from typing import ClassVar
 
 _HERE = os.path.dirname(__file__) + os.sep
 _INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python3", "/Lib/")
@@ -15,6 +16,8 @@ _OPENVINO = re.compile(r"(Check '.*' failed at|Exception from) \S+:\d+:$")
 
 class UsageError(Exception):
     """Bad usage or input. The message is one line: what is wrong, and what to do."""
+
+    exit_code: ClassVar[int] = 2
 
     def _render_traceback_(self) -> list[str]:  # what a notebook shows in place of a traceback
         return [f"fettle: {self}"]

@@ -2,19 +2,22 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import scipy.stats
 import torch
 from torch import nn
 
 import fettle
 from fettle.errors import UsageError
 from fettle.generate import limits, quality
-from fettle.generate.decoding import Kept, decoder_of, score, write
+from fettle.generate.decoding import Kept, chances, decoder_of, score, write
 from fettle.generate.speed import Came, Generation, Watcher, figures, rows_of, tokens_per_s
 from fettle.measure._inference import hides_text
 from fettle.recipe import Recipe
 from fettle.techniques import _kept, conflict, load, probe_facts, source
+from fettle.techniques.guessing import Draft, Lookup, write_guessing
 from fettle.techniques.kv_cache import attention_of_few
 from fettle.techniques.weights import FewBits
 
@@ -294,7 +297,7 @@ def test_a_watcher_times_the_part_that_counts() -> None:
 
 
 def test_rows_that_memory_does_not_hold_have_no_figure() -> None:
-    def run(input_ids, new_tokens):
+    def run(input_ids, new_tokens, temperature):
         if len(input_ids) > 2:
             raise torch.OutOfMemoryError
         return input_ids
@@ -471,6 +474,55 @@ def test_a_draft_guesses_and_the_text_is_the_models_own(agrees, steps, more) -> 
         assert torch.equal(text, write(decoder_of(work.model), **prompt, new_tokens=12))
         assert sum(heard) == 12
         assert len(heard) == steps if agrees else len(heard) > 6
+
+
+class Chain:
+    """A model whose next token depends on the last one alone."""
+
+    def __init__(self, seed: int) -> None:
+        self.table = 1.5 * torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+
+    def prefill(self, room: int = 0, input_ids: torch.Tensor = None) -> torch.Tensor:
+        return self.table[input_ids[:, -1]]
+
+    def decode(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.table[tokens]
+
+    def crop(self, count: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize(
+    "guesses", [None, Lookup(), Draft(SimpleNamespace(draft=Chain(1)))], ids=["", "prompt", "draft"]
+)
+def test_drawn_text_has_the_models_own_distribution(guesses, top_p) -> None:
+    model, prompt = Chain(0), torch.tensor([[0, 1, 2, 0, 1, 2], [3, 3, 3, 1, 0, 2]])
+    how = {"new_tokens": 3, "temperature": 0.8, "top_p": top_p, "generator": torch.Generator().manual_seed(2)}
+    if guesses is None:
+        texts = [write(model, prompt, **how) for _ in range(1500)]
+    else:
+        texts = [write_guessing(model, prompt, ahead=2, guesses=guesses, **how) for _ in range(1500)]
+    seen = torch.bincount(torch.cat(texts) @ torch.tensor([16, 4, 1]), minlength=64)
+    step = chances(model.table, 0.8, top_p)
+    wanted = (step[2][:, None, None] * step[:, :, None] * step[None]).flatten()
+    assert not seen[wanted == 0].any()
+    expected = 3000 * wanted[wanted > 0].double()
+    assert scipy.stats.chisquare(seen[wanted > 0], expected * seen.sum() / expected.sum()).pvalue > 0.001
+
+
+@pytest.mark.parametrize("level", ["off", "prompt", "draft"])
+def test_a_seed_decides_and_almost_no_temperature_is_the_likeliest(level) -> None:
+    work = fettle.GenerationWorkload(llama(), [ids(2, 9)], new_tokens=12, draft=smaller(True), temperature=0.9)
+    run = runs(work, guessing=level)
+    one, again, other = (
+        run(**work.inputs[0], temperature=0.9, generator=torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)
+    )
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    assert torch.equal(run(**work.inputs[0], temperature=1e-4), run(**work.inputs[0]))
+    with pytest.raises(UsageError, match="temperature is -1"):
+        replace(work, temperature=-1)
 
 
 def test_a_draft_must_fit() -> None:

@@ -87,6 +87,24 @@ def test_a_worker_takes_text_apart_and_judges_it_by_teacher_forcing(target: Targ
         assert sliced.samples_ns[0] > 0
 
 
+def test_texts_that_are_drawn_are_timed_and_the_likeliest_judge(target: Target, tmp_path: Path) -> None:
+    path = str(tmp_path / "reference.pt")
+    state = State()
+    _inference.build(state, messages.Build(target))
+    facts = _inference.probe(state, messages.Probe()).facts
+    _inference.reference(state, messages.WriteReference(path))
+    _inference.build(state, messages.Build(target))
+    state.workload = replace(state.workload, temperature=0.7)
+    drawn: list[float] = []
+    lines = source(Recipe({"guessing": "prompt"}), facts)
+    answer = _inference.prepare(state, messages.Prepare(lines, "r", path))
+    run = state.run
+    state.run = lambda **prompt: [drawn.append(prompt.get("temperature")), run(**prompt)][1]
+    take_slice(state, messages.TakeSlice(0.0))
+    assert set(drawn) == {0.7}
+    assert not Judge(path, exact=True).reason(answer.accuracy)
+
+
 def test_another_model_takes_the_prompts_of_a_target(target: Target) -> None:
     model = target.load().model
     made = with_inputs(model, target)

@@ -14,7 +14,7 @@ from fettle.inputs import Measured, Setting, measure_and_search
 from fettle.inputs._messages import Faults
 from fettle.inputs.race import PAIRS, ROUNDS, Race
 from fettle.inputs.report import rows
-from fettle.inputs.result import cannot_help
+from fettle.inputs.result import RowRaises, cannot_help
 from fettle.inputs.search import _search
 from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, Facts, Room, Slice, ratio, smallest_of_the_best
 from fettle.journal import Journal
@@ -316,6 +316,14 @@ def test_rounds_are_bounded() -> None:
     race = MadeUp(noise=[1.0, 0.98, 1.02, 0.99, 1.01, 0.97, 1.03])
     found = race.search()
     assert max(len(item.slices) for item in found.settings if item.setting.num_workers > 4) <= ROUNDS + 3 * PAIRS
+
+
+def test_a_row_that_raises_at_once_is_counted_and_is_no_bad_usage() -> None:
+    with pytest.raises(RowRaises) as caught:
+        measure_and_search(f"{HERE / 'loaders.py'}:bad_item", slice_s=0.1)
+    assert str(caught.value).startswith("A run over this data set ends with an error: item 137 raised ValueError")
+    assert "1 of 256 rows that were read raises (item 137)" in str(caught.value)
+    assert caught.value.exit_code == 1
 
 
 @pytest.mark.parametrize(

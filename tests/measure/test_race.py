@@ -603,6 +603,27 @@ def test_long_calls_leave_nothing_behind_for_the_others_to_miss(seconds: float, 
         gc.enable()
 
 
+def test_slices_account_for_all_of_their_process() -> None:
+    """What a slice does not say of its own time would be taken for a neighbour's: a call that warms up, a child."""
+
+    def run(batch: torch.Tensor) -> None:
+        if len(calls) == 2:
+            subprocess.run([sys.executable, "-c", "sum(range(3_000_000))"], check=True)
+        calls.append(sum(range(400_000)))
+
+    def spent_s() -> float:
+        return time.process_time() + os.times().children_user + os.times().children_system
+
+    calls: list[int] = []
+    state = State(run=run, clock=Clock("cpu"), cycle=itertools.cycle([[torch.ones(1)]]), call_ns=10_000_000)
+    told, before_s = [], spent_s()
+    for _ in range(4):
+        told.append(take_slice(state, TakeSlice(0.06)).cpu_s)
+        run(torch.ones(1))  # between two slices
+    unknown_s = spent_s() - before_s - sum(told)
+    assert unknown_s < 0.1 * sum(told)
+
+
 def test_a_process_that_measures_imports_no_compiler() -> None:
     """Each candidate starts several of them: what a recipe does not use must not cost every start a second."""
     code = "import sys, fettle.measure._worker; print({'torch._dynamo', 'optuna', 'polars'} & set(sys.modules))"

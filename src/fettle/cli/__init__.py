@@ -110,7 +110,7 @@ def main() -> None:
             _fail("interrupted", _INTERRUPTED)
         sys.exit(status if isinstance(status, int) else 0)
     except UsageError as error:
-        _fail(_old_spellings.as_options(str(error)))
+        _fail(_old_spellings.as_options(str(error)), error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", _INTERRUPTED)
     except typer.Exit as leaving:

@@ -109,12 +109,32 @@ def score(decoder: Any, forced: torch.Tensor, stride: int = 1, room: int = 0, **
     return torch.cat(found, 1)
 
 
+def chances(scores: torch.Tensor, temperature: float, top_p: float = 1.0) -> torch.Tensor:
+    """What tokens are drawn from: softmax(scores / temperature) over the last axis, and of that only the fewest
+    likeliest tokens that add up to `top_p`."""
+    found = (scores.float() / temperature).softmax(-1)
+    if top_p < 1:
+        ordered, tokens = found.sort(-1, descending=True)
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0)
+        found = torch.zeros_like(found).scatter(-1, tokens, ordered)
+    return found / found.sum(-1, keepdim=True)
+
+
+def pick(scores: torch.Tensor, temperature: float, top_p: float, generator: Any) -> torch.Tensor:
+    """The next token of each row [rows, 1] by its scores [rows, vocabulary]: the likeliest, or drawn."""
+    if temperature == 0:
+        return scores.argmax(-1, keepdim=True)
+    return torch.multinomial(chances(scores, temperature, top_p), 1, generator=generator)
+
+
 @torch.no_grad()
 def write(
     decoder: Any, input_ids: Any = None, *, new_tokens: int, stop_tokens: Any = (), on_tokens: Any = None,
-    forced: Any = None, stride: int = 1, **prompt: Any,
+    forced: Any = None, stride: int = 1, temperature: float = 0.0, top_p: float = 1.0, generator: Any = None,
+    **prompt: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Write `new_tokens` after a prompt, always the likeliest: tokens [rows, new tokens].
+    """Write `new_tokens` after a prompt: tokens [rows, new tokens], always the likeliest, or with a `temperature` drawn
+    from their `chances` by a `generator` of the scores' device.
 
     ``on_tokens(tokens)`` hears of tokens [rows, k] as soon as they are known. It ends early when every row has had one
     of `stop_tokens`. With `forced` tokens nothing is written: returned are their scores, see `score`.
@@ -123,14 +143,15 @@ def write(
         prompt["input_ids"] = input_ids
     if forced is not None:
         return score(decoder, forced, stride, **prompt)
-    tokens = decoder.prefill(room=new_tokens, **prompt).argmax(-1, keepdim=True)
+    how = (temperature, top_p, generator)
+    tokens = pick(decoder.prefill(room=new_tokens, **prompt), *how)
     found = [tokens]
     if on_tokens is not None:
         on_tokens(tokens)
     stops = torch.tensor(list(stop_tokens), device=tokens.device)
     ended = torch.isin(tokens, stops)
     while len(found) < new_tokens and not (len(stops) and bool(ended.all())):
-        tokens = decoder.decode(tokens)[:, -1:].argmax(-1)
+        tokens = pick(decoder.decode(tokens)[:, -1], *how)
         found.append(tokens)
         if on_tokens is not None:
             on_tokens(tokens)

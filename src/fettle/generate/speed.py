@@ -101,6 +101,7 @@ class Watcher:
 
     new_tokens: int
     part: str = "text"
+    temperature: float = 0.0
     texts: list[Text] = field(default_factory=list)
 
     @property
@@ -113,7 +114,7 @@ class Watcher:
         wanted = 1 if self.part == "ttft" else self.new_tokens
         text = Text(number, len(next(iter(prompt.values()))))
         text.began_ns = time.perf_counter_ns()
-        run(**prompt, new_tokens=wanted, on_tokens=text.hear)
+        run(**prompt, new_tokens=wanted, on_tokens=text.hear, temperature=self.temperature)
         ended = time.perf_counter_ns()
         self.texts.append(text)
         if self.part == "text":
@@ -135,8 +136,9 @@ _LONG_NS = 300_000_000
 
 
 def tokens_per_s(
-    run: Callable[..., Any], prompts: Sequence[Mapping[str, torch.Tensor]], rows: int, new_tokens: int, repeats: int = 3
-) -> float:
+    run: Callable[..., Any], prompts: Sequence[Mapping[str, torch.Tensor]], rows: int, new_tokens: int,
+    temperature: float = 0.0, repeats: int = 3,
+) -> float:  # fmt: skip
     """Tokens a second with so many rows: the median of a few texts after each prompt, one more before them to warm up.
     Where a text takes longer than `_LONG_NS` one is enough, warmed up after the first prompt alone. NaN where memory
     does not allow it."""
@@ -148,7 +150,7 @@ def tokens_per_s(
         while len(times) < needed:
             started = time.perf_counter_ns()
             try:
-                text = run(**wide, new_tokens=new_tokens)
+                text = run(**wide, new_tokens=new_tokens, temperature=temperature)
             except (torch.OutOfMemoryError, MemoryError):
                 return math.nan
             if text.device.type == "cuda":

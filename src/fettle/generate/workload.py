@@ -35,6 +35,10 @@ class GenerationWorkload(Workload):
     batches: Sequence[int] = (1, 2, 4)
     """Rows at which tokens a second are told."""
 
+    temperature: float = 0.0
+    """At which the texts that are timed are drawn; 0: always the likeliest token. How often a guess is right depends on
+    it (``guessing``). Recipes are judged by their scores of given tokens all the same."""
+
     draft: Any = None
     """A smaller model of the same tokens, which may guess what the model will write (``guessing=draft``); it becomes
     `model.draft`, and no submodule. For causal models."""
@@ -52,6 +56,8 @@ class GenerationWorkload(Workload):
             raise UsageError(f"the workload's metric is a {type(self.metric).__name__}, which cannot be called")
         if isinstance(self.new_tokens, bool) or not isinstance(self.new_tokens, Integral) or self.new_tokens < 2:
             raise UsageError(f"the workload's new_tokens are {self.new_tokens!r}: give 2 or more")
+        if not 0 <= self.temperature <= 100:
+            raise UsageError(f"the workload's temperature is {self.temperature!r}: give 0 to 100")
         self._join_draft()
         if not self.batches or any(not isinstance(rows, int) or not 1 <= rows <= 4096 for rows in self.batches):
             raise UsageError(f"the workload's batches are {self.batches!r}: give numbers of rows, such as (1, 2, 4)")

@@ -46,11 +46,8 @@ class Race:
         self._largest = 0
 
     def open(self) -> Facts:
-        """What the target makes. Raises `UsageError` where it makes none or its rows cannot be read."""
-        try:
-            self.facts = self._known_or("facts", Facts, self._ask_facts)
-        except ChildError as error:
-            raise UsageError(str(error)) from None
+        """What the target makes. Raises `ChildError` where it makes none or its rows cannot be read."""
+        self.facts = self._known_or("facts", Facts, self._ask_facts)
         return self.facts
 
     def alone(self) -> float:

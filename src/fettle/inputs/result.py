@@ -6,13 +6,26 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
+from fettle.errors import UsageError
 from fettle.inputs.lint import RAISES, Lint
 from fettle.inputs.setting import WITHIN, Measured, ratio
 from fettle.units import seconds_text, size_text
 
 _RAISED = re.compile(r"(item|items|one of the rows|the items) .* raised ")
 """How a failure that is the data set's own begins: see `fettle.inputs._fetch`."""
+
+
+class RowRaises(UsageError):
+    """A row of the data set raises before anything could be measured."""
+
+    exit_code: ClassVar[int] = 1
+
+
+def is_of_a_row(failure: str) -> bool:
+    """Whether what a loader failed of is a row of its data set."""
+    return _RAISED.match(failure) is not None
 
 
 @dataclass(frozen=True)
@@ -75,7 +88,7 @@ class PipelineResult:
             if lint.name == RAISES:
                 return f"{lint.says} {lint.evidence}"
         tried = [item for item in self.settings if not item.left_out]
-        met = [item.failure for item in tried if _RAISED.match(item.failure)]
+        met = [item.failure for item in tried if is_of_a_row(item.failure)]
         if not met:
             return ""
         return (f"A run over this data set ends with an error: {met[0]}. {len(met)} of {len(tried)} settings "

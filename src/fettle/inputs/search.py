@@ -18,8 +18,9 @@ import torch
 from fettle.errors import UsageError
 from fettle.inputs._messages import Faults
 from fettle.inputs.kept import content_hash
+from fettle.inputs.lint import RAISES
 from fettle.inputs.race import OnProgress, Race
-from fettle.inputs.result import PipelineResult, cannot_help, verdict
+from fettle.inputs.result import PipelineResult, RowRaises, cannot_help, is_of_a_row, verdict
 from fettle.inputs.setting import (
     AS_GIVEN,
     WITHIN,
@@ -31,6 +32,7 @@ from fettle.inputs.setting import (
     smallest_of_the_best,
 )
 from fettle.journal import Journal
+from fettle.procs.child import ChildError
 
 _FIRST_ROUNDS = 2
 _KEEP = 0.92
@@ -59,7 +61,8 @@ def measure_and_search(
     there before the step; "auto" does so where there is a device and no step that would do it. `keep` is the file that
     a killed search goes on from; it is gone when the search has come to its end.
 
-    Raises `UsageError` for any other target, or one that cannot be iterated without workers;
+    Raises `UsageError` for any other target, or one that cannot be iterated without workers, its `RowRaises` where that
+    is a row of the data set;
     `KeyboardInterrupt` when interrupted before there is a result.
     """
     began = time.monotonic()
@@ -85,7 +88,10 @@ def measure_and_search(
 
 def _search(race: Race, device: str, lints: bool, began: float) -> PipelineResult:
     """The search in its visible order."""
-    facts = race.open()
+    try:
+        facts = race.open()
+    except ChildError as error:
+        raise _cannot_begin(race, str(error), lints) from None
     if facts.cuda and device == "auto" and not facts.has_step:
         race.close()  # nothing else would copy the batches: the loop that is measured does
         race.device = "cuda"
@@ -93,7 +99,7 @@ def _search(race: Race, device: str, lints: bool, began: float) -> PipelineResul
         race.next_round(Setting())
     plain = race.measured[Setting()]
     if plain.failure:
-        raise UsageError(f"the pipeline fails without workers: {plain.failure}")
+        raise _cannot_begin(race, plain.failure, lints, "the pipeline fails without workers: ")
     step_s = race.alone()
     own_setting = _own_setting(facts)
     scores = {Setting(): 1.0}
@@ -128,6 +134,14 @@ def _search(race: Race, device: str, lints: bool, began: float) -> PipelineResul
         race.reused,
     )  # fmt: skip
     return replace(result, verdict=verdict(result, why))
+
+
+def _cannot_begin(race: Race, failure: str, lints: bool, before: str = "") -> UsageError:
+    """The error for a loader that fails in one process: where a row raises, how many do."""
+    if not is_of_a_row(failure):
+        return UsageError(before + failure)
+    found = [f"{lint.says} {lint.evidence}" for lint in race.faults().lints if lint.name == RAISES] if lints else []
+    return RowRaises(found[0] if found else f"A run over this data set ends with an error: {failure}.")
 
 
 def climb(race: Race, facts: Facts, scores: dict[Setting, float], step_s: float) -> None:

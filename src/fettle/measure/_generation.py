@@ -62,12 +62,13 @@ def prepare(state: State, request: Prepare) -> Prepared:
             later.pop()()
 
         state.run, state.clock = run, Clock(state.device)
-        state.watcher = watcher = Watcher(int(workload.new_tokens), request.part or "text")
+        tokens, temperature = int(workload.new_tokens), float(workload.temperature)
+        state.watcher = watcher = Watcher(tokens, request.part or "text", temperature)
         numbered = list(enumerate(workload.inputs))
         state.cycle = itertools.cycle([numbered])
         _meters.trim()
         has_peak = _meters.reset_peak(state.device)
-        held, written, whole = 0, [], Watcher(watcher.new_tokens)
+        held, written, whole = 0, [], Watcher(tokens, temperature=temperature)
 
         def own_texts() -> tuple[list[int], bool]:
             """Write a text after each input, for what the race does not go by: nanoseconds of a mean one, and whether
@@ -84,6 +85,8 @@ def prepare(state: State, request: Prepare) -> Prepared:
         peak = settled(state, has_peak, notes.lines, own_texts)
         first_call_s = (first_ns or whole.texts[0].whole_ns) / 1e9
         watcher.texts = []
+        if temperature:  # the likeliest tokens judge, not those that were drawn
+            written = [run(**prompt) for prompt in workload.inputs]
         accuracy = with_metric(judged(state, run, fed, written, request), workload.metric, run)
         notes.lines += compiler_notes()
     rows = len(next(iter(workload.inputs[0].values())))
@@ -98,8 +101,9 @@ def prepare(state: State, request: Prepare) -> Prepared:
 def measure_rows(state: State, request: MeasureRows) -> RowsMeasured:
     """Write with other numbers of rows, as far as memory allows."""
     run: Any = state.run
-    prompts, new_tokens = state.workload.inputs, int(state.workload.new_tokens)
-    speeds = {str(rows): tokens_per_s(run, prompts, rows, new_tokens) for rows in request.rows}
+    work = state.workload
+    how = (int(work.new_tokens), float(work.temperature))
+    speeds = {str(rows): tokens_per_s(run, work.inputs, rows, *how) for rows in request.rows}
     return RowsMeasured(tokens_per_s={count: rate for count, rate in speeds.items() if math.isfinite(rate)})
 
 

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import itertools
 import math
+import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,6 +54,13 @@ class State:
     waits: Waits = field(default_factory=Waits)
     computing: Sequence[int] = ()
     """Threads that compute, by their number in the system."""
+    told_s: float | None = None
+    """CPU seconds of the process at the end of its last slice."""
+
+    def cpu_s(self) -> float:
+        """CPU seconds of the process so far, and of its children, those that have ended among them."""
+        ended = os.times()
+        return time.process_time() + self.waits.children_s() + ended.children_user + ended.children_system
 
 
 def peaks(state: State, request: MeasurePeaks) -> Peaks:
@@ -183,6 +191,11 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
     from fettle.measure._lockstep import agreed
 
     wanted_ns = int(request.seconds * 1e9)
+    # All that this process has taken since its last slice: what is not said here is taken for others'.
+    if state.told_s is None:
+        state.waits.refresh()
+        state.told_s = state.cpu_s()
+    before_s = state.told_s
     # Where the allocator happens to put a buffer can change the time of a small model by half, for as long as the
     # process lives. Blocks of random sizes, held until the next slice, move the buffers of each slice elsewhere.
     state.padding = [torch.empty(random.randrange(64, 1 << 18), dtype=torch.uint8) for _ in range(16)]
@@ -195,7 +208,6 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
             one_sample(state)
         state.waits.refresh()
         energy = _meters.energy_j(state.device)
-        cpu_s = time.process_time() + state.waits.children_s()
         waited_ns = state.waits.total_ns()
         started = chunk = time.perf_counter_ns()
         count = 0
@@ -211,11 +223,12 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
     if state.call_ns > 10 * wanted_ns:  # SAM's encoder keeps 3 GiB for its next call, which the others may need now
         _meters.trim()
     waited = [chunk[2] for chunk in chunks if chunk[2] is not None]
+    state.told_s = state.cpu_s()
     return SliceTaken(
         samples_ns=samples,
         unhindered_ns=without_waits(chunks),
         waits=sum(waited) / sum(samples) if len(waited) == len(chunks) else math.nan,
-        cpu_s=time.process_time() + state.waits.children_s() - cpu_s,
+        cpu_s=state.told_s - before_s,
         energy_j=(after - energy) / len(samples) if energy is not None and after is not None else None,
         texts=state.watcher.take() if state.writes else (),
     )

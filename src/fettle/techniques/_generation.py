@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fettle.generate import GenerationWorkload
-from fettle.generate.decoding import Kept, decoder_of, part, score, write
+from fettle.generate.decoding import Kept, chances, decoder_of, part, pick, score, write
 from fettle.techniques._base import Code, Facts
 from fettle.workload import Workload
 
@@ -45,4 +45,4 @@ def writing(codes: Sequence[Code], facts: Facts) -> Code:
     """What the recipe writes with: the last technique's decoder and writer, else the plain ones."""
     decoder = next((code.decoder for code in reversed(codes) if code.decoder), "decoder_of(model)")
     writer = next((code.writer for code in reversed(codes) if code.writer), "write")
-    return Code(helpers=(part, Kept, decoder_of, score, write), decoder=decoder, writer=writer)
+    return Code(helpers=(part, Kept, decoder_of, score, chances, pick, write), decoder=decoder, writer=writer)

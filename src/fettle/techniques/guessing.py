@@ -1,7 +1,7 @@
 """Several tokens a step: what comes next is guessed, and one call of the model checks the guesses.
 
-What is written stays the model's own, token by token (Leviathan et al. 2023: *Fast inference from transformers via
-speculative decoding*; always the likeliest token here, so that a guess is right or wrong).
+What is written stays the model's own: token by token where it is always the likeliest one, and in distribution where
+tokens are drawn (Leviathan et al. 2023: *Fast inference from transformers via speculative decoding*).
 
 Guesses come from the text so far, which pays where texts repeat what they were given: summaries, code, answers about a
 document (prompt lookup; Saxena 2023). Or a smaller model writes them, the workload's `draft`.
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fettle.generate.decoding import decoder_of, score, write
+from fettle.generate.decoding import chances, decoder_of, pick, score, write
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._generation import NO_TEXT
 from fettle.techniques.kv_cache import AHEAD
@@ -23,9 +23,9 @@ class Lookup:
     def begin(self, room: int, **prompt: Any) -> None:
         """A prompt: nothing is to be read."""
 
-    def guess(self, text: torch.Tensor, ahead: int) -> Any:
+    def guess(self, text: torch.Tensor, ahead: int, *how: Any) -> Any:
         """The `ahead` tokens [rows, ahead] that followed when the last three, or two, tokens of each row of `text` came
-        up before; None where they did in no row."""
+        up before, and None: they were not drawn. Both None where they came up in no row."""
         found, known = [], False
         for row in text:
             following = row[-1:]
@@ -37,7 +37,7 @@ class Lookup:
                         following, known = row[start : start + ahead], True
                         break
             found.append(torch.cat([following, following[-1:].expand(ahead - len(following))]))
-        return torch.stack(found) if known else None
+        return (torch.stack(found) if known else None), None
 
     def keep(self, tokens: int) -> None:
         """Only so many tokens of the text were right."""
@@ -56,13 +56,18 @@ class Draft:
         self.decoder.prefill(room=room, **prompt)
         self.read = prompt["input_ids"].shape[1]
 
-    def guess(self, text: torch.Tensor, ahead: int) -> torch.Tensor:
-        tokens, found = text[:, self.read :], []
+    def guess(self, text: torch.Tensor, ahead: int, temperature: float, top_p: float, generator: Any) -> Any:
+        """The tokens [rows, ahead] that the smaller model writes, and what it drew them from [rows, ahead, vocabulary];
+        None for the likeliest."""
+        tokens, found, drawn_from = text[:, self.read :], [], []
         for _ in range(ahead):
-            tokens = self.decoder.decode(tokens)[:, -1:].argmax(-1)
+            scores = self.decoder.decode(tokens)[:, -1]
+            tokens = pick(scores, temperature, top_p, generator)
             found.append(tokens)
+            if temperature > 0:
+                drawn_from.append(chances(scores, temperature, top_p))
         self.read = text.shape[1] + ahead - 1
-        return torch.cat(found, 1)
+        return torch.cat(found, 1), (torch.stack(drawn_from, 1) if drawn_from else None)
 
     def keep(self, tokens: int) -> None:
         if self.read > tokens:
@@ -70,10 +75,32 @@ class Draft:
             self.read = tokens
 
 
+def draw_after(own: torch.Tensor, guessed: torch.Tensor, theirs: Any, generator: Any) -> torch.Tensor:
+    """The tokens [rows, 1 to ahead + 1] that come next, distributed as the model itself draws them: the guesses that
+    are right for all rows, and one token more.
+
+    `own` [rows, ahead + 1, vocabulary] are the model's chances, `theirs` [rows, ahead, vocabulary] those that `guessed`
+    [rows, ahead] was drawn from, None where it was certain. A guess stays with the chance own / theirs, and in place of
+    one that does not, a token is drawn from what `own` has more than `theirs` (Leviathan et al. 2023, algorithm 1).
+    """
+    if theirs is None:
+        theirs = torch.nn.functional.one_hot(guessed, own.shape[-1]).to(own.dtype)
+    wanted, offered = (each.gather(-1, guessed[..., None])[..., 0] for each in (own[:, :-1], theirs))
+    stays = torch.rand(wanted.shape, generator=generator, device=own.device) * offered < wanted
+    right = int(stays.all(0).long().cumprod(0).sum())
+    if right == guessed.shape[1]:
+        return torch.cat([guessed, torch.multinomial(own[:, right], 1, generator=generator)], 1)
+    more = (own[:, right] - theirs[:, right]).clamp(min=0) + 1e-20 * own[:, right]  # never nothing, by rounding
+    drawn = torch.multinomial(more, 1, generator=generator)
+    last = guessed[:, right : right + 1]
+    return torch.cat([guessed[:, :right], torch.where(stays[:, right : right + 1], last, drawn)], 1)
+
+
 @torch.no_grad()
 def write_guessing(
     decoder: Any, input_ids: Any = None, *, new_tokens: int, stop_tokens: Any = (), on_tokens: Any = None,
-    forced: Any = None, stride: int = 1, ahead: int, guesses: Any, **prompt: Any,
+    forced: Any = None, stride: int = 1, temperature: float = 0.0, top_p: float = 1.0, generator: Any = None,
+    ahead: int, guesses: Any, **prompt: Any,
 ) -> torch.Tensor:  # fmt: skip
     """`write`, with `ahead` tokens guessed at a time where there is something to guess from.
 
@@ -81,24 +108,33 @@ def write_guessing(
     if forced is not None:
         prompt |= {} if input_ids is None else {"input_ids": input_ids}
         return score(decoder, forced, max(stride, 1 + ahead), room=ahead, **prompt)
+    how = (temperature, top_p, generator)
     if input_ids is None or stop_tokens:  # nothing to guess from, or rows that end by themselves
-        return write(decoder, input_ids, new_tokens=new_tokens, stop_tokens=stop_tokens, on_tokens=on_tokens, **prompt)
+        return write(
+            decoder, input_ids, new_tokens=new_tokens, stop_tokens=stop_tokens, on_tokens=on_tokens,
+            temperature=temperature, top_p=top_p, generator=generator, **prompt,
+        )  # fmt: skip
     scores = decoder.prefill(room=new_tokens + ahead, input_ids=input_ids, **prompt)
-    text = torch.cat([input_ids, scores.argmax(-1, keepdim=True)], 1)
+    text = torch.cat([input_ids, pick(scores, *how)], 1)
     end = input_ids.shape[1] + new_tokens
     if on_tokens is not None:
         on_tokens(text[:, -1:])
     guesses.begin(new_tokens + ahead, input_ids=input_ids, **prompt)
     while text.shape[1] < end:
-        guessed = guesses.guess(text, ahead)
-        tokens = text[:, -1:] if guessed is None else torch.cat([text[:, -1:], guessed], 1)
-        likeliest = decoder.decode(tokens).argmax(-1)
-        right = 0
-        if guessed is not None:
-            right = int((likeliest[:, :-1] == guessed).all(0).long().cumprod(0).sum())
-            decoder.crop(guessed.shape[1] - right)
-            guesses.keep(text.shape[1] + right)
-        new = likeliest[:, : right + 1][:, : end - text.shape[1]]
+        guessed, theirs = guesses.guess(text, ahead, *how)
+        if guessed is None:
+            new = pick(decoder.decode(text[:, -1:])[:, -1], *how)
+        else:
+            scores = decoder.decode(torch.cat([text[:, -1:], guessed], 1))
+            if temperature > 0:
+                new = draw_after(chances(scores, temperature, top_p), guessed, theirs, generator)
+            else:
+                likeliest = scores.argmax(-1)
+                right = int((likeliest[:, :-1] == guessed).all(0).long().cumprod(0).sum())
+                new = likeliest[:, : right + 1]
+            decoder.crop(guessed.shape[1] + 1 - new.shape[1])
+            guesses.keep(text.shape[1] + new.shape[1] - 1)
+        new = new[:, : end - text.shape[1]]
         text = torch.cat([text, new], 1)
         if on_tokens is not None:
             on_tokens(new)
@@ -127,4 +163,9 @@ class Guessing(Technique):
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         given = (f'kwargs.setdefault("ahead", {AHEAD})', 'kwargs.setdefault("guesses", guesses)')
         own, made = (Lookup, "Lookup()") if level == "prompt" else (Draft, "Draft(model)")
-        return Code(helpers=(own, write_guessing), setup=(f"guesses = {made}",), inputs=given, writer="write_guessing")
+        return Code(
+            helpers=(own, draw_after, write_guessing),
+            setup=(f"guesses = {made}",),
+            inputs=given,
+            writer="write_guessing",
+        )
