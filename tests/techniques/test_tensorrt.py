@@ -63,7 +63,7 @@ def made(monkeypatch, tmp_path):
     monkeypatch.setenv("FETTLE_CACHE", str(tmp_path))
     made, refused = [], []
 
-    def convert(program, arg_inputs):
+    def convert(program, arg_inputs, use_explicit_typing):
         if refused:
             raise RuntimeError("Conversion of module is not currently fully supported")
         made.append("engine")
@@ -71,7 +71,7 @@ def made(monkeypatch, tmp_path):
         torch.export.save(program, file)
         return file.getvalue()
 
-    def compile_(model, ir, inputs):
+    def compile_(model, ir, inputs, use_explicit_typing):
         made.append("mixed")
         return model
 

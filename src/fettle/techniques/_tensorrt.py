@@ -61,11 +61,12 @@ def tensorrt_engine(flat: torch.nn.Module, tensors: Any) -> Any:
 
     import torch_tensorrt
 
+    options = {"use_explicit_typing": True}  # newer versions know nothing else
     try:
         with tempfile.TemporaryDirectory() as folder:
-            tensorrt_files(flat, tensors, {}, folder)
+            tensorrt_files(flat, tensors, options, folder)
             with open(f"{folder}/model.engine", "rb") as file:
                 return tensorrt_runner(file.read(), tensors)
     except RuntimeError:  # torch runs what has no converter
-        engine = torch_tensorrt.compile(flat.eval(), ir="dynamo", inputs=list(tensors))
+        engine = torch_tensorrt.compile(flat.eval(), ir="dynamo", inputs=list(tensors), **options)
         return lambda values: engine(*values)
