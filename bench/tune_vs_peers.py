@@ -1,7 +1,9 @@
 """fettle's winner against what a user would pick instead, on real models, all in one interleaved race.
 
     python bench/tune_vs_peers.py digits minilm resnet50 --budget 300
+    python bench/tune_vs_peers.py detection ocr --budget 300 --max-metric-drop 0.005
 
+Of a pipeline every part that can gets what a peer does.
 Every peer is held to the same accuracy limit and measured through the same wrapper. A workload's JSON goes to
 bench/results/peers/<machine>/<workload>.json as soon as it is known; `--summary` prints the table of all of them.
 """
@@ -43,13 +45,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", help="names of files in workloads/")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds for each tuning")
+    parser.add_argument("--max-metric-drop", type=float, help="judge by the workload's metric, which may fall so far")
     parser.add_argument("--rounds", type=int, default=15, help="most rounds of the final race")
     parser.add_argument("--summary", action="store_true", help="print the table of what was measured before")
     options = parser.parse_args()
     machine = re.sub(r"[^a-z0-9]+", "-", this_machine().summary.lower()).strip("-")
     folder = HERE / "results" / "peers" / machine
     for name in options.workloads:
-        found = measure(name, options.budget, options.rounds)
+        found = measure(name, options.budget, options.rounds, max_metric_drop=options.max_metric_drop)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
         show(found)
@@ -64,13 +67,14 @@ def _with_choices(result: Result) -> RecipeFile:
 
 def measure(
     name: str, budget_s: float, rounds: int, target: str = "", kept: Path | None = None,
-    peers: Mapping[str, str] = PEERS,
+    peers: Mapping[str, str] = PEERS, max_metric_drop: float | None = None,
 ) -> dict:  # fmt: skip
     """Tune one workload, then race its winner with the peers. Its study is left in `kept`, and goes on from there."""
     target = target or str(HERE.parent / "workloads" / f"{name}.py")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        result = tune(target, budget_s=budget_s, output=kept or scratch, on_progress=_tell)
+        given = {} if max_metric_drop is None else {"max_metric_drop": max_metric_drop}
+        result = tune(target, budget_s=budget_s, output=kept or scratch, on_progress=_tell, **given)
     tuned_s = time.monotonic() - started
     facts, winner = result.facts, result.recipe
     labels, recipes = [], []
@@ -80,7 +84,7 @@ def measure(
             labels.append(label)
             recipes.append(recipe)
     print(f"{name}: tuned in {tuned_s:.0f} s, {len(result.trials)} trials, winner {winner}", flush=True)
-    limits = Limits(max_error=result.limits.max_error)
+    limits = Limits(max_error=result.limits.max_error, max_metric_drop=max_metric_drop)
     # The slowest go out of the race at the first look; what is left decides between the winner and the best peer.
     compared = bench(
         target, [_with_choices(result), *recipes], limits=limits, max_rounds=rounds, settle=False, on_progress=_tell
@@ -170,10 +174,12 @@ def summary(results: list[dict]) -> None:
 
 def _possible(recipe: Recipe, facts: object) -> Recipe | None:
     """The peer's recipe where it can work here: eval mode is left out where the model is in it already."""
-    from fettle.techniques import canonical, conflict
+    from fettle.techniques import canonical, conflict, for_parts
 
     if not facts.training:
         recipe = recipe.without("mode")
+    if facts.parts:
+        recipe = Recipe(for_parts(recipe.levels, facts))
     recipe = canonical(recipe)
     return None if conflict(recipe, facts) else recipe
 
