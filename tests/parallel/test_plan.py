@@ -101,6 +101,7 @@ def test_what_is_sent_counts_by_row() -> None:
     assert made.cheapest == "ddp"
 
 
+@pytest.mark.slow
 def test_a_study_plans_what_can_be_split_on_its_own_rows() -> None:
     pytest.importorskip("transformers")
     made, _ = plan_for_study(replace(find_target(f"{HERE}:llama"), mode="training"), 4, 1 << 30)
