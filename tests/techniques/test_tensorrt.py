@@ -112,7 +112,7 @@ class Model(torch.nn.Module):
 def answers(tensors):
     model = Model().eval().to(tensors[0].dtype)
     with torch.no_grad():
-        found = _tensorrt.tensorrt_engine(model, tensors)([tensor.clone() for tensor in tensors])
+        found = _tensorrt.tensorrt_engine(model, tensors, [])([tensor.clone() for tensor in tensors])
         torch.testing.assert_close(list(found), list(model(*tensors)))
 
 

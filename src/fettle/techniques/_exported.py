@@ -32,27 +32,45 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     return leaves, spec
 
 
-def exported_program(flat: torch.nn.Module, tensors: Any) -> Any:
-    """The model as one graph. Where that cannot be, the error says first that it was this."""
+def exported_program(flat: torch.nn.Module, tensors: Any, free: Any = ()) -> Any:
+    """The model as one graph. `free` has for each tensor the dimensions that may have any size; none: all are fixed.
+
+    Where that cannot be, the error says first that it was this.
+    """
+    sizes = {"tensors": tuple(dict.fromkeys(dims, torch.export.Dim.AUTO) for dims in free)} if any(free) else None
     try:
-        return torch.export.export(flat, tuple(tensors))
+        program = torch.export.export(flat, tuple(tensors), dynamic_shapes=sizes)
     except Exception as error:
         raise RuntimeError(f"torch.export cannot take this model: {type(error).__name__}: {error}") from error
+    given = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
+    for name, dims in zip(program.graph_signature.user_inputs, free, strict=False):
+        fixed = [dim for dim in dims if not isinstance(given[name].shape[dim], torch.SymInt)]
+        if fixed:
+            raise RuntimeError(f"dimension {fixed[0]} of an input can have one size only in this model")
+    return program
 
 
 class Exported:
-    """A model run by another runtime, with one engine for each shape of its input, built at the first call.
+    """A model run by another runtime, in engines that are built when they are first needed.
 
-    `build(flat, tensors, samples)` returns the engine, a function from a list of tensors to a list of tensors; `flat`
-    is the model as a module from tensors to a tuple of tensors. `samples` are the flat tensors of those `batches`
-    that have the same shape.
+    `build(flat, tensors, samples, free)` returns an engine, a function from a list of tensors to a list of tensors;
+    `flat` is the model as a module from tensors to a tuple of tensors. `samples` are the flat tensors of those
+    `batches` that the engine is for. `free` has for each tensor the dimensions that may have any size.
+
+    The first few shapes, `own`, have an engine each, for that is the fastest. All others share one, in which those
+    dimensions are free in which shapes have differed so far. Where the model or the runtime allows no such engine each
+    shape has its own, `MOST` at a time; where one cannot be built, after others could, the model itself answers.
     """
 
-    def __init__(self, model: torch.nn.Module, build: Any, batches: Any = ()) -> None:
+    MOST = 64
+
+    def __init__(self, model: torch.nn.Module, build: Any, batches: Any = (), own: int = 4) -> None:
         self.model = model
         self.build = build
+        self.own = own
         self.samples = [flatten(spread(batch))[0] for batch in batches]
-        self.engines: dict[Any, Any] = {}
+        self.engines: dict[Any, Any] = {}  # by all that a call is given but the values of tensors
+        self.shared: dict[Any, Any] = {}  # by the same without sizes: what is free and the engine; None: there is none
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch.utils import _pytree as pytree
@@ -60,21 +78,100 @@ class Exported:
         leaves, spec = flatten((args, kwargs))
         key = self.key(leaves)
         if key not in self.engines:
-            self.engines[key] = self.make(leaves, spec, key)
+            found = self.find(leaves, spec, key)
+            while len(self.engines) >= self.MOST:
+                del self.engines[next(iter(self.engines))]
+            self.engines[key] = found
         engine, constants, out_spec = self.engines[key]
+        if engine is None:
+            return self.model(*args, **kwargs)
         results = iter(engine([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]))
         # None marks the place of a tensor among the constants that the model returned
         return pytree.tree_unflatten([next(results) if item is None else item[0] for item in constants], out_spec)
 
     @staticmethod
     def key(leaves: list[Any]) -> Any:
-        """What one engine is good for: the shapes and types of the tensors, and the other values."""
+        """The shapes and types of the tensors, and the other values."""
         return tuple(
-            (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+            (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         )
 
-    def make(self, leaves: list[Any], spec: Any, key: Any) -> Any:
-        """Build the engine for inputs like `leaves`, and note the structure of the output."""
+    @staticmethod
+    def kind(key: Any) -> Any:
+        """A key without the sizes."""
+        return tuple((len(item[0]), *item[1:]) if isinstance(item, tuple) else item for item in key)
+
+    @staticmethod
+    def differing(keys: Any) -> list[list[int]]:
+        """For each tensor the dimensions in which keys of one kind differ."""
+        sizes = zip(*([item[0] for item in key if isinstance(item, tuple)] for key in keys), strict=True)
+        return [[dim for dim, each in enumerate(zip(*shapes, strict=True)) if len({*each}) > 1] for shapes in sizes]
+
+    def find(self, leaves: list[Any], spec: Any, key: Any) -> Any:
+        """The engine for inputs like `leaves`, with the structure of its output."""
+        kind = self.kind(key)
+        alike = [other for other in (leaves, *self.samples) if self.kind(self.key(other)) == kind]
+        known = {self.key(other) for other in alike} | {other for other in self.engines if self.kind(other) == kind}
+        free = self.differing(known)
+        like_it = [sample for sample in self.samples if self.key(sample) == key]
+        if any(free) and (len(known) > self.own or (self.samples and not like_it)):
+            shared = self.shared.get(kind, ([[]] * len(free), None))
+            if shared and any({*new} - {*old} for new, old in zip(free, shared[0], strict=True)):
+                shared = self.shared[kind] = self.free_engine(alike, spec, free)
+            if shared:
+                return shared[1]
+        try:
+            return self.make(leaves, spec, like_it, [])
+        except Exception as error:
+            if not self.engines:
+                raise
+            self.say("inputs of other sizes are left to the model itself", error)
+            return None, (), spec
+
+    @staticmethod
+    def say(what: str, why: Any) -> None:
+        """A line for whoever listens to the logger ``optimized``."""
+        import logging
+
+        logging.getLogger("optimized").info("%s: %s", what, str(why).partition("\n")[0])
+
+    def free_engine(self, alike: list[Any], spec: Any, free: list[list[int]]) -> Any:
+        """`free` and an engine for any sizes of those dimensions; None where there can be none."""
+
+        def tensors(leaves: list[Any]) -> list[torch.Tensor]:
+            return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+        def free_sizes(leaves: list[Any]) -> list[int]:
+            return [tensor.shape[dim] for tensor, dims in zip(tensors(leaves), free, strict=True) for dim in dims]
+
+        # The exporter takes a size of 1 for a constant, so the example is the one whose least size is the largest.
+        example = max(alike, key=lambda leaves: min(free_sizes(leaves)))
+        try:
+            engine = self.make(example, spec, alike[1:], free)
+            self.check(engine, alike[0], spec)
+        except Exception as error:
+            self.say("each shape has an engine of its own", error)
+            return None
+        self.say("one engine for any size of these dimensions of the inputs", free)
+        return free, engine
+
+    def check(self, made: Any, leaves: list[Any], spec: Any) -> None:
+        """Raise where an engine answers these inputs otherwise than the model, by more than few bits explain."""
+        from torch.utils import _pytree as pytree
+
+        if any(type(item[0]) in (int, float) for item in made[1] if item):
+            raise RuntimeError("the model returns numbers, which may depend on the sizes")
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        with torch.no_grad():
+            wanted = [item for item in flatten(self.model(*args, **kwargs))[0] if isinstance(item, torch.Tensor)]
+        found = made[0]([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        for one, other in zip(wanted, found, strict=True):
+            off = (other.double() - one.double()).norm() if one.shape == other.shape else torch.inf
+            if not off <= 0.1 * one.double().norm() + 1e-6:
+                raise RuntimeError(f"for other sizes its answer {list(other.shape)} would be wrong")
+
+    def make(self, leaves: list[Any], spec: Any, samples: list[Any], free: list[Any]) -> Any:
+        """Build an engine for inputs like `leaves`, and note the structure of the output."""
         from torch.utils import _pytree as pytree
 
         model, seen = self.model, {}
@@ -101,6 +198,5 @@ class Exported:
 
         # Tensors that were made in inference mode cannot be traced: leave it, and take copies.
         with torch.inference_mode(False), torch.no_grad():
-            samples = [plain(sample) for sample in self.samples if self.key(sample) == key]
-            engine = self.build(Flat(), plain(leaves), samples)
+            engine = self.build(Flat(), plain(leaves), [plain(sample) for sample in samples], free)
         return engine, seen["constants"], seen["spec"]

@@ -66,11 +66,11 @@ def keep_converted(
 
 def _openvino_model(
     convert: Callable[..., Any], label: str, later: list[Callable[[], None]] | None, flat: torch.nn.Module,
-    tensors: Sequence[torch.Tensor], samples: Sequence[Sequence[torch.Tensor]], level: str, part: Any,
+    tensors: Sequence[torch.Tensor], samples: Sequence[Sequence[torch.Tensor]], level: str, free: Any, part: Any,
 ) -> Any:  # fmt: skip
     """As `openvino_converted`: read where it was kept."""
-    make = functools.partial(convert, flat, tensors, samples, level, part)
-    return _kept_graph((flat, tensors, samples, [label, level, part]), make, part, later)
+    make = functools.partial(convert, flat, tensors, samples, level, free, part)
+    return _kept_graph((flat, tensors, samples, [label, level, free, part]), make, part, later)
 
 
 class _Scores(torch.nn.Module):
@@ -117,8 +117,8 @@ def _kept_graph(
 
 
 def _files(
-    fill: Callable[..., None], label: str, flat: torch.nn.Module, tensors: Sequence[torch.Tensor], options: Any,
-    folder: str,
+    fill: Callable[..., None], label: str, flat: torch.nn.Module, tensors: Sequence[torch.Tensor], free: Any,
+    options: Any, folder: str,
 ) -> None:  # fmt: skip
     """As `aoti_files`, `onnx_files` or `tensorrt_files`: copied where they were kept."""
 
@@ -128,7 +128,7 @@ def _files(
                 shutil.copyfile(path, target / path.name)
 
     _kept(
-        (flat, tensors, (), [label, fill.__name__, options]), lambda: fill(flat, tensors, options, folder),
+        (flat, tensors, (), [label, fill.__name__, options, free]), lambda: fill(flat, tensors, free, options, folder),
         lambda kept: copy(kept, Path(folder)), lambda _, place: copy(Path(folder), place), None,
     )  # fmt: skip
 

@@ -110,14 +110,18 @@ def openvino_bf16_sums(model: Any) -> None:
     model.validate_nodes_and_infer_types()
 
 
-def openvino_converted(flat: torch.nn.Module, tensors: Any, samples: Any, level: str, part: Any) -> Any:
+def openvino_converted(
+    flat: torch.nn.Module, tensors: Any, samples: Any, level: str, free: Any, part: Any
+) -> Any:  # fmt: skip
     """The model as OpenVINO's, made for `level` of the technique runtime."""
-    return openvino_model(exported_program(flat, tensors), samples, level, part)
+    return openvino_model(exported_program(flat, tensors, free), samples, level, part)
 
 
-def openvino_compiled(flat: torch.nn.Module, tensors: Any, samples: Any, level: str, part: Any, config: Any) -> Any:
+def openvino_compiled(
+    flat: torch.nn.Module, tensors: Any, samples: Any, level: str, free: Any, part: Any, config: Any
+) -> Any:
     """The model compiled by OpenVINO for the CPU."""
-    return openvino_core().compile_model(openvino_converted(flat, tensors, samples, level, part), "CPU", config)
+    return openvino_core().compile_model(openvino_converted(flat, tensors, samples, level, free, part), "CPU", config)
 
 
 class OpenvinoRequest:
@@ -160,7 +164,7 @@ class OpenvinoRequest:
 
 
 def openvino_engine(
-    flat: torch.nn.Module, tensors: Any, precision: str, samples: Any, level: str, part: Any = None
+    flat: torch.nn.Module, tensors: Any, precision: str, samples: Any, level: str, free: Any, part: Any = None
 ) -> Any:
     """The whole batch in one request, all threads on each operator."""
     config = {
@@ -168,7 +172,7 @@ def openvino_engine(
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
         "PERFORMANCE_HINT": "LATENCY",
     }
-    request = OpenvinoRequest(openvino_compiled(flat, tensors, samples, level, part, config))
+    request = OpenvinoRequest(openvino_compiled(flat, tensors, samples, level, free, part, config))
 
     def run(values: Any) -> Any:
         request.start(values)
@@ -178,12 +182,14 @@ def openvino_engine(
 
 
 def openvino_streams_engine(
-    flat: torch.nn.Module, tensors: Any, precision: str, samples: Any, level: str, part: Any = None
+    flat: torch.nn.Module, tensors: Any, precision: str, samples: Any, level: str, free: Any, part: Any = None
 ) -> Any:
     """The batch cut into as many parts as there are threads, each part computed on a core of its own.
 
     No operator waits for another core then. Right only for models whose rows do not depend on each other.
     """
+    if any(free):
+        raise RuntimeError("a batch is cut into parts of sizes that are known")
     rows = tensors[0].shape[0]
     parts = min(torch.get_num_threads(), rows)
 
@@ -208,7 +214,8 @@ def openvino_streams_engine(
                 "PERFORMANCE_HINT": "THROUGHPUT",
             }
             alike = [sample for sample in samples if len(sample[0]) == size]
-            compiled[size] = openvino_compiled(flat, [tensor.clone() for tensor in piece], alike, level, part, config)
+            given = [tensor.clone() for tensor in piece]
+            compiled[size] = openvino_compiled(flat, given, alike, level, free, part, config)
         requests.append(OpenvinoRequest(compiled[size]))
         for shape in requests[-1].shapes:
             if shape.is_static and list(shape.to_shape())[:1] != [size]:

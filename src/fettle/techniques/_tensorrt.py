@@ -7,11 +7,11 @@ import torch
 from fettle.techniques._exported import exported_program
 
 
-def tensorrt_files(flat: torch.nn.Module, tensors: Any, options: Any, folder: str) -> None:
+def tensorrt_files(flat: torch.nn.Module, tensors: Any, free: Any, options: Any, folder: str) -> None:
     """Compile the whole model to ``model.engine`` in a folder. RuntimeError where an operator has no converter."""
     import torch_tensorrt
 
-    program = exported_program(flat.eval(), tensors)
+    program = exported_program(flat.eval(), tensors, free)
     convert = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine
     with open(f"{folder}/model.engine", "wb") as file:
         file.write(convert(program, arg_inputs=list(tensors), **options))
@@ -55,16 +55,18 @@ def tensorrt_runner(serialized: bytes, tensors: Any) -> Any:
     return run
 
 
-def tensorrt_engine(flat: torch.nn.Module, tensors: Any) -> Any:
+def tensorrt_engine(flat: torch.nn.Module, tensors: Any, free: Any) -> Any:
     """The model compiled by TensorRT, in the precision of its weights."""
     import tempfile
 
     import torch_tensorrt
 
+    if any(free):
+        raise RuntimeError("an engine of TensorRT is built for one shape here")
     options = {"use_explicit_typing": True}  # newer versions know nothing else
     try:
         with tempfile.TemporaryDirectory() as folder:
-            tensorrt_files(flat, tensors, options, folder)
+            tensorrt_files(flat, tensors, free, options, folder)
             with open(f"{folder}/model.engine", "rb") as file:
                 return tensorrt_runner(file.read(), tensors)
     except RuntimeError:  # torch runs what has no converter

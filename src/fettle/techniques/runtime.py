@@ -18,24 +18,26 @@ from fettle.techniques._tensorrt import tensorrt_engine, tensorrt_files, tensorr
 from fettle.techniques.compile import mode_options
 
 
-def aoti_files(flat: torch.nn.Module, tensors: Any, options: Any, folder: str) -> None:
+def aoti_files(flat: torch.nn.Module, tensors: Any, free: Any, options: Any, folder: str) -> None:
     """Compile the model ahead of time by AOTInductor, to ``model.pt2`` in a folder."""
-    program = exported_program(flat, tensors)
+    program = exported_program(flat, tensors, free)
     torch._inductor.aoti_compile_and_package(program, package_path=f"{folder}/model.pt2", inductor_configs=options)
 
 
-def aoti_engine(flat: torch.nn.Module, tensors: Any, options: Any) -> Any:
+def aoti_engine(flat: torch.nn.Module, tensors: Any, free: Any, options: Any) -> Any:
     """The model compiled ahead of time to a shared library."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        aoti_files(flat, tensors, options, folder)
+        aoti_files(flat, tensors, free, options, folder)
         runner = torch._inductor.aoti_load_package(f"{folder}/model.pt2")
     return lambda values: runner(*values)
 
 
-def exported_engine(flat: torch.nn.Module, tensors: Any, options: Any) -> Any:
+def exported_engine(flat: torch.nn.Module, tensors: Any, free: Any, options: Any) -> Any:
     """The model exported to one graph, without guards and breaks, which torch.compile compiles."""
+    if any(free):
+        raise RuntimeError("a CUDA graph has one size")
     graph: Any = flat
     if not isinstance(flat, torch.fx.GraphModule):
         graph = exported_program(flat, tensors).module(check_guards=False)
@@ -43,13 +45,16 @@ def exported_engine(flat: torch.nn.Module, tensors: Any, options: Any) -> Any:
     return lambda values: compiled(*values)
 
 
-def onnx_files(flat: torch.nn.Module, tensors: Any, options: Any, folder: str) -> None:
+def onnx_files(flat: torch.nn.Module, tensors: Any, free: Any, options: Any, folder: str) -> None:
     """Export the model to ``model.onnx`` in a folder, the weights beside it: one file may not exceed 2 GB."""
-    program: Any = torch.onnx.export(flat, tuple(tensors), dynamo=True, verbose=False, **options)
+    given: Any = flat, tuple(tensors)
+    if any(free):
+        given = (exported_program(flat, tensors, free),)
+    program: Any = torch.onnx.export(*given, dynamo=True, verbose=False, **options)
     program.save(f"{folder}/model.onnx", external_data=True)
 
 
-def onnxruntime_engine(flat: torch.nn.Module, tensors: Any) -> Any:
+def onnxruntime_engine(flat: torch.nn.Module, tensors: Any, free: Any) -> Any:
     """The model exported to ONNX and run by ONNX Runtime."""
     import tempfile
 
@@ -61,7 +66,7 @@ def onnxruntime_engine(flat: torch.nn.Module, tensors: Any) -> Any:
     cuda = any(tensor.is_cuda for tensor in tensors)
     providers = ["CUDAExecutionProvider"] if cuda else ["CPUExecutionProvider"]
     with tempfile.TemporaryDirectory() as folder:
-        onnx_files(flat, tensors, {"optimize": True}, folder)
+        onnx_files(flat, tensors, free, {"optimize": True}, folder)
         session = onnxruntime.InferenceSession(f"{folder}/model.onnx", options, providers=providers)
     names = [item.name for item in session.get_inputs()]
     if len(names) != len(tensors):
@@ -109,6 +114,8 @@ STATEFUL_WEIGHTS = {"as-given": (0, 0), "int8": (8, 0), "int8-dynamic": (8, 32),
 _LAYERS = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]], msgspec.Meta(max_length=1 << 16)]
 """Layers by their place in the graph."""
 _OPENVINO = frozenset({"openvino", "openvino-bf16", "openvino-bf16-sums", "openvino-int8", "openvino-int8-part"})
+_OWN_SHAPES = 4
+"""From more shapes on that are known beforehand one engine is built for any size, and none for each shape."""
 _SHARE = 0.9
 """Of the limit on the error: batches that layers were chosen on flatter the choice, and others judge it."""
 
@@ -225,16 +232,20 @@ class Runtime(Technique):
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         shared: tuple[Any, ...] = (spread, flatten, exported_program, Exported)
+        many = facts.num_input_shapes > _OWN_SHAPES
+        own = ", batches, own=1" if many else ""
         flat = "flat"
         if recipe.levels.get("algebra", "as-given") != "as-given":
             shared, flat = (*shared, *ALGEBRA), "fewer_products(flat, tensors)"
         if level == "aoti":
             options = {"freezing": True} if recipe.levels.get("freeze") == "on" else {}
-            build = f"lambda flat, tensors, samples: aoti_engine({flat}, tensors, {options})"
-            return Code(helpers=(*shared, aoti_files, aoti_engine), prepare=(f"model = Exported(model, {build})",))
+            build = f"lambda flat, tensors, samples, free: aoti_engine({flat}, tensors, free, {options})"
+            return Code(helpers=(*shared, aoti_files, aoti_engine), prepare=(f"model = Exported(model, {build}{own})",))
         if level == "exported":
             graphs = "reduce-overhead" if recipe.levels.get("cuda_graphs", "off") == "off" else "default"
-            build = f"lambda flat, tensors, samples: exported_engine({flat}, tensors, {mode_options(graphs)})"
+            build = (
+                f"lambda flat, tensors, samples, free: exported_engine({flat}, tensors, free, {mode_options(graphs)})"
+            )
             return Code(helpers=(*shared, exported_engine), prepare=(f"model = Exported(model, {build})",))
         if level == STATEFUL:
             bits, group = STATEFUL_WEIGHTS[recipe.levels.get("weights", "as-given")]
@@ -243,22 +254,23 @@ class Runtime(Technique):
             return Code(helpers=TEXT, decoder=f'OpenvinoText(model, "{hint}", bits={bits}, group={group}{kept})')
         if level.startswith("openvino"):
             hint = openvino_precision(level, facts.cpu_flags)
-            batches = ", batches" if level in self.calibrated else ""
+            own = ", batches" if level in self.calibrated and not many else own
             engine: Any = openvino_streams_engine if recipe.levels.get("streams") == "per-core" else openvino_engine
             chosen = level == "openvino-int8-part"
-            given = f'{flat}, tensors, "{hint}", samples, "{level}"{", part" if chosen else ""}'
+            given = f'{flat}, tensors, "{hint}", samples, "{level}", free{", part" if chosen else ""}'
+            build = f"lambda flat, tensors, samples, free: {engine.__name__}({given})"
             return Code(
                 helpers=(*shared, *MODEL, *(CHOOSING if chosen else ()), engine),
                 prepare=(
                     *([f"part = {int8_part(facts)}"] if chosen else []),
-                    f"model = Exported(model, lambda flat, tensors, samples: {engine.__name__}({given}){batches})",
+                    f"model = Exported(model, {build}{own})",
                 ),
             )
         engines: Any = (onnx_files, onnxruntime_engine)
         if level == "tensorrt":
             engines = (tensorrt_files, tensorrt_runner, tensorrt_engine)
-        build = f"lambda flat, tensors, samples: {engines[-1].__name__}({flat}, tensors)"
-        return Code(helpers=(*shared, *engines), prepare=(f"model = Exported(model, {build})",))
+        build = f"lambda flat, tensors, samples, free: {engines[-1].__name__}({flat}, tensors, free)"
+        return Code(helpers=(*shared, *engines), prepare=(f"model = Exported(model, {build}{own})",))
 
 
 @register

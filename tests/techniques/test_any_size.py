@@ -1,0 +1,135 @@
+"""A model that another runtime runs is given inputs of sizes that nobody named: one engine answers them all."""
+
+import logging
+
+import pytest
+import torch
+
+import fettle
+from fettle.techniques import Facts, load, source
+from fettle.techniques._exported import Exported
+
+pytest.importorskip("openvino")
+
+
+class Pooled(torch.nn.Module):
+    """Rows of tokens of any length, a mask, and an answer with a structure."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.layer = torch.nn.Embedding(50, 16), torch.nn.Linear(16, 4)
+
+    def forward(self, tokens, mask):
+        states = self.layer(self.table(tokens)).relu() * mask[..., None]
+        return {"states": states, "mean": states.sum(1) / mask.sum(1, keepdim=True)}
+
+
+def batch(rows, length, seed=0):
+    made = torch.Generator().manual_seed(seed)
+    return {"tokens": torch.randint(50, (rows, length), generator=made), "mask": torch.ones(rows, length)}
+
+
+def applied(recipe, batches, model=None, **facts):
+    """The callable of a recipe, and the engines behind it."""
+    lines = source(fettle.Recipe.parse(recipe), Facts(max_error=0.5, calibration_batches=len(batches), **facts))
+    made = []
+
+    class Watched(Exported):
+        def __init__(self, *given, **named):
+            super().__init__(*given, **named)
+            made.append(self)
+
+    optimize = load(lines, "r")
+    optimize.__globals__["Exported"] = Watched
+    run = optimize((model or Pooled()).eval(), batches)
+    return run, made[0]
+
+
+def agree(run, model, given, off=1e-4):
+    with torch.no_grad():
+        torch.testing.assert_close(run(**given), model(**given), rtol=off, atol=off)
+
+
+@pytest.mark.parametrize("recipe", [
+    "runtime=openvino", pytest.param("runtime=onnxruntime", marks=pytest.mark.slow),
+    pytest.param("runtime=aoti", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_the_first_shapes_have_engines_of_their_own_and_all_others_one(recipe, caplog):
+    if "onnx" in recipe:
+        pytest.importorskip("onnxscript")
+    model = Pooled().eval()
+    with caplog.at_level(logging.INFO, logger="optimized"):
+        run, engines = applied(recipe, [], model)
+        for length in (3, 4, 5, 6):
+            agree(run, model, batch(2, length))
+        assert not engines.shared
+        for length in (7, 1, 30):
+            agree(run, model, batch(2, length))
+        assert len({id(engine) for engine in engines.engines.values()}) == 5
+        agree(run, model, batch(5, 9))  # now the rows differ as well
+        agree(run, model, batch(1, 2))
+    assert "one engine for any size of these dimensions of the inputs: [[1], [1]]" in caplog.text
+    assert "[[0, 1], [0, 1]]" in caplog.text
+    assert len({id(engine) for engine in engines.engines.values()}) == 6
+
+
+def test_many_shapes_that_are_known_share_one_engine_at_once():
+    model, batches = Pooled().eval(), [batch(2, length) for length in range(3, 9)]
+    run, engines = applied("runtime=openvino", batches, model, num_input_shapes=6)
+    for given in batches:
+        agree(run, model, given)
+    assert len({id(engine) for engine in engines.engines.values()}) == 1
+
+
+def test_a_size_that_calibrated_nothing_is_answered_by_the_shared_engine():
+    model, batches = Pooled().eval(), [batch(2, 6, seed) for seed in range(3)]
+    run, engines = applied("runtime=openvino-int8-part", batches, model)
+    agree(run, model, batch(2, 6), 0.1)
+    assert not engines.shared
+    for length in (7, 2):
+        agree(run, model, batch(2, length), 0.1)
+    assert len({id(engine) for engine in engines.engines.values()}) == 2
+
+
+def test_what_is_right_for_one_size_only_leaves_others_to_the_model(caplog):
+    """All is in 8 bits, the number of tokens too, of which no more than six were seen: a mean of seven is off."""
+    pytest.importorskip("nncf")
+    model, batches = Pooled().eval(), [batch(2, 6, seed) for seed in range(3)]
+    with caplog.at_level(logging.INFO, logger="optimized"):
+        run, _ = applied("runtime=openvino-int8", batches, model)
+        agree(run, model, batch(2, 6), 0.1)
+        agree(run, model, batch(2, 7), 1e-6)
+    assert "for other sizes its answer [2, 4] would be wrong" in caplog.text
+    assert "left to the model itself: int8: no calibration batch has the shape of this input" in caplog.text
+
+
+class OneSize(Pooled):
+    """It counts in Python what the exporter then takes for a constant."""
+
+    def forward(self, tokens, mask):
+        return {**super().forward(tokens, mask), "length": int(tokens.shape[1])}
+
+
+def test_where_there_is_no_such_engine_each_shape_has_its_own_but_not_without_end(caplog, monkeypatch):
+    monkeypatch.setattr(Exported, "MOST", 6)
+    model = OneSize().eval()
+    with caplog.at_level(logging.INFO, logger="optimized"):
+        run, engines = applied("runtime=openvino", [], model)
+        for length in range(3, 12):
+            agree(run, model, batch(2, length))
+    assert "each shape has an engine of its own: the model returns numbers" in caplog.text
+    assert len(engines.engines) == 6
+
+
+def test_an_engine_that_answers_otherwise_is_not_used(caplog):
+    def build(flat, tensors, samples, free):
+        flat(*tensors)
+        return lambda values: [flat(*values)[0] * (2 if any(free) else 1), *flat(*values)[1:]]
+
+    model = Pooled().eval()
+    with caplog.at_level(logging.INFO, logger="optimized"):
+        run = Exported(model, build, own=1)
+        for length in (3, 4):
+            agree(run, model, batch(2, length))
+    assert "for other sizes its answer [2, 4, 4] would be wrong" in caplog.text
