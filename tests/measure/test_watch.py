@@ -96,6 +96,8 @@ def test_threads_that_wait_for_each_other_are_no_neighbour():
     """A runtime with more threads than cores: others had nothing that these could have waited for."""
     assert Load(waits=0.3, others=0.01).is_quiet
     assert not Load(waits=0.3, others=0.08).is_quiet
+    assert Load(waits=0.3, others=1 / 256, cores=256).is_quiet
+    assert not Load(waits=0.3, others=1 / 64, cores=64).is_quiet  # one busy process
 
 
 def test_the_mean_of_loads_leaves_out_what_is_not_known():

@@ -105,6 +105,7 @@ class Watch:
             throttled=_share(last.at_s - before.at_s)(_difference(last.throttled_s, before.throttled_s)),
             clock=last.clock_mhz / self._fastest_mhz if last.clock_mhz else math.nan,
             slept=(last.boot_s - before.boot_s) - (last.at_s - before.at_s) > 0.1,
+            cores=last.cores,
         )
 
     def wait_for_quiet(self, most_s: float) -> bool:
@@ -255,6 +256,7 @@ class Surroundings:
             steal=share(_difference(now.steal_s, self._before.steal_s)),
             throttled=_share(spent_s)(_difference(now.throttled_s, self._before.throttled_s)),
             slept=(now.boot_s - self._before.boot_s) - spent_s > 0.1,
+            cores=now.cores,
         )
 
     def sentence(self) -> str:

@@ -134,6 +134,8 @@ class Technique:
     calibrated: ClassVar[frozenset[str]] = frozenset()
     """Levels that look at the values of `batches`: such batches must not judge them."""
     learns: ClassVar[Learned | None] = None
+    remarks: ClassVar[Mapping[str, str]] = {}
+    """By level, a sentence for whoever is going to use it."""
     shared_failures: ClassVar[Mapping[str, frozenset[str]]] = {}
     """By a text in the reason of a failure, the levels that it lets fail one like another: after two, none is tried."""
     changes_memory: ClassVar[bool] = True

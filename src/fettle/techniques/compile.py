@@ -52,6 +52,10 @@ class Compile(Technique):
     default = "off"
     of_module = True
     cost = 2
+    remarks: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("default", "reduce-overhead", "max-autotune"),
+        "Inputs of another shape are compiled when they first come, which takes about as long as the first start.",
+    )
 
     def levels(self, facts: Facts) -> list[Level]:
         cannot = _SCRIPTED if facts.is_scripted else ""

@@ -134,6 +134,11 @@ class Runtime(Technique):
         "torch.export cannot take this model": frozenset({*_OPENVINO, "aoti", "exported", "tensorrt"}),
         "No conversion rule": _OPENVINO,
     }
+    remarks: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        (*_OPENVINO, "aoti", "onnxruntime"),
+        "Inputs of another shape are converted when they first come, which takes about as long as the first start; "
+        "after four shapes one program answers all others.",
+    )
     packages = (
         "onnxruntime",
         "onnxruntime-gpu",

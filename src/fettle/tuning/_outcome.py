@@ -15,7 +15,7 @@ from fettle.machine import Machine, this_machine
 from fettle.measure import Interval, Trial, verdict
 from fettle.recipe import Recipe
 from fettle.result import TIMES, LeftOut, Rung, Verdict
-from fettle.techniques import find, preconditions, source
+from fettle.techniques import changed, find, preconditions, source
 from fettle.tuning._final_race import FinalRace, climb
 from fettle.tuning.session import Session
 from fettle.tuning.standings import distance
@@ -65,7 +65,12 @@ def outcome(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         interrupted=interrupted,
         unconfirmed=last.unconfirmed,
-        notes=tuple(note for note in (*session.notes, session.plan.note, _threads_under_load(session, winner)) if note),
+        notes=tuple(
+            filter(
+                None,
+                (*session.notes, session.plan.note, _threads_under_load(session, winner), *_remarks(session, winner)),
+            )
+        ),
         plan=session.plan.rows(),
         under_load=session.rules.under_load,
     )
@@ -157,6 +162,13 @@ def _ladder(session: Session, winner: Trial, again: Trial | None) -> tuple[Rung,
         rungs.append(Rung(" ".join(f"{name}={level}" for name, level in added.items()), trial))
         last = recipe
     return tuple(rungs)
+
+
+def _remarks(session: Session, winner: Trial | None) -> list[str]:
+    """What whoever uses the winner should know of its levels; of a text's none is about another shape."""
+    if winner is None or session.facts.generates:
+        return []
+    return list(dict.fromkeys(technique.remarks.get(level, "") for technique, level in changed(winner.recipe)))
 
 
 def _threads_under_load(session: Session, winner: Trial | None) -> str:
