@@ -139,7 +139,8 @@ def outputs() -> tuple[Output, ...]:
         ),
         Output(
             "comparison", "`fettle bench --json`, `fettle check --json`",
-            {"workload": str, "machine": Machine, "trials": list[Trial]}, {"Trial": {"verdict": str}},
+            {"workload": str, "machine": Machine, "interrupted": bool, "trials": list[Trial]},
+            {"Trial": {"verdict": str}},
         ),
         Output(
             "gate", "`fettle bench --against REVISION --json`",

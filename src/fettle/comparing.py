@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 from fettle.errors import UsageError
 from fettle.files import plain
 from fettle.machine import Machine, this_machine
-from fettle.measure import Rules, Trial, close_all, may_go_first, verdict
+from fettle.measure import Rules, Stop, Trial, close_all, may_go_first, verdict
 from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile, read_recipe
 from fettle.result import Limits
@@ -44,6 +47,8 @@ class Comparison:
     """The workload as given first, then the recipes in the order they were named."""
     verdicts: Sequence[str]
     """For each trial against the first: ``faster``, ``same``, ``slower``, ``cannot tell``."""
+    interrupted: bool = False
+    """Ctrl-C ended the race: more rounds were to come."""
 
     @property
     def failed(self) -> bool:
@@ -160,13 +165,34 @@ def _race(
             rules = replace(rules, abreast=session.rules.abreast)
             if budget_s:
                 rules = replace(rules, deadline=time.monotonic() + budget_s)
-            trials = session.run([Recipe(), *wanted], rules)
+            stop = Stop()
+            with _stops_at_interrupt(stop):
+                trials = session.run([Recipe(), *wanted], replace(rules, stop=stop))
         finally:
             close_all()
     verdicts = ["same"] + [
         verdict(trial.speedup, rules.indifference) if trial.status != "failed" else "failed" for trial in trials[1:]
     ]
-    return Comparison(session.target.name, session.probed.fingerprint, this_machine(), trials, verdicts)
+    return Comparison(session.target.name, session.probed.fingerprint, this_machine(), trials, verdicts, stop.asked)
+
+
+@contextlib.contextmanager
+def _stops_at_interrupt(stop: Stop) -> Iterator[None]:
+    """The first Ctrl-C ends a race whose rounds have begun with what it has; the second ends everything."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        if stop.asked or not stop.rounds_began:
+            raise KeyboardInterrupt
+        stop.asked = True
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
@@ -174,6 +200,7 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
     return {
         "workload": comparison.name,
         "machine": plain(comparison.machine),
+        "interrupted": comparison.interrupted,
         "trials": [
             {**trial.to_json(), "verdict": word}
             for trial, word in zip(comparison.trials, comparison.verdicts, strict=True)

@@ -1,5 +1,7 @@
 """The functions of Python as a caller uses them: live objects, what a study had, and what was edited since."""
 
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -11,6 +13,7 @@ from masked import masked
 from test_tuning import FEW
 
 import fettle
+from fettle.comparing import comparison_json
 from fettle.report import load_result, save
 from fettle.study import Study
 from tests.conftest import quick_comparisons, quick_studies
@@ -109,6 +112,24 @@ def test_bench_takes_a_live_model_and_texts(tmp_path: Path) -> None:
     fettle.Recipe({"grad": "inference_mode"}).save(recipe)
     found = fettle.bench(workload, [recipe, fettle.Recipe({"precision": "bf16"})], max_rounds=4, settle=False)
     assert [trial.status for trial in found.trials[1:]] == ["measured", "measured"]
+
+
+def test_ctrl_c_ends_a_comparison_with_what_it_has() -> None:
+    model, inputs = masked()
+    sent: list[str] = []
+
+    def interrupt(event: fettle.Event) -> None:
+        if event.doing.startswith("round 2") and not sent:
+            sent.append(event.doing)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    found = fettle.bench(model, "grad=inference_mode", inputs, on_progress=interrupt)
+    assert found.interrupted
+    assert signal.getsignal(signal.SIGINT) is before
+    assert [trial.status for trial in found.trials] == ["measured", "measured"]
+    assert max(one.round for one in found.trials[1].slices) <= 3
+    assert comparison_json(found)["interrupted"]
 
 
 def test_a_training_loop_is_found_out_raced_checked_and_applied(tmp_path: Path) -> None:

@@ -98,6 +98,8 @@ def print_comparison(console: Console, comparison: Comparison, under_load: bool 
     """Recipes beside the workload as given, and what other programs took of the machine meanwhile."""
     from fettle.report import comparison_table, load_lines
 
+    if comparison.interrupted:
+        console.print("[yellow]Interrupted: this is what had been measured until then.[/]")
     console.print(comparison_table(comparison.trials, comparison.verdicts))
     for line in load_lines(comparison.trials, under_load):
         console.print(line)

@@ -136,7 +136,7 @@ def _compare(target: str, recipes: list[str], max_error: float | None, as_json: 
         lambda: comparison_json(comparison),
         lambda console: _show.print_comparison(console, comparison, options["under_load"]),
     )
-    _show.leave(missed=comparison.failed)
+    _show.leave(interrupted=comparison.interrupted, missed=comparison.failed)
 
 
 def _gate(target: str, against: str, against_python: str, settings: Settings, as_json: bool, as_markdown: bool) -> None:

@@ -43,4 +43,4 @@ def command(
     _show.answer(
         as_json, lambda: comparison_json(comparison), lambda console: _show.print_comparison(console, comparison)
     )
-    _show.leave(missed=comparison.failed or comparison.verdicts[1] == "slower")
+    _show.leave(interrupted=comparison.interrupted, missed=comparison.failed or comparison.verdicts[1] == "slower")

@@ -7,7 +7,7 @@ from fettle.measure._candidates import Held
 from fettle.measure._load import Load
 from fettle.measure._priority import READY, may_go_first, prefer
 from fettle.measure._process import Worker, WorkerError, close_all
-from fettle.measure._rules import Candidate, Judge, Progress, Rules
+from fettle.measure._rules import Candidate, Judge, Progress, Rules, Stop
 from fettle.measure._statistics import (
     ENOUGH,
     contrast_interval,
@@ -23,7 +23,7 @@ from fettle.measure.race import race
 
 __all__ = [
     "ENOUGH", "READY", "Accuracy", "Candidate", "Held", "Interval", "Judge", "Load", "Patience", "Progress", "Rules",
-    "Slice", "Startup", "Surroundings", "Trial", "Worker", "WorkerError", "by_round", "close_all",
+    "Slice", "Startup", "Stop", "Surroundings", "Trial", "Worker", "WorkerError", "by_round", "close_all",
     "contrast_interval", "log_interval", "may_go_first", "paired", "pareto", "prefer", "process_logs", "race",
     "ratio_interval", "typed", "verdict",
 ]  # fmt: skip

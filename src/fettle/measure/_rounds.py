@@ -58,6 +58,8 @@ class Rounds:
 
     def _run(self, running: Sequence[Started], anchor: Started, before: int) -> None:
         rules = self.rules
+        if rules.stop is not None:
+            rules.stop.rounds_began = True
         self.watch.restart()
         self.own |= {runner.worker.pid for started in running for runner in started.runners}
         for count in range(1, (rules.equal_rounds or rules.max_rounds) + 1):
@@ -66,6 +68,8 @@ class Rounds:
             for started, runner in turns:
                 if not started.live:
                     continue
+                if count > 1 and self._is_stopped():
+                    return
                 try:
                     self._turn(runner, before + count)
                 except WorkerError as error:
@@ -75,10 +79,15 @@ class Rounds:
                 return
             if time.monotonic() > rules.deadline and count >= LOOKS[0]:
                 return
+            if self._is_stopped():
+                return
             if len(running) == 1 and is_expensive(anchor):
                 return  # nobody to compare it with, and every race that it meets somebody in times it again
             if not any(started.live for started in running):
                 return
+
+    def _is_stopped(self) -> bool:
+        return self.rules.stop is not None and self.rules.stop.asked
 
     def _turn(self, runner: Runner, number: int) -> None:
         """A slice of a process. Where others had the machine it is made again: when they are gone, while there is

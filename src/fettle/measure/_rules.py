@@ -38,6 +38,15 @@ class Candidate:
     """The interpreter of another environment; empty for ours."""
 
 
+@dataclass
+class Stop:
+    """Ends a race early, with what has been measured."""
+
+    asked: bool = False
+    rounds_began: bool = False
+    """Only then is there anything to show."""
+
+
 @dataclass(frozen=True)
 class Rules:
     """How a race is run."""
@@ -88,6 +97,8 @@ class Rules:
     """`time.monotonic()` at which to stop: what has been measured by then counts."""
     grace_s: float = 30.0
     """How long after the deadline a process that is being started may go on."""
+    stop: Stop | None = None
+    """How somebody ends the race early."""
 
     @property
     def alpha(self) -> float:

@@ -77,7 +77,8 @@ def race(
 
     rest = list(candidates[max(trials, default=-1) + 1 :])
     done = [trials[index] for index in sorted(trials)]
-    if not rest or anchor is None or time.monotonic() > rules.deadline:
+    stopped = rules.stop is not None and rules.stop.asked
+    if not rest or anchor is None or stopped or time.monotonic() > rules.deadline:
         return done
     # What did not fit into memory beside the others runs in a race of its own, the anchor in it again.
     if held is not None:
@@ -113,7 +114,8 @@ def _go_on(
     that do look at what it says have their own `is_enough`, and a confidence for two looks.
     """
     rules, had = start.rules, len(anchor.runners)
-    if anchor.failure or had >= rules.most_replicates or not _is_vague(list(ended.values()), rules):
+    stopped = rules.stop is not None and rules.stop.asked
+    if stopped or anchor.failure or had >= rules.most_replicates or not _is_vague(list(ended.values()), rules):
         return {}
     on_progress(Progress("vague"))
     again = {index: running[index] for index, trial in ended.items() if trial.ok and trial.processes > 1}
