@@ -74,6 +74,20 @@ def test_the_first_shapes_have_engines_of_their_own_and_all_others_one(recipe, c
     assert len({id(engine) for engine in engines.engines.values()}) == 6
 
 
+def test_keywords_may_come_in_any_order_and_arguments_by_place():
+    class Unlike(torch.nn.Module):
+        def forward(self, one, other):
+            return one - 2 * other
+
+    model, one, other = Unlike().eval(), torch.randn(2, 3), torch.randn(2, 3)
+    run, engines = applied("runtime=openvino", [], model)
+    for given in ({"one": one, "other": other}, {"other": other, "one": one}, {"other": one, "one": other}):
+        agree(run, model, given)
+    assert len(engines.engines) == 1
+    torch.testing.assert_close(run(one, other), model(one, other))
+    torch.testing.assert_close(run(one, other=other), model(one, other=other))
+
+
 def test_many_shapes_that_are_known_share_one_engine_at_once():
     model, batches = Pooled().eval(), [batch(2, length) for length in range(3, 9)]
     run, engines = applied("runtime=openvino", batches, model, num_input_shapes=6)

@@ -68,15 +68,16 @@ class Exported:
         self.model = model
         self.build = build
         self.own = own
-        self.samples = [flatten(spread(batch))[0] for batch in batches]
+        self.names: dict[Any, Any] = {}  # of keyword arguments, in the order in which they first came
+        self.samples = [self.given(*spread(batch)) for batch in batches]
         self.engines: dict[Any, Any] = {}  # by all that a call is given but the values of tensors
         self.shared: dict[Any, Any] = {}  # by the same without sizes: what is free and the engine; None: there is none
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch.utils import _pytree as pytree
 
-        leaves, spec = flatten((args, kwargs))
-        key = self.key(leaves)
+        leaves, spec = self.given(args, kwargs)
+        key = self.key(leaves, spec)
         if key not in self.engines:
             found = self.find(leaves, spec, key)
             while len(self.engines) >= self.MOST:
@@ -89,12 +90,18 @@ class Exported:
         # None marks the place of a tensor among the constants that the model returned
         return pytree.tree_unflatten([next(results) if item is None else item[0] for item in constants], out_spec)
 
+    def given(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+        """Leaves and structure of the arguments, the same in whatever order keywords are written."""
+        names = self.names.setdefault(frozenset(kwargs), tuple(kwargs))
+        return flatten((args, {name: kwargs[name] for name in names}))
+
     @staticmethod
-    def key(leaves: list[Any]) -> Any:
-        """The shapes and types of the tensors, and the other values."""
-        return tuple(
+    def key(leaves: list[Any], spec: Any) -> Any:
+        """The structure, the shapes and types of the tensors, and the other values."""
+        tensors = [
             (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
-        )
+        ]
+        return (spec, *tensors)
 
     @staticmethod
     def kind(key: Any) -> Any:
@@ -110,10 +117,11 @@ class Exported:
     def find(self, leaves: list[Any], spec: Any, key: Any) -> Any:
         """The engine for inputs like `leaves`, with the structure of its output."""
         kind = self.kind(key)
-        alike = [other for other in (leaves, *self.samples) if self.kind(self.key(other)) == kind]
-        known = {self.key(other) for other in alike} | {other for other in self.engines if self.kind(other) == kind}
+        keys = [(self.key(*sample), sample[0]) for sample in self.samples]
+        alike = [leaves, *(sample for other, sample in keys if self.kind(other) == kind)]
+        known = {key, *(other for other in [*self.engines, *(other for other, _ in keys)] if self.kind(other) == kind)}
         free = self.differing(known)
-        like_it = [sample for sample in self.samples if self.key(sample) == key]
+        like_it = [sample for other, sample in keys if other == key]
         if any(free) and (len(known) > self.own or (self.samples and not like_it)):
             shared = self.shared.get(kind, ([[]] * len(free), None))
             if shared and any({*new} - {*old} for new, old in zip(free, shared[0], strict=True)):
