@@ -20,7 +20,7 @@ class Graphed:
         from torch.utils import _pytree as pytree
 
         leaves, spec = flatten((args, kwargs))
-        key = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        key = (spec, *((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves))
         if key not in self.graphs:
             self.graphs[key] = self.record(leaves, spec)
         graph, inputs, outputs, out_spec = self.graphs[key]
