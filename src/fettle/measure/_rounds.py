@@ -68,7 +68,7 @@ class Rounds:
             for started, runner in turns:
                 if not started.live:
                     continue
-                if count > 1 and self._is_stopped():
+                if count > 1 and rules.is_stopped:
                     return
                 try:
                     self._turn(runner, before + count)
@@ -79,15 +79,12 @@ class Rounds:
                 return
             if time.monotonic() > rules.deadline and count >= LOOKS[0]:
                 return
-            if self._is_stopped():
+            if rules.is_stopped:
                 return
             if len(running) == 1 and is_expensive(anchor):
                 return  # nobody to compare it with, and every race that it meets somebody in times it again
             if not any(started.live for started in running):
                 return
-
-    def _is_stopped(self) -> bool:
-        return self.rules.stop is not None and self.rules.stop.asked
 
     def _turn(self, runner: Runner, number: int) -> None:
         """A slice of a process. Where others had the machine it is made again: when they are gone, while there is

@@ -101,6 +101,11 @@ class Rules:
     """How somebody ends the race early."""
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether somebody has ended the race."""
+        return self.stop is not None and self.stop.asked
+
+    @property
     def alpha(self) -> float:
         """Error rate of one look."""
         return (1 - self.confidence) / len(LOOKS)

@@ -77,8 +77,7 @@ def race(
 
     rest = list(candidates[max(trials, default=-1) + 1 :])
     done = [trials[index] for index in sorted(trials)]
-    stopped = rules.stop is not None and rules.stop.asked
-    if not rest or anchor is None or stopped or time.monotonic() > rules.deadline:
+    if not rest or anchor is None or rules.is_stopped or time.monotonic() > rules.deadline:
         return done
     # What did not fit into memory beside the others runs in a race of its own, the anchor in it again.
     if held is not None:
@@ -114,8 +113,9 @@ def _go_on(
     that do look at what it says have their own `is_enough`, and a confidence for two looks.
     """
     rules, had = start.rules, len(anchor.runners)
-    stopped = rules.stop is not None and rules.stop.asked
-    if stopped or anchor.failure or had >= rules.most_replicates or not _is_vague(list(ended.values()), rules):
+    if rules.is_stopped or anchor.failure or had >= rules.most_replicates:
+        return {}
+    if not _is_vague(list(ended.values()), rules):
         return {}
     on_progress(Progress("vague"))
     again = {index: running[index] for index, trial in ended.items() if trial.ok and trial.processes > 1}
