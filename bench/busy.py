@@ -119,8 +119,10 @@ def study(model: str, budget_s: int, name: str) -> dict | None:
             try:
                 run.wait(timeout=2.5 * budget_s)
             except subprocess.TimeoutExpired:
-                os.killpg(run.pid, signal.SIGKILL)
                 return {"failed": "it did not end"}
+            finally:  # the study does not outlive this benchmark: it would be the next one's neighbour
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(run.pid, signal.SIGKILL)
         path = Path(folder) / "result.json"
         if not path.exists():
             return {"failed": (Path(folder) / "progress.txt").read_text()[-500:]}
