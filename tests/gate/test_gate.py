@@ -414,3 +414,13 @@ def test_a_target_that_is_newer_than_the_revision_is_lent_to_it(git: Git, tmp_pa
 def test_the_gate_needs_something_to_compare_with() -> None:
     with pytest.raises(UsageError, match="needs `against`"):
         gating.gate("model.py")
+
+
+def test_freed_memory_is_kept_on_both_sides_unless_the_user_has_set_the_allocator(tmp_path, monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    for name in racing._KEEPS_MEMORY:
+        monkeypatch.delenv(name, raising=False)
+    ground = racing.Ground(Target("work.py:workload"), Settings(), lambda event: None, tmp_path)
+    assert ground.environment.items() >= racing._KEEPS_MEMORY.items()
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    assert not ground.environment.keys() & racing._KEEPS_MEMORY.keys()

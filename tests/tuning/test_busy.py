@@ -1,6 +1,7 @@
 """Studies beside a neighbour, in a made-up world: what is said, who meets in the final race, what is announced."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from simulated import World, made_up_space, session_in, study
@@ -9,7 +10,10 @@ from fettle.measure import Slice, Trial
 from fettle.recipe import Recipe
 from fettle.report._facts import elapsed, load_lines, under
 from fettle.search import auto
+from fettle.techniques import Facts
+from fettle.tuning._baseline import depends_on_memory, how_it_swings
 from fettle.tuning._outcome import _threads_under_load, pick_winner
+from fettle.tuning.tune import _advised
 
 FAST = {"openvino-bf16": 2.2, "onnxruntime": 6.0}
 
@@ -79,6 +83,22 @@ def test_a_baseline_that_swings_is_told_of_before_minutes_are_spent(tmp_path, mo
     session.look_at_baseline()
     assert told[-1].startswith("the model as given took 1")
     assert "its threads waited" in told[-1]
+
+
+def test_a_baseline_whose_time_depends_on_freed_memory_is_told_of_and_has_the_allocator_tried_first():
+    slices = [Slice("1:0", turn, 35.0 if turn % 2 else 26.0, pages=6500 * (turn % 2)) for turn in range(1, 9)]
+    baseline = Trial(Recipe(), "measured", time_ms=30.0, slices=slices)
+    assert how_it_swings(baseline).startswith("the model as given takes 26 ms a call where the memory")
+    facts = Facts(libraries={"glibc": "libc.so.6"})
+    said = depends_on_memory(baseline, None, facts)
+    assert said.endswith("which of the two is chance. allocator=keep keeps it.")
+    winner = Trial(Recipe({"allocator": "keep"}), "measured", time_ms=26.0)
+    assert depends_on_memory(baseline, winner, facts).endswith("which of the two is chance.")
+    assert depends_on_memory(winner, winner, facts) == ""
+    session = SimpleNamespace(
+        facts=facts, standings=SimpleNamespace(known={Recipe(): baseline}), probed=SimpleNamespace(advice=())
+    )
+    assert _advised(session, ["threads"]) == ["threads", "allocator"]
 
 
 def trial(text, ms, *, elapsed_ms=None, race=1, quiet=True):

@@ -21,7 +21,6 @@ from fettle.diagnose.collectors.memory import (
     cost_of_fresh_memory,
     kept_alive,
     padding,
-    pages_fetched,
     weights,
 )
 from fettle.diagnose.collectors.operators import operations, watched
@@ -32,6 +31,7 @@ from fettle.diagnose.collectors.waiting import CoreClock, waiting
 from fettle.diagnose.evidence import Batches, Cost, Evidence, Fresh
 from fettle.generate import brief
 from fettle.machine import measure_peaks
+from fettle.procs.limits import pages_fetched
 from fettle.techniques import probe_facts, unchanged
 from fettle.train import TrainingWorkload
 from fettle.workload import Workload, map_tensors, tensors

@@ -4,6 +4,7 @@ Other rooms use `race`, which measures recipes side by side, and the plain data 
 """
 
 from fettle.measure._candidates import Held
+from fettle.measure._fetching import fetching
 from fettle.measure._load import Load
 from fettle.measure._priority import READY, may_go_first, prefer
 from fettle.measure._process import Worker, WorkerError, close_all
@@ -22,8 +23,8 @@ from fettle.measure._watch import Patience, Surroundings
 from fettle.measure.race import race
 
 __all__ = [
-    "ENOUGH", "READY", "Accuracy", "Candidate", "Held", "Interval", "Judge", "Load", "Patience", "Progress", "Rules",
-    "Slice", "Startup", "Stop", "Surroundings", "Trial", "Worker", "WorkerError", "by_round", "close_all",
-    "contrast_interval", "log_interval", "may_go_first", "paired", "pareto", "prefer", "process_logs", "race",
-    "ratio_interval", "typed", "verdict",
+    "ENOUGH", "READY", "Accuracy", "Candidate", "Held", "Interval", "Judge", "Load", "Patience",
+    "Progress", "Rules", "Slice", "Startup", "Stop", "Surroundings", "Trial", "Worker", "WorkerError", "by_round",
+    "close_all", "contrast_interval", "fetching", "log_interval", "may_go_first", "paired", "pareto", "prefer",
+    "process_logs", "race", "ratio_interval", "typed", "verdict",
 ]  # fmt: skip

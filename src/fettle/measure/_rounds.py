@@ -145,6 +145,7 @@ class Rounds:
                 quiet=load.is_quiet and not (first or apart),
                 waits=_rounded(load.waits),
                 others=_rounded(load.others),
+                pages=round(answer.pages),
             )
         )
         if answer.energy_j is not None:

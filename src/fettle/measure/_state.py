@@ -22,7 +22,7 @@ from fettle.measure._reference import buffers_kept
 from fettle.measure._trial import Accuracy
 from fettle.measure._waits import Waits, busiest, one_core_each, without_waits
 from fettle.measure.messages import Examine, Examined, MeasurePeaks, Peaks, Prepared, SliceTaken, TakeSlice
-from fettle.procs.limits import resident_bytes
+from fettle.procs.limits import pages_fetched, resident_bytes
 from fettle.workload import spread, tensors
 
 
@@ -208,7 +208,7 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
             one_sample(state)
         state.waits.refresh()
         energy = _meters.energy_j(state.device)
-        waited_ns = state.waits.total_ns()
+        waited_ns, pages = state.waits.total_ns(), pages_fetched()
         started = chunk = time.perf_counter_ns()
         count = 0
         while not samples or agreed(time.perf_counter_ns() - started < wanted_ns):
@@ -217,6 +217,7 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
                 before, waited_ns = waited_ns, state.waits.total_ns()
                 chunks.append(_chunk(state, samples[count:], before, waited_ns))
                 count, chunk = len(samples), time.perf_counter_ns()
+    pages = pages_fetched() - pages
     after = _meters.energy_j(state.device)
     if count < len(samples):
         chunks.append(_chunk(state, samples[count:], waited_ns, state.waits.total_ns()))
@@ -229,6 +230,7 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
         unhindered_ns=without_waits(chunks),
         waits=sum(waited) / sum(samples) if len(waited) == len(chunks) else math.nan,
         cpu_s=state.told_s - before_s,
+        pages=pages / len(samples) / state.group,
         energy_j=(after - energy) / len(samples) if energy is not None and after is not None else None,
         texts=state.watcher.take() if state.writes else (),
     )

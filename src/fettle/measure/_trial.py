@@ -117,6 +117,8 @@ class Slice:
     """Seconds a second that its threads waited for a core."""
     others: float | None = None
     """Share of the machine's cores that others had."""
+    pages: float | None = None
+    """Pages of memory a call that the system had to give; None in studies of earlier versions."""
 
     @property
     def best_ms(self) -> float | None:

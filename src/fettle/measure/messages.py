@@ -229,6 +229,8 @@ class SliceTaken(Answer, frozen=True, kw_only=True):
     cpu_s: float
     energy_j: float | None
     """Energy of one call."""
+    pages: float = 0.0
+    """Pages of memory a call that the system had to give."""
     texts: Sequence[Came] = ()
 
     def with_ranks(self, others: Sequence[Self]) -> Self:

@@ -20,6 +20,7 @@ from pathlib import Path
 from fettle.generate.speed import Generation, figures
 from fettle.measure import _statistics
 from fettle.measure._candidates import Held, Runner, Start, Started
+from fettle.measure._fetching import fetching
 from fettle.measure._load import mean_load
 from fettle.measure._rounds import Rounds, log_ratios
 from fettle.measure._rules import Candidate, Judge, OnProgress, Progress, Rules
@@ -204,6 +205,8 @@ def _trial(started: Started, anchor: Started, start: Start, rounds: Rounds) -> T
     reason = _ended(started) if started.failure else started.rejected
     peaks = [runner.answer.peak_bytes for runner in runners if runner.answer.peak_bytes is not None]
     loads = [load for runner in runners for load in rounds.loads.get(runner.process, ())]
+    slices = tuple(one for runner in runners for one in runner.slices)
+    fetched = fetching(slices)
     return Trial(
         recipe=candidate.recipe,
         status="failed" if started.failure else "rejected" if started.rejected else "measured",
@@ -214,7 +217,7 @@ def _trial(started: Started, anchor: Started, start: Start, rounds: Rounds) -> T
         elapsed_speedup=_elapsed_speedup(anchor, started, rules),
         is_quiet=is_quiet,
         load=mean_load(loads),
-        slices=tuple(one for runner in runners for one in runner.slices),
+        slices=slices,
         processes=len(runners),
         samples=answer.samples,
         peak_bytes=max(peaks, default=None),
@@ -227,7 +230,7 @@ def _trial(started: Started, anchor: Started, start: Start, rounds: Rounds) -> T
         turn_s=statistics.fmean(first.turns_s) if first.turns_s else math.nan,
         phases_ms=answer.phases_ms,
         generation=_generation(runners),
-        notes=tuple(answer.notes),
+        notes=(*answer.notes, *([str(fetched)] if fetched else [])),
         learned=answer.learned,
         seconds=time.monotonic() - first.began,
         race=start.race,

@@ -56,6 +56,13 @@ def resident_bytes() -> int:
         return int(psutil.Process().memory_info().rss)
 
 
+def pages_fetched() -> int:
+    """Pages of memory that this process has been given so far, by the system's own count."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 def affinity_cores() -> int:
     """Logical cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -16,6 +16,7 @@ from fettle.measure import Interval, Trial, verdict
 from fettle.recipe import Recipe
 from fettle.result import TIMES, LeftOut, Rung, Verdict
 from fettle.techniques import changed, find, preconditions, source
+from fettle.tuning._baseline import depends_on_memory
 from fettle.tuning._final_race import FinalRace, climb
 from fettle.tuning.session import Session
 from fettle.tuning.standings import distance
@@ -68,7 +69,13 @@ def outcome(
         notes=tuple(
             filter(
                 None,
-                (*session.notes, session.plan.note, _threads_under_load(session, winner), *_remarks(session, winner)),
+                (
+                    *session.notes,
+                    session.plan.note,
+                    _threads_under_load(session, winner),
+                    *_remarks(session, winner),
+                    depends_on_memory(again or session.standings.known.get(Recipe()), winner, session.facts),
+                ),
             )
         ),
         plan=session.plan.rows(),

@@ -34,6 +34,7 @@ from fettle.recipe import Recipe
 from fettle.storage import storage_url
 from fettle.study import Study
 from fettle.techniques import PYTHON, batch_factor, canonical, environment, is_calibrated, source, uses_ranks
+from fettle.tuning._baseline import how_it_swings
 from fettle.tuning._budget import Budget
 from fettle.tuning._costs import Costs
 from fettle.tuning._probe import Probed, judged_by, plan_memory, probe
@@ -50,8 +51,6 @@ _UNLIMITED_WAIT_S = 120.0
 _SCREENING_INDIFFERENCE = PRIOR_SPREAD
 """Rounds tell two processes of the same code apart as well as two recipes: what is closer than this is for the final
 race, which has more processes."""
-_SWINGS = 1.5
-"""Slowest over fastest round of the workload as given from which that is said."""
 SHARED_RACES = 10_000
 """Races of a study that several work at are numbered from here, by the place of their first trial."""
 _KEPT = "cache/kept"
@@ -325,12 +324,8 @@ class Session:
 
     def look_at_baseline(self) -> None:
         """Say so at once where the time of the workload as given swings, before minutes are spent."""
-        baseline = self.standings.known.get(Recipe())
-        times = [one.ms for one in baseline.slices] if baseline is not None else []
-        if baseline is None or not times or max(times) < _SWINGS * min(times):
-            return
-        why = str(baseline.load) if not baseline.load.is_quiet else "nobody else was seen: its own threads or the clock"
-        self.report(f"the model as given took {min(times):.3g} to {max(times):.3g} ms a call: {why}")
+        if swings := how_it_swings(self.standings.known.get(Recipe())):
+            self.report(swings)
 
     def be_patient(self, spare_s: float) -> None:
         """The final race may wait for a quiet machine for what is left of the share; where slices may go before others'

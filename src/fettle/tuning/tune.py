@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from fettle.atlas import Predictor, Row, read_atlas, subject
 from fettle.machine import Machine, this_machine
-from fettle.measure import close_all
+from fettle.measure import close_all, fetching
 from fettle.recipe import Recipe
 from fettle.search import DESIGNS, Guide, auto
 from fettle.techniques import factors
+from fettle.techniques.allocator import kept
 from fettle.tuning._arguments import (
     check_options,
     check_ranks,
@@ -121,7 +122,9 @@ def tune(
 
 def _advised(session: Session, first: Sequence[str]) -> list[str]:
     """The techniques that were named, then those that the first look advised, the most promising first."""
-    wanted = dict.fromkeys([*first, *(name for item in session.probed.advice for name in item.levels)])
+    baseline = session.standings.known.get(Recipe())
+    memory = kept(session.facts) if baseline is not None and fetching(baseline.slices) else ()
+    wanted = dict.fromkeys([*first, *memory, *(name for item in session.probed.advice for name in item.levels)])
     known = [(name, technique.name) for name, technique, _ in factors(session.facts)]  # a part's bear the same advice
     return [name for one in wanted for name, technique in known if one in (name, technique)]
 

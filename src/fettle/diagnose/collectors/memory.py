@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fettle.diagnose.evidence import Kept, Padding, Weights
+from fettle.procs.limits import pages_fetched
 from fettle.workload import Workload, leaves
 
 
@@ -45,13 +46,6 @@ def kept_alive(call: Callable[[], Any], calls: int = 3) -> Kept:
     graphs = sum(tensor.grad_fn is not None for tensor in kept)
     size = sum(tensor.numel() * tensor.element_size() for tensor in kept)
     return Kept(len(kept) / len(left), graphs / len(left), size / len(left))
-
-
-def pages_fetched() -> int:
-    """Pages that this process has been given so far, by the system's own count."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def cost_of_fresh_memory() -> tuple[float, float]:

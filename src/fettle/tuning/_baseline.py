@@ -1,0 +1,35 @@
+"""What the slices of the workload as given say of it, before minutes are spent on others and when all is done."""
+
+from __future__ import annotations
+
+from fettle.measure import Trial, fetching
+from fettle.recipe import Recipe
+from fettle.techniques import Facts
+from fettle.techniques.allocator import kept
+
+_SWINGS = 1.5
+"""Slowest over fastest round from which that is said."""
+
+
+def how_it_swings(baseline: Trial | None) -> str:
+    """From what to what its time swings, and why; empty where it does not."""
+    times = [one.ms for one in baseline.slices] if baseline is not None else []
+    if baseline is None or not times:
+        return ""
+    fetched = fetching(baseline.slices)
+    if fetched is not None and baseline.load.is_quiet:
+        return f"the model as given takes {fetched}"
+    if max(times) < _SWINGS * min(times):
+        return ""
+    why = str(baseline.load) if not baseline.load.is_quiet else "nobody else was seen: its own threads or the clock"
+    return f"the model as given took {min(times):.3g} to {max(times):.3g} ms a call: {why}"
+
+
+def depends_on_memory(baseline: Trial | None, winner: Trial | None, facts: Facts) -> str:
+    """Where its time depends on whether freed memory is kept, both times and what ends that; else empty."""
+    fetched = fetching(baseline.slices) if baseline is not None else None
+    if fetched is None:
+        return ""
+    ends = Recipe(kept(facts))
+    has_it = winner is not None and any(name in winner.recipe.levels for name in ends.levels)
+    return f"The model as given takes {fetched}." + (f" {ends} keeps it." if ends.levels and not has_it else "")
