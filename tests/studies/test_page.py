@@ -19,6 +19,7 @@ from fettle.page.drawn import write_pictures
 from fettle.studies.analysis import analyse
 from fettle.studies.batches import Grown
 from fettle.studies.charts import figures, unbeaten
+from fettle.studies.checks import Doubt
 from fettle.studies.ladder_chart import beside, unmatched
 from fettle.studies.outcome import Rung
 from fettle.studies.output import rows, study_json, write_table
@@ -156,6 +157,9 @@ def test_surprises_stand_before_what_helps(study):
     assert text.index("Surprises, the surest") < text.index("What helps") < text.index("share of variance")
     assert headline(analyses) in text.replace("&#34;", '"')
     assert headline([]) == "What was measured"
+    doubted = [replace(one, checks=replace(one.checks, doubts=(Doubt("far off", serious=True),))) for one in analyses]
+    assert headline(doubted) == "What was measured: these effects are not to be believed"
+    assert headline([doubted[0], *analyses[1:]]) == headline(analyses[1:])
 
 
 def test_what_failed_is_nowhere_and_never_zero(study):

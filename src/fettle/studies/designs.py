@@ -92,7 +92,7 @@ def _factorial(space: Space, start: Recipe, most: int | None) -> list[Recipe]:
     """Every valid combination, in random order: what changes while a study runs must not look like a factor."""
     whole = combinations_of(space, MOST)
     if most is not None and most < len(whole):
-        return _balanced(space, most)
+        return combinations_of(space, most)  # balanced
     random.Random(0).shuffle(whole)
     return whole
 
@@ -101,11 +101,7 @@ def _fraction(space: Space, start: Recipe, most: int | None) -> list[Recipe]:
     """As few combinations as tell main effects and two-way interactions, and how sure they are."""
     counts = [len(levels) - 1 for levels in space.choices.values()]
     columns = 1 + sum(counts) + sum(one * two for one, two in combinations(counts, 2))
-    return _balanced(space, most or min(MOST, columns + 2 * LEAST_FREEDOM))
-
-
-def _balanced(space: Space, most: int) -> list[Recipe]:
-    return combinations_of(space, most)
+    return combinations_of(space, most or min(MOST, columns + 2 * LEAST_FREEDOM))
 
 
 def _pairs(space: Space, start: Recipe, most: int | None) -> list[Recipe]:

@@ -64,13 +64,16 @@ def machines_table(table: studied.Table) -> Table:
 
 
 def headline(analyses: Sequence[Analysis]) -> str:
-    """The surest surprise in the first response that has any, or its largest gain where nothing is surprising."""
-    sentences = [(sentence, analysis) for analysis in analyses for sentence in analysis.sentences]
-    if not sentences:
-        return "What was measured"
-    first = next(analysis.response for analysis in analyses if analysis.sentences)
-    leading = [item for item in sentences if item[1].response == first]
-    sentence, analysis = max(leading, key=lambda item: (item[0].is_surprise, item[0].size))
+    """The surest surprise in the first response that has any, or its largest gain where nothing is surprising; of fits
+    that are to be believed."""
+    said = [analysis for analysis in analyses if analysis.sentences]
+    believed = [analysis for analysis in said if analysis.checks is None or analysis.checks.believed]
+    if not believed:
+        return "What was measured" + (": these effects are not to be believed" if said else "")
+    sentence, analysis = max(
+        ((sentence, analysis) for analysis in believed if analysis.response == believed[0].response
+         for sentence in analysis.sentences), key=lambda item: (item[0].is_surprise, item[0].size),
+    )  # fmt: skip
     return sentence.text + (f" ({analysis.group})" if analysis.group else "")
 
 

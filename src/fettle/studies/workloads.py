@@ -22,7 +22,7 @@ from fettle.studies.environments import check_same, environments_of
 from fettle.studies.settings import Settings
 from fettle.study import OtherWorkload
 from fettle.techniques import CATALOGUE, PYTHON, check_names
-from fettle.tuning import Event, OnProgress, Options, Session, check_techniques, space_for, writable
+from fettle.tuning import Event, OnProgress, Options, Session, check_limits, check_techniques, space_for, writable
 from fettle.workload import Target, check_mode, find_target
 
 REPLICATES = 2
@@ -89,6 +89,7 @@ class _Target:
 def _check(settings: Settings) -> None:
     designs.check(settings.design, settings.cells)
     check_mode(settings.mode)
+    check_limits(Limits(max_error=settings.max_error))
     check_techniques(settings.techniques)
     if settings.start is not None:
         check_names(settings.start.without(PYTHON.name))
@@ -132,7 +133,11 @@ def labelled(names: Iterable[str], arguments: Mapping[str, Sequence[str]]) -> li
     return rows
 
 
-def _typed(text: str) -> int | float | str:
+def _typed(text: str) -> bool | int | float | str | None:
+    """As Python would read it: the text ``False`` would be true."""
+    constants = {"true": True, "false": False, "none": None}
+    if text.lower() in constants:
+        return constants[text.lower()]
     for kind in (int, float):
         try:
             return kind(text)
