@@ -1,6 +1,7 @@
 """The guided run: its steps one by one with the commands behind them replaced, and once whole."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from fettle.errors import UsageError
 from fettle.improve import STEPS, Improvement, Settings, Step, guided, improve, page
 from fettle.improve.state import keep, recall
 from fettle.measure import Interval
+from fettle.recipe import Recipe
 from tests.conftest import Run
 
 WORK = """
@@ -112,6 +114,24 @@ def test_ctrl_c_in_a_step_ends_the_run_there(step: str, command: str, needs: dic
     run = SimpleNamespace(target="work.py", settings=Settings(data="work.py:loader"), folder=tmp_path, on_progress=None)
     with pytest.raises(KeyboardInterrupt):  # the commands themselves show what they know by then
         guided._DOES[step](run, needs)  # type: ignore[arg-type]
+
+
+def test_a_folder_of_the_users_is_not_taken_for_a_package(work: Path, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "mine.py").write_text("x = 1")
+    monkeypatch.setattr(guided, "load_recipe", lambda path: SimpleNamespace(recipe=Recipe(), evidence={}))
+    run = SimpleNamespace(target=str(work), settings=Settings(), folder=tmp_path, quietly=nullcontext, say=print)
+    with pytest.raises(UsageError, match="package exists already"):
+        guided._package(run, {"verified": True})  # type: ignore[arg-type]
+    assert (tmp_path / "package" / "mine.py").is_file()
+
+
+def test_a_training_loop_has_no_package_and_nothing_failed(work: Path, tmp_path: Path, monkeypatch) -> None:
+    work.write_text("def workload():\n    return {'model': 1, 'optimizer': 2, 'loss': 3, 'data': []}\n")
+    monkeypatch.setattr(guided, "load_recipe", lambda path: SimpleNamespace(recipe=Recipe(), evidence={}))
+    run = SimpleNamespace(target=str(work), settings=Settings(), folder=tmp_path, quietly=nullcontext, say=print)
+    step = guided._package(run, {"verified": True})  # type: ignore[arg-type]
+    assert (step.status, step.says) == ("skipped", "a training loop is not served")
 
 
 @pytest.mark.parametrize("edited", ["net.py", "parts/blocks.py", "loading.py"])

@@ -31,6 +31,7 @@ from fettle.package.export import write_package
 from fettle.recipe_file import load_recipe
 from fettle.report import Result, save, verdict
 from fettle.result import Limits
+from fettle.train.workload import make
 from fettle.tuning import Event, OnProgress, Options, tune, writable
 from fettle.units import size_text
 from fettle.workload import AUTO, check_mode, find_target
@@ -268,13 +269,14 @@ def _package(run: _Run, results: Mapping[str, Any]) -> Step:
         return Step(name="package", status="skipped", says="there is no recipe that held")
     tuned = load_recipe(run.folder / "tune" / "recipe.toml")
     path = run.folder / "package"
-    shutil.rmtree(path, ignore_errors=True)  # of an earlier run, for another recipe
     with run.quietly():
-        workload = target.load()
-        if not hasattr(workload, "inputs"):
+        made, mode = make(target)
+        if mode == "training":
             return Step(name="package", status="skipped", says="a training loop is not served")
-        written = write_package(workload, tuned.recipe, path, name=target.name, evidence=tuned.evidence,
-                             on_progress=run.say)  # fmt: skip
+        if (path / "manifest.json").is_file():  # of an earlier run, for another recipe; any other folder is the user's
+            shutil.rmtree(path, ignore_errors=True)
+        written = write_package(target.load(made), tuned.recipe, path, name=target.name, evidence=tuned.evidence,
+                                on_progress=run.say)  # fmt: skip
     error = written.manifest.accuracy["relative_error"]
     size = sum(item.stat().st_size for item in path.rglob("*") if item.is_file())
     says = f"A package of {size_text(size)} is written, with a relative error of {error:.2g}."
