@@ -153,6 +153,7 @@ def test_a_ladder_grows_the_batch_until_the_limit(work: Path, tmp_path: Path, ru
         (["w.py", "--grow-batch", "2GiB"], "--grow-batch is for a ladder: --design ladder"),
         (["w.py", "--design", "ladder", "--grow-batch", "much"], "'much' is not a size"),
         (["w.py", "--cells", "1"], "--cells 1"),
+        (["w.py", "--factor", "machine=1,2"], "rename the argument"),
         (["w.py", "--max-error", "nan"], "max error must be above 0"),
         (["w.py", "--budget", "soon"], "is not a duration"),
         (["absent.py"], "no such file: absent.py"),

@@ -12,6 +12,7 @@ from fettle.errors import UsageError
 from fettle.recipe import Recipe
 from fettle.search import Space, combinations_of, moved, valid, with_required
 from fettle.studies.model import LEAST_FREEDOM
+from fettle.units import seconds_text
 
 LONG_S = 3600.0
 """A study that takes longer is begun when somebody has agreed to that."""
@@ -52,14 +53,7 @@ class Plan:
         many = f"{cells} combinations" + (f" of {len(self.parts)} workloads" if len(self.parts) > 1 else "")
         about = "about " if self.design in ("ladder", "ablation") else ""
         measured = f", {known} of them measured already" if known else ""
-        return f"{self.design}: {about}{many}{measured}; the rest takes about {_duration(self.seconds)}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+        return f"{self.design}: {about}{many}{measured}; the rest takes about {seconds_text(self.seconds)}"
 
 
 STEPS = ("ladder", "ablation")

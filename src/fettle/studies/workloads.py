@@ -20,6 +20,7 @@ from fettle.studies import designs
 from fettle.studies.batches import Grown, check_growth
 from fettle.studies.environments import check_same, environments_of
 from fettle.studies.settings import Settings
+from fettle.studies.table import MACHINE
 from fettle.study import OtherWorkload
 from fettle.techniques import CATALOGUE, PYTHON, check_names
 from fettle.tuning import Event, OnProgress, Options, Session, check_limits, check_techniques, space_for, writable
@@ -100,6 +101,8 @@ def _check(settings: Settings) -> None:
         raise UsageError("`grow_batch` is for a ladder: `design=ladder`")
     if settings.rounds < 3:
         raise UsageError(f"`rounds={settings.rounds}`: a time needs three at least")
+    if MACHINE in settings.arguments:
+        raise UsageError(f"`factor={MACHINE}`: that is what kinds of machines are called: rename the argument")
     for name, values in settings.arguments.items():
         if len(set(values)) < 2 or not name.isidentifier():
             raise UsageError(f"`factor={name}`: write NAME=VALUE,VALUE with an argument of the factory and two values")
