@@ -31,7 +31,7 @@ def count_text(count: int, noun: str) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds with a unit and three digits: ``12.3 ms``, ``12 min``, ``2 h 05 min``; a dash where there is no number."""
+    """Seconds with a unit and three digits, ``12.3 ms``, ``12 min``, ``2 h 05 min``; a dash where there is none."""
     if not math.isfinite(seconds):
         return "-"
     if 0 < seconds < 1e-3:
