@@ -194,7 +194,7 @@ def _families(rows) -> list[str]:
 def _pairs(rows) -> list[str]:
     told = [pair for pair in pairs(rows, _SURE) if pair.together.high < 1 or pair.together.low > 1]
     if not told:
-        return [f"No two levels are told to by {_SURE} models or more."]
+        return [f"There are no two levels of which {_SURE} models or more show that they fight or help each other."]
     return ["| levels | together, over the product of both | models |", "| --- | --: | --: |",
             *(f"| `{pair.name}` | {pair.together} | {pair.models} |" for pair in told)]  # fmt: skip
 

@@ -1,9 +1,11 @@
 """Sizes, from people and for them."""
 
+import math
+
 import pytest
 
 from fettle.errors import UsageError
-from fettle.units import parse_size, size_text
+from fettle.units import parse_size, seconds_text, size_text
 
 MIB, GIB = 2**20, 2**30
 
@@ -19,6 +21,12 @@ def test_sizes_are_read(text: str, size: int) -> None:
 def test_other_words_are_not_sizes(text: str) -> None:
     with pytest.raises(UsageError, match="is not a size"):
         parse_size(text)
+
+
+def test_times_are_written() -> None:
+    assert [seconds_text(value) for value in (0, 2e-6, 0.0123, 1.5, 75.4, 89.6, 1234, 7500, math.nan)] == [
+        *("0 s", "2 us", "12.3 ms", "1.5 s", "75.4 s", "89.6 s", "21 min", "2 h 05 min", "-"),
+    ]
 
 
 def test_sizes_are_written() -> None:

@@ -211,8 +211,8 @@ def json_page() -> str:
     """What each output holds, field by field."""
     parts = [
         "# JSON", "",
-        "Every command has `--json`. Numbers are in the unit that their name ends with (`_ms`, `_s`, `_bytes`), shares "
-        "are from 0 to 1, and a number that is not finite is `null`. These outputs have a schema "
+        "Every command but `join` has `--json`. Numbers are in the unit that their name ends with (`_ms`, `_s`, "
+        "`_bytes`), shares are from 0 to 1, and a number that is not finite is `null`. These outputs have a schema "
         "(JSON Schema 2020-12); a test holds what fettle writes against it. `result.json` and `recipe.toml` carry "
         "`format`, which changes when a reader would have to; fettle reads what earlier versions of a format wrote.",
     ]  # fmt: skip

@@ -31,12 +31,17 @@ def count_text(count: int, noun: str) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds with a unit and three digits: ``12.3 ms``; a dash where there is no number."""
+    """Seconds with a unit and three digits, ``12.3 ms``, ``12 min``, ``2 h 05 min``; a dash where there is none."""
     if not math.isfinite(seconds):
         return "-"
-    if seconds < 1e-3:
+    if 0 < seconds < 1e-3:
         return f"{seconds * 1e6:.3g} us"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    if 0 < seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 99.5:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def parse_size(text: str, option: str = "") -> int:

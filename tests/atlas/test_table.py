@@ -1,5 +1,6 @@
 """The table: what is written is read again, and what is no atlas is refused in one line."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,11 @@ import pytest
 from fettle.atlas import effects, matching, merged, pairs, read_atlas, rows_of, write_atlas
 from fettle.atlas.table import SCHEMA, checked, frame_of, parse
 from fettle.errors import UsageError
+from fettle.measure import Interval
 from fettle.recipe import Recipe
 from tests.atlas.made_up import about, atlas, trial
+
+BF16, BOTH = Recipe.parse("precision=bf16"), Recipe.parse("compile=default precision=bf16")
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -67,9 +71,10 @@ def _bomb(path: Path) -> None:
     ("make", "says"),
     [
         (lambda path: path.write_text("no table"), "is not a Parquet file"),
-        (_without, "see its column 'recipe'"),
-        (_other_type, "see its column 'speedup'"),
-        (_more, "see its column 'more'"),
+        (_without, "it lacks the column 'recipe', as those of earlier versions do"),
+        (_other_type, "its column 'speedup' holds String, not Float64"),
+        (_more, "a newer one may have written its column 'more'"),
+        (lambda path: polars.DataFrame({"x": [1]}).write_parquet(path), "it has none of its columns"),
     ],
 )
 def test_what_is_no_atlas_is_refused_in_one_line(make, says: str, tmp_path: Path) -> None:
@@ -103,7 +108,7 @@ def test_a_damaged_file_is_refused_or_read_never_believed(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"recipe": "rm -rf"}, {"recipe": "x" * 400}, {"speedup": -1.0}, {"speedup": 1e9}, {"speedup": float("inf")},
+        {"recipe": "rm -rf"}, {"recipe": "x" * 5000}, {"speedup": -1.0}, {"speedup": 1e9}, {"speedup": float("inf")},
         {"status": "great"}, {"low": 3.0, "speedup": 2.0, "high": 4.0}, {"matrix": 2.0}, {"quiet": None},
         {"mode": None},
     ],
@@ -135,6 +140,27 @@ def test_what_helps_and_what_fights_is_told_over_models() -> None:
     assert fight.name == "compile=default with precision=autocast-bf16"
     assert fight.together.estimate == pytest.approx(0.78, rel=0.05)
     assert fight.together.high < 1
+
+
+def test_models_of_one_name_are_never_set_against_each_other() -> None:
+    fast = rows_of(about("model", 1.0), [trial(Recipe(), 0), trial(BF16, 1.0), trial(BOTH, 1.1)])
+    slow = rows_of(about("model", 1.0), [trial(Recipe(), 0), trial(BF16, 0.1)])
+    slow = [msgspec.structs.replace(row, fingerprint="another model.py") for row in slow]
+    gains = {effect.name: effect for effect in effects(fast + slow)}
+    assert gains["compile=default"].gain.estimate == pytest.approx(math.exp(0.1))  # not e, over the slow one
+    assert gains["precision=bf16"].models == 2
+    on_cuda = [msgspec.structs.replace(row, device="cuda") for row in fast]
+    assert len(merged(fast, on_cuda)) == 2 * len(fast)
+
+
+def test_whatever_a_study_comes_to_can_be_read_again(tmp_path: Path) -> None:
+    parts = Recipe({f"precision[image_encoder.layer_{number:02d}]": "bf16" for number in range(10)})
+    unsure = replace(trial(BF16, 0.7), speedup=Interval(2.0, 1e-300, math.exp(700)))
+    skewed = replace(trial(BOTH, 0.7), speedup=Interval(2.0, 2.1, 2.5))
+    rows = rows_of(about("pipeline", 1.0), [trial(Recipe(), 0), trial(parts, 1.0), unsure, skewed])
+    write_atlas(rows, tmp_path / "atlas.parquet")
+    assert parse(tmp_path / "atlas.parquet") == rows
+    assert [(row.low, row.high) for row in rows[2:]] == [(1e-300, 1e30), (2.0, 2.5)]
 
 
 def test_a_question_about_what_is_not_there_says_what_is() -> None:

@@ -1,15 +1,17 @@
 """The guided run: its steps one by one with the commands behind them replaced, and once whole."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from fettle.errors import UsageError
-from fettle.improve import STEPS, Settings, Step, guided, improve, page
+from fettle.improve import STEPS, Improvement, Settings, Step, guided, improve, page
 from fettle.improve.state import keep, recall
 from fettle.measure import Interval
+from fettle.recipe import Recipe
 from tests.conftest import Run
 
 WORK = """
@@ -104,6 +106,53 @@ def test_an_interrupt_keeps_what_is_done(work: Path, tmp_path: Path, asked, monk
     assert [name for name, _ in asked] == ["data", "verify", "package"]
 
 
+@pytest.mark.parametrize(("step", "command", "needs"), [
+    ("measure", "bench", {}), ("data", "measure_and_search", {}), ("verify", "check", {"recipe": "precision=bf16"}),
+])  # fmt: skip
+def test_ctrl_c_in_a_step_ends_the_run_there(step: str, command: str, needs: dict, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(guided, command, lambda *args, **options: SimpleNamespace(interrupted=True))
+    run = SimpleNamespace(target="work.py", settings=Settings(data="work.py:loader"), folder=tmp_path, on_progress=None)
+    with pytest.raises(KeyboardInterrupt):  # the commands themselves show what they know by then
+        guided._DOES[step](run, needs)  # type: ignore[arg-type]
+
+
+def test_a_folder_of_the_users_is_not_taken_for_a_package(work: Path, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "mine.py").write_text("x = 1")
+    monkeypatch.setattr(guided, "load_recipe", lambda path: SimpleNamespace(recipe=Recipe(), evidence={}))
+    run = SimpleNamespace(target=str(work), settings=Settings(), folder=tmp_path, quietly=nullcontext, say=print)
+    with pytest.raises(UsageError, match="package exists already"):
+        guided._package(run, {"verified": True})  # type: ignore[arg-type]
+    assert (tmp_path / "package" / "mine.py").is_file()
+
+
+def test_a_training_loop_has_no_package_and_nothing_failed(work: Path, tmp_path: Path, monkeypatch) -> None:
+    work.write_text("def workload():\n    return {'model': 1, 'optimizer': 2, 'loss': 3, 'data': []}\n")
+    monkeypatch.setattr(guided, "load_recipe", lambda path: SimpleNamespace(recipe=Recipe(), evidence={}))
+    run = SimpleNamespace(target=str(work), settings=Settings(), folder=tmp_path, quietly=nullcontext, say=print)
+    step = guided._package(run, {"verified": True})  # type: ignore[arg-type]
+    assert (step.status, step.says) == ("skipped", "a training loop is not served")
+
+
+@pytest.mark.parametrize("edited", ["net.py", "parts/blocks.py", "loading.py"])
+def test_an_edit_of_what_the_target_imports_begins_anew(edited: str, work: Path, tmp_path: Path, asked) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "__init__.py").write_text("")
+    (tmp_path / "parts" / "blocks.py").write_text("import net\n")
+    (tmp_path / "net.py").write_text("import torch\nfrom parts import blocks\n")
+    (tmp_path / "loading.py").write_text("def loader(): ...\n")
+    work.write_text("from net import Net\n")
+    settings = Settings(output=tmp_path / "out", data=f"{tmp_path / 'loading.py'}:loader")
+    improve(str(work), settings)
+    asked.clear()
+    improve(str(work), settings)
+    assert [name for name, _ in asked] == ["data"]  # which came to nothing
+    asked.clear()
+    (tmp_path / edited).write_text("# edited\n")
+    improve(str(work), settings)
+    assert [name for name, _ in asked] == list(STEPS)
+
+
 def test_what_cannot_be_done_says_why_and_the_others_go_on(work: Path, tmp_path: Path, asked, monkeypatch) -> None:
     def fails(run, told):
         raise UsageError("it cannot be watched")
@@ -118,6 +167,18 @@ def test_what_cannot_be_done_says_why_and_the_others_go_on(work: Path, tmp_path:
     monkeypatch.setitem(guided._DOES, "measure", fails)
     with pytest.raises(UsageError, match="it cannot be watched"):  # nothing runs where the workload does not
         improve(str(work), Settings(output=tmp_path / "other"))
+
+
+@pytest.mark.parametrize(("changed", "says"), [
+    ({"verify": Step(name="verify", status="failed", says="It is slower.")},
+     "Tuning found 2.00x [1.90, 2.10], and that did not hold: It is slower."),
+    ({"tune": Step(name="tune", says="As given is best."), "verify": Step(name="verify", status="skipped", says="")},
+     "Nothing was found that makes it faster."),
+    ({"tune": Step(name="tune", status="failed", says="No budget.")}, "Nothing was tuned."),
+])  # fmt: skip
+def test_the_headline_claims_what_the_steps_found(changed: dict, says: str, tmp_path: Path) -> None:
+    assert Improvement("work.py", list({**FOUND, **changed}.values()), tmp_path).headline == says
+    assert Improvement("work.py", [], tmp_path, interrupted=True).headline == "Interrupted before anything was tuned."
 
 
 def test_techniques_that_findings_name_come_first_by_what_they_could_save() -> None:

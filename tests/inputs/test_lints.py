@@ -111,6 +111,8 @@ def test_rows_that_raise_are_counted_and_the_first_is_named() -> None:
     (found,) = rows_that_raise(DataLoader(loaders.Rows(broken_tenths, 100), batch_size=8))
     assert "item 7 raised RuntimeError: no such." in found.says
     assert found.evidence == "10 of 100 rows that were read raise (item 7, and 9 more: 17, 27, 37, 47)."
+    again = DataLoader(loaders.Rows(broken_tenths, 100), batch_size=8, sampler=[7, 7, 8, 7, 9])
+    assert rows_that_raise(again)[0].evidence == "1 of 3 rows that were read raises (item 7)."
     assert rows_that_raise(DataLoader(loaders.Rows(loaders.one), batch_size=8)) == []
     assert rows_that_raise(DataLoader(loaders.Stream(), batch_size=4)) == []
 

@@ -276,7 +276,11 @@ def test_the_four_files(tmp_path: Path) -> None:
     paths = save(resnet(), tmp_path / "new")
     assert sorted(path.name for path in paths) == ["optimized.py", "recipe.toml", "report.html", "result.json"]
     assert load_result(tmp_path / "new" / "result.json").winner.recipe == resnet().winner.recipe  # type: ignore[union-attr]
-    assert [path.name for path in save(ALL["no winner"], tmp_path)] == ["report.html", "result.json"]
+    assert [path.name for path in save(ALL["no winner"], tmp_path / "new")] == ["report.html", "result.json"]
+    assert {path.name for path in (tmp_path / "new").glob("*.toml")} == {"earlier-recipe.toml"}  # of other limits
+    save(resnet(), tmp_path / "cut short")
+    save(dataclasses.replace(ALL["no winner"], interrupted=True), tmp_path / "cut short")
+    assert (tmp_path / "cut short" / "recipe.toml").exists()
 
 
 def test_times_that_stand_side_by_side_are_of_one_race() -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fettle.studies.analysis import analyse
 from fettle.studies.effects import effects, shares
 from fettle.studies.model import LEAST_FREEDOM, fit
 from fettle.studies.reading import read_csv
@@ -49,6 +50,20 @@ def test_what_is_only_there_with_another_is_told_beside_it():
     assert effect["freeze=on"].ratio.estimate == pytest.approx(1.2, rel=0.01)
     assert effect["compile=on"].ratio.estimate == pytest.approx(2.0, rel=0.01)
     assert effect["compile=on × freeze=on"].why == "never varied apart from other levels"
+
+
+def test_levels_that_were_never_apart_are_told_and_have_no_interaction_of_their_own():
+    """Where b is 1, a is on: whose effect it is nobody knows."""
+    factors = {"a": ("off", "on"), "b": ("0", "1", "2"), "c": ("off", "on")}
+    gains = {"a=on": 0.1, "b=2": 1.0, "c=on": 0.3, "a=on c=on": 0.5}
+    made = table(gains, factors, noise=0.002, repeats=3,
+                 skip=lambda on: ("a=on" in on) != ("b=1" in on))  # fmt: skip
+    (analysis,) = analyse(made)
+    assert "b=1 was never varied apart from a=on" in analysis.checks.doubts[0].text
+    effect = {one.label: one for one in analysis.effects}
+    assert effect["b=1 × c=on"].ratio is None
+    assert effect["a=on × c=on"].ratio.estimate == pytest.approx(math.exp(0.5), rel=0.01)
+    assert any("c=on" in sentence.text and "a=on" in sentence.text for sentence in analysis.sentences)
 
 
 @pytest.mark.parametrize("skip", [frozenset(), frozenset({"a=on", "b=on", "c=on"})], ids=["balanced", "a cell lacks"])

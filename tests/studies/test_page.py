@@ -19,6 +19,7 @@ from fettle.page.drawn import write_pictures
 from fettle.studies.analysis import analyse
 from fettle.studies.batches import Grown
 from fettle.studies.charts import figures, unbeaten
+from fettle.studies.checks import Doubt
 from fettle.studies.ladder_chart import beside, unmatched
 from fettle.studies.outcome import Rung
 from fettle.studies.output import rows, study_json, write_table
@@ -139,6 +140,9 @@ def test_a_ladder_is_headed_by_its_best_step(study):
     assert "<h1>a=on: 2.00x as fast as given, the best of 4 steps</h1>" in text
     assert all(f'id="chart-{name}"' in text for name in ("ladder-0", "front-0", "runs-0"))
     assert "No step ran" in page("x", study, [], [], (), {"model": RUNGS[3:]})
+    wrong = [replace(RUNGS[1], status="rejected", reason="error 0.3")]
+    assert "1.00x as fast as given, the best of 2 steps" in page("x", study, [], [], (), {"model": [RUNGS[0], *wrong]})
+    assert "No step keeps the limit on the error" in page("x", study, [], [], (), {"model": wrong})
 
 
 def test_importance_by_another_method_stands_beside_the_shares(study):
@@ -156,6 +160,9 @@ def test_surprises_stand_before_what_helps(study):
     assert text.index("Surprises, the surest") < text.index("What helps") < text.index("share of variance")
     assert headline(analyses) in text.replace("&#34;", '"')
     assert headline([]) == "What was measured"
+    doubted = [replace(one, checks=replace(one.checks, doubts=(Doubt("far off", serious=True),))) for one in analyses]
+    assert headline(doubted) == "What was measured: these effects are not to be believed"
+    assert headline([doubted[0], *analyses[1:]]) == f"{headline(analyses[1:])} (less error)"  # not of time
 
 
 def test_what_failed_is_nowhere_and_never_zero(study):

@@ -3,6 +3,8 @@
 import pytest
 
 from fettle.errors import UsageError
+from fettle.studies import analyse
+from fettle.studies.output import write_table
 from fettle.studies.reading import read_csv
 
 CUBE = """# Source: made up
@@ -58,7 +60,10 @@ def test_factors_can_be_named_with_what_was_given(tmp_path):
         ("a,b\n", {}, "has no rows below a header"),
         ("a,a\n1,2\n", {}, "a column has no name, or two have the same"),
         ("a,\n1,2\n", {}, "a column has no name, or two have the same"),
-        ("a,b\n1,2\n3\n", {}, "row 3 has 1 cells, the header 2"),
+        ("a,b\n1,2\n3\n", {}, "line 3 has 1 cells, the header 2"),
+        ("# x\n\na,b\n1,2\n3\n", {}, "line 5 has 1 cells, the header 2"),
+        ("a;y\non;3,5\noff;2,5\n", {"response": ["y"], "group_by": []}, "y: is '3,5' a fraction or thousands?"),
+        ('a,y\non,"1,234"\noff,"2,5"\n', {"response": ["y"], "group_by": []}, "y: is '1,234' a fraction or thousands?"),
         (b"\xff\xfe\x00", {}, "is not text in UTF-8"),
         ('a,b\n"1\n' + "x" * 200_000 + '",2\n', {}, "is not a CSV file"),
         ("a\n1\n2\n", {"response": ["a"], "group_by": []}, "no column looks like a setting that was varied"),
@@ -71,6 +76,39 @@ def test_what_is_no_table_is_said_in_one_line(tmp_path, text, options, says):
         read(tmp_path, text, **options)
     assert says in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("sign", [";", "\t"])
+def test_other_separators_are_read(tmp_path, sign):
+    made = read(tmp_path, CUBE.replace(",", sign))
+    assert made.factors == read(tmp_path).factors
+    assert made.experiments == read(tmp_path).experiments
+
+
+def test_copied_rows_are_told_and_a_response_counts_once(tmp_path):
+    head, *rows = CUBE.splitlines()[1:]
+    made = read(tmp_path, "\n".join([head, *rows, rows[0]]), response=["throughput (it/s)", "throughput (it/s):larger"])
+    assert any("1 of 13 rows are copies of others" in note for note in made.notes)
+    assert len(made.responses) == 1
+
+
+def test_columns_of_ours_do_not_overwrite_a_factor_of_that_name(tmp_path):
+    text = "model,group,reason\n" + "".join(f"{model},{group},{1 + group}\n" for model in "ab" for group in (0, 1))
+    made = read(tmp_path, text, response=["reason"], group_by=["model"])
+    write_table(made, tmp_path / "out.csv")
+    lines = (tmp_path / "out.csv").read_text().splitlines()
+    assert lines[:2] == ["group_,group,reason,reason_", 'a,0,1.0,""']
+
+
+def test_a_level_that_one_model_never_had_is_said(tmp_path):
+    times = {"fp32": 10, "bf16": 5, "fp16": 2.5}
+    rows = [f"{model},{precision},{time * (1 + 0.001 * number)}" for model in "ab" for precision, time in times.items()
+            for number in range(4) if (model, precision) != ("b", "fp32")]  # fmt: skip
+    a, b = analyse(read(tmp_path, "\n".join(["model,precision,ms", *rows]), response=["ms"], group_by=["model"]))
+    assert not any("was not measured" in doubt.text for doubt in a.checks.doubts)
+    assert b.checks.doubts[0].text == (
+        "precision=fp32 was not measured here: effects of precision are over precision=bf16"
+    )
 
 
 def test_a_file_that_is_not_there(tmp_path):

@@ -9,11 +9,15 @@ import time
 import venv
 from pathlib import Path
 
+import msgspec
 import optuna
 import pytest
 
 from fettle.errors import UsageError, extra
+from fettle.studies import running
 from fettle.studies.running import Settings, study
+from fettle.studies.workloads import _typed
+from fettle.workload import Target
 from tests.conftest import Run
 
 WORK = """
@@ -149,6 +153,8 @@ def test_a_ladder_grows_the_batch_until_the_limit(work: Path, tmp_path: Path, ru
         (["w.py", "--grow-batch", "2GiB"], "--grow-batch is for a ladder: --design ladder"),
         (["w.py", "--design", "ladder", "--grow-batch", "much"], "'much' is not a size"),
         (["w.py", "--cells", "1"], "--cells 1"),
+        (["w.py", "--factor", "machine=1,2"], "rename the argument"),
+        (["w.py", "--max-error", "nan"], "max error must be above 0"),
         (["w.py", "--budget", "soon"], "is not a duration"),
         (["absent.py"], "no such file: absent.py"),
         (["--from-csv", "absent.csv", "--response", "y"], "cannot read absent.csv"),
@@ -162,6 +168,22 @@ def test_bad_usage_is_one_line(words: list[str], says: str, tmp_path: Path, monk
     assert said.code == 2
     assert says in said.err, said.err
     assert len(said.err.strip().splitlines()) == 1
+
+
+def test_ctrl_c_while_the_workload_is_built_is_an_interrupt(work: Path, tmp_path: Path, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "open_workload", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        study([str(work)], Settings(output=tmp_path), lambda event: None)
+
+
+def test_values_of_a_factor_are_what_python_reads():
+    values = {text: _typed(text) for text in ("False", "true", "None", "4", "1e3", "bf16", "0.5")}
+    assert values == {"False": False, "true": True, "None": None, "4": 4, "1e3": 1000.0, "bf16": "bf16", "0.5": 0.5}
+    target = Target("w.py:workload", arguments=values)
+    assert msgspec.json.decode(msgspec.json.encode(target), type=Target).arguments == values
 
 
 def test_a_factory_without_that_argument_fails_in_one_line(work: Path, tmp_path: Path):
@@ -253,6 +275,9 @@ def test_without_statsmodels_one_line_says_so(tmp_path: Path, monkeypatch, run_f
     monkeypatch.setitem(sys.modules, "statsmodels", None)
     said = run_fettle("study", "--from-csv", table, "--response", "y", "-o", tmp_path / "out")
     assert said.code == 2
+    assert said.err.strip() == f"fettle: {extra('effects need statsmodels', 'study')}"
+    (tmp_path / "w.py").write_text("def workload():\n    raise RuntimeError('built')\n")
+    said = run_fettle("study", tmp_path / "w.py", "-o", tmp_path / "out")  # said before hours of measuring, not after
     assert said.err.strip() == f"fettle: {extra('effects need statsmodels', 'study')}"
 
 

@@ -84,7 +84,7 @@ def pairs(rows: Sequence[Row], least_models: int = 2) -> list[Pair]:
     """What each two levels bring together, those that fight most first, as far as several models show."""
     by_model = _by_model(rows)
     gains: dict[tuple[Level, Level], dict[str, list[float]]] = {}
-    for (model, _, _), recipes in by_model.items():
+    for (model, *_), recipes in by_model.items():
         for recipe in recipes:
             for one, other in combinations(recipe.levels.items(), 2):
                 logs = [_gain(recipes, less) for less in (recipe, recipe.without(one[0]), recipe.without(other[0]),
@@ -101,11 +101,11 @@ def pairs(rows: Sequence[Row], least_models: int = 2) -> list[Pair]:
 Recipes = Mapping[Recipe, Row]
 
 
-def _by_model(rows: Iterable[Row]) -> dict[tuple[str, str, str], dict[Recipe, Row]]:
-    """Trials by recipe, by model, machine and torch version: never are times of two machines set against each other."""
-    measured: dict[tuple[str, str, str], dict[Recipe, Row]] = {}
+def _by_model(rows: Iterable[Row]) -> dict[tuple[str, ...], dict[Recipe, Row]]:
+    """Trials by recipe, by what may be set against each other (`Row.comparable`), the model first."""
+    measured: dict[tuple[str, ...], dict[Recipe, Row]] = {}
     for row in rows:
-        measured.setdefault((row.workload, row.machine, row.torch), {})[Recipe.parse(row.recipe)] = row
+        measured.setdefault(row.comparable, {})[Recipe.parse(row.recipe)] = row
     return measured
 
 
@@ -113,14 +113,16 @@ def _gain(recipes: Recipes, recipe: Recipe) -> float | None:
     return recipes[recipe].gain if recipe in recipes else None
 
 
-def _effect(level: Level, by_model: Mapping[tuple[str, str, str], Recipes]) -> Effect | None:
+def _effect(level: Level, by_model: Mapping[tuple[str, ...], Recipes]) -> Effect | None:
     gains: dict[str, list[float]] = {}
     with_it: list[Row] = []
-    for (model, _, _), recipes in by_model.items():
+    names: dict[str, str] = {}
+    for (model, *_), recipes in by_model.items():
         for recipe, row in recipes.items():
             if recipe.levels.get(level[0]) != level[1]:
                 continue
             with_it.append(row)
+            names[model] = row.workload
             having, without = row.gain, _gain(recipes, recipe.without(level[0]))
             if having is not None and without is not None:
                 gains.setdefault(model, []).append(having - without)
@@ -131,7 +133,7 @@ def _effect(level: Level, by_model: Mapping[tuple[str, str, str], Recipes]) -> E
     return Effect(
         level, _over_models(gains), len(gains), sum(map(len, gains.values())),
         sum(mean > math.log(1.02) for mean in means.values()), sum(mean < -math.log(1.02) for mean in means.values()),
-        (best, math.exp(means[best])), (worst, math.exp(means[worst])),
+        (names[best], math.exp(means[best])), (names[worst], math.exp(means[worst])),
         sum(row.status == "failed" for row in with_it), sum(row.status == "rejected" for row in with_it), len(with_it),
     )  # fmt: skip
 

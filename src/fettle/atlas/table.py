@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from fettle.errors import UsageError
 from fettle.files import whole
-from fettle.measure import Trial
+from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
 
 MOST_BYTES = 64 << 20
@@ -91,7 +91,8 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 class Row(Subject, frozen=True, kw_only=True):
     """One trial."""
 
-    recipe: Text
+    recipe: Annotated[str, Meta(max_length=4_000)]
+    """Of a pipeline it names each part."""
     status: typing.Literal["measured", "rejected", "failed"]
     reason: Text = ""
     speedup: Number = None
@@ -113,9 +114,16 @@ class Row(Subject, frozen=True, kw_only=True):
     """Whether the machine was."""
 
     @property
+    def comparable(self) -> tuple[str, ...]:
+        """What is the same where times may be set against each other: the model, its device, the machine and torch.
+
+        A name is not the model: everybody's ``model.py`` is called ``model``."""
+        return self.fingerprint, self.mode, self.device, self.machine, self.torch
+
+    @property
     def key(self) -> tuple[str, ...]:
-        """What is the same where a trial was made again: the model, the machine, the torch version, and the recipe."""
-        return self.fingerprint, self.machine, self.torch, self.recipe
+        """What is the same where a trial was made again: all that, and the recipe."""
+        return *self.comparable, self.recipe
 
     @property
     def gain(self) -> float | None:
@@ -160,11 +168,8 @@ def write_atlas(rows: Sequence[Row], path: Path) -> None:
 def parse(path: Path) -> list[Row]:
     """The rows of a Parquet file, checked; for a process that may run out of memory (`reading`)."""
     try:
-        schema = dict(polars.read_parquet_schema(path))
-        if schema != SCHEMA:
-            wrong = next((name for name, kind in SCHEMA.items() if schema.get(name) != kind), None)
-            wrong = wrong or next(iter(schema.keys() - SCHEMA.keys()), "their order")
-            raise UsageError(f"{path} is not an atlas of this version of fettle: see its column {str(wrong)[:40]!r}")
+        if wrong := _differing(dict(polars.read_parquet_schema(path))):
+            raise UsageError(f"{path} is not an atlas of this version of fettle: {wrong}")
         rows = polars.scan_parquet(path).select(polars.len()).collect().item()
         if rows > MOST_ROWS:
             raise UsageError(f"{path} has {rows:,} rows; an atlas has {MOST_ROWS:,} at most")
@@ -174,6 +179,20 @@ def parse(path: Path) -> list[Row]:
     except Exception as error:  # whatever a damaged file brings up in the reader
         raise UsageError(f"{path} is not a Parquet file: {' '.join(str(error).split())[:120]}") from error
     return checked(frame.to_dicts(), str(path))
+
+
+def _differing(schema: dict[str, Any]) -> str:
+    """What is wrong with the columns of a file; empty where nothing is."""
+    if not SCHEMA.keys() & schema.keys():
+        return "it has none of its columns"
+    for name in (*SCHEMA, *schema):
+        if name not in schema:
+            return f"it lacks the column {name!r}, as those of earlier versions do"
+        if name not in SCHEMA:
+            return f"a newer one may have written its column {str(name)[:40]!r}"
+        if schema[name] != SCHEMA[name]:
+            return f"its column {name!r} holds {schema[name]}, not {SCHEMA[name]}"
+    return ""
 
 
 def checked(rows: Sequence[dict[str, Any]], name: str) -> list[Row]:
@@ -210,20 +229,26 @@ def rows_of(about: Subject, trials: Sequence[Trial]) -> list[Row]:
 
 
 def _row(about: Subject, trial: Trial, baseline: Trial) -> Row:
-    ratio = trial.speedup if trial.recipe.levels else None
-    known = ratio is not None and trial.status != "failed" and 1e-6 < ratio.estimate < 1e6
-    same = not trial.recipe.levels
+    ratio = trial.speedup if trial.recipe.levels else Interval(1.0, 1.0, 1.0)
+    low, estimate, high = _bounds(None if trial.status == "failed" else ratio)
     return Row(
         **msgspec.structs.asdict(about), recipe=str(trial.recipe), status=trial.status, reason=trial.reason[:300],
-        speedup=1.0 if same else ratio.estimate if known and ratio is not None else None,
-        low=1.0 if same else _number(ratio.low) if known and ratio is not None else None,
-        high=1.0 if same else _number(ratio.high) if known and ratio is not None else None,
-        given_ms=_number(baseline.time_ms), error=_number(trial.accuracy.error),
+        speedup=estimate, low=low, high=high, given_ms=_number(baseline.time_ms), error=_number(trial.accuracy.error),
         peak_bytes=_number(trial.peak_bytes), given_peak_bytes=_number(baseline.peak_bytes),
         start_s=_number(trial.start_s), given_start_s=_number(baseline.start_s), rounds=float(trial.rounds),
         quiet=trial.is_quiet and baseline.is_quiet,
     )  # fmt: skip
 
 
+def _bounds(ratio: Interval | None) -> tuple[float | None, float | None, float | None]:
+    """Low, estimate and high as the table can hold them; an interval that is finite stays so, however wide."""
+    if ratio is None or not 1e-6 < ratio.estimate < 1e6:
+        return None, None, None
+    high = max(ratio.high, ratio.estimate)
+    high_or_none = min(high, _FARTHEST) if math.isfinite(high) else None
+    return _number(min(ratio.low, ratio.estimate)), ratio.estimate, high_or_none
+
+
 def _number(value: float | None) -> float | None:
-    return float(value) if value is not None and math.isfinite(value) and value >= 0 else None
+    """As the table can hold it."""
+    return float(value) if value is not None and 0 <= value <= _FARTHEST else None

@@ -141,7 +141,7 @@ def _machine(row: Row) -> tuple[Any, ...]:
 def _best(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The fastest recipe of each model that kept its limits."""
     able = [row for row in rows if row.status == "measured" and row.speedup]
-    best = {_model(row): row for row in sorted(able, key=lambda row: row.speedup or 0.0)}
+    best = {(*_model(row), row.fingerprint): row for row in sorted(able, key=lambda row: row.speedup or 0.0)}
     return [{"workload": row.workload, "machine": row.machine, "recipe": row.recipe, "speedup": row.speedup,
              "low": row.low, "high": row.high} for _, row in sorted(best.items())]  # fmt: skip
 
@@ -168,7 +168,7 @@ def _print_contents(console: Console, rows: Sequence[Row]) -> None:
 def _print_answer(console: Console, rows: Sequence[Row], effects: Sequence[Effect], together: Sequence[Pair]) -> None:
     from fettle.page import Table
 
-    console.print(f"{len(rows)} trials of {len({_model(row) for row in rows})} models and machines")
+    console.print(f"{len(rows)} trials of {len({row.comparable for row in rows})} models and machines")
     cells = [
         [one.name, _ratio(one), str(one.models), str(one.helped), str(one.hurt), _of(one.best), _of(one.worst),
          str(one.failed or ""), str(one.inaccurate or "")]

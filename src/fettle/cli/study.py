@@ -223,10 +223,15 @@ def show(
 
 
 def measured(targets: Sequence[str], settings: Settings, *, agreed: bool, quiet: bool) -> Done:
-    """Run the study; raises `UsageError` with its plan where it takes long and nobody agreed."""
+    """Run the study; raises `UsageError` with its plan where it takes long and nobody agreed, and before anything is
+    measured where it could not be analysed."""
     from fettle.report import progress
     from fettle.studies import Plan, study
+    from fettle.studies.designs import STEPS
+    from fettle.studies.model import statsmodels
 
+    if settings.design not in STEPS:
+        statsmodels()
     with progress(quiet=quiet) as on_progress:
         outcome = study(targets, settings, on_progress, agreed=agreed)
     if isinstance(outcome, Plan):

@@ -16,21 +16,22 @@ from typing import Any
 
 import msgspec
 
-from fettle.comparing import bench, check
+from fettle.comparing import Comparison, bench, check
 from fettle.diagnose import Finding, diagnose
 from fettle.diagnose.report import write_report as write_diagnosis
 from fettle.errors import UsageError
 from fettle.files import write_text
 from fettle.improve.page import page
 from fettle.improve.state import Step, keep, recall
-from fettle.inputs import measure_and_search
+from fettle.inputs import PipelineResult, measure_and_search
 from fettle.inputs.kept import content_hash
 from fettle.inputs.report import write_report as write_pipeline
 from fettle.measure import Interval
 from fettle.package.export import write_package
 from fettle.recipe_file import load_recipe
-from fettle.report import save, verdict
+from fettle.report import Result, save, verdict
 from fettle.result import Limits
+from fettle.train.workload import make
 from fettle.tuning import Event, OnProgress, Options, tune, writable
 from fettle.units import size_text
 from fettle.workload import AUTO, check_mode, find_target
@@ -70,11 +71,17 @@ class Improvement:
     @property
     def headline(self) -> str:
         """What all of it brought, one sentence."""
-        for step in reversed(self.steps):
-            if step.name in ("verify", "tune") and step.status == "done" and step.speedup is not None:
-                proved = "verified in a race of its own" if step.name == "verify" else "not verified"
-                return f"{step.speedup} as fast as given, {proved}."
-        return "Nothing was found that makes it faster."
+        steps = {step.name: step for step in self.steps}
+        tuned, verified = steps.get("tune"), steps.get("verify")
+        if tuned is None or tuned.status != "done":
+            return "Interrupted before anything was tuned." if self.interrupted else "Nothing was tuned."
+        if tuned.speedup is None:
+            return "Nothing was found that makes it faster."
+        if verified is None or verified.status == "skipped":
+            return f"{tuned.speedup} as fast as given, not verified."
+        if verified.status == "failed":
+            return f"Tuning found {tuned.speedup}, and that did not hold: {verified.says}"
+        return f"{verified.speedup or tuned.speedup} as fast as given, verified in a race of its own."
 
     @property
     def failed(self) -> bool:
@@ -102,7 +109,8 @@ def improve(
     where = find_target(target).reference
     run = _Run(target, settings, writable(settings.output), on_progress, quietly, command)
     made_for = {"target": target, "content": content_hash(where), "data": settings.data, "mode": settings.mode,
-                "limits": repr(settings.limits), "techniques": settings.techniques}  # fmt: skip
+                "loader": content_hash(settings.data), "limits": repr(settings.limits), "budget": settings.budget_s,
+                "techniques": settings.techniques, "atlas": str(settings.atlas)}  # fmt: skip
     known = recall(run.folder / "improve.json", made_for)
     steps: list[Step] = []
     interrupted = False
@@ -153,9 +161,16 @@ def _step(name: str, run: _Run, before: Sequence[Step]) -> Step:
     return msgspec.structs.replace(made, seconds=time.monotonic() - began)
 
 
+def _go_on(found: Comparison | PipelineResult | Result) -> None:
+    """What was interrupted ends the run: a single command would show what it knows, and the next step goes by it."""
+    if found.interrupted:
+        raise KeyboardInterrupt
+
+
 def _measure(run: _Run, results: Mapping[str, Any]) -> Step:
     """What a call takes as given."""
     race = bench(run.target, [], mode=run.settings.mode, max_rounds=_ROUNDS, settle=False, on_progress=run.on_progress)
+    _go_on(race)
     trial = race.trials[0]
     if trial.status == "failed":
         raise UsageError(f"the workload does not run as given: {trial.reason}")
@@ -198,11 +213,13 @@ def _data(run: _Run, results: Mapping[str, Any]) -> Step:
         return Step(name="data", status="skipped", says=f"no input pipeline was named{waits}")
     pipeline = measure_and_search(run.settings.data, keep=run.folder / "data.journal",
                                   on_progress=lambda doing, done, of: run.say(doing))  # fmt: skip
+    _go_on(pipeline)
     write_pipeline(pipeline, run.folder / "data.html")
     better = pipeline.best.setting != pipeline.before.setting
     lines = [*(lint.says for lint in pipeline.lints), *pipeline.notes, *(pipeline.code.splitlines() if better else ())]
     return Step(
-        name="data", says=pipeline.verdict, lines=lines, files=["data.html"],
+        name="data", status="failed" if pipeline.raises else "done", says=pipeline.verdict, lines=lines,
+        files=["data.html"],
         speedup=Interval(pipeline.gain, 0.0, math.inf) if better else None,
         passes_on=f"to your loop: {pipeline.best.setting.arguments}" if better else "",
     )  # fmt: skip
@@ -217,8 +234,7 @@ def _tune(run: _Run, results: Mapping[str, Any]) -> Step:
     )  # fmt: skip
     result = tune(run.target, options=options, on_progress=run.on_progress, command=run.command)
     paths = save(result, run.folder / "tune")
-    if result.interrupted:
-        raise KeyboardInterrupt
+    _go_on(result)
     winner = result.winner
     changed = winner is not None and bool(winner.recipe.levels)
     return Step(
@@ -236,6 +252,7 @@ def _verify(run: _Run, results: Mapping[str, Any]) -> Step:
     compared = check(
         run.target, run.folder / "tune" / "recipe.toml", mode=run.settings.mode, on_progress=run.on_progress
     )
+    _go_on(compared)
     trial = compared.trials[1]
     if trial.status != "measured":
         return Step(name="verify", status="failed", says=f"{trial.recipe} is {trial.status}: {trial.reason}")
@@ -252,13 +269,14 @@ def _package(run: _Run, results: Mapping[str, Any]) -> Step:
         return Step(name="package", status="skipped", says="there is no recipe that held")
     tuned = load_recipe(run.folder / "tune" / "recipe.toml")
     path = run.folder / "package"
-    shutil.rmtree(path, ignore_errors=True)  # of an earlier run, for another recipe
     with run.quietly():
-        workload = target.load()
-        if not hasattr(workload, "inputs"):
+        made, mode = make(target)
+        if mode == "training":
             return Step(name="package", status="skipped", says="a training loop is not served")
-        written = write_package(workload, tuned.recipe, path, name=target.name, evidence=tuned.evidence,
-                             on_progress=run.say)  # fmt: skip
+        if (path / "manifest.json").is_file():  # of an earlier run, for another recipe; any other folder is the user's
+            shutil.rmtree(path, ignore_errors=True)
+        written = write_package(target.load(made), tuned.recipe, path, name=target.name, evidence=tuned.evidence,
+                                on_progress=run.say)  # fmt: skip
     error = written.manifest.accuracy["relative_error"]
     size = sum(item.stat().st_size for item in path.rglob("*") if item.is_file())
     says = f"A package of {size_text(size)} is written, with a relative error of {error:.2g}."

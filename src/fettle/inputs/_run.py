@@ -228,8 +228,9 @@ def main(parent: Parent) -> None:
 
 
 def _to_device(batch: Any, non_blocking: bool) -> Any:
+    """Whatever can be moved: tensors, and batches of classes that move themselves."""
     return pytree.tree_map(
-        lambda leaf: leaf.to("cuda", non_blocking=non_blocking) if isinstance(leaf, torch.Tensor) else leaf, batch
+        lambda leaf: leaf.to("cuda", non_blocking=non_blocking) if hasattr(leaf, "to") else leaf, batch
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import hashlib
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 
@@ -18,9 +21,37 @@ def default_path(target: str) -> Path | None:
 
 
 def content_hash(target: str) -> str:
-    """Hash of the target's own file, so that a changed pipeline is measured anew; empty for a module."""
-    place = Path(target.rpartition(":")[0])
-    try:
-        return hashlib.sha256(place.read_bytes()).hexdigest()[:16] if place.suffix == ".py" else ""
-    except OSError:
-        return ""
+    """Hash of the target's own file and of what it imports from files beside it or in this folder, so that an edited
+    program is measured anew; empty where there is none."""
+    place = target.rpartition(":")[0]
+    digest = hashlib.sha256()
+    folders = [Path(place).parent, Path()] if place.endswith(".py") else [Path()]
+    waiting = [Path(place)] if place.endswith(".py") else _files(place, folders)
+    known: set[Path] = set()
+    while waiting:
+        path = waiting.pop().resolve()
+        with contextlib.suppress(OSError, SyntaxError, ValueError):
+            if path in known:
+                continue
+            known.add(path)
+            text = path.read_bytes()
+            digest.update(text)
+            waiting += [file for name in _imports(ast.parse(text)) for file in _files(name, [path.parent, *folders])]
+    return digest.hexdigest()[:16] if known else ""
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    """Whatever is imported by name, in their order; of a relative import the part that follows its dots."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (item.name for item in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ([node.module] if node.module else [])
+            yield from (".".join(filter(None, (node.module, item.name))) for item in node.names)
+
+
+def _files(module: str, folders: Sequence[Path]) -> list[Path]:
+    """The file of a module that lies in one of these folders."""
+    stem = module.replace(".", "/")
+    return [path for folder in folders for path in (folder / f"{stem}.py", folder / stem / "__init__.py")
+            if path.is_file()][:1]  # fmt: skip

@@ -46,23 +46,25 @@ def rows_that_raise(loader: DataLoader[Any]) -> list[Lint]:
     """Rows that cannot be read, of as many as can be tried in a few seconds; of a stream none, it ends there."""
     if isinstance(loader.dataset, IterableDataset):
         return []
-    began, count = time.monotonic(), 0
-    raised: list[tuple[Any, str]] = []
+    began = time.monotonic()
+    tried: dict[str, str] = {}
     for row in indices(loader):
-        try:
-            loader.dataset[row]
-        except Exception as error:
-            raised.append((row, first_line(error)))
-        count += 1
+        if (name := repr(row)) not in tried:  # a sampler may give a row again and again
+            tried[name] = ""
+            try:
+                loader.dataset[row]
+            except Exception as error:
+                tried[name] = first_line(error)
         if time.monotonic() - began > SECONDS:
             break
+    raised = {name: why for name, why in tried.items() if why}
     if not raised:
         return []
-    (row, why), others = raised[0], raised[1:]
-    more = f", and {len(others)} more: {', '.join(repr(other) for other, _ in others[:4])}" if others else ""
+    row, *others = raised
+    more = f", and {len(others)} more: {', '.join(others[:4])}" if others else ""
     return [Lint(
-        RAISES, f"A run over this data set ends with an error: item {row!r} raised {why}.",
-        f"{len(raised):,} of {count:,} rows that were read raise{'s' * (len(raised) == 1)} (item {row!r}{more}).",
+        RAISES, f"A run over this data set ends with an error: item {row} raised {raised[row]}.",
+        f"{len(raised):,} of {len(tried):,} rows that were read raise{'s' * (len(raised) == 1)} (item {row}{more}).",
         "fix or leave out those rows, in the data set's list of rows and not by catching the error in each epoch",
     )]  # fmt: skip
 

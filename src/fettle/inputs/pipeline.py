@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 from fettle.errors import UsageError, first_line
@@ -74,8 +75,12 @@ def fetches(loader: DataLoader[Any]) -> tuple[list[str], list[str]]:
         again = [loader.collate_fn([loader.dataset[row] for row in batch]) for batch in batches[:1]]
     except Exception:
         return ways, notes  # it fails in a run too, which gives the reason
-    if not batches or not _same(rows[:1], again):
-        return ways, ["batch fetching was not tried: the rows are random, so that batches cannot be compared"]
+    try:
+        alike = _same(rows[:1], again)
+    except Exception:  # a class of the user's that cannot be compared
+        alike = False
+    if not batches or not alike:
+        return ways, ["batch fetching was not tried: read twice, a batch does not compare as equal (random rows?)"]
     if callable(getattr(loader.dataset, "__getitems__", None)):
         try:
             whole = [loader.collate_fn(loader.dataset.__getitems__(batch)) for batch in batches]  # type: ignore[attr-defined]
@@ -98,9 +103,12 @@ def fetches(loader: DataLoader[Any]) -> tuple[list[str], list[str]]:
 
 
 def batch_bytes(batch: Any) -> int:
-    """Bytes of a batch's tensors."""
-    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+    """Bytes of a batch's tensors and arrays."""
+    if isinstance(batch, torch.Tensor):
+        return batch.numel() * batch.element_size()
+    if isinstance(batch, np.ndarray):
+        return int(batch.nbytes)
+    return sum(map(batch_bytes, (_parts(batch) or {}).values()))
 
 
 def _without_getitems(dataset: Any) -> Any:
@@ -109,17 +117,31 @@ def _without_getitems(dataset: Any) -> Any:
     return copied
 
 
-def _same(some: list[Any], others: list[Any]) -> bool:
-    """Whether batches hold the same values in the same structure."""
-    for one, other in zip(some, others, strict=True):
-        left, left_form = pytree.tree_flatten(one)
-        right, right_form = pytree.tree_flatten(other)
-        if left_form != right_form:
+def _parts(value: Any) -> Mapping[Any, Any] | None:
+    """What a container holds, by place or name; None for a leaf. A collate function may return any class."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+    return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two batches hold the same values in the same structure; NaN is the same as NaN."""
+    if type(one) is not type(other):
+        return False
+    mine, theirs = _parts(one), _parts(other)
+    if mine is not None and theirs is not None:
+        return list(mine) == list(theirs) and all(_same(mine[name], theirs[name]) for name in mine)
+    if isinstance(one, torch.Tensor):
+        if one.dtype != other.dtype or one.shape != other.shape:
             return False
-        for a, b in zip(left, right, strict=True):
-            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-                if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a, b):
-                    return False
-            elif type(a) is not type(b) or not bool(a == b):
-                return False
-    return True
+        exact = not (one.is_floating_point() or one.is_complex())
+        return torch.equal(one, other) if exact else torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    if isinstance(one, np.ndarray):
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        return _same(one.tolist(), other.tolist()) if one.dtype.hasobject else one.tobytes() == other.tobytes()
+    return bool(one == other) or (one != one and other != other)

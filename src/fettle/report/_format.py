@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from fettle.measure import Interval
-from fettle.units import size_text
+from fettle.units import seconds_text, size_text
 
 MISSING = "–"
 
@@ -41,12 +41,7 @@ def seconds(value: float | None) -> str:
     """A duration for people: ``0.84 s``, ``38.2 s``, ``12 min``, ``2 h 05 min``."""
     if value is None or not math.isfinite(value):
         return MISSING
-    if value < 99.5:
-        return f"{_three(value)} s"
-    minutes = round(value / 60)
-    if minutes < 2:
-        return f"{value:.0f} s"
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{_three(value)} s" if value < 99.5 else seconds_text(value)
 
 
 def size(value: float | None) -> str:

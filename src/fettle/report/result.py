@@ -39,13 +39,19 @@ def load_result(path: str | Path) -> Result:
 
 
 def save(result: Outcome, folder: Path) -> list[Path]:
-    """Write what the user takes away: recipe.toml, optimized.py, result.json, report.html. Returns the paths."""
+    """Write what the user takes away: recipe.toml, optimized.py, result.json, report.html. Returns the paths.
+
+    Without a winner there are no first two, and those of an earlier run are renamed to ``earlier-...``."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
+    to_use = [folder / "recipe.toml", folder / "optimized.py"]
     if result.winner is not None:
-        _recipe_file(result).save(folder / "recipe.toml")
-        write_text(folder / "optimized.py", result.code)
-        paths += [folder / "recipe.toml", folder / "optimized.py"]
+        _recipe_file(result).save(to_use[0])
+        write_text(to_use[1], result.code)
+        paths += to_use
+    elif not result.interrupted:  # those of an earlier run do not keep the limits of this one
+        for path in filter(Path.exists, to_use):
+            path.replace(folder / f"earlier-{path.name}")
     save_result(result, folder / "result.json")
     write_report(result, folder / "report.html")
     return [*paths, folder / "report.html", folder / "result.json"]

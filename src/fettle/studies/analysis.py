@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import optuna
@@ -11,9 +11,9 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.importance import FanovaImportanceEvaluator
 from optuna.trial import create_trial
 
-from fettle.studies.checks import Checks, check
+from fettle.studies.checks import Checks, Doubt, check
 from fettle.studies.effects import Effect, effects, shares
-from fettle.studies.model import Level, Model, fit
+from fettle.studies.model import NEVER_APART, Level, Model, fit, holds
 from fettle.studies.pooled import Pooled, pool
 from fettle.studies.sentences import Sentence, sentences
 from fettle.studies.table import MACHINE, Response, Table
@@ -88,9 +88,31 @@ def _analyse(table: Table, group: str, response: Response, confidence: float) ->
     estimated = effects(fitted, apart=table.apart, confidence=confidence)
     return Analysis(
         group, response, known, missing, tuple(estimated), shares(model),
-        tuple(sentences(fitted, estimated, apart=table.apart, confidence=confidence)), check(model),
+        tuple(sentences(fitted, estimated, apart=table.apart, confidence=confidence)), _checked(table, model),
         pooling=str(pooled), spreads=spreads, model=model,
     )  # fmt: skip
+
+
+def _checked(table: Table, model: Model) -> Checks:
+    """What the residuals say, after what the levels that were tried say: a factor that was never as given, and levels
+    that were never apart."""
+    checks = check(model)
+    doubts = [
+        Doubt(f"{name}={table.factors[name][0]} was not measured here: effects of {name} are over {name}={levels[0]}")
+        for name, levels in model.levels.items() if levels[0] != table.factors[name][0]
+    ]  # fmt: skip
+    for term in (term for term, why in model.left_out.items() if len(term) == 1 and why == NEVER_APART):
+        rows = {place for place, row in enumerate(model.rows) if holds(row, term)}
+        twins = [
+            "=".join(other[0]) for other in model.columns
+            if len(other) == 1 and rows == {place for place, row in enumerate(model.rows) if holds(row, other)}
+        ]  # fmt: skip
+        beside = " and ".join(twins) or "other levels"
+        level = "=".join(term[0])
+        doubts.append(
+            Doubt(f"{level} was never varied apart from {beside}: what is said of {beside} may be due to {level}")
+        )
+    return replace(checks, doubts=(*doubts, *checks.doubts))
 
 
 _TREES = 32

@@ -12,6 +12,7 @@ from fettle.errors import UsageError
 from fettle.recipe import Recipe
 from fettle.search import Space, combinations_of, moved, valid, with_required
 from fettle.studies.model import LEAST_FREEDOM
+from fettle.units import seconds_text
 
 LONG_S = 3600.0
 """A study that takes longer is begun when somebody has agreed to that."""
@@ -52,14 +53,7 @@ class Plan:
         many = f"{cells} combinations" + (f" of {len(self.parts)} workloads" if len(self.parts) > 1 else "")
         about = "about " if self.design in ("ladder", "ablation") else ""
         measured = f", {known} of them measured already" if known else ""
-        return f"{self.design}: {about}{many}{measured}; the rest takes about {_duration(self.seconds)}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+        return f"{self.design}: {about}{many}{measured}; the rest takes about {seconds_text(self.seconds)}"
 
 
 STEPS = ("ladder", "ablation")
@@ -92,7 +86,7 @@ def _factorial(space: Space, start: Recipe, most: int | None) -> list[Recipe]:
     """Every valid combination, in random order: what changes while a study runs must not look like a factor."""
     whole = combinations_of(space, MOST)
     if most is not None and most < len(whole):
-        return _balanced(space, most)
+        return combinations_of(space, most)  # balanced
     random.Random(0).shuffle(whole)
     return whole
 
@@ -101,11 +95,7 @@ def _fraction(space: Space, start: Recipe, most: int | None) -> list[Recipe]:
     """As few combinations as tell main effects and two-way interactions, and how sure they are."""
     counts = [len(levels) - 1 for levels in space.choices.values()]
     columns = 1 + sum(counts) + sum(one * two for one, two in combinations(counts, 2))
-    return _balanced(space, most or min(MOST, columns + 2 * LEAST_FREEDOM))
-
-
-def _balanced(space: Space, most: int) -> list[Recipe]:
-    return combinations_of(space, most)
+    return combinations_of(space, most or min(MOST, columns + 2 * LEAST_FREEDOM))
 
 
 def _pairs(space: Space, start: Recipe, most: int | None) -> list[Recipe]:

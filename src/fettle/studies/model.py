@@ -32,6 +32,7 @@ Term = tuple[Level, ...]
 
 LEAST_FREEDOM = 4
 """Experiments beyond the number of columns from which their scatter says how sure the effects are."""
+NEVER_APART = "never varied apart from other levels"
 _SAME = 1e-8
 
 
@@ -213,10 +214,13 @@ class _Columns:
                 for unit in self._basis:
                     rest = rest - (unit @ rest) * unit
             length = float(np.linalg.norm(rest))
+            orphan = next((level for level in term if len(term) > 1 and (level,) not in self.values), None)
             if not column.any():
                 self.left_out[term] = "never tried together"
+            elif orphan is not None:  # heredity: behind both of its levels
+                self.left_out[term] = self.left_out[orphan,]
             elif length <= _SAME * max(1.0, float(np.linalg.norm(column))):
-                self.left_out[term] = "never varied apart from other levels"
+                self.left_out[term] = NEVER_APART
             elif len(self.values) >= most:
                 self.left_out[term] = "too few experiments for so many effects"
             else:

@@ -54,11 +54,13 @@ def study_json(
 
 
 def rows(table: Table) -> list[dict[str, Any]]:
-    """One flat row an experiment; what is missing is None, never zero."""
+    """One flat row an experiment; what is missing is None, never zero. A factor may be named as a column of ours is."""
+    taken = {*table.factors, *(one.name for one in table.responses)}
+    group, reason = (f"{name}_" if name in taken else name for name in ("group", "reason"))
     return [
         {
-            "group": row.group, **row.levels, **_where(table, row),
-            **{one.name: row.value(one.name) for one in table.responses}, "reason": row.reason,
+            group: row.group, **row.levels, **_where(table, row),
+            **{one.name: row.value(one.name) for one in table.responses}, reason: row.reason,
         }
         for row in table.experiments
     ]  # fmt: skip

@@ -64,22 +64,29 @@ def machines_table(table: studied.Table) -> Table:
 
 
 def headline(analyses: Sequence[Analysis]) -> str:
-    """The surest surprise in the first response that has any, or its largest gain where nothing is surprising."""
-    sentences = [(sentence, analysis) for analysis in analyses for sentence in analysis.sentences]
-    if not sentences:
-        return "What was measured"
-    first = next(analysis.response for analysis in analyses if analysis.sentences)
-    leading = [item for item in sentences if item[1].response == first]
-    sentence, analysis = max(leading, key=lambda item: (item[0].is_surprise, item[0].size))
-    return sentence.text + (f" ({analysis.group})" if analysis.group else "")
+    """The surest surprise in the first response that has any, or its largest gain where nothing is surprising, of fits
+    that are to be believed. Where it is not the first of all responses, what its ratios count."""
+    said = [analysis for analysis in analyses if analysis.sentences]
+    believed = [analysis for analysis in said if analysis.checks is None or analysis.checks.believed]
+    if not believed:
+        return "What was measured" + (": these effects are not to be believed" if said else "")
+    sentence, analysis = max(
+        ((sentence, analysis) for analysis in believed if analysis.response == believed[0].response
+         for sentence in analysis.sentences), key=lambda item: (item[0].is_surprise, item[0].size),
+    )  # fmt: skip
+    response = analysis.response
+    counted = response.name if response.better == "better" else response.better
+    of = [analysis.group, counted if response != analyses[0].response else ""]
+    return sentence.text + (f" ({', '.join(filter(None, of))})" if any(of) else "")
 
 
 def _best_step(steps: Mapping[str, Sequence[Rung]]) -> str:
-    """What the fastest step of all ladders came to."""
-    known = [(rung.speedup.estimate, rung, name) for name, rungs in steps.items() for rung in rungs if rung.speedup]
-    if not known:
-        return "No step ran"
-    ratio, rung, name = max(known, key=lambda item: item[0])
+    """What the fastest step of all ladders came to, of those whose answers are right."""
+    ran = [(rung.speedup.estimate, rung, name) for name, rungs in steps.items() for rung in rungs if rung.speedup]
+    right = [item for item in ran if item[1].status == "measured"]
+    if not right:
+        return "No step keeps the limit on the error" if ran else "No step ran"
+    ratio, rung, name = max(right, key=lambda item: item[0])
     where = f" ({name})" if len(steps) > 1 else ""
     return f"{rung.recipe}: {ratio:.2f}x as fast as given, the best of {len(steps[name])} steps{where}"
 

@@ -24,6 +24,7 @@ _PLAIN = ("", "as given", "none", "false", "no", "off", "0", "baseline", "defaul
 _LARGER = re.compile(
     r"throughput|/s\b|per.second|speed.?up|\bfps\b|accuracy|\bmiou\b|samples_s|tokens_s", re.IGNORECASE
 )
+_COMMA = re.compile(r"[-+]?[0-9.]*[0-9],[0-9][0-9.,]*")
 
 Row = Mapping[str, str]
 
@@ -40,7 +41,8 @@ def read_csv(
     """
     rows = _rows(path)
     columns = list(rows[0])
-    responses = [_response(text, columns) for text in _names(response, columns)]
+    named_responses = [_response(text, columns) for text in _names(response, columns)]
+    responses = tuple({one.name: one for one in named_responses}.values())
     if not responses:
         raise UsageError(f"`response`: say which column came out; there are {_some(columns)}")
     group_by = _names(group_by, columns)
@@ -58,7 +60,7 @@ def read_csv(
     experiments = tuple(
         Experiment(
             levels={name: row[name] for name in names},
-            values={one.name: _number(row[one.name]) for one in responses},
+            values={one.name: _response_value(row, one.name) for one in responses},
             group=group,
         )
         for row, group in zip(rows, groups, strict=True)
@@ -70,7 +72,12 @@ def read_csv(
             raise UsageError(f"the column {one.name!r} has no positive number")
         if lost:
             notes.append(f"{lost} of {len(rows)} rows have no positive number in {one.name!r}: they stay missing")
-    return Table(levels, tuple(responses), experiments, notes=tuple(notes))
+    if copies := len(rows) - len({tuple(row.values()) for row in rows}):
+        notes.append(
+            f"{copies} of {len(rows)} rows are copies of others, in every column. They count as repeats: where they "
+            "are none, the intervals are too narrow"
+        )
+    return Table(levels, responses, experiments, notes=tuple(notes))
 
 
 def read_ladder(path: Path) -> dict[str, float]:
@@ -100,22 +107,25 @@ def _names(texts: Sequence[str], columns: Sequence[str]) -> list[str]:
 
 def _rows(path: Path) -> list[Row]:
     text = read_text(path, MOST_BYTES)
+    first = next((line for line in text.splitlines() if line.strip() and not line.startswith("#")), "")
+    delimiter = next((sign for sign in ";\t" if sign in first and "," not in first), ",")
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     try:
-        lines = list(csv.reader(io.StringIO(text, newline="")))
+        lines = [(reader.line_num, line) for line in reader if line]
     except csv.Error as error:
         raise UsageError(f"{path} is not a CSV file: {error}") from error
-    lines = list(dropwhile(lambda line: line[0].startswith("#"), filter(None, lines)))  # where it came from
+    lines = list(dropwhile(lambda item: item[1][0].startswith("#"), lines))  # where it came from
     if len(lines) < 2:
         raise UsageError(f"{path} has no rows below a header")
-    header = [name.strip() for name in lines[0]]
+    header = [name.strip() for name in lines[0][1]]
     if len(header) > MOST_COLUMNS:
         raise UsageError(f"{path} has {len(header)} columns, which is not a table of experiments")
     if len(set(header)) < len(header) or "" in header:
         raise UsageError(f"{path}: a column has no name, or two have the same")
-    for number, line in enumerate(lines[1:], 2):
+    for number, line in lines[1:]:
         if len(line) != len(header):
-            raise UsageError(f"{path}: row {number} has {len(line)} cells, the header {len(header)}")
-    return [dict(zip(header, (cell.strip() for cell in line), strict=True)) for line in lines[1:]]
+            raise UsageError(f"{path}: line {number} has {len(line)} cells, the header {len(header)}")
+    return [dict(zip(header, (cell.strip() for cell in line), strict=True)) for _, line in lines[1:]]
 
 
 def _response(text: str, columns: Sequence[str]) -> Response:
@@ -169,6 +179,12 @@ def _levels(name: str, rows: Sequence[Row], default: str | None) -> tuple[str, .
 def _order(level: str) -> tuple[bool, float, str]:
     number = _number(level)
     return math.isnan(number), 0.0 if math.isnan(number) else number, level
+
+
+def _response_value(row: Row, name: str) -> float:
+    if _COMMA.fullmatch(row[name]):
+        raise UsageError(f"{name}: is {row[name]!r} a fraction or thousands? Write a decimal point and no other marks")
+    return _number(row[name])
 
 
 def _number(text: str) -> float:

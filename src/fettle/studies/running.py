@@ -78,7 +78,7 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
         *differences(environments.values()),
         *(f"{w.name} was not measured: {w.failure}" for w in workloads if w.failure),
         *(n for w in workloads for n in w.session.notes),
-        *(n for w in workloads if not w.failure for n in shares(w.name, w.session.study.workers())),
+        *(n for w in workloads if w.known and not w.failure for n in shares(w.name, w.session.study.workers())),
     )
     table = table_for(workloads, settings.arguments)
     if table is None:

@@ -20,9 +20,10 @@ from fettle.studies import designs
 from fettle.studies.batches import Grown, check_growth
 from fettle.studies.environments import check_same, environments_of
 from fettle.studies.settings import Settings
+from fettle.studies.table import MACHINE
 from fettle.study import OtherWorkload
 from fettle.techniques import CATALOGUE, PYTHON, check_names
-from fettle.tuning import Event, OnProgress, Options, Session, check_techniques, space_for, writable
+from fettle.tuning import Event, OnProgress, Options, Session, check_limits, check_techniques, space_for, writable
 from fettle.workload import Target, check_mode, find_target
 
 REPLICATES = 2
@@ -89,6 +90,7 @@ class _Target:
 def _check(settings: Settings) -> None:
     designs.check(settings.design, settings.cells)
     check_mode(settings.mode)
+    check_limits(Limits(max_error=settings.max_error))
     check_techniques(settings.techniques)
     if settings.start is not None:
         check_names(settings.start.without(PYTHON.name))
@@ -99,6 +101,8 @@ def _check(settings: Settings) -> None:
         raise UsageError("`grow_batch` is for a ladder: `design=ladder`")
     if settings.rounds < 3:
         raise UsageError(f"`rounds={settings.rounds}`: a time needs three at least")
+    if MACHINE in settings.arguments:
+        raise UsageError(f"`factor={MACHINE}`: that is what kinds of machines are called: rename the argument")
     for name, values in settings.arguments.items():
         if len(set(values)) < 2 or not name.isidentifier():
             raise UsageError(f"`factor={name}`: write NAME=VALUE,VALUE with an argument of the factory and two values")
@@ -132,7 +136,11 @@ def labelled(names: Iterable[str], arguments: Mapping[str, Sequence[str]]) -> li
     return rows
 
 
-def _typed(text: str) -> int | float | str:
+def _typed(text: str) -> bool | int | float | str | None:
+    """As Python would read it: the text ``False`` would be true."""
+    constants = {"true": True, "false": False, "none": None}
+    if text.lower() in constants:
+        return constants[text.lower()]
     for kind in (int, float):
         try:
             return kind(text)

@@ -35,7 +35,7 @@ class Target:
     mode: str = AUTO
     """``inference`` for a `Workload`, ``training`` for a `fettle.TrainingWorkload`, ``auto`` for what the factory
     returns."""
-    arguments: Mapping[str, int | float | str] = field(default_factory=dict, hash=False)
+    arguments: Mapping[str, bool | int | float | str | None] = field(default_factory=dict, hash=False)
     """What the factory is called with, by name."""
     folder: str = field(default="", repr=False)
     """Where its process works; empty for where we are."""
