@@ -75,7 +75,8 @@ class Rounds:
                 except WorkerError as error:
                     started.live, runner.failure = False, str(error)
             self.on_progress(Progress("round", round=before + count, live=sum(started.live for started in running)))
-            if not rules.equal_rounds and count in LOOKS and decided(running, anchor, rules):
+            ends_early = not rules.equal_rounds and count in LOOKS
+            if ends_early and count >= _fewest_rounds(running) and decided(running, anchor, rules):
                 return
             if time.monotonic() > rules.deadline and count >= LOOKS[0]:
                 return
@@ -157,7 +158,7 @@ def _rounded(value: float) -> float | None:
     return None if math.isnan(value) else round(value, 4)
 
 
-_EXPENSIVE_CALL_NS = 1_000_000_000
+_EXPENSIVE_CALL_NS, _CHEAP_CALL_NS = 1_000_000_000, 200_000_000
 
 
 def decided(running: Sequence[Started], anchor: Started, rules: Rules) -> bool:
@@ -185,6 +186,12 @@ def decided(running: Sequence[Started], anchor: Started, rules: Rules) -> bool:
             started.live = False
     in_doubt = sum(started.live for started in running if started is not anchor or started is leader)
     return in_doubt <= 1 and (leader is anchor or not anchor_stays or _is_precise(anchor, leader, rules))
+
+
+def _fewest_rounds(running: Sequence[Started]) -> int:
+    """Rounds before a race may end: of one alone as many as show whether its time swings, where calls are cheap."""
+    alone = len(running) == 1 and len(running[0].runners) == 1
+    return LOOKS[3] if alone and running[0].first.answer.call_ns < _CHEAP_CALL_NS else LOOKS[0]
 
 
 def is_expensive(started: Started) -> bool:
