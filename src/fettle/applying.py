@@ -55,7 +55,8 @@ def apply(
     `Workload` brings its own. Of a `TrainingWorkload` the loop is returned: an iterator without end that makes one
     optimizer step each time it is asked for the next loss.
 
-    The model is changed in place, as by ``model.eval()``; hand over a ``copy.deepcopy`` to keep the original. Warns
+    The model is changed in place, as by ``model.eval()``; hand over a ``copy.deepcopy`` to keep the original. Load its
+    weights before: what is converted, frozen or packed has its own from then on. Warns
     when the recipe was measured on another machine or version of torch: ``fettle check recipe.toml TARGET`` measures it
     here. Raises `UsageError` when the recipe cannot work on this model or machine.
     """
@@ -72,7 +73,8 @@ def apply(
     if isinstance(workload, TrainingWorkload):
         return optimize(workload.model, workload.optimizer, workload.loss, workload.data)
     calibration = list(workload.calibration) or list(workload.inputs)
-    return optimize(workload.model, calibration, *([workload.call] if workload.call is not None else []))
+    with torch.inference_mode(False):  # weights that are made in it cannot be exported
+        return optimize(workload.model, calibration, *([workload.call] if workload.call is not None else []))
 
 
 def _compiled(recipe: Recipe, facts: Facts) -> Callable[..., Any]:

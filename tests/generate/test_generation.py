@@ -19,7 +19,7 @@ from fettle.recipe import Recipe
 from fettle.techniques import _kept, conflict, load, probe_facts, source
 from fettle.techniques.guessing import Draft, Lookup, write_guessing
 from fettle.techniques.kv_cache import attention_of_few
-from fettle.techniques.weights import FewBits
+from fettle.techniques.weights import FewBits, few_bits
 
 transformers = pytest.importorskip("transformers")
 WORDS = 96
@@ -576,3 +576,13 @@ def test_a_compiled_step_writes_the_same_and_compiles_once(level) -> None:
     assert torch.equal(run(ids(1, 13)), write(decoder_of(llama()), ids(1, 13), new_tokens=12))
     assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert torch.equal(run(ids(1, 70)), write(decoder_of(llama()), ids(1, 70), new_tokens=12))  # needs more room
+
+
+def test_a_linear_layer_that_computes_more_than_its_weight_keeps_it() -> None:
+    class Adapted(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    model = torch.nn.Sequential(Adapted(64, 64), torch.nn.Linear(64, 64))
+    few_bits(model, 8)
+    assert [type(layer) for layer in model] == [Adapted, FewBits]

@@ -155,6 +155,20 @@ def test_it_may_compute_in_another_type(tmp_path, how):
     assert [row[1] for row in written(handler.running(8, 0, 256), asks(PROMPTS[:3], [5, 6, 7]))] == [5, 6, 7]
 
 
+@pytest.mark.parametrize("kind", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+def test_compiled_ahead_of_time_it_reads_the_cache_where_it_lies(tmp_path, monkeypatch, kind):
+    """A cache's rows are a part of a larger tensor, in an order of their own and in the type that is computed in."""
+    monkeypatch.setenv("FETTLE_CACHE", str(tmp_path / "cache"))
+    package = packaged(tmp_path / "m", gpt2().to(kind), "compile=default grad=inference_mode")
+    assert list((tmp_path / "cache").rglob("*.pt2"))
+    running = find_handler(package, ModelRunner(package), "").running(3, 0, 8)
+    assert running.cache._past.dtype == kind
+    model = gpt2().to(kind)
+    found = written(running, asks(PROMPTS[2:6], [5, 6, 7, 8]), lambda step: ())
+    wanted = [expected(model, prompt, most) for prompt, most in zip(PROMPTS[2:6], [5, 6, 7, 8], strict=True)]
+    assert kind == torch.bfloat16 or [text for text, *_ in found] == wanted  # 16 bits are rounded otherwise
+
+
 @pytest.mark.parametrize("odd", ["window", "eager", "positions"])
 def test_a_model_that_keeps_something_else_runs_the_whole_text(odd):
     if odd == "window":

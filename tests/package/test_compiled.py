@@ -60,6 +60,17 @@ def test_one_library_answers_any_number_of_rows_and_any_length(written, caplog):
         assert (total - wanted["sum"]).norm() <= 0.02 * wanted["sum"].norm()
 
 
+def test_inputs_may_lie_in_memory_as_they_like_and_are_no_larger_than_the_model_takes(written, caplog):
+    model, package = written
+    run, _ = said(caplog, package)
+    x, mask = torch.randn(8, 5, 3).permute(2, 1, 0), torch.ones(1, 5).expand(3, 5)
+    with torch.inference_mode():
+        wanted = model(x, mask)["scores"]
+        assert (run(x, mask)[0] - wanted).norm() <= 0.02 * wanted.norm()
+        with pytest.raises(RuntimeError, match="unmatched dim value"):
+            run(torch.randn(3, 5, 9), mask)
+
+
 def test_a_process_that_loads_it_imports_no_compiler(written):
     _, package = written
     code = (

@@ -1,16 +1,18 @@
 """The package: written, opened, and refused where it is not sound."""
 
 import json
+import os
 import stat
 import zipfile
 
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from fettle.errors import UsageError
 from fettle.package.export import write_package
-from fettle.package.manifest import open_package, seal
+from fettle.package.manifest import open_package, seal, write_settings
 from fettle.package.model_runner import load_model
 from fettle.package.program import load_program, tables
 from fettle.package.settings import ServeSettings
@@ -52,6 +54,14 @@ def test_what_is_written_answers_as_the_model_did(tmp_path, form):
     scores, sums = run(batch["x"], batch["mask"])
     torch.testing.assert_close(scores, wanted["scores"])
     torch.testing.assert_close(sums, wanted["sums"])
+
+
+def test_a_sample_may_lie_in_memory_as_it_likes(tmp_path):
+    image = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    package = write_package(Workload(torch.nn.Conv2d(3, 2, 1), [image]), Recipe(), tmp_path / "p", name="p")
+    run, samples = load_model(package)
+    assert torch.equal(samples[0], image)
+    assert run(image)[0].shape == (2, 2, 4, 5)
 
 
 def test_a_recipe_is_applied_to_the_exported_model(tmp_path):
@@ -230,11 +240,41 @@ class Positions(torch.nn.Module):
         return self.table(ids) + self.places[: ids.shape[1]]
 
 
-def test_a_model_with_so_many_positions_takes_texts_up_to_that_length(tmp_path):
+@pytest.mark.parametrize("recipe", ["", "compile=default"])
+def test_a_model_with_so_many_positions_takes_texts_up_to_that_length(tmp_path, monkeypatch, recipe):
+    monkeypatch.setenv("FETTLE_CACHE", str(tmp_path / "cache"))
     torch.manual_seed(0)
     batches = [torch.randint(50, (2, length)) for length in (5, 7)]
-    package = write_package(Workload(Positions().eval(), batches), Recipe({}), tmp_path / "p", name="p")
+    package = write_package(Workload(Positions().eval(), batches), Recipe.parse(recipe), tmp_path / "p", name="p")
     run, _ = load_model(package)
     assert run(torch.randint(50, (3, 16)))[0].shape == (3, 16, 8)
     with pytest.raises(Exception, match="16"):
         run(torch.randint(50, (3, 17)))
+
+
+def test_a_folder_that_another_package_was_unpacked_to_is_not_taken_for_this_one(tmp_path):
+    path = tmp_path / "odd.zip"
+    package = write_package(odd(), Recipe(), path, name="odd")
+    package = write_settings(package, replace(package.settings, max_rows=2))
+    assert open_package(path).settings.max_rows == 2  # other settings are no other package
+    path.unlink()
+    with pytest.raises(UsageError, match="is in the way, and holds something else"):
+        write_package(odd(), Recipe(), path, name="odd", version="2")
+
+
+def test_what_a_handler_left_beside_the_packages_files_is_none_of_them(tmp_path):
+    package = write_package(odd(), Recipe(), tmp_path / "odd", name="odd")
+    (package.folder / "__pycache__").mkdir()
+    (package.folder / ".DS_Store").write_text("")
+    assert write_settings(package, replace(package.settings, max_rows=2)).manifest.files.keys() == {
+        *package.manifest.files
+    }
+
+
+def test_a_damaged_archive_is_one_line(tmp_path):
+    path = archive(tmp_path / "p.zip", [("manifest.json", os.urandom(9000).hex().encode(), 0o644)])
+    data = path.read_bytes()
+    for at in range(60, len(data) - 200, 997):
+        path.write_bytes(data[:at] + b"\xff" * 20 + data[at + 20 :])
+        with pytest.raises(UsageError):
+            open_package(path)

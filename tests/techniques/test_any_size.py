@@ -1,12 +1,13 @@
 """A model that another runtime runs is given inputs of sizes that nobody named: one engine answers them all."""
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import fettle
-from fettle.techniques import Facts, load, source
+from fettle.techniques import Facts, load, runtime, source
 from fettle.techniques._exported import Exported
 
 pytest.importorskip("openvino")
@@ -147,3 +148,74 @@ def test_an_engine_that_answers_otherwise_is_not_used(caplog):
         for length in (3, 4):
             agree(run, model, batch(2, length))
     assert "for other sizes its answer [2, 4, 4] would be wrong" in caplog.text
+
+
+class Changing(torch.nn.Module):
+    """From some length on it does something else."""
+
+    def forward(self, x):
+        return (x[:, :8] * 2 if x.shape[1] > 8 else x).sum(1)
+
+
+def test_what_a_model_does_at_a_size_that_nobody_named_is_asked_of_the_model():
+    model, batches = Changing().eval(), [(torch.randn(2, length),) for length in range(3, 9)]
+    run, engines = applied("runtime=openvino", batches, model, num_input_shapes=6)
+    for length in (5, 7, 20, 20, 6):
+        x = torch.randn(2, length)
+        torch.testing.assert_close(run(x), model(x))
+    assert len({id(engine) for engine in engines.engines.values()}) == 2
+
+
+def test_numbers_that_are_equal_and_of_another_type_are_other_arguments():
+    class Times(torch.nn.Module):
+        def forward(self, x, factor):
+            return x * factor
+
+    def build(flat, tensors, samples, free):
+        flat(*tensors)
+        return lambda values: list(flat(*values))
+
+    model, x = Times().eval(), torch.arange(4)
+    run = Exported(model, build)
+    for factor in (1, True, 1.0, 0.0, -0.0):
+        assert str(run(x, factor)) == str(model(x, factor))
+
+
+def test_outputs_of_any_type_also_twice_and_inputs_among_them():
+    class Types(torch.nn.Module):
+        def forward(self, x):
+            y = x * 3
+            return y, y, x, y.to(torch.bfloat16), y.to(torch.float16), y > 0, y.argmax(-1)
+
+    model, x = Types().eval(), torch.randn(2, 3)
+    run, _ = applied("runtime=openvino", [], model)
+    for found, wanted in zip(run(x), model(x), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("streams", ["one", "per-core"])
+def test_threads_that_call_at_once_get_their_own_answers(streams):
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32)).eval()
+    inputs = [torch.randn(8, 32) for _ in range(4)]
+    run, _ = applied(f"runtime=openvino streams={streams}", [], model)
+    run(inputs[0])
+
+    def right(x):
+        wanted = model(x)
+        return all(torch.allclose(run(x), wanted, atol=1e-4) for _ in range(200))
+
+    with torch.no_grad(), ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(right, inputs))
+
+
+def test_a_library_gets_its_inputs_as_the_examples_lay(monkeypatch):
+    """What AOTInductor compiles reads memory by the strides of its examples, whatever it is given."""
+    made, given = [], []
+    monkeypatch.setattr(runtime, "aoti_files", lambda flat, tensors, *rest: made.append(list(tensors)))
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: lambda *values: given.append(values))
+    plain, last = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    run = runtime.aoti_engine(torch.nn.Identity(), [plain, last, torch.randn(4, 3).t()], (), {})
+    run([last, plain, torch.randn(1, 4).expand(3, 4)])
+    run([plain, last, torch.randn(3, 4)])
+    for values in given:
+        assert [value.stride() for value in values] == [value.stride() for value in made[0]]

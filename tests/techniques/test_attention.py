@@ -1,5 +1,6 @@
 """Attention written out by hand is rewritten exactly; what only looks like it is left alone."""
 
+import copy
 import math
 
 import pytest
@@ -129,3 +130,45 @@ def test_what_was_chosen_when_the_model_was_built_is_no_level():
     assert facts.hf_attention == ("sdpa",)
     with pytest.raises(UsageError, match="attention=hf-eager: this model cannot be switched to eager here"):
         fettle.apply(model, "attention=hf-eager", [torch.rand(1, 3, 32, 32)])
+
+
+def test_a_copy_has_weights_of_its_own():
+    model, x = nn.Sequential(Attention("gpt")), torch.randn(2, 9, 16)
+    run = optimised(model, (x,))
+    copied = copy.deepcopy(run)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert not copied(x).any()
+    assert run(x).any()
+
+
+class Remembering(Attention):
+    """Its weights are for whoever looks at the module."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__(form)
+        self.seen: list[object] = []
+
+    def forward(self, x):
+        weights = (x @ x.transpose(-2, -1)).softmax(-1)
+        if self.form == "attribute":
+            self.last = weights
+        else:
+            self.seen.append(weights)
+        return weights @ x
+
+
+@pytest.mark.parametrize("form", ["attribute", "list"])
+def test_what_a_module_keeps_of_its_weights_goes_on_being_kept(form):
+    model, x = Remembering(form).eval(), torch.randn(2, 4, 16)
+    assert probe_facts(Workload(model, [x])).manual_attention == 0
+    kept = [*model.seen, *([model.last] if form == "attribute" else [])]
+    assert all(isinstance(weights, torch.Tensor) for weights in kept)
+
+
+def test_a_hook_on_the_weights_goes_on_being_called():
+    model, x, seen = Attention("einsum").eval(), torch.randn(2, 4, 16), []
+    assert count_manual_attention(model, lambda: model(x)) == 1
+    model.drop.register_forward_hook(lambda *call: seen.append(call))
+    assert count_manual_attention(model, lambda: model(x)) == 0

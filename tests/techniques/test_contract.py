@@ -4,12 +4,17 @@ import os
 import subprocess
 import sys
 import types
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor import config as inductor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import fettle
 from fettle.errors import UsageError
 from fettle.measure import Trial
 from fettle.recipe import Recipe
@@ -26,6 +31,8 @@ from fettle.techniques import (
     probe_facts,
     source,
 )
+from fettle.techniques.cuda_graphs import Graphed
+from fettle.techniques.precision import to_16_bits
 from fettle.tuning._arguments import check_techniques
 from fettle.workload import Workload, leaves, spread
 
@@ -62,8 +69,8 @@ class Tiny(nn.Module):
         return {"logits": self.head(self.drop(x.mean(1))) * gain, "tokens": x}
 
 
-def workload():
-    torch.manual_seed(0)
+def workload(seed):
+    torch.manual_seed(seed)
     return Tiny(), [{"image": torch.randn(2, 3, 16, 16)} for _ in range(4)]
 '''
 
@@ -79,7 +86,7 @@ def target(tmp_path_factory):
 def build(target: Path) -> Workload:
     module = sys.modules["tiny"] = types.ModuleType("tiny")
     exec(compile(target.read_text(), str(target), "exec"), module.__dict__)
-    return Workload(*module.workload())
+    return Workload(*module.workload(0))
 
 
 FACTS = replace(
@@ -333,3 +340,77 @@ def test_a_file_for_live_objects_says_how_to_use_it(capsys):
     text = source(Recipe({"mode": "eval"}), Facts(training=True), heading="A live model, optimised.")
     exec(compile(text, "optimized.py", "exec"), {"__name__": "__main__"})
     assert "from optimized import optimize" in capsys.readouterr().out
+
+
+def test_weights_are_frozen_in_calls_of_the_recipe_only():
+    seen = []
+
+    class Looks(torch.nn.Module):
+        def forward(self, x):
+            seen.append(inductor.freezing)
+            return x
+
+    recipe = Recipe.parse("compile=default freeze=on grad=inference_mode")
+    with torch.compiler.set_stance("force_eager"):
+        load(source(recipe, Facts()), "frozen")(Looks(), [])(torch.rand(2))
+    assert seen == [True]
+    assert not inductor.freezing
+
+
+def test_a_recipe_that_is_applied_in_inference_mode_leaves_weights_that_can_be_exported():
+    model = torch.nn.Linear(3, 2).eval()
+    with torch.inference_mode():
+        fettle.apply(model, "precision=bf16", [torch.rand(2, 3)])
+    assert model.weight.dtype == torch.bfloat16
+    assert not model.weight.is_inference()
+
+
+@pytest.mark.parametrize("level", ["reduce-overhead", "max-autotune", "default"])
+@pytest.mark.parametrize("region", ["whole", "blocks"])
+def test_an_answer_of_a_cuda_graph_is_the_callers_to_keep(level, region):
+    lines = source(Recipe({"compile": level, "region": region}), Facts(device="cuda"))
+    assert ("map_tensors(torch.clone, output)" in lines) == (level != "default")
+    compile(lines, "optimized.py", "exec")
+
+
+def test_a_cuda_graph_holds_the_conversion_of_weights(monkeypatch):
+    """What autocast has converted before is let go with the context, and a graph would read what lies there then."""
+    names = []
+
+    class Capture(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    still = SimpleNamespace(wait_stream=lambda other: None)
+    for name, fake in {
+        "Stream": lambda: still, "current_stream": lambda: still, "stream": lambda one: nullcontext(),
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None), "graph": lambda one: Capture(),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        Graphed(torch.nn.Linear(3, 2))(torch.rand(2, 3))
+    assert sum(name.startswith("_to_copy") for name in names) == 3  # input, weight, bias
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_complex_numbers_stay_complex_beside_16_bits(mode):
+    class Turning(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+            self.register_buffer("turns", torch.polar(torch.ones(2), torch.tensor([0.5, 1.5])))
+
+        def forward(self, x):
+            turned = torch.view_as_complex(self.layer(x).float().unflatten(-1, (2, 2))) * self.turns
+            return torch.view_as_real(turned).flatten(-2)
+
+    model, x = Turning().eval(), torch.randn(2, 4)
+    wanted = model(x)
+    if mode == "training":
+        to_16_bits(model, torch.bfloat16)
+        found = model(x.bfloat16())
+    else:
+        found = fettle.apply(model, "precision=bf16", [x])(x)
+    assert model.layer.weight.dtype == torch.bfloat16
+    assert (found - wanted).norm() < 0.02 * wanted.norm()

@@ -138,6 +138,23 @@ def test_a_model_that_changes_its_buffers_is_not_exported():
         assert not probe_facts(Workload(steady, [batch])).changes_buffers
 
 
+class Keeping(nn.Module):
+    """It keeps its sums in what it is given."""
+
+    def forward(self, x, sums):
+        sums += x
+        return sums.clone()
+
+
+def test_a_model_that_writes_into_its_inputs_gets_no_copies_of_them():
+    batch = (torch.rand(2, 4), torch.full((2, 4), torch.nan))
+    facts = probe_facts(Workload(Keeping().eval(), [(batch[0], torch.zeros(2, 4))]))
+    for text in ("precision=bf16", "runtime=openvino", "runtime=aoti", "runtime=onnxruntime"):
+        assert "writes into what it is given" in conflict(Recipe.parse(text), facts)
+    assert not conflict(Recipe.parse("precision=autocast-bf16"), facts)
+    assert not probe_facts(Workload(lambda x, sums: x + sums, [batch])).changes_inputs
+
+
 @pytest.mark.parametrize("text", ["precision=bf16", "precision=autocast-bf16", "channels_last=on"])
 def test_a_dataclass_as_input_is_changed_inside_and_comes_back_in_float32(text):
     class Adds(nn.Module):

@@ -1,5 +1,7 @@
 """Attention with a decomposed relative-position bias: in tiles it is what it was, in a fraction of the memory."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -130,3 +132,20 @@ def test_the_scores_of_no_more_than_a_tile_are_held() -> None:
     with Watch():
         tiled_attention(query, query, query, torch.randn(2, 256, 16), torch.randn(2, 256, 16), 0.5, tile=4096)
     assert largest <= 2 * 256 * 16  # the bias by row; written out it is 2 x 256 x 256
+
+
+def test_a_copy_has_weights_of_its_own_and_a_call_with_more_is_the_modules() -> None:
+    class Masked(Published):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(x) if mask is None else super().forward(x) * mask
+
+    torch.manual_seed(0)
+    model, x = nn.ModuleList([Masked(4)]).eval()[0], torch.randn(2, 4, 4, 16)
+    fast = fettle.apply(model, "attention=tiled grad=no_grad", [x])
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+        assert not copied(x).any()
+    assert fast(x).any()
+    assert not fast(x, mask=torch.zeros(1)).any()

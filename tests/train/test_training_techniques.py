@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from fettle.recipe import Recipe
-from fettle.techniques import CATALOGUE, Facts, bundles, conflict, load, source
+from fettle.techniques import CATALOGUE, Facts, bundles, conflict, find, load, source
 from fettle.techniques.convolution import convolutions_by_products, the_faster
 from fettle.techniques.optimizer import compile_update
 from fettle.techniques.precision import gradients_to_masters, masters_to_weights
-from fettle.train import Steps, load_training, training_facts
+from fettle.train import Steps, TrainingWorkload, load_training, training_facts
 from fettle.train.steps import intervals_of, step_parts
 from fettle.workload import find_target
 
@@ -367,3 +367,19 @@ def test_what_waits_for_other_ranks_inside_an_operator_is_communication():
               event("aten::mm", 30, 40), event("gloo:all_reduce", 1, 19)]  # fmt: skip
     parts = step_parts([("forward", 0, 40)], intervals_of(events))
     assert {name: size for name, size in parts.items() if size} == {"forward": 19, "communication": 19, "idle": 2}
+
+
+class Rows(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(torch.rand(8, 3))
+
+
+@pytest.mark.parametrize(("given", "why"), [(0, "each worker may give all its rows"), (2, "")])
+def test_workers_that_would_each_give_all_rows_are_not_offered(given, why):
+    model, data = torch.nn.Linear(3, 1), torch.utils.data.DataLoader(Rows(), 4, num_workers=given)
+    work = TrainingWorkload(model, torch.optim.SGD, lambda model, batch: model(batch).mean(), [torch.rand(4, 3)])
+    facts = training_facts(replace(work, data=data))
+    levels = {level.name: level.why_not for level in find("loading").levels(replace(facts, physical_cores=4))}
+    assert why in levels["workers-4"]
+    assert bool(levels["workers-4"]) == bool(why)
+    assert levels["workers-1"] == ""

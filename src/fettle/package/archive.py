@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import lzma
 import stat
 import zipfile
+import zlib
 from pathlib import Path, PurePosixPath
 
 from fettle.errors import UsageError, first_line
@@ -33,7 +35,7 @@ def unzip(archive: Path, folder: Path, *, what: str, max_files: int, folders: bo
     except _Unsound as error:
         raise UsageError(f"{archive} is not a sound {what}: {error}") from error
     # zipfile says NotImplementedError of a compression that it does not know, RuntimeError of a password.
-    except (OSError, zipfile.BadZipFile, RuntimeError, EOFError, ValueError) as error:
+    except (OSError, zipfile.BadZipFile, RuntimeError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
         raise UsageError(f"{archive} cannot be unpacked: {first_line(error)}") from error
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 import tempfile
 import time
@@ -69,7 +70,7 @@ def compiled(
     began = time.perf_counter()
     if is_sound(kept):
         try:
-            program = _load(kept / name)
+            program = _load(kept / name, samples)
             log.info("compiled before: loaded in %.2g s", time.perf_counter() - began)
             return program
         except Exception as error:  # of another system's libraries, say
@@ -79,7 +80,7 @@ def compiled(
             made = Path(scratch) / name
             tuned = _tuned(load_program(folder, device), recipe, samples)
             _compile(tuned, recipe, samples, made)
-            program = _load(made)
+            program = _load(made, samples)
             _compare(program, tuned, samples)
             took_s = time.perf_counter() - began
             try:
@@ -94,11 +95,11 @@ def compiled(
 
 
 def _key(folder: Path, recipe: Recipe, device: str) -> str:
-    """What must be equal for a file to fit: the model, its recipe, the machine, torch, ONNX Runtime where it runs it,
-    and the threads, whose number stands in the code."""
+    """What must be equal for a file to fit: the model, its recipe, how it is compiled, the machine, torch, ONNX Runtime
+    where it runs it, and the threads, whose number stands in the code."""
     digest = hashlib.sha256()
-    for name in (GRAPH, WEIGHTS):
-        with (folder / name).open("rb") as file:
+    for path in (folder / GRAPH, folder / WEIGHTS, Path(__file__)):
+        with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     parts = [recipe.without("grad").levels, device, host_id(), cores(), torch.__version__, torch.get_num_threads()]
     if recipe.levels.get("runtime") == "onnxruntime":
@@ -117,21 +118,20 @@ def _tuned(module: torch.nn.Module, recipe: Recipe, samples: Sequence[torch.Tens
 
 def _compile(tuned: _Tuned, recipe: Recipe, samples: Sequence[torch.Tensor], path: Path) -> None:
     """Export the program once more with the rest of its recipe in it, and compile that to `path`."""
+    from fettle.techniques import exported_program
+
     graph: Any = tuned.module.graph
     places = [node.meta["val"].shape for node in graph.nodes if node.op == "placeholder"]
-    shapes = tuple(
-        {i: torch.export.Dim.AUTO for i, size in enumerate(place) if isinstance(size, torch.SymInt)} for place in places
-    )
+    free = [[dim for dim, size in enumerate(place) if isinstance(size, torch.SymInt)] for place in places]
     examples = [
         tensor.repeat(2, *[1] * (tensor.dim() - 1)) if 0 in dims and len(tensor) == 1 else tensor
-        for tensor, dims in zip(samples, shapes, strict=True)
+        for tensor, dims in zip(samples, free, strict=True)
     ]
     with torch.inference_mode(False), torch.no_grad():
-        examples = [tensor.clone() for tensor in examples]
-        program = torch.export.export(tuned, tuple(examples), dynamic_shapes={"tensors": shapes})
+        program = exported_program(tuned, [_laid_out(tensor, tensor).clone() for tensor in examples], free)
         if path.name == ONNX:
             return _optimise(program, path)
-        options = {"freezing": True} if recipe.levels.get("freeze") == "on" else {}
+        options = {"freezing": recipe.levels.get("freeze") == "on", "aot_inductor.check_lowerbound": False}
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
 
 
@@ -180,16 +180,25 @@ class _Tuned(torch.nn.Module):
         return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
 
 
-def _load(path: Path) -> Callable[..., list[torch.Tensor]]:
-    """What a file holds, ready to be called."""
+def _load(path: Path, samples: Sequence[torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
+    """What a file holds, ready to be called with tensors like the samples, of whatever type and strides."""
+    run: Any
     if path.name == ONNX:
-        return _session(path)
-    # torch's own loader of such libraries, without `torch._inductor`, whose import takes longer than the loading
-    runner = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
-    return lambda *tensors: runner.run(list(tensors))
+        run = _session(path)
+    else:
+        # Else it would read beyond inputs that are larger than the model takes: sizes are not looked at.
+        os.environ.setdefault("AOTI_RUNTIME_CHECK_INPUTS", "1")
+        # torch's own loader of such libraries, without `torch._inductor`, whose import takes longer than the loading
+        run = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1).run
+    return lambda *tensors: run([_laid_out(tensor, sample) for tensor, sample in zip(tensors, samples, strict=True)])
 
 
-def _session(path: Path) -> Callable[..., list[torch.Tensor]]:
+def _laid_out(tensor: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+    """A tensor in the type of the sample and with the strides of its shape, also in dimensions of size 1."""
+    return tensor.to(sample.dtype).reshape(-1).view(tensor.shape)
+
+
+def _session(path: Path) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
     import onnxruntime
 
     options = _session_options()
@@ -197,8 +206,8 @@ def _session(path: Path) -> Callable[..., list[torch.Tensor]]:
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     names = [item.name for item in session.get_inputs()]
 
-    def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        feed = {name: value.detach().contiguous().numpy() for name, value in zip(names, tensors, strict=True)}
+    def run(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        feed = {name: value.detach().numpy() for name, value in zip(names, tensors, strict=True)}
         return [torch.from_numpy(result) for result in session.run(None, feed)]
 
     return run

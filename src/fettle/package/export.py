@@ -226,8 +226,8 @@ def _add_handler(
 def _save_samples(flat: Flat, folder: Path) -> None:
     from safetensors.torch import save_file
 
-    tensors = {name: tensor.detach().cpu().clone() for name, tensor in zip(flat.names, flat.samples, strict=True)}
-    save_file(tensors, folder / SAMPLES)
+    rows = [tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for tensor in flat.samples]
+    save_file(dict(zip(flat.names, rows, strict=True)), folder / SAMPLES)
 
 
 def _judge(

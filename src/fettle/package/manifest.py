@@ -20,6 +20,7 @@ import re
 import shutil
 import tempfile
 import tomllib
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -83,7 +84,10 @@ class Package:
 
 def seal(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest.json`` over the files that are in the folder now."""
-    files = {file.name: _digest(file) for file in sorted(folder.iterdir()) if file.name != MANIFEST}
+    _write(folder, manifest, {file.name: _digest(file) for file in sorted(folder.iterdir()) if file.name != MANIFEST})
+
+
+def _write(folder: Path, manifest: Manifest, files: dict[str, str]) -> None:
     sealed = msgspec.structs.replace(manifest, files=files)
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(sealed), indent=1))
 
@@ -132,16 +136,20 @@ def read_settings(folder: Path, manifest: Manifest) -> ServeSettings:
 
 def write_settings(package: Package, settings: ServeSettings) -> Package:
     """Other settings for a package that is a folder; its manifest is sealed anew."""
-    (package.folder / SETTINGS).write_text(tomli_w.dumps(as_toml_data(settings)), encoding="utf-8")
-    seal(package.folder, package.manifest)
+    path = package.folder / SETTINGS
+    path.write_text(tomli_w.dumps(as_toml_data(settings)), encoding="utf-8")
+    # Only that: a handler that ran has left its bytecode beside the package's own files.
+    _write(package.folder, package.manifest, {**package.manifest.files, SETTINGS: _digest(path)})
     return open_package(package.folder)
 
 
 def unpack(archive: Path, folder: Path) -> Path:
-    """Unpack a package's zip: flat names only, no links, no bombs. Raises `UsageError`; then nothing is left behind."""
+    """Unpack a package's zip: flat names only, no links, no bombs. Raises `UsageError`; then nothing is left behind.
+
+    A folder that it was unpacked to before is taken as it is."""
     if folder.exists():
-        if not (folder / MANIFEST).is_file():
-            raise UsageError(f"{archive} cannot be unpacked: {folder} is in the way")
+        if not _is_from(archive, folder):
+            raise UsageError(f"{archive} cannot be unpacked: {folder} is in the way, and holds something else")
         return folder
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
@@ -152,6 +160,18 @@ def unpack(archive: Path, folder: Path) -> Path:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder
+
+
+def _is_from(archive: Path, folder: Path) -> bool:
+    """Whether a folder holds what the archive does, but for settings, which may have been changed since."""
+    try:
+        with zipfile.ZipFile(archive) as file, file.open(MANIFEST) as packed:
+            texts = packed.read(_MAX_TEXT), read_bytes(folder / MANIFEST, _MAX_TEXT)
+        found = [msgspec.json.decode(text, type=Manifest) for text in texts]
+    except Exception:  # no package, or a damaged one
+        return False
+    one, other = (msgspec.structs.replace(each, files={**each.files, SETTINGS: ""}) for each in found)
+    return one == other
 
 
 def check_name(name: str, version: str) -> None:

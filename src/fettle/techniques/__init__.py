@@ -34,6 +34,7 @@ from fettle.techniques._catalogue import (
     respelled,
     uses_ranks,
 )
+from fettle.techniques._exported import exported_program
 from fettle.techniques._facts import parts_lines, parts_sentence
 from fettle.techniques._host import cpu_flags, installed
 from fettle.techniques._kept import keep_converted, tally
@@ -73,6 +74,7 @@ __all__ = [
     "cpu_flags",
     "enlarged",
     "environment",
+    "exported_program",
     "factors",
     "find",
     "for_parts",

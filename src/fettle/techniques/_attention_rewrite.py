@@ -55,6 +55,8 @@ def kind_of(node: Any, module: torch.nn.Module) -> str:
         return ""
     if node.op == "call_module":
         child = module.get_submodule(str(node.target))
+        if child._forward_hooks or child._forward_pre_hooks:  # somebody looks at the weights
+            return ""
         if isinstance(child, torch.nn.Dropout):
             return "" if child.training and child.p else "nothing"
         return "softmax" if isinstance(child, torch.nn.Softmax) and child.dim == -1 else ""
@@ -166,7 +168,10 @@ def rewrite_graph(graph: torch.fx.Graph, module: torch.nn.Module) -> int:
 
 def manual_attention(model: torch.nn.Module, run: Any) -> list[Any]:
     """Modules with attention written out, seen while `run()` calls the model, with a rewritten forward each."""
+    import copy
     import inspect
+
+    from torch.utils import _pytree as pytree
 
     stack: list[Any] = []
     found: dict[int, Any] = {}
@@ -210,12 +215,19 @@ def manual_attention(model: torch.nn.Module, run: Any) -> list[Any]:
             fixed = {name: value for name, value in given.items() if not isinstance(value, torch.Tensor)}
             if not all(value is None or isinstance(value, (bool, int, float, str)) for value in fixed.values()):
                 continue  # a tuple of tensors, say: out of reach of the trace
-            graph = Tracer().trace(module, concrete_args=fixed)
-            if rewrite_graph(graph, module):
-                traced = torch.fx.GraphModule(module, graph)
+            twin = copy.copy(module)
+            containers = [(now, copy.copy(now)) for now in vars(module).values() if type(now) in (list, dict)]
+            graph = Tracer().trace(twin, concrete_args=fixed)
+            remembers = any(isinstance(leaf, torch.fx.Proxy) for leaf in pytree.tree_leaves(vars(twin)))
+            for now, then in containers:
+                now.clear()
+                now.extend(then) if isinstance(now, list) else now.update(then)
+            if not remembers and rewrite_graph(graph, module):
+                traced = torch.fx.GraphModule(twin, graph)
                 traced.graph.eliminate_dead_code()
                 traced.recompile()
-                rewritten.append((module, type(traced).forward, list(given), fixed))
+                constants = {name: value for name, value in vars(twin).items() if name not in vars(module)}
+                rewritten.append((module, type(traced).forward, list(given), fixed, constants))
         except Exception:  # what cannot be traced stays as it is
             continue
     return rewritten
@@ -232,8 +244,19 @@ def switch_processors(model: torch.nn.Module, dry: bool = False) -> int:
     return len(manual)
 
 
+def as_traced(module: Any, original: Any, forward: Any, defaults: Any, fixed: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call of a module by its rewritten `forward`, or by the `original` where the call has another form."""
+    given = {**defaults, **dict(zip(defaults, args)), **kwargs}  # noqa: B905
+    for name, value in given.items():  # the trace holds for calls of one form only
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor == (name in fixed) or (not is_tensor and value != fixed[name]):
+            return original(*args, **kwargs)
+    return forward(module, *args, **kwargs)
+
+
 def rewrite_attention(model: torch.nn.Module, run: Any) -> None:
     """Rewrite all attention that is written out by hand; an error when there is none that can be."""
+    import functools
     import inspect
     import logging
 
@@ -242,23 +265,12 @@ def rewrite_attention(model: torch.nn.Module, run: Any) -> None:
     if not rewritten and not processors:
         raise RuntimeError(f"attention: matched 0 of {sum(1 for _ in model.modules())} modules")
 
-    def replace(module: Any, forward: Any, names: Any, fixed: Any) -> None:
-        original = module.forward
-        parameters = inspect.signature(original).parameters
+    for module, forward, names, fixed, constants in rewritten:
+        vars(module).update(constants)
+        parameters = inspect.signature(module.forward).parameters
         defaults = {name: parameters[name].default for name in names}
-
-        def attention_forward(*args: Any, **kwargs: Any) -> Any:
-            given = {**defaults, **dict(zip(names, args)), **kwargs}  # noqa: B905
-            for name, value in given.items():  # the trace holds for calls of this form only
-                is_tensor = isinstance(value, torch.Tensor)
-                if is_tensor == (name in fixed) or (not is_tensor and value != fixed[name]):
-                    return original(*args, **kwargs)
-            return forward(module, *args, **kwargs)
-
-        module.forward = attention_forward
-
-    for each in rewritten:
-        replace(*each)
+        # A partial function, whose copy belongs to the module's copy
+        module.forward = functools.partial(as_traced, module, module.forward, forward, defaults, fixed)
     logging.getLogger("optimized").info("attention: %d modules use SDPA now", len(rewritten) + processors)
 
 
@@ -269,6 +281,6 @@ def count_manual_attention(model: torch.nn.Module, run: Any) -> int:
 
 REWRITE = (
     attend, kind_of, argument, operands, leads_to_product, read_scores, rewrite_graph, manual_attention,
-    switch_processors, rewrite_attention,
+    switch_processors, as_traced, rewrite_attention,
 )  # fmt: skip
 """All that `rewrite_attention` needs in a file of its own."""

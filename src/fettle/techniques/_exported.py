@@ -4,14 +4,7 @@ from typing import Any
 
 import torch
 
-
-def spread(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of one batch."""
-    if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
-        return batch, {}
-    if type(batch) is dict:
-        return (), batch
-    return (batch,), {}
+from fettle.workload import spread
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
@@ -58,11 +51,16 @@ class Exported:
     `batches` that the engine is for. `free` has for each tensor the dimensions that may have any size.
 
     The first few shapes, `own`, have an engine each, for that is the fastest. All others share one, in which those
-    dimensions are free in which shapes have differed so far. Where the model or the runtime allows no such engine each
-    shape has its own, `MOST` at a time; where one cannot be built, after others could, the model itself answers.
+    dimensions are free in which shapes have differed so far; its first answer for each shape is held against the
+    model's. Where the model or the runtime allows no such engine, or it is wrong, a shape has its own, `MOST` at a
+    time; where one cannot be built, after others could, the model itself answers.
     """
 
+    from threading import RLock
+
     MOST = 64
+    BUILDING = RLock()
+    """One engine is built at a time, whichever threads call."""
 
     def __init__(self, model: torch.nn.Module, build: Any, batches: Any = (), own: int = 4) -> None:
         self.model = model
@@ -72,23 +70,25 @@ class Exported:
         self.samples = [self.given(*spread(batch)) for batch in batches]
         self.engines: dict[Any, Any] = {}  # by all that a call is given but the values of tensors
         self.shared: dict[Any, Any] = {}  # by the same without sizes: what is free and the engine; None: there is none
+        self.right: set[Any] = set()  # keys of inputs that the shared engine has answered as the model does
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch.utils import _pytree as pytree
 
         leaves, spec = self.given(args, kwargs)
         key = self.key(leaves, spec)
-        if key not in self.engines:
-            found = self.find(leaves, spec, key)
-            while len(self.engines) >= self.MOST:
-                del self.engines[next(iter(self.engines))]
-            self.engines[key] = found
-        engine, constants, out_spec = self.engines[key]
+        found = self.engines.get(key)
+        if found is None:
+            with self.BUILDING:
+                found = self.engines.get(key) or self.find(leaves, spec, key)
+                while len(self.engines) >= self.MOST:
+                    del self.engines[next(iter(self.engines))]
+                self.engines[key] = found
+        engine, parts, out_spec = found
         if engine is None:
             return self.model(*args, **kwargs)
-        results = iter(engine([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]))
-        # None marks the place of a tensor among the constants that the model returned
-        return pytree.tree_unflatten([next(results) if item is None else item[0] for item in constants], out_spec)
+        results = engine([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        return pytree.tree_unflatten([results[part] if isinstance(part, int) else part[0] for part in parts], out_spec)
 
     def given(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         """Leaves and structure of the arguments, the same in whatever order keywords are written."""
@@ -97,11 +97,13 @@ class Exported:
 
     @staticmethod
     def key(leaves: list[Any], spec: Any) -> Any:
-        """The structure, the shapes and types of the tensors, and the other values."""
-        tensors = [
-            (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        """The structure, the shapes and types of the tensors, and the other values, which `repr` tells apart: 1, 1.0
+        and True are equal."""
+        parts = [
+            (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else repr(leaf)
+            for leaf in leaves
         ]
-        return (spec, *tensors)
+        return (spec, *parts)
 
     @staticmethod
     def kind(key: Any) -> Any:
@@ -126,7 +128,11 @@ class Exported:
             shared = self.shared.get(kind, ([[]] * len(free), None))
             if shared and any({*new} - {*old} for new, old in zip(free, shared[0], strict=True)):
                 shared = self.shared[kind] = self.free_engine(alike, spec, free)
+                self.right.clear()
+            elif shared and key not in self.right and not self.is_right(shared[1], leaves, spec):
+                shared = None
             if shared:
+                self.right.add(key)
                 return shared[1]
         try:
             return self.make(leaves, spec, like_it, [])
@@ -135,6 +141,16 @@ class Exported:
                 raise
             self.say("inputs of other sizes are left to the model itself", error)
             return None, (), spec
+
+    def is_right(self, made: Any, leaves: list[Any], spec: Any) -> bool:
+        """Whether the shared engine answers inputs of a size that is new as the model does: a model may do something
+        else from some size on, and an engine has the one way that its example took."""
+        try:
+            self.check(made, leaves, spec)
+        except Exception as error:
+            self.say("this size has an engine of its own", error)
+            return False
+        return True
 
     @staticmethod
     def say(what: str, why: Any) -> None:
@@ -167,19 +183,21 @@ class Exported:
         """Raise where an engine answers these inputs otherwise than the model, by more than few bits explain."""
         from torch.utils import _pytree as pytree
 
-        if any(type(item[0]) in (int, float) for item in made[1] if item):
+        engine, parts, _ = made
+        if any(isinstance(part, tuple) and type(part[0]) in (int, float) for part in parts):
             raise RuntimeError("the model returns numbers, which may depend on the sizes")
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         with torch.no_grad():
             wanted = [item for item in flatten(self.model(*args, **kwargs))[0] if isinstance(item, torch.Tensor)]
-        found = made[0]([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-        for one, other in zip(wanted, found, strict=True):
+        results = engine([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        for one, other in zip(wanted, [results[part] for part in parts if isinstance(part, int)], strict=True):
             off = (other.double() - one.double()).norm() if one.shape == other.shape else torch.inf
             if not off <= 0.1 * one.double().norm() + 1e-6:
                 raise RuntimeError(f"for other sizes its answer {list(other.shape)} would be wrong")
 
     def make(self, leaves: list[Any], spec: Any, samples: list[Any], free: list[Any]) -> Any:
-        """Build an engine for inputs like `leaves`, and note the structure of the output."""
+        """Build an engine for inputs like `leaves`, and note the structure of the output: of each of its leaves which
+        of the engine's results it is, or a tuple of what it is otherwise."""
         from torch.utils import _pytree as pytree
 
         model, seen = self.model, {}
@@ -195,11 +213,15 @@ class Exported:
                 mixed = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
                 args, kwargs = pytree.tree_unflatten(mixed, spec)
                 results, seen["spec"] = flatten(self.model(*args, **kwargs))
-                seen["constants"] = [None if isinstance(item, torch.Tensor) else (item,) for item in results]
-                # An input that is returned unchanged is cloned: OpenVINO cannot give two tensors one name.
-                own = {id(tensor) for tensor in tensors}
-                results = [item.clone() if id(item) in own else item for item in results]
-                return tuple(item for item in results if isinstance(item, torch.Tensor))
+                given_ids = {id(tensor) for tensor in tensors}
+                places: dict[int, int] = {}
+                seen["parts"] = [
+                    places.setdefault(id(item), len(places)) if isinstance(item, torch.Tensor) else (item,)
+                    for item in results
+                ]
+                # OpenVINO cannot give two tensors one name: what is returned twice is one result, an input is cloned.
+                found = {id(item): item for item in results if isinstance(item, torch.Tensor)}
+                return tuple(item.clone() if number in given_ids else item for number, item in found.items())
 
         def plain(values: list[Any]) -> list[torch.Tensor]:
             return [value.detach().clone() for value in values if isinstance(value, torch.Tensor)]
@@ -207,4 +229,4 @@ class Exported:
         # Tensors that were made in inference mode cannot be traced: leave it, and take copies.
         with torch.inference_mode(False), torch.no_grad():
             engine = self.build(Flat(), plain(leaves), [plain(sample) for sample in samples], free)
-        return engine, seen["constants"], seen["spec"]
+        return engine, seen["parts"], seen["spec"]

@@ -63,6 +63,8 @@ class Facts:
     """In train mode the outputs differ from eval mode: then eval is a precondition, not a choice."""
     changes_buffers: bool = False
     """A forward pass in eval mode changes the module's buffers: running averages, counters, caches."""
+    changes_inputs: bool = False
+    """A forward pass writes into the tensors that it is given."""
     custom_call: bool = False
     """The workload is called through its own `call`, not ``model(...)``."""
     new_tokens: int = 0
@@ -135,6 +137,9 @@ class Facts:
     """Training: those of ``foreach``, ``fused`` that the optimizer has."""
     loader_workers: int = -1
     """Training: worker processes of the DataLoader; -1 where the data is none."""
+    iterable_data: bool = False
+    """Training: the DataLoader's dataset gives its rows in its own order, to each worker all that it does not share
+    out."""
     max_grad_norm: float | None = None
     """Training: what gradients are clipped to."""
     ranks: int = 1
@@ -163,6 +168,11 @@ class Facts:
     def generates(self) -> bool:
         """Whether the workload writes text."""
         return self.new_tokens > 0
+
+    @property
+    def no_copies(self) -> str:
+        """Why the model cannot be given copies of its inputs; empty where it can."""
+        return "the model writes into what it is given, and would be given a copy" if self.changes_inputs else ""
 
     @property
     def not_nvidia(self) -> str:

@@ -135,6 +135,8 @@ class OpenvinoRequest:
             if not any(name.startswith("angle in float32") for name in output.get_names())
         ]  # fmt: skip
         self.kinds = [output.element_type.to_dtype() for output in outputs]
+        # NumPy has no bfloat16: its bits come as float16.
+        self.bits = [torch.bfloat16 if output.element_type.get_type_name() == "bf16" else None for output in outputs]
         self.shapes = [output.get_partial_shape() for output in outputs]
         self.static = all(shape.is_static for shape in self.shapes)
         self.inputs: list[Any] = []
@@ -160,23 +162,27 @@ class OpenvinoRequest:
         self.request.wait()
         if not self.static:
             self.results = [self.request.get_output_tensor(index).data.copy() for index in range(len(self.kinds))]
-        return [torch.from_numpy(array) for array in self.results]
+        found = [torch.from_numpy(array) for array in self.results]
+        return [one if bits is None else one.view(bits) for one, bits in zip(found, self.bits, strict=True)]
 
 
 def openvino_engine(
     flat: torch.nn.Module, tensors: Any, precision: str, samples: Any, level: str, free: Any, part: Any = None
 ) -> Any:
     """The whole batch in one request, all threads on each operator."""
+    from threading import Lock
+
     config = {
         "INFERENCE_PRECISION_HINT": precision,
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
         "PERFORMANCE_HINT": "LATENCY",
     }
-    request = OpenvinoRequest(openvino_compiled(flat, tensors, samples, level, free, part, config))
+    request, lock = OpenvinoRequest(openvino_compiled(flat, tensors, samples, level, free, part, config)), Lock()
 
     def run(values: Any) -> Any:
-        request.start(values)
-        return request.finish()
+        with lock:
+            request.start(values)
+            return request.finish()
 
     return run
 
@@ -188,6 +194,8 @@ def openvino_streams_engine(
 
     No operator waits for another core then. Right only for models whose rows do not depend on each other.
     """
+    from threading import Lock
+
     if any(free):
         raise RuntimeError("a batch is cut into parts of sizes that are known")
     rows = tensors[0].shape[0]
@@ -221,10 +229,13 @@ def openvino_streams_engine(
             if shape.is_static and list(shape.to_shape())[:1] != [size]:
                 raise RuntimeError(f"an output of shape {list(shape.to_shape())} has no row for each of the batch")
 
+    lock = Lock()
+
     def run(values: Any) -> Any:
-        for request, piece in zip(requests, cut(values), strict=True):
-            request.start(piece)
-        results = [request.finish() for request in requests]
+        with lock:
+            for request, piece in zip(requests, cut(values), strict=True):
+                request.start(piece)
+            results = [request.finish() for request in requests]
         return [torch.cat(pieces) for pieces in zip(*results, strict=True)]
 
     return run

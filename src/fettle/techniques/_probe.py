@@ -76,18 +76,18 @@ def _pipeline_facts(workload: Workload, allow_batch: bool) -> Facts:
         child.training and _random_or_batch_dependent(child) for child in module.modules()
     )
     changes = any(one.changes_buffers for one in found.values())
-    whole = _facts(workload, allow_batch, (False, 0, 0, differs, changes))
+    whole = _facts(workload, allow_batch, (False, 0, 0, differs, changes, False))
     return replace(whole, parts=found, seconds=seconds)
 
 
-def _facts(workload: Workload, allow_batch: bool, forward: tuple[bool, int, int, bool, bool]) -> Facts:
+def _facts(workload: Workload, allow_batch: bool, forward: tuple[bool, int, int, bool, bool, bool]) -> Facts:
     model = workload.model
     module = model if isinstance(model, torch.nn.Module) else torch.nn.Module()
     tensors = [leaf for _, leaf in _tensors(workload.inputs[0])]
     parameters = list(module.parameters())
     device = _commonest([tensor.device.type for tensor in [*parameters, *module.buffers(), *tensors]], "cpu")
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in parameters if tensor.is_floating_point()]
-    uses_sdpa, uneven_sdpa, manual_attention, train_mode_differs, changes_buffers = forward
+    uses_sdpa, uneven_sdpa, manual_attention, train_mode_differs, changes_buffers, changes_inputs = forward
     generation = generation_facts(workload)
     return Facts(
         device=device,
@@ -96,6 +96,7 @@ def _facts(workload: Workload, allow_batch: bool, forward: tuple[bool, int, int,
         training=bool(_in_train_mode(workload)),
         train_mode_differs=train_mode_differs,
         changes_buffers=changes_buffers,
+        changes_inputs=changes_inputs,
         custom_call=workload.call is not None or bool(generation),
         **generation,
         calibration_batches=len(workload.calibration),
@@ -196,20 +197,23 @@ class _SeesSdpa(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _forward_facts(workload: Workload) -> tuple[bool, int, int, bool, bool]:
+def _forward_facts(workload: Workload) -> tuple[bool, int, int, bool, bool, bool]:
     """Whether SDPA is called, how often between few tokens and many, how many modules write attention out, whether
-    train mode changes the answers, and whether eval mode changes buffers."""
+    train mode changes the answers, whether eval mode changes buffers, and whether a call changes its inputs."""
     module = workload.model if isinstance(workload.model, torch.nn.Module) else torch.nn.Module()
     training = _in_train_mode(workload)
     differs = any(_random_or_batch_dependent(child) for child in training)
-    watch, manual, changes = _SeesSdpa(), 0, False
+    watch, manual, changes, writes = _SeesSdpa(), 0, False, False
     try:
         with unchanged(workload, module) as model, torch.no_grad():
 
             def outputs() -> Any:
+                nonlocal writes
                 torch.manual_seed(0)
-                batch = copy.deepcopy(workload.inputs[0])  # a model may write into what it is given
-                return workload.run(model, batch)
+                batch = copy.deepcopy(workload.inputs[0])
+                answer = workload.run(model, batch)
+                writes = writes or not _equal(batch, workload.inputs[0])
+                return answer
 
             before = _copies(module)
             with watch:
@@ -226,7 +230,7 @@ def _forward_facts(workload: Workload) -> tuple[bool, int, int, bool, bool]:
                 manual = count_manual_attention(model_in_eval, outputs)
     except Exception:  # the baseline trial will say what is wrong with it
         pass
-    return watch.seen, watch.uneven, manual, differs, changes
+    return watch.seen, watch.uneven, manual, differs, changes, writes
 
 
 def _in_train_mode(workload: Workload) -> list[torch.nn.Module]:
@@ -241,6 +245,15 @@ def _in_train_mode(workload: Workload) -> list[torch.nn.Module]:
     except NotImplementedError:
         return []
     return training
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two trees hold the same dense tensors, NaN where NaN was."""
+    mine, theirs = _tensors(one), _tensors(other)
+    return len(mine) == len(theirs) and all(
+        a.layout != torch.strided or torch.equal(a, b) or torch.equal(a.nan_to_num(), b.nan_to_num())
+        for (_, a), (_, b) in zip(mine, theirs, strict=True)
+    )
 
 
 def _copies(module: torch.nn.Module) -> dict[str, torch.Tensor]:

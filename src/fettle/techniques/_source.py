@@ -20,9 +20,9 @@ from typing import Any
 from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts, Technique
 from fettle.techniques._catalogue import changed, changed_by_part
-from fettle.techniques._exported import spread
 from fettle.techniques._generation import writing
 from fettle.techniques._pipeline import Part, calls_of_parts, put_part
+from fettle.workload import spread
 
 _BEFORE_START = ("LD_PRELOAD", "MALLOC_CONF")
 """Variables that a process which is running already takes no notice of."""
@@ -42,11 +42,13 @@ def load():
     """Build the workload that was tuned: its model, sample batches and call."""
     import importlib
     import importlib.util
+    import inspect
     import sys
     from collections import UserDict
 
 {path}{load}
-    made = module.{factory}()
+    factory = module.{factory}
+    made = factory(seed=0) if "seed" in inspect.signature(factory).parameters else factory()
     if isinstance(made, tuple):
         model, batches, call = made[0], made[1], None
     elif isinstance(made, dict):

@@ -19,6 +19,8 @@ def tensorrt_files(flat: torch.nn.Module, tensors: Any, free: Any, options: Any,
 
 def tensorrt_runner(serialized: bytes, tensors: Any) -> Any:
     """A function that runs an engine on tensors like these. Raises RuntimeError where it takes others."""
+    from threading import Lock
+
     import tensorrt
 
     engine = tensorrt.Runtime(tensorrt.Logger(tensorrt.Logger.ERROR)).deserialize_cuda_engine(serialized)
@@ -36,7 +38,7 @@ def tensorrt_runner(serialized: bytes, tensors: Any) -> Any:
     if [about[1:] for about in inputs] != wanted or any(None in about or -1 in about[1] for about in outputs):
         raise RuntimeError(f"the engine takes {inputs} and returns {outputs}")
     own: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    context = engine.create_execution_context()
+    context, lock = engine.create_execution_context(), Lock()
 
     def run(values: Any) -> Any:
         caller = torch.cuda.current_stream()
@@ -44,11 +46,12 @@ def tensorrt_runner(serialized: bytes, tensors: Any) -> Any:
         stream = own if caller == torch.cuda.default_stream() else caller
         kept = [value.detach().contiguous() for value in values]  # alive until the caller's stream has waited
         results = [torch.empty(shape, dtype=dtype, device=kept[0].device) for _, shape, dtype in outputs]
-        for (name, _, _), tensor in zip([*inputs, *outputs], [*kept, *results], strict=True):
-            context.set_tensor_address(name, tensor.data_ptr())
-        stream.wait_stream(caller)
-        if not context.execute_async_v3(stream.cuda_stream):
-            raise RuntimeError("TensorRT could not start the engine")
+        with lock:
+            for (name, _, _), tensor in zip([*inputs, *outputs], [*kept, *results], strict=True):
+                context.set_tensor_address(name, tensor.data_ptr())
+            stream.wait_stream(caller)
+            if not context.execute_async_v3(stream.cuda_stream):
+                raise RuntimeError("TensorRT could not start the engine")
         caller.wait_stream(stream)
         return results
 

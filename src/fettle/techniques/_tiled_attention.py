@@ -71,18 +71,23 @@ def by_flex_attention() -> Any:
     return attend
 
 
-def attend_to_square(module: Any, hidden: torch.Tensor, attention: Any) -> torch.Tensor:
-    """What such a module computes of batch x height x width x channels, its attention by `attention`."""
-    batch, height, width, _ = hidden.shape
+def attend_to_square(
+    module: Any, original: Any, attention: Any, in_tuple: bool, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """What such a module computes of batch x height x width x channels, its attention by `attention`; by the `original`
+    forward where a call has more than that, a mask, say."""
+    if any(other is not None and other is not False for other in (*args, *kwargs.values())):
+        return original(hidden_states, *args, **kwargs)
+    batch, height, width, _ = hidden_states.shape
     heads = getattr(module, "num_attention_heads", None) or module.num_heads
-    mixed = module.qkv(hidden).reshape(batch, height * width, 3, heads, -1)
+    mixed = module.qkv(hidden_states).reshape(batch, height * width, 3, heads, -1)
     query, key, value = mixed.permute(2, 0, 3, 1, 4).unbind(0)
     square = query.unflatten(2, (height, width))
     rows = torch.einsum("bnhwc,hkc->bnhwk", square, relative_positions(height, module.rel_pos_h)).flatten(2, 3)
     columns = torch.einsum("bnhwc,wkc->bnhwk", square, relative_positions(width, module.rel_pos_w)).flatten(2, 3)
     out = attention(query, key, value, rows, columns, query.shape[-1] ** -0.5)
     projected: torch.Tensor = module.proj(out.transpose(1, 2).reshape(batch, height, width, -1))
-    return projected
+    return (projected, None) if in_tuple else projected
 
 
 def with_decomposed_bias(model: torch.nn.Module) -> list[Any]:
@@ -104,7 +109,8 @@ def with_decomposed_bias(model: torch.nn.Module) -> list[Any]:
             with torch.no_grad():
                 answer = module(trial)
                 wanted = answer[0] if isinstance(answer, tuple) else answer
-                near = (attend_to_square(module, trial, in_tiles) - wanted).norm() <= 0.02 * wanted.norm() + 1e-6
+                off = attend_to_square(module, None, in_tiles, False, trial) - wanted
+                near = off.norm() <= 0.02 * wanted.norm() + 1e-6
             if near and wanted.shape == trial.shape:
                 found.append((module, isinstance(answer, tuple)))
         except Exception:  # it takes something else, or has other parts
@@ -116,19 +122,13 @@ def with_decomposed_bias(model: torch.nn.Module) -> list[Any]:
 
 def change_attention(model: torch.nn.Module, attention: Any) -> int:
     """Let `attention` compute attention with a decomposed relative-position bias; how many modules there were."""
-
-    def replaced(module: Any, in_tuple: bool) -> Any:
-        def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            out = attend_to_square(module, hidden_states, attention)
-            return (out, None) if in_tuple else out
-
-        return forward
+    import functools
 
     found = with_decomposed_bias(model)
     if not found:
         raise RuntimeError("no attention with a decomposed relative-position bias was found")
-    for module, in_tuple in found:
-        module.forward = replaced(module, in_tuple)
+    for module, in_tuple in found:  # a partial function, whose copy belongs to the module's copy
+        module.forward = functools.partial(attend_to_square, module, module.forward, attention, in_tuple)
     return len(found)
 
 

@@ -6,12 +6,11 @@ asked for the next loss.
 
 from __future__ import annotations
 
-from typing import Any
-
 from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts, Technique
 from fettle.techniques._catalogue import batch_factor, uses_ranks
 from fettle.techniques._source import codes, module_lines, preamble, text_of
+from fettle.techniques.batch import endless
 
 _MAIN = '''
 
@@ -19,10 +18,12 @@ def load():
     """Build the workload that was tuned: its model, optimizer factory, loss and data."""
     import importlib
     import importlib.util
+    import inspect
     import sys
 
 {path}{load}
-    made = module.{factory}()
+    factory = module.{factory}
+    made = factory(seed=0) if "seed" in inspect.signature(factory).parameters else factory()
     get = made.get if isinstance(made, dict) else lambda name, other=None: getattr(made, name, other)
     return get("model"), get("optimizer"), get("loss"), get("data"), get("steps") or 20
 
@@ -53,12 +54,6 @@ if __name__ == "__main__":
     print("        ...  # the four are what was tuned; break when it is enough")
 """
 """What a file without a factory says when it is run."""
-
-
-def endless(data: Any) -> Any:
-    """The batches of `data` again and again."""
-    while True:
-        yield from data
 
 
 def render_training(

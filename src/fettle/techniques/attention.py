@@ -3,8 +3,8 @@
 from fettle.kernels import DECOMPOSED_ATTENTION
 from fettle.techniques._attention_rewrite import REWRITE
 from fettle.techniques._base import Code, Facts, Level, Recipe, Technique, register
-from fettle.techniques._exported import spread
 from fettle.techniques._tiled_attention import DECOMPOSED
+from fettle.workload import spread
 
 _TRITON = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
 _HF = ("sdpa", "flash_attention_2", "eager")
@@ -32,11 +32,12 @@ class Attention(Technique):
 
     def levels(self, facts: Facts) -> list[Level]:
         manual = "" if facts.manual_attention else "no attention written out by hand was found that can be rewritten"
+        no_bias = "" if facts.decomposed_bias else _NO_BIAS
         found = [
             Level("as-is", "as given"),
             Level("sdpa", "attention written out by hand becomes scaled_dot_product_attention", manual),
             Level("tiled", "a bias by row and column is added tile by tile, and never written out", _tiled(facts)),
-            Level("flex", "torch's FlexAttention, compiled, adds a bias by row and column", _flex(facts)),
+            Level("flex", "torch's FlexAttention, compiled, adds a bias by row and column", no_bias),
             Level("fused", "a bias by row and column is added inside one kernel, and never written out", _fused(facts)),
         ]
         for name in _HF:
@@ -102,10 +103,6 @@ def _tiled(facts: Facts) -> str:
     if not facts.decomposed_bias:
         return _NO_BIAS
     return "" if facts.device == "cpu" else "it is for CPUs: a loop over tiles leaves a GPU idle"
-
-
-def _flex(facts: Facts) -> str:
-    return "" if facts.decomposed_bias else _NO_BIAS
 
 
 def _fused(facts: Facts) -> str:

@@ -7,15 +7,17 @@ import torch
 from fettle.techniques._base import BOTH, Code, Facts, Level, Recipe, Technique, register
 
 
+def endless(data: Any) -> Any:
+    """The batches of `data` again and again."""
+    while True:
+        yield from data
+
+
 def joined(data: Any, count: int) -> Any:
     """The batches of `data` without end, `count` of them joined into one along the first dimension."""
     from torch.utils import _pytree as pytree
 
-    def pull() -> Any:
-        while True:
-            yield from data
-
-    source = pull()
+    source = endless(data)
     while True:
         batches = [next(source) for _ in range(count)]
         leaves, structure = zip(*(pytree.tree_flatten(batch) for batch in batches), strict=True)
@@ -61,5 +63,5 @@ class BatchSize(Technique):
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if facts.mode == "training":
-            return Code(helpers=(joined,), prepare=(f"data = joined(data, {level.removeprefix('x')})",))
+            return Code(helpers=(endless, joined), prepare=(f"data = joined(data, {level.removeprefix('x')})",))
         return Code(prepare=(f"# call it with batches {level.removeprefix('x')} times as large",))

@@ -34,6 +34,8 @@ class ChannelsLast(Technique):
             why_not = "the model is a plain callable"
         elif facts.num_conv == 0:
             why_not = "the model has no 2-D convolution"
+        elif facts.num_4d_inputs and facts.mode == "inference":
+            why_not = facts.no_copies
         return [Level("off", "as given"), Level("on", "torch.channels_last for weights and 4-D inputs", why_not)]
 
     def usual(self, facts: Facts) -> str:

@@ -12,6 +12,7 @@ import torch
 from fettle.techniques._base import BOTH, Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques.allocator import kept
 from fettle.techniques.precision import autocast, computes_in_bf16
+from fettle.workload import map_tensors
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -41,6 +42,10 @@ def compile_blocks(model: torch.nn.Module, **options: Any) -> int:
 
 _SCRIPTED = "the model is TorchScript, which torch.compile does not take"
 FROZEN = {"compile": "default", "freeze": "on"}
+# No option of the compile call: tracing asks for it too, and with the option alone the weights stay inputs of the graph
+# (torch 2.13, torch._dynamo.utils.is_parameter_freezing). Nor for good: other models of the process would be frozen,
+# too, and answer with the weights of their first call ever after.
+FREEZING = ("from torch._inductor import config as inductor", "frozen = inductor.patch(freezing=True)")
 
 
 @register
@@ -96,6 +101,7 @@ class Compile(Technique):
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         options: dict[str, str] = {}
+        helpers: tuple[Any, ...] = ()
         inductor = mode_options(level)
         shapes = recipe.levels.get("shapes")
         if shapes:
@@ -103,12 +109,16 @@ class Compile(Technique):
         if inductor:  # a mode is a bundle of options, and torch takes one or the other
             options["options"] = repr(inductor)
         arguments = ", ".join(f"{name}={value}" for name, value in options.items())
+        separator = ", " if arguments else ""
+        line = f"model.compile({arguments})"
         if recipe.levels.get("region") == "blocks":
-            separator = ", " if arguments else ""
-            return Code(helpers=(blocks_of, compile_blocks), prepare=(f"compile_blocks(model{separator}{arguments})",))
-        if not facts.is_module:
-            return Code(prepare=(f"model = torch.compile(model{', ' if arguments else ''}{arguments})",))
-        return Code(prepare=(f"model.compile({arguments})",))
+            helpers, line = (blocks_of, compile_blocks), f"compile_blocks(model{separator}{arguments})"
+        elif not facts.is_module:
+            line = f"model = torch.compile(model{separator}{arguments})"
+        if inductor.get("triton.cudagraphs") and facts.device == "cuda" and facts.mode == "inference":
+            copied = "output = map_tensors(torch.clone, output)  # the next call writes into the same memory"
+            return Code(helpers=(*helpers, map_tensors), prepare=(line,), outputs=(copied,))
+        return Code(helpers=helpers, prepare=(line,))
 
 
 def mode_options(level: str) -> dict[str, object]:
@@ -142,13 +152,7 @@ class Freeze(Technique):
         return ""
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        # Process-wide, not an option of the compile call: tracing asks for it too, and with the option alone the
-        # weights stay inputs of the graph (torch 2.13, torch._dynamo.utils.is_parameter_freezing).
-        if facts.part:  # of a pipeline, whose other parts may keep theirs
-            return Code(
-                setup=("from torch._inductor import config as inductor",), contexts=("inductor.patch(freezing=True)",)
-            )
-        return Code(setup=("from torch._inductor import config as inductor", "inductor.freezing = True"))
+        return Code(setup=FREEZING, contexts=("frozen",))
 
 
 class _Within(Technique):

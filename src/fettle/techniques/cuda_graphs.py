@@ -13,23 +13,27 @@ class Graphed:
     """A model recorded as a CUDA graph, one for each shape of its input, at the first call with it."""
 
     def __init__(self, model: Any) -> None:
+        from threading import Lock
+
         self.model = model
         self.graphs: dict[Any, Any] = {}
+        self.lock = Lock()  # a graph has one place for its inputs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch.utils import _pytree as pytree
 
         leaves, spec = flatten((args, kwargs))
-        key = (spec, *((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves))
-        if key not in self.graphs:
-            self.graphs[key] = self.record(leaves, spec)
-        graph, inputs, outputs, out_spec = self.graphs[key]
-        for own, given in zip(inputs, leaves, strict=True):
-            if isinstance(own, torch.Tensor):
-                own.copy_(given, non_blocking=True)
-        graph.replay()
-        # copies, since the next replay writes into the same memory
-        results = [item.clone() if isinstance(item, torch.Tensor) else item for item in outputs]
+        key = (spec, *((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves))
+        with self.lock:
+            if key not in self.graphs:
+                self.graphs[key] = self.record(leaves, spec)
+            graph, inputs, outputs, out_spec = self.graphs[key]
+            for own, given in zip(inputs, leaves, strict=True):
+                if isinstance(own, torch.Tensor):
+                    own.copy_(given, non_blocking=True)
+            graph.replay()
+            # copies, since the next replay writes into the same memory
+            results = [item.clone() if isinstance(item, torch.Tensor) else item for item in outputs]
         return pytree.tree_unflatten(results, out_spec)
 
     def record(self, leaves: list[Any], spec: Any) -> Any:
@@ -45,8 +49,10 @@ class Graphed:
                 self.model(*args, **kwargs)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
+        torch.clear_autocast_cache()  # weights in 16 bits that are there already would be no part of the graph
         with torch.cuda.graph(graph):
             output = self.model(*args, **kwargs)
+        torch.clear_autocast_cache()
         return (graph, inputs, *flatten(output))
 
 
@@ -65,6 +71,10 @@ class CudaGraphs(Technique):
             why_not = "the work is not on a CUDA device"
         elif facts.custom_call:
             why_not = "the workload has a call of its own, and a graph holds one forward"
+        elif facts.changes_buffers:
+            why_not = "the model changes its own buffers when it is called, and recording calls it several times"
+        else:
+            why_not = facts.no_copies
         return [Level("off", "as given"), Level("on", "the forward pass is recorded and replayed", why_not)]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:

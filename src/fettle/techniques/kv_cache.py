@@ -12,6 +12,7 @@ import torch
 from fettle.generate.decoding import Kept
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._generation import NO_TEXT
+from fettle.techniques.compile import FREEZING
 from fettle.techniques.runtime import STATEFUL
 
 BLOCK = 64
@@ -180,12 +181,16 @@ class KvCache(Technique):
         options: dict[str, Any] = {}
         if facts.device == "cuda":
             options["mode"] = "reduce-overhead"
-        setup: tuple[str, ...] = ("torch._dynamo.config.recompile_limit = 64  # a graph for each number of rows",)
-        if level == "static-frozen":
-            setup += ("from torch._inductor import config as inductor", "inductor.freezing = True")
+        setup = ("torch._dynamo.config.recompile_limit = 64  # a graph for each number of rows",)
+        frozen = level == "static-frozen"
         prompts = ", prompts=True" if level == "static-prompts" else ""
         decoder = f"Static(model, {tokens}, compile={options}, compiled={ahead}{prompts})"
-        return Code(helpers=(attention_of_few, compiled, Static), setup=setup, decoder=decoder)
+        return Code(
+            helpers=(attention_of_few, compiled, Static),
+            setup=(*setup, *(FREEZING if frozen else ())),
+            contexts=("frozen",) if frozen else (),
+            decoder=decoder,
+        )
 
 
 AHEAD = 6

@@ -36,6 +36,8 @@ class Loading(Technique):
         for count in (0, 1, 2, 4):
             same = f"the loader has {count} already" if count == facts.loader_workers else ""
             many = f"there are {facts.physical_cores} cores" if count > facts.physical_cores else ""
+            if facts.iterable_data and count > 1 >= facts.loader_workers:
+                many = "the dataset is iterable: each worker may give all its rows"
             levels.append(Level(f"workers-{count}", f"{count} worker processes", why_not or same or many))
         return levels
 

@@ -37,9 +37,17 @@ def masters_to_weights(masters: list[torch.nn.Parameter], weights: list[torch.nn
         weight.copy_(master)
 
 
+def to_dtype(model: Any, dtype: torch.dtype) -> None:
+    """Convert a model's floating tensors. Complex ones, which `model.to` would make real, stay what they are."""
+    if any(tensor.is_complex() for tensor in (*model.parameters(), *model.buffers())):
+        model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    else:
+        model.to(dtype)
+
+
 def to_16_bits(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Convert a model's weights; batch norms stay in float32, for their running averages change by small amounts."""
-    model.to(dtype)
+    to_dtype(model, dtype)
     for module in model.modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
             module.float()
@@ -72,11 +80,12 @@ class Precision(Technique):
         fp16 = "" if facts.device != "cpu" or "avx512_fp16" in facts.cpu_flags else "this CPU has no float16 arithmetic"
         other = "" if facts.mode == "inference" else "small updates are lost without float32 weights: see bf16-master"
         masters = "" if facts.mode == "training" else "it is for training"
+        copies = facts.no_copies
         return [
             Level("fp32", "as given"),
-            Level("bf16", "weights and activations in bfloat16", given or whole or other),
+            Level("bf16", "weights and activations in bfloat16", given or whole or other or copies),
             Level("autocast-bf16", "float32 weights, bfloat16 where autocast thinks it safe", given),
-            Level("fp16", "weights and activations in float16", given or whole or fp16 or other),
+            Level("fp16", "weights and activations in float16", given or whole or fp16 or other or copies),
             Level("autocast-fp16", "float32 weights, float16 where autocast thinks it safe", given or fp16),
             Level("bf16-master", "weights in bfloat16, the optimizer on float32 masters of them", given or masters),
         ]
@@ -113,14 +122,14 @@ class Precision(Technique):
             batch = (f"batch = cast(batch, {dtype})",)
             if recipe.levels.get("optimizer") == "compiled":  # what goes between weights and masters is in its update
                 return Code(
-                    helpers=(map_tensors, cast, to_16_bits),
+                    helpers=(map_tensors, cast, to_dtype, to_16_bits),
                     prepare=prepare,
                     batch=batch,
                     clipped="weights",
                     after_step=("for weight in weights:", "    weight.grad = None"),
                 )
             return Code(
-                helpers=(map_tensors, cast, to_16_bits, gradients_to_masters, masters_to_weights),
+                helpers=(map_tensors, cast, to_dtype, to_16_bits, gradients_to_masters, masters_to_weights),
                 prepare=prepare,
                 batch=batch,
                 before_step=("gradients_to_masters(weights, parameters)",),
@@ -145,8 +154,8 @@ class Precision(Technique):
                 return Code(contexts=(autocast,))
             return Code(helpers=(map_tensors, widen), contexts=(autocast,), outputs=outputs)
         return Code(
-            helpers=(map_tensors, cast, widen),
-            prepare=(f"model.to({dtype})",),
+            helpers=(map_tensors, cast, widen, to_dtype),
+            prepare=(f"to_dtype(model, {dtype})",),
             inputs=(f"args, kwargs = cast(args, {dtype}), cast(kwargs, {dtype})",),
             outputs=outputs,
         )

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 import torch
 
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
-from fettle.techniques._exported import spread
 from fettle.techniques.compile import FROZEN
 from fettle.techniques.runtime import AS_GIVEN
+from fettle.workload import spread
 
 
 def quiet_torchao() -> None:

@@ -123,6 +123,7 @@ class Ragged(Technique):
             why_not = "no argument is a mask of rows that are filled up at their end"
         elif facts.padding.share < _LEAST:
             why_not = f"{facts.padding.share:.0%} of the places are padding"
+        why_not = why_not or facts.no_copies
         longest = facts.padding.longest if facts.padding else 1.0
         full = "every batch has a row without padding" if longest > 1 - _LEAST else ""
         return [

@@ -9,13 +9,14 @@ import torch
 from fettle.recipe import factor_name
 from fettle.techniques._algebra import ALGEBRA
 from fettle.techniques._base import Bundle, Code, Facts, Learned, Level, Recipe, Technique, register
-from fettle.techniques._exported import Exported, exported_program, flatten, spread
+from fettle.techniques._exported import Exported, exported_program, flatten
 from fettle.techniques._generation import NO_TEXT
 from fettle.techniques._openvino import MODEL, openvino_engine, openvino_streams_engine
 from fettle.techniques._openvino_int8 import CHOOSING
 from fettle.techniques._openvino_text import TEXT
 from fettle.techniques._tensorrt import tensorrt_engine, tensorrt_files, tensorrt_runner
 from fettle.techniques.compile import mode_options
+from fettle.workload import spread
 
 
 def aoti_files(flat: torch.nn.Module, tensors: Any, free: Any, options: Any, folder: str) -> None:
@@ -28,10 +29,17 @@ def aoti_engine(flat: torch.nn.Module, tensors: Any, free: Any, options: Any) ->
     """The model compiled ahead of time to a shared library."""
     import tempfile
 
+    # The library takes it that its inputs lie in memory as the examples did, and does not look.
+    last, plain = torch.channels_last, torch.contiguous_format
+    layouts = [last if not t.is_contiguous() and t.is_contiguous(memory_format=last) else plain for t in tensors]
+
+    def laid_out(values: Any) -> Any:
+        return [value.contiguous(memory_format=layout) for value, layout in zip(values, layouts, strict=True)]
+
     with tempfile.TemporaryDirectory() as folder:
-        aoti_files(flat, tensors, free, options, folder)
+        aoti_files(flat, laid_out(tensors), free, options, folder)
         runner = torch._inductor.aoti_load_package(f"{folder}/model.pt2")
-    return lambda values: runner(*values)
+    return lambda values: runner(*laid_out(values))
 
 
 def exported_engine(flat: torch.nn.Module, tensors: Any, free: Any, options: Any) -> Any:
@@ -42,7 +50,9 @@ def exported_engine(flat: torch.nn.Module, tensors: Any, free: Any, options: Any
     if not isinstance(flat, torch.fx.GraphModule):
         graph = exported_program(flat, tensors).module(check_guards=False)
     compiled: Any = torch.compile(graph, options=options)
-    return lambda values: compiled(*values)
+    if not options.get("triton.cudagraphs"):
+        return lambda values: compiled(*values)
+    return lambda values: [result.clone() for result in compiled(*values)]  # the next call writes into the same memory
 
 
 def onnx_files(flat: torch.nn.Module, tensors: Any, free: Any, options: Any, folder: str) -> None:
@@ -162,6 +172,8 @@ class Runtime(Technique):
             cannot = "the workload has a call of its own, and an exported model has only its forward"
         elif facts.changes_buffers:
             cannot = "the model changes its own buffers when it is called, and in an exported model they stay the same"
+        elif facts.changes_inputs:
+            cannot = facts.no_copies
         elif facts.shapes_vary:
             cannot = "each input calls it in other shapes, and an exported model has one"
         cpu = "" if facts.device == "cpu" else f"the work is on {facts.device}, and this level runs on the CPU"

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
-from fettle.techniques._exported import spread
 from fettle.techniques.runtime import AS_GIVEN, Runtime
+from fettle.workload import spread
 
 
 def is_unet(module: Any) -> bool:
@@ -119,7 +119,7 @@ class Steps:
         if earlier:
             before, older = earlier[0]
             return last + (last - older) * ((time - then) / (then - before))
-        return last
+        return last.clone()  # the caller may write into it
 
     def keep(self, found: Any) -> None:
         """Note what a call that computed everything has found."""

@@ -104,8 +104,8 @@ def few_bits(model: torch.nn.Module, bits: int, parts: int = 0) -> None:
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             turned = type(layer).__name__ == "Conv1D"  # transformers' own linear layer, whose weight is [in, out]
-            if not isinstance(layer, torch.nn.Linear) and not turned:
-                continue
+            if not turned and getattr(type(layer), "forward", None) is not torch.nn.Linear.forward:
+                continue  # one with an adapter, say, computes more than its weight
             weight: Any = layer.weight.T if turned else layer.weight
             total += 1
             if weight.shape[1] % 32 == 0 and weight.is_floating_point():

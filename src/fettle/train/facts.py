@@ -40,6 +40,7 @@ def training_facts(workload: TrainingWorkload, *, allow_batch: bool = False) -> 
         optimizer=type(optimizer).__name__,
         optimizer_levels=tuple(name for name in ("foreach", "fused") if name in optimizer.defaults),
         loader_workers=-1 if loader is None else loader.num_workers,
+        iterable_data=loader is not None and isinstance(loader.dataset, torch.utils.data.IterableDataset),
         max_grad_norm=None if workload.max_grad_norm is None else float(workload.max_grad_norm),
     )
 

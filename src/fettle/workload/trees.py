@@ -15,7 +15,7 @@ Batch = Any
 else is the one argument."""
 
 
-def spread(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def spread(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of one batch. A named tuple or a dataclass is one argument."""
     if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
         return batch, {}
