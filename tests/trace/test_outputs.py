@@ -265,6 +265,13 @@ def test_the_augmented_trace_holds_the_old_and_the_new(tmp_path: Path) -> None:
             T.augment(trace, path)
 
 
+def test_a_trace_that_was_cut_off_is_augmented_as_far_as_it_goes(tmp_path: Path, run_fettle: Run) -> None:
+    path = tmp_path / "t.json.gz"
+    path.write_bytes(training(2000).write(path).read_bytes()[:-500])
+    assert run_fettle("trace", "augment", path, tmp_path / "new.json").code == 0
+    assert b"queue length" in (tmp_path / "new.json").read_bytes()
+
+
 def test_record_then_read(tmp_path: Path, run_fettle: Run) -> None:
     program = tmp_path / "program.py"
     (tmp_path / "beside_the_program.py").write_text("size = 32\n")
