@@ -665,3 +665,69 @@ def test_two_reasons_at_once_are_told_as_a_range(tmp_path: Path) -> None:
     assert compute["low_share"] < compute["high_share"]
     assert compute["low_share"] <= compute["share"] <= compute["high_share"]
     assert shares["time_ns"].sum() == T.critical_path(trace).wall_ns
+
+
+def collective(build: Build, ts: float, dur: float, group: str) -> Build:
+    facts = {"Collective name": "allreduce", "In msg nelems": 10, "Out msg nelems": 10, "dtype": "Float"}
+    more = {"Group size": 2, "Process Group Name": group}
+    return build.kernel("ncclDevKernel_AllReduce", ts, dur, call=ts - 20, stream=20, **facts, **more)
+
+
+def test_clocks_of_ranks_that_share_no_collective_with_the_first(tmp_path: Path) -> None:
+    """Rank 2 is held against rank 1, which shares some with both; ranks 3 and 4 against each other."""
+    ahead = {0: 0, 1: 3_000, 2: 50_000, 3: 700_000, 4: 707_000}
+    traces = []
+    for rank, clock in ahead.items():
+        build = Build(distributedInfo={"rank": rank})
+        for i in range(5):
+            for group, ranks in (("a", (0, 1)), ("b", (1, 2)), ("c", (3, 4))):
+                if rank in ranks:
+                    collective(build, 1000 + 300 * i + 100 * "abc".index(group) + clock, 20, group)
+        traces.append(build.load(tmp_path, f"r{rank}.json"))
+    offsets = clock_offsets(match_collectives(traces))["offset_ns"].to_list()
+    assert offsets == [0, 3_000_000, 50_000_000, 0, 7_000_000]
+    skews = T.arrival(traces)
+    assert skews["group"].value_counts(sort=True)["count"].to_list() == [5, 5, 5]
+    assert skews["skew_ns"].to_list() == [0] * 15
+
+
+@pytest.mark.parametrize("base", ["yesterday", float("nan"), [1], 10**40])
+def test_a_base_time_that_is_not_a_number_is_none(tmp_path: Path, base: object) -> None:
+    traces = [
+        collective(Build(distributedInfo={"rank": rank}, baseTimeNanoseconds=base), 100, 20, "0").load(tmp_path)
+        for rank in (0, 1)
+    ]
+    assert T.arrival(traces)["skew_ns"].to_list() == [0]
+
+
+def test_of_several_devices_the_work_of_the_compared_one_is_matched(tmp_path: Path) -> None:
+    def two_devices(other: float) -> T.Trace:
+        build = Build()
+        for i in range(3):
+            build.step(i, 200 * i, 200).kernel("gemm", 200 * i + 10, 50, call=200 * i + 2, device=0)
+            build.kernel("other", 200 * i + 10, other, call=200 * i + 5, device=1)
+        return build.load(tmp_path)
+
+    result = T.compare(two_devices(20), two_devices(35))
+    assert result.work["name"].to_list() == ["gemm"]
+    assert result.parts["change_ns"].abs().max() == 0  # the busiest device did the same
+
+
+def test_a_range_may_have_what_parts_a_path_in_its_name(tmp_path: Path) -> None:
+    build = Build().step(0, 0, 100).add("user_annotation", "load > run", 10, 50).op("aten::mm", 20, 10)
+    trace = build.kernel("gemm", 40, 10, call=22).load(tmp_path)
+    assert T.identities(trace)["holds"].all()
+    assert T.call_tree(trace)["path"].to_list() == [
+        "ProfilerStep#",
+        "ProfilerStep# > load>run",
+        "ProfilerStep# > load>run > aten::mm",
+    ]
+
+
+def test_a_loader_on_a_thread_of_its_own_holds_no_step_up(tmp_path: Path) -> None:
+    build = Build()
+    for i in range(2):
+        build.step(i, 100 * i, 100).op("aten::mm", 100 * i + 20, 80)
+        build.add("user_annotation", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 100 * i, 90, tid=2)
+        build.add("user_annotation", "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", 100 * i, 10)
+    assert T.loader_waits(build.load(tmp_path))["wait_ns"].to_list() == [10_000, 10_000]

@@ -187,15 +187,18 @@ def short_kernel_name(name: str) -> str:
 
 
 _BYTES_OF_TYPES = {
-    1: "char int8 byte uint8 bool float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz",
-    2: "half float16 bfloat16 short int16",
-    4: "float float32 int int32",
-    8: "double float64 long int64 complexfloat",
-    16: "complexdouble",
+    1: "char, signed char, unsigned char, int8, byte, uint8, bool, "
+    "float8_e4m3fn, float8_e5m2, float8_e4m3fnuz, float8_e5m2fnuz",
+    2: "half, float16, bfloat16, short, short int, int16",
+    4: "float, float32, int, int32",
+    8: "double, float64, long, long int, int64, complexfloat, complex<float>",
+    16: "complexdouble, complex<double>",
 }
-_WIDTH = {name: width for width, names in _BYTES_OF_TYPES.items() for name in names.split()} | {"unsigned char": 1}
+_WIDTH = {name: width for width, names in _BYTES_OF_TYPES.items() for name in names.split(", ")}
 
 
 def dtype_bytes(name: str) -> int | None:
-    """Bytes of an element, from a type's name as profilers write it (`c10::BFloat16`, `float`); None for no dtype."""
+    """Bytes of an element, from a type's name as profilers write it (`c10::BFloat16`, `signed char`); None for no
+    dtype.
+    """
     return _WIDTH.get(name.lower().removeprefix("c10::"))

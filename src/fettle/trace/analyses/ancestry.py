@@ -100,6 +100,13 @@ def outermost(trace: Trace, flags: np.ndarray, rows: Ints) -> Ints:
     return answer
 
 
+def in_no_other(trace: Trace, flags: np.ndarray) -> Ints:
+    """Rows of the flagged host events that lie in no other one."""
+    rows = np.flatnonzero(flags)
+    alone: Ints = rows[outermost(trace, flags, np.flatnonzero(trace.is_host))[rows] == rows]
+    return alone
+
+
 def runs(values: Ints) -> list[tuple[int, int]]:
     """Where equal neighbours begin and stop."""
     begins = np.flatnonzero(np.diff(values, prepend=values[0] - 1 if len(values) else 0)).tolist()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 import polars as pl
@@ -214,7 +214,7 @@ class _Walk:
         entries = self.stop_of.get(thread, [])
         at = bisect_left(self.stop_ends.get(thread, []), time)
         # A call that is still running at `time` comes first, then those that ended before.
-        for i in (*range(at, min(at + 2, len(entries))), *range(at - 1, -1, -1)):
+        for i in chain(range(at, min(at + 2, len(entries))), range(at - 1, -1, -1)):
             end, start, number = entries[i]
             if end <= self.low:
                 break

@@ -100,8 +100,7 @@ def _links(trace: Trace) -> list[Finding]:
     unlinked = int((links.launch_rows < 0).sum())
     runtime = np.flatnonzero(trace.kind == Kind.RUNTIME)
     numbered = runtime[trace.column("correlation")[runtime] > 0]
-    launching = np.array(["LaunchKernel" in n or "GraphLaunch" in n for n in trace.names], dtype=bool)
-    launches = numbered[launching[trace.column("name")[numbered]]]
+    launches = numbered[trace.named(lambda name: "LaunchKernel" in name or "GraphLaunch" in name, numbered)]
     lost = int((~np.isin(launches, links.launch_rows)).sum()) if work else 0
     operators = bool((trace.kind == Kind.OPERATOR).any())
     return [
@@ -123,8 +122,8 @@ def _links(trace: Trace) -> list[Finding]:
 def _shared_numbers(trace: Trace) -> int:
     """Launch calls, of one kernel each, to whose number several kernels belong."""
     work, calls = launch_links(trace).known
-    single = np.array([is_launch_call(n) and not is_graph_launch(n) for n in trace.names], dtype=bool)
-    chosen = single[trace.column("name")[calls]] & (trace.kind[work] == Kind.KERNEL)
+    single = trace.named(lambda name: is_launch_call(name) and not is_graph_launch(name), calls)
+    chosen = single & (trace.kind[work] == Kind.KERNEL)
     return int((np.unique(calls[chosen], return_counts=True)[1] > 1).sum())
 
 

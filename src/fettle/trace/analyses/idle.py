@@ -25,7 +25,7 @@ from fettle.trace.analyses.steps import step_windows
 from fettle.trace.analyses.stops import autograd_threads, main_thread
 from fettle.trace.analyses.waits import CAUSES, NUMBER, Held, blocking_calls, device_waits
 from fettle.trace.frames import frame_of, with_rank
-from fettle.trace.intervals import Intervals, gaps, merge, split
+from fettle.trace.intervals import Intervals, gaps, in_turn, merge, split
 from fettle.trace.kinds import Kind, without_address
 from fettle.trace.model import Bools, Ints, Trace, per_trace
 
@@ -95,12 +95,9 @@ def idle_pieces(trace: Trace, device: int) -> pl.DataFrame:
 def _full(trace: Trace) -> tuple[Intervals, npt.NDArray[np.int32]]:
     """When launch calls waited for a slot in a full queue, and the names of the work whose begin freed it."""
     calls, freed = slot_waits(trace)
-    start, end = trace.ts[calls], trace.ts[trace.device_rows[freed]]
-    order = np.argsort(start, kind="stable")
-    start, end = start[order], np.maximum.accumulate(end[order])
-    start = np.maximum(start, np.concatenate([start[:1], end[:-1]]))  # several threads may wait at once
-    names = trace.column("name")[trace.device_rows[freed[order]]].astype(np.int32)
-    return (start, np.maximum(end, start)), names
+    work = trace.device_rows[freed]
+    start, end, which = in_turn(trace.ts[calls], trace.ts[work])  # several threads may wait at once
+    return (start, end), trace.column("name")[work[which]].astype(np.int32)
 
 
 def _cut(pieces: _Pieces, cause: str, windows: Intervals, names: npt.NDArray[np.int32], inside: str) -> _Pieces:

@@ -127,8 +127,11 @@ def call_blocks(trace: Trace, device: bool, depth: int = 12, python: bool = Fals
 
 
 def _merged_names(trace: Trace) -> tuple[Ints, list[str]]:
-    """A number for each event's name and the text of each number: steps are one name, objects' addresses are cut."""
-    cut = ["ProfilerStep#" if n.startswith("ProfilerStep#") else without_address(n) for n in trace.names]
+    """A number for each event's name and the text of each number: steps are one name, objects' addresses are cut, and
+    what parts the names of a path is in none of them.
+    """
+    names = (without_address(name).replace(" > ", ">") for name in trace.names)
+    cut = ["ProfilerStep#" if name.startswith("ProfilerStep#") else name for name in names]
     number = {name: i for i, name in enumerate(dict.fromkeys(cut))}
     table = np.array([number[n] for n in cut], dtype=np.int64)
     return table[trace.column("name")], list(number)
@@ -148,8 +151,7 @@ def kernel_sequences(trace: Trace, operator: str = "", *, min_kernels: int = 3, 
     Only the outermost matching operators count, and sequences of `min_kernels` kernels or more. Columns: rank,
     operator, kernels (names in launch order, joined by ` -> `), length, count, device_ns, host_ns (of the operators).
     """
-    matches = np.array([operator in n for n in trace.names], dtype=bool)
-    flags = (trace.kind == Kind.OPERATOR) & matches[trace.column("name")]
+    flags = (trace.kind == Kind.OPERATOR) & trace.named(lambda name: operator in name)
     outer = outermost(trace, flags, np.flatnonzero(trace.is_host))
     rows, calls = launch_links(trace).known
     roots = outer[calls]
@@ -248,8 +250,7 @@ def counters_by_operator(trace: Trace) -> pl.DataFrame | None:
     there are as many of one as of the other. Columns: rank, kernel, operator, top_operator, counter, value.
     """
     ranges = np.flatnonzero(trace.kind == Kind.COUNTER_RANGE)
-    kernels = np.array(["LaunchKernel" in n for n in trace.names], dtype=bool)
-    calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & kernels[trace.column("name")])
+    calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & trace.named(lambda name: "LaunchKernel" in name))
     if not len(ranges) or len(ranges) != len(calls):
         return None
     ranges = ranges[np.argsort(trace.ts[ranges], kind="stable")]

@@ -151,9 +151,9 @@ class Replay:
         launches cost nothing. A call inside another counts from where that one ends.
         """
         calls, trace, low = self.calls, self.trace, self.trace.span[0]
-        uploads = np.array([bool(_UPLOAD.search(n)) for n in trace.names], dtype=bool)
+        uploads = trace.named(_UPLOAD.search, trace.device_rows)
         feeds = np.zeros(len(calls.start), dtype=bool)
-        feeds[self.call_of[uploads[trace.column("name")[trace.device_rows]] & (self.call_of >= 0)]] = True
+        feeds[self.call_of[uploads & (self.call_of >= 0)]] = True
         before = np.empty_like(calls.start)
         loading = np.zeros(len(calls.start))
         lasting = (calls.launches | (calls.stop >= 0)).astype(np.int64)

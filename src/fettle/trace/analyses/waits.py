@@ -17,6 +17,7 @@ import polars as pl
 from fettle.trace.analyses.launches import graph_names, launch_links
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.stops import autograd_threads, main_thread
+from fettle.trace.intervals import in_turn
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Bools, Ints, Trace, per_trace
 from fettle.trace.ordering import order_by
@@ -299,8 +300,7 @@ def _asked_to_wait(trace: Trace, launch: Ints) -> Bools:
     trace: taken for the one that the thread launches on next. Where there are sync events, they know better.
     """
     answer = np.zeros(len(launch), dtype=bool)
-    waits = np.array(["StreamWaitEvent" in n for n in trace.names], dtype=bool)
-    calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & waits[trace.column("name")])
+    calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & trace.named(lambda name: "StreamWaitEvent" in name))
     if not len(calls) or any("Wait" in sync for sync in trace.side["syncs"]["sync"]):
         return answer
     thread = trace.column("thread")
@@ -392,9 +392,6 @@ def blocking_calls(trace: Trace) -> tuple[Ints, Ints, Ints]:
     the cause of what would be `queued_unknown` meanwhile.
     """
     cause = host_stacks(trace).cause == CAUSES_OF_HOST.index("blocking_call")
-    calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & cause & (trace.dur > 0))
-    calls = calls[np.argsort(trace.ts[calls], kind="stable")]
-    end = trace.end[calls]
-    start = np.maximum(trace.ts[calls], np.concatenate([trace.ts[calls][:1], np.maximum.accumulate(end)[:-1]]))
-    keep = end > start
-    return start[keep], end[keep], calls[keep]
+    calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & cause)
+    start, end, which = in_turn(trace.ts[calls], trace.end[calls])
+    return start, end, calls[which]

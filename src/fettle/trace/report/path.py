@@ -161,7 +161,7 @@ class Lanes:
     def threads(self, trace: Trace) -> None:
         """Rows for each host thread, as many as its events are deep: Python functions between them are not drawn."""
         kinds = (Kind.OPERATOR, Kind.RUNTIME, Kind.ANNOTATION)
-        steps_of = np.array([n.startswith("ProfilerStep#") for n in trace.names], dtype=bool)[trace.column("name")]
+        steps_of = trace.named(lambda name: name.startswith("ProfilerStep#"))
         inside = (trace.ts < self.high) & (trace.end > self.low) & np.isin(trace.kind, kinds) & ~steps_of
         host, thread = _longest(trace, np.flatnonzero(inside), TIMELINE_EVENTS), trace.column("thread")
         busy = np.bincount(thread[host], weights=trace.dur[host]) if len(host) else np.zeros(0)
