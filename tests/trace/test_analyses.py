@@ -15,6 +15,7 @@ from fettle.trace.analyses.arrival import clock_offsets, match_collectives
 from fettle.trace.analyses.communication import bus_factor
 from fettle.trace.analyses.idle import missing_information
 from fettle.trace.analyses.launches import launch_links
+from fettle.trace.analyses.operators import counter_sums
 from fettle.trace.kinds import is_collective_name, short_kernel_name
 from tests.trace.build import Build, training
 
@@ -64,7 +65,8 @@ def test_new_collective_names_and_one_rank(tmp_path: Path) -> None:
         "nvshmemi_put",
     ):
         assert is_collective_name(name)
-    for name in ("void gemm<ncclFake>(int)", "Memcpy DtoD (nccl)", "elementwise_kernel", "reduce_kernel<512>"):
+    for name in ("void gemm<ncclFake>(int)", "Memcpy DtoD (nccl)", "elementwise_kernel", "reduce_kernel<512>",
+                 "triton_poi_fused_add_all_reduce_wait_tensor_0"):  # fmt: skip
         assert not is_collective_name(name)
 
 
@@ -542,6 +544,12 @@ def test_rows_that_tie_come_in_one_order(tmp_path: Path) -> None:
     assert again[1].equals(again[2])
 
 
+def test_a_question_of_ranks_of_which_one_has_no_device(tmp_path: Path) -> None:
+    (tmp_path / "host").mkdir()
+    ranks = [Build().op("aten::mm", 0, 20).load(tmp_path / "host"), training(3).load(tmp_path)]
+    assert T.query(ranks, "select * from idle").equals(T.query(ranks[1:], "select * from idle"), null_equal=True)
+
+
 def test_counters_pair_only_where_they_can(tmp_path: Path) -> None:
     build = Build().op("aten::mm", 0, 20).call("cudaLaunchKernel", 5, 2, correlation=1)
     build.add("cuda_profiler_range", "gemm", 100, 5, **{"flops.sum": 12.0})
@@ -550,6 +558,17 @@ def test_counters_pair_only_where_they_can(tmp_path: Path) -> None:
     assert frame.select("operator", "counter", "value").row(0) == ("aten::mm", "flops.sum", 12.0)
     build.call("cudaLaunchKernel", 9, 2, correlation=2)
     assert T.counters_by_operator(build.load(tmp_path)) is None
+
+
+def test_shares_and_averages_among_counters_are_not_added_up(tmp_path: Path) -> None:
+    build = Build().op("aten::mm", 0, 20)
+    for i in (1, 2):
+        build.call("cudaLaunchKernel", 5 * i, 2, correlation=i)
+        share = {"sm__throughput.avg.pct_of_peak_sustained_elapsed": 40.0 * i}
+        build.add("cuda_profiler_range", "gemm", 100 * i, 5, **{"flops.sum": 12.0}, **share)
+    ranges = T.counters_by_operator(build.load(tmp_path))
+    assert ranges is not None
+    assert counter_sums(ranges)["value"].to_list() == [60.0, 24.0]
 
 
 def test_memory_is_joined_to_operators(tmp_path: Path) -> None:
@@ -580,6 +599,17 @@ def test_memory_is_joined_to_operators(tmp_path: Path) -> None:
     assert timeline["device"].to_list() == ["cuda:0"] * 3
     peak = {r["operator"]: r["bytes"] for r in T.memory_peak(trace).to_dicts()}
     assert peak == {"aten::empty": 100, "aten::cat": 50, None: 500}
+
+
+def test_a_full_queue_and_a_module_that_is_loaded_are_no_doing_of_the_profiler(tmp_path: Path) -> None:
+    build = training(3)
+    for name in ("Command Buffer Full", "Lazy Function Loading"):
+        build.add("overhead", name, 0, 200, pid=-1, tid=0)
+    health = T.trace_health(build.load(tmp_path))
+    assert health.uncertain == ()
+    assert "kinds of compilation or module loading inside the trace" in {f.what for f in health.findings}
+    build.add("overhead", "Activity Buffer Request", 0, 200, pid=-1, tid=0)
+    assert "idle" in T.trace_health(build.load(tmp_path)).uncertain
 
 
 def test_health_counts_what_is_missing(tmp_path: Path) -> None:

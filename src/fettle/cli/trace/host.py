@@ -8,7 +8,8 @@ import typer
 from fettle import trace as T
 from fettle.cli.trace.shared import Answer, Json, Rows, question
 from fettle.errors import UsageError
-from fettle.trace.analyses.operators import call_blocks
+from fettle.trace.analyses.attribution import work_by
+from fettle.trace.analyses.operators import call_blocks, counter_sums
 from fettle.trace.frames import joined
 from fettle.trace.model import Trace
 
@@ -25,11 +26,7 @@ def operators(traces: list[Trace]) -> Answer:
     frames = {"operators": table}
     for column in ("module", "line", "forward_operator", "generated"):
         if work[column].null_count() < work.height:
-            frames[column] = (
-                work.group_by("rank", column)
-                .agg(device_ns=pl.col("duration_ns").sum(), kernels=pl.len())
-                .sort("device_ns", column, descending=[True, False])
-            )
+            frames[column] = work_by(work, column)
     cost = "device_ns" if any(t.device_keys for t in traces) else "self_ns"
     by_name = table.group_by("operator", maintain_order=True).agg(pl.col(cost).sum())
     return Answer(frames, chart=lambda charts: charts.bar_chart(by_name, "operator", cost), long=lambda: {"work": work})
@@ -104,12 +101,8 @@ def counters(traces: list[Trace]) -> Answer:
     if not frames:
         raise UsageError("no hardware counters in this trace, or not as many ranges as launches: they cannot be paired")
     frame = pl.concat(frames)
-    sums = (
-        frame.group_by("rank", "operator", "counter")
-        .agg(pl.col("value").sum())
-        .sort("value", "operator", descending=[True, False])
-    )
-    return Answer({"by_operator": sums, "ranges": frame}, chart=lambda charts: charts.counter_chart(sums))
+    frames = {"by_operator": counter_sums(frame, "rank"), "ranges": frame}
+    return Answer(frames, chart=lambda charts: charts.counter_chart(counter_sums(frame)))
 
 
 @question

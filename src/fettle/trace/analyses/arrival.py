@@ -13,6 +13,7 @@ from fettle.trace.intervals import length_within, split
 from fettle.trace.io.fields import integer
 from fettle.trace.kinds import Kind, short_kernel_name, without_address
 from fettle.trace.model import Ints, Trace
+from fettle.trace.ordering import in_groups
 
 _NEAR_NS = 1_000_000
 """How far apart the ends of one collective may be on two ranks where nothing but their ends says that it is one."""
@@ -89,9 +90,9 @@ def _match_by_ends(frame: pl.DataFrame) -> pl.DataFrame:
     keys = [f"alone {i}" for i in range(frame.height)]
     for alike in ends.sort("end").partition_by("stream", "name"):
         at, rank, end = (alike[column].to_numpy() for column in ("at", "rank", "end"))
-        base = np.flatnonzero(rank == reference)
-        for one in np.unique(rank[rank != reference]) if len(base) else ():
-            mine = np.flatnonzero(rank == one)
+        of_rank = dict(in_groups(rank))
+        base = of_rank.pop(reference, rank[:0])
+        for mine in of_rank.values() if len(base) else ():
             to, back = _nearest(end[base], end[mine]), _nearest(end[mine], end[base])
             same = (back[to] == np.arange(len(mine))) & (np.abs(end[base[to]] - end[mine]) <= _NEAR_NS)
             for i, there in zip(at[mine[same]].tolist(), at[base[to[same]]].tolist(), strict=True):

@@ -94,6 +94,12 @@ def attribute_kernels(trace: Trace) -> pl.DataFrame:
     )
 
 
+def work_by(work: pl.DataFrame, column: str) -> pl.DataFrame:
+    """`attribute_kernels` by a column, longest first: rank, that column (null: unknown), device_ns, kernels."""
+    sums = work.group_by("rank", column).agg(device_ns=pl.col("duration_ns").sum(), kernels=pl.len())
+    return sums.sort("device_ns", column, descending=[True, False])
+
+
 def _by_external_id(trace: Trace, rows: Ints, operator: Ints, top: Ints, up: Ancestors) -> None:
     """Work whose launch is unknown can still name its operator by the id that they share."""
     missing = np.flatnonzero(operator < 0)

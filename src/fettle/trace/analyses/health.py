@@ -11,8 +11,11 @@ from fettle.trace.analyses.stacks import host_stacks
 from fettle.trace.analyses.steps import step_summary, steps
 from fettle.trace.analyses.whatif import TRUSTED_ERROR, replay_error
 from fettle.trace.intervals import merge, total
-from fettle.trace.kinds import Kind, is_graph_launch, is_launch_call
+from fettle.trace.kinds import Kind, host_cause, is_graph_launch, is_launch_call
 from fettle.trace.model import Trace
+
+_QUEUE_FULL = "Command Buffer Full"
+"""CUPTI's overhead of a launch that waits for room in the queue."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,9 @@ def _steps(trace: Trace) -> list[Finding]:
 
 def _profiler(trace: Trace) -> list[Finding]:
     rows = np.flatnonzero(trace.kind == Kind.OVERHEAD)
+    # A launch that waits for room in the queue, and a module that is loaded, do so without a profiler too.
+    alike = trace.named(lambda name: name == _QUEUE_FULL or host_cause(name, Kind.OVERHEAD) != "profiler", rows)
+    rows = rows[~alike]
     span = max(trace.span[1] - trace.span[0], 1)
     share = total(merge(trace.ts[rows], trace.end[rows])) / span
     host, python = int(trace.is_host.sum()), int((trace.kind == Kind.PYTHON).sum())

@@ -18,6 +18,7 @@ from fettle.trace.frames import frame_of, with_rank
 from fettle.trace.intervals import length_within, merge, total
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Ints, Trace
+from fettle.trace.ordering import in_groups
 
 SMALL_NS = 10_000
 CONVERSIONS = (
@@ -40,22 +41,18 @@ def threads(trace: Trace) -> pl.DataFrame:
     """
     stacks = host_stacks(trace)
     low, high = trace.span
-    thread_of = trace.column("thread")
+    host = np.flatnonzero(trace.is_host)
     rows = []
     length = stacks.segment_end - stacks.segment_start
     cause = stacks.cause[stacks.segment_row] if len(length) else np.zeros(0, np.int64)
-    operators = np.flatnonzero(trace.kind == Kind.OPERATOR)
-    for thread in np.unique(thread_of[trace.is_host]).tolist():
-        part = stacks.thread_slice(thread)
-        mine = operators[thread_of[operators] == thread]
+    for thread, at in in_groups(trace.column("thread")[host]):
+        part, mine = stacks.thread_slice(thread), host[at]
+        operators = mine[trace.kind[mine] == Kind.OPERATOR]
         sums = np.bincount(cause[part], weights=length[part], minlength=len(CAUSES_OF_HOST)).astype(np.int64)
         busy = int(length[part].sum())
-        inside, events = (
-            total(merge(trace.ts[mine], trace.end[mine])),
-            int((trace.is_host & (thread_of == thread)).sum()),
-        )
+        inside = total(merge(trace.ts[operators], trace.end[operators]))
         share = busy / max(high - low, 1)
-        rows.append((trace.rank, thread, trace.thread_label(thread), events, busy, share, inside, *sums.tolist()))
+        rows.append((trace.rank, thread, trace.thread_label(thread), len(mine), busy, share, inside, *sums.tolist()))
     columns = {"label": str, "events": int, "busy_ns": int, "busy_share": float, "operators_ns": int}
     causes = dict.fromkeys((f"{name}_ns" for name in CAUSES_OF_HOST), int)
     return frame_of(rows, rank=int, thread=int, **columns, **causes).sort("busy_ns", descending=True)
@@ -66,8 +63,7 @@ def parallel_operators(trace: Trace) -> pl.DataFrame:
     operators = np.flatnonzero(trace.kind == Kind.OPERATOR)
     if not len(operators):
         return frame_of([], rank=int, threads=int, time_ns=int, share=float)
-    thread = trace.column("thread")[operators]
-    rows = [operators[thread == one] for one in np.unique(thread)]
+    rows = [operators[at] for _, at in in_groups(trace.column("thread")[operators])]
     starts, ends = map(np.concatenate, zip(*(merge(trace.ts[mine], trace.end[mine]) for mine in rows), strict=True))
     points = np.concatenate([starts, ends])
     order = np.argsort(points, kind="stable")

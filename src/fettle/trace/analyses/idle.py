@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from fettle.trace.analyses.launches import graph_names
 from fettle.trace.analyses.slots import slot_waits
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.steps import step_windows
@@ -26,8 +25,9 @@ from fettle.trace.analyses.stops import autograd_threads, main_thread
 from fettle.trace.analyses.waits import CAUSES, NUMBER, Held, blocking_calls, device_waits
 from fettle.trace.frames import frame_of, with_rank
 from fettle.trace.intervals import Intervals, gaps, in_turn, merge, split
-from fettle.trace.kinds import Kind, without_address
+from fettle.trace.kinds import Kind, is_graph_launch, without_address
 from fettle.trace.model import Bools, Ints, Trace, per_trace
+from fettle.trace.ordering import in_groups
 
 PIECES_AT_ONCE = 1 << 20
 EXPLAINED = 0.10
@@ -191,12 +191,11 @@ def _host_time(trace: Trace, pieces: _Pieces, start: Ints, end: Ints, thread: In
     asked: set[int] = set()
     while len(start):
         next_round: list[tuple[Ints, Ints, Ints, Ints]] = []
-        for one in np.unique(thread):
-            mine = np.flatnonzero(thread == one)
+        for one, mine in in_groups(thread):
             mine = mine[np.argsort(start[mine], kind="stable")]
-            for block in host_stacks(trace).blocks(int(one), start[mine], end[mine]):
+            for block in host_stacks(trace).blocks(one, start[mine], end[mine]):
                 some = mine[block]
-                s, e, row, window = host_stacks(trace).over(int(one), start[some], end[some])
+                s, e, row, window = host_stacks(trace).over(one, start[some], end[some])
                 owner = gap[some][window]
                 cause = np.where(row >= 0, host_stacks(trace).cause[row], 0)
                 name = np.where(row >= 0, names[row].astype(np.int32), np.int32(-1))
@@ -299,7 +298,7 @@ def missing_information(trace: Trace, device: int, step: int | None = None) -> s
             launch = np.full(trace.events.height, -1, dtype=np.int64)
             launch[trace.device_rows] = waits.launch
             by = launch[after]
-            graph = unknown & ~first & (by >= 0) & graph_names(trace)[trace.column("name")[by]]
+            graph = unknown & ~first & (by >= 0) & trace.named(is_graph_launch, by)
             rest = share(unknown & ~first & ~graph)
             if share(graph) > EXPLAINED:
                 text += (

@@ -14,6 +14,7 @@ from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.intervals import merge
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Bools, Ints, Trace, per_trace
+from fettle.trace.ordering import in_groups
 
 # Old versions had no `autograd::engine` range: there the operators themselves show it.
 BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
@@ -172,9 +173,10 @@ def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ..
 def _launched_last(called: Ints, by: Ints, by_call: Ints, when: Ints, thread: Ints) -> Ints:
     """The work that each thread launched last before each time; any other where it launched none."""
     last = np.zeros(len(when), dtype=np.int64)
-    for one in np.unique(thread).tolist():
-        mine, on_thread = by_call[by[by_call] == one], thread == one
-        if len(mine):
+    of_thread = dict(in_groups(by[by_call]))
+    for one, on_thread in in_groups(thread):
+        if one in of_thread:
+            mine = by_call[of_thread[one]]
             last[on_thread] = mine[np.maximum(np.searchsorted(called[mine], when[on_thread]) - 1, 0)]
     return last
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import polars as pl
 
 from fettle.page import Cell, Figure, Table, as_spec
 from fettle.units import size_text
 
+T = TypeVar("T")
 CUT_CHARS = 110
 _OUR_WORDS = ("category", "cause", "change")
 """Columns whose values are our own identifiers: for people, words."""
@@ -30,6 +31,12 @@ class Section:
     def chart(self, title: str, chart: Any) -> None:
         name = re.sub(r"\W+", "-", f"{self.title} {len(self.charts)}").lower()
         self.charts.append(Figure(name, title, title, as_spec(chart)))
+
+    def first(self, some: list[T], most: int, what: str) -> list[T]:
+        """Those that are shown one by one; where there are more, the text says so."""
+        if len(some) > most:
+            self.text += f" Of {len(some)} {what} the first {most} are shown one by one."
+        return some[:most]
 
     def table(self, caption: str, frame: pl.DataFrame, rows: int = 15, keep: str = "") -> None:
         """A table of the first rows; columns that say nothing (one value that is null, empty or the only rank) go,
