@@ -149,7 +149,8 @@ class Trace:
         """Kernels that communicate: known by the profiler's collective arguments, by the operator, or by their name."""
         flags = self.named(is_collective_name)
         flags[self.side["collectives"]["row"].to_numpy()] = True
-        return flags & (self.kind == Kind.KERNEL)
+        flags &= self.kind == Kind.KERNEL
+        return flags
 
     @cached_property
     def cause_of_name(self) -> dict[tuple[int, int], str]:

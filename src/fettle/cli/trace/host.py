@@ -101,8 +101,8 @@ def counters(traces: list[Trace]) -> Answer:
     if not frames:
         raise UsageError("no hardware counters in this trace, or not as many ranges as launches: they cannot be paired")
     frame = pl.concat(frames)
-    frames = {"by_operator": counter_sums(frame, "rank"), "ranges": frame}
-    return Answer(frames, chart=lambda charts: charts.counter_chart(counter_sums(frame)))
+    shown = {"by_operator": counter_sums(frame, "rank"), "ranges": frame}
+    return Answer(shown, chart=lambda charts: charts.counter_chart(counter_sums(frame)))
 
 
 @question

@@ -283,8 +283,8 @@ def _recorded_events(trace: Trace, rows: Ints, key: Ints) -> tuple[Ints, Bools]:
     by_call = by_call[launched[by_call] >= 0]
     lanes: dict[tuple[int, int], Ints] = {}
     for _, at in in_groups(key[by_call]):
-        mine = by_call[at]
-        lanes[int(device[rows[mine[0]]]), int(stream[rows[mine[0]]])] = mine
+        lane = by_call[at]
+        lanes[int(device[rows[lane[0]]]), int(stream[rows[lane[0]]])] = lane
     for row, other, record in waits.select("row", "wait_on_stream", "wait_on_record").iter_rows():
         waited, recorded = time_of.get(int(correlation[row])), time_of.get(record)
         mine, source = lanes.get((int(device[row]), int(stream[row]))), lanes.get((int(device[row]), other))
