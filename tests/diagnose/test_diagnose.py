@@ -12,8 +12,8 @@ import torch
 
 from fettle.cli import main
 from fettle.diagnose import Diagnosis, Finding, diagnose, diagnosis_json
-from fettle.diagnose.collect import collect
-from fettle.diagnose.collectors.memory import kept_alive
+from fettle.diagnose.collect import _settings, collect
+from fettle.diagnose.collectors.memory import kept_alive, weights
 from fettle.diagnose.evidence import Evidence, Operation
 from fettle.diagnose.finding import Verified
 from fettle.diagnose.report import page
@@ -396,6 +396,26 @@ def test_kept_tensors_are_found_while_others_go_away() -> None:
 def test_what_the_next_call_replaces_is_no_leak() -> None:
     state: dict[str, torch.Tensor] = {}
     assert kept_alive(lambda: state.update(last=torch.zeros(4))).tensors == 0
+
+
+def test_a_program_that_sets_tf32_by_its_new_name_is_looked_at() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        assert _settings()["matmul"] == "high"
+    finally:
+        matmul.fp32_precision = before
+    assert _settings()["matmul"] == "highest"
+
+
+def test_weights_that_begin_as_zeros_are_not_stored_twice() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(4)))
+    for layer in (model[0], model[1]):
+        torch.nn.init.zeros_(layer.weight)
+    assert weights(model).duplicate_bytes == 0
+    model[3].weight.data.copy_(model[2].weight)
+    assert weights(model).duplicate_bytes == 1 << 20
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-import fettle.doctor
 from fettle.cli._show import after_spoilers
 from fettle.doctor import (
     Advisories,
@@ -111,7 +110,7 @@ def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     def this_environment(known: Advisories) -> Environment:
         return replace(HEALTHY, variables=dict(HEALTHY.variables) | {"TORCH_COMPILE_DISABLE": "1"}, advisories=known)
 
-    monkeypatch.setattr(fettle.doctor, "this_environment", this_environment)
+    monkeypatch.setattr("fettle.cli.doctor.this_environment", this_environment)
 
 
 def test_a_newer_list_is_used_and_its_age_said(tmp_path: Path, run_fettle, healthy: None) -> None:
@@ -170,6 +169,7 @@ def test_what_a_program_has_set_and_built_is_seen(tmp_path: Path) -> None:
     (found,) = seen.loaders
     assert (found.workers, found.batch_bytes, found.lists) == (3, 4 * 1024, (("paths", 100_000),))
     assert found.folders == (str(tmp_path),)
+    assert found.start_method == torch.multiprocessing.get_context().get_start_method()  # where nobody chose one
 
 
 def test_tf32_by_two_names_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

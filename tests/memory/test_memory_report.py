@@ -92,6 +92,12 @@ def test_every_kind_of_snapshot_can_be_reported(case: str, tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
+def test_no_request_is_asked_of_memory_without_a_cache() -> None:
+    snapshot = parse(healthy_training().data() | {"fettle": {"allocator": "cpu"}})
+    with pytest.raises(UsageError, match="no cache"):
+        analyse(snapshot, request_bytes=MIB)
+
+
 def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot write"):
         write_report(analyse(parse(healthy_training().data())), tmp_path)

@@ -73,6 +73,8 @@ def test_a_gap_is_split_not_labelled(tmp_path: Path) -> None:
         ("python_function", "train.py(12): loop", "python"),
         ("python_function", "<built-in function collect>", "garbage_collection"),
         ("overhead", "Command Buffer Full", "profiler"),
+        ("overhead", "Lazy Function Loading", "compile_or_load"),
+        ("python_function", "opentelemetry/instrumentation/torch.py(7): call", "python"),
         ("user_annotation", "gloo:all_reduce", "other_rank"),
         ("cpu_op", "c10d::barrier", "other_rank"),
         ("cpu_op", "c10d::allreduce_", "operator"),  # it only starts the collective

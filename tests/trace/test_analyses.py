@@ -15,6 +15,7 @@ from fettle.trace.analyses.arrival import clock_offsets, match_collectives
 from fettle.trace.analyses.communication import bus_factor
 from fettle.trace.analyses.idle import missing_information
 from fettle.trace.analyses.launches import launch_links
+from fettle.trace.analyses.operators import counter_sums
 from fettle.trace.kinds import is_collective_name, short_kernel_name
 from tests.trace.build import Build, training
 
@@ -64,7 +65,8 @@ def test_new_collective_names_and_one_rank(tmp_path: Path) -> None:
         "nvshmemi_put",
     ):
         assert is_collective_name(name)
-    for name in ("void gemm<ncclFake>(int)", "Memcpy DtoD (nccl)", "elementwise_kernel", "reduce_kernel<512>"):
+    for name in ("void gemm<ncclFake>(int)", "Memcpy DtoD (nccl)", "elementwise_kernel", "reduce_kernel<512>",
+                 "triton_poi_fused_add_all_reduce_wait_tensor_0"):  # fmt: skip
         assert not is_collective_name(name)
 
 
@@ -542,6 +544,12 @@ def test_rows_that_tie_come_in_one_order(tmp_path: Path) -> None:
     assert again[1].equals(again[2])
 
 
+def test_a_question_of_ranks_of_which_one_has_no_device(tmp_path: Path) -> None:
+    (tmp_path / "host").mkdir()
+    ranks = [Build().op("aten::mm", 0, 20).load(tmp_path / "host"), training(3).load(tmp_path)]
+    assert T.query(ranks, "select * from idle").equals(T.query(ranks[1:], "select * from idle"), null_equal=True)
+
+
 def test_counters_pair_only_where_they_can(tmp_path: Path) -> None:
     build = Build().op("aten::mm", 0, 20).call("cudaLaunchKernel", 5, 2, correlation=1)
     build.add("cuda_profiler_range", "gemm", 100, 5, **{"flops.sum": 12.0})
@@ -550,6 +558,17 @@ def test_counters_pair_only_where_they_can(tmp_path: Path) -> None:
     assert frame.select("operator", "counter", "value").row(0) == ("aten::mm", "flops.sum", 12.0)
     build.call("cudaLaunchKernel", 9, 2, correlation=2)
     assert T.counters_by_operator(build.load(tmp_path)) is None
+
+
+def test_shares_and_averages_among_counters_are_not_added_up(tmp_path: Path) -> None:
+    build = Build().op("aten::mm", 0, 20)
+    for i in (1, 2):
+        build.call("cudaLaunchKernel", 5 * i, 2, correlation=i)
+        share = {"sm__throughput.avg.pct_of_peak_sustained_elapsed": 40.0 * i}
+        build.add("cuda_profiler_range", "gemm", 100 * i, 5, **{"flops.sum": 12.0}, **share)
+    ranges = T.counters_by_operator(build.load(tmp_path))
+    assert ranges is not None
+    assert counter_sums(ranges)["value"].to_list() == [60.0, 24.0]
 
 
 def test_memory_is_joined_to_operators(tmp_path: Path) -> None:
@@ -580,6 +599,17 @@ def test_memory_is_joined_to_operators(tmp_path: Path) -> None:
     assert timeline["device"].to_list() == ["cuda:0"] * 3
     peak = {r["operator"]: r["bytes"] for r in T.memory_peak(trace).to_dicts()}
     assert peak == {"aten::empty": 100, "aten::cat": 50, None: 500}
+
+
+def test_a_full_queue_and_a_module_that_is_loaded_are_no_doing_of_the_profiler(tmp_path: Path) -> None:
+    build = training(3)
+    for name in ("Command Buffer Full", "Lazy Function Loading"):
+        build.add("overhead", name, 0, 200, pid=-1, tid=0)
+    health = T.trace_health(build.load(tmp_path))
+    assert health.uncertain == ()
+    assert "kinds of compilation or module loading inside the trace" in {f.what for f in health.findings}
+    build.add("overhead", "Activity Buffer Request", 0, 200, pid=-1, tid=0)
+    assert "idle" in T.trace_health(build.load(tmp_path)).uncertain
 
 
 def test_health_counts_what_is_missing(tmp_path: Path) -> None:
@@ -665,3 +695,69 @@ def test_two_reasons_at_once_are_told_as_a_range(tmp_path: Path) -> None:
     assert compute["low_share"] < compute["high_share"]
     assert compute["low_share"] <= compute["share"] <= compute["high_share"]
     assert shares["time_ns"].sum() == T.critical_path(trace).wall_ns
+
+
+def collective(build: Build, ts: float, dur: float, group: str) -> Build:
+    facts = {"Collective name": "allreduce", "In msg nelems": 10, "Out msg nelems": 10, "dtype": "Float"}
+    more = {"Group size": 2, "Process Group Name": group}
+    return build.kernel("ncclDevKernel_AllReduce", ts, dur, call=ts - 20, stream=20, **facts, **more)
+
+
+def test_clocks_of_ranks_that_share_no_collective_with_the_first(tmp_path: Path) -> None:
+    """Rank 2 is held against rank 1, which shares some with both; ranks 3 and 4 against each other."""
+    ahead = {0: 0, 1: 3_000, 2: 50_000, 3: 700_000, 4: 707_000}
+    traces = []
+    for rank, clock in ahead.items():
+        build = Build(distributedInfo={"rank": rank})
+        for i in range(5):
+            for group, ranks in (("a", (0, 1)), ("b", (1, 2)), ("c", (3, 4))):
+                if rank in ranks:
+                    collective(build, 1000 + 300 * i + 100 * "abc".index(group) + clock, 20, group)
+        traces.append(build.load(tmp_path, f"r{rank}.json"))
+    offsets = clock_offsets(match_collectives(traces))["offset_ns"].to_list()
+    assert offsets == [0, 3_000_000, 50_000_000, 0, 7_000_000]
+    skews = T.arrival(traces)
+    assert skews["group"].value_counts(sort=True)["count"].to_list() == [5, 5, 5]
+    assert skews["skew_ns"].to_list() == [0] * 15
+
+
+@pytest.mark.parametrize("base", ["yesterday", float("nan"), [1], 10**40])
+def test_a_base_time_that_is_not_a_number_is_none(tmp_path: Path, base: object) -> None:
+    traces = [
+        collective(Build(distributedInfo={"rank": rank}, baseTimeNanoseconds=base), 100, 20, "0").load(tmp_path)
+        for rank in (0, 1)
+    ]
+    assert T.arrival(traces)["skew_ns"].to_list() == [0]
+
+
+def test_of_several_devices_the_work_of_the_compared_one_is_matched(tmp_path: Path) -> None:
+    def two_devices(other: float) -> T.Trace:
+        build = Build()
+        for i in range(3):
+            build.step(i, 200 * i, 200).kernel("gemm", 200 * i + 10, 50, call=200 * i + 2, device=0)
+            build.kernel("other", 200 * i + 10, other, call=200 * i + 5, device=1)
+        return build.load(tmp_path)
+
+    result = T.compare(two_devices(20), two_devices(35))
+    assert result.work["name"].to_list() == ["gemm"]
+    assert result.parts["change_ns"].abs().max() == 0  # the busiest device did the same
+
+
+def test_a_range_may_have_what_parts_a_path_in_its_name(tmp_path: Path) -> None:
+    build = Build().step(0, 0, 100).add("user_annotation", "load > run", 10, 50).op("aten::mm", 20, 10)
+    trace = build.kernel("gemm", 40, 10, call=22).load(tmp_path)
+    assert T.identities(trace)["holds"].all()
+    assert T.call_tree(trace)["path"].to_list() == [
+        "ProfilerStep#",
+        "ProfilerStep# > load>run",
+        "ProfilerStep# > load>run > aten::mm",
+    ]
+
+
+def test_a_loader_on_a_thread_of_its_own_holds_no_step_up(tmp_path: Path) -> None:
+    build = Build()
+    for i in range(2):
+        build.step(i, 100 * i, 100).op("aten::mm", 100 * i + 20, 80)
+        build.add("user_annotation", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 100 * i, 90, tid=2)
+        build.add("user_annotation", "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", 100 * i, 10)
+    assert T.loader_waits(build.load(tmp_path))["wait_ns"].to_list() == [10_000, 10_000]

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from fettle.trace import product_summary, product_table
-from fettle.trace.analyses.flops import Cost, Limits, attention_cost, call_cost, convolution_cost, matrix_cost
+from fettle.trace.analyses.flops import (
+    Cost,
+    Limits,
+    attention_cost,
+    call_cost,
+    convolution_cost,
+    limits_of,
+    matrix_cost,
+)
 from tests.conftest import Run
 from tests.trace.build import Build
 
@@ -104,3 +112,20 @@ def test_the_command(tmp_path: Path, run_fettle: Run) -> None:
     assert run_fettle("trace", "flops", path, "--peak", "100").code == 2
     none = Build().op("aten::relu", 0, 5).write(tmp_path / "none.json")
     assert run_fettle("trace", "flops", none).code == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "gb_per_s"),
+    [("NVIDIA H100 80GB HBM3", 3350), ("NVIDIA H100 PCIe", 2000), ("NVIDIA H200", 4800), ("NVIDIA GH200 480GB", 4000),
+     ("NVIDIA A100-SXM4-80GB", 2039), ("NVIDIA A100-PCIE-40GB", 1555), ("Tesla V100-PCIE-16GB", 900)],
+)  # fmt: skip
+def test_the_roof_is_of_the_very_device(tmp_path: Path, name: str, gb_per_s: float) -> None:
+    limits = limits_of(Build(deviceProperties=[{"name": name}]).op("aten::mm", 0, 1).load(tmp_path))
+    assert limits is not None
+    assert limits.gb_per_s == gb_per_s
+
+
+def test_products_in_8_bits_have_bytes(tmp_path: Path) -> None:
+    shapes = {"Input Dims": [[16, 64], [64, 32]], "Input type": ["signed char", "signed char"]}
+    table = product_table(Build().op("aten::_int_mm", 0, 10, **shapes).load(tmp_path))
+    assert table.row(0, named=True)["bytes"] == 16 * 64 + 64 * 32 + 16 * 32

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fettle.errors import UsageError
-from fettle.trace import load, write_report
+from fettle.trace import call_tree, load, write_report
 from tests.trace import fuzzing
+from tests.trace.build import Build
 
 ANY = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -85,3 +86,15 @@ def test_the_seeds_are_traces(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ten_thousand_mutated_traces_never_crash(tmp_path: Path) -> None:
     assert fuzzing.run_cases(0, 10_000, tmp_path) == []
+
+
+def test_a_few_long_names_above_many_calls_fill_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fettle.trace.analyses.operators._MOST_TEXT", 800_000)
+    build = Build().add("user_annotation", "x" * 8_000, 0, 1000)
+    for i in range(90):
+        build.op(f"op{i}", 2 * i, 1)
+    assert call_tree(build.load(tmp_path)).height == 91
+    for i in range(90, 110):
+        build.op(f"op{i}", 2 * i, 1)
+    with pytest.raises(UsageError, match="too long at depth 6"):
+        call_tree(build.load(tmp_path))

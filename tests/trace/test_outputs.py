@@ -232,6 +232,29 @@ def test_the_report_of_ranks_of_a_cpu_and_beside_an_earlier_trace(tmp_path: Path
     assert "Why was the device idle?" not in page
 
 
+def test_what_is_shown_of_many_ranks_is_said() -> None:
+    from fettle.trace.report.section import Section
+
+    section = Section("t")
+    assert section.first([1, 2], 2, "ranks") == [1, 2]
+    assert section.text == ""
+    assert section.first([1, 2, 3], 2, "ranks") == [1, 2]
+    assert section.text == " Of 3 ranks the first 2 are shown one by one."
+
+
+def test_a_chart_of_many_collectives_reaches_to_the_end_of_the_trace() -> None:
+    from fettle.trace.report.charts.counts import arrival_chart, collective_chart
+    from fettle.trace.report.charts.look import MAX_ROWS
+
+    number = pl.int_range(3 * MAX_ROWS, eager=True)
+    each = pl.DataFrame({"rank": 0, "first_ns": number, "skew_ns": number, "last_rank": 1, "bytes": number + 1,
+                         "duration_ns": 9, "bus_gb_per_s": 1.0, "collective": "all_reduce"})  # fmt: skip
+    assert arrival_chart(each).data["skew_ms"].max() == (3 * MAX_ROWS - 1) / 1e6
+    drawn = collective_chart(each).data
+    assert MAX_ROWS // 2 < drawn.height <= MAX_ROWS
+    assert drawn["bytes"].max() > 2.9 * MAX_ROWS
+
+
 def test_thinned_lines_keep_their_peaks() -> None:
     from fettle.trace.report.charts.lines import thin_steps
     from fettle.trace.report.charts.look import MAX_ROWS
@@ -263,6 +286,13 @@ def test_the_augmented_trace_holds_the_old_and_the_new(tmp_path: Path) -> None:
         assert sum(e["dur"] for e in events if e.get("cat") == "critical_path") == pytest.approx(300)
         with pytest.raises(UsageError):
             T.augment(trace, path)
+
+
+def test_a_trace_that_was_cut_off_is_augmented_as_far_as_it_goes(tmp_path: Path, run_fettle: Run) -> None:
+    path = tmp_path / "t.json.gz"
+    path.write_bytes(training(2000).write(path).read_bytes()[:-500])
+    assert run_fettle("trace", "augment", path, tmp_path / "new.json").code == 0
+    assert b"queue length" in (tmp_path / "new.json").read_bytes()
 
 
 def test_record_then_read(tmp_path: Path, run_fettle: Run) -> None:

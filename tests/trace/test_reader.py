@@ -302,3 +302,29 @@ def test_a_file_of_a_folder_that_cannot_be_read_is_told(tmp_path: Path, run_fett
     said = run_fettle("trace", "account", str(tmp_path))
     assert said.code == 0
     assert "left out of the folder: rank1.json" in " ".join(said.err.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "between"),
+    [
+        (b"aten::\xff", b""),
+        (b"aten::mm", b'{"ph": "X", "cat": "cpu_op", "name": "unended", "pid": 1, "tid": 1, "ts": 1},'),
+    ],
+    ids=["a name that is not UTF-8", "an event without a duration"],
+)
+def test_one_odd_event_costs_the_others_no_digits(tmp_path: Path, name: bytes, between: bytes) -> None:
+    event = b'{"ph": "X", "cat": "cpu_op", "name": "%s", "pid": 1, "tid": 1, "ts": 1700000000000000.%d, "dur": 1.001}'
+    (tmp_path / "t.json").write_bytes(
+        b'{"traceEvents": [%s, %s %s]}' % (event % (name, 123), between, event % (b"aten::add", 457))
+    )
+    trace = load(tmp_path / "t.json", use_sidecar=False)
+    assert trace.ts.tolist() == [1_700_000_000_000_000_123, 1_700_000_000_000_000_457]
+
+
+def test_a_rank_claimed_twice_does_not_push_others_aside(tmp_path: Path) -> None:
+    for name, rank in (("a", 0), ("b", 0), ("c", 1)):
+        Build(distributedInfo={"rank": rank}).op(name, 0, 1).write(tmp_path / f"{name}.json")
+    traces = load_all(tmp_path, use_sidecar=False)
+    assert [(trace.rank, trace.names) for trace in traces] == [(0, ["a"]), (1, ["c"]), (2, ["b"])]
+    assert traces[1].facts.notes == ()
+    assert traces[2].facts.notes == ("rank 0 is claimed by another file too; called 2 here",)

@@ -63,6 +63,16 @@ def test_several_epochs_and_a_loop_inside_a_loop() -> None:
     assert steps.report.steps == 12
 
 
+def test_workers_that_persist_make_no_more_steps() -> None:
+    loader = torch.utils.data.DataLoader(torch.ones(4, 2), num_workers=1, persistent_workers=True)
+    with watch(to=None) as steps:
+        for _ in range(3):
+            for _ in loader:
+                pass
+    assert steps.report is not None
+    assert steps.report.steps == 12
+
+
 def test_any_iterable() -> None:
     def source():
         for number in range(5):

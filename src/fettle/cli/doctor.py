@@ -5,17 +5,28 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from fettle.cli import _show
+from fettle.doctor import (
+    CHECKS,
+    LEVELS,
+    Advisories,
+    Environment,
+    Finding,
+    examine,
+    read_advisories,
+    shipped_advisories,
+    supply_chain,
+    this_environment,
+    this_program,
+)
 from fettle.errors import UsageError
-
-if TYPE_CHECKING:
-    from fettle.doctor import Advisories, Finding
+from fettle.files import read_text
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
@@ -54,16 +65,6 @@ def command(
 
       fettle doctor --lock requirements.lock
     """
-    from fettle.doctor import (
-        CHECKS,
-        LEVELS,
-        examine,
-        read_advisories,
-        shipped_advisories,
-        supply_chain,
-        this_environment,
-    )
-
     if fail_on not in (*LEVELS, "never"):
         raise UsageError(f"--fail-on {fail_on}: write {', '.join(LEVELS)} or never")
     left_out = sorted(set(ignore or ()))
@@ -79,7 +80,6 @@ def command(
     with _show.telling("looking at the environment", quiet=as_json) as show:
         here = this_environment(known)
         if target and not any(supply_chain.compromised(here)):  # what is compromised is not imported
-            from fettle.doctor import this_program
             from fettle.workload import find_target
 
             show(f"building {target}")
@@ -105,9 +105,6 @@ def command(
 
 def _audit(lock: Path, known: Advisories, fail_on: str, as_json: bool) -> None:
     """Hold what a lock pins against the advisories."""
-    from fettle.doctor import Environment, supply_chain
-    from fettle.files import read_text
-
     packages = supply_chain.locked(read_text(lock))
     if not packages:
         raise UsageError(f"{lock} pins nothing: it has no line such as torch==2.13.0")
@@ -121,8 +118,6 @@ def _audit(lock: Path, known: Advisories, fail_on: str, as_json: bool) -> None:
 
 
 def _leave(findings: list[Finding], fail_on: str) -> None:
-    from fettle.doctor import LEVELS
-
     worst = LEVELS.index(fail_on) if fail_on != "never" else -1
     _show.leave(missed=any(LEVELS.index(finding.level) <= worst for finding in findings))
 

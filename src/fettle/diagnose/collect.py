@@ -148,10 +148,20 @@ def _settings() -> dict[str, str]:
     return {
         "anomaly": str(torch.is_anomaly_enabled()),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
-        "matmul": torch.get_float32_matmul_precision(),
+        "matmul": _matmul_precision(),
         "cudnn_benchmark": str(torch.backends.cudnn.benchmark),
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "mkldnn": str(torch.backends.mkldnn.enabled),
         "profiler": str(torch.autograd.profiler._is_profiler_enabled),
         "grad": str(torch.is_grad_enabled()),
     }
+
+
+def _matmul_precision() -> str:
+    """As `torch.get_float32_matmul_precision` calls it, which raises where a program has set it by the new names."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        own = torch.backends.cuda.matmul.fp32_precision
+        chosen = torch.backends.fp32_precision if own == "none" else own  # type: ignore[attr-defined]
+        return {"tf32": "high", "bf16": "medium"}.get(str(chosen), "highest")

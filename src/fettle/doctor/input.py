@@ -80,10 +80,10 @@ def crowded_workers(here: Environment) -> Iterator[Finding]:
 def fork_after_cuda(here: Environment) -> Iterator[Finding]:
     """Workers that are forked from a process with a CUDA context."""
     for loader in here.program.loaders:
-        if here.program.used_cuda and loader.workers and loader.start_method in ("", "fork"):
-            yield warning(f"CUDA was in use before the {loader.workers} workers of {loader.name} are forked.",
-                          "A worker that touches CUDA fails: 'Cannot re-initialize CUDA in forked subprocess'.",
-                          "DataLoader(..., multiprocessing_context='forkserver')")  # fmt: skip
+        if here.program.used_cuda and loader.workers and loader.start_method == "fork":
+            yield note(f"CUDA was in use before the {loader.workers} workers of {loader.name} are forked.",
+                       "That works unless a worker touches CUDA: 'Cannot re-initialize CUDA in forked subprocess'.",
+                       "DataLoader(..., multiprocessing_context='forkserver')  # where one does")  # fmt: skip
 
 
 @check()

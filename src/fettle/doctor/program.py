@@ -178,10 +178,11 @@ def _loader(loader: DataLoader[Any]) -> Loader:
             row_bytes, tensors = sum(item.nbytes for item in row), len(row)
     attributes = list(getattr(dataset, "__dict__", {}).items())
     context = loader.multiprocessing_context
+    default = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     return Loader(
         name=type(dataset).__name__, workers=loader.num_workers, prefetch=loader.prefetch_factor or 2,
         batch_bytes=row_bytes * (loader.batch_size or 1), tensors=tensors,
-        start_method=context.get_start_method() if context else multiprocessing.get_start_method(allow_none=True) or "",
+        start_method=context.get_start_method() if context else default,
         lists=tuple((name, len(value)) for name, value in attributes
                     if isinstance(value, (list, dict)) and len(value) >= _MANY),
         folders=tuple(os.path.abspath(value) for _, value in attributes

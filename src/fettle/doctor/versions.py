@@ -15,6 +15,9 @@ _FAMILY = ("torch", "torchvision", "torchaudio", "torchao", "triton", "torch-fet
 _BUILT_TOGETHER = ("torchvision", "torchaudio")
 _LEAST_DRIVER = {11: "450.80", 12: "525.60", 13: "580.65"}
 """Least driver by major version of CUDA: NVIDIA's *CUDA Compatibility*, "Minor Version Compatibility"."""
+_NEWER_DRIVER = ("/usr/local/cuda*/compat/libcuda.so*", "/usr/local/cuda*/compat/lib*/libcuda.so*")
+"""The libraries of NVIDIA's package for forward compatibility, which let an older driver of a data centre's device run
+a newer CUDA."""
 _INDEX = "pip install --force-reinstall --index-url https://download.pytorch.org/whl/{} {}"
 
 
@@ -93,8 +96,10 @@ def cpu_build(here: Environment) -> Iterator[Finding]:
     built = here.torch_built_for()
     amd = here.files.exists("/dev/kfd")
     if here.gpus and built in ("cpu", "rocm"):
+        build = _build_for(here)
+        mend = _INDEX.format(build, "torch") if build != "cpu" else "update NVIDIA's driver, which is too old for any"
         yield warning(f"torch is a build for {built}, and this machine has {here.gpus[0].name}.",
-                      "The GPU is never used.", _INDEX.format("cu130", "torch"))  # fmt: skip
+                      "The GPU is never used.", mend)  # fmt: skip
     elif amd and not here.gpus and built and built != "rocm":
         yield warning(f"torch is built for {'the CPU' if built == 'cpu' else 'CUDA'}, and this machine has an AMD GPU.",
                       "The GPU is never used.", _INDEX.format("rocm7.2", "torch"))  # fmt: skip
@@ -106,10 +111,14 @@ def driver_too_old(here: Environment) -> Iterator[Finding]:
     built = here.torch_built_for()
     least = _LEAST_DRIVER.get(int(built.partition(".")[0])) if built[:1].isdigit() else None
     if least and here.driver and _numbers(here.driver) < _numbers(least):
-        older = "cu126" if _numbers(here.driver) >= _numbers(_LEAST_DRIVER[12]) else "cpu"
-        yield error(f"torch is built for CUDA {built}, which needs driver {least} or later, and {here.driver} is "
-                    "installed.", "CUDA does not start: 'The NVIDIA driver on your system is too old'.",
-                    f"update NVIDIA's driver, or {_INDEX.format(older, 'torch')}")  # fmt: skip
+        newer = [path for pattern in _NEWER_DRIVER for path in here.files.matching(pattern)]
+        make = note if newer else error
+        why = "CUDA does not start: 'The NVIDIA driver on your system is too old'."
+        build = _build_for(here)
+        other = f", or {_INDEX.format(build, 'torch')}" if build != "cu130" else ""
+        yield make(f"torch is built for CUDA {built}, which needs driver {least} or later, and {here.driver} is "
+                   "installed.", f"{why} Unless it loads {newer[0]}, which some devices may." if newer else why,
+                   f"update NVIDIA's driver{other}")  # fmt: skip
 
 
 @check()
@@ -135,10 +144,9 @@ def no_kernels(here: Environment) -> Iterator[Finding]:
             missing = int(built.partition(".")[0]) >= 13 and gpu.capability < (7, 5)
         if missing:
             listed = f" ({', '.join(here.kernels)})" if here.kernels else ""
-            build = "cu126" if gpu.capability < (7, 5) else "cu130"
             yield error(f"{gpu.name} has compute capability {has}, and this torch has no kernels for it{listed}.",
                         "The first operation fails: 'no kernel image is available for execution on the device'.",
-                        _INDEX.format(build, "torch"))  # fmt: skip
+                        _INDEX.format(_build_for(here), "torch"))  # fmt: skip
 
 
 @check()
@@ -207,6 +215,18 @@ def numpy_two(here: Environment) -> Iterator[Finding]:
     if torch and numpy and _numbers(numpy.version) >= (2,) and _numbers(torch.version) < (2, 3):
         yield error(f"torch {torch.version} was compiled for NumPy 1, and NumPy {numpy.version} is installed.",
                     "Tensors cannot be made of arrays: 'Numpy is not available'.", "pip install 'numpy<2'")  # fmt: skip
+
+
+def _build_for(here: Environment) -> str:
+    """The newest build of torch that driver and devices can run; where only a newer driver could, that for this one."""
+    driver = _numbers(here.driver) or _numbers(_LEAST_DRIVER[13])
+    capabilities = [gpu.capability for gpu in here.gpus if gpu.capability > (0, 0)]
+    if any(capability >= (10, 0) for capability in capabilities):
+        return "cu130"
+    if driver < _numbers(_LEAST_DRIVER[12]):
+        return "cpu"
+    old = any(capability < (7, 5) for capability in capabilities)
+    return "cu126" if old or driver < _numbers(_LEAST_DRIVER[13]) else "cu130"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

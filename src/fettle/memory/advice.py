@@ -77,7 +77,7 @@ def _expandable_segments(
     snapshot: Snapshot, pools: Sequence[Pool], churn: Sequence[Churn], leaks: LeakReport, fit: Fit | None
 ) -> Advice | None:
     """Worth it when free memory is stuck between blocks in use, and it is not on already."""
-    if snapshot.settings.get("expandable_segments") is True or snapshot.segments.expandable.any():
+    if snapshot.expands:
         return None
     reserved = sum(pool.reserved_bytes for pool in pools)
     stuck = sum(pool.non_releasable_bytes for pool in pools if pool.pool == (0, 0))

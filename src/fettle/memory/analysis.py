@@ -86,6 +86,10 @@ def analyse(
     steps = find_steps(snapshot, window)
     leaks = find_leaks(snapshot, window, groups, steps)
     cached = snapshot.allocator != "cpu"
+    if request_bytes is not None and not cached:
+        raise UsageError(
+            f"{snapshot.name}: is of the CPU, whose memory has no cache: whether a request fits is not known"
+        )
     kinds = pools(snapshot, device) if cached else ()
     churn = find_churn(snapshot, window, steps) if cached else ()
     fit = _fit(snapshot, window, request_bytes, device_free_bytes) if cached else None

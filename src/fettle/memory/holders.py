@@ -104,7 +104,7 @@ def holders(
 
 _MIB = 1 << 20
 _FEWEST_EVENTS = 20
-_MOST_LOOKED_AT = 40
+_MOST_LOOKED_AT = 10_000
 _FEW_BLOCKS = 4
 """A spike is a stretch of whose height no more blocks than this hold half."""
 
@@ -147,18 +147,24 @@ def spikes(snapshot: Snapshot, replay: Replay, groups: StackGroups, *, top: int 
         return ()
     heights = np.maximum.reduceat(np.append(used, 0), np.column_stack([starts, ends + 1]).ravel())[::2]
     spikes: dict[str, Spike] = {}
+    table = replay.allocations
+    born = table.birth[table.birth >= 0]  # these come first, in order
     for index in np.argsort(-heights, kind="stable")[:_MOST_LOOKED_AT].tolist():
         first, last = int(starts[index]), int(ends[index])
         peak = first + int(used[first : last + 1].argmax())
-        among = replay.allocations.birth >= first
-        sizes = np.sort(replay.allocations.size_bytes[replay.allocations.alive_at(peak) & among])[::-1]
-        if sizes[:_FEW_BLOCKS].sum() < (used[peak] - plateau) / 2:
+        rows = np.arange(*np.searchsorted(born, [first, peak + 1]))
+        rows = rows[table.death[rows] > peak]
+        sizes = table.size_bytes[rows]
+        if np.sort(sizes)[::-1][:_FEW_BLOCKS].sum() < (used[peak] - plateau) / 2:
             continue
-        who = holders(snapshot, replay, groups, event=peak, among=among, top=5)
-        key = who[0].own_line if who else ""
+        owners, owner = np.unique(groups.of_stack[table.stack[rows]], return_inverse=True)
+        key = groups.own_line[int(owners[np.bincount(owner, weights=sizes).argmax()])]
         if key in spikes:
             spikes[key] = dataclasses.replace(spikes[key], count=spikes[key].count + 1)
             continue
+        if len(spikes) == top:
+            continue
+        who = holders(snapshot, replay, groups, event=peak, among=table.birth >= first, top=5)
         spikes[key] = Spike(
             first_event=first,
             top_event=peak,
@@ -170,4 +176,4 @@ def spikes(snapshot: Snapshot, replay: Replay, groups: StackGroups, *, top: int 
             duration_ms=replay.milliseconds(first, last),
             contributors=who,
         )
-    return tuple(spikes.values())[:top]
+    return tuple(spikes.values())

@@ -159,11 +159,9 @@ def _has_collapse(replay: Replay, steps: Steps, rise: float) -> bool:
     allocs_so_far = np.cumsum(trace.action == Action.ALLOC)
     run = allocs_so_far[table.death[rows]]
     pairs = np.unique(np.column_stack([run, born]), axis=0)
-    runs, generations = np.unique(pairs[:, 0], return_counts=True)
-    for candidate in runs[generations >= _CONSECUTIVE_STEPS]:
-        if table.size_bytes[rows[run == candidate]].sum() >= _CONSECUTIVE_STEPS * rise * 0.5:
-            return True
-    return False
+    generations = np.unique(pairs[:, 0], return_counts=True)[1]
+    freed = np.bincount(np.unique(run, return_inverse=True)[1], weights=table.size_bytes[rows])
+    return bool(((generations >= _CONSECUTIVE_STEPS) & (freed >= _CONSECUTIVE_STEPS * rise * 0.5)).any())
 
 
 def _growing_tensors(replay: Replay, groups: StackGroups, steps: Steps, used: Ints) -> Leak | None:

@@ -150,6 +150,11 @@ class Snapshot:
     def devices(self) -> list[int]:
         return sorted(set(np.unique(self.segments.device).tolist()) | set(self.traces))
 
+    @property
+    def expands(self) -> bool:
+        """Whether expandable segments are on already."""
+        return self.settings.get("expandable_segments") is True or bool(self.segments.expandable.any())
+
     def check_device(self, device: int) -> None:
         """Raise `UsageError` for a device of which nothing is known."""
         if device not in self.devices:

@@ -25,6 +25,7 @@ from fettle.trace.analyses.host import (
     host_summary,
     loader_waits,
     operator_sizes,
+    outermost_operators,
     parallel_operators,
     small_operators,
     threads,
@@ -62,10 +63,10 @@ __all__ = [
     "critical_path", "critical_path_of_ranks", "data_loading", "host_stacks", "host_summary", "identities",
     "idle_pieces", "idle_streams", "idle_summary", "kernel_classes", "kernel_sequences", "kernel_table",
     "kernels_across_ranks", "kernels_under", "launch_stats", "load", "load_all", "loader_waits", "memory_peak",
-    "memory_timeline", "operator_sizes", "operator_table", "overlap", "parallel_operators", "path_events",
-    "path_shares", "product_summary", "product_table", "query", "queue_length", "queue_summary", "record",
-    "small_operators", "step_summary", "steps", "stragglers", "threads", "time_account", "trace_health", "what_if",
-    "write_report",
+    "memory_timeline", "operator_sizes", "operator_table", "outermost_operators", "overlap", "parallel_operators",
+    "path_events", "path_shares", "product_summary", "product_table", "query", "queue_length", "queue_summary",
+    "record", "small_operators", "step_summary", "steps", "stragglers", "threads", "time_account", "trace_health",
+    "what_if", "write_report",
 ]  # fmt: skip
 
 

@@ -66,6 +66,15 @@ def length_within(intervals: Intervals, low: Ints, high: Ints) -> Ints:
     return length_before(intervals, high) - length_before(intervals, low)
 
 
+def in_turn(start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
+    """Intervals in order of their begin, each without what those before it cover: start, end, and which it is."""
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], end[order]
+    start = np.maximum(start, np.concatenate([start[:1], np.maximum.accumulate(end)[:-1]]))
+    keep = end > start
+    return start[keep], end[keep], order[keep]
+
+
 def intersect(a: Intervals, b: Intervals) -> Intervals:
     """Where both sets of disjoint intervals are."""
     pieces = split(a, b)

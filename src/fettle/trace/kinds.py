@@ -70,7 +70,8 @@ _COLLECTIVE = re.compile(
     r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|one_shot_|two_shot_|userbuffers_",
     re.IGNORECASE,
 )
-_NOT_COLLECTIVE = re.compile(r"^(memcpy|memset)|check_?nan", re.IGNORECASE)
+# Inductor names kernels after the operators around them: `triton_poi_fused_all_reduce_0` copies what is to be reduced.
+_NOT_COLLECTIVE = re.compile(r"^(memcpy|memset)|^triton_[a-z]+_fused_|check_?nan", re.IGNORECASE)
 
 
 def is_collective_name(name: str) -> bool:
@@ -94,7 +95,8 @@ _ALLOCATOR = re.compile(
 )
 # Of Python functions only those that compile: their modules also hold wrappers that run at every call of compiled code.
 _LOADING = re.compile(
-    r"^(cu|cuda|hip)(Module|Library)(Load|Unload|Get)|Lazy Function Loading|Runtime Triggered Module Loading|"
+    r"^(cu|cuda|hip)(Module|Library)(Load|Unload|Get)|"
+    r"^(Lazy Function Loading|Runtime Triggered Module Loading|Driver Compiler)$|"  # CUPTI has them among its overhead
     r": (_?compile_fx\w*|_?compile_inner|fx_codegen_and_compile|_?convert_frame\w*|precompile)$|"
     r": make_(ttir|ttgir|llir|ptx|cubin)$|async_compile\.py\(\d+\): |codecache\.py\(\d+\): (load|compile|write)|"
     r"triton/compiler/compiler\.py\(\d+\): compile|"
@@ -109,11 +111,7 @@ _OTHER_RANK = re.compile(
     r"^(gloo|mpi|ucc):|^c10d::(barrier|monitored_barrier_)$|distributed_c10d\.py\(\d+\): (monitored_)?barrier$|"
     r"<built-in method wait of .*Work\b"
 )
-_PROFILER = re.compile(
-    r"Command Buffer Full|Activity Buffer Request|Instrumentation|Buffer Flush|Resource\b.*overhead|"
-    r"torch/profiler/profiler\.py|torch/autograd/profiler\.py|^PyTorch Profiler|profiler::",
-    re.IGNORECASE,
-)
+_PROFILER = re.compile(r"torch/(profiler|autograd)/profiler\.py|^PyTorch Profiler|profiler::", re.IGNORECASE)
 _GARBAGE = re.compile(r"<built-in (function|method) collect|gc\.collect|^gc\b")
 _LAUNCH = re.compile(
     r"LaunchKernel|LaunchCooperative|ModuleLaunch|GraphLaunch|^runFunction|LaunchByPtr|^(cu|hip|cuda)Launch|KernelLaunch|"
@@ -138,7 +136,9 @@ def host_cause(name: str, kind: Kind) -> str:
     """
     if kind == Kind.OPERATOR and name.startswith("aten::"):
         return "operator"  # most names of a trace: none of what follows is looked for in them
-    if kind == Kind.OVERHEAD or _PROFILER.search(name):
+    if kind == Kind.OVERHEAD:
+        return "compile_or_load" if _LOADING.search(name) else "profiler"
+    if _PROFILER.search(name):
         return "profiler"
     if kind == Kind.RUNTIME:
         if _BLOCKING.search(name):
@@ -187,15 +187,18 @@ def short_kernel_name(name: str) -> str:
 
 
 _BYTES_OF_TYPES = {
-    1: "char int8 byte uint8 bool float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz",
-    2: "half float16 bfloat16 short int16",
-    4: "float float32 int int32",
-    8: "double float64 long int64 complexfloat",
-    16: "complexdouble",
+    1: "char, signed char, unsigned char, int8, byte, uint8, bool, "
+    "float8_e4m3fn, float8_e5m2, float8_e4m3fnuz, float8_e5m2fnuz",
+    2: "half, float16, bfloat16, short, short int, int16",
+    4: "float, float32, int, int32",
+    8: "double, float64, long, long int, int64, complexfloat, complex<float>",
+    16: "complexdouble, complex<double>",
 }
-_WIDTH = {name: width for width, names in _BYTES_OF_TYPES.items() for name in names.split()} | {"unsigned char": 1}
+_WIDTH = {name: width for width, names in _BYTES_OF_TYPES.items() for name in names.split(", ")}
 
 
 def dtype_bytes(name: str) -> int | None:
-    """Bytes of an element, from a type's name as profilers write it (`c10::BFloat16`, `float`); None for no dtype."""
+    """Bytes of an element, from a type's name as profilers write it (`c10::BFloat16`, `signed char`); None for no
+    dtype.
+    """
     return _WIDTH.get(name.lower().removeprefix("c10::"))

@@ -38,7 +38,7 @@ EVENT_COLUMNS: dict[str, pl.DataType] = {
 
 # Sparse facts: few events have them, so they live in tables of their own, keyed by the event's row.
 SIDE_TABLES: dict[str, dict[str, pl.DataType]] = {
-    "autograd": {"row": pl.Int64(), "sequence": pl.Int64(), "forward_thread": pl.Int64()},
+    "autograd": {"row": pl.Int64(), "sequence": pl.Int64()},
     "copies": {"row": pl.Int64(), "bytes": pl.Int64(), "gb_per_s": pl.Float64()},
     "collectives": {
         "row": pl.Int64(),
@@ -147,15 +147,10 @@ class Trace:
     @cached_property
     def is_collective(self) -> Bools:
         """Kernels that communicate: known by the profiler's collective arguments, by the operator, or by their name."""
-        by_name = np.fromiter((is_collective_name(n) for n in self.names), dtype=bool, count=len(self.names))
-        kernels = self.kind == Kind.KERNEL
-        flags: Bools = np.zeros(len(kernels), dtype=bool)
-        rows = np.flatnonzero(kernels)
-        flags[rows] = by_name[self.column("name")[rows]]
-        recorded = self.side["collectives"]["row"].to_numpy()
-        flags[recorded] = True
-        answer: Bools = flags & kernels
-        return answer
+        flags = self.named(is_collective_name)
+        flags[self.side["collectives"]["row"].to_numpy()] = True
+        flags &= self.kind == Kind.KERNEL
+        return flags
 
     @cached_property
     def cause_of_name(self) -> dict[tuple[int, int], str]:
@@ -185,6 +180,13 @@ class Trace:
     def device_keys(self) -> list[int]:
         """Devices that did work, in order."""
         return sorted(int(d) for d in np.unique(self.column("device")[self.is_device]))
+
+    def named(self, test: Callable[[str], object], rows: Ints | None = None) -> Bools:
+        """Whether the name of each event, or of each of some rows, passes a test, which is asked once for each name."""
+        passes = np.fromiter((bool(test(name)) for name in self.names), dtype=bool, count=len(self.names))
+        code = self.column("name")
+        flags: Bools = passes[code if rows is None else code[rows]]
+        return flags
 
     def name_of(self, rows: Ints) -> list[str]:
         """Names of the given rows."""

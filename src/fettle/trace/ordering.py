@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from fettle.trace.intervals import Ints
@@ -20,6 +22,15 @@ def order_by(*keys: Ints) -> Ints:
     packed.sort()
     packed &= (1 << (count - 1).bit_length()) - 1
     return packed
+
+
+def in_groups(values: Ints) -> list[tuple[int, Ints]]:
+    """Each value that occurs, and where, both in order: one sort, however many values there are."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    first = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
+    edges = itertools.pairwise([*first.tolist(), len(order)])
+    return [(value, order[low:high]) for value, (low, high) in zip(ordered[first].tolist(), edges, strict=True)]
 
 
 def pack(*keys: Ints) -> Ints | None:

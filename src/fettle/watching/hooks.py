@@ -46,7 +46,9 @@ def _loader_iter(steps: Steps, original: Callable[[Any], Any]) -> Callable[[Any]
     @functools.wraps(original)
     def iterate(self: Any) -> Any:
         with steps.waiting("data"):
-            return original(self)
+            iterator = original(self)
+        iterator._fettle_first = True  # one with workers that persist has been through an epoch
+        return iterator
 
     return iterate
 

@@ -39,7 +39,7 @@ def emptying() -> Machine:
 def spiking(times: int = 1) -> Machine:
     machine = Machine()
     machine.alloc(30 * MIB, stack("build:1"))
-    for number in range(20):
+    for number in range(max(20, times)):
         machine.free(machine.alloc(MIB, stack("small:2")))
         if number < times:
             machine.free(machine.alloc(100 * MIB, stack("huge:3")))
@@ -93,6 +93,23 @@ def test_nothing_is_wrong_with_a_healthy_loop() -> None:
 def test_a_spike_of_every_call_is_how_the_call_works() -> None:
     assert not findings(spiking(times=1), calls=8)["spike"].opportunity
     assert findings(spiking(times=8), calls=8)["spike"].opportunity
+    assert findings(spiking(times=200), calls=200)["spike"].opportunity
+
+
+def test_a_cache_emptied_once_is_no_churn() -> None:
+    machine = Machine()
+    machine.free(machine.alloc(32 * MIB, stack("f:1")))
+    machine.give_back([{"name": "empty_cache", "filename": "??", "line": 0}, *stack("load:1")])
+    for _ in range(20):
+        machine.alloc(32 * MIB, stack("f:1"))
+    assert "churn" not in findings(machine)
+
+
+def test_a_setting_that_is_on_is_not_advised() -> None:
+    data = in_pieces().data()
+    data["allocator_settings"] = {**data.get("allocator_settings", {}), "expandable_segments": True}
+    found = {finding.rule: finding for finding in snapshot_findings(analyse(parse(data)))}
+    assert "expandable_segments" not in found["fragmentation"].advice + found["fragmentation"].after
 
 
 def test_who_holds_the_peak_is_not_said_again_where_a_cause_is_known() -> None:

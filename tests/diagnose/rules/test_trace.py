@@ -214,3 +214,8 @@ def test_a_rule_names_its_cause_the_bound_and_the_answer(rule: str, tmp_path: Pa
 
 def test_a_device_that_works_all_the_time_gets_no_finding(tmp_path: Path) -> None:
     assert trace_findings(on_device(10).load(tmp_path))[0] == []
+
+
+def test_copies_that_no_pinned_memory_would_help_are_no_transfers(tmp_path: Path) -> None:
+    for category, name in (("gpu_memcpy", "Memcpy DtoD (Device -> Device)"), ("gpu_memset", "Memset (Device)")):
+        assert trace_findings(alone(category, name).load(tmp_path))[0] == []

@@ -1,12 +1,15 @@
 """The device's side: kernels, launches, communication, queues, copies."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import polars as pl
 import typer
 
+from fettle import trace as T
 from fettle.cli.trace.shared import Answer, question
 from fettle.errors import UsageError
+from fettle.trace.analyses.arrival import clock_offsets, match_collectives
+from fettle.trace.analyses.flops import Limits, limits_of
 from fettle.trace.frames import joined
 from fettle.trace.model import Trace
 
@@ -21,14 +24,11 @@ def kernels(traces: list[Trace]) -> Answer:
 
       fettle trace kernels ranks/
     """
-    from fettle.trace.analyses import kernels as k
-    from fettle.trace.report import charts
-
-    table = joined(traces, k.kernel_table)
-    frames = {"classes": joined(traces, k.kernel_classes), "kernels": table}
+    table = joined(traces, T.kernel_table)
+    frames = {"classes": joined(traces, T.kernel_classes), "kernels": table}
     if len(traces) > 1:
-        frames["across_ranks"] = k.kernels_across_ranks(traces)
-    return Answer(frames, chart=lambda: charts.bar_chart(table, "name", "sum_ns", color="class"))
+        frames["across_ranks"] = T.kernels_across_ranks(traces)
+    return Answer(frames, chart=lambda charts: charts.bar_chart(table, "name", "sum_ns", color="class"))
 
 
 @question
@@ -47,18 +47,15 @@ def flops(
 
       fettle trace flops trace.json.gz --peak 989 --bandwidth 3350
     """
-    from fettle.trace.analyses.flops import Limits, limits_of, product_summary, product_table
-    from fettle.trace.report import charts
-
     if (peak is None) != (bandwidth is None):
         raise UsageError("--peak and --bandwidth make a roofline together")
     roof = Limits(dict.fromkeys((1, 2, 4, 8), peak), bandwidth) if peak is not None and bandwidth is not None else None
-    table = joined(traces, lambda t: product_table(t, roof))
+    table = joined(traces, lambda t: T.product_table(t, roof))
     if not table.height:
         raise UsageError("no product whose shapes are in this trace: record with record_shapes=True")
     notes = {} if table["roof_share"].null_count() < table.height else {"roof": "unknown: give --peak and --bandwidth"}
-    frames = {"operators": product_summary(table), "products": table}
-    return Answer(frames, notes, lambda: charts.roofline_chart(table, roof or limits_of(traces[0])))
+    frames = {"operators": T.product_summary(table), "products": table}
+    return Answer(frames, notes, lambda charts: charts.roofline_chart(table, roof or limits_of(traces[0])))
 
 
 @question
@@ -69,13 +66,10 @@ def launches(traces: list[Trace]) -> Answer:
 
       fettle trace launches trace.json.gz
     """
-    from fettle.trace.analyses.launches import call_table, launch_stats
-    from fettle.trace.report import charts
-
-    frame = joined(traces, launch_stats)
+    frame = joined(traces, T.launch_stats)
     return Answer(
-        {"summary": call_table(frame)},
-        chart=lambda: charts.stack_of(charts.launch_charts(frame)),
+        {"summary": T.call_table(frame)},
+        chart=lambda charts: charts.stack_of(charts.launch_charts(frame)),
         long=lambda: {"launches": frame},
     )
 
@@ -90,24 +84,20 @@ def comm(traces: list[Trace]) -> Answer:
 
       fettle trace comm ranks/ --chart collectives.html
     """
-    from fettle.trace.analyses import communication as c
-    from fettle.trace.analyses.arrival import arrival, clock_offsets, match_collectives, stragglers
-    from fettle.trace.report import charts
-
-    collectives = joined(traces, c.collective_table)
-    frames = {"overlap": joined(traces, c.overlap), "collectives": collectives}
+    collectives = joined(traces, T.collective_table)
+    frames = {"overlap": joined(traces, T.overlap), "collectives": collectives}
     notes = {}
     if len(traces) > 1:
         frames |= {
-            "stragglers": stragglers(traces),
+            "stragglers": T.stragglers(traces),
             "clocks": clock_offsets(match_collectives(traces)),
-            "arrival": arrival(traces).drop("key"),
+            "arrival": T.arrival(traces).drop("key"),
         }
     else:
         notes["stragglers"] = "unknown: one rank only; give a folder of ranks"
     by_rank = collectives.group_by("rank", "collective", maintain_order=True).agg(pl.col("sum_ns").sum())
     by_rank = by_rank.with_columns(who=pl.format("rank {}: {}", "rank", "collective"))
-    return Answer(frames, notes, lambda: charts.bar_chart(by_rank, "who", "sum_ns"))
+    return Answer(frames, notes, lambda charts: charts.bar_chart(by_rank, "who", "sum_ns"))
 
 
 @question
@@ -118,15 +108,13 @@ def queue(traces: list[Trace]) -> Answer:
 
       fettle trace queue trace.json.gz --chart queue.html
     """
-    from fettle.trace.analyses.queue import queue_length, queue_summary
-    from fettle.trace.report import charts
-
-    def line() -> Any:
-        series = queue_length(traces[0]).with_columns(name=pl.format("device {} stream {}", "device", "stream"))
-        return charts.step_line(series, "length", series="name", unit="launched, not started")
-
+    name = pl.format("device {} stream {}", "device", "stream")
     return Answer(
-        {"queue": joined(traces, queue_summary)}, chart=line, long=lambda: {"series": joined(traces, queue_length)}
+        {"queue": joined(traces, T.queue_summary)},
+        chart=lambda charts: charts.step_line(
+            T.queue_length(traces[0]).with_columns(name=name), "length", series="name", unit="launched, not started"
+        ),
+        long=lambda: {"series": joined(traces, T.queue_length)},
     )
 
 
@@ -138,11 +126,8 @@ def bandwidth(traces: list[Trace]) -> Answer:
 
       fettle trace bandwidth trace.json.gz
     """
-    from fettle.trace.analyses.queue import bandwidth_summary, copy_bandwidth
-    from fettle.trace.report import charts
-
     return Answer(
-        {"bandwidth": joined(traces, bandwidth_summary)},
-        chart=lambda: charts.step_line(copy_bandwidth(traces[0]), "gb_per_s", series="name", unit="GB/s"),
-        long=lambda: {"series": joined(traces, copy_bandwidth)},
+        {"bandwidth": joined(traces, T.bandwidth_summary)},
+        chart=lambda charts: charts.step_line(T.copy_bandwidth(traces[0]), "gb_per_s", series="name", unit="GB/s"),
+        long=lambda: {"series": joined(traces, T.copy_bandwidth)},
     )

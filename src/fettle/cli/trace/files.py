@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 
+from fettle import trace as T
 from fettle.cli import _quiet, _show
 from fettle.cli.trace.shared import (
     Answer,
@@ -21,7 +22,9 @@ from fettle.cli.trace.shared import (
 )
 from fettle.errors import UsageError, first_line
 from fettle.files import check_writable
+from fettle.trace.analyses import hta as h
 from fettle.trace.frames import joined
+from fettle.trace.io.record import load_target
 from fettle.trace.model import Trace
 from fettle.units import count_text
 
@@ -35,8 +38,6 @@ def hta(traces: list[Trace]) -> Answer:
 
       fettle trace hta trace.json.gz --json
     """
-    from fettle.trace.analyses import hta as h
-
     frames = {
         name: joined(traces, getattr(h, name))
         for name in ("temporal_breakdown", "kernel_types", "idle_breakdown", "queue_summary", "kernel_statistics")
@@ -47,17 +48,16 @@ def hta(traces: list[Trace]) -> Answer:
     breakdown = frames["temporal_breakdown"]
     if (breakdown["non_compute_us"] < 0).any() or (breakdown["compute_us"] < 0).any():
         notes["negative times"] = "rounding both ends of events inward makes short ones negative, as it does there"
-    return Answer(frames, notes, lambda: _hta_charts(frames["idle_breakdown"], joined(traces, h.launch_statistics)))
 
+    def drawn(charts: Any) -> Any:
+        where = pl.format("rank {} stream {}", "rank", "stream")
+        category = pl.col("idle_category").str.replace("_", " ")
+        waits = frames["idle_breakdown"].select(category, where=where, ms=pl.col("idle_us") / 1e3)
+        streams = charts.stacked(waits, "where", "idle_category", "ms")
+        launches = charts.launch_charts(joined(traces, h.launch_statistics))
+        return charts.stack_of({"Idle time of each stream": streams} | launches)
 
-def _hta_charts(idle: pl.DataFrame, launches: pl.DataFrame) -> Any:
-    from fettle.trace.report import charts
-
-    where = pl.format("rank {} stream {}", "rank", "stream")
-    category = pl.col("idle_category").str.replace("_", " ")
-    waits = idle.select(category, where=where, ms=pl.col("idle_us") / 1e3)
-    streams = charts.stacked(waits, "where", "idle_category", "ms")
-    return charts.stack_of({"Idle time of each stream": streams} | charts.launch_charts(launches))
+    return Answer(frames, notes, drawn)
 
 
 @listing
@@ -73,9 +73,7 @@ def sql(
 
       fettle trace sql trace.json.gz "select name, sum(dur_ns) as ns from events group by name order by ns desc"
     """
-    from fettle.trace.analyses.sql import query
-
-    return Answer({"result": query(traces, text)})
+    return Answer({"result": T.query(traces, text)})
 
 
 @app.command()
@@ -91,11 +89,8 @@ def augment(
 
       fettle trace augment trace.json.gz for-perfetto.json
     """
-    from fettle.trace.analyses.critical import critical_path
-    from fettle.trace.report.perfetto import augment as write
-
     trace = open_traces(source, fresh)[0]
-    added = write(trace, target, path=critical_path(trace))
+    added = T.augment(trace, target, path=T.critical_path(trace))
     data = {"file": str(target), "added_events": added}
     text = f"wrote {target}: {count_text(added, 'event')} added"
     _show.answer(as_json, lambda: data, lambda console: console.print(text))
@@ -118,11 +113,9 @@ def report(
 
       fettle trace report after.json.gz --before before.json.gz
     """
-    from fettle.trace.report.page import write_report
-
     check_writable(output)
     earlier = open_traces(before, fresh, own_end)[0] if before is not None else None
-    failed = write_report(open_traces(source, fresh, own_end), output, before=earlier)
+    failed = T.write_report(open_traces(source, fresh, own_end), output, before=earlier)
     text = f"wrote {output}" + "".join(f"\nnot answered: {line}" for line in failed)
     data = {"file": str(output), "not_answered": failed}
     _show.answer(as_json, lambda: data, lambda console: console.print(text, markup=False))
@@ -149,12 +142,9 @@ def record(
 
       fettle trace record train.py:step -o trace.json.gz --active 5 --stacks
     """
-    from fettle.trace.io.record import load_target
-    from fettle.trace.io.record import record as record_trace
-
     with _show.bar("recording") as show, _quiet.users_code_quiet():
         step = load_target(target)
-        with record_trace(
+        with T.record(
             output, warmup=warmup, active=active, stacks=stacks, memory=memory, device_only=device_only
         ) as profiler:
             for number in range(warmup + active):

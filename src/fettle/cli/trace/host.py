@@ -5,8 +5,11 @@ from typing import Annotated
 import polars as pl
 import typer
 
+from fettle import trace as T
 from fettle.cli.trace.shared import Answer, Json, Rows, question
 from fettle.errors import UsageError
+from fettle.trace.analyses.attribution import work_by
+from fettle.trace.analyses.operators import call_blocks, counter_sums
 from fettle.trace.frames import joined
 from fettle.trace.model import Trace
 
@@ -19,22 +22,14 @@ def operators(traces: list[Trace]) -> Answer:
 
       fettle trace operators trace.json.gz --rows 10
     """
-    from fettle.trace.analyses.attribution import attribute_kernels
-    from fettle.trace.analyses.operators import operator_table
-    from fettle.trace.report import charts
-
-    table, work = joined(traces, operator_table), joined(traces, attribute_kernels)
+    table, work = joined(traces, T.operator_table), joined(traces, T.attribute_kernels)
     frames = {"operators": table}
     for column in ("module", "line", "forward_operator", "generated"):
         if work[column].null_count() < work.height:
-            frames[column] = (
-                work.group_by("rank", column)
-                .agg(device_ns=pl.col("duration_ns").sum(), kernels=pl.len())
-                .sort("device_ns", column, descending=[True, False])
-            )
+            frames[column] = work_by(work, column)
     cost = "device_ns" if any(t.device_keys for t in traces) else "self_ns"
     by_name = table.group_by("operator", maintain_order=True).agg(pl.col(cost).sum())
-    return Answer(frames, chart=lambda: charts.bar_chart(by_name, "operator", cost), long=lambda: {"work": work})
+    return Answer(frames, chart=lambda charts: charts.bar_chart(by_name, "operator", cost), long=lambda: {"work": work})
 
 
 @question
@@ -52,13 +47,10 @@ def tree(
 
       fettle trace tree trace.json.gz --python --chart flame.html
     """
-    from fettle.trace.analyses.operators import call_blocks, call_tree
-    from fettle.trace.report import charts
-
     flame = (traces[0], bool(traces[0].device_keys), depth, python)
     return Answer(
-        {"tree": joined(traces, lambda t: call_tree(t, max_depth=depth, python=python))},
-        chart=lambda: charts.blocks(call_blocks(*flame), "milliseconds"),
+        {"tree": joined(traces, lambda t: T.call_tree(t, max_depth=depth, python=python))},
+        chart=lambda charts: charts.blocks(call_blocks(*flame), "milliseconds"),
     )
 
 
@@ -78,13 +70,10 @@ def sequences(
 
       fettle trace sequences trace.json.gz aten::linear --min-kernels 1
     """
-    from fettle.trace.analyses.operators import kernel_sequences
-    from fettle.trace.report import charts
-
-    table = joined(traces, lambda t: kernel_sequences(t, operator, min_kernels=min_kernels, top=rows))
+    table = joined(traces, lambda t: T.kernel_sequences(t, operator, min_kernels=min_kernels, top=rows))
     named = table.with_columns(sequence=pl.format("{} x {}: {}", "count", "operator", "kernels"))
     notes = {} if table.height or as_json else {"none": f"no operator launched {min_kernels} kernels: --min-kernels 1"}
-    return Answer({"sequences": table}, notes, lambda: charts.bar_chart(named, "sequence", "device_ns"))
+    return Answer({"sequences": table}, notes, lambda charts: charts.bar_chart(named, "sequence", "device_ns"))
 
 
 @question
@@ -95,12 +84,9 @@ def annotations(traces: list[Trace]) -> Answer:
 
       fettle trace annotations trace.json.gz
     """
-    from fettle.trace.analyses.operators import annotation_table
-    from fettle.trace.report import charts
-
-    table = joined(traces, annotation_table)
+    table = joined(traces, T.annotation_table)
     cost = "device_inclusive_ns" if any(t.device_keys for t in traces) else "host_inclusive_ns"
-    return Answer({"annotations": table}, chart=lambda: charts.bar_chart(table, "annotation", cost))
+    return Answer({"annotations": table}, chart=lambda charts: charts.bar_chart(table, "annotation", cost))
 
 
 @question
@@ -111,19 +97,12 @@ def counters(traces: list[Trace]) -> Answer:
 
       fettle trace counters trace.json.gz --chart counters.html
     """
-    from fettle.trace.analyses.operators import counters_by_operator
-    from fettle.trace.report import charts
-
-    frames = [f for t in traces if (f := counters_by_operator(t)) is not None]
+    frames = [f for t in traces if (f := T.counters_by_operator(t)) is not None]
     if not frames:
         raise UsageError("no hardware counters in this trace, or not as many ranges as launches: they cannot be paired")
     frame = pl.concat(frames)
-    sums = (
-        frame.group_by("rank", "operator", "counter")
-        .agg(pl.col("value").sum())
-        .sort("value", "operator", descending=[True, False])
-    )
-    return Answer({"by_operator": sums, "ranges": frame}, chart=lambda: charts.counter_chart(sums))
+    shown = {"by_operator": counter_sums(frame, "rank"), "ranges": frame}
+    return Answer(shown, chart=lambda charts: charts.counter_chart(counter_sums(frame)))
 
 
 @question
@@ -134,20 +113,17 @@ def host(traces: list[Trace]) -> Answer:
 
       fettle trace host trace.json.gz
     """
-    from fettle.trace.analyses import host as h
-    from fettle.trace.report import charts
-
-    summary = joined(traces, h.host_summary)
+    summary = joined(traces, T.host_summary)
     frames = {
         "questions": summary,
-        "threads": joined(traces, h.threads),
-        "parallel": joined(traces, h.parallel_operators),
-        "sizes": joined(traces, h.operator_sizes),
-        "small_operators": joined(traces, h.small_operators),
-        "conversions": joined(traces, h.conversions),
-        "data_loading": joined(traces, h.data_loading),
+        "threads": joined(traces, T.threads),
+        "parallel": joined(traces, T.parallel_operators),
+        "sizes": joined(traces, T.operator_sizes),
+        "small_operators": joined(traces, T.small_operators),
+        "conversions": joined(traces, T.conversions),
+        "data_loading": joined(traces, T.data_loading),
     }
-    return Answer(frames, chart=lambda: charts.bar_chart(summary, "question", "time_ns"))
+    return Answer(frames, chart=lambda charts: charts.bar_chart(summary, "question", "time_ns"))
 
 
 @question
@@ -158,17 +134,14 @@ def memory(traces: list[Trace]) -> Answer:
 
       fettle trace memory trace.json.gz
     """
-    from fettle.trace.analyses.memory_timeline import memory_peak, memory_timeline
-    from fettle.trace.report import charts
-
-    timeline = joined(traces, memory_timeline)
+    timeline = joined(traces, T.memory_timeline)
     if not timeline.height:
         raise UsageError("no memory events in this trace: record with profile_memory=True")
     shown = timeline.with_columns(mib=pl.col("held_bytes") / 2**20)
     has_totals = (timeline["allocated_bytes"] >= 0).all()
     return Answer(
-        {"peak": joined(traces, memory_peak)},
+        {"peak": joined(traces, T.memory_peak)},
         {} if has_totals else {"bytes": "since the trace began; what the allocator held in all is not in it"},
-        chart=lambda: charts.step_line(shown, "mib", series="device", unit="MiB"),
+        chart=lambda charts: charts.step_line(shown, "mib", series="device", unit="MiB"),
         long=lambda: {"timeline": timeline},
     )

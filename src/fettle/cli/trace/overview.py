@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 
+from fettle import trace as T
 from fettle.cli.trace.shared import (
     Answer,
     Fresh,
@@ -22,6 +23,8 @@ from fettle.cli.trace.shared import (
     step_windows,
 )
 from fettle.errors import UsageError
+from fettle.trace.analyses.account import account_parts
+from fettle.trace.analyses.idle import missing_information
 from fettle.trace.frames import joined
 from fettle.trace.model import Trace
 from fettle.units import count_text
@@ -37,9 +40,7 @@ def health(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
 
       fettle trace health ranks/ --json
     """
-    from fettle.trace.analyses.health import trace_health
-
-    healths = [trace_health(t, replayed=True) for t in read_traces(source, fresh)]
+    healths = [T.trace_health(t, replayed=True) for t in read_traces(source, fresh)]
     if as_json:
         print(json.dumps([h.as_dict() for h in healths], default=str))
         return
@@ -63,9 +64,7 @@ def check(traces: list[Trace], rows: Rows = 1000) -> Answer:
 
       fettle trace check trace.json.gz
     """
-    from fettle.trace.analyses.check import identities
-
-    frame = joined(traces, identities)
+    frame = joined(traces, T.identities)
     return Answer({"identities": frame}, failed=not frame["holds"].all())
 
 
@@ -77,16 +76,12 @@ def steps(traces: list[Trace], as_json: Json = False, own_end: OwnEnd = False) -
 
       fettle trace steps trace.json.gz --chart steps.html
     """
-    from fettle.trace.analyses.steps import step_summary
-    from fettle.trace.analyses.steps import steps as find
-    from fettle.trace.report import charts
-
-    frame = joined(traces, find)
-    summaries = {f"rank {t.rank}": step_summary(find(t)) for t in traces}
+    frame = joined(traces, T.steps)
+    summaries = {f"rank {t.rank}": T.step_summary(T.steps(t)) for t in traces}
     far = [(t.rank, n) for t, s in zip(traces, summaries.values(), strict=True) for n in s["outliers"]]  # type: ignore[union-attr]
     outliers = pl.DataFrame(far, schema={"rank": pl.Int64(), "step": frame.schema["step"]}, orient="row")
     notes = step_windows(own_end) | (summaries if as_json else {k: _in_words(s) for k, s in summaries.items()})
-    return Answer({"steps": frame}, notes, lambda: charts.step_chart(frame, outliers))
+    return Answer({"steps": frame}, notes, lambda charts: charts.step_chart(frame, outliers))
 
 
 def _in_words(summary: dict[str, float | int | list[int]]) -> str:
@@ -122,16 +117,13 @@ def account(
 
       fettle trace account trace.json.gz --annotation generate
     """
-    from fettle.trace.analyses.account import account_parts, account_total, time_account
-    from fettle.trace.report import charts
-
-    frame = joined(traces, lambda t: time_account(t, annotation))
-    total = account_total(frame)
+    frame = joined(traces, lambda t: T.time_account(t, annotation))
+    total = T.account_total(frame)
     # For people the sum is a list of its parts.
     frames = {"total": total, "steps": frame} if as_json else {
         "where the time went": account_parts(total), "steps": frame.select(pl.exclude("^idle_.*_ns$")),
     }  # fmt: skip
-    return Answer(frames, step_windows(own_end or annotation is not None), lambda: charts.account_chart(frame))
+    return Answer(frames, step_windows(own_end or annotation is not None), lambda charts: charts.account_chart(frame))
 
 
 @question
@@ -146,10 +138,7 @@ def idle(
 
       fettle trace idle ranks/ --chart idle.png
     """
-    from fettle.trace.analyses.idle import idle_streams, idle_summary, missing_information
-    from fettle.trace.report import charts
-
-    frames = [idle_summary(t, d, step) for t in traces for d in t.device_keys]
+    frames = [T.idle_summary(t, d, step) for t in traces for d in t.device_keys]
     if not frames:
         raise UsageError("no device work in this trace: 'fettle trace host' answers for the CPU")
     frame = pl.concat(frames)
@@ -157,5 +146,5 @@ def idle(
     missing = {place: text for place, text in missing.items() if text}
     notes: dict[str, Any] = {"streams": "over the whole trace", **step_windows(own_end)}
     notes |= {"missing": missing} if as_json else {f"missing for {place}": text for place, text in missing.items()}
-    shown = {"idle": frame, "streams": joined(traces, idle_streams)}
-    return Answer(shown, notes, lambda: charts.bar_chart(frame, "cause", "idle_ns"))
+    shown = {"idle": frame, "streams": joined(traces, T.idle_streams)}
+    return Answer(shown, notes, lambda charts: charts.bar_chart(frame, "cause", "idle_ns"))

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 
+from fettle import trace as T
 from fettle.cli.trace.shared import (
     Answer,
     Chart,
@@ -47,25 +48,20 @@ def critical(
 
       fettle trace critical ranks/ --overlay for-perfetto.json
     """
-    from fettle.trace.analyses.critical import critical_path, path_events, path_shares
-    from fettle.trace.analyses.critical_ranks import critical_path_of_ranks
-    from fettle.trace.report import charts
-    from fettle.trace.report.perfetto import augment
-
     frames: dict[str, pl.DataFrame] = {}
     pieces: dict[str, pl.DataFrame] = {}
-    paths = [critical_path(trace, step) for trace in traces]
-    summaries = [path_shares(trace, path) for trace, path in zip(traces, paths, strict=True)]
+    paths = [T.critical_path(trace, step) for trace in traces]
+    summaries = [T.path_shares(trace, path) for trace, path in zip(traces, paths, strict=True)]
     for trace, path, summary in zip(traces, paths, summaries, strict=True):
         prefix = f"rank_{trace.rank}_" if len(traces) > 1 else ""
-        frames |= {f"{prefix}summary": summary, f"{prefix}events": path_events(trace, path)}
+        frames |= {f"{prefix}summary": summary, f"{prefix}events": T.path_events(trace, path)}
         pieces[f"{prefix}pieces"] = path.pieces
     if overlay is not None:
-        augment(traces[0], overlay, path=paths[0])
+        T.augment(traces[0], overlay, path=paths[0])
     notes: dict[str, Any] = step_windows(own_end)
     if len(traces) > 1:
         try:
-            joined = critical_path_of_ranks(traces, step)
+            joined = T.critical_path_of_ranks(traces, step)
         except UsageError as error:
             notes["across ranks"] = f"unknown: {error}"
         else:
@@ -73,7 +69,7 @@ def critical(
                 time_ns=(pl.col("end_ns") - pl.col("start_ns")).sum()
             )
             frames["across_ranks"] = by_rank.sort("time_ns", descending=True)
-    return Answer(frames, notes, lambda: charts.bar_chart(summaries[0], "category", "time_ns"), lambda: pieces)
+    return Answer(frames, notes, lambda charts: charts.bar_chart(summaries[0], "category", "time_ns"), lambda: pieces)
 
 
 @question
@@ -98,21 +94,17 @@ def whatif(
 
       fettle trace whatif trace.json.gz --kernels gemm --factor 0.5 --chart whatif.html
     """
-    from fettle.trace.analyses.critical import critical_path
-    from fettle.trace.analyses.whatif import what_if
-    from fettle.trace.report import charts
-
     answers, questions = [], []
     notes: dict[str, Any] = step_windows(own_end)
     uncertain: dict[str, list[str]] = {}
     for trace in traces:
-        path = critical_path(trace, step)
+        path = T.critical_path(trace, step)
         changes = ["kernels"] if kernels is not None else ["no_syncs", "perfect_overlap", "graph", "data_ready"]
         if not trace.device_keys and kernels is None:
             changes = ["data_ready"]
             notes[f"rank {trace.rank}"] = "no device work: only the data's part can be asked"
         for change in changes:
-            answer = what_if(trace, change, kernels=kernels or "", factor=factor, path=path)
+            answer = T.what_if(trace, change, kernels=kernels or "", factor=factor, path=path)
             first = {"answer": answer.answer, "saving_share": answer.saving_share}
             answers.append({"rank": trace.rank, "change": change, **first, **asdict(answer)})
             if answer.cannot_tell:
@@ -121,7 +113,7 @@ def whatif(
     table = pl.DataFrame(answers)
     shown = table if as_json else table.drop("unknown")
     asked = table.with_columns(question=pl.Series(questions))
-    return Answer({"what_if": shown}, notes, lambda: charts.what_if_chart(asked), doubts=uncertain)
+    return Answer({"what_if": shown}, notes, lambda charts: charts.what_if_chart(asked), doubts=uncertain)
 
 
 @app.command()
@@ -142,27 +134,19 @@ def compare(
 
       fettle trace compare before.json.gz after.json.gz --skip 1
     """
-    from fettle.trace.analyses.compare import compare as compare_traces
-    from fettle.trace.report import charts
-
     first, second = open_traces(before, fresh)[0], open_traces(after, fresh)[0]
-    result = compare_traces(
-        first, second, skip=skip, steps_before=_numbers(steps_before), steps_after=_numbers(steps_after)
-    )
+    result = T.compare(first, second, skip=skip, steps_before=_numbers(steps_before), steps_after=_numbers(steps_after))
     shown = result.parts.filter(pl.col("change_ns") != 0)
     write_chart(
         chart,
-        lambda: charts.change_chart(shown.filter(~pl.col("sums")), result.before_ns, result.after_ns),
+        lambda charts: charts.change_chart(shown.filter(~pl.col("sums")), result.before_ns, result.after_ns),
     )
-    notes = {
-        "before_ns": result.before_ns,
-        "after_ns": result.after_ns,
-        "change_ns": result.change_ns,
-        "low_ns": result.low_ns,
-        "high_ns": result.high_ns,
-        "notes": list(result.notes),
-        "uncertain": doubts({"before": first, "after": second}) if as_json else {},
-    }
+    if as_json:
+        figures = {name: getattr(result, name) for name in ("before_ns", "after_ns", "change_ns", "low_ns", "high_ns")}
+        notes = {"notes": list(result.notes), "uncertain": doubts({"before": first, "after": second})}
+        frames = {"parts": shown, "work": result.work, "operators": result.operators}
+        show(frames, as_json, rows, figures | notes)
+        return
     interval = f"95%: {result.low_ns / 1e6:+,.3f} to {result.high_ns / 1e6:+,.3f}"
     if math.isnan(result.low_ns):
         interval = "no interval"
@@ -172,9 +156,6 @@ def compare(
         f"{result.steps_before} and {count_text(result.steps_after, 'step')}",
         **({"notes": "; ".join(result.notes)} if result.notes else {}),
     }
-    if as_json:
-        show({"parts": shown, "work": result.work, "operators": result.operators}, as_json, rows, notes)
-        return
     show({"parts, longest change first": shown.drop("sums").sort(pl.col("change_ns").abs(), descending=True)},
          as_json, 1000, text)  # fmt: skip
     leading = ["name", "operator", "change_ns", "count", "count_after", "time_ns", "time_ns_after", "class"]

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from fettle import trace as T
 from fettle.cli import _show
 from fettle.files import plain
 from fettle.trace.model import Trace
@@ -43,7 +44,8 @@ class Answer:
 
     frames: Mapping[str, pl.DataFrame]
     notes: Mapping[str, Any] = field(default_factory=dict)
-    chart: Callable[[], Any] | None = None
+    chart: Callable[[Any], Any] | None = None
+    """What draws it, given the module of the charts: that is slow to load, and few ask for one."""
     long: Callable[[], Mapping[str, pl.DataFrame]] = dict
     """For machines only: too long to be read."""
     doubts: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -91,22 +93,18 @@ listing = functools.partial(question, charted=False)
 
 def read_traces(path: Path, fresh: bool = False) -> list[Trace]:
     """Read a trace or a folder; people see how far it is and how long it will take."""
-    from fettle.trace.io.reader import load_all
-
     with _show.bar(f"reading {path}") as show:
-        return load_all(path, use_sidecar=not fresh, on_progress=lambda share: show(f"reading {path}", share, 1.0))
+        return T.load_all(path, use_sidecar=not fresh, on_progress=lambda share: show(f"reading {path}", share, 1.0))
 
 
 def open_traces(path: Path, fresh: bool = False, own_end: bool = False) -> list[Trace]:
     """Read a trace or a folder, and say what was left out of it and which answers are uncertain."""
-    from fettle.trace.analyses.health import trace_health
-
     console = Console(stderr=True, highlight=False)
     traces = [replace(trace, own_end=own_end) for trace in read_traces(path, fresh)]
     for trace in traces:
         for note in trace.facts.notes:
             console.print(f"[yellow]rank {trace.rank}: {escape(note)}[/]")
-        uncertain = trace_health(trace).uncertain
+        uncertain = T.trace_health(trace).uncertain
         if uncertain:
             console.print(
                 f"[yellow]rank {trace.rank}: uncertain: {', '.join(uncertain)}; see 'fettle trace health'[/]",
@@ -150,9 +148,7 @@ def show(
 
 def doubts(traces: dict[str, Trace]) -> dict[str, list[str]]:
     """Which analyses are uncertain for each trace; traces without any are left out."""
-    from fettle.trace.analyses.health import trace_health
-
-    uncertain = {name: list(trace_health(trace).uncertain) for name, trace in traces.items()}
+    uncertain = {name: list(T.trace_health(trace).uncertain) for name, trace in traces.items()}
     return {name: analyses for name, analyses in uncertain.items() if analyses}
 
 
@@ -161,8 +157,7 @@ _CLOCK = ("start_ns", "end_ns", "ts_ns", "first_ns")
 
 def _print_table(console: Console, title: str, frame: pl.DataFrame, rows: int) -> None:
     """One table; columns that say nothing are left out."""
-    from fettle.page import Table
-    from fettle.trace.report.section import cell, heading, unit
+    from fettle.trace.report.section import as_table, cell
 
     clocks = [c for c in _CLOCK if c in frame.columns]
     if clocks:  # a person wants the time since the first, not a clock's
@@ -171,21 +166,16 @@ def _print_table(console: Console, title: str, frame: pl.DataFrame, rows: int) -
     same = [c for c in ("rank", "device") if c in frame.columns and frame[c].n_unique() == 1]
     empty = [c for c in frame.columns if c.startswith("idle_") and frame[c].dtype.is_numeric() and not frame[c].sum()]
     shared = ", ".join(f"{c} {frame[c][0]}" for c in same if frame[c][0] != -1)
-    frame = frame.drop(same, empty)
-    shown = frame.head(rows)
-    heads = [heading(frame[c]) for c in shown.columns]
-    units = {c: unit(frame[c]) for c in shown.columns}
-    texts = zip(*([cell(v, c, units[c]) for v in shown[c]] for c in shown.columns), strict=True)
-    numbers = [head for head, c in zip(heads, shown.columns, strict=True) if shown[c].dtype.is_numeric()]
-    caption = escape(title + (f" ({shared})" if shared else ""))
-    _show.print_table(console, Table(heads, list(texts), numbers), caption)
+    table = as_table(frame.drop(same, empty), rows, title + (f" ({shared})" if shared else ""), cell)
+    _show.print_table(console, table, escape(table.caption))
     if frame.height > rows:
         console.print(f"{frame.height - rows} more rows: --rows {frame.height}")
 
 
-def write_chart(path: Path | None, make: Callable[[], Any]) -> None:
+def write_chart(path: Path | None, make: Callable[[Any], Any]) -> None:
+    """Write a chart to a file where one is named; `make` is given the module of the charts."""
     if path is not None:
         from fettle.trace.report import charts
 
-        charts.save(make(), path)
+        charts.save(make(charts), path)
         Console(stderr=True, highlight=False).print(f"wrote {path}")

@@ -121,10 +121,12 @@ def _subnormal(module: torch.nn.Module | None) -> float:
 
 
 def _duplicates(module: torch.nn.Module | None) -> int:
-    """Bytes of large parameters that equal another one, value for value, in memory of their own."""
+    """Bytes of large parameters that equal another one, value for value, in memory of their own; constants apart, which
+    many layers begin with.
+    """
     groups: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for parameter in module.parameters() if module is not None else ():
-        if parameter.numel() >= 1 << 16:
+        if parameter.numel() >= 1 << 16 and bool((parameter.detach() != parameter.detach().flatten()[0]).any()):
             key = (tuple(parameter.shape), parameter.dtype, float(parameter.detach().flatten()[:64].double().sum()))
             groups[key].append(parameter.detach())
     wasted = 0

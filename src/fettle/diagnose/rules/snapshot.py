@@ -9,7 +9,7 @@ from fettle.memory import Analysis
 from fettle.units import size_text
 
 _LARGE_SHARE = 0.1
-"""Share of the peak: a smaller holder is not worth a line of its own."""
+"""Share of the peak, in use or reserved: a smaller holder, or fewer segments, are not worth a line of their own."""
 _STUCK_BYTES = 256 << 20
 """Below this no setting of the allocator is worth it, whatever the share (`fettle.memory` advises none either)."""
 _LARGE_BYTES = 64 << 20
@@ -58,6 +58,7 @@ def _fragmentation(analysis: Analysis) -> list[Finding]:
     stuck, reserved = analysis.non_releasable_bytes, analysis.reserved_bytes
     if stuck < max(0.1 * reserved, _STUCK_BYTES):
         return []
+    setting, on = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", analysis.snapshot.expands
     return [
         Finding(
             "fragmentation",
@@ -69,10 +70,10 @@ def _fragmentation(analysis: Analysis) -> list[Finding]:
                 ("free, could be given back", analysis.releasable_bytes / reserved),
                 ("in use", 1 - (stuck + analysis.releasable_bytes) / reserved),
             ),
-            advice="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or fewer distinct sizes",
+            advice="fewer distinct sizes" if on else f"{setting}, or fewer distinct sizes",
             formula="free blocks in segments that hold a block in use",
-            before="python train.py",
-            after="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python train.py",
+            before="x = torch.randn(rows, width)  # rows of every batch differ" if on else "python train.py",
+            after="x = padded_to_few_sizes(x)" if on else f"{setting} python train.py",
         )
     ]
 
@@ -90,6 +91,7 @@ def _churn(analysis: Analysis) -> list[Finding]:
             after="# let the cache work",
         )
         for churn in analysis.churn
+        if churn.share_of_reserved >= _LARGE_SHARE  # less is what a program does once, between loading and its loop
     ]
 
 

@@ -9,6 +9,7 @@ bounds, and does not make one of them.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +24,7 @@ from fettle.trace import (
     idle_summary,
     kernel_table,
     loader_waits,
+    outermost_operators,
     small_operators,
     steps,
     time_account,
@@ -95,7 +97,7 @@ _CAUSES = {
     "idle_other_rank": Finding(
         "other-rank",
         "The step waits for another rank.",
-        advice="find the late rank (fettle trace stragglers) and divide the work evenly",
+        advice="find the late rank (fettle trace comm) and divide the work evenly",
         before="sampler = None  # ranks with longer rows are late",
         after="sampler = rows_of_like_length(rank)",
     ),
@@ -151,6 +153,7 @@ _CAUSES = {
     ),
 }
 """By column of the time account: what is said of time that was lost in this way, without its numbers."""
+_CROSSING = re.compile(r"HtoD|DtoH|H2D|D2H|HostToDevice|DeviceToHost", re.IGNORECASE)
 _ON_HOST = {
     "python-bound": "The main thread runs Python between many small operators.",
     "garbage-collection": "Python's garbage collector runs during steps.",
@@ -186,10 +189,12 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
             lines = [f"the main thread waits {usual:.1%} of a step for the next batch"]
             if not on_device:  # operators inside the loader are loading too
                 lost = max(lost, int(waits["wait_ns"].sum()) / wall_ns)
+        elif name == "exposed_copy":
+            lost *= _between_host_and_device(trace)
         elif name == "idle_python" and not on_device:
             lost, least = lost + unknown, _LEAST_PYTHON
             besides = min(1.0, int(small_operators(trace)["time_ns"].sum()) / wall_ns)
-            lost *= len(_outermost_operators(trace)) >= _FEWEST_OPERATORS * count
+            lost *= len(outermost_operators(trace)) >= _FEWEST_OPERATORS * count
         if lost < least:
             continue
         meanwhile = details.get(name.removeprefix("idle_"))
@@ -216,12 +221,10 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
     return sorted(findings, key=lambda finding: finding.weight, reverse=True), budget
 
 
-def _outermost_operators(trace: Trace) -> np.ndarray:
-    """Rows of operators that no other operator called."""
-    rows = np.flatnonzero(trace.kind == Kind.OPERATOR)
-    parent = host_stacks(trace).parent[rows]
-    answer: np.ndarray = rows[(parent < 0) | (trace.kind[np.maximum(parent, 0)] != Kind.OPERATOR)]
-    return answer
+def _between_host_and_device(trace: Trace) -> float:
+    """The share of copies and memory sets, by their time, that pinned memory would help."""
+    length = trace.dur * np.isin(trace.kind, (Kind.MEMCPY, Kind.MEMSET))
+    return float(length[trace.named(_CROSSING.search)].sum() / max(length.sum(), 1))
 
 
 def _profiler_ns(trace: Trace) -> int:
@@ -233,7 +236,7 @@ def _profiler_ns(trace: Trace) -> int:
 
 def _slowed_ns(trace: Trace) -> int:
     """What operators took longer than the fastest of the same name and shapes, within the steps."""
-    rows = _outermost_operators(trace)
+    rows = outermost_operators(trace)
     rows = rows[host_stacks(trace).cause[rows] == CAUSES_OF_HOST.index("operator")]  # not those inside a loader
     rows = _within_steps(trace, rows, trace.end)
     took = pl.DataFrame(

@@ -11,6 +11,7 @@ from fettle.trace.analyses.stacks import host_stacks
 from fettle.trace.analyses.stops import autograd_threads, main_thread
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Ints, Trace, per_trace
+from fettle.trace.ordering import in_groups
 
 _MODULE = re.compile(r"^nn\.Module: ")
 _LINE = re.compile(r"^(.+)\((\d+)\): (.+)$")
@@ -90,17 +91,16 @@ def outermost(trace: Trace, flags: np.ndarray, rows: Ints) -> Ints:
     """The outermost flagged event at or above each row: level by level from the top."""
     answer = np.full(len(flags), -1, dtype=np.int64)
     depth, parent = host_stacks(trace).depth, host_stacks(trace).parent
-    order = rows[np.argsort(depth[rows], kind="stable")]
-    levels = depth[order]
-    for begin, stop in runs(levels):
-        level = order[begin:stop]
+    for _, at in in_groups(depth[rows]):
+        level = rows[at]
         up = parent[level]
         above = np.where(up >= 0, answer[np.maximum(up, 0)], -1)
         answer[level] = np.where(above >= 0, above, np.where(flags[level], level, -1))
     return answer
 
 
-def runs(values: Ints) -> list[tuple[int, int]]:
-    """Where equal neighbours begin and stop."""
-    begins = np.flatnonzero(np.diff(values, prepend=values[0] - 1 if len(values) else 0)).tolist()
-    return list(zip(begins, [*begins[1:], len(values)][: len(begins)], strict=True)) if begins else []
+def in_no_other(trace: Trace, flags: np.ndarray) -> Ints:
+    """Rows of the flagged host events that lie in no other one."""
+    rows = np.flatnonzero(flags)
+    alone: Ints = rows[outermost(trace, flags, np.flatnonzero(trace.is_host))[rows] == rows]
+    return alone

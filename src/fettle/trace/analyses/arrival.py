@@ -10,37 +10,41 @@ from fettle.trace.analyses.communication import bus_factor, collectives
 from fettle.trace.analyses.idle import idle_pieces
 from fettle.trace.frames import frame_of, with_rank
 from fettle.trace.intervals import length_within, split
+from fettle.trace.io.fields import integer
 from fettle.trace.kinds import Kind, short_kernel_name, without_address
-from fettle.trace.model import Trace
+from fettle.trace.model import Ints, Trace
+from fettle.trace.ordering import in_groups
+
+_NEAR_NS = 1_000_000
+"""How far apart the ends of one collective may be on two ranks where nothing but their ends says that it is one."""
 
 
 def clock_offsets(matched: pl.DataFrame) -> pl.DataFrame:
     """How far each rank's clock is from the first rank's, judged by the ends of collectives they share.
 
-    A collective ends on all its ranks at nearly one time. Columns: rank, offset_ns (to subtract from that rank's
-    clock), uncertainty_ns (1.4826 x median absolute deviation), pairs (collectives used).
+    A collective ends on all its ranks at nearly one time. A rank that shares none with the first is held against ranks
+    that do; where there are none, its group has a clock of its own, that of its first rank. Columns: rank, offset_ns
+    (to subtract from that rank's clock), uncertainty_ns (1.4826 x median absolute deviation), pairs (collectives used).
     """
+    clocks = frame_of([], rank=int, offset_ns=int, uncertainty_ns=int, pairs=int)
     if not matched.height:
-        return _offsets([])
-    reference = int(matched["rank"].min())  # type: ignore[arg-type]
-    ends = matched.with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns"))
-    base = ends.filter(pl.col("rank") == reference).select("key", base_ns="end_ns")
-    parts = []
-    for rank in sorted(ends["rank"].unique().to_list()):
-        shift = (
-            ends.filter(pl.col("rank") == rank)
-            .join(base, on="key")
-            .select(d=pl.col("end_ns") - pl.col("base_ns"))["d"]
-            .to_numpy()
+        return clocks
+    left = matched.select("rank", "key", end_ns=pl.col("start_ns") + pl.col("duration_ns"))
+    base = frame_of([], key=str, base_ns=int)
+    middle = pl.col("shift").median()
+    spread = (pl.col("shift") - middle).abs().median() * 1.4826
+    while left.height:
+        shared = left.join(base, on="key").select("rank", shift=pl.col("end_ns") - pl.col("base_ns"))
+        if not shared.height:  # the first rank, or that of a group which shares nothing with those before
+            shared = left.filter(pl.col("rank") == pl.col("rank").min()).select("rank", shift=pl.lit(0, pl.Int64()))
+        found = shared.group_by("rank").agg(
+            offset_ns=middle.round().cast(pl.Int64()), uncertainty_ns=spread.round().cast(pl.Int64()), pairs=pl.len()
         )
-        middle = float(np.median(shift)) if len(shift) else 0.0
-        spread = float(np.median(np.abs(shift - middle))) * 1.4826 if len(shift) else float("nan")
-        parts.append((rank, round(middle), round(spread) if np.isfinite(spread) else -1, len(shift)))
-    return _offsets(parts)
-
-
-def _offsets(rows: list[tuple[int, int, int, int]]) -> pl.DataFrame:
-    return frame_of(rows, rank=int, offset_ns=int, uncertainty_ns=int, pairs=int)
+        clocks = pl.concat([clocks, found], how="vertical_relaxed")
+        aligned = left.join(found, on="rank").select("key", base_ns=pl.col("end_ns") - pl.col("offset_ns"))
+        base = pl.concat([base, aligned]).unique("key", keep="first", maintain_order=True)
+        left = left.join(found, on="rank", how="anti")
+    return clocks.sort("rank")
 
 
 def match_collectives(traces: list[Trace]) -> pl.DataFrame:
@@ -51,13 +55,12 @@ def match_collectives(traces: list[Trace]) -> pl.DataFrame:
     agree; send-receive kernels, whose partner is not named, count only where every rank has the same number of them.
     Only keys seen on two ranks or more are kept.
     """
-    bases = [int(t.metadata.get("baseTimeNanoseconds", 0) or 0) for t in traces]
     frames = []
-    for trace, base in zip(traces, bases, strict=True):
+    for trace in traces:
         frame = collectives(trace).filter(pl.col("collective") != "unknown")
         short = pl.Series([short_kernel_name(n) for n in frame["name"]], dtype=pl.String())
         frame = frame.with_columns(
-            start_ns=pl.col("start_ns") + (base - bases[0]),
+            start_ns=pl.col("start_ns") + (_base_ns(trace) - _base_ns(traces[0])),
             family=pl.format("{}|{}|{}", "group", "collective", pl.coalesce(pl.col("bytes").cast(pl.String()), short)),
         )
         order = pl.len().over("family") - 1 - pl.int_range(pl.len()).over("family")
@@ -82,31 +85,41 @@ def _match_by_ends(frame: pl.DataFrame) -> pl.DataFrame:
     Collectives of one kernel on one stream are the same where their ends are each other's nearest, within a
     millisecond. That takes clocks for nearly aligned; what it cannot match has a key of its own and drops out.
     """
+    ends = frame.select("rank", "stream", "name", end=pl.col("start_ns") + pl.col("duration_ns")).with_row_index("at")
     reference = int(frame["rank"].min())  # type: ignore[arg-type]
-    ends = (frame["start_ns"] + frame["duration_ns"]).to_numpy()
-    rank, stream, names = frame["rank"].to_numpy(), frame["stream"].to_numpy(), frame["name"].to_numpy()
     keys = [f"alone {i}" for i in range(frame.height)]
-    base = np.flatnonzero(rank == reference)
-    for one in np.unique(rank[rank != reference]):
-        for i in np.flatnonzero(rank == one).tolist():
-            same = base[(stream[base] == stream[i]) & (names[base] == names[i])]
-            if not len(same):
-                continue
-            best = int(same[np.abs(ends[same] - ends[i]).argmin()])
-            back = np.flatnonzero((rank == one) & (stream == stream[i]) & (names == names[i]))
-            if abs(int(ends[best] - ends[i])) <= 1_000_000 and back[np.abs(ends[back] - ends[best]).argmin()] == i:
-                keys[i] = keys[best] = f"end {best}"
+    for alike in ends.sort("end").partition_by("stream", "name"):
+        at, rank, end = (alike[column].to_numpy() for column in ("at", "rank", "end"))
+        of_rank = dict(in_groups(rank))
+        base = of_rank.pop(reference, rank[:0])
+        for mine in of_rank.values() if len(base) else ():
+            to, back = _nearest(end[base], end[mine]), _nearest(end[mine], end[base])
+            same = (back[to] == np.arange(len(mine))) & (np.abs(end[base[to]] - end[mine]) <= _NEAR_NS)
+            for i, there in zip(at[mine[same]].tolist(), at[base[to[same]]].tolist(), strict=True):
+                keys[i] = keys[there] = f"end {there}"
     return frame.with_columns(key=pl.Series(keys, dtype=pl.String()))
 
 
-def clock_shifts(traces: list[Trace]) -> dict[int, int]:
+def _nearest(times: Ints, of: Ints) -> Ints:
+    """Which of some times, in order, is the nearest to each of others."""
+    after = np.minimum(np.searchsorted(times, of), len(times) - 1)
+    before = np.maximum(after - 1, 0)
+    nearest: Ints = np.where(np.abs(of - times[before]) <= np.abs(times[after] - of), before, after)
+    return nearest
+
+
+def clock_shifts(traces: list[Trace], clocks: pl.DataFrame | None = None) -> dict[int, int]:
     """By rank: what its clock shows, ns, where the first rank's shows 0; by what the traces say of their clocks, and by
-    the ends of shared collectives where there are any.
+    the ends of shared collectives where there are any (`clocks`: their `clock_offsets`, where these are known already).
     """
-    clocks = clock_offsets(match_collectives(traces))
+    clocks = clock_offsets(match_collectives(traces)) if clocks is None else clocks
     offsets = dict(zip(clocks["rank"], clocks["offset_ns"], strict=True))
-    base = [int(t.metadata.get("baseTimeNanoseconds", 0) or 0) for t in traces]
-    return {t.rank: int(offsets.get(t.rank, 0)) - (b - base[0]) for t, b in zip(traces, base, strict=True)}
+    return {t.rank: int(offsets.get(t.rank, 0)) - (_base_ns(t) - _base_ns(traces[0])) for t in traces}
+
+
+def _base_ns(trace: Trace) -> int:
+    """The moment that the file's times count from; 0 where it does not say."""
+    return max(0, integer(trace.metadata.get("baseTimeNanoseconds")))
 
 
 def arrival(traces: list[Trace]) -> pl.DataFrame:

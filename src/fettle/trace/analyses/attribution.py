@@ -6,7 +6,6 @@ same autograd sequence number, whose module and source line they inherit.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 
 import numpy as np
@@ -14,6 +13,7 @@ import polars as pl
 
 from fettle.trace.analyses.ancestry import LIBRARY, Ancestors, ancestors, nearest
 from fettle.trace.analyses.launches import launch_links, text_column
+from fettle.trace.analyses.stops import BACKWARD
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Ints, Trace
 
@@ -21,16 +21,12 @@ from fettle.trace.model import Ints, Trace
 def forward_of_backward(trace: Trace) -> dict[int, int]:
     """Backward operators to their forward operators, by autograd sequence number: row to row.
 
-    The forward operator is the last one with the number on another thread, or without a forward thread of its own, that
-    began earlier. Operators without a partner are absent.
+    The forward operator is the last one with the number that began earlier. Operators without a partner are absent.
     """
     table = trace.side["autograd"].filter(pl.col("sequence") >= 0)
     rows = table["row"].to_numpy()
     sequence = table["sequence"].to_numpy()
-    is_engine = np.array([n.startswith("autograd::engine::evaluate_function") for n in trace.names], dtype=bool)
-    is_backward_name = np.array([bool(re.search(r"Backward\d*$", n)) for n in trace.names], dtype=bool)
-    code = trace.column("name")[rows]
-    backward = is_engine[code] | is_backward_name[code]
+    backward = trace.named(BACKWARD.search, rows)
     # Of the forward operators with one number, the innermost made the graph node; its outermost carries the same place.
     forward_rows, forward_numbers = rows[~backward], sequence[~backward]
     order = np.lexsort((trace.ts[forward_rows], forward_numbers))
@@ -98,6 +94,12 @@ def attribute_kernels(trace: Trace) -> pl.DataFrame:
     )
 
 
+def work_by(work: pl.DataFrame, column: str) -> pl.DataFrame:
+    """`attribute_kernels` by a column, longest first: rank, that column (null: unknown), device_ns, kernels."""
+    sums = work.group_by("rank", column).agg(device_ns=pl.col("duration_ns").sum(), kernels=pl.len())
+    return sums.sort("device_ns", column, descending=[True, False])
+
+
 def _by_external_id(trace: Trace, rows: Ints, operator: Ints, top: Ints, up: Ancestors) -> None:
     """Work whose launch is unknown can still name its operator by the id that they share."""
     missing = np.flatnonzero(operator < 0)
@@ -142,8 +144,7 @@ def kernels_under(trace: Trace, operators: Collection[str]) -> pl.DataFrame:
 
     Columns: name, operator, count, sum_ns. Work that none of them launched is left out.
     """
-    named = np.array([name in operators for name in trace.names], dtype=bool)
-    wanted = (trace.kind == Kind.OPERATOR) & named[trace.column("name")]
+    wanted = (trace.kind == Kind.OPERATOR) & trace.named(operators.__contains__)
     rows, calls = launch_links(trace).known
     owner = nearest(trace, wanted, np.flatnonzero(trace.is_host))[calls]
     known = (owner >= 0) & (trace.kind[rows] == Kind.KERNEL)

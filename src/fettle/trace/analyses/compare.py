@@ -23,8 +23,9 @@ from fettle.trace.analyses.stacks import host_stacks
 from fettle.trace.analyses.steps import steps
 from fettle.trace.analyses.waits import CAUSES
 from fettle.trace.frames import frame_of
+from fettle.trace.intervals import Intervals, length_within
 from fettle.trace.kinds import Kind, short_kernel_name
-from fettle.trace.model import Trace
+from fettle.trace.model import Bools, Ints, Trace
 
 RESAMPLES = 2000
 
@@ -186,22 +187,18 @@ def _match_work(before: Trace, after: Trace, a: pl.DataFrame, b: pl.DataFrame) -
 
 
 def _work(trace: Trace, account: pl.DataFrame) -> pl.DataFrame:
-    """Device work inside the compared steps (by when it ran), clipped to them, with keys from most to least certain."""
-    frame = attribute_kernels(trace)
+    """The compared device's work inside the compared steps (by when it ran), clipped to them, with keys from most to
+    least certain.
+    """
+    frame = attribute_kernels(trace).filter(pl.col("device") == account["device"][0])
     rows = frame["row"].to_numpy()
-    start, end = trace.ts[rows], trace.end[rows]
-    low, high = account["start_ns"].to_numpy(), (account["start_ns"] + account["wall_ns"]).to_numpy()
-    inside = np.zeros(len(rows), dtype=np.int64)
-    count = np.zeros(len(rows))
-    for a, b in zip(low.tolist(), high.tolist(), strict=True):
-        piece = np.maximum(np.minimum(end, b) - np.maximum(start, a), 0)
-        inside += piece
-        count += (start >= a) & (start < b)
+    windows = _windows(account)
+    inside, begins = length_within(windows, trace.ts[rows], trace.end[rows]), _begin_in(windows, trace.ts[rows])
     kernel = pl.Series("kernel", [short_kernel_name(n) for n in frame["name"]], dtype=pl.String())
     frame = frame.with_columns(
         kernel=kernel,
-        inside=pl.Series(inside / len(low)),
-        launches=pl.Series(count / len(low)),
+        inside=pl.Series(inside / account.height),
+        launches=pl.Series(begins / account.height),
         **{"class": pl.Series([CLASSES[c] for c in class_of_row(trace, rows).tolist()], dtype=pl.String())},
     ).filter((pl.col("inside") > 0) | (pl.col("launches") > 0))
     path = pl.concat_str(
@@ -252,14 +249,23 @@ def _match_operators(before: Trace, after: Trace, a: pl.DataFrame, b: pl.DataFra
 def _host(trace: Trace, account: pl.DataFrame) -> pl.DataFrame:
     self_ns = host_stacks(trace).self_ns
     rows = np.flatnonzero(trace.kind == Kind.OPERATOR)
-    low, high = account["start_ns"].to_numpy(), (account["start_ns"] + account["wall_ns"]).to_numpy()
-    inside = np.zeros(len(rows), dtype=bool)
-    for a, b in zip(low.tolist(), high.tolist(), strict=True):
-        inside |= (trace.ts[rows] >= a) & (trace.ts[rows] < b)
-    rows = rows[inside]
+    rows = rows[_begin_in(_windows(account), trace.ts[rows])]
     frame = (
         pl.DataFrame({"code": trace.column("name")[rows], "self": self_ns[rows]})
         .group_by("code")
-        .agg(count=pl.len() / len(low), self_ns=pl.col("self").sum() / len(low))
+        .agg(count=pl.len() / account.height, self_ns=pl.col("self").sum() / account.height)
     )
     return frame.select(operator=text_column(trace, frame["code"].to_numpy()), count="count", self_ns="self_ns")
+
+
+def _windows(account: pl.DataFrame) -> Intervals:
+    """The compared steps, which are disjoint and in order."""
+    return account["start_ns"].to_numpy(), (account["start_ns"] + account["wall_ns"]).to_numpy()
+
+
+def _begin_in(windows: Intervals, start: Ints) -> Bools:
+    """Whether each event begins in one of them."""
+    low, high = windows
+    at = np.searchsorted(low, start, side="right") - 1
+    inside: Bools = (at >= 0) & (start < high[at])
+    return inside

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 import polars as pl
@@ -28,6 +28,7 @@ from fettle.trace.analyses.stops import autograd_threads, host_stops, main_threa
 from fettle.trace.analyses.waits import CAUSES, Held, Waits, blocking_calls, device_waits
 from fettle.trace.kinds import without_address
 from fettle.trace.model import Trace
+from fettle.trace.ordering import in_groups
 
 CATEGORIES = (*CLASSES, *CAUSES)
 _NUMBER = {category: i for i, category in enumerate(CATEGORIES)}
@@ -214,7 +215,7 @@ class _Walk:
         entries = self.stop_of.get(thread, [])
         at = bisect_left(self.stop_ends.get(thread, []), time)
         # A call that is still running at `time` comes first, then those that ended before.
-        for i in (*range(at, min(at + 2, len(entries))), *range(at - 1, -1, -1)):
+        for i in chain(range(at, min(at + 2, len(entries))), range(at - 1, -1, -1)):
             end, start, number = entries[i]
             if end <= self.low:
                 break
@@ -261,8 +262,8 @@ class _Walk:
         places = trace.column("thread")[row].astype(np.int64)
         parts = [(start, end, category, row, np.where(on_device, -2 - trace.column("device")[row], places))]
         stretches = np.array(sorted(self.stretches), dtype=np.int64).reshape(-1, 3)
-        for thread in np.unique(stretches[:, 0]).tolist():
-            _, begins, stops = stretches[stretches[:, 0] == thread].T
+        for thread, mine in in_groups(stretches[:, 0]):
+            _, begins, stops = stretches[mine].T
             owner = np.full(len(begins), -1)
             if thread >= 0:
                 begins, stops, owner, _ = stacks.over(thread, begins, stops)

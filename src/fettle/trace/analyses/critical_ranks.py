@@ -27,7 +27,7 @@ def critical_path_of_ranks(traces: list[Trace], step: int | None = None) -> Crit
     clocks = clock_offsets(matched)
     certain = 2 * max(int(clocks["uncertainty_ns"].max()), 0)  # type: ignore[arg-type]
     offsets = dict(zip(clocks["rank"], clocks["offset_ns"], strict=True))
-    shift = clock_shifts(traces)
+    shift = clock_shifts(traces, clocks)
     low, high = window_of(traces[0], step)
     walks = {t.rank: _Walk(t, low + shift[t.rank], high + shift[t.rank]) for t in traces}
     arrivals = _last_arrivals(matched, walks, offsets, certain)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from fettle.trace.analyses.ancestry import outermost
+from fettle.trace.analyses.ancestry import in_no_other
 from fettle.trace.analyses.operators import device_time, parent_among
 from fettle.trace.io.arguments import operator_inputs
 from fettle.trace.kinds import Kind, dtype_bytes
@@ -34,12 +34,19 @@ class Limits:
     gb_per_s: float
 
 
-# Dense matrix units (for 4 bytes TF32 or its like) and memory, from the vendors' data sheets.
+# Dense matrix units (for 4 bytes TF32 or its like) and memory, from the vendors' data sheets. The first that is part of
+# a device's name counts.
 DATA_SHEETS = {
+    "V100-PCIE": Limits({2: 112.0, 4: 14.0}, 900.0),
     "V100": Limits({2: 125.0, 4: 15.7}, 900.0),
     "A100-SXM4-40GB": Limits({1: 624.0, 2: 312.0, 4: 156.0}, 1555.0),
+    "A100-PCIE-40GB": Limits({1: 624.0, 2: 312.0, 4: 156.0}, 1555.0),
+    "A100 80GB PCIe": Limits({1: 624.0, 2: 312.0, 4: 156.0}, 1935.0),
     "A100": Limits({1: 624.0, 2: 312.0, 4: 156.0}, 2039.0),
+    "H100 PCIe": Limits({1: 1513.0, 2: 756.0, 4: 378.0}, 2000.0),
+    "H100 NVL": Limits({1: 1671.0, 2: 835.0, 4: 417.0}, 3900.0),
     "H100": Limits({1: 1979.0, 2: 989.0, 4: 494.0}, 3350.0),
+    "GH200": Limits({1: 1979.0, 2: 989.0, 4: 494.0}, 4000.0),
     "H200": Limits({1: 1979.0, 2: 989.0, 4: 494.0}, 4800.0),
     "MI210": Limits({1: 181.0, 2: 181.0, 4: 45.3}, 1638.0),
     "MI300X": Limits({1: 2615.0, 2: 1307.0, 4: 653.7}, 5300.0),
@@ -202,11 +209,7 @@ def product_table(trace: Trace, limits: Limits | None = None) -> pl.DataFrame:
 
 def _products(trace: Trace) -> Ints:
     """The outermost calls of `OPERATORS`."""
-    named = np.array([name in OPERATORS for name in trace.names], dtype=bool)
-    flags = (trace.kind == Kind.OPERATOR) & named[trace.column("name")]
-    rows = np.flatnonzero(flags)
-    outer: Ints = rows[outermost(trace, flags, np.flatnonzero(trace.is_host))[rows] == rows]
-    return outer
+    return in_no_other(trace, (trace.kind == Kind.OPERATOR) & trace.named(OPERATORS.__contains__))
 
 
 def _inputs(trace: Trace) -> dict[int, tuple[str, tuple[str, ...]]]:

@@ -11,8 +11,11 @@ from fettle.trace.analyses.stacks import host_stacks
 from fettle.trace.analyses.steps import step_summary, steps
 from fettle.trace.analyses.whatif import TRUSTED_ERROR, replay_error
 from fettle.trace.intervals import merge, total
-from fettle.trace.kinds import Kind, is_graph_launch, is_launch_call
+from fettle.trace.kinds import Kind, host_cause, is_graph_launch, is_launch_call
 from fettle.trace.model import Trace
+
+_QUEUE_FULL = "Command Buffer Full"
+"""CUPTI's overhead of a launch that waits for room in the queue."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,7 @@ def _links(trace: Trace) -> list[Finding]:
     unlinked = int((links.launch_rows < 0).sum())
     runtime = np.flatnonzero(trace.kind == Kind.RUNTIME)
     numbered = runtime[trace.column("correlation")[runtime] > 0]
-    launching = np.array(["LaunchKernel" in n or "GraphLaunch" in n for n in trace.names], dtype=bool)
-    launches = numbered[launching[trace.column("name")[numbered]]]
+    launches = numbered[trace.named(lambda name: "LaunchKernel" in name or "GraphLaunch" in name, numbered)]
     lost = int((~np.isin(launches, links.launch_rows)).sum()) if work else 0
     operators = bool((trace.kind == Kind.OPERATOR).any())
     return [
@@ -123,8 +125,8 @@ def _links(trace: Trace) -> list[Finding]:
 def _shared_numbers(trace: Trace) -> int:
     """Launch calls, of one kernel each, to whose number several kernels belong."""
     work, calls = launch_links(trace).known
-    single = np.array([is_launch_call(n) and not is_graph_launch(n) for n in trace.names], dtype=bool)
-    chosen = single[trace.column("name")[calls]] & (trace.kind[work] == Kind.KERNEL)
+    single = trace.named(lambda name: is_launch_call(name) and not is_graph_launch(name), calls)
+    chosen = single & (trace.kind[work] == Kind.KERNEL)
     return int((np.unique(calls[chosen], return_counts=True)[1] > 1).sum())
 
 
@@ -183,6 +185,9 @@ def _steps(trace: Trace) -> list[Finding]:
 
 def _profiler(trace: Trace) -> list[Finding]:
     rows = np.flatnonzero(trace.kind == Kind.OVERHEAD)
+    # A launch that waits for room in the queue, and a module that is loaded, do so without a profiler too.
+    alike = trace.named(lambda name: name == _QUEUE_FULL or host_cause(name, Kind.OVERHEAD) != "profiler", rows)
+    rows = rows[~alike]
     span = max(trace.span[1] - trace.span[0], 1)
     share = total(merge(trace.ts[rows], trace.end[rows])) / span
     host, python = int(trace.is_host.sum()), int((trace.kind == Kind.PYTHON).sum())

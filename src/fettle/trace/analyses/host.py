@@ -9,15 +9,16 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from fettle.trace.analyses.ancestry import ancestors
+from fettle.trace.analyses.ancestry import in_no_other
 from fettle.trace.analyses.launches import text_column
-from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks, inherit
-from fettle.trace.analyses.steps import steps
+from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
+from fettle.trace.analyses.steps import step_windows, steps
 from fettle.trace.analyses.stops import main_thread
 from fettle.trace.frames import frame_of, with_rank
-from fettle.trace.intervals import merge, total
+from fettle.trace.intervals import length_within, merge, total
 from fettle.trace.kinds import Kind
-from fettle.trace.model import Bools, Ints, Trace
+from fettle.trace.model import Ints, Trace
+from fettle.trace.ordering import in_groups
 
 SMALL_NS = 10_000
 CONVERSIONS = (
@@ -40,22 +41,18 @@ def threads(trace: Trace) -> pl.DataFrame:
     """
     stacks = host_stacks(trace)
     low, high = trace.span
-    thread_of = trace.column("thread")
+    host = np.flatnonzero(trace.is_host)
     rows = []
     length = stacks.segment_end - stacks.segment_start
     cause = stacks.cause[stacks.segment_row] if len(length) else np.zeros(0, np.int64)
-    operators = np.flatnonzero(trace.kind == Kind.OPERATOR)
-    for thread in np.unique(thread_of[trace.is_host]).tolist():
-        part = stacks.thread_slice(thread)
-        mine = operators[thread_of[operators] == thread]
+    for thread, at in in_groups(trace.column("thread")[host]):
+        part, mine = stacks.thread_slice(thread), host[at]
+        operators = mine[trace.kind[mine] == Kind.OPERATOR]
         sums = np.bincount(cause[part], weights=length[part], minlength=len(CAUSES_OF_HOST)).astype(np.int64)
         busy = int(length[part].sum())
-        inside, events = (
-            total(merge(trace.ts[mine], trace.end[mine])),
-            int((trace.is_host & (thread_of == thread)).sum()),
-        )
+        inside = total(merge(trace.ts[operators], trace.end[operators]))
         share = busy / max(high - low, 1)
-        rows.append((trace.rank, thread, trace.thread_label(thread), events, busy, share, inside, *sums.tolist()))
+        rows.append((trace.rank, thread, trace.thread_label(thread), len(mine), busy, share, inside, *sums.tolist()))
     columns = {"label": str, "events": int, "busy_ns": int, "busy_share": float, "operators_ns": int}
     causes = dict.fromkeys((f"{name}_ns" for name in CAUSES_OF_HOST), int)
     return frame_of(rows, rank=int, thread=int, **columns, **causes).sort("busy_ns", descending=True)
@@ -63,26 +60,24 @@ def threads(trace: Trace) -> pl.DataFrame:
 
 def parallel_operators(trace: Trace) -> pl.DataFrame:
     """How many threads were inside operators at once: columns rank, threads, time_ns, share of the trace's span."""
-    thread_of = trace.column("thread")
     operators = np.flatnonzero(trace.kind == Kind.OPERATOR)
-    starts, ends = [], []
-    for thread in np.unique(thread_of[operators]):
-        one = merge(
-            trace.ts[operators[thread_of[operators] == thread]], trace.end[operators[thread_of[operators] == thread]]
-        )
-        starts.append(one[0])
-        ends.append(one[1])
-    if not starts:
+    if not len(operators):
         return frame_of([], rank=int, threads=int, time_ns=int, share=float)
-    points = np.concatenate([*starts, *ends])
-    change = np.concatenate([np.ones(sum(map(len, starts)), np.int64), -np.ones(sum(map(len, ends)), np.int64)])
+    rows = [operators[at] for _, at in in_groups(trace.column("thread")[operators])]
+    starts, ends = map(np.concatenate, zip(*(merge(trace.ts[mine], trace.end[mine]) for mine in rows), strict=True))
+    points = np.concatenate([starts, ends])
     order = np.argsort(points, kind="stable")
-    points, level = points[order], np.cumsum(change[order])
+    points, level = points[order], np.cumsum(np.where(order < len(starts), 1, -1))
     low, high = trace.span
     sums = np.bincount(level[:-1], weights=np.diff(points)) if len(points) > 1 else np.zeros(1)
     sums[0] = (high - low) - sums[1:].sum()
-    rows = [(trace.rank, n, int(ns), float(ns) / max(high - low, 1)) for n, ns in enumerate(sums)]
-    return frame_of(rows, rank=int, threads=int, time_ns=int, share=float)
+    cells = [(trace.rank, n, int(ns), float(ns) / max(high - low, 1)) for n, ns in enumerate(sums)]
+    return frame_of(cells, rank=int, threads=int, time_ns=int, share=float)
+
+
+def outermost_operators(trace: Trace) -> Ints:
+    """Rows of operators that no other operator called."""
+    return in_no_other(trace, trace.kind == Kind.OPERATOR)
 
 
 def innermost_operators(trace: Trace) -> tuple[Ints, Ints]:
@@ -122,9 +117,7 @@ def conversions(trace: Trace) -> pl.DataFrame:
 
     Columns as `small_operators`.
     """
-    named = np.array([n in CONVERSIONS for n in trace.names], dtype=bool)
-    rows = np.flatnonzero((trace.kind == Kind.OPERATOR) & named[trace.column("name")])
-    return _by_name(trace, rows[~_inside(trace, rows)])
+    return _by_name(trace, in_no_other(trace, (trace.kind == Kind.OPERATOR) & trace.named(CONVERSIONS.__contains__)))
 
 
 def data_loading(trace: Trace) -> pl.DataFrame:
@@ -153,20 +146,14 @@ def data_loading(trace: Trace) -> pl.DataFrame:
 
 
 def loader_waits(trace: Trace) -> pl.DataFrame:
-    """How long each step waits in a DataLoader's own range for the next batch.
+    """How long the main thread is in a DataLoader's own range, waiting for the next batch, in each step.
 
     Columns: step, wall_ns, wait_ns. No rows where the trace has no such range.
     """
-    codes = [code for code, name in enumerate(trace.names) if name.startswith("enumerate(DataLoader)")]
-    rows = np.flatnonzero(np.isin(trace.column("name"), codes) & trace.is_host)
-    begins, ends = trace.ts[rows], trace.end[rows]
-    frame = steps(trace)
-    if not len(rows):
-        frame = frame.clear()
-    waits = [
-        int(np.clip(np.minimum(ends, end) - np.maximum(begins, start), 0, None).sum())
-        for start, end in frame.select("start_ns", "end_ns").iter_rows()
-    ]
+    loader = trace.is_host & trace.named(lambda name: name.startswith("enumerate(DataLoader)"))
+    mine = loader & (trace.column("thread") == main_thread(trace))  # a thread that prefetches holds nobody up
+    frame = steps(trace) if loader.any() else steps(trace).clear()
+    waits = length_within(merge(trace.ts[mine], trace.end[mine]), *step_windows(trace))[: frame.height]
     return frame.select("step", "wall_ns", wait_ns=pl.Series(waits, dtype=pl.Int64()))
 
 
@@ -189,8 +176,7 @@ def host_summary(trace: Trace) -> pl.DataFrame:
     span = max(high - low, 1)
     stacks = host_stacks(trace)
     length = stacks.self_ns
-    operators = np.flatnonzero(trace.kind == Kind.OPERATOR)
-    top = operators[ancestors(trace).top_operator[operators] == operators]
+    operators, top = np.flatnonzero(trace.kind == Kind.OPERATOR), outermost_operators(trace)
     leaf, inner = innermost_operators(trace)
     small = leaf[trace.dur[leaf] < SMALL_NS]
     converted = conversions(trace)
@@ -210,13 +196,3 @@ def host_summary(trace: Trace) -> pl.DataFrame:
     ]
     cells = [(trace.rank, question, count, ns, ns / span, means) for question, count, ns, means in rows]
     return frame_of(cells, rank=int, question=str, count=int, time_ns=int, share=float, means=str)
-
-
-def _inside(trace: Trace, rows: Ints) -> Bools:
-    """Whether each row lies inside another of the rows."""
-    marked = np.zeros(trace.events.height, dtype=bool)
-    marked[rows] = True
-    above = inherit(marked, host_stacks(trace).parent, np.flatnonzero(trace.is_host))
-    parent = host_stacks(trace).parent[rows]
-    answer: Bools = np.where(parent >= 0, above[np.maximum(parent, 0)], False)
-    return answer

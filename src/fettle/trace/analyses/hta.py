@@ -9,16 +9,15 @@ use the exact ones.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
-from fettle.trace.analyses.launches import launch_links
-from fettle.trace.frames import frame_of
+from fettle.trace.analyses.launches import launch_links, text_column
+from fettle.trace.frames import frame_of, with_rank
 from fettle.trace.intervals import combinations, intersect, merge, total
-from fettle.trace.kinds import Kind
-from fettle.trace.model import Bools, Ints, Trace, per_trace
+from fettle.trace.kinds import DEVICE_KINDS, Kind
+from fettle.trace.model import Ints, Trace, per_trace
 
 _COMMUNICATION = re.compile(r"(^nccl.*)|(^hip)|(^hccl)|(.*ncclKernel.*)")
 _MEMORY = re.compile(r"(^(hip)?Memcpy)|(^(hip)?Memset)|(^dma)")
@@ -40,6 +39,7 @@ _QUEUED = {
     "hipMemsetAsync",
     "hipMemcpyWithStream",
 }
+CONSECUTIVE_US = 30
 _LAUNCHES = {"cudaLaunchKernel", "cudaLaunchKernelExC", "cudaMemcpyAsync", "cudaMemsetAsync"}
 
 
@@ -52,56 +52,47 @@ def kernel_type(name: str) -> str:
     return "OTHER" if _NOT_COMPUTATION.match(name) else "COMPUTATION"
 
 
-@dataclass(frozen=True)
-class _Rounded:
-    """Device rows as HTA sees them, in whole microseconds."""
-
-    row: Ints
-    ts: Ints
-    dur: Ints
-    stream: Ints
-    type: np.ndarray[tuple[int], np.dtype[np.object_]]
-    launch_ts: Ints  # -1: no launch
-    launch_dur: Ints
-    launch_name: np.ndarray[tuple[int], np.dtype[np.object_]]
-
-    @property
-    def end(self) -> Ints:
-        return self.ts + self.dur
-
-    def of(self, flags: Bools) -> tuple[Ints, Ints]:
-        return self.ts[flags], self.end[flags]
-
-
 @per_trace
-def _rounded(trace: Trace) -> _Rounded:
+def _rounded(trace: Trace) -> pl.DataFrame:
+    """Device rows as HTA sees them, in whole microseconds; those of the launch are null where none is known."""
     ts, end = _microseconds(trace)
-    stream, correlation = trace.column("stream"), trace.column("correlation")
+    stream, correlation, codes = trace.column("stream"), trace.column("correlation"), trace.column("name")
     kept = trace.kind != Kind.OTHER
     host = kept & (stream < 0)
-    steps = {c for c, n in enumerate(trace.names) if n.startswith("ProfilerStep#")}
     gpu = kept & (stream != -1)
-    codes = trace.column("name")
-    marks = host & np.isin(codes, list(steps))
-    if len(steps) > 1 and marks.any():
+    is_step = trace.named(lambda name: name.startswith("ProfilerStep#"))
+    marks = host & is_step
+    if len(np.unique(codes[is_step])) > 1 and marks.any():
         host &= ts < ts[marks].max()
         gpu &= (stream >= 0) & (correlation >= 0) & np.isin(correlation, correlation[host & (correlation >= 0)])
     rows = np.flatnonzero(gpu)
-    types = np.array([kernel_type(n) for n in trace.names], dtype=object)
     links, by_row = launch_links(trace), np.full(trace.events.height, -1, dtype=np.int64)
     by_row[links.device_rows] = links.launch_rows
-    launch = np.where((by_row[rows] >= 0) & host[by_row[rows]], by_row[rows], -1)
-    names = np.array([*trace.names, ""], dtype=object)
-    return _Rounded(
-        rows,
-        ts[rows],
-        end[rows] - ts[rows],
-        stream[rows],
-        types[codes[rows]],
-        np.where(launch >= 0, ts[np.maximum(launch, 0)], -1),
-        np.where(launch >= 0, (end - ts)[np.maximum(launch, 0)], 0),
-        names[np.where(launch >= 0, codes[np.maximum(launch, 0)].astype(np.int64), -1)],
+    launch = by_row[rows]
+    called = (launch >= 0) & host[launch]
+    types = pl.Series([kernel_type(name) for name in trace.names], dtype=pl.String())
+    frame = pl.DataFrame(
+        {
+            "row": rows,
+            "ts": ts[rows],
+            "end": end[rows],
+            "stream": stream[rows],
+            "type": types.gather(pl.Series(codes[rows], dtype=pl.UInt32())),
+            "on_device": np.isin(trace.kind[rows], DEVICE_KINDS),
+            "called": called,
+            "launch_ts": ts[launch],
+            "launch_end": end[launch],
+            "launch": text_column(trace, codes[launch]),
+        }
     )
+    of_launch = pl.col("launch_ts", "launch_end", "launch")
+    return frame.with_columns(pl.when("called").then(of_launch)).drop("called")
+
+
+def _of(work: pl.DataFrame, kind: str) -> tuple[Ints, Ints]:
+    """Starts and ends of the work of one type."""
+    mine = work.filter(pl.col("type") == kind)
+    return mine["ts"].to_numpy(), mine["end"].to_numpy()
 
 
 def _microseconds(trace: Trace) -> tuple[Ints, Ints]:
@@ -118,11 +109,11 @@ def temporal_breakdown(trace: Trace) -> pl.DataFrame:
     """
     work = _rounded(trace)
     columns = dict.fromkeys(("rank", "idle_us", "compute_us", "non_compute_us", "kernel_us"), int)
-    if not len(work.row):
+    if not work.height:
         return frame_of([], **columns)
-    span = int(work.end.max() - work.ts.min())
-    busy = _merged_total(work.ts, work.end)
-    compute = _merged_total(*work.of(work.type == "COMPUTATION"))
+    ts, end = work["ts"].to_numpy(), work["end"].to_numpy()
+    span = int(end.max() - ts.min())
+    busy, compute = _merged_total(ts, end), _merged_total(*_of(work, "COMPUTATION"))
     return frame_of([(trace.rank, span - busy, compute, busy - compute, span)], **columns)
 
 
@@ -144,20 +135,19 @@ def deviations(trace: Trace) -> list[str]:
     """Where HTA's own numbers for this trace may differ from these, and why."""
     reasons: list[str] = []
     work = _rounded(trace)
-    called = work.launch_ts >= 0
-    time, stream = np.concatenate([work.ts, work.launch_ts[called]]), np.concatenate([work.stream, work.stream[called]])
-    if len(np.unique(np.stack([stream, time]), axis=1).T) < len(time):
+    calls = work.select("stream", ts="launch_ts").drop_nulls()
+    if pl.concat([work.select("stream", "ts"), calls]).is_duplicated().any():
         reasons.append("its sort leaves the order of equal times open: mean queue length")
-    on_device = np.isin(trace.kind[work.row], [Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET])
-    lost = int((on_device & ~called & (trace.column("correlation")[work.row] > 0)).sum())
+    silent = work.filter("on_device", pl.col("launch_ts").is_null())["row"].to_numpy()
+    lost = int((trace.column("correlation")[silent] > 0).sum())
     if lost:
         reasons.append(
             f"it takes the file's first event for the launch of work whose launch is not there ({lost} of "
-            f"{len(work.row)}): idle by category"
+            f"{work.height}): idle by category"
         )
     if trace.facts.wide_clock_chunks:
         reasons.append("it holds clocks since 1970 to 256 ns: times that are rounded by 1 µs more or less")
-    names = {"Stream Wait Event", "pe_exe"} & set(trace.name_of(work.row))
+    names = {"Stream Wait Event", "pe_exe"} & set(trace.name_of(work["row"].to_numpy()))
     if names:
         reasons.append(f"release 0.5.0 counts {' and '.join(sorted(names))} as computation, 0.6.1 does not")
     if "cuLaunchKernelEx" in trace.names:
@@ -170,20 +160,16 @@ def deviations(trace: Trace) -> list[str]:
 def communication_overlap(trace: Trace) -> float | None:
     """Percentage of communication time that overlaps computation, to 2 decimals; None without communication."""
     work = _rounded(trace)
-    communication = merge(*work.of(work.type == "COMMUNICATION"))
+    communication, compute = merge(*_of(work, "COMMUNICATION")), merge(*_of(work, "COMPUTATION"))
     whole = total(communication)
-    return (
-        round(100 * total(intersect(communication, merge(*work.of(work.type == "COMPUTATION")))) / whole, 2)
-        if whole
-        else None
-    )
+    return round(100 * total(intersect(communication, compute)) / whole, 2) if whole else None
 
 
 def kernel_types(trace: Trace) -> pl.DataFrame:
     """Columns: kernel_type (combinations joined by ` overlapping `), sum_us."""
     work = _rounded(trace)
     types = ("COMPUTATION", "COMMUNICATION", "MEMORY")
-    lengths = combinations([merge(*work.of(work.type == t)) for t in types])
+    lengths = combinations([merge(*_of(work, kind)) for kind in types])
     rows = [
         (" overlapping ".join(t for i, t in enumerate(types) if key >> i & 1), total(pair))
         for key, pair in lengths.items()
@@ -196,72 +182,62 @@ def kernel_statistics(trace: Trace) -> pl.DataFrame:
     folded away).
     """
     work = _rounded(trace)
-    frame = pl.DataFrame({"name": trace.name_of(work.row), "kernel_type": work.type.astype(str), "dur": work.dur})
-    dur = pl.col("dur")
+    dur = pl.col("end") - pl.col("ts")
     return (
-        frame.filter(pl.col("kernel_type") != "OTHER")
-        .group_by("name", "kernel_type")
+        work.with_columns(name=text_column(trace, trace.column("name")[work["row"].to_numpy()]))
+        .filter(pl.col("type") != "OTHER")
+        .group_by("name", kernel_type="type")
         .agg(sum_us=dur.sum(), max_us=dur.max(), min_us=dur.min(), std_us=dur.std().fill_null(0.0), mean_us=dur.mean())
         .sort("kernel_type", "name")
     )
 
 
-def idle_breakdown(trace: Trace, consecutive_kernel_delay_us: int = 30) -> pl.DataFrame:
+def idle_breakdown(trace: Trace) -> pl.DataFrame:
     """Per stream and label (host_wait, kernel_wait, other): columns rank, stream, idle_category, idle_us,
     idle_ratio.
     """
-    work = _rounded(trace)
-    on_device = np.isin(trace.kind[work.row], [Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET])
-    rows = []
-    for stream in np.unique(work.stream[on_device]):
-        mine = np.flatnonzero(on_device & (work.stream == stream))
-        mine = mine[np.argsort(work.ts[mine], kind="stable")]
-        interval = work.ts[mine][1:] - work.end[mine][:-1]
-        launched = work.launch_ts[mine][1:]
-        host = (launched >= 0) & (launched > work.end[mine][:-1])
-        waits = ~host & (interval < consecutive_kernel_delay_us)  # of unknown launch, too
-        sums = {
-            "host_wait": interval[host].sum(),
-            "kernel_wait": interval[waits].sum(),
-            "other": interval[~host & ~waits].sum(),
-        }
-        whole = interval.sum()
-        rows += [(trace.rank, int(stream), k, int(v), float(v / whole) if whole else 0.0) for k, v in sums.items()]
-    return frame_of(rows, rank=int, stream=int, idle_category=str, idle_us=int, idle_ratio=float)
+    before = pl.col("end").shift().over("stream")
+    idle_us, late = pl.col("ts") - before, (pl.col("launch_ts") > before).fill_null(value=False)
+    work = _rounded(trace).filter("on_device").sort("stream", "ts", maintain_order=True)
+    work = work.select("stream", idle_us=idle_us, late=late, short=idle_us < CONSECUTIVE_US)
+    idle, late, short = pl.col("idle_us"), pl.col("late"), pl.col("short")
+    sums = work.group_by("stream", maintain_order=True).agg(
+        host_wait=idle.filter(late).sum(),
+        kernel_wait=idle.filter(~late, short).sum(),  # of unknown launch, too
+        other=idle.filter(~late, ~short).sum(),
+    )
+    whole = idle.sum().over("stream")
+    shares = (
+        sums.unpivot(index="stream", variable_name="idle_category", value_name="idle_us")
+        .sort("stream", maintain_order=True)
+        .with_columns(idle_ratio=pl.when(whole != 0).then(idle / whole).otherwise(0.0))
+    )
+    return with_rank(trace, shares)
 
 
 def launch_statistics(trace: Trace) -> pl.DataFrame:
     """The four launch calls that HTA knows, in the columns of its launch histograms: correlation, call, call_row,
     call_ns, duration_ns, delay_ns (never negative), short (the work is, and its call is no longer than 50 us).
     """
-    work = _rounded(trace)
-    chosen = np.isin(work.launch_name, list(_LAUNCHES)) & np.isin(
-        trace.kind[work.row], [Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET]
-    )
-    delay = np.maximum(work.ts - work.launch_ts - work.launch_dur, 0)
-    call, length = work.launch_dur[chosen], work.dur[chosen]
-    return pl.DataFrame(
-        {
-            "correlation": trace.column("correlation")[work.row[chosen]],
-            "call": work.launch_name[chosen].astype(str),
-            "call_row": work.row[chosen],
-            "call_ns": 1000 * call,
-            "duration_ns": 1000 * length,
-            "delay_ns": 1000 * delay[chosen],
-            "short": (length < call) & (call <= 50),
-        }
+    work = _rounded(trace).filter("on_device", pl.col("launch").is_in(_LAUNCHES))
+    call, length = pl.col("launch_end") - pl.col("launch_ts"), pl.col("end") - pl.col("ts")
+    return work.select(
+        pl.Series("correlation", trace.column("correlation")[work["row"].to_numpy()]),
+        call="launch",
+        call_row="row",
+        call_ns=1000 * call,
+        duration_ns=1000 * length,
+        delay_ns=1000 * (pl.col("ts") - pl.col("launch_end")).clip(0),
+        short=(length < call) & (call <= 50),
     )
 
 
 def queue_summary(trace: Trace) -> pl.DataFrame:
     """Columns: stream, count, mean, max of the queue length over its points (not weighted by time)."""
-    work = _rounded(trace)
-    chosen = np.isin(work.launch_name, list(_QUEUED)) & (work.launch_ts >= 0)
-    rows = []
-    for stream in np.unique(work.stream[chosen]):
-        mine = chosen & (work.stream == stream)
-        time = np.concatenate([work.launch_ts[mine], work.ts[mine]])
-        change = np.concatenate([np.ones(mine.sum(), np.int64), -np.ones(mine.sum(), np.int64)])
-        length = np.cumsum(change[np.argsort(time, kind="stable")])
-        rows.append((int(stream), len(length), float(length.mean()), int(length.max())))
-    return frame_of(rows, stream=int, count=int, mean=float, max=int)
+    work = _rounded(trace).filter(pl.col("launch").is_in(_QUEUED))
+    points = pl.concat([work.select("stream", time=at, change=pl.lit(by)) for at, by in (("launch_ts", 1), ("ts", -1))])
+    length = pl.col("change").cum_sum().over("stream")
+    lengths = points.sort("stream", "time", maintain_order=True).select("stream", length=length)
+    return lengths.group_by("stream", maintain_order=True).agg(
+        count=pl.len(), mean=pl.col("length").mean(), max=pl.col("length").max()
+    )

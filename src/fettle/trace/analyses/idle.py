@@ -18,16 +18,16 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from fettle.trace.analyses.launches import graph_names
 from fettle.trace.analyses.slots import slot_waits
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.steps import step_windows
 from fettle.trace.analyses.stops import autograd_threads, main_thread
 from fettle.trace.analyses.waits import CAUSES, NUMBER, Held, blocking_calls, device_waits
 from fettle.trace.frames import frame_of, with_rank
-from fettle.trace.intervals import Intervals, gaps, merge, split
-from fettle.trace.kinds import Kind, without_address
+from fettle.trace.intervals import Intervals, gaps, in_turn, merge, split
+from fettle.trace.kinds import Kind, is_graph_launch, without_address
 from fettle.trace.model import Bools, Ints, Trace, per_trace
+from fettle.trace.ordering import in_groups
 
 PIECES_AT_ONCE = 1 << 20
 EXPLAINED = 0.10
@@ -95,12 +95,9 @@ def idle_pieces(trace: Trace, device: int) -> pl.DataFrame:
 def _full(trace: Trace) -> tuple[Intervals, npt.NDArray[np.int32]]:
     """When launch calls waited for a slot in a full queue, and the names of the work whose begin freed it."""
     calls, freed = slot_waits(trace)
-    start, end = trace.ts[calls], trace.ts[trace.device_rows[freed]]
-    order = np.argsort(start, kind="stable")
-    start, end = start[order], np.maximum.accumulate(end[order])
-    start = np.maximum(start, np.concatenate([start[:1], end[:-1]]))  # several threads may wait at once
-    names = trace.column("name")[trace.device_rows[freed[order]]].astype(np.int32)
-    return (start, np.maximum(end, start)), names
+    work = trace.device_rows[freed]
+    start, end, which = in_turn(trace.ts[calls], trace.ts[work])  # several threads may wait at once
+    return (start, end), trace.column("name")[work[which]].astype(np.int32)
 
 
 def _cut(pieces: _Pieces, cause: str, windows: Intervals, names: npt.NDArray[np.int32], inside: str) -> _Pieces:
@@ -194,12 +191,11 @@ def _host_time(trace: Trace, pieces: _Pieces, start: Ints, end: Ints, thread: In
     asked: set[int] = set()
     while len(start):
         next_round: list[tuple[Ints, Ints, Ints, Ints]] = []
-        for one in np.unique(thread):
-            mine = np.flatnonzero(thread == one)
+        for one, mine in in_groups(thread):
             mine = mine[np.argsort(start[mine], kind="stable")]
-            for block in host_stacks(trace).blocks(int(one), start[mine], end[mine]):
+            for block in host_stacks(trace).blocks(one, start[mine], end[mine]):
                 some = mine[block]
-                s, e, row, window = host_stacks(trace).over(int(one), start[some], end[some])
+                s, e, row, window = host_stacks(trace).over(one, start[some], end[some])
                 owner = gap[some][window]
                 cause = np.where(row >= 0, host_stacks(trace).cause[row], 0)
                 name = np.where(row >= 0, names[row].astype(np.int32), np.int32(-1))
@@ -302,7 +298,7 @@ def missing_information(trace: Trace, device: int, step: int | None = None) -> s
             launch = np.full(trace.events.height, -1, dtype=np.int64)
             launch[trace.device_rows] = waits.launch
             by = launch[after]
-            graph = unknown & ~first & (by >= 0) & graph_names(trace)[trace.column("name")[by]]
+            graph = unknown & ~first & (by >= 0) & trace.named(is_graph_launch, by)
             rest = share(unknown & ~first & ~graph)
             if share(graph) > EXPLAINED:
                 text += (

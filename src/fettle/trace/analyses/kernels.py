@@ -39,18 +39,14 @@ def kernel_classes(trace: Trace) -> pl.DataFrame:
     return frame.sort("rank", "device", "time_ns", descending=[False, False, True])
 
 
-def kernel_table(trace: Trace, rows: Ints | None = None) -> pl.DataFrame:
+def kernel_table(trace: Trace) -> pl.DataFrame:
     """One row a kernel name and device, longest first.
 
     Columns: rank, device, name, class, count, sum_ns, share (of the summed device work of that device), mean_ns,
     median_ns, std_ns (of the launches; 0 for one), min_ns, max_ns, short (launches under 10 us), call_ns (mean launch
     call), delay_ns (median from the end of the launch call to the start).
     """
-    links = launch_links(trace)
-    launch_of = np.full(trace.events.height, -1)
-    launch_of[links.device_rows] = links.launch_rows
-    rows = trace.device_rows if rows is None else rows
-    launch = launch_of[rows]
+    rows, launch = trace.device_rows, launch_links(trace).launch_rows
     linked = pl.col("linked")
     frame = pl.DataFrame(
         {

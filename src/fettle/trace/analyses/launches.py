@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from fettle.trace.kinds import Kind, is_graph_launch
-from fettle.trace.model import Bools, Ints, Trace, per_trace
+from fettle.trace.model import Ints, Trace, per_trace
 from fettle.trace.ordering import order_by
 
 LONG_CALL_NS = 50_000
@@ -58,12 +58,6 @@ def launch_links(trace: Trace) -> LaunchLinks:
     return LaunchLinks(device_rows, launch)
 
 
-@per_trace
-def graph_names(trace: Trace) -> Bools:
-    """Which of the trace's names are of calls that launch a whole graph."""
-    return np.array([is_graph_launch(name) for name in trace.names], dtype=bool)
-
-
 def launch_stats(trace: Trace) -> pl.DataFrame:
     """One row a piece of device work with a known launch.
 
@@ -73,7 +67,6 @@ def launch_stats(trace: Trace) -> pl.DataFrame:
     """
     rows, calls = launch_links(trace).known
     call_codes = trace.column("name")[calls]
-    graph = graph_names(trace)[call_codes]
     frame = pl.DataFrame(
         {
             "rank": np.full(len(rows), trace.rank),
@@ -83,7 +76,7 @@ def launch_stats(trace: Trace) -> pl.DataFrame:
             "call_row": calls,
             "name": text_column(trace, trace.column("name")[rows]),
             "call": text_column(trace, call_codes),
-            "graph": graph,
+            "graph": trace.named(is_graph_launch, calls),
             "call_ns": trace.dur[calls],
             "duration_ns": trace.dur[rows],
             "delay_ns": trace.ts[rows] - trace.end[calls],

@@ -5,15 +5,21 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from fettle.trace.analyses.ancestry import ancestors, called_from, nearest, outer_first, outermost, runs
+from fettle.errors import UsageError
+from fettle.trace.analyses.ancestry import ancestors, called_from, nearest, outer_first, outermost
 from fettle.trace.analyses.attribution import names_of_rows
 from fettle.trace.analyses.launches import launch_links, text_column
 from fettle.trace.analyses.stacks import host_stacks
 from fettle.trace.frames import frame_of, with_rank
 from fettle.trace.kinds import Kind, without_address
 from fettle.trace.model import Ints, Trace
+from fettle.trace.ordering import in_groups
 
 _MOST_BLOCKS = 600
+_MOST_TEXT = 1 << 28
+"""Letters in all paths of a tree: each repeats those above it."""
+_NO_SUM = r"\.(avg|min|max|max_rate|ratio|pct|per_second)\b|\.pct_|\.per_|_pct\b"
+"""In the name of a counter whose values do not add up."""
 _PREFIXES = {"aten::": "operator", "autograd::": "backward"}
 
 
@@ -76,6 +82,7 @@ def call_tree(trace: Trace, *, max_depth: int = 6, python: bool = False) -> pl.D
     paths: dict[tuple[int, int], int] = {}
     texts: list[str] = []
     depths: list[int] = []
+    size = 0
     path_of = np.full(trace.events.height, -1, dtype=np.int64)
     names, texts_of = _merged_names(trace)
     for row in outer_first(trace, rows).tolist():
@@ -88,6 +95,9 @@ def call_tree(trace: Trace, *, max_depth: int = 6, python: bool = False) -> pl.D
             paths[key] = len(paths)
             texts.append((texts[above] + " > " if above >= 0 else "") + texts_of[key[1]])
             depths.append(level)
+            size += len(texts[-1])
+            if size > _MOST_TEXT:
+                raise UsageError(f"{trace.path.name}: the paths of its calls are too long at depth {max_depth}")
         path_of[row] = paths[key]
     kept = rows[path_of[rows] >= 0]
     grouped = (
@@ -127,8 +137,11 @@ def call_blocks(trace: Trace, device: bool, depth: int = 12, python: bool = Fals
 
 
 def _merged_names(trace: Trace) -> tuple[Ints, list[str]]:
-    """A number for each event's name and the text of each number: steps are one name, objects' addresses are cut."""
-    cut = ["ProfilerStep#" if n.startswith("ProfilerStep#") else without_address(n) for n in trace.names]
+    """A number for each event's name and the text of each number: steps are one name, objects' addresses are cut, and
+    what parts the names of a path is in none of them.
+    """
+    names = (without_address(name).replace(" > ", ">") for name in trace.names)
+    cut = ["ProfilerStep#" if name.startswith("ProfilerStep#") else name for name in names]
     number = {name: i for i, name in enumerate(dict.fromkeys(cut))}
     table = np.array([number[n] for n in cut], dtype=np.int64)
     return table[trace.column("name")], list(number)
@@ -148,24 +161,22 @@ def kernel_sequences(trace: Trace, operator: str = "", *, min_kernels: int = 3, 
     Only the outermost matching operators count, and sequences of `min_kernels` kernels or more. Columns: rank,
     operator, kernels (names in launch order, joined by ` -> `), length, count, device_ns, host_ns (of the operators).
     """
-    matches = np.array([operator in n for n in trace.names], dtype=bool)
-    flags = (trace.kind == Kind.OPERATOR) & matches[trace.column("name")]
+    flags = (trace.kind == Kind.OPERATOR) & trace.named(lambda name: operator in name)
     outer = outermost(trace, flags, np.flatnonzero(trace.is_host))
     rows, calls = launch_links(trace).known
     roots = outer[calls]
     inside = roots >= 0
-    order = np.lexsort((trace.ts[rows[inside]], trace.ts[calls[inside]], roots[inside]))
+    order = np.lexsort((trace.ts[rows[inside]], trace.ts[calls[inside]]))
     rows, roots = rows[inside][order], roots[inside][order]
     counted: dict[tuple[int, ...], list[int]] = {}
     code = trace.column("name")
-    for begin, stop in runs(roots):
-        if stop - begin < min_kernels:
+    for root, mine in in_groups(roots):
+        if len(mine) < min_kernels:
             continue
-        root = int(roots[begin])
-        key = (int(code[root]), *code[rows[begin:stop]].tolist())
+        key = (int(code[root]), *code[rows[mine]].tolist())
         cell = counted.setdefault(key, [0, 0, 0])
         cell[0] += 1
-        cell[1] += int(trace.dur[rows[begin:stop]].sum())
+        cell[1] += int(trace.dur[rows[mine]].sum())
         cell[2] += int(trace.dur[root])
     best = sorted(counted.items(), key=lambda item: (-item[1][1], item[0]))[:top]
     cells = [
@@ -248,8 +259,7 @@ def counters_by_operator(trace: Trace) -> pl.DataFrame | None:
     there are as many of one as of the other. Columns: rank, kernel, operator, top_operator, counter, value.
     """
     ranges = np.flatnonzero(trace.kind == Kind.COUNTER_RANGE)
-    kernels = np.array(["LaunchKernel" in n for n in trace.names], dtype=bool)
-    calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & kernels[trace.column("name")])
+    calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & trace.named(lambda name: "LaunchKernel" in name))
     if not len(ranges) or len(ranges) != len(calls):
         return None
     ranges = ranges[np.argsort(trace.ts[ranges], kind="stable")]
@@ -265,3 +275,14 @@ def counters_by_operator(trace: Trace) -> pl.DataFrame | None:
     )
     joined = trace.side["counters"].join(pairs, on="row").sort("row", "counter")
     return with_rank(trace, joined.select("kernel", "operator", "top_operator", "counter", "value"))
+
+
+def counter_sums(ranges: pl.DataFrame, *apart: str) -> pl.DataFrame:
+    """`counters_by_operator` by operator, and by the columns to keep `apart`, largest first.
+
+    Columns: those, operator, counter, value: the sum; of averages, extremes and shares, which do not add up, the mean.
+    """
+    value, adds_up = pl.col("value"), ~pl.col("counter").first().str.contains(_NO_SUM)
+    groups = ranges.group_by(*apart, "operator", "counter")
+    sums = groups.agg(pl.when(adds_up).then(value.sum()).otherwise(value.mean()))
+    return sums.sort("value", "operator", descending=[True, False])

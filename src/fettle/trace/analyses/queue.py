@@ -61,36 +61,38 @@ def queue_summary(trace: Trace) -> pl.DataFrame:
     return frame_of(parts, **dict.fromkeys(places, int), **lengths, **shares, depth=int, full_ns=int)
 
 
+def _copies(trace: Trace) -> pl.DataFrame:
+    """Copies and memory sets: columns device, code (of the name), ts_ns, dur_ns, bytes (null: unknown), gb_per_s (10**9
+    bytes a second: as the profiler says, else bytes / duration; null where neither is known).
+    """
+    facts = trace.side["copies"]
+    rows = facts["row"].to_numpy()
+    events = pl.DataFrame(
+        {
+            "device": trace.column("device")[rows].astype(np.int64),
+            "code": trace.column("name")[rows].astype(np.int64),
+            "ts_ns": trace.ts[rows],
+            "dur_ns": trace.dur[rows],
+        }
+    )
+    size = pl.when(pl.col("bytes") >= 0).then(pl.col("bytes"))
+    rate = pl.coalesce("gb_per_s", size / pl.col("dur_ns").clip(1))
+    return pl.concat([events, facts.drop("row")], how="horizontal").with_columns(bytes=size, gb_per_s=rate)
+
+
 def copy_bandwidth(trace: Trace) -> pl.DataFrame:
     """Bandwidth of copies and memory sets over time, summed over what runs together: a step function for each name.
 
     Columns: rank, device, name, ts_ns, gb_per_s (10**9 bytes a second). Copies whose bandwidth the profiler did not
     say it use bytes / duration; without bytes they are left out. Kernels' own memory traffic is not in a trace.
     """
-    facts = trace.side["copies"]
-    rows = facts["row"].to_numpy()
-    bandwidth = facts["gb_per_s"].cast(pl.Float64()).to_numpy().astype(float)
-    size = facts["bytes"].to_numpy()
-    length = np.maximum(trace.dur[rows], 1)
-    rate = np.where(np.isfinite(bandwidth), bandwidth, np.where(size >= 0, size / length, np.nan))
-    good = np.isfinite(rate)
-    rows, rate, length = rows[good], rate[good], length[good]
-    code = trace.column("name")[rows].astype(np.int64)
-    device = trace.column("device")[rows].astype(np.int64)
-    time = np.concatenate([trace.ts[rows], trace.ts[rows] + length])
-    change = np.concatenate([rate, -rate])
-    code, device = np.concatenate([code, code]), np.concatenate([device, device])
-    order = np.lexsort((change, time, code, device))
-    frame = pl.DataFrame(
-        {
-            "rank": np.full(len(order), trace.rank),
-            "device": device[order],
-            "name": text_column(trace, code[order]),
-            "ts_ns": time[order],
-            "gb_per_s": change[order],
-        }
-    )
-    return frame.with_columns(gb_per_s=pl.col("gb_per_s").cum_sum().over("device", "name").clip(0.0))
+    copies = _copies(trace).drop_nulls("gb_per_s")
+    end = pl.col("ts_ns") + pl.col("dur_ns").clip(1)
+    edges = pl.concat([copies, copies.with_columns(ts_ns=end, gb_per_s=-pl.col("gb_per_s"))])
+    edges = edges.sort("device", "code", "ts_ns", "gb_per_s")
+    level = pl.col("gb_per_s").cum_sum().over("device", "code").clip(0.0)
+    series = edges.select("device", text_column(trace, edges["code"].to_numpy()).alias("name"), "ts_ns", level)
+    return with_rank(trace, series)
 
 
 def bandwidth_summary(trace: Trace) -> pl.DataFrame:
@@ -99,22 +101,20 @@ def bandwidth_summary(trace: Trace) -> pl.DataFrame:
     Columns: rank, device, name, count, bytes (null where unknown), busy_ns, mean_gb_per_s (bytes over busy time; the
     time-weighted mean of the rates where bytes are unknown), max_gb_per_s.
     """
-    facts = trace.side["copies"]
-    rows = facts["row"].to_numpy()
-    frame = facts.with_columns(
-        device=pl.Series(trace.column("device")[rows].astype(np.int64)),
-        name=text_column(trace, trace.column("name")[rows]),
-        dur=pl.Series(trace.dur[rows]),
-        bytes=pl.when(pl.col("bytes") >= 0).then(pl.col("bytes")),
+    rate, length = pl.col("gb_per_s"), pl.col("dur_ns")
+    grouped = (
+        _copies(trace)
+        .group_by("device", "code")
+        .agg(
+            count=pl.len(),
+            bytes=pl.when(pl.col("bytes").null_count() == 0).then(pl.col("bytes").sum()),
+            busy_ns=length.sum(),
+            weighted=(rate * length).sum() / length.filter(rate.is_not_null()).sum(),
+            max_gb_per_s=rate.max(),
+        )
     )
-    grouped = frame.group_by("device", "name").agg(
-        count=pl.len(),
-        bytes=pl.when(pl.col("bytes").null_count() == 0).then(pl.col("bytes").sum()),
-        busy_ns=pl.col("dur").sum(),
-        weighted=(pl.col("gb_per_s") * pl.col("dur")).sum() / pl.col("dur").sum(),
-        max_gb_per_s=pl.col("gb_per_s").max(),
-    )
-    rate = pl.when(pl.col("bytes").is_not_null() & (pl.col("busy_ns") > 0)).then(pl.col("bytes") / pl.col("busy_ns"))
-    rated = grouped.with_columns(mean_gb_per_s=rate.otherwise(pl.col("weighted")))
-    columns = ("device", "name", "count", "bytes", "busy_ns", "mean_gb_per_s", "max_gb_per_s")
-    return with_rank(trace, rated.select(columns).sort("device", "busy_ns", descending=[False, True]))
+    known = pl.col("bytes").is_not_null() & (pl.col("busy_ns") > 0)
+    mean = pl.when(known).then(pl.col("bytes") / pl.col("busy_ns")).otherwise(pl.col("weighted"))
+    name = text_column(trace, grouped["code"].to_numpy()).alias("name")
+    columns = ("device", name, "count", "bytes", "busy_ns", mean.alias("mean_gb_per_s"), "max_gb_per_s")
+    return with_rank(trace, grouped.select(columns).sort("device", "busy_ns", descending=[False, True]))

@@ -18,15 +18,15 @@ from functools import cached_property
 
 import numpy as np
 
-from fettle.trace.analyses.launches import graph_names
 from fettle.trace.analyses.slots import Queue, queues, shallow_queues
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.steps import step_thread, step_windows
 from fettle.trace.analyses.stops import Why, autograd_threads, host_stops, main_thread
 from fettle.trace.analyses.waits import NUMBER, Held, device_waits
 from fettle.trace.intervals import Intervals, length_within, merge
-from fettle.trace.kinds import Kind
+from fettle.trace.kinds import Kind, is_graph_launch
 from fettle.trace.model import Bools, Ints, Trace, per_trace
+from fettle.trace.ordering import in_groups
 
 _UPLOAD = re.compile(r"memcpy\s*(HtoD|H2D|HostToDevice)", re.IGNORECASE)
 _NEVER = float("-inf")
@@ -114,7 +114,7 @@ class Replay:
         end = np.concatenate([trace.end[rows], stops.end[silent], points[:, 1]])
         launches, graph = np.zeros((2, len(start)), dtype=bool)
         launches[: len(rows)] = np.isin(rows, launch)
-        graph[: len(rows)] = graph_names(trace)[trace.column("name")[rows]]
+        graph[: len(rows)] = trace.named(is_graph_launch, rows)
         stop, queue, bound, freed = np.full((4, len(start)), -1, dtype=np.int64)
         stop[np.searchsorted(rows, stops.row[stopped])] = stopped
         stop[len(rows) : len(rows) + len(silent)] = silent
@@ -143,17 +143,16 @@ class Replay:
         """
         trace = self.trace
         rows = np.flatnonzero(trace.is_host & (trace.kind != Kind.OVERHEAD))
-        thread = trace.column("thread")[rows]
-        return {(int(t), int(trace.end[rows[thread == t]].max())) for t in np.unique(thread)}
+        return {(t, int(trace.end[rows[mine]].max())) for t, mine in in_groups(trace.column("thread")[rows])}
 
     def _gaps(self) -> None:
         """Host time between the calls of each thread: `gap`, `loading` of it in data loading, `kept` of it where
         launches cost nothing. A call inside another counts from where that one ends.
         """
         calls, trace, low = self.calls, self.trace, self.trace.span[0]
-        uploads = np.array([bool(_UPLOAD.search(n)) for n in trace.names], dtype=bool)
+        uploads = trace.named(_UPLOAD.search, trace.device_rows)
         feeds = np.zeros(len(calls.start), dtype=bool)
-        feeds[self.call_of[uploads[trace.column("name")[trace.device_rows]] & (self.call_of >= 0)]] = True
+        feeds[self.call_of[uploads & (self.call_of >= 0)]] = True
         before = np.empty_like(calls.start)
         loading = np.zeros(len(calls.start))
         lasting = (calls.launches | (calls.stop >= 0)).astype(np.int64)
@@ -228,9 +227,8 @@ class Replay:
     @cached_property
     def _lanes(self) -> list[tuple[Ints, Ints]]:
         """By stream: positions of its work, and the latest end so far."""
-        key = self.trace.lane(self.trace.device_rows)
-        lanes = [np.flatnonzero(key == one) for one in np.unique(key)]
-        return [(lane, np.maximum.accumulate(self.end[lane])) for lane in lanes]
+        lanes = in_groups(self.trace.lane(self.trace.device_rows))
+        return [(lane, np.maximum.accumulate(self.end[lane])) for _, lane in lanes]
 
     def _ended(self, time: int) -> list[int]:
         """The last work of each stream that was over by then."""

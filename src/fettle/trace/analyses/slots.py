@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fettle.trace.analyses.launches import graph_names, launch_links
-from fettle.trace.kinds import Kind
+from fettle.trace.analyses.launches import launch_links
+from fettle.trace.kinds import Kind, is_graph_launch
 from fettle.trace.model import Bools, Ints, Trace, per_trace
+from fettle.trace.ordering import in_groups
 
 FEWEST_WAITS = 5
 SAME_NS, CLEAR_RETURN_NS = 100, 2_000
@@ -90,11 +91,10 @@ def queues(trace: Trace) -> list[Queue]:
     rows, calls = links.known
     device, stream = trace.column("device")[rows].astype(np.int64), trace.column("stream")[rows]
     queues = []
-    for one in np.unique(device).tolist():
-        mine = device == one
-        streams = np.unique(stream[mine]).tolist()
-        alone = [q for s in streams if (q := _queue(trace, work, calls, mine & (stream == s), one, s))]
-        shared = _queue(trace, work, calls, mine, one, -1) if len(streams) > 1 else None
+    for one, mine in in_groups(device):
+        streams = [(s, mine[at]) for s, at in in_groups(stream[mine])]
+        alone = [q for s, on in streams if (q := _queue(trace, work[on], calls[on], one, s))]
+        shared = _queue(trace, work[mine], calls[mine], one, -1) if len(streams) > 1 else None
         if shared is not None and waited_ns(trace, shared) > 1.05 * sum(waited_ns(trace, q) for q in alone):
             alone = [shared]
         queues += alone
@@ -124,9 +124,8 @@ def doubtful_waits(trace: Trace) -> tuple[Ints, Ints]:
     device, lane = trace.column("device")[rows], trace.lane(rows)
     parts = [(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))]
     for key, only_longest in ((device, False), (lane, True)):
-        for number in np.unique(key).tolist():
-            mine = work[key == number]
-            one = _launches(trace, mine, links.launch_rows[mine])
+        for _, mine in in_groups(key):
+            one = _launches(trace, work[mine], links.launch_rows[work[mine]])
             may = one.freed & (_at_longest(one) | (_long(one) & (not only_longest)))
             may &= (one.lag <= CLEAR_RETURN_NS) & ~np.isin(one.calls, known)
             parts.append((one.calls[may], one.order[one.seen[may] - 1]))
@@ -146,12 +145,12 @@ def shallow_queues(trace: Trace) -> list[Queue]:
     rows, calls = links.device_rows[work], links.launch_rows[work]
     device, lane = trace.column("device")[rows].astype(np.int64), trace.lane(rows)
     shallow = []
-    for one in np.unique(device).tolist():
+    for one, on_device in in_groups(device):
         if any(queue.device == one and queue.stream < 0 for queue in full):
             continue
         lanes = []
-        for number in np.unique(lane[device == one]).tolist():
-            mine = lane == number
+        for _, at in in_groups(lane[on_device]):
+            mine = on_device[at]
             stream = int(trace.column("stream")[rows[mine][0]])
             if not any((queue.device, queue.stream) == (one, stream) for queue in full):
                 lanes.append((stream, _launches(trace, work[mine], calls[mine])))
@@ -170,11 +169,10 @@ def waited_ns(trace: Trace, queue: Queue) -> int:
     return int((begins - trace.ts[queue.calls[waits]]).sum())
 
 
-def _queue(trace: Trace, work: Ints, calls: Ints, mine: Bools, device: int, stream: int) -> Queue | None:
+def _queue(trace: Trace, work: Ints, calls: Ints, device: int, stream: int) -> Queue | None:
     """One stream's queue, or a whole device's, if it was ever full. A graph is as many entries as it has kernels, or
     one that its first kernel frees, whichever explains more of the waiting.
     """
-    work, calls = work[mine], calls[mine]
     by_count = _counted(trace, work, calls, device, stream)
     if (np.diff(np.sort(calls)) > 0).all():
         return by_count
@@ -216,7 +214,7 @@ def _launches(trace: Trace, work: Ints, calls: Ints) -> _Launches:
     rows, order = trace.device_rows, np.sort(work)
     begins = trace.ts[rows[order]]
     seen = np.searchsorted(begins, end, side="right")
-    graph = graph_names(trace)[trace.column("name")[distinct]]
+    graph = trace.named(is_graph_launch, distinct)
     itself = calls[(trace.end[rows[work]] <= trace.end[calls]) & (trace.kind[rows[work]] != Kind.KERNEL)]
     plain = ~graph & ~np.isin(distinct, itself)  # a copy that waits for itself waits for no slot
     return _Launches(distinct, start, end, launched, begins, order, seen, plain, graph)

@@ -79,7 +79,7 @@ def query(traces: list[Trace], text: str) -> pl.DataFrame:
     if re.search(r"\bread_\w+\s*\(", re.sub("'[^']*'", "", text), re.IGNORECASE):
         raise UsageError(f"only the trace is read: tables {', '.join(TABLES)}")
     named = [name for name in TABLES if name in text.lower()]
-    frames = {name: pl.concat([TABLES[name](t) for t in traces], how="vertical_relaxed") for name in named}
+    frames = {name: pl.concat([TABLES[name](t) for t in traces], how="diagonal_relaxed") for name in named}
     try:
         result = pl.SQLContext(frames, eager=True).execute(text)
     except (pl.exceptions.PolarsError, ValueError, TypeError) as error:

@@ -22,7 +22,7 @@ from fettle.trace.analyses.launches import launch_links
 from fettle.trace.intervals import ranges
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Bools, Ints, Trace, per_trace
-from fettle.trace.ordering import order_by
+from fettle.trace.ordering import in_groups, order_by
 
 # Outer to inner, for events with the same start and length.
 _NESTING = {Kind.ANNOTATION: 0, Kind.PYTHON: 1, Kind.OPERATOR: 2, Kind.RUNTIME: 3, Kind.OVERHEAD: 4}
@@ -82,10 +82,9 @@ class HostStacks:
     def innermost(self, thread: Ints, time: Ints) -> Ints:
         """The row of the innermost event on each thread at each time; -1 for none."""
         answer = np.full(len(thread), -1, dtype=np.int64)
-        for one in np.unique(thread):
-            part = self.thread_slice(int(one))
+        for one, mine in in_groups(thread):
+            part = self.thread_slice(one)
             starts = self.segment_start[part]
-            mine = np.flatnonzero(thread == one)
             at = np.searchsorted(starts, time[mine], side="right") - 1
             found = at >= 0
             inside = found.copy()

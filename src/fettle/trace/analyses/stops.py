@@ -11,11 +11,13 @@ import numpy as np
 from fettle.trace.analyses.launches import launch_links
 from fettle.trace.analyses.slots import doubtful_waits, slot_waits
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
+from fettle.trace.intervals import merge
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Bools, Ints, Trace, per_trace
+from fettle.trace.ordering import in_groups
 
 # Old versions had no `autograd::engine` range: there the operators themselves show it.
-_BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
+BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
 _WHOLE_DEVICE = re.compile(r"(Device|Ctx|Context)Synchronize")
 CLOCKS_NS = 5_000
 """Work may end this much later than the call that waited for it, as clocks differ."""
@@ -57,9 +59,8 @@ class Stops:
 def main_thread(trace: Trace) -> int:
     """The thread that runs the steps; else the one that launches most; else the one with most host events; -1: none."""
     thread = trace.column("thread")
-    step_codes = np.array([n.startswith("ProfilerStep#") for n in trace.names], dtype=bool)
     for rows in (
-        np.flatnonzero((trace.kind == Kind.ANNOTATION) & step_codes[trace.column("name")]),
+        np.flatnonzero((trace.kind == Kind.ANNOTATION) & trace.named(lambda name: name.startswith("ProfilerStep#"))),
         launch_links(trace).known[1],
         np.flatnonzero(trace.is_host),
     ):
@@ -71,9 +72,7 @@ def main_thread(trace: Trace) -> int:
 @per_trace
 def autograd_threads(trace: Trace) -> list[int]:
     """Threads that run backward operators."""
-    named = (("Backward" in n or n[:8] == "autograd") and bool(_BACKWARD.search(n)) for n in trace.names)
-    engine = np.fromiter(named, dtype=bool)
-    rows = np.flatnonzero((trace.kind == Kind.OPERATOR) & engine[trace.column("name")])
+    rows = np.flatnonzero((trace.kind == Kind.OPERATOR) & trace.named(BACKWARD.search))
     return [int(t) for t in np.unique(trace.column("thread")[rows])]
 
 
@@ -130,8 +129,8 @@ def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ..
     called = np.where(launch >= 0, trace.ts[np.maximum(launch, 0)], np.iinfo(np.int64).min)
     by = np.where(launch >= 0, trace.column("thread")[np.maximum(launch, 0)], -1)
     by_call = np.argsort(called, kind="stable")
-    whole = np.array(["Synchronize" in n and bool(_WHOLE_DEVICE.search(n)) for n in trace.names], dtype=bool)
-    streams, names, thread = _recorded_streams(trace), trace.column("name"), trace.column("thread")
+    whole = trace.named(_WHOLE_DEVICE.search)
+    streams, thread = _recorded_streams(trace), trace.column("thread")
     stream, correlation = trace.column("stream")[device_rows], trace.column("correlation")
     last_launched = np.searchsorted(called[by_call], trace.ts[calls], side="left") - 1
     last_ended = np.searchsorted(end[by_end], trace.end[calls] + CLOCKS_NS, side="right") - 1
@@ -142,8 +141,7 @@ def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ..
         & (end[own] <= trace.end[calls])
         & (trace.end[calls] - end[own] <= CLOCKS_NS)
     )
-    of_stream = np.array(["StreamSynchronize" in n for n in trace.names], dtype=bool)[names[calls]]
-    own = np.where(of_stream & soon, own, -1)
+    own = np.where(soon & trace.named(lambda name: "StreamSynchronize" in name, calls), own, -1)
     stops: list[tuple[int, ...]] = []
     each = (calls.tolist(), last_launched.tolist(), last_ended.tolist(), own.tolist())
     for call, at, ended, latest in zip(*each, strict=True):
@@ -157,27 +155,28 @@ def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ..
             work = int(by_end[ended])
             if called[work] <= start and on_stream in (-1, int(stream[work])):
                 any_one = work if any_one < 0 else any_one
-                if on_stream >= 0 or whole[names[call]] or by[work] == thread[call]:
+                if on_stream >= 0 or whole[call] or by[work] == thread[call]:
                     mine = work
             ended -= 1
         work = mine if mine >= 0 else any_one  # a stream's synchronising waits for what the thread itself launched
         if work >= 0:
             when = min(int(end[work]), stop)
-            stops.append((*place, work, Why.SYNC, 0, -1, when, 1, int(whole[names[call]])))
+            stops.append((*place, work, Why.SYNC, 0, -1, when, 1, int(whole[call])))
         else:
             while at >= 0 and on_stream not in (-1, int(stream[by_call[at]])):
                 at -= 1
             if at >= 0 and end[by_call[at]] <= stop:
-                stops.append((*place, int(by_call[at]), Why.SYNC, 0, -1, start, 0, int(whole[names[call]])))
+                stops.append((*place, int(by_call[at]), Why.SYNC, 0, -1, start, 0, int(whole[call])))
     return stops
 
 
 def _launched_last(called: Ints, by: Ints, by_call: Ints, when: Ints, thread: Ints) -> Ints:
     """The work that each thread launched last before each time; any other where it launched none."""
     last = np.zeros(len(when), dtype=np.int64)
-    for one in np.unique(thread).tolist():
-        mine, on_thread = by_call[by[by_call] == one], thread == one
-        if len(mine):
+    of_thread = dict(in_groups(by[by_call]))
+    for one, on_thread in in_groups(thread):
+        if one in of_thread:
+            mine = by_call[of_thread[one]]
             last[on_thread] = mine[np.maximum(np.searchsorted(called[mine], when[on_thread]) - 1, 0)]
     return last
 
@@ -195,14 +194,13 @@ def _hand_overs(trace: Trace) -> list[tuple[int, ...]]:
     """Silence on one of the threads that share the step's work, while another of them works. Without operators nothing
     says which those are: then, of those that launch work, what is before a thread's first call.
     """
-    stacks, names = host_stacks(trace), trace.column("name")
-    thread_of = trace.column("thread")
+    stacks, thread_of = host_stacks(trace), trace.column("thread")
     has_operators = bool((trace.kind == Kind.OPERATOR).any())
     sharing = autograd_threads(trace) if has_operators else np.unique(thread_of[launch_links(trace).known[1]]).tolist()
     group = sorted({*sharing, main_thread(trace)} - {-1})
     if len(group) < 2:
         return []
-    silent_python = np.array(["run_backward" in n or "_engine_run" in n for n in trace.names], dtype=bool)
+    silent_python = trace.named(lambda name: "run_backward" in name or "_engine_run" in name)
     works = (trace.kind == Kind.OPERATOR) | (trace.kind == Kind.RUNTIME)
     events = np.flatnonzero(works & np.isin(thread_of, group))
     low, high = trace.span
@@ -210,8 +208,8 @@ def _hand_overs(trace: Trace) -> list[tuple[int, ...]]:
     for thread in group:
         start, end, row, _ = stacks.over(thread, np.array([low]), np.array([high]))
         kind = np.where(row >= 0, trace.kind[row], 0)
-        silent = (row < 0) | (kind == Kind.ANNOTATION) | ((kind == Kind.PYTHON) & silent_python[names[row]])
-        start, end = _joined(start[silent], end[silent])
+        silent = (row < 0) | (kind == Kind.ANNOTATION) | ((kind == Kind.PYTHON) & silent_python[row])
+        start, end = merge(start[silent], end[silent])
         first = slice(None) if has_operators else slice(int((start == low).any()))
         silences[thread] = start[first], end[first]
     found: list[tuple[int, ...]] = []
@@ -232,12 +230,3 @@ def _hand_overs(trace: Trace) -> list[tuple[int, ...]]:
             place = (thread, int(start[i]), int(end[i]), -1, -1)
             found.append((*place, Why.THREAD, 0, other, when, 1, 0))
     return found
-
-
-def _joined(start: Ints, end: Ints) -> tuple[Ints, Ints]:
-    """Stretches that touch as one."""
-    if not len(start):
-        return start, end
-    opens = np.concatenate([[True], start[1:] > end[:-1]])
-    first = np.flatnonzero(opens)
-    return start[first], end[np.append(first[1:], len(start)) - 1]

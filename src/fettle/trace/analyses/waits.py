@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from fettle.trace.analyses.launches import graph_names, launch_links
+from fettle.trace.analyses.launches import launch_links
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.stops import autograd_threads, main_thread
-from fettle.trace.kinds import Kind
+from fettle.trace.intervals import in_turn
+from fettle.trace.kinds import Kind, is_graph_launch
 from fettle.trace.model import Bools, Ints, Trace, per_trace
-from fettle.trace.ordering import order_by
+from fettle.trace.ordering import in_groups, order_by
 
 CAUSES: dict[str, str] = {
     "operator": "the host was inside an operator (its overhead, not a call to the device)",
@@ -128,7 +129,7 @@ def device_waits(trace: Trace) -> Waits:
         Held.STREAM: _Reason(free, (previous >= 0) & (linked | ((called >= 0) & (called <= free)))),
         Held.EVENT: _Reason(ended_of(event), event >= 0),
     }
-    graph = graph_names(trace)[trace.column("name")[at]]
+    graph = trace.named(is_graph_launch, at)
     same_graph = linked & graph & (previous >= 0) & (launch[np.maximum(previous, 0)] == launch)
     usual = _usual_waits(start, called, reasons, asked | exact | _after_others(start, end, key, arrived), same_graph)
     calls = trace.column("name")[at].astype(np.int64)
@@ -208,10 +209,12 @@ def _until_begin(passed: Ints, calls: Ints, inside: Bools, idle: Bools) -> npt.N
     others = passed[idle & ~inside & (passed <= LATENCY_NS)]
     most = float(np.median(others)) if len(others) else 0.0
     least = np.zeros(len(passed))
-    for call in np.unique(calls[inside & ~idle]).tolist():
-        mine = inside & (calls == call)
-        alone = mine & idle
-        least[mine] = np.percentile(passed[alone], 10) if alone.any() else min(passed[mine].min(), most)
+    within = np.flatnonzero(inside)
+    for _, at in in_groups(calls[within]):
+        mine = within[at]
+        alone = mine[idle[mine]]
+        if len(alone) < len(mine):
+            least[mine] = np.percentile(passed[alone], 10) if len(alone) else min(passed[mine].min(), most)
     return least
 
 
@@ -279,9 +282,9 @@ def _recorded_events(trace: Trace, rows: Ints, key: Ints) -> tuple[Ints, Bools]:
     by_call = np.argsort(launched, kind="stable")
     by_call = by_call[launched[by_call] >= 0]
     lanes: dict[tuple[int, int], Ints] = {}
-    for one in np.unique(key[by_call]).tolist():
-        mine = by_call[key[by_call] == one]
-        lanes[int(device[rows[mine[0]]]), int(stream[rows[mine[0]]])] = mine
+    for _, at in in_groups(key[by_call]):
+        lane = by_call[at]
+        lanes[int(device[rows[lane[0]]]), int(stream[rows[lane[0]]])] = lane
     for row, other, record in waits.select("row", "wait_on_stream", "wait_on_record").iter_rows():
         waited, recorded = time_of.get(int(correlation[row])), time_of.get(record)
         mine, source = lanes.get((int(device[row]), int(stream[row]))), lanes.get((int(device[row]), other))
@@ -299,14 +302,14 @@ def _asked_to_wait(trace: Trace, launch: Ints) -> Bools:
     trace: taken for the one that the thread launches on next. Where there are sync events, they know better.
     """
     answer = np.zeros(len(launch), dtype=bool)
-    waits = np.array(["StreamWaitEvent" in n for n in trace.names], dtype=bool)
-    calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & waits[trace.column("name")])
+    calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & trace.named(lambda name: "StreamWaitEvent" in name))
     if not len(calls) or any("Wait" in sync for sync in trace.side["syncs"]["sync"]):
         return answer
     thread = trace.column("thread")
-    for one in np.unique(thread[launch[launch >= 0]]):
-        times = np.sort(trace.ts[calls[thread[calls] == one]])
-        mine = np.flatnonzero((launch >= 0) & (thread[np.maximum(launch, 0)] == one))
+    called, known = dict(in_groups(thread[calls])), np.flatnonzero(launch >= 0)
+    for one, at in in_groups(thread[launch[known]]):
+        times = np.sort(trace.ts[calls[called.get(one, at[:0])]])
+        mine = known[at]
         mine = mine[np.argsort(trace.ts[launch[mine]], kind="stable")]
         before = np.searchsorted(times, trace.ts[launch[mine]])
         answer[mine] = np.diff(before, prepend=0) > 0
@@ -326,8 +329,7 @@ def _asked_events(start: Ints, end: Ints, key: Ints, called: Ints, by: Ints, eve
     """Where a wait was asked for and nobody says for what: the work that the same thread launched last on another
     stream, if it was done by then.
     """
-    for one in np.unique(by[asked]):
-        by_call = np.flatnonzero(by == one)
+    for _, by_call in in_groups(by):
         by_call = by_call[np.argsort(called[by_call], kind="stable")]
         changes = np.flatnonzero(key[by_call[1:]] != key[by_call[:-1]])  # the last of each run on one stream
         run = np.searchsorted(changes, np.arange(len(by_call))) - 1
@@ -392,9 +394,6 @@ def blocking_calls(trace: Trace) -> tuple[Ints, Ints, Ints]:
     the cause of what would be `queued_unknown` meanwhile.
     """
     cause = host_stacks(trace).cause == CAUSES_OF_HOST.index("blocking_call")
-    calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & cause & (trace.dur > 0))
-    calls = calls[np.argsort(trace.ts[calls], kind="stable")]
-    end = trace.end[calls]
-    start = np.maximum(trace.ts[calls], np.concatenate([trace.ts[calls][:1], np.maximum.accumulate(end)[:-1]]))
-    keep = end > start
-    return start[keep], end[keep], calls[keep]
+    calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & cause)
+    start, end, which = in_turn(trace.ts[calls], trace.end[calls])
+    return start, end, calls[which]

@@ -171,8 +171,7 @@ def _scale(trace: Trace, change: str, kernels: str, factor: float) -> np.ndarray
             pattern = re.compile(kernels)
         except re.error as error:
             raise UsageError(f"not a regular expression: {kernels} ({error})") from error
-        hit = np.array([bool(pattern.search(n)) for n in trace.names], dtype=bool)
-        scale[hit[trace.column("name")[rows]]] = factor
+        scale[trace.named(pattern.search, rows)] = factor
     elif change == "perfect_overlap":
         scale[class_of_row(trace, rows) != 0] = 0.0
     else:

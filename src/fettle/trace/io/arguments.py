@@ -9,7 +9,7 @@ from contextlib import suppress
 import msgspec
 
 from fettle.errors import UsageError
-from fettle.trace.io.stream import FIRST_KEY, Counted, boundary_of, chunks, find_start, open_text
+from fettle.trace.io.stream import Counted, begin, chunks, text_of
 from fettle.trace.model import Trace
 
 _Texts = tuple[tuple[str, ...], tuple[str, ...]]
@@ -37,11 +37,10 @@ def operator_inputs(trace: Trace, operators: Collection[str]) -> dict[str, list[
     by_operator: dict[str, list[_Texts]] = {name: [] for name in operators}
     known: dict[tuple[bytes, bytes], _Texts] = {}
     try:
-        with open_text(trace.path) as file:
-            source = Counted(file)
-            _, text = find_start(source)
-            first = FIRST_KEY.match(text) or FIRST_KEY.match(text := text + source.read())
-            for chunk, last in chunks(source, text, boundary_of(first.group(1) if first else b"ph"), []):
+        with trace.path.open("rb") as file:
+            source = Counted(text_of(file))
+            _, text, boundary = begin(source)
+            for chunk, last in chunks(source, text, boundary, []):
                 whole = chunk[: chunk.rfind(b"}", 0, chunk.rfind(b"]")) + 1] if last else chunk
                 with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
                     for call in _decode(b"[" + whole + b"]"):

@@ -19,7 +19,6 @@ from fettle.trace.io.events import NO_ARGS, decode_exact, decode_fast
 from fettle.trace.io.fields import (
     integer,
     integers,
-    is_wide,
     plain_or,
     say,
     small_number,
@@ -107,15 +106,16 @@ class Columns:
         try:
             events = decode_fast(text)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError, ValueError):
-            events, rest = self._mend(chunk)
+            events, rest, chunk = self._mend(chunk)
         self._append(events, chunk)
         return rest
 
-    def _mend(self, chunk: bytes) -> tuple[list[Any], bytes]:
+    def _mend(self, chunk: bytes) -> tuple[list[Any], bytes, bytes]:
+        """The events, the bytes at the end that were not whole ones, and the text that they were read from."""
         self.tally.repaired_bytes_chunks += 1
         clean = chunk.decode("utf-8", "replace").encode().translate(_CONTROL)
         try:
-            return decode_fast(b"[" + clean + b"]"), b""
+            return decode_fast(b"[" + clean + b"]"), b"", clean
         except (msgspec.DecodeError, RecursionError, OverflowError, ValueError):
             pass
         events: list[Any] = []
@@ -127,7 +127,7 @@ class Columns:
                 self.tally.skipped_events += 1
             else:
                 events.append(event)
-        return events, rest
+        return events, rest, clean
 
     def _append(self, events: list[Any], chunk: bytes) -> None:
         self.tally.events_seen += len(events)
@@ -153,9 +153,11 @@ class Columns:
         """Start and duration in ns, and which rows to keep (None: all)."""
         ts, dur = to_array([e.ts for e in events]), to_array([e.dur for e in events])
         keep = None
-        if ts.dtype == object or dur.dtype == object:
-            ts, dur, keep = self._odd_clocks(ts, dur)
-        elif ts.dtype == np.float64:
+        if ts.dtype == object or dur.dtype == object:  # some are missing, or wider than 64 bits
+            keep = np.array([e.ts is not None and e.dur is not None for e in events])
+            self.tally.missing_duration += int((~keep).sum())
+            ts, dur = (to_array([0 if v is None else v for v in values.tolist()]) for values in (ts, dur))
+        if ts.dtype == np.float64:
             fractional_and_wide = bool(np.any((np.abs(ts) >= _EXACT_US) & np.isfinite(ts)))
             if fractional_and_wide and b"." in chunk:
                 exact = self._exact_clocks(chunk, len(events))
@@ -174,25 +176,12 @@ class Columns:
             dur_ns = np.maximum(dur_ns, 0)
         return ts_ns, dur_ns, keep
 
-    def _odd_clocks(self, ts: npt.NDArray[Any], dur: npt.NDArray[Any]) -> tuple[Any, Any, npt.NDArray[np.bool_]]:
-        """Clocks that are missing or wider than 64 bits: rows without a start or duration are dropped and counted."""
-        missing = np.array([a is None or b is None for a, b in zip(ts, dur, strict=True)])
-        self.tally.missing_duration += int(missing.sum())
-
-        def plain(values: npt.NDArray[Any]) -> npt.NDArray[np.float64] | npt.NDArray[np.int64]:
-            cells = [0 if v is None or abs(v) > 2**53 else v for v in values.tolist()]
-            return np.array(cells)
-
-        wide = np.array([is_wide(a) or is_wide(b) for a, b in zip(ts, dur, strict=True)])
-        self.tally.absurd_times += int((wide & ~missing).sum())
-        return plain(ts), plain(dur), ~missing & ~wide
-
     def _exact_clocks(self, chunk: bytes, count: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
         try:
             events = [e for e in decode_exact(b"[" + chunk + b"]") if e.ph == "X"]
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError, ArithmeticError):
             return None
-        if len(events) != count or any(e.ts is None or e.dur is None for e in events):
+        if len(events) != count:
             return None
         # Whole nanoseconds as integers; `to_ns` leaves object arrays of this kind alone.
         try:

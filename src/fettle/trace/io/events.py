@@ -20,7 +20,6 @@ class Args(msgspec.Struct, gc=False):
     external_old: int | None = msgspec.field(name="external id", default=-1)
     dims: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw())  # empty: not recorded
     sequence: int | None = msgspec.field(name="Sequence number", default=-1)
-    forward_thread: int | None = msgspec.field(name="Fwd thread id", default=-1)
     stack: Any = msgspec.field(name="Call stack", default=None)
     bytes: Any = None
     bandwidth: Any = msgspec.field(name="memory bandwidth (GB/s)", default=None)

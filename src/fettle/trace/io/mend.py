@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -51,25 +52,14 @@ def read_event_by_event(text: bytes) -> tuple[list[dict[str, Any]], bytes, int]:
 
 def lenient(item: dict[str, Any]) -> Event | None:
     """An event whose fields have the wrong type, made to fit; None where it has no meaning left."""
-    args = item.get("args")
-    known = None
-    if isinstance(args, dict):
-        cells: dict[str, Any] = {
-            field_name: args[encoded]
-            for field_name, encoded in zip(Args.__struct_fields__, Args.__struct_encode_fields__, strict=True)
-            if encoded in args and encoded not in _TYPED_ARGS
-        }
-        cells |= {name: _integer_or_none(args.get(encoded)) for name, encoded in _INTEGER_ARGS}
-        known = Args(**cells)
-        if "stream" in args and isinstance(args["stream"], (int, str)):
-            known.stream = args["stream"]
-        if "device" in args and isinstance(args["device"], (int, str)):
-            known.device = args["device"]
-        if isinstance(args.get("Input Dims"), list):
-            known.dims = msgspec.Raw(msgspec.json.encode(args["Input Dims"]))
-    ph = item.get("ph")
+    ph, args, known = item.get("ph"), item.get("args"), None
     if not isinstance(ph, str):
         return None
+    if isinstance(args, dict):
+        known = Args()
+        for name, encoded in zip(Args.__struct_fields__, Args.__struct_encode_fields__, strict=True):
+            if encoded in args and (value := _FIT.get(name, _as_it_is)(args[encoded])) is not None:
+                setattr(known, name, value)
     return Event(
         ph=ph,
         cat=_text(item.get("cat")),
@@ -82,27 +72,12 @@ def lenient(item: dict[str, Any]) -> Event | None:
     )
 
 
-_INTEGER_ARGS = [
-    ("correlation", "correlation"),
-    ("external", "External id"),
-    ("external_old", "external id"),
-    ("sequence", "Sequence number"),
-    ("forward_thread", "Fwd thread id"),
-]
-_TYPED_ARGS = {"stream", "device", "Input Dims", *(encoded for _, encoded in _INTEGER_ARGS)}
-
-
 def _text(value: Any) -> str | None:
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else None
 
 
 def _text_or_integer(value: Any) -> str | int | None:
     return value if isinstance(value, int) else _text(value)
-
-
-def _integer_or_none(value: Any) -> int | None:
-    number = integer(value, missing=-(2**62))
-    return None if number == -(2**62) else number
 
 
 def _clock(value: Any) -> float | int | None:
@@ -114,3 +89,15 @@ def _clock(value: Any) -> float | int | None:
         return float(value) if isinstance(value, str) else None
     except ValueError:
         return None
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+# How the arguments are made to fit that are not `Any`; None leaves what stands for one that is not there.
+_FIT: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("correlation", "external", "external_old", "sequence"), integer),
+    **dict.fromkeys(("stream", "device"), lambda value: value if isinstance(value, (int, str)) else None),
+    "dims": lambda value: msgspec.Raw(msgspec.json.encode(value)) if isinstance(value, list) else None,
+}

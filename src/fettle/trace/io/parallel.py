@@ -26,17 +26,7 @@ import polars as pl
 from fettle.errors import UsageError
 from fettle.procs.process import Process
 from fettle.trace.io.decode import Columns
-from fettle.trace.io.stream import (
-    BLOCK_BYTES,
-    FIRST_KEY,
-    Counted,
-    boundary_of,
-    chunks,
-    drain,
-    find_start,
-    last_chunk,
-    parse_metadata,
-)  # fmt: skip
+from fettle.trace.io.stream import BLOCK_BYTES, Counted, begin, feed, parse_metadata
 from fettle.trace.model import EVENT_COLUMNS
 
 SPAN_BYTES = 16 << 20
@@ -48,12 +38,11 @@ _HELPER = (
 
 @dataclass
 class Span:
-    """What one stretch of the file came to, and what follows the events where they ended in it."""
+    """What one stretch of the file came to."""
 
     columns: Columns
-    trailer: bytes = b""
-    truncated: bool = False
-    ended: bool = False
+    end: tuple[bytes, bool] | None
+    """What follows the events, and whether their end is missing; None where they do not end in it."""
 
 
 def read_in_parallel(
@@ -66,10 +55,8 @@ def read_in_parallel(
 ) -> tuple[Columns, dict[str, Any], dict[str, Any]]:
     """Decode an uncompressed file with `count` processes, this one included."""
     with path.open("rb") as file:
-        header, text = find_start(Counted(file))
+        header, text, boundary = begin(Counted(file))
         start = size if not text else file.tell() - len(text)
-        first = FIRST_KEY.match(text)
-        boundary = boundary_of(first.group(1) if first else b"ph")
         cuts = [start]
         wanted = max(count, (size - start) // span_bytes)
         for i in range(1, wanted):
@@ -137,8 +124,15 @@ def _fetch(folder: Path, i: int) -> Span | None:
 
 
 def _decode(plan: dict[str, Any], i: int) -> Span:
+    """Decode one span of a file: whole events."""
     start, stop = plan["cuts"][i : i + 2]
-    return decode_span(plan["path"], start, stop, bytes.fromhex(plan["pattern"]), plan["max_events"])
+    columns, boundary = Columns(), re.compile(bytes.fromhex(plan["pattern"]))
+    with open(plan["path"], "rb") as file:
+        file.seek(start)
+        at_end = stop == os.path.getsize(plan["path"])
+        end = feed(Counted(file, stop - start), b"", boundary, columns, plan["max_events"], at_end)
+    columns.side.settled()
+    return Span(columns, end)
 
 
 def _event_start(text: bytes, boundary: re.Pattern[bytes]) -> int | None:
@@ -154,33 +148,6 @@ def _event_start(text: bytes, boundary: re.Pattern[bytes]) -> int | None:
         if isinstance(event, dict) and "ph" in event and "pid" in event:
             return match.end()
     return None
-
-
-def decode_span(path: str, start: int, stop: int, pattern: bytes, max_events: int) -> Span:
-    """Decode bytes [start, stop) of a file: whole events."""
-    columns, boundary = Columns(), re.compile(pattern)
-    span = Span(columns)
-    with open(path, "rb") as file:
-        file.seek(start)
-        source = Counted(file, stop - start)
-        at_end = stop == os.path.getsize(path)
-        unread: list[bytes] = []
-        for chunk, last in chunks(source, b"", boundary, unread):
-            if last and at_end:
-                span.trailer, span.truncated = last_chunk(chunk, columns)
-                span.ended = True
-                continue
-            text = chunk.rstrip().rstrip(b",") if last else chunk
-            rest = columns.add(text)
-            if rest.startswith(b"]"):
-                span.trailer, span.ended = rest + b"," + drain(source), True
-                break
-            if rest and not last:
-                unread.append(rest)
-            if columns.tally.events_seen > max_events:
-                raise UsageError(f"more than {max_events} events: cut the trace, or raise max_events")
-    columns.side.settled()
-    return span
 
 
 def _join(parts: list[Span]) -> tuple[Columns, bytes, bool]:
@@ -209,6 +176,6 @@ def _join(parts: list[Span]) -> tuple[Columns, bytes, bool]:
         joined.rows += mine.rows
         joined.thread_names.update(mine.thread_names)
         joined.tally.add(mine.tally)
-        if part.ended:
-            trailer, truncated = part.trailer, part.truncated
+        if part.end is not None:
+            trailer, truncated = part.end
     return joined, trailer, truncated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import zlib
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from fettle.trace.io import sidecar
 from fettle.trace.io.assemble import assemble
 from fettle.trace.io.decode import Columns
 from fettle.trace.io.parallel import read_in_parallel
-from fettle.trace.io.stream import Counted, Inflate, parse_metadata, stream_events
+from fettle.trace.io.stream import Counted, begin, feed, parse_metadata, text_of
 from fettle.trace.model import Trace
 
 PARALLEL_ABOVE_BYTES = 160 << 20
@@ -75,7 +76,8 @@ def load_all(path: str | Path, *, on_progress: Callable[[float], None] | None = 
     files = sorted(p for p in path.iterdir() if p.is_file() and p.name.endswith((".json", ".json.gz", ".gz")))
     if not files:
         raise UsageError(f"no *.json or *.json.gz traces in {path}")
-    traces, taken, unreadable = [], set(), []
+    traces: list[Trace] = []
+    unreadable: list[str] = []
     for number, file in enumerate(files):
 
         def one(share: float, number: int = number) -> None:
@@ -83,18 +85,18 @@ def load_all(path: str | Path, *, on_progress: Callable[[float], None] | None = 
                 on_progress((number + share) / len(files))
 
         try:
-            trace = load(file, on_progress=one, **options)
+            traces.append(load(file, on_progress=one, **options))
         except UsageError as error:
             unreadable.append(str(error))
-            continue
-        if trace.rank in taken:
-            free = next(r for r in range(len(files) + 1) if r not in taken)
-            note = f"rank {trace.rank} is claimed by another file too; called {free} here"
-            trace = _noted(replace(trace, rank=free), note)
-        taken.add(trace.rank)
-        traces.append(trace)
     if not traces:
         raise UsageError(unreadable[0])
+    claimed = {trace.rank for trace in traces}
+    for i, trace in enumerate(traces):
+        if trace.rank in {other.rank for other in traces[:i]}:
+            free = next(rank for rank in itertools.count() if rank not in claimed)
+            claimed.add(free)
+            note = f"rank {trace.rank} is claimed by another file too; called {free} here"
+            traces[i] = _noted(replace(trace, rank=free), note)
     first, *rest = sorted(traces, key=lambda t: t.rank)
     return [_noted(first, *(f"left out of the folder: {line}" for line in unreadable)), *rest]
 
@@ -115,10 +117,10 @@ def _read(
             return read_in_parallel(path, size, count, max_events, on_progress=on_progress)
     columns = Columns()
     with path.open("rb") as file:
-        stream: Any = Inflate(file) if compressed else file
         on_read = None if on_progress is None else lambda: on_progress(file.tell() / max(size, 1))
-        counted = Counted(stream, on_read=on_read)
-        header, trailer, truncated = stream_events(counted, columns, max_events)
+        counted = Counted(text_of(file), on_read=on_read)
+        header, text, boundary = begin(counted)
+        trailer, truncated = feed(counted, text, boundary, columns, max_events) or (b"", True)
     metadata = parse_metadata(header, trailer, columns.tally)
     if columns.tally.events_seen == 0:
         raise UsageError("no trace events in it: is it a profiler trace in Chrome JSON format?")

@@ -63,9 +63,7 @@ class SideTables:
         numbers = integers([a.sequence for a in chosen])
         has = np.flatnonzero(numbers >= 0)
         if len(has):
-            forward = integers([chosen[i].forward_thread for i in has.tolist()])
-            row = np.array(rows, dtype=np.int64)[has] + base
-            self.put("autograd", row=row, sequence=numbers[has], forward_thread=forward)
+            self.put("autograd", row=np.array(rows, dtype=np.int64)[has] + base, sequence=numbers[has])
         # One pass finds the few operators that have any of the rare facts.
         rare = [
             i

@@ -21,7 +21,7 @@ import polars as pl
 from fettle.files import cache_folder
 from fettle.trace.model import EVENT_COLUMNS, SIDE_TABLES, ReadFacts, Trace
 
-FORMAT = 1
+FORMAT = 2
 KEEP = 30
 _AS_JSON = ("rank", "names", "threads", "shapes", "metadata", "thread_names")
 _WHOLE_BYTES = 64 << 20

@@ -7,13 +7,10 @@ arguments it can, which is why every chunk is verified by decoding it.
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from fettle.errors import UsageError
@@ -27,7 +24,7 @@ MAX_CARRY_BYTES = 64 << 20
 MAX_HEADER_BYTES = 64 << 20
 
 _START = re.compile(rb'"traceEvents"\s*:\s*\[')
-FIRST_KEY = re.compile(rb'\s*\{\s*"([^"\\]{1,40})"')
+_FIRST_KEY = re.compile(rb'\s*\{\s*"([^"\\]{1,40})"')
 
 
 class Inflate:
@@ -68,7 +65,7 @@ class Counted:
     """Reads blocks, counts them, and ends quietly where a compressed stream is cut off."""
 
     def __init__(
-        self, stream: BinaryIO | io.BufferedIOBase, limit: int | None = None, on_read: Callable[[], None] | None = None
+        self, stream: BinaryIO | Inflate, limit: int | None = None, on_read: Callable[[], None] | None = None
     ) -> None:
         self.stream, self.limit, self.on_read = stream, limit, on_read
         self.bytes, self.broken = 0, False
@@ -91,18 +88,20 @@ class Counted:
 
 
 def find_start(source: Counted) -> tuple[bytes, bytes]:
-    """The text before the first event, and what was read beyond it."""
+    """The text up to the first event, with the bracket before it, and what was read beyond that."""
     text = source.read()
     if text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
         at = text.index(b"[") + 1
-        return b"{", text[at:]
+        return text[:at], text[at:]
+    sought = 0
     while True:
-        match = _START.search(text)
+        match = _START.search(text, sought)
         if match is not None:
-            return text[: match.start()], text[match.end() :]
+            return text[: match.end()], text[match.end() :]
         more = source.read()
         if not more or len(text) > MAX_HEADER_BYTES:
             raise UsageError('not a profiler trace: no "traceEvents" array in the file')
+        sought = max(0, len(text) - 1024)
         text += more
 
 
@@ -111,25 +110,38 @@ def boundary_of(first_key: bytes) -> re.Pattern[bytes]:
     return re.compile(rb"\}\s*,\s*(?=\{\s*\"(?:" + keys + rb")\"\s*:)")
 
 
-def stream_events(source: Counted, columns: Columns, max_events: int) -> tuple[bytes, bytes, bool]:
-    """Feed all events to `columns`. Returns the text before and after the event array, and whether the end is
-    missing.
-    """
+def begin(source: Counted) -> tuple[bytes, bytes, re.Pattern[bytes]]:
+    """What `find_start` says, and what parts two events of this file."""
     header, text = find_start(source)
-    first = FIRST_KEY.match(text) or FIRST_KEY.match(text := text + source.read())
-    boundary = boundary_of(first.group(1) if first else b"ph")
+    first = _FIRST_KEY.match(text) or _FIRST_KEY.match(text := text + source.read())
+    return header, text, boundary_of(first.group(1) if first else b"ph")
+
+
+def feed(
+    source: Counted,
+    text: bytes,
+    boundary: re.Pattern[bytes],
+    columns: Columns,
+    max_events: int,
+    to_the_end: bool = True,
+) -> tuple[bytes, bool] | None:
+    """Feed the events of `text` and of what follows it to `columns`.
+
+    Returns the text after the event array, and whether its end is missing; None where the source ends before it, as a
+    part of the file does that is not read `to_the_end`.
+    """
     unread: list[bytes] = []
     for chunk, last in chunks(source, text, boundary, unread):
-        if last:
-            return header, *last_chunk(chunk, columns)
-        rest = columns.add(chunk)
+        if last and to_the_end:
+            return last_chunk(chunk, columns)
+        rest = columns.add(chunk.rstrip().rstrip(b",") if last else chunk)
         if columns.tally.events_seen > max_events:
             raise UsageError(f"more than {max_events} events: cut the trace, or raise max_events")
         if rest.startswith(b"]"):
-            return header, rest + b"," + drain(source), False
+            return rest + b"," + drain(source), False
         if rest:
             unread.append(rest)
-    return header, b"", True
+    return None
 
 
 def chunks(
@@ -194,7 +206,7 @@ def drain(source: Counted) -> bytes:
 def parse_metadata(header: bytes, trailer: bytes, tally: Tally) -> dict[str, Any]:
     """The top-level keys around the events; {} and a note where they do not parse."""
     merged: dict[str, Any] = {}
-    before = header.strip().lstrip(b"\xef\xbb\xbf").rstrip(b", \r\n\t")
+    before = _START.sub(b"", header).strip().lstrip(b"\xef\xbb\xbf").rstrip(b"[, \r\n\t")
     after = trailer.strip()[1:].strip(b", \r\n\t")
     for text in (before + b"}", b"{" + (after or b"}")):
         try:
@@ -208,8 +220,8 @@ def parse_metadata(header: bytes, trailer: bytes, tally: Tally) -> dict[str, Any
     return merged
 
 
-def open_text(path: Path) -> io.BufferedIOBase:
-    """The bytes of a trace's JSON, plain or gzipped."""
-    with path.open("rb") as file:
-        compressed = file.read(2) == b"\x1f\x8b"
-    return gzip.open(path) if compressed else path.open("rb")
+def text_of(file: BinaryIO) -> BinaryIO | Inflate:
+    """The bytes of an open trace's JSON, plain or gzipped."""
+    compressed = file.read(2) == b"\x1f\x8b"
+    file.seek(0)
+    return Inflate(file) if compressed else file

@@ -123,7 +123,7 @@ def queues(traces: list[Trace]) -> Section | None:
         "A device whose queue is often empty waits for the host. "
         "Depth: how long a queue can be, where launches waited for a slot in it.",
     )
-    for trace in traces[:SHOWN_RANKS]:
+    for trace in section.first(traces, SHOWN_RANKS, "ranks"):
         rank = f", rank {trace.rank}" if len(traces) > 1 else ""
         series = queue_length(trace).with_columns(name=pl.format("device {} stream {}", "device", "stream"))
         if series.height:

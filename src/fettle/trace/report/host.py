@@ -5,11 +5,12 @@ from __future__ import annotations
 import polars as pl
 
 from fettle.trace.analyses import host as host_side
-from fettle.trace.analyses.attribution import attribute_kernels
+from fettle.trace.analyses.attribution import attribute_kernels, work_by
 from fettle.trace.analyses.host import host_summary, parallel_operators, threads
 from fettle.trace.analyses.operators import (
     annotation_table,
     call_blocks,
+    counter_sums,
     counters_by_operator,
     kernel_sequences,
     operator_table,
@@ -49,10 +50,8 @@ def operators(traces: list[Trace]) -> Section | None:
         "generated": "Generated kernels, by their graph's file",
     }
     for column, caption in captions.items():
-        known = work.filter(pl.col(column).is_not_null())
-        sums = known.group_by("rank", column).agg(device_ns=pl.col("duration_ns").sum(), kernels=pl.len())
-        shares = sums.with_columns(share=pl.col("device_ns") / max(int(work["duration_ns"].sum()), 1))
-        section.table(caption, shares.sort("device_ns", descending=True), rows=12)
+        share = pl.col("device_ns") / max(int(work["duration_ns"].sum()), 1)
+        section.table(caption, work_by(work, column).drop_nulls(column).with_columns(share=share), rows=12)
     top = table.filter(pl.col("kernels") >= 3).sort("device_ns", descending=True)
     if top.height:
         name = str(top["operator"][0])
@@ -62,8 +61,7 @@ def operators(traces: list[Trace]) -> Section | None:
     section.table("Annotations", annotated if device else annotated.drop("^device_.*$", "kernels"), rows=12)
     counted = [c for t in traces if (c := counters_by_operator(t)) is not None]
     if counted:
-        sums = pl.concat(counted).group_by("rank", "operator", "counter").agg(pl.col("value").sum())
-        section.table("Hardware counters by operator", sums.sort("value", descending=True))
+        section.table("Hardware counters by operator", counter_sums(pl.concat(counted), "rank"))
     return section
 
 

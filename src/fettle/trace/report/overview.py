@@ -87,13 +87,12 @@ def account(traces: list[Trace]) -> Section:
     places = whole.select("rank", "device").unique(maintain_order=True).rows()
     if len(places) > 1:
         section.chart("The mean step, by device", charts.account_chart(whole))
-    for rank, number in places[:SHOWN_PLACES]:
+    for rank, number in section.first(places, SHOWN_PLACES, "devices"):
         one = whole.filter((pl.col("rank") == rank) & (pl.col("device") == number))
         name = f"rank {rank} {'host' if number < 0 else f'device {number}'}"
         if one.height > 1 or len(places) == 1:
             section.chart("Each step" + (f", {name}" if len(places) > 1 else ""), charts.account_chart(one))
-    total = account_total(whole).head(SHOWN_PLACES)
-    section.table("All steps", account_parts(total).filter(pl.col("part") != "wall time"), rows=60)
+    section.table("All steps", account_parts(account_total(whole)).filter(pl.col("part") != "wall time"), rows=60)
     rows = []
     for trace in traces:
         summary = step_summary(steps(trace))

@@ -37,7 +37,7 @@ def critical(traces: list[Trace]) -> Section:
         "The critical path covers the wall clock of all steps without a hole. A what-if replays the "
         "steps with a change: the dot is the estimate, the line its bounds, the mark the time as measured.",
     )
-    for trace in traces[:SHOWN_RANKS]:
+    for trace in section.first(traces, SHOWN_RANKS, "ranks"):
         rank = f", rank {trace.rank}" if len(traces) > 1 else ""
         path = critical_path(trace)
         section.chart(f"Critical path{rank}", charts.bar_chart(path.summary(), "category", "time_ns"))
@@ -161,7 +161,7 @@ class Lanes:
     def threads(self, trace: Trace) -> None:
         """Rows for each host thread, as many as its events are deep: Python functions between them are not drawn."""
         kinds = (Kind.OPERATOR, Kind.RUNTIME, Kind.ANNOTATION)
-        steps_of = np.array([n.startswith("ProfilerStep#") for n in trace.names], dtype=bool)[trace.column("name")]
+        steps_of = trace.named(lambda name: name.startswith("ProfilerStep#"))
         inside = (trace.ts < self.high) & (trace.end > self.low) & np.isin(trace.kind, kinds) & ~steps_of
         host, thread = _longest(trace, np.flatnonzero(inside), TIMELINE_EVENTS), trace.column("thread")
         busy = np.bincount(thread[host], weights=trace.dur[host]) if len(host) else np.zeros(0)
@@ -210,7 +210,7 @@ def _levels(trace: Trace, rows: Ints) -> Ints:
 def memory(traces: list[Trace]) -> Section | None:
     """Allocated memory over time, and who held it at the peak."""
     section = Section("Memory over time", "What was taken before the trace began has no owner.")
-    for trace in traces[:SHOWN_RANKS]:
+    for trace in section.first(traces, SHOWN_RANKS, "ranks"):
         frame = memory_timeline(trace)
         if frame.height:
             series = frame.with_columns(mib=pl.col("held_bytes") / 2**20)

@@ -5,7 +5,6 @@ tracks.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ from fettle.errors import UsageError
 from fettle.files import whole
 from fettle.trace.analyses.critical import CriticalPath
 from fettle.trace.analyses.queue import copy_bandwidth, queue_length
-from fettle.trace.io.stream import open_text
+from fettle.trace.io.stream import Counted, find_start, text_of
 from fettle.trace.model import Trace
 
-_START = re.compile(rb'"traceEvents"\s*:\s*\[')
 MAX_POINTS = 1_000_000
 
 
@@ -35,24 +33,15 @@ def augment(trace: Trace, target: Path, *, path: CriticalPath | None = None) -> 
     if target.exists() and target.resolve() == trace.path.resolve():
         raise UsageError("the augmented trace must not overwrite the trace")
     added = 0
-    with open_text(trace.path) as source, whole(target) as partial, partial.open("wb") as out:
-        head = source.read(1 << 20)
-        match = _START.search(head)
-        while match is None:
-            more = source.read(1 << 20)
-            if not more or len(head) > 64 << 20:
-                if not head.lstrip().startswith(b"["):
-                    raise UsageError(f'no "traceEvents" in {trace.path}')
-                break
-            head += more
-            match = _START.search(head)
-        at = match.end() if match else head.index(b"[") + 1
-        out.write(head[:at])
+    with trace.path.open("rb") as file, whole(target) as partial, partial.open("wb") as out:
+        source = Counted(text_of(file))
+        head, beyond = find_start(source)
+        out.write(head)
         for event in _events(trace, path):
             out.write(json.dumps(event).encode() + b",\n")
             added += 1
-        out.write(head[at:])
-        while block := source.read(1 << 20):
+        out.write(beyond)
+        while block := source.read():
             out.write(block)
     return added
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import polars as pl
 
 from fettle.page import Cell, Figure, Table, as_spec
 from fettle.units import size_text
 
+T = TypeVar("T")
 CUT_CHARS = 110
 _OUR_WORDS = ("category", "cause", "change")
 """Columns whose values are our own identifiers: for people, words."""
@@ -26,9 +28,15 @@ class Section:
     charts: list[Figure] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
 
-    def chart(self, title: str, chart: Any, words: str = "") -> None:
+    def chart(self, title: str, chart: Any) -> None:
         name = re.sub(r"\W+", "-", f"{self.title} {len(self.charts)}").lower()
-        self.charts.append(Figure(name, title, words or title, as_spec(chart)))
+        self.charts.append(Figure(name, title, title, as_spec(chart)))
+
+    def first(self, some: list[T], most: int, what: str) -> list[T]:
+        """Those that are shown one by one; where there are more, the text says so."""
+        if len(some) > most:
+            self.text += f" Of {len(some)} {what} the first {most} are shown one by one."
+        return some[:most]
 
     def table(self, caption: str, frame: pl.DataFrame, rows: int = 15, keep: str = "") -> None:
         """A table of the first rows; columns that say nothing (one value that is null, empty or the only rank) go,
@@ -37,12 +45,16 @@ class Section:
         if not frame.height:
             return
         frame = frame.select([c for c in frame.columns if c == keep or not _says_nothing(frame[c], c)])
-        shown = frame.head(rows)
-        units = {c: unit(frame[c]) for c in frame.columns}
-        cells = [[_cell(v, c, units[c]) for v, c in zip(row, frame.columns, strict=True)] for row in shown.iter_rows()]
-        columns = [heading(frame[c]) for c in frame.columns]
-        numbers = [title for title, c in zip(columns, frame.columns, strict=True) if frame[c].dtype.is_numeric()]
-        self.tables.append(Table(columns, cells, numbers, caption, frame.height - shown.height))
+        self.tables.append(as_table(frame, rows, caption, _cell))
+
+
+def as_table(frame: pl.DataFrame, rows: int, caption: str, show: Callable[[Any, str, str], Cell | str]) -> Table:
+    """The first rows for people; `show` makes a cell of a value, its column and the column's unit."""
+    units = [unit(column) for column in frame]
+    cells = [list(map(show, row, frame.columns, units)) for row in frame.head(rows).iter_rows()]
+    titles = [heading(column) for column in frame]
+    numbers = [title for title, column in zip(titles, frame, strict=True) if column.dtype.is_numeric()]
+    return Table(titles, cells, numbers, caption, max(frame.height - rows, 0))
 
 
 def _says_nothing(column: pl.Series, name: str) -> bool:

@@ -127,7 +127,8 @@ def roofline_chart(products: pl.DataFrame, limits: Limits | None) -> Any:
 
 def collective_chart(table: pl.DataFrame) -> Any:
     """Bus bandwidth against message size: columns rank, bytes, bus_gb_per_s, collective, duration_ns."""
-    known = table.filter((pl.col("bytes") > 0) & (pl.col("bus_gb_per_s") > 0)).head(MAX_ROWS)
+    known = table.filter((pl.col("bytes") > 0) & (pl.col("bus_gb_per_s") > 0))
+    known = known.gather_every(max(1, -(-known.height // MAX_ROWS)))
     shown = known.select("bytes", "bus_gb_per_s", "collective", "rank", ms=pl.col("duration_ns") / 1e6)
     axis, rate = alt.Axis(format="~s", tickCount=6), "bus bandwidth, GB/s"
     x = alt.X("bytes:Q", scale=alt.Scale(type="log"), title="bytes of the message", axis=axis)
@@ -137,7 +138,7 @@ def collective_chart(table: pl.DataFrame) -> Any:
 
 def arrival_chart(arrivals: pl.DataFrame) -> Any:
     """Arrival skew of each collective over time, coloured by the rank that came last."""
-    shown = arrivals.head(MAX_ROWS).select(
+    shown = arrivals.top_k(MAX_ROWS, by="skew_ns").select(
         "collective",
         ms=(pl.col("first_ns") - pl.col("first_ns").min()) / 1e6,
         skew_ms=pl.col("skew_ns") / 1e6,
@@ -156,8 +157,7 @@ def _points(shown: pl.DataFrame, x: alt.X, y: alt.Y, by: str, tooltip: list[Any]
 
 def counter_chart(sums: pl.DataFrame) -> Any:
     """Hardware counters by operator, each counter on its own scale: columns operator, counter, value."""
-    by_name = sums.group_by("counter", "operator").agg(pl.col("value").sum()).filter(pl.col("value") != 0)
-    shown = by_name.sort("value", descending=True).group_by("counter", maintain_order=True).head(8)
+    shown = sums.filter(pl.col("value") != 0).group_by("counter", maintain_order=True).head(8)
     rows = []
     for (counter,), part in shown.group_by("counter", maintain_order=True):
         bars = (
