@@ -20,6 +20,7 @@ import re
 import shutil
 import tempfile
 import tomllib
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -82,19 +83,23 @@ class Package:
 
 
 def seal(folder: Path, manifest: Manifest) -> None:
-    """Write ``manifest.json`` over the files that are in the folder now."""
-    files = {file.name: _digest(file) for file in sorted(folder.iterdir()) if file.name != MANIFEST}
+    """Write ``manifest.json`` over the files that are in the folder now, but for hidden ones."""
+    files = {
+        file.name: _digest(file)
+        for file in sorted(folder.iterdir())
+        if file.is_file() and file.name != MANIFEST and not file.name.startswith(".")
+    }
     sealed = msgspec.structs.replace(manifest, files=files)
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(sealed), indent=1))
 
 
-def open_package(path: Path, unpack_to: Path | None = None) -> Package:
-    """Open a package and check that it is whole. A zip is unpacked, to `unpack_to` or a folder beside it.
+def open_package(path: Path) -> Package:
+    """Open a package and check that it is whole. A zip is unpacked to a folder beside it, once.
 
     Raises `UsageError` with one line for anything that is not a sound package.
     """
     if path.is_file():
-        path = unpack(path, unpack_to or path.with_suffix(""))
+        path = unpack(path, path.with_suffix(""))
     if not (path / MANIFEST).is_file():
         raise UsageError(f"{path} is not a package: it has no {MANIFEST}")
     try:
@@ -142,6 +147,8 @@ def unpack(archive: Path, folder: Path) -> Path:
     if folder.exists():
         if not (folder / MANIFEST).is_file():
             raise UsageError(f"{archive} cannot be unpacked: {folder} is in the way")
+        if not _was_unpacked(archive, folder):
+            raise UsageError(f"{folder} was not unpacked from what is in {archive} now: move the folder away")
         return folder
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
@@ -152,6 +159,20 @@ def unpack(archive: Path, folder: Path) -> Path:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder
+
+
+def _was_unpacked(archive: Path, folder: Path) -> bool:
+    """Whether a folder holds the package of an archive; how it is served may have been set since."""
+
+    def manifest(text: bytes) -> Manifest:
+        read = msgspec.json.decode(text, type=Manifest)
+        return msgspec.structs.replace(read, files={n: d for n, d in read.files.items() if n != SETTINGS})
+
+    try:
+        with zipfile.ZipFile(archive) as file, file.open(MANIFEST) as entry:
+            return manifest(entry.read(_MAX_TEXT)) == manifest(read_bytes(folder / MANIFEST, _MAX_TEXT))
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile, RuntimeError, UsageError):
+        return False
 
 
 def check_name(name: str, version: str) -> None:
