@@ -50,7 +50,7 @@ def test_a_worker_inherits_how_memory_and_kernels_are_set(monkeypatch):
     names = ("MALLOC_CONF", "PYTORCH_ALLOC_CONF", "ONEDNN_MAX_CPU_ISA", "LD_PRELOAD")
     for name in names:
         monkeypatch.setenv(name, "a")
-    assert {name: "a" for name in names}.items() <= _environment(1).items()
+    assert dict.fromkeys(names, "a").items() <= _environment(1).items()
 
 
 def test_a_worker_does_not_inherit_what_is_secret(store, monkeypatch):
