@@ -69,6 +69,7 @@ def test_a_recipes_image(recipe: Path, wheel: Path, no_index: None, tmp_path: Pa
     assert any(line.startswith(f"./{wheel.name} --hash=sha256:") for line in lines)
     assert (tmp_path / "out" / wheel.name).read_bytes() == b"a wheel"
     assert subprocess.run(["sh", "-n", str(tmp_path / "out" / "entrypoint.sh")]).returncode == 0
+    assert write_image(tmp_path / "out" / "recipe.toml", tmp_path / "out", tmp_path / "out" / wheel.name) == made
 
 
 @pytest.mark.parametrize("serves", [True, False])

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import math
+import socket
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -11,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fettle.errors import UsageError
-from fettle.load.arrivals import poisson, read_schedule
-from fettle.load.client import http_request, model_request
+from fettle.load import loops
+from fettle.load.arrivals import constant, poisson, read_schedule
+from fettle.load.client import Connection, http_request, model_request
 from fettle.load.loops import _inconsistent, _Load, closed_loop, open_loop
 from fettle.load.run import UNANSWERED, Run, as_data, warm_up
+from fettle.load.texts import text_lines, text_requests
 from fettle.load.torchserve import COLUMNS, torchserve_row
 from fettle.package.manifest import open_package
 from fettle.package.settings import ServeSettings
@@ -113,6 +117,29 @@ def test_a_closed_loop_counts_what_was_answered_while_it_asked(clients, seconds)
     assert run.percentile(50) == pytest.approx(max(1, clients // 8) * 0.063, rel=0.01)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_closed_loop_asks_nothing_twice_before_it_has_asked_all(kept):
+    """A prompt that was asked just before is half an answer already."""
+    asked = []
+
+    async def handle(reader, writer):
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            asked.append(head.split()[1])
+            more = b"" if kept else b"Connection: close\r\n"
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n" + more + b"\r\n")
+            if not kept:
+                return writer.close()
+
+    async def run():
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        await closed_loop([http_request(f"{url}/{number}", b"", {}) for number in range(40)], 4, 0.5)
+        server.close()
+
+    asyncio.run(run())
+    assert len(set(asked[:30])) == 30
+
+
 def test_what_fails_when_a_closed_loop_ends_is_counted():
     async def counted():
         load = _Load([], 0.0)
@@ -181,9 +208,11 @@ def test_waiting_counts_from_the_moment_a_request_was_due():
     assert np.all(np.sort(found.latency_s) > np.array([0.095, 0.19, 0.29, 0.39]))
 
 
-def test_a_backlog_that_only_grows_ends_the_run():
+def test_a_backlog_that_only_grows_ends_the_run(monkeypatch):
+    monkeypatch.setattr(loops, "WINDOW_S", 0.25)
+
     async def run():
-        server, request = await slow_server(0.05)()
+        server, request = await slow_server(0.03)()
         found = await open_loop([request], poisson(100, 30), limit_s=0.1)
         server.close()
         return found
@@ -191,6 +220,27 @@ def test_a_backlog_that_only_grows_ends_the_run():
     found = asyncio.run(run())
     assert not found.stable
     assert found.duration_s < 30  # it ended before its schedule did
+
+
+def test_a_backlog_that_grows_for_as_long_as_an_answer_takes_does_not(monkeypatch):
+    """A server that keeps up with any rate, and takes eight windows for each answer."""
+    monkeypatch.setattr(loops, "WINDOW_S", 0.1)
+
+    async def handle(reader, writer):
+        while await reader.readuntil(b"\r\n\r\n"):
+            await asyncio.sleep(0.8)
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    async def run():
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        request = http_request(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"", {})
+        found = await open_loop([request], constant(50, 2.0))
+        server.close()
+        return found
+
+    found = asyncio.run(run())
+    assert found.stable
+    assert found.failed == 0
 
 
 def test_connections_that_break_are_failures():
@@ -260,7 +310,56 @@ def test_schedules_from_files(tmp_path):
             read_schedule(tmp_path / "b")
 
 
-@pytest.mark.parametrize("url", ["ftp://a/b", "file:///etc/passwd", "nothing", "https://a"])
+def test_what_arrives_at_random_arrives_at_least_once():
+    assert min(len(poisson(0.01, 1.0, seed)) for seed in range(9)) == 1
+
+
+def test_an_address_is_asked_as_it_was_given():
+    request = http_request("http://[::1]:81/a?b=1", b"", {})
+    assert request.data.startswith(b"POST /a?b=1 HTTP/1.1\r\nHost: [::1]:81\r\n")
+    assert (request.host, request.port) == ("::1", 81)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"SSH-2.0-OpenSSH_9\r\n", b"HTTP/1.1 200 OK\r\n\r\nhello", b"HTTP/1.1 200 OK\r\n\r\n[]",
+        b'HTTP/1.1 200 OK\r\n\r\n{"models": null, "data": null}',
+        b'HTTP/1.1 200 OK\r\n\r\n{"models": ["a"], "data": [1]}',
+        b'HTTP/1.1 200 OK\r\n\r\n{"models": ["a"], "inputs": [{}], "data": [{}]}',
+    ],
+)  # fmt: skip
+def test_what_is_no_inference_server_is_one_line(said):
+    def answer():
+        while True:
+            try:
+                link, _ = listening.accept()
+            except OSError:
+                return
+            with link:
+                link.recv(1 << 16)
+                link.sendall(said)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=answer, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        for how in (lambda: model_request(url), lambda: text_requests(url + "/v1", text_lines("1", "1", count=1))):
+            with pytest.raises(UsageError) as refused:
+                how()
+            assert "\n" not in str(refused.value)
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+def test_who_speaks_before_being_asked_speaks_no_http():
+    done = []
+    connection = Connection(lambda *what: done.append(what))
+    connection.data_received(b"SSH-2.0-OpenSSH_9\r\n")
+    assert (done, connection.alive) == ([], False)
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://a/b", "file:///etc/passwd", "nothing", "https://a", "http://127.0.0.1:99999/a", "http://a:b/c"]
+)
 def test_only_plain_http(url):
     with pytest.raises(UsageError):
         model_request(url)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from fettle.errors import UsageError
 from fettle.load.arrivals import constant
 from fettle.load.loops import closed_loop, open_loop
 from fettle.load.run import Run, Text, TextLimits, as_data
-from fettle.load.texts import BROKEN, Heard, text_lines, text_requests
+from fettle.load.texts import BROKEN, Heard, TextConnection, text_lines, text_requests
 from fettle.page import Table
 from fettle.report import write_load_report
 
@@ -92,6 +93,22 @@ def test_a_text_that_breaks_off_is_not_answered():
     run = load(closed_loop, 1, 0.1, broken=True)
     assert set(run.statuses) == {BROKEN}
     assert "the text broke off" in run.errors
+
+
+def test_events_may_end_their_lines_as_http_does_and_hold_more_than_data():
+    ended = []
+    connection = TextConnection(lambda _, status: ended.append(status))
+    connection.connection_made(SimpleNamespace(write=lambda data: None, is_closing=lambda: False))
+    (request,) = text_requests("http://127.0.0.1:1/v1", text_lines("8", "4", count=1), model="m")
+    connection.send(request, None)
+    text = b'{"choices": [{"text": "a"}]}'
+    said = b": ping\r\n\r\nevent: text\r\ndata:%b\r\n\r\nid: 1\r\ndata: %b\r\n\r\ndata: [DONE]\r\n\r\n" % (text, text)
+    connection.data_received(HEAD)
+    for byte in said:
+        connection.data_received(b"1\r\n%c\r\n" % byte)
+    connection.data_received(b"0\r\n\r\n")
+    assert ended == [200]
+    assert len(connection.heard(0.0).moments) == 2
 
 
 def test_limits_count_the_first_token_and_the_gaps():

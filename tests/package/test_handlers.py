@@ -199,6 +199,21 @@ def test_classes_of_texts(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_text_is_answered_alike_whoever_else_asks(tmp_path, masked):
+    class Tokens(torch.nn.Module):
+        """The tokens, times how many there are where the model cannot know which are filled up."""
+
+        def forward(self, input_ids, attention_mask=None):
+            mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            return (input_ids * mask.sum(1, keepdim=True)).float().unsqueeze(-1)
+
+    inputs = text_batches() if masked else [{"input_ids": batch["input_ids"]} for batch in text_batches()]
+    package = packaged(Tokens(), inputs, tmp_path / "m", "text", files={"tokenizer.json": tokenizer()},
+                       handler_settings={"answer": "tensor"})  # fmt: skip
+    assert answers(package, b"one two", b"one one one one") == [[[2.0], [4.0]], [[4.0]] * 4]
+
+
 def test_a_tensor_handler_bounds_the_rows_of_a_request(tmp_path):
     package = packaged(torch.nn.Linear(2, 1), [torch.rand(2, 2)], tmp_path / "m", "tensor")
     assert len(answers(package, json.dumps([[1, 2]] * 8).encode())[0]) == 8

@@ -1,19 +1,24 @@
 """The package: written, opened, and refused where it is not sound."""
 
+import hashlib
+import importlib.util
 import json
 import os
+import py_compile
 import stat
 import zipfile
+from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
-from msgspec.structs import replace
 
 from fettle.errors import UsageError
 from fettle.package.export import write_package
-from fettle.package.manifest import open_package, seal, write_settings
-from fettle.package.model_runner import load_model
+from fettle.package.handler import find_handler
+from fettle.package.manifest import Package, open_package, seal, write_settings
+from fettle.package.model_runner import ModelRunner, load_model
 from fettle.package.program import load_program, tables
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
@@ -230,6 +235,54 @@ def test_a_file_that_is_no_archive(tmp_path):
         open_package(tmp_path / "p.zip")
 
 
+def test_an_archive_that_was_written_anew_is_not_served_as_it_was(tmp_path):
+    def zipped(created):
+        facts = {"format": 1, "name": "a", "version": "1", "inputs": [], "outputs": [], "max_rows": 8, "files": {}}
+        return archive(
+            tmp_path / "p.zip", [("manifest.json", json.dumps({**facts, "created": created}).encode(), 0o644)]
+        )
+
+    package = open_package(zipped("yesterday"))
+    write_settings(package, ServeSettings(max_rows=4))  # as fettle serve slo does
+    assert open_package(tmp_path / "p.zip").settings.max_rows == 4
+    zipped("today")
+    with pytest.raises(UsageError, match="move the folder away"):
+        open_package(tmp_path / "p.zip")
+
+
+def test_answers_are_of_the_type_that_the_manifest_says(tmp_path):
+    package = write_package(odd(), Recipe(), tmp_path / "odd", name="odd")
+    outputs = tuple(msgspec.structs.replace(spec, datatype="FP64") for spec in package.manifest.outputs)
+    runner = ModelRunner(replace(package, manifest=msgspec.structs.replace(package.manifest, outputs=outputs)))
+    assert {str(answer.dtype) for answer in runner.run([runner.sample(2)], 2)} == {"float64"}
+
+
+def test_of_a_handler_its_source_runs_and_no_bytecode_that_was_laid_beside_it(tmp_path):
+    source = "class Handler:\n    def initialize(self, context):\n        self.said = '{}'\n"
+    path, other = tmp_path / "m" / "handler.py", tmp_path / "other.py"
+    path.parent.mkdir()
+    path.write_text(source.format("trusted"))
+    other.write_text(source.format("not trusted"))
+    py_compile.compile(
+        str(other), importlib.util.cache_from_source(str(path)),
+        invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
+    )  # fmt: skip
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    manifest = SimpleNamespace(files={"handler.py": digest}, name="m", handler=None)
+    package = Package(path.parent, manifest, ServeSettings())
+    assert find_handler(package, None, digest).handler.said == "trusted"
+    path.write_text(source.format("changed"))
+    with pytest.raises(UsageError, match="was changed"):
+        find_handler(package, None, digest)
+
+
+def test_what_python_or_a_desktop_leaves_in_a_package_is_no_part_of_it(tmp_path):
+    package = write_package(odd(), Recipe(), tmp_path / "odd", name="odd")
+    (package.folder / "__pycache__").mkdir()
+    (package.folder / ".DS_Store").touch()
+    assert write_settings(package, ServeSettings(max_rows=4)).settings.max_rows == 4
+
+
 class Positions(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -255,10 +308,10 @@ def test_a_model_with_so_many_positions_takes_texts_up_to_that_length(tmp_path, 
 def test_a_folder_that_another_package_was_unpacked_to_is_not_taken_for_this_one(tmp_path):
     path = tmp_path / "odd.zip"
     package = write_package(odd(), Recipe(), path, name="odd")
-    package = write_settings(package, replace(package.settings, max_rows=2))
+    package = write_settings(package, msgspec.structs.replace(package.settings, max_rows=2))
     assert open_package(path).settings.max_rows == 2  # other settings are no other package
     path.unlink()
-    with pytest.raises(UsageError, match="is in the way, and holds something else"):
+    with pytest.raises(UsageError, match="was not unpacked from what is in"):
         write_package(odd(), Recipe(), path, name="odd", version="2")
 
 
@@ -266,7 +319,7 @@ def test_what_a_handler_left_beside_the_packages_files_is_none_of_them(tmp_path)
     package = write_package(odd(), Recipe(), tmp_path / "odd", name="odd")
     (package.folder / "__pycache__").mkdir()
     (package.folder / ".DS_Store").write_text("")
-    assert write_settings(package, replace(package.settings, max_rows=2)).manifest.files.keys() == {
+    assert write_settings(package, msgspec.structs.replace(package.settings, max_rows=2)).manifest.files.keys() == {
         *package.manifest.files
     }
 

@@ -185,7 +185,7 @@ def test_large_and_small_requests_get_their_own_answers_also_after_a_worker_was_
 
     with running([package]) as server, ThreadPoolExecutor(6) as threads:
         worker = server.registry.choose("turned").pool.workers[0]
-        assert worker.shares_memory or not hasattr(os, "memfd_create")
+        assert worker._process._memory is not None or not hasattr(os, "memfd_create")
         assert set(threads.map(infer, range(40))) == {(200, True)}
         os.kill(worker.pid, signal.SIGKILL)
         assert {right for _, right in threads.map(infer, range(12))} == {True}

@@ -120,8 +120,8 @@ def test_what_bounds_the_rate():
     assert rate(8, 64, 0.001, 0) == 0
     assert rate(8, 16, 2.0, 0.021) > 2 * rate(8, 256, 2.0, 0.021)  # long parts of prompts hold others up
     served = simulate_texts(np.arange(50) / 10, [64], [20], 8, 64, Tables.of(costs(), 100, 64))
-    assert served.within(TextLimits(9, 9)) == 1
-    assert served.within(TextLimits(9, 0.012)) < 1
+    assert served.kept(TextLimits(9, 9))
+    assert served.itl_s(100) > 0.012
 
 
 class Server:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from fettle.errors import UsageError
-from fettle.package.host import cores, host_id
+from fettle.package.host import host_id
 from fettle.package.manifest import Package
 from fettle.package.settings import ServeSettings
+from fettle.serve.engine.worker_start import threads_each
 from fettle.slo.simulate import Costs, capacity
 
 ENVIRONMENT = {
@@ -84,7 +85,7 @@ def write_ray(package: Package, folder: Path, *, max_replicas: int = 4, trust: s
         raise UsageError(f"{package.manifest.name} brings code of its own; to let it run, give `trust='{digest}'`")
     settings = package.settings
     scaling = scale(settings, host_id())
-    threads = settings.threads or max(1, cores() // settings.workers)
+    threads = threads_each(settings.threads, settings.workers)
     name = package.manifest.name
     args: dict[str, Any] = {"package": str((folder / "package").resolve()), "threads": threads}
     args |= {"trust": trust} if trust else {}

@@ -100,7 +100,7 @@ def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
         needs = list(package.manifest.requires)
     else:
         recipe = load_recipe(source)
-        levels, recorded, name = dict(recipe.levels), dict(recipe.machine.get("versions", {})), "recipe"
+        levels, recorded = dict(recipe.levels), dict(recipe.machine.get("versions", {}))
         name, needs = str(recipe.workload.get("name") or "recipe"), []
     extras = "[serve]" if serves else ""
     versions = closure([OWN + extras, *dict.fromkeys([*needs, *_libraries(levels)])])
@@ -119,13 +119,19 @@ def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
         write_text(output / file, text)
     if serves:
         place = output / "model"
-        shutil.rmtree(place, ignore_errors=True)
-        shutil.copytree(package.folder, place)
+        if place.resolve() != package.folder.resolve():
+            shutil.rmtree(place, ignore_errors=True)
+            shutil.copytree(package.folder, place)
     else:
-        shutil.copyfile(source, output / "recipe.toml")
-    if wheel is not None and wheel.resolve() != (output / wheel.name).resolve():
-        shutil.copyfile(wheel, output / wheel.name)
+        _copy(source, output / "recipe.toml")
+    if wheel is not None:
+        _copy(wheel, output / wheel.name)
     return Image(image.name, levels, image.python, versions, serves, image.wheel, tuple(sorted(texts)))
+
+
+def _copy(file: Path, place: Path) -> None:
+    if file.resolve() != place.resolve():
+        shutil.copyfile(file, place)
 
 
 def containerfile(image: Image) -> str:

@@ -14,11 +14,12 @@ from fettle.files import read_text
 
 
 def poisson(rate: float, seconds: float, seed: int = 0) -> np.ndarray[Any, Any]:
-    """Moments at which requests are due, seconds from the start: independent arrivals."""
+    """Moments at which requests are due, seconds from the start: independent arrivals, at least one."""
     random = np.random.default_rng(seed)
     gaps = random.exponential(1.0 / rate, int(rate * seconds + 6 * math.sqrt(rate * seconds) + 16))
     moments = np.cumsum(gaps)
-    return moments[moments < seconds]
+    moments = moments[moments < seconds]
+    return moments if len(moments) else np.zeros(1)
 
 
 def constant(rate: float, seconds: float) -> np.ndarray[Any, Any]:

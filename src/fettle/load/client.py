@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 
 from fettle.errors import UsageError
 from fettle.package.tensors import TO_NUMPY
+
+T = TypeVar("T")
+
+
+class _Models(msgspec.Struct):
+    models: list[str] = []
+
+
+class _Input(msgspec.Struct):
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class _Model(msgspec.Struct):
+    """What is read of a model's metadata."""
+
+    inputs: list[_Input]
 
 
 @dataclass(frozen=True)
@@ -29,15 +49,19 @@ class Request:
 
 def http_request(url: str, body: bytes, headers: dict[str, str]) -> Request:
     """A POST as bytes. Raises `UsageError` for a URL that is not plain http."""
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or 80
+    except ValueError as error:
+        raise UsageError(f"{url!r} is not an address: {error}") from error
+    if parts.scheme != "http" or not host:
         raise UsageError(f"{url!r} is not an http:// address")
-    port, path = parts.port or 80, parts.path or "/"
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     if any(c in value for value in (*headers, *headers.values(), path) for c in "\r\n"):
         raise UsageError("a header may not hold a line break")
-    lines = [f"POST {path} HTTP/1.1", f"Host: {parts.hostname}:{port}", f"Content-Length: {len(body)}"]
+    lines = [f"POST {path} HTTP/1.1", f"Host: {parts.netloc.rpartition('@')[2]}", f"Content-Length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
-    return Request(parts.hostname, port, "\r\n".join([*lines, "", ""]).encode() + body, path)
+    return Request(host, port, "\r\n".join([*lines, "", ""]).encode() + body, path)
 
 
 def model_request(url: str, rows: int = 1, seed: int = 0, token: str = "") -> Request:
@@ -49,23 +73,23 @@ def model_request(url: str, rows: int = 1, seed: int = 0, token: str = "") -> Re
     base = url.rstrip("/").removesuffix("/infer")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     if "/v2/models/" not in base:
-        names = get_json(f"{base}/v2/models", headers).get("models", [])
+        names = get_json(f"{base}/v2/models", headers, _Models).models
         if len(names) != 1:
-            raise UsageError(f"{base} serves {len(names)} models ({', '.join(map(str, names))}): name one in the URL")
+            raise UsageError(f"{base} serves {len(names)} models ({', '.join(names)}): name one in the URL")
         base = f"{base}/v2/models/{names[0]}"
-    metadata = get_json(base, headers)
+    metadata = get_json(base, headers, _Model)
     random = np.random.default_rng(seed)
     tensors = []
-    for spec in metadata.get("inputs", []):
-        kind = TO_NUMPY.get(spec["datatype"])
+    for spec in metadata.inputs:
+        kind = TO_NUMPY.get(spec.datatype)
         if kind is None:
-            raise UsageError(f"the input {spec['name']} is {spec['datatype']}: give a body with --body")
-        shape = [rows if i == 0 and size == -1 else 16 if size == -1 else size for i, size in enumerate(spec["shape"])]
+            raise UsageError(f"the input {spec.name} is {spec.datatype}: give a body with --body")
+        shape = [rows if i == 0 and size == -1 else 16 if size == -1 else size for i, size in enumerate(spec.shape)]
         if kind.kind == "f":
             array = random.standard_normal(shape).astype(kind)
         else:
             array = random.integers(0, 2, shape).astype(kind)  # good for masks, types and tokens alike
-        tensors.append((spec["name"], spec["datatype"], array))
+        tensors.append((spec.name, spec.datatype, array))
     return tensor_request(f"{base}/infer", tensors, headers)
 
 
@@ -83,19 +107,16 @@ def tensor_request(url: str, tensors: Sequence[tuple[str, str, Any]], headers: d
     return http_request(url, head + b"".join(raw), headers | more)
 
 
-def get_json(url: str, headers: dict[str, str]) -> dict[str, Any]:
+def get_json(url: str, headers: dict[str, str], kind: type[T]) -> T:
     """What a server answers to GET. Raises `UsageError`."""
     if not url.startswith("http://"):
         raise UsageError(f"{url!r} is not an http:// address")
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
-            decoded = json.loads(answer.read(1 << 20))
-    except (OSError, ValueError) as error:
+            return msgspec.json.decode(answer.read(1 << 20), type=kind)
+    except (OSError, ValueError, OverflowError, http.client.HTTPException) as error:  # a port that cannot be, no HTTP
         why = error.read(200).decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else str(error)
-        raise UsageError(f"{url} does not answer as an inference server: {why[:200]}") from error
-    if not isinstance(decoded, dict):
-        raise UsageError(f"{url} does not answer as an inference server")
-    return decoded
+        raise UsageError(f"{url} does not answer as an inference server: {' '.join(why[:200].split())}") from error
 
 
 class Connection(asyncio.Protocol):
@@ -126,9 +147,13 @@ class Connection(asyncio.Protocol):
         self._transport.write(request.data)
 
     def data_received(self, data: bytes) -> None:
+        if not self.busy:  # nothing was asked: not HTTP, or a farewell
+            self.close()
+            return
         try:
             self._parser.feed_data(data)
         except self._httptools.HttpParserError:
+            self._keep = False
             self._finish(0)
 
     def on_headers_complete(self) -> None:
@@ -150,6 +175,7 @@ class Connection(asyncio.Protocol):
         """Close the connection."""
         if self._transport is not None:
             self._transport.abort()
+            self._transport = None
 
     def _finish(self, status: int) -> None:
         if self.busy:

@@ -39,7 +39,7 @@ async def open_loop(
     Ends early where the backlog only grows. After the last request it waits up to `patience_s` for answers.
     """
     load = _Load(requests, limit_s)
-    rate = len(due) / max(float(due[-1]), 1e-9)
+    rate = len(due) / (float(due[-1]) or 1.0)
     # As many as are on their way where an answer takes 20 ms: a connection costs both sides more than a request does.
     await load.connect(max(8, min(256, int(0.02 * rate))))
     with _quiet_collector(), contextlib.closing(PreciseTimer(0.1 / rate)) as clock:
@@ -55,7 +55,9 @@ async def open_loop(
                 grown = grown + 1 if load.waiting > last + 0.05 * rate * WINDOW_S else 0
                 last, next_window = load.waiting, next_window + WINDOW_S
                 on_progress(time.perf_counter() - start, load.waiting)
-                if grown >= 3 and load.waiting > 0.15 * rate * WINDOW_S * grown:
+                # For as long as one answer takes it grows anyway.
+                begun = 3 * WINDOW_S + (load.longest_s or patience_s)
+                if grown * WINDOW_S > begun and load.waiting > 0.15 * rate * WINDOW_S * grown:
                     stable = False
                     break
             if stop is not None and stop.is_set():
@@ -86,8 +88,8 @@ async def closed_loop(
     await load.connect(concurrency)
     with _quiet_collector():
         load.start = time.perf_counter()
-        for index in range(concurrency):
-            await load.send(index, time.perf_counter() - load.start)
+        for _ in range(concurrency):
+            await load.send(load.turn(), time.perf_counter() - load.start)
         while time.perf_counter() - load.start < seconds and not (stop is not None and stop.is_set()):
             await asyncio.sleep(min(0.25, max(0.001, seconds - (time.perf_counter() - load.start))))
             on_progress(time.perf_counter() - load.start, load.waiting)
@@ -125,6 +127,8 @@ class _Load:
         """For a server that writes texts, what came for each of them."""
         self.refusal = ""
         """What a server said that would not write a text."""
+        self.longest_s = 0.0
+        """The longest that an answer took, from when its request was sent; 0: none has come."""
         self._moves: list[tuple[float, int]] = []
         """When the number on their way changed, and to what."""
         self._free: deque[Connection] = deque()
@@ -174,6 +178,8 @@ class _Load:
     def _done(self, connection: Connection, status: int) -> None:
         now = time.perf_counter() - self.start
         due, sent = connection.tag
+        if status:
+            self.longest_s = max(self.longest_s, now - sent)
         row = (due, sent, now, status or (UNANSWERED if self._ending else LOST))
         self.rows.append(row)
         if isinstance(connection, TextConnection):
@@ -187,21 +193,25 @@ class _Load:
             self._all.discard(connection)
             connection.close()
             if self.again:
-                self._later(self._count, now)
+                self._later(self.turn(), now)
             elif self._queue:
                 self._move(-1)  # `send` counts it again
                 self._later(*self._queue.popleft())
             return
-        self._count += 1
         if self.again:
             self._move(1)
             self._empty.clear()
-            connection.send(self.requests[self._count % len(self.requests)], (now, now))
+            connection.send(self.requests[self.turn() % len(self.requests)], (now, now))
         elif self._queue:
             index, due = self._queue.popleft()
             connection.send(self.requests[index % len(self.requests)], (due, now))
         else:
             self._free.append(connection)
+
+    def turn(self) -> int:
+        """Whose turn it is, of requests that are asked without a schedule: each once before any is asked again."""
+        self._count += 1
+        return self._count - 1
 
     def _move(self, change: int) -> None:
         self.waiting += change

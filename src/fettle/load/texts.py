@@ -63,14 +63,16 @@ class TextConnection(Connection):
         if self._status != 200:
             self._refusal = (self._refusal + data)[:4096]
             return
-        *events, self._rest = (self._rest + data).split(b"\n\n")
-        for event in events:
-            line = event.removeprefix(b"data: ")
-            if line == b"[DONE]":
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            field, _, said = line.partition(b":")
+            if field != b"data":
+                continue
+            if said.strip() == b"[DONE]":
                 self._whole = True
                 continue
             try:
-                chunk = msgspec.json.decode(line)
+                chunk = msgspec.json.decode(said)
             except msgspec.DecodeError:
                 continue
             self._usage = chunk.get("usage") or self._usage
@@ -106,6 +108,16 @@ class _Refusal(msgspec.Struct):
     error: _Message = msgspec.field(default_factory=_Message)
 
 
+class _Listed(msgspec.Struct):
+    id: str
+
+
+class _Listing(msgspec.Struct):
+    """The models of a server, in OpenAI's protocol."""
+
+    data: list[_Listed] | None
+
+
 class TextLine(msgspec.Struct):
     """One text that is asked for: after a prompt, or so many tokens of one."""
 
@@ -139,9 +151,9 @@ def text_requests(
     base = url.rstrip("/").removesuffix("/completions").removesuffix("/chat").removesuffix("/v1") + "/v1"
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     if not model:
-        names = [row.get("id") for row in get_json(f"{base}/models", headers).get("data", [])]
+        names = [row.id for row in get_json(f"{base}/models", headers, _Listing).data or []]
         if len(names) != 1:
-            raise UsageError(f"{base} serves {len(names)} models ({', '.join(map(str, names))}): name one with --model")
+            raise UsageError(f"{base} serves {len(names)} models ({', '.join(names)}): name one with --model")
         model = names[0]
     random = np.random.default_rng(seed)
     address = f"{base}/chat/completions" if chat else f"{base}/completions"

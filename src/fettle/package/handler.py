@@ -11,18 +11,21 @@ SHA-256.
 
 from __future__ import annotations
 
-import importlib.util
+import hashlib
 import math
 import re
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fettle.errors import UsageError
+from fettle.files import read_bytes
 from fettle.package import handlers
 from fettle.package.handlers.parts import Item
 from fettle.package.manifest import HANDLER, Manifest, Package
@@ -154,18 +157,25 @@ def find_handler(package: Package, runner: ModelRunner, trust: str) -> Steps:
             f"{package.manifest.name} brings code of its own; to let it run, start with `trust='{digest}'`"
         )
     else:
-        spec = importlib.util.spec_from_file_location(f"fettle_handler_{digest[:8]}", package.folder / HANDLER)
-        if spec is None or spec.loader is None:
-            raise UsageError(f"{HANDLER} cannot be read")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        made = getattr(module, "Handler", None)
-        if made is None:
-            raise UsageError(f"{HANDLER} defines no class Handler")
-        handler = made()
+        handler = _run(package.folder / HANDLER, digest)
     context = Context(package.folder, package.manifest, runner)
     handler.initialize(context)
     return Steps(handler, context.metrics)
+
+
+def _run(path: Path, digest: str) -> Any:
+    """The handler that this source makes, and no other: Python's own import would run bytecode that lies beside it."""
+    source = read_bytes(path)
+    if hashlib.sha256(source).hexdigest() != digest:
+        raise UsageError(f"{path} was changed: its SHA-256 is not the manifest's")
+    module = ModuleType(f"fettle_handler_{digest[:8]}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # data classes look their own module up
+    exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
+    made = getattr(module, "Handler", None)
+    if made is None:
+        raise UsageError(f"{HANDLER} defines no class Handler")
+    return made()
 
 
 def _as_body(answer: Any) -> tuple[bytes, str]:

@@ -7,9 +7,12 @@ from importlib import metadata
 from pathlib import Path
 
 from fettle.machine import cpu_name
-from fettle.procs.limits import affinity_cores as cores
+from fettle.procs.limits import granted_cores
 
-__all__ = ["cores", "devices", "host_id"]
+
+def cores() -> int:
+    """Logical cores that this process may use: fewer under an affinity mask or a container's quota."""
+    return granted_cores()[0]
 
 
 def host_id() -> str:

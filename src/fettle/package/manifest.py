@@ -83,8 +83,13 @@ class Package:
 
 
 def seal(folder: Path, manifest: Manifest) -> None:
-    """Write ``manifest.json`` over the files that are in the folder now."""
-    _write(folder, manifest, {file.name: _digest(file) for file in sorted(folder.iterdir()) if file.name != MANIFEST})
+    """Write ``manifest.json`` over the files that are in the folder now, but for hidden ones."""
+    files = {
+        file.name: _digest(file)
+        for file in sorted(folder.iterdir())
+        if file.is_file() and file.name != MANIFEST and not file.name.startswith(".")
+    }
+    _write(folder, manifest, files)
 
 
 def _write(folder: Path, manifest: Manifest, files: dict[str, str]) -> None:
@@ -92,13 +97,13 @@ def _write(folder: Path, manifest: Manifest, files: dict[str, str]) -> None:
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(sealed), indent=1))
 
 
-def open_package(path: Path, unpack_to: Path | None = None) -> Package:
-    """Open a package and check that it is whole. A zip is unpacked, to `unpack_to` or a folder beside it.
+def open_package(path: Path) -> Package:
+    """Open a package and check that it is whole. A zip is unpacked to a folder beside it, once.
 
     Raises `UsageError` with one line for anything that is not a sound package.
     """
     if path.is_file():
-        path = unpack(path, unpack_to or path.with_suffix(""))
+        path = unpack(path, path.with_suffix(""))
     if not (path / MANIFEST).is_file():
         raise UsageError(f"{path} is not a package: it has no {MANIFEST}")
     try:
@@ -148,8 +153,10 @@ def unpack(archive: Path, folder: Path) -> Path:
 
     A folder that it was unpacked to before is taken as it is."""
     if folder.exists():
-        if not _is_from(archive, folder):
-            raise UsageError(f"{archive} cannot be unpacked: {folder} is in the way, and holds something else")
+        if not (folder / MANIFEST).is_file():
+            raise UsageError(f"{archive} cannot be unpacked: {folder} is in the way")
+        if not _was_unpacked(archive, folder):
+            raise UsageError(f"{folder} was not unpacked from what is in {archive} now: move the folder away")
         return folder
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
@@ -162,16 +169,18 @@ def unpack(archive: Path, folder: Path) -> Path:
     return folder
 
 
-def _is_from(archive: Path, folder: Path) -> bool:
-    """Whether a folder holds what the archive does, but for settings, which may have been changed since."""
+def _was_unpacked(archive: Path, folder: Path) -> bool:
+    """Whether a folder holds the package of an archive; how it is served may have been set since."""
+
+    def manifest(text: bytes) -> Manifest:
+        read = msgspec.json.decode(text, type=Manifest)
+        return msgspec.structs.replace(read, files={n: d for n, d in read.files.items() if n != SETTINGS})
+
     try:
-        with zipfile.ZipFile(archive) as file, file.open(MANIFEST) as packed:
-            texts = packed.read(_MAX_TEXT), read_bytes(folder / MANIFEST, _MAX_TEXT)
-        found = [msgspec.json.decode(text, type=Manifest) for text in texts]
+        with zipfile.ZipFile(archive) as file, file.open(MANIFEST) as entry:
+            return manifest(entry.read(_MAX_TEXT)) == manifest(read_bytes(folder / MANIFEST, _MAX_TEXT))
     except Exception:  # no package, or a damaged one
         return False
-    one, other = (msgspec.structs.replace(each, files={**each.files, SETTINGS: ""}) for each in found)
-    return one == other
 
 
 def check_name(name: str, version: str) -> None:

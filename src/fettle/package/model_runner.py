@@ -50,8 +50,11 @@ class ModelRunner:
             tensors.append(torch.from_numpy(joined))
         if self.device != "cpu":
             tensors = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
-        answers = [as_array(tensor) for tensor in self.call(tensors)]
-        return [answer[:rows] if spec.batched else answer for answer, spec in zip(answers, self.outputs, strict=True)]
+        answers = []
+        for tensor, spec in zip(self.call(tensors), self.outputs, strict=True):
+            array = as_array(tensor).astype(spec.kind, copy=False)  # whoever reads the bytes goes by the manifest
+            answers.append(array[:rows] if spec.batched else array)
+        return answers
 
     def call(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One call with tensors that are on the device already; the answers stay there."""

@@ -19,6 +19,7 @@ from fettle.journal import Journal
 from fettle.load.arrivals import poisson
 from fettle.package.host import host_id
 from fettle.package.manifest import Package
+from fettle.procs.limits import granted_memory_bytes
 from fettle.slo.calibrate import Calibration, Stopped, calibrate
 from fettle.slo.kept import open_journal, package_key
 from fettle.slo.outcome import explain, front, how_much_slower
@@ -141,13 +142,11 @@ class _Search:
 
     def _check_memory(self, branch: Branch) -> None:
         """Raise where so many workers as one is known to need memory for would not fit beside each other."""
-        import psutil
-
         one = next((m for b, m in self.result.branches.items()
                     if b.workers == 1 and (b.device, b.variant) == (branch.device, branch.variant)), None)  # fmt: skip
         if one is None or branch.device != "cpu":
             return
-        need, there = branch.workers * one.calibration.memory_at(self.most_rows), psutil.virtual_memory().available
+        need, there = branch.workers * one.calibration.memory_at(self.most_rows), granted_memory_bytes()
         if need > 0.9 * there:
             raise _TooMuch(f"needs about {need >> 20} MiB of memory; {there >> 20} MiB are free")
 

@@ -78,8 +78,8 @@ class TextCosts(msgspec.Struct, dict=True):
         return np.array([tokens for tokens, _ in points]), np.array([seconds for _, seconds in points])
 
     @cached_property
-    def _looking(self) -> float:
-        """Seconds for each pair of a prompt's token and one that is kept."""
+    def looking_s(self) -> float:
+        """What each pair of a prompt's token and one that is kept adds to `prompt_table`."""
         more = [
             (seconds - float(_line(np.array([cell.new]), *self._alone)[0])) / (cell.new * cell.kept)
             for cell, seconds in self.prompts
@@ -91,11 +91,6 @@ class TextCosts(msgspec.Struct, dict=True):
         """Seconds of up to so many tokens of prompts, from 0, after nothing."""
         seconds: list[float] = _line(np.arange(most + 1), *self._alone).tolist()
         return seconds
-
-    @property
-    def looking_s(self) -> float:
-        """What each pair of a prompt's token and one that is kept adds to that."""
-        return self._looking
 
 
 def _line(places: Array, known: Any, values: Any) -> Array:

@@ -264,8 +264,6 @@ class _Search:
     async def _test(self, served: ServerProcess, setting: TextSetting, rate: float, seconds: float) -> Tested:
         result = self.result
         due = poisson(rate, seconds)
-        if not len(due):
-            due = np.array([0.0])
         requests = text_requests(served.url, self.lines, model=self.package.manifest.name)
         run = await loaded(served, requests, due, limits=result.limits, patience_s=PATIENCE_S, stop=self.stop)
         inside = await served.stats()

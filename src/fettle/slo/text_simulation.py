@@ -55,9 +55,6 @@ class Served:
     """Length of each step."""
     writing: Array
     """How many texts got a token in each step that was not their first."""
-    first: Array
-    last: Array
-    """By text, the steps with its first and its last token."""
     busy_s: float = 0.0
     stable: bool = True
 
@@ -73,15 +70,6 @@ class Served:
             and not (limits.ttft_s and float(np.percentile(self.ttft_s, 99)) > limits.ttft_s)
             and not (limits.itl_s and self.itl_s(99) > limits.itl_s)
         )
-
-    def within(self, limits: TextLimits) -> float:
-        """Share of the texts whose first token, and 99% of the gaps between the others, came in time."""
-        good = self.ttft_s <= (limits.ttft_s or math.inf)
-        if limits.itl_s:
-            for text in np.flatnonzero(good):
-                gaps = self.steps_s[self.first[text] + 1 : self.last[text] + 1]
-                good[text] = not len(gaps) or np.percentile(gaps, 99) <= limits.itl_s
-        return float(good.mean()) if len(good) else 0.0
 
 
 @dataclass(slots=True)
@@ -108,7 +96,7 @@ def simulate_texts(
     noise: list[float] = []
     due: list[float] = (np.asarray(arrivals, float) + REQUEST_S / 2).tolist()
     count, lengths, more = len(due), len(prompts), len(outputs)
-    ttft, first, last = np.full(count, math.inf), np.zeros(count, int), np.full(count, -1)
+    ttft = np.full(count, math.inf)
     new_ones: list[_Text] = []  # whose prompts need no step of their own
     next_end = _NEVER
     texts: list[_Text] = []
@@ -152,14 +140,14 @@ def simulate_texts(
         steps.append(took)
         others.append(began - len(new_ones))
         for text in new_ones:
-            first[text.number], ttft[text.number] = number, now + REQUEST_S - due[text.number]
+            ttft[text.number] = now + REQUEST_S - due[text.number]
         new_ones.clear()
         for place, new in enumerate(part, began):
             text = texts[place]
             text.kept += new
             if text.kept < text.prompt:
                 continue
-            first[text.number], ttft[text.number] = number, now + REQUEST_S - due[text.number]
+            ttft[text.number] = now + REQUEST_S - due[text.number]
             text.since, text.end = text.prompt - number - 1, number + text.output - 1
             next_end = min(next_end, text.end)
             texts[writing], texts[place] = texts[place], texts[writing]
@@ -169,7 +157,6 @@ def simulate_texts(
             break
         if next_end == number:
             for place in [place for place in reversed(range(writing)) if texts[place].end == number]:
-                last[texts[place].number] = number
                 writing = _leave(texts, place, writing)
                 free.append(now + REQUEST_S / 2)
             top, next_end = _of_all(texts[:writing])
@@ -178,9 +165,7 @@ def simulate_texts(
     half = count // 2
     growing = half > 50 and ttft[half:].mean() > 2 * ttft[:half].mean() + 10 * max(steps)
     stable = late <= allowed if give_up else True
-    return Served(
-        ttft, np.array(steps), np.array(others, int), first, last, sum(steps), bool(stable and not growing),
-    )  # fmt: skip
+    return Served(ttft, np.array(steps), np.array(others, int), sum(steps), bool(stable and not growing))
 
 
 def _of_all(written: Sequence[_Text]) -> tuple[int, int]:

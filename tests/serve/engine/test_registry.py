@@ -1,6 +1,7 @@
 """What the registry says of its versions, with pools that only pretend."""
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -108,3 +109,15 @@ def test_when_the_default_goes_the_highest_version_is_the_default(registry):
         assert registry.models["net"].default == "10"
 
     asyncio.run(test())
+
+
+def test_packages_are_read_while_others_are_served(registry, monkeypatch):
+    def find(name, number):
+        read_in.append(threading.get_ident())
+        raise Rejected(404, "not there")
+
+    read_in = []
+    monkeypatch.setattr(registry, "find", find)
+    with pytest.raises(Rejected):
+        asyncio.run(registry.load_named("net"))
+    assert read_in != [threading.get_ident()]

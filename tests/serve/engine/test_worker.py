@@ -9,6 +9,7 @@ import pytest
 from fettle.package.settings import ServeSettings
 from fettle.serve.engine import pool, wire
 from fettle.serve.engine.batching import Batch, BatchQueue
+from fettle.serve.engine.refusal import Rejected
 from fettle.serve.engine.request import Request
 from fettle.serve.engine.worker import AHEAD_S, Worker
 
@@ -279,8 +280,8 @@ def test_texts_are_written_beside_each_other_and_leave_one_by_one():
     assert worker.pool.told[-3:] == [("piece", b"a", 2, False), ("piece", b"b", 2, True), "pump"]
     assert worker.free_texts == 2
     answer(worker)
-    assert not worker.cancel(other.answer)
-    assert worker.cancel(one.answer)
+    assert not worker.cancel(other)
+    assert worker.cancel(one)
     assert worker._process.sent[-1][0] == wire.Cancel(first)
     assert (worker.free_texts, worker.idle) == (3, True)
     told = len(worker.pool.told)
@@ -306,3 +307,29 @@ def test_one_text_that_fails_disturbs_no_other_and_a_lost_worker_fails_each():
     assert failed == [[texts[1]], [texts[0]], [texts[2]]]
     assert worker.free_texts == 0
     worker.close()
+
+
+class Waiting(Texts):
+    """A pool with its queues, and no worker that is free."""
+
+    stop, failed, _wait_again, _queue_of = pool.Pool.stop, pool.Pool.failed, pool.Pool._wait_again, pool.Pool._queue_of
+
+
+@in_loop
+def test_a_text_that_nobody_wants_any_more_leaves_the_queue_at_once():
+    waiting = Waiting(texts=BatchQueue(ServeSettings(max_rows=1)), workers=[])
+    text = request(piece=print)
+    waiting.texts.push(text)
+    waiting.stop(text)
+    assert (waiting.texts.rows, text.answer.cancelled(), waiting.told) == (0, True, ["pump"])
+
+
+@in_loop
+def test_what_failed_is_tried_alone_also_where_calls_have_fewer_rows_by_now():
+    waiting = Waiting(workers=[])
+    items = [Request(4, (), [np.zeros((4, 4), np.float32)]) for _ in range(2)]
+    for item in items:
+        item.answer = asyncio.get_running_loop().create_future()
+    waiting.failed(Batch(items, 8, 8), Rejected(500, "the model failed"))
+    assert waiting.queue.requests == 2
+    assert waiting.queue.take(0.0, 1).items == items[:1]

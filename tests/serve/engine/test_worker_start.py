@@ -6,10 +6,11 @@ from pathlib import Path
 import psutil
 
 import fettle
+from fettle.package import host
 from fettle.package.manifest import open_package
 from fettle.package.settings import ServeSettings
 from fettle.serve.engine.registry import Options
-from fettle.serve.engine.worker_start import Spare, likely_threads, threads_each
+from fettle.serve.engine.worker_start import Spare, _environment, likely_threads, threads_each
 from tests.serve.test_server import infer
 from tests.serving import running
 
@@ -45,6 +46,13 @@ def test_the_guess_is_what_the_package_will_ask_for(tmp_path, store):
     assert likely_threads(tmp_path, None, None) >= 1
 
 
+def test_a_worker_inherits_how_memory_and_kernels_are_set(monkeypatch):
+    names = ("MALLOC_CONF", "PYTORCH_ALLOC_CONF", "ONEDNN_MAX_CPU_ISA", "LD_PRELOAD")
+    for name in names:
+        monkeypatch.setenv(name, "a")
+    assert dict.fromkeys(names, "a").items() <= _environment(1).items()
+
+
 def test_a_worker_does_not_inherit_what_is_secret(store, monkeypatch):
     for name in ("DATABASE_PASSWORD", "FETTLE_TOKEN", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "secret" * 8)
@@ -67,3 +75,8 @@ def test_nothing_that_serves_unpickles():
             assert not roots & {"pickle", "dill", "cloudpickle", "marshal", "shelve"}, path
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                 assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords), path
+
+
+def test_a_containers_quota_bounds_the_threads(monkeypatch):
+    monkeypatch.setattr(host, "granted_cores", lambda: (2, "the control group"))
+    assert [threads_each(0, workers) for workers in (1, 2, 3)] == [2, 1, 1]

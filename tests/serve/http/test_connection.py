@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import gzip
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
@@ -10,6 +11,8 @@ import pytest
 
 pytest.importorskip("httptools")
 from fettle.loop import run
+from fettle.serve.engine.metrics import Metrics
+from fettle.serve.engine.registry import Options, Registry
 from fettle.serve.http.app import App
 from fettle.serve.http.asgi import Asgi
 from fettle.serve.http.call import Call, Limits
@@ -262,6 +265,71 @@ def test_answers_wait_for_a_client_that_does_not_take_them_and_not_for_ever() ->
         await what(reader, writer, app, every)
 
     talk(unread, Limits(body_s=1.0))
+
+
+@pytest.mark.parametrize("sent", [b"G", b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nhalf"])
+def test_a_client_that_does_not_read_gains_no_time_by_what_it_sends(sent: bytes) -> None:
+    class Huge(Echo):
+        async def answer(self, call: Call) -> Reply:
+            self.under_way += 1
+            return Reply(200, (b"x" * (48 << 20),))
+
+    async def what(reader, writer, app, every):
+        app.__class__ = Huge
+        writer.transport.pause_reading()
+        writer.write(get())
+        while not app.under_way:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.1)
+        writer.write(sent)
+        while every:
+            await asyncio.sleep(0.05)
+
+    talk(what, Limits(body_s=1.0))
+
+
+def test_a_stream_that_ends_after_the_server_has_begun_to_ends_the_connection() -> None:
+    begun = asyncio.Event()
+
+    class Slow(Echo):
+        async def answer(self, call: Call) -> Reply:
+            async def events() -> AsyncGenerator[bytes, None]:
+                yield b"one"
+                await begun.wait()
+                yield b"two"
+
+            return Reply(200, events=events())
+
+    async def what(reader, writer, app, every):
+        app.__class__ = Slow
+        writer.write(get())
+        await reader.readuntil(b"one\r\n")
+        for connection in list(every):
+            connection.finish()
+        begun.set()
+        assert (await reader.read()).endswith(b"two\r\n0\r\n\r\n")
+
+    talk(what, Limits(idle_s=1000.0))
+
+
+def test_what_follows_the_last_chunk_is_no_header() -> None:
+    async def what(reader, writer, app, every):
+        writer.write(
+            b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nabcd\r\n0\r\nX-Late: 1\r\n\r\n"
+        )
+        found = json.loads((await read(reader))[2])
+        assert (found["headers"], found["sent"]) == (["host", "transfer-encoding"], 4)
+
+    talk(what)
+
+
+def test_a_compressed_body_counts_as_large_as_it_becomes() -> None:
+    app = App(Registry(Metrics(), Options()), limits=Limits(max_unanswered=1000))
+    call = app.call("POST", b"/predictions/a", {b"content-encoding": b"gzip"}, lambda: False)
+    call.parts, call.sent = ("predictions", "a"), gzip.compress(b"x" * 900)
+    app.unanswered = 200 + len(call.sent)
+    assert run(app.answer(call)).status == 503
+    assert (len(call.sent), app.unanswered) == (900, 1100)  # whoever counted it takes it off again
 
 
 def test_a_server_that_ends_answers_what_was_asked() -> None:

@@ -1,9 +1,11 @@
 """OpenAI's protocol, spoken by the official client; the texts are what the model says alone."""
 
+import asyncio
 import functools
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -11,9 +13,12 @@ import pytest
 import torch
 
 from fettle.package.export import write_package
-from fettle.package.handlers.generate import CHAT
+from fettle.package.handlers.generate import CHAT, Ask, Piece, Settings
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
+from fettle.serve.engine.refusal import Rejected
+from fettle.serve.http.generation import Writing
+from fettle.serve.http.openai import Completions, StreamOptions, _Answer
 from fettle.workload import Workload
 from tests.serve.test_server import ask
 from tests.serving import running, until
@@ -157,6 +162,46 @@ def test_samples_follow_their_seed_and_choices_differ(client):
     wanted = client.completions.create(**greedy, temperature=0).choices[0].text
     assert client.completions.create(**greedy, top_p=1e-9).choices[0].text == wanted
     assert client.completions.create(**greedy, extra_body={"min_p": 1.0}).choices[0].text == wanted
+
+
+def test_a_stream_counts_each_prompt_once_whatever_ends_first():
+    class Written:
+        def __init__(self, turns, prompt):
+            self.turns, self.prompt = turns, prompt
+
+        async def pieces(self):
+            for _ in range(self.turns):
+                await asyncio.sleep(0)
+            yield Piece("x", (), "stop", self.prompt, 1)
+
+        def stop(self):
+            pass
+
+    async def whole(answer):
+        return [event async for event in answer._events()]
+
+    answer = _Answer.__new__(_Answer)
+    answer.wanted = Completions(model="m", prompt=("a", "b"), stream_options=StreamOptions(include_usage=True))
+    answer.chat, answer.count, answer.head, answer.offsets = False, 2, {}, [0] * 4
+    answer.writings = [Written(1, 10), Written(9, 10), Written(5, 20), Written(13, 20)]
+    usage = json.loads(asyncio.run(whole(answer))[-2].removeprefix(b"data: "))["usage"]
+    assert usage == {"prompt_tokens": 30, "completion_tokens": 4, "total_tokens": 34}
+
+
+def test_a_prompt_that_no_model_takes_is_not_multiplied():
+    version = SimpleNamespace(pool=None, package=SimpleNamespace(manifest=SimpleNamespace(handler=Settings())))
+    with pytest.raises(Rejected, match="longer than this model takes") as refused:
+        Writing(SimpleNamespace(gone=None), version, Ask(text="x" * 10_000_000))
+    assert refused.value.kind == "too_long"
+
+
+def test_log_probabilities_are_of_the_tokens_of_the_text(client, model, tokenizer):
+    prompts = [TEXT[begin : begin + 1 + begin % 17] for begin in range(48)]
+    written = ((prompt, alone(model, tokenizer, tokenizer.encode(prompt).ids, 24)[1]) for prompt in prompts)
+    prompt, tokens = next((prompt, tokens) for prompt, tokens in written if 0 < len(tokens) < 24)
+    found = client.completions.create(model="tiny", prompt=prompt, max_tokens=24, temperature=0, logprobs=2)
+    assert found.choices[0].finish_reason == "stop"
+    assert len(found.choices[0].logprobs.tokens) == found.usage.completion_tokens == len(tokens)
 
 
 @pytest.mark.parametrize(

@@ -148,3 +148,12 @@ def test_compressed_bodies_are_bounded():
     for broken in (b"", b"junk", gzip.compress(b"abc")[:-4]):
         with pytest.raises(Malformed):
             inflate(broken, "gzip", 100)
+    with pytest.raises(Malformed):  # of which only the first would be read
+        inflate(gzip.compress(b"abc") + gzip.compress(b"def"), "gzip", 100)
+
+
+def test_an_output_is_not_given_as_often_as_somebody_likes():
+    body = json.loads(asked())
+    assert read(json.dumps(body | {"outputs": [{"name": Y[0].name}]}).encode()).wanted == [(0, False)]
+    with pytest.raises(Malformed):
+        read(json.dumps(body | {"outputs": [{"name": Y[0].name}] * 1000}).encode())

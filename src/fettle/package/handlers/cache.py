@@ -10,12 +10,13 @@ import torch
 from fettle.errors import UsageError
 from fettle.package.handlers.parts import FRESH, LAST, PAST, SEEN, output_index
 from fettle.package.tensors import TensorSpec
+from fettle.procs.limits import granted_memory_bytes
 from fettle.units import size_text
 
 _LEAST_REUSED = 16
 """Fewer tokens that two prompts begin with are computed again."""
 _SHARE = 0.5
-"""Share of the free memory that a cache may take where its size is not set."""
+"""Share of the free memory, of what a container may have of it, that a cache may take where its size is not set."""
 
 
 class Cache:
@@ -130,6 +131,4 @@ def _common(one: Sequence[int], other: Sequence[int], most: int) -> int:
 def _free_bytes(device: str) -> int:
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0])
-    import psutil
-
-    return int(psutil.virtual_memory().available)
+    return granted_memory_bytes()

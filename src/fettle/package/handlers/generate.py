@@ -78,7 +78,7 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     """With the last piece: why the text ends, ``stop`` or ``length``."""
     prompt_tokens: int = 0
     tokens: int = 0
-    """With the last piece: tokens of the prompt, and of the answer with the one that ended it."""
+    """With the last piece: tokens of the prompt, and of the answer without the one that ended it."""
 
 
 asks = msgspec.json.Decoder(Ask)

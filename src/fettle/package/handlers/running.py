@@ -185,7 +185,8 @@ class Running:
             token = choose(scores, sampling, text.random, text.ids[text.prompt :])
         text.left -= 1
         characters = ""
-        if token in self.handler.stop and not sampling.ignore_eos:
+        is_end = token in self.handler.stop and not sampling.ignore_eos
+        if is_end:
             text.reason = "stop"
         else:
             text.ids.append(token)
@@ -196,7 +197,7 @@ class Running:
             if text.writing.stopped:  # by what was held back
                 text.reason = "stop"
         logprobs: tuple[TokenLogprob, ...] = ()
-        if sampling.logprobs is not None:
+        if sampling.logprobs is not None and not is_end:
             logprobs = (self._likely(token, scores, sampling.logprobs),)
         counts = (text.prompt, len(text.ids) - text.prompt) if text.reason else (0, 0)
         self.steps.tokens += 1

@@ -100,7 +100,9 @@ class Handler:
         self.runner, self.max_rows = context.runner, context.manifest.max_rows
         self.inputs = context.manifest.inputs
         self.ids = next(i for i, spec in enumerate(self.inputs) if spec.name == "input_ids")
+        self.masked = any(spec.name == "attention_mask" for spec in self.inputs)
         self.place = output_index(context.manifest.outputs, settings.output)
+        self.by_token = context.manifest.outputs[self.place].shape[1:2] == (-1,)
         self.labels = read_labels(context.folder)
         self.tokenizer = read_tokenizer(context.folder)
         self.tokenizer.enable_truncation(settings.max_tokens)
@@ -108,17 +110,19 @@ class Handler:
         self.tokenizer.no_padding()
 
     def preprocess(self, requests: Sequence[dict[str, Any]]) -> list[Item]:
-        """Tokens. The texts of all requests are filled up to the longest, so that they can share a call."""
+        """Tokens. The texts of all requests are filled up to the longest, so that they can share a call; those of each
+        request by itself where the model is not told what was filled: its answer must not depend on others."""
         requested = [read_texts(request, self.settings.max_characters) for request in requests]
         for texts, _ in requested:
             check_rows(len(texts), self.max_rows)
         encodings = iter(self.tokenizer.encode_batch([text for texts, _ in requested for text in texts]))
         encoded = [[next(encodings) for _ in texts] for texts, _ in requested]
-        longest = max(len(row.ids) for rows in encoded for row in rows)
-        length = self.settings.max_tokens if self.settings.fixed else max(1, longest)
-        for row in (row for rows in encoded for row in rows):
-            row.pad(length, pad_id=self.pad["pad_id"], pad_token=self.pad["pad_token"],
-                    pad_type_id=self.pad["pad_type_id"])  # fmt: skip
+        longest = [max(1, *(len(row.ids) for row in rows)) for rows in encoded]
+        for rows, own in zip(encoded, longest, strict=True):
+            length = self.settings.max_tokens if self.settings.fixed else max(longest) if self.masked else own
+            for row in rows:
+                row.pad(length, pad_id=self.pad["pad_id"], pad_token=self.pad["pad_token"],
+                        pad_type_id=self.pad["pad_type_id"])  # fmt: skip
         return [
             Item([np.array([getattr(row, FIELDS[spec.name]) for row in rows], spec.kind) for spec in self.inputs],
                  (single, np.array([row.attention_mask for row in rows])))
@@ -154,6 +158,8 @@ class Handler:
     def _rows(self, output: Array, mask: Array) -> list[Any]:
         settings = self.settings
         if settings.answer == "tensor":
+            if self.by_token:  # without what others' texts filled it up to
+                output = output[:, : int(mask.sum(1).max())]
             plain: list[Any] = output.tolist()
             return plain
         if settings.answer == "classes":

@@ -78,9 +78,7 @@ class BatchQueue(Generic[Item]):
         self.settings, self._delay_s = settings, settings.delay_ms / 1e3
 
     def push(self, item: Item) -> bool:
-        """Let a request wait. False when the queue is full. ValueError when it can never be served."""
-        if not 1 <= item.rows <= self.settings.max_rows:
-            raise ValueError(f"a request has {item.rows} rows; from 1 to {self.settings.max_rows} can be served")
+        """Let a request wait. False when the queue is full."""
         if self.rows + item.rows > self.settings.max_queue_rows and self.rows:
             return False
         group = self._groups.get(item.key)

@@ -157,11 +157,9 @@ class Pool:
         now = request.arrival_s = time.perf_counter()
         request.deadline_s = now + min(timeout_s or longest, longest)
         request.answer = self.loop.create_future()
-        try:
-            taken = self._queue_of(request).push(request)
-        except ValueError as error:
-            raise Rejected(400, str(error), kind="rows") from None
-        if not taken:
+        if not 1 <= request.rows <= self.settings.max_rows:
+            raise Rejected(400, f"a request has 1 to {self.settings.max_rows} rows, not {request.rows}", kind="rows")
+        if not self._queue_of(request).push(request):
             self._refuse()
         if request.piece is None:
             self._anticipation.arrived(now)
@@ -192,10 +190,13 @@ class Pool:
             429, "too many requests wait", max(0.05, (ahead + self.waiting_rows) * self._row_s), "queue_full"
         )
 
-    def stop(self, answer: asyncio.Future[Answer]) -> None:
+    def stop(self, request: Request) -> None:
         """Nobody wants this text any more: the next one takes its place."""
-        answer.cancel()  # where it still waits, it is dropped when its turn comes
-        any(worker.cancel(answer) for worker in self.workers)
+        request.answer.cancel()
+        if self.texts.discard(request):
+            self.plan_pump()
+        else:
+            any(worker.cancel(request) for worker in self.workers)
 
     def _queue_of(self, request: Request) -> BatchQueue[Request]:
         return self.queue if request.piece is None else self.texts

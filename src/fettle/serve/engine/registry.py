@@ -56,7 +56,7 @@ class Model:
     weights: dict[str, float] = field(default_factory=dict)
     """Share of the requests that name no version; empty: all to the default."""
     shadow: str = ""
-    """A version that gets a copy of every request, and whose answers nobody sees."""
+    """A version that gets a copy of every request with tensors, and whose answers nobody sees."""
 
 
 class Remembered(msgspec.Struct, frozen=True):
@@ -192,7 +192,8 @@ class Registry:
         self, name: str, number: str | None = None, changed: Mapping[str, Any] | None = None
     ) -> Version:
         """Load a package from the store by its name: never from a path or an address that a client gives."""
-        return await self.load(self.find(name, number), changed)
+        package = await asyncio.to_thread(self.find, name, number)  # it reads every byte of it, while others are served
+        return await self.load(package, changed)
 
     def find(self, name: str, number: str | None = None) -> Package:
         """The package of that name in the store; the highest version where none is given."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 from pathlib import Path
 
 from fettle.errors import UsageError
 from fettle.package.manifest import MANIFEST, Package, check_name, open_package
 from fettle.serve.engine.refusal import Rejected
+
+log = logging.getLogger("fettle.serve")
 
 
 def find_package(store: Path, name: str, number: str | None = None) -> Package:
@@ -28,8 +30,10 @@ def stored(store: Path) -> list[Package]:
     packages = []
     for path in sorted(store.iterdir()):
         if (path / MANIFEST).is_file() or path.suffix == ".zip":
-            with contextlib.suppress(UsageError):
+            try:
                 packages.append(open_package(path))
+            except UsageError as error:
+                log.warning("the store: %s", error)
     return packages
 
 

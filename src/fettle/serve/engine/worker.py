@@ -15,7 +15,7 @@ from fettle.serve.engine.alarm import Alarm
 from fettle.serve.engine.batching import Batch
 from fettle.serve.engine.placement import device_for
 from fettle.serve.engine.refusal import Rejected
-from fettle.serve.engine.request import Answer, Request
+from fettle.serve.engine.request import Request
 from fettle.serve.engine.worker_link import WorkerLink
 
 if TYPE_CHECKING:
@@ -73,11 +73,6 @@ class Worker:
         """Process number of what fills the place now."""
         return self._process.pid if self._process is not None else 0
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether large bodies reach it without going through its socket."""
-        return self._process is not None and self._process.shares_memory
-
     async def start(self) -> None:
         """Start a process; returns when it is warm or has failed."""
         process = self._process = WorkerLink(self._on_message, self._on_lost)
@@ -127,10 +122,10 @@ class Worker:
         self.texts[number] = request
         self._write(wire.Generate(number), [request.body or b""])
 
-    def cancel(self, answer: asyncio.Future[Answer]) -> bool:
+    def cancel(self, text: Request) -> bool:
         """Give up a text that nobody waits for any more; its place is free at once. False where it has none such."""
         for number, request in self.texts.items():
-            if request.answer is answer:
+            if request is text:
                 del self.texts[number]
                 self._write(wire.Cancel(number))
                 self._text_ended()

@@ -39,11 +39,6 @@ class WorkerLink(asyncio.Protocol):
         """0 before it was started."""
         return self._process.pid if self._process is not None else 0
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether large bodies need not go through the socket."""
-        return self._memory is not None
-
     def write(self, header: wire.ToWorker, body: Sequence[Any] = ()) -> None:
         """Send one message: a header, and buffers that follow it."""
         assert self._transport is not None

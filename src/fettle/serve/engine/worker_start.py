@@ -21,7 +21,10 @@ SHARED_BYTES = 256 << 20
 _ENVIRONMENT = (
     "PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "FETTLE_CACHE",
 )  # fmt: skip
-_ENVIRONMENT_PREFIXES = ("OMP_", "KMP_", "MKL_", "GOMP_", "PYTHON", "TORCH", "TRITON_", "CUDA_", "NVIDIA_", "XDG_")
+_ENVIRONMENT_PREFIXES = (
+    "OMP_", "KMP_", "MKL_", "GOMP_", "ONEDNN_", "DNNL_", "MALLOC_", "PYTHON", "PYTORCH_", "TORCH", "TRITON_", "CUDA_",
+    "NVIDIA_", "XDG_",
+)  # fmt: skip
 """What a worker inherits. Tokens and passwords in the server's environment are none of its business."""
 
 

@@ -11,9 +11,8 @@ from urllib.parse import parse_qsl, unquote
 
 from httptools import HttpParserInvalidURLError, parse_url
 
-from fettle.serve.engine.refusal import Malformed, NoSuchPath
+from fettle.serve.engine.refusal import Malformed, NoSuchPath, Rejected
 from fettle.serve.engine.registry import Registry, Version
-from fettle.serve.http import protocol
 
 MAX_PARTS, MAX_PART = 8, 200
 """The most parts of a path, and characters of one."""
@@ -25,7 +24,7 @@ class Limits:
 
     max_body: int = 64 << 20
     max_unanswered: int = 1 << 30
-    """Bytes of bodies that have come and are not answered yet, on all connections of a port."""
+    """Bytes of bodies that have come and are not answered yet, unpacked, on all connections of a port."""
     body_s: float = 30.0
     """The longest that a body may take to arrive, or an answer to be taken."""
     idle_s: float = 30.0
@@ -35,12 +34,17 @@ class Limits:
         """What a client hears whose body is larger than `max_body`."""
         return Malformed(f"a body may have at most {self.max_body} bytes", 413)
 
+    def too_much(self) -> Rejected:
+        """What a client hears whose body is one too many for `max_unanswered`."""
+        return Rejected(503, "too much is being read", 1.0, "unanswered")
+
 
 @dataclass(slots=True)
 class Call:
     """One request. `version` is set by the route as soon as it is known: errors are counted for it, too."""
 
     method: str
+    """HEAD is GET here, without the body of its answer."""
     target: bytes
     """Path and query, as they were sent."""
     headers: dict[bytes, bytes]
@@ -50,7 +54,8 @@ class Call:
     registry: Registry
     limits: Limits
     sent: bytes = b""
-    """The body, as it was sent."""
+    """The body; unpacked before a route sees it."""
+    bodiless: bool = False
     began: float = 0.0
     """When its headers were whole, of `time.perf_counter`."""
     parts: Sequence[str] = ()
@@ -63,17 +68,10 @@ class Call:
         if announced is not None and (len(announced) > 15 or int(announced) > self.limits.max_body):
             raise self.limits.too_large()
 
-    def body(self) -> bytes:
-        """The body, unpacked. Raises `Malformed` where it cannot be, or becomes too large."""
-        encoding = self.headers.get(b"content-encoding")
-        if encoding is None or encoding == b"identity":
-            return self.sent
-        return protocol.inflate(self.sent, encoding.decode("latin-1").lower(), self.limits.max_body)
-
     def json(self) -> dict[str, Any]:
         """The body as a JSON object; an empty body is an empty one."""
         try:
-            body = json.loads(self.body() or b"{}")
+            body = json.loads(self.sent or b"{}")
         except (ValueError, RecursionError):
             raise Malformed("the body is not JSON") from None
         if not isinstance(body, dict):

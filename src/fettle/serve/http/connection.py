@@ -20,7 +20,7 @@ from typing import Any
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from fettle.serve.engine.alarm import Alarm
-from fettle.serve.engine.refusal import Malformed, Rejected
+from fettle.serve.engine.refusal import Malformed
 from fettle.serve.http.app import App
 from fettle.serve.http.call import Call
 from fettle.serve.http.reply import Reply, json_reply
@@ -126,14 +126,17 @@ class Connection(asyncio.Protocol):
         self._call.target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._call.headers[name.lower()] = value
+        if not self._in_body:  # what follows the last chunk was not there when the head was checked
+            self._call.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         if self._parser.should_upgrade():
             return  # comes once more
         call = self._call
         self._head_bytes, self._in_body = 0, True
-        call.method = self._parser.get_method().decode("ascii")
+        method = self._parser.get_method().decode("ascii")
+        call.bodiless = method == "HEAD"
+        call.method = "GET" if call.bodiless else method
         call.began = time.perf_counter()
         refused = self._app.refusal(call)
         if refused is not None:
@@ -152,7 +155,7 @@ class Connection(asyncio.Protocol):
         if self._size > app.limits.max_body:
             self._refuse(app.refused(self._call, app.limits.too_large()))
         elif app.unanswered > app.limits.max_unanswered:
-            self._refuse(app.refused(self._call, Rejected(503, "too much is being read", 1.0, "unanswered")))
+            self._refuse(app.refused(self._call, app.limits.too_much()))
 
     def on_chunk_header(self) -> None:
         self._head_bytes = 0
@@ -215,7 +218,7 @@ class Connection(asyncio.Protocol):
                 app.unanswered -= len(call.sent)
             kept = kept and (not self._last or bool(self._pending))
             if reply.events is None:
-                self._write(_whole(reply, call.method, kept))
+                self._write(_whole(reply, kept, bodiless=call.bodiless))
             else:  # also where the client has gone: whoever makes them stops then
                 kept = await self._stream(reply, kept)
             if self._room is not None:
@@ -223,7 +226,7 @@ class Connection(asyncio.Protocol):
         self._work = None
         if self._transport is None:
             return
-        if not kept:
+        if not kept or (self._last and not self._in_body):
             self._close()
             return
         self._transport.resume_reading()
@@ -255,13 +258,14 @@ class Connection(asyncio.Protocol):
         self._alarm.set(time.perf_counter() + self._app.limits.body_s, self._loop)
         if self._room is not None:
             await self._room.wait()
-        if self._transport is not None:
-            self._watch()
+        self._watch()
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         """Set the alarm for what the client has to do next; while we compute it has nothing to do."""
+        if self._transport is None or self._room is not None:  # first it has to take what was written
+            return
         limits, until = self._app.limits, math.inf
         if self._in_body:
             until = self._call.began + limits.body_s
@@ -271,7 +275,7 @@ class Connection(asyncio.Protocol):
 
     def _late(self) -> None:
         """The alarm: a body, the next request, or the taking of an answer took too long."""
-        if self._in_body and self._pieces is not None:
+        if self._room is None and self._in_body and self._pieces is not None:
             self._last = True
             self._refuse(self._app.refused(self._call, Malformed("the body took too long to arrive", 408)))
         elif self._room is not None or self._in_body:
@@ -288,11 +292,11 @@ class Connection(asyncio.Protocol):
                 self._loop.call_later(self._app.limits.body_s, transport.abort)
 
 
-def _whole(reply: Reply, method: str, kept: bool) -> bytes:
+def _whole(reply: Reply, kept: bool, *, bodiless: bool) -> bytes:
     """An answer as bytes."""
     body = reply.whole
     head = _head(reply, ((b"content-length", b"%d" % len(body)),), kept)
-    return head if method == "HEAD" else head + body
+    return head if bodiless else head + body
 
 
 def _head(reply: Reply, more: Any, kept: bool) -> bytes:

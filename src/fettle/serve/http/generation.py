@@ -55,11 +55,13 @@ class Writing:
     def __init__(self, call: Call, version: Version, ask: Ask) -> None:
         self._pool, self._gone = version.pool, call.gone
         self._came: asyncio.Queue[bytes | None] = asyncio.Queue()
-        request = Request(
-            1, "text", body=msgspec.json.encode(ask), kind="application/json", gone=call.gone,
-            piece=self._came.put_nowait,
-        )  # fmt: skip
-        self.answer = self._pool.submit(request)
+        body = msgspec.json.encode(ask)
+        if len(body) > _most_bytes(version):  # before a copy of it waits for each of several answers
+            raise Rejected(400, "the prompt is longer than this model takes", kind="too_long")
+        self._request = Request(
+            1, "text", body=body, kind="application/json", gone=call.gone, piece=self._came.put_nowait
+        )
+        self.answer = self._pool.submit(self._request)
         self.answer.add_done_callback(lambda _: self._came.put_nowait(None))
         self._first: bytes | None = None
 
@@ -95,7 +97,14 @@ class Writing:
     def stop(self) -> None:
         """Nobody wants it any more, if it is not whole."""
         if not self.answer.done():
-            self._pool.stop(self.answer)
+            self._pool.stop(self._request)
+
+
+def _most_bytes(version: Version) -> int:
+    """No prompt that the model takes is longer as JSON: six bytes a character, eight a token, and the rest."""
+    settings = version.package.manifest.handler
+    assert isinstance(settings, prompts.Settings)
+    return 6 * settings.max_characters + 8 * settings.max_tokens + (64 << 10)
 
 
 def generates(version: Version) -> bool:
@@ -151,9 +160,8 @@ async def generate(call: Call) -> Reply | None:
 
 
 async def _generate(call: Call, name: str, number: str | None, *, stream: bool) -> Reply:
-    body = call.body()
     version = writer(call, name, number)
-    prompt = read_prompt(body)
+    prompt = read_prompt(call.sent)
     ask, manifest = _ask(prompt), version.package.manifest
 
     def text(written: str) -> Text:

@@ -28,12 +28,11 @@ async def infer(call: Call) -> Reply | None:
 
 
 async def _infer(call: Call, name: str, number: str | None, *, explain: bool) -> Reply:
-    body = call.body()
     version = call.choose(name, number)
     pool = version.pool
     pool.admit()
     inference = protocol.read_request(
-        body, _header_length(call), pool.specs, pool.output_specs, pool.settings.max_rows
+        call.sent, _header_length(call), pool.specs, pool.output_specs, pool.settings.max_rows
     )  # fmt: skip
     key = _key(inference, pool.specs)
     request = Request(inference.rows, key, inference.arrays, gone=call.gone, explain=explain)

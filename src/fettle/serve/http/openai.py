@@ -119,9 +119,8 @@ def _model(name: str, versions: Any) -> dict[str, Any] | None:
 
 
 def _read(call: Call, kind: type[_Body]) -> _Body:
-    body = call.body()
     try:
-        return msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(call.sent, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         reason = str(error)[:300]
         param = reason.partition("`$.")[2].partition("`")[0] or reason.partition("field `")[2].partition("`")[0] or None
@@ -248,7 +247,8 @@ class _Answer:
         return Reply(200, kind=EVENTS, headers=NO_CACHE, events=self._events())
 
     def _usage(self, ends: Sequence[Piece]) -> dict[str, int]:
-        """Tokens of all prompts and answers; a prompt that is answered several times counts once."""
+        """Tokens of all prompts and answers, `ends` in the order of the choices; a prompt that is answered several
+        times counts once."""
         prompt = sum(end.prompt_tokens for end in ends[:: self.count])
         written = sum(end.tokens for end in ends)
         return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
@@ -298,7 +298,7 @@ class _Answer:
         def event(chunk: Any) -> bytes:
             return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
-        ends: list[Piece] = []
+        ends: dict[int, Piece] = {}
         left = len(self.writings)
         try:
             if self.chat:
@@ -311,7 +311,7 @@ class _Answer:
                     left -= 1
                     continue
                 if piece.reason:
-                    ends.append(piece)
+                    ends[index] = piece
                 if piece.text or piece.reason or piece.logprobs:
                     yield event({**head, "choices": [self._chunk(index, piece)]})
             if failed:
@@ -320,7 +320,7 @@ class _Answer:
             if len(ends) < len(self.writings):
                 return  # the client has gone
             if usage:
-                yield event({**head, "choices": [], "usage": self._usage(ends)})
+                yield event({**head, "choices": [], "usage": self._usage([ends[index] for index in sorted(ends)])})
             yield b"data: [DONE]\n\n"
         finally:
             for task in listening:

@@ -215,6 +215,8 @@ def _wanted(request: _Request, outputs: Sequence[TensorSpec]) -> list[tuple[int,
     if not request.outputs:
         return [(index, binary) for index in range(len(outputs))]
     places = {spec.name: index for index, spec in enumerate(outputs)}
+    if len(request.outputs) > len(places):
+        raise Malformed(f"the model has {len(places)} outputs, and {len(request.outputs)} are asked for")
     wanted = []
     for output in request.outputs:
         if output.name not in places:
@@ -263,9 +265,10 @@ def inflate(body: bytes, encoding: str, most: int) -> bytes:
         data = unpacker.decompress(body, most)
     except zlib.error:
         raise Malformed("the body is damaged") from None
-    if unpacker.unconsumed_tail or not unpacker.eof:
-        raise Malformed("the body is too large" if unpacker.unconsumed_tail else "the body is cut off",
-                        413 if unpacker.unconsumed_tail else 400)  # fmt: skip
+    if unpacker.unconsumed_tail:
+        raise Malformed("the body is too large", 413)
+    if not unpacker.eof or unpacker.unused_data:
+        raise Malformed("the body is cut off, or something follows it")
     return data
 
 

@@ -40,9 +40,8 @@ async def predict(call: Call) -> Reply | None:
 
 
 async def _predict(call: Call, name: str, number: str | None, *, explain: bool = False) -> Reply:
-    body = call.body()
     version = call.choose(name, number)
-    kind = call.header(b"content-type")[:200]
+    body, kind = call.sent, call.header(b"content-type")[:200]
     if kind.startswith("multipart/form-data"):
         body = read_field(body, kind, ("data", "body"))
     if generates(version):
