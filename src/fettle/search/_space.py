@@ -68,6 +68,13 @@ def valid(space: Space, recipe: Recipe) -> bool:
     return not space.conflict(recipe)
 
 
+def holds(space: Space, recipe: Recipe) -> bool:
+    """Whether the recipe has all that is required and no level beyond the choices; the workload as given always may
+    stand."""
+    is_chosen = all(level in space.choices.get(name, ()) for name, level in recipe.levels.items())
+    return is_chosen and (not recipe.levels or with_required(space, recipe) == recipe)
+
+
 def moved(space: Space, recipe: Recipe, technique: str, level: str) -> Recipe | None:
     """The recipe with `technique` at `level`, or None where that cannot be had.
 

@@ -101,11 +101,17 @@ def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, 
             if together is not None and together.low > 1:
                 winner = replace(winner, speedup=together)
                 claim = cast(Verdict, verdict(together, session.rules.indifference))
-    if winner is not None and claim != "faster" and session.standings.goal in TIMES and last:
+    gained = claim == "faster"
+    if session.standings.goal not in TIMES and winner is not None:
+        gained = all(session.score(winner) < session.score(trial) for trial in last if not trial.recipe.levels)
+    if winner is not None and not gained and last:
         # Nothing was gained that can be shown: change nothing, or no more than the answers need.
         plain = [session.standings.known.get(recipe) for recipe in (Recipe(), preconditions(session.facts))]
         winner = next((trial for trial in plain if trial and math.isfinite(session.score(trial))), winner)
-        claim = "same" if leader is None or winner.recipe != leader.recipe else claim
+        if leader is None or winner.recipe != leader.recipe:  # nobody picked it for its speed
+            claim = (
+                cast(Verdict, verdict(winner.speedup, session.rules.indifference)) if winner.recipe.levels else "same"
+            )
     return winner, claim
 
 
@@ -143,7 +149,10 @@ def _beside(winner: Trial | None, last: Sequence[Trial]) -> Trial | None:
 
 def _nearest(session: Session) -> list[Trial]:
     """The trials that miss the limits by least, at most three."""
-    ran = [trial for trial in session.standings.known.values() if trial.status != "failed" and trial.recipe.levels]
+    ran = [
+        trial for trial in session.standings.known.values()
+        if trial.status != "failed" and trial.recipe.levels and session.standings.allowed(trial.recipe)
+    ]  # fmt: skip
     limits = session.standings.limits.above(session.probed.reference.noise)
     return sorted(ran, key=lambda trial: (distance(trial, limits), trial.time_ms))[:3]
 
