@@ -211,8 +211,12 @@ def test_no_race_of_a_resumed_study_has_the_number_of_an_earlier_one(tmp_path, m
 @pytest.mark.parametrize(("status", "ms", "races"), [("measured", 3.0, 0), ("measured", 8.98, 1), ("failed", 3.0, 1)])
 def test_a_final_race_that_told_nothing_is_run_again(tmp_path, monkeypatch, status, ms, races):
     """A longer budget may settle it, the result says; and what killed the leader may be gone."""
-    session = session_with(tmp_path, monkeypatch, [trial("baseline", 9.0), trial("precision=bf16", 3.0)])
-    last = [trial("baseline", 9.0, race=2), replace(trial("precision=bf16", ms, race=2), status=status)]
+
+    def right(text, ms, **more):
+        return replace(trial(text, ms, **more), accuracy=Accuracy(error=0.0, finite=True))
+
+    session = session_with(tmp_path, monkeypatch, [right("baseline", 9.0), right("precision=bf16", 3.0)])
+    last = [right("baseline", 9.0, race=2), replace(right("precision=bf16", ms, race=2), status=status)]
     session.study.set_note("final race", [one.to_json() for one in last])
     again, before = resumed(session, tmp_path), session._race
     found = final_race(again, made_up_space()[0])

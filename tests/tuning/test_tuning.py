@@ -349,9 +349,9 @@ def test_an_interrupt_in_the_final_race_shows_what_was_known_by_then(tuned, monk
 
 
 def test_levels_that_are_no_longer_allowed_do_not_win(tuned) -> None:
-    """What an earlier run of the study tried is known, and is no answer to what is asked now."""
+    """What an earlier run of the study tried is kept, and is no answer to what is asked now."""
     before, work, out = tuned
     assert any("precision" in trial.recipe.levels for trial in before.trials)
     result = fettle.tune(str(work), techniques={**FEW, "precision": ["fp32"]}, budget_s=BUDGET_S, output=out)
-    assert "precision" not in result.recipe.levels
-    assert len(result.trials) == len(before.trials)
+    assert not any("precision" in trial.recipe.levels for trial in [result.winner, *result.trials] if trial is not None)
+    assert len(result.trials) > 1

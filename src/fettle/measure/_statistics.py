@@ -134,7 +134,8 @@ def places(logs: Sequence[Mapping[int, float]]) -> list[dict[int, float]]:
     reached = met | np.eye(count, dtype=bool)
     for _ in range(count.bit_length()):
         reached = reached.astype(int) @ reached.astype(int) > 0
-    place = np.linalg.pinv(np.diag(met.sum(1)) - met.astype(float), hermitian=True) @ np.nansum(apart, axis=1)
+    links = np.diag(met.sum(1)) - met.astype(float)
+    place = np.linalg.pinv(links, rcond=1e-9, hermitian=True) @ np.nansum(apart, axis=1)
     parties = dict.fromkeys(tuple(np.flatnonzero(row).tolist()) for row in reached)
     return [{number: float(place[number]) for number in party} for party in parties]
 
@@ -157,18 +158,12 @@ def is_exhausted(
     interval = replicate_interval(slower, faster, alpha)
     if interval.high - interval.low < 2 * narrow:
         return True
-    whole, odd, even = (
-        _units([slower, faster]),
-        *(
-            _units(
-                [
-                    [{k: v for k, v in process.items() if k % 2 == rest} for process in group]
-                    for group in (slower, faster)
-                ]
-            )
-            for rest in (1, 0)
-        ),
-    )
+
+    def half(rest: int) -> list[list[float]] | None:
+        return _units([[{k: v for k, v in process.items() if k % 2 == rest} for process in group]
+                       for group in (slower, faster)])  # fmt: skip
+
+    whole, odd, even = _units([slower, faster]), half(1), half(0)
     if whole is None or odd is None or even is None:
         return False
     apart = [(one - other) ** 2 for a, b in zip(odd, even, strict=True) for one, other in zip(a, b, strict=True)]

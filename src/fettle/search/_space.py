@@ -90,7 +90,7 @@ def moved(space: Space, recipe: Recipe, technique: str, level: str) -> Recipe | 
     # First keep the level of a needed technique that is there; if that cannot work, take the level that is asked for.
     for keep in (True, False):
         bigger = recipe.with_levels(**_closure(space, technique, level, recipe, keep))
-        if with_required(space, bigger) == bigger and valid(space, bigger):
+        if holds(space, bigger) and valid(space, bigger):
             return bigger
     return _exchanged(space, recipe, technique, level)
 
@@ -104,7 +104,7 @@ def _exchanged(space: Space, recipe: Recipe, technique: str, level: str) -> Reci
             removed = {other for name in names for other in (name, *_dependents(space, name))} - {technique}
             smaller = recipe.without(*removed)
             bigger = smaller.with_levels(**_closure(space, technique, level, smaller, True))
-            if with_required(space, bigger) == bigger and valid(space, bigger):
+            if holds(space, bigger) and valid(space, bigger):
                 return bigger
     return None
 

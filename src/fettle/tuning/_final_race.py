@@ -74,7 +74,7 @@ def final_race(session: Session, space: Space) -> FinalRace:
 
 
 def _is_settled(session: Session, last: FinalRace, recipe: Recipe) -> bool:
-    """Whether a final race of an earlier run told what a longer one might: else it is made again, as the result says."""
+    """Whether a final race of an earlier run told what a longer one might: else it is made again."""
     (again,) = [trial for trial in last.trials if trial.recipe == recipe]
     return session.standings.goal not in TIMES or verdict(again.speedup, session.rules.indifference) != "cannot tell"
 

@@ -41,7 +41,7 @@ def outcome(
     winner, claim = pick_winner(session, last.trials)
     again = _beside(winner, last.trials)
     session.study.set_note("seconds", session.seconds)
-    trials = list(session.standings.known.values())
+    trials = [trial for trial in session.standings.known.values() if session.standings.allowed(trial.recipe)]
     return Result(
         name=session.target.name,
         target=session.target.reference,
