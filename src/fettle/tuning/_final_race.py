@@ -90,7 +90,7 @@ def climb(recipe: Recipe) -> list[Recipe]:
 
 def _show_expensive(session: Session, rungs: list[Recipe]) -> None:
     """Measure the rungs that take long to start, for the ladder alone: only where there is time for all of them."""
-    if rungs and session.budget.affords(_cost_s(session) * (len(rungs) + 1)):
+    if rungs and _cost_s(session) * (len(rungs) + 1) < session.budget.left_s:
         session.race_unknown(rungs, session.budget.end)
 
 
