@@ -96,9 +96,8 @@ class Journal:
                 self.lines[line.key] = line
                 kept.append(raw)
         whole = b"\n".join(kept) + b"\n"
-        there = (
-            len(whole) - 1 if text.startswith(whole[:-1]) else 0
-        )  # is not written again: a kill now must not cost it
+        # What is there is not written again: a kill now must not cost it.
+        there = len(whole) - 1 if text.startswith(whole[:-1]) else 0
         os.ftruncate(self._descriptor, there)
         os.lseek(self._descriptor, there, os.SEEK_SET)
         os.write(self._descriptor, whole[there:])

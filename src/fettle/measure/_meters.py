@@ -48,9 +48,9 @@ def peak_bytes(device: str) -> int | None:
 
 def spent(before_j: float | None, after_j: float | None, calls: int) -> float | None:
     """Joules of each call between two readings of `energy_j`; None where a counter is missing or began again at 0."""
-    return (
-        (after_j - before_j) / calls if before_j is not None and after_j is not None and after_j >= before_j else None
-    )
+    if before_j is None or after_j is None or after_j < before_j:
+        return None
+    return (after_j - before_j) / calls
 
 
 def energy_j(device: str) -> float | None:

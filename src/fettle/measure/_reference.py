@@ -74,10 +74,8 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
         except Exception as error:
             where = getattr(error, "__notes__", ["a batch"])[-1]
             raise UsageError(f"the model does not take {where} of the inputs: {first_line(error)}") from error
-        float32_s, derived_check = (
-            time.perf_counter() - timed,
-            False,
-        )  # what is asked again is asked of the same batches
+        float32_s = time.perf_counter() - timed
+        derived_check = False  # what is asked again is asked of the same batches
         if not any(answers):
             raise UsageError("the model's output holds no tensor, so its answers cannot be checked")
         if not any(tensor.numel() for outputs in answers for tensor in outputs.values()):

@@ -121,9 +121,8 @@ class Child(Process):
         while left_s > 0:
             left_s = deadline - time.monotonic()
             try:
-                if self._link.poll(
-                    max(0.0, min(left_s, TICK_S))
-                ):  # it may have answered while this process was stopped
+                # Once more after the deadline: it may have answered while this process was stopped.
+                if self._link.poll(max(0.0, min(left_s, TICK_S))):
                     return self._link.recv_bytes()
                 has_ended = self.wait(0) is not None and not self._link.poll()  # what it has started may hold the link
             except (EOFError, OSError):

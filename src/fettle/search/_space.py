@@ -71,8 +71,9 @@ def valid(space: Space, recipe: Recipe) -> bool:
 def holds(space: Space, recipe: Recipe) -> bool:
     """Whether the recipe has all that is required and no level beyond the choices; the workload as given always may
     stand."""
-    is_chosen = all(level in space.choices.get(name, ()) for name, level in recipe.levels.items())
-    return is_chosen and (not recipe.levels or with_required(space, recipe) == recipe)
+    required, choices = space.required.levels, space.choices
+    may_be = all(level in (*choices.get(name, ()), required.get(name)) for name, level in recipe.levels.items())
+    return may_be and (not recipe.levels or with_required(space, recipe) == recipe)
 
 
 def moved(space: Space, recipe: Recipe, technique: str, level: str) -> Recipe | None:

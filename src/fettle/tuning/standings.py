@@ -169,9 +169,8 @@ def score_of(trial: Trial, goal: Goal) -> float:
         return math.log(trial.startup.total_s)
     if goal == "warm-startup":
         return math.log(trial.startup.again_s)
-    slower = (
-        batch_factor(trial.recipe) if goal == "latency" else 1
-    )  # speed-ups are per row, and a larger call is longer
+    # Speed-ups are per row, and a call of more rows takes longer.
+    slower = batch_factor(trial.recipe) if goal == "latency" else 1
     return math.log(slower / trial.speedup.estimate)
 
 
