@@ -167,7 +167,7 @@ def is_exhausted(
     if whole is None or odd is None or even is None:
         return False
     apart = [(one - other) ** 2 for a, b in zip(odd, even, strict=True) for one, other in zip(a, b, strict=True)]
-    between = statistics.fmean(map(statistics.variance, whole))
+    between = statistics.fmean(statistics.variance(group) for group in whole)
     return statistics.fmean(apart) / 4 < LITTLE * between
 
 
