@@ -139,7 +139,10 @@ def outputs() -> tuple[Output, ...]:
         ),
         Output(
             "comparison", "`fettle bench --json`, `fettle check --json`",
-            {"workload": str, "machine": Machine, "interrupted": bool, "trials": list[Trial]},
+            {
+                "workload": str, "machine": Machine, "interrupted": bool, "left_out": list[dict[str, str]],
+                "trials": list[Trial],
+            },
             {"Trial": {"verdict": str}},
         ),
         Output(

@@ -184,7 +184,10 @@ def _describe(items: Sequence[Any]) -> str:
 
 
 def _kind(value: Any) -> str:
-    shape = getattr(value, "shape", None)
+    try:
+        shape = getattr(value, "shape", None)
+    except RuntimeError:  # a nested tensor in torch's older layout
+        shape = None
     if isinstance(shape, tuple):
         return f"{type(value).__name__.lower()} of {' x '.join(map(str, shape)) or 'one number'}"
     return type(value).__name__

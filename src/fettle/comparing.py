@@ -49,11 +49,14 @@ class Comparison:
     """For each trial against the first: ``faster``, ``same``, ``slower``, ``cannot tell``."""
     interrupted: bool = False
     """Ctrl-C ended the race: more rounds were to come."""
+    left_out: Sequence[Recipe] = ()
+    """Recipes for which there was no time."""
 
     @property
     def failed(self) -> bool:
-        """Whether a recipe did not run or gave wrong answers."""
-        return any(trial.status != "measured" for trial in self.trials[1:])
+        """Whether a recipe did not run or gave wrong answers, or the workload as given did not run."""
+        off = any(trial.status != "measured" for trial in self.trials[1:])
+        return off or bool(self.left_out) or self.trials[0].status == "failed"
 
 
 def bench(
@@ -154,8 +157,7 @@ def _race(
         try:
             session.report("building the workload and its reference")
             session.open(this_machine(), fingerprint)
-            learned = next((item.learned for item in files if item.learned), {})
-            session.facts = replace(session.facts, learned=learned)
+            session.facts = replace(session.facts, learned=_learned(files))
             wanted = [canonical(item.recipe) for item in files]
             for recipe in wanted:
                 why_not = conflict(recipe, session.facts)
@@ -168,12 +170,26 @@ def _race(
             stop = Stop()
             with _stops_at_interrupt(stop):
                 trials = session.run([Recipe(), *wanted], replace(rules, stop=stop))
+            if not trials:
+                raise UsageError("there was no time to start the workload as given: give the race a larger `budget`")
         finally:
             close_all()
-    verdicts = ["same"] + [
-        verdict(trial.speedup, rules.indifference) if trial.status != "failed" else "failed" for trial in trials[1:]
+    verdicts = [
+        "failed" if trial.status == "failed" else verdict(trial.speedup, rules.indifference) for trial in trials
     ]
-    return Comparison(session.target.name, session.probed.fingerprint, this_machine(), trials, verdicts, stop.asked)
+    return Comparison(
+        session.target.name, session.probed.fingerprint, this_machine(), trials, verdicts, stop.asked,
+        wanted[len(trials) - 1 :],
+    )  # fmt: skip
+
+
+def _learned(files: Sequence[RecipeFile]) -> dict[str, Any]:
+    """What the recipes' levels have found out. Raises `UsageError` where two go by different findings of one kind."""
+    learned: dict[str, Any] = {}
+    for key, found in (item for file in files for item in file.learned.items()):
+        if learned.setdefault(key, found) != found:
+            raise UsageError(f"two of the recipes hold different {key}: compare each with the workload as given alone")
+    return learned
 
 
 @contextlib.contextmanager
@@ -201,6 +217,7 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
         "workload": comparison.name,
         "machine": plain(comparison.machine),
         "interrupted": comparison.interrupted,
+        "left_out": [dict(recipe.levels) for recipe in comparison.left_out],
         "trials": [
             {**trial.to_json(), "verdict": word}
             for trial, word in zip(comparison.trials, comparison.verdicts, strict=True)

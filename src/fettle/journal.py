@@ -95,7 +95,10 @@ class Journal:
                     break  # cut short by the end of the process
                 self.lines[line.key] = line
                 kept.append(raw)
-        os.ftruncate(self._descriptor, 0)
-        os.lseek(self._descriptor, 0, os.SEEK_SET)
-        os.write(self._descriptor, b"\n".join(kept) + b"\n")
+        whole = b"\n".join(kept) + b"\n"
+        # What is there is not written again: a kill now must not cost it.
+        there = len(whole) - 1 if text.startswith(whole[:-1]) else 0
+        os.ftruncate(self._descriptor, there)
+        os.lseek(self._descriptor, there, os.SEEK_SET)
+        os.write(self._descriptor, whole[there:])
         os.fsync(self._descriptor)

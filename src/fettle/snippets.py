@@ -23,7 +23,7 @@ from html import escape
 from typing import Any
 
 from fettle.errors import UsageError, first_line
-from fettle.measure import Interval, log_interval
+from fettle.measure import Interval, log_interval, ratio_interval
 from fettle.measure._statistics import LOOKS
 from fettle.measure._watch import Surroundings
 from fettle.units import seconds_text
@@ -117,18 +117,16 @@ def compare(
     counts = [_runs_of_a_slice(timer) for timer in timers]
     end, taken = time.monotonic() + seconds, [list[float]() for _ in timers]
     alpha = (1 - confidence) / len(LOOKS)
-    intervals = [Interval(math.nan, -math.inf, math.inf) for _ in timers]
     while len(taken[0]) < LOOKS[-1] and (time.monotonic() < end or len(taken[0]) < LOOKS[0]):
         for index in random.sample(range(len(timers)), len(timers)):
             taken[index].append(_slice(timers[index], counts[index]))
         if len(taken[0]) in LOOKS:
-            intervals = [log_interval(_ratios(taken[0], of), alpha) for of in taken]
-            if all((interval.high - interval.low) / 2 < KNOWN for interval in intervals[1:]):
+            known = [log_interval(_ratios(taken[0], of), alpha) for of in taken[1:]]
+            if all((interval.high - interval.low) / 2 < KNOWN for interval in known):
                 break
-    intervals = [log_interval(_ratios(taken[0], of), alpha) for of in taken]
     rows = [
-        Snippet(name, statistics.median(of), Interval(*(math.exp(x) for x in (one.estimate, one.low, one.high))))
-        for name, of, one in zip(snippets, taken, intervals, strict=True)
+        Snippet(name, statistics.median(of), ratio_interval(_ratios(taken[0], of), alpha))
+        for name, of in zip(snippets, taken, strict=True)
     ]
     return Snippets(tuple(rows), len(taken[0]), surroundings.sentence())
 

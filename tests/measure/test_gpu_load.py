@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fettle.measure._load import Load, with_gpu
+from fettle.measure._load import Load, gpu_memory, with_gpu
 
 
 def nvml(monkeypatch, *, running=(1,), utilisation=(), reasons=0, now=1500, missing=""):
@@ -76,3 +76,8 @@ def test_without_nvml_nothing_changes(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     load = Load(waits=0.5)
     assert with_gpu(load, "GPU-1", {1}) is load
+
+
+def test_free_memory_that_nvml_does_not_tell_is_no_end_of_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu_memory("GPU-1") == (math.inf, 0.0)

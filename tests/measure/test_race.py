@@ -25,6 +25,7 @@ import torch
 from fettle.errors import UsageError
 from fettle.measure import (
     Candidate,
+    Held,
     Interval,
     Judge,
     Rules,
@@ -234,6 +235,31 @@ def test_memory_error_is_called_out_of_memory(target: Target) -> None:
     assert trials[0].reason.startswith("out of memory")
 
 
+def test_where_the_baseline_cannot_run_nothing_is_compared_with_another_in_its_place(target: Target) -> None:
+    candidates = [_candidate("baseline", "raise ValueError('too large')"), _candidate("one"), _candidate("two")]
+    base, *others = race(target, "", candidates, Judge(), Rules(slice_s=0.01, max_rounds=3))
+    assert base.status == "failed"
+    assert all(trial.ok and trial.time_ms > 0 and trial.speedup is None for trial in others)
+
+
+def test_a_factory_that_runs_out_of_memory_costs_a_trial_and_not_the_study(tmp_path: Path, builder: Worker) -> None:
+    """What else holds memory at that moment, other processes of the race above all, is no fault of the factory's."""
+    target = _write(tmp_path, "def workload():\n    raise RuntimeError('CUDA out of memory. Tried to allocate 2 GiB')")
+    with pytest.raises(WorkerError, match="out of memory: RuntimeError: CUDA out of memory") as caught:
+        builder.ask(Build(target), Built, 60)
+    assert caught.value.kind == "memory"
+
+
+def test_a_process_that_died_while_it_waited_is_started_anew() -> None:
+    def held(code: int | None) -> Held:
+        worker: Any = SimpleNamespace(wait=lambda timeout_s: code, close=lambda: None)
+        answer: Any = None
+        return Held({Recipe(): _candidates.Runner(_candidate("baseline"), worker, answer, "", 0.0)})
+
+    assert held(None).take(Recipe()) is not None
+    assert held(-9).take(Recipe()) is None
+
+
 def test_a_deadline_leaves_out_what_was_not_begun(target: Target, tmp_path: Path, reference: Reference) -> None:
     fingerprint, judging = reference(target, tmp_path / "reference.pt")
     candidates = [_candidate("baseline"), _candidate("late")]
@@ -291,6 +317,7 @@ def test_inputs_that_the_model_rejects_are_one_line_with_the_place(tmp_path: Pat
         ("x.requires_grad_(); return torch.autograd.grad(self.layer(x).sum(), x)[0]", "[torch.ones(4, 3)]",
          r"torch.enable_grad\(\)"),
         ("exit(3)", "[torch.ones(4, 3)]", "SystemExit: 3"),
+        ("return {'boxes': x[:0], 'labels': x[:0].long()}", "[torch.ones(4, 3)]", "outputs are empty"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_model_is_one_line(body: str, inputs: str, words: str, tmp_path: Path) -> None:
@@ -383,6 +410,22 @@ def test_one_batch_is_judged_on_another_too(tmp_path: Path, reference: Reference
     memo = "seen = {}\ndef run(x):\n    if 'y' not in seen: seen['y'] = model(x)\n    return seen['y']"
     trial = race(target, fingerprint, [_candidate("remembers", memo, "run")], judging, Rules(max_rounds=3))[0]
     assert trial.status == "rejected"
+
+
+@pytest.mark.parametrize(("batches", "notes"), [(1, 1), (2, 0)])
+def test_a_batch_whose_rows_have_an_order_is_judged_alone(batches: int, notes: int, tmp_path: Path) -> None:
+    """Lengths that must fall, offsets that must rise: the second batch that is made of the first is none."""
+    state, path = State(), str(tmp_path / "reference.pt")
+    pack = "torch.nn.utils.rnn.pack_padded_sequence(x[0], x[1], batch_first=True).data * 2"
+    batch = "([torch.randn(3, 5, 4), torch.tensor([5, 3, 2])],)"
+    _inference.build(state, Build(_module(tmp_path, f"return {pack}", f"[{', '.join([batch] * batches)}]")))
+    written = _inference.reference(state, WriteReference(path))
+    assert len(written.notes) == notes
+    assert all("rows in another order" in note for note in written.notes)
+    plain = "def optimize(model, batches):\n    return model\n"
+    prepared = _inference.prepare(state, Prepare(plain, "plain", path))
+    assert prepared.accuracy.judged_batches == batches
+    assert not prepared.accuracy.problem
 
 
 def test_a_model_whose_buffers_change_is_judged_in_the_reference_order(tmp_path: Path, reference: Reference) -> None:
@@ -566,15 +609,20 @@ def test_memory_is_short_where_a_peak_would_not_fit_again(monkeypatch: pytest.Mo
     monkeypatch.undo()  # the fixture's word that there is room
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=8 << 30, total=24 << 30))
 
-    def started(peak_gib: float | None, device: str = "cpu") -> _candidates.Started:
+    def started(peak_gib: float | None, gpu: str = "") -> _candidates.Started:
         peak = None if peak_gib is None else int(peak_gib * 2**30)
-        answer = SimpleNamespace(peak_bytes=peak, device=device)
+        answer = SimpleNamespace(peak_bytes=peak, gpu=gpu)
         return _candidates.Started([_candidates.Runner(_candidate("some"), None, answer, "", 0.0)])  # type: ignore[arg-type]
 
     assert not _candidates._memory_is_short([])
     assert not _candidates._memory_is_short([started(7), started(None)])
     assert _candidates._memory_is_short([started(1), started(7.5)])
-    assert not _candidates._memory_is_short([started(7.5, "cuda")])  # that is the GPU's memory
+    assert not _candidates._memory_is_short(
+        [started(7.5, "GPU-1")]
+    )  # that is the GPU's memory, of which nothing is known
+    monkeypatch.setattr(_candidates, "gpu_memory", lambda uuid: (7.0 * 2**30, 16.0 * 2**30))
+    assert not _candidates._memory_is_short([started(1), started(6, "GPU-1")])
+    assert _candidates._memory_is_short([started(1), started(6.5, "GPU-1")])
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=5 << 30, total=24 << 30))
     assert _candidates._memory_is_short([started(1)])
 

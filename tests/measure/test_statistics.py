@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from fettle.measure import Interval, log_interval, ratio_interval, verdict
-from fettle.measure._statistics import LOOKS, _signed_rank_quantile, is_exhausted, is_vague, replicate_interval
+from fettle.measure import Interval, log_interval, places, ratio_interval, verdict
+from fettle.measure._statistics import LOOKS, _signed_rank_quantile, exp, is_exhausted, is_vague, replicate_interval
 
 
 @pytest.mark.parametrize(("n", "cut"), [(6, 1), (8, 4), (10, 9), (15, 26), (20, 53), (25, 90)])
@@ -138,6 +138,28 @@ def test_processes_that_came_later_are_told_apart_by_the_rounds_that_they_share(
     found = replicate_interval(groups[0], groups[1], 0.05)
     assert found.estimate == pytest.approx(0.5)
     assert 0.49 < found.low < found.high < 0.51
+
+
+def test_a_pair_that_never_met_costs_neither_the_figure_nor_its_truth() -> None:
+    """On a machine that comes and goes one process had its quiet rounds when another had busy ones."""
+    whole = [[{n: level + 0.01 * copy + 0.1 * n for n in (1, 2, 3)} for copy in range(4)] for level in (0.5, 0.0)]
+    whole[0][0] = {1: whole[0][0][1]}
+    without = [[dict(process) for process in group] for group in whole]
+    for process in without[1][1:]:
+        del process[1]  # these three and the first of the others have no round in common
+    found, expected = (replicate_interval(*groups, 0.05) for groups in (without, whole))
+    assert found.estimate == pytest.approx(0.5)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+
+
+def test_processes_that_no_rounds_connect_are_not_compared() -> None:
+    quiet, busy = {1: 0.5, 2: 0.6}, {-1: 1.5, -2: 1.6}
+    assert places([quiet, busy, quiet]) == [{0: 0.0, 2: 0.0}, {1: 0.0}]
+    found = replicate_interval([quiet, quiet], [busy, busy], 0.05)
+    assert math.isnan(found.estimate)
+    assert verdict(exp(found), 0.01) == "cannot tell"
+    assert is_vague(exp(found))
+    assert not is_exhausted([quiet, quiet], [busy, busy], 0.05, 0.01)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 
 from fettle.measure import _watch
 from fettle.measure._load import QUIET_OTHERS, Load, mean_load
+from fettle.measure._meters import spent
 from fettle.measure._waits import Waits, busiest, without_waits
 from fettle.measure._watch import Patience, Reading, Watch, read_machine
 
@@ -229,3 +230,9 @@ def test_where_hardly_anything_is_left_or_known_nothing_is_claimed():
     assert math.isnan(without_waits([(1, 4000, 3990), (1, 4000, 4400)]))
     assert math.isnan(without_waits([(1, 4000, None)]))
     assert math.isnan(without_waits([]))
+
+
+def test_an_energy_counter_that_began_again_at_zero_says_nothing():
+    assert spent(10.0, 16.0, 3) == 2.0
+    assert spent(262_140.0, 5.0, 3) is None
+    assert spent(None, 5.0, 3) is None

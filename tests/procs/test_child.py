@@ -97,6 +97,13 @@ def test_it_answers_in_types_and_goes_on_after_an_error(child):
     assert child.call(Do("that"), tuple[str, int], 60) == ("that", 0)
 
 
+def test_what_came_while_this_process_was_stopped_is_heard_after_the_deadline(child):
+    assert child.call(Do("this"), tuple[str, int], 60) == ("this", 0)
+    child.send(Do("that"))
+    assert by_then(lambda: child._link.poll(0))
+    assert child.receive(tuple[str, int], -1.0) == ("that", 0)
+
+
 def test_its_last_words_are_in_the_error(child):
     with pytest.raises(ChildError, match=r"^ended with exit code 3: its last words$") as caught:
         child.call(Do("exit"), object, 60)
@@ -177,6 +184,9 @@ def test_what_a_process_printed_is_kept(tmp_path):
         with Process(["-c", f"print('run {number}')"], log=log) as process:
             assert process.wait(60) == 0
             assert process.last_words() == f"run {number}"
+    with Process(["-c", ""], log=log) as process:
+        assert process.wait(60) == 0
+        assert process.last_words() == ""  # the others' are not its own
     assert log.read_text() == "run 0\nrun 1\n"
     with Process(["-c", "import time; time.sleep(300)"]) as process:
         assert process.wait(0.01) is None

@@ -352,3 +352,11 @@ def test_charts_as_pictures(tmp_path: Path) -> None:
         assert "<svg" in path.with_suffix(".svg").read_text()
     assert (tmp_path / "ladder.png").exists()
     assert HOSTILE not in "".join(path.read_text() for path in tmp_path.glob("*.svg"))
+
+
+def test_where_the_finalists_fell_in_the_final_race_it_does_not_say_that_none_kept_the_limits() -> None:
+    result = ALL["no winner"]
+    fine = next(one for one in resnet().trials if one.ok and one.recipe.levels)
+    said = verdict(dataclasses.replace(result, limits=resnet().limits, nearest=[fine]))
+    assert "final race" in said
+    assert "no recipe keeps the limits" not in said

@@ -6,7 +6,7 @@ from recorded import Recorded
 from test_auto import landscape
 
 from fettle.recipe import Recipe
-from fettle.search import DESIGNS, Space, combinations_of, removals, steps
+from fettle.search import DESIGNS, Space, combinations_of, moved, removals, steps
 
 LEVELS = {"a": 0.5, "b": 1.25, "c": 0.8}
 
@@ -76,3 +76,15 @@ def test_what_did_not_fit_at_once_is_asked_for_again(seed):
     bold, cautious = Recorded(times), Cautious(times)
     assert DESIGNS["auto"](space, bold) == DESIGNS["auto"](space, cautious)
     assert bold.trials.keys() == cautious.trials.keys()
+
+
+def test_a_level_does_not_bring_one_that_is_not_allowed():
+    space = Space(
+        {"compile": ("off", "max-autotune"), "freeze": ("off", "on")},
+        lambda recipe: "",
+        {"freeze": {"compile": "default"}},
+    )
+    assert moved(space, Recipe(), "freeze", "on") is None
+    assert moved(space, Recipe({"compile": "max-autotune"}), "freeze", "on") == Recipe(
+        {"compile": "max-autotune", "freeze": "on"}
+    )

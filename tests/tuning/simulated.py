@@ -127,6 +127,9 @@ class _Worker:
     def pause(self) -> None:
         pass
 
+    def wait(self, timeout_s: float) -> None:
+        """It has not ended."""
+
     def close(self) -> None:
         pass
 

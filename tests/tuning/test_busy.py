@@ -1,17 +1,20 @@
 """Studies beside a neighbour, in a made-up world: what is said, who meets in the final race, what is announced."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from simulated import World, made_up_space, session_in, study
 
-from fettle.measure import Slice, Trial
+from fettle.measure import Accuracy, Interval, Slice, Trial
 from fettle.recipe import Recipe
 from fettle.report._facts import elapsed, load_lines, under
 from fettle.search import auto
-from fettle.techniques import Facts
+from fettle.techniques import Facts, preconditions
+from fettle.tuning import _outcome
 from fettle.tuning._baseline import depends_on_memory, how_it_swings
+from fettle.tuning._final_race import final_race
 from fettle.tuning._outcome import _threads_under_load, pick_winner
 from fettle.tuning.tune import _advised
 
@@ -185,10 +188,6 @@ def test_a_gain_that_every_race_saw_is_not_cannot_tell(tmp_path, monkeypatch):
 def test_threads_that_help_only_beside_a_neighbour_are_advice_and_no_recipe(tmp_path, monkeypatch):
     session = session_with(tmp_path, monkeypatch, [trial("baseline", 8.0), trial("threads=1", 12.0)])
     recipe = Recipe({"threads": "1"})
-    from dataclasses import replace
-
-    from fettle.measure import Interval
-
     session.standings.known[recipe] = replace(session.standings.known[recipe], elapsed_speedup=Interval(6.0, 5.0, 7.0))
     said = _threads_under_load(session, None)
     assert "17% of the time" in said
@@ -205,3 +204,67 @@ def test_a_study_that_is_resumed_knows_the_races_that_repeated_what_was_known(tm
     again = session.study.note("again in race 2")
     assert [Trial.from_json(item).recipe for item in again] == [Recipe(), Recipe({"precision": "bf16"})]
     assert session.standings.fit.speedup(Recipe({"matmul": "medium"})).estimate == pytest.approx(9.05 / 5, rel=0.05)
+
+
+def resumed(session, tmp_path):
+    """Another run of its study."""
+    again = session_in(World(time_ms), tmp_path, 240.0, made_up_space()[1])
+    kept, notes = list(session.standings.known.values()), session.study.notes
+    again.study = SimpleNamespace(
+        trials=lambda: kept, note=notes.get, set_note=notes.__setitem__, add=lambda trial, facts: None,
+        notes=lambda start: [value for key, value in notes.items() if key.startswith(start)],
+    )  # fmt: skip
+    again.refresh()
+    return again
+
+
+def test_no_race_of_a_resumed_study_has_the_number_of_an_earlier_one(tmp_path, monkeypatch):
+    """The final race is kept under a number of its own: rounds of another day would be paired with its rounds."""
+    session = session_with(tmp_path, monkeypatch, [trial("baseline", 9.0), trial("precision=bf16", 3.0)])
+    last = [trial("baseline", 9.0, race=2), trial("precision=bf16", 3.0, race=2)]
+    session.study.set_note("final race", [one.to_json() for one in last])
+    assert resumed(session, tmp_path)._race == 2
+
+
+@pytest.mark.parametrize(("status", "ms", "races"), [("measured", 3.0, 0), ("measured", 8.98, 1), ("failed", 3.0, 1)])
+def test_a_final_race_that_told_nothing_is_run_again(tmp_path, monkeypatch, status, ms, races):
+    """A longer budget may settle it, the result says; and what killed the leader may be gone."""
+
+    def right(text, ms, **more):
+        return replace(trial(text, ms, **more), accuracy=Accuracy(error=0.0, finite=True))
+
+    session = session_with(tmp_path, monkeypatch, [right("baseline", 9.0), right("precision=bf16", 3.0)])
+    last = [right("baseline", 9.0, race=2), replace(right("precision=bf16", ms, race=2), status=status)]
+    session.study.set_note("final race", [one.to_json() for one in last])
+    again, before = resumed(session, tmp_path), session._race
+    found = final_race(again, made_up_space()[0])
+    assert again._race - before - 1 == races
+    assert pick_winner(again, found.trials)[1] == "faster"
+    assert ("again in race 2" in session.study.notes) == bool(races)
+
+
+def test_preconditions_that_win_are_called_what_their_figures_say(tmp_path, monkeypatch):
+    """Nothing else was shown to gain; eval mode, which right answers need, did."""
+    plain, leader = preconditions(made_up_space()[1]), "mode=eval precision=bf16"
+    session = session_with(tmp_path, monkeypatch, [trial("baseline", 9.0), trial(str(plain), 6.0), trial(leader, 5.9)])
+    session.standings.allowed = lambda recipe: bool(recipe.levels)  # its answers are wrong
+    last = [trial("baseline", 9.0, race=2), replace(trial(leader, 9.0, race=2), speedup=Interval(1.0, 0.5, 2.0))]
+    monkeypatch.setattr(_outcome, "_together", lambda session, winner: None)
+    winner, claim = pick_winner(session, last)
+    assert winner.recipe == plain
+    assert claim == "faster"
+    assert winner.speedup.low > 1.3
+
+
+@pytest.mark.parametrize(("again_mib", "winner"), [(90, "precision=bf16"), (100, "baseline")])
+def test_less_memory_that_the_final_race_did_not_see_does_not_win(tmp_path, monkeypatch, again_mib, winner):
+    def of(mib, one):
+        right = Accuracy(error=0.0, finite=True)
+        return replace(one, peak_bytes=mib << 20, speedup=Interval(1.0, 0.9, 1.1), accuracy=right)
+
+    session = session_with(
+        tmp_path, monkeypatch, [of(100, trial("baseline", 9.0)), of(90, trial("precision=bf16", 9.0))]
+    )
+    session.standings.goal = "memory"
+    last = [of(100, trial("baseline", 9.0, race=2)), of(again_mib, trial("precision=bf16", 9.0, race=2))]
+    assert pick_winner(session, last)[0].recipe == Recipe.parse(winner)

@@ -116,6 +116,28 @@ def test_races_may_come_in_parts_and_again():
     assert Races().fit() is None
 
 
+def test_a_recipe_that_missed_one_far_from_the_rest_is_not_put_nearer_to_it():
+    machine = Machine(8, luck=0.0, noise=0.0)
+    trials = {one.recipe: one for one in machine.race(1, [GIVEN, FAST, FASTER], rounds=6)}
+    early, late = (trials[GIVEN].slices[:3], trials[FASTER].slices[3:])
+    races = Races()
+    races.add(
+        [Trial(GIVEN, "measured", race=1, slices=early), trials[FAST], Trial(FASTER, "measured", race=1, slices=late)]
+    )
+    assert races.fit().speedup(FASTER).estimate == pytest.approx(4.0)
+
+
+def test_processes_of_a_race_that_no_rounds_connect_are_not_compared():
+    machine = Machine(9, luck=0.0, noise=0.0)
+    quiet, busy = machine.race(1, [GIVEN, FAST]), machine.race(1, [FASTER, SLOW], quiet=False)
+    races = Races()
+    races.add([*quiet, *busy])
+    fit = races.fit()
+    assert fit.speedup(FASTER) is None
+    assert fit.speedup(FAST).estimate == pytest.approx(2.0)
+    assert fit.log_ratio(FASTER, SLOW) is not None
+
+
 def test_a_process_that_met_nobody_says_nothing():
     machine = Machine(7)
     first, second = machine.race(1, [GIVEN, FAST])

@@ -5,8 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from fettle import comparing
+from fettle.comparing import Comparison
+from fettle.errors import UsageError
+from fettle.machine import this_machine
 from fettle.measure import Interval, Trial
+from fettle.measure.messages import Built
 from fettle.recipe import Recipe
+from fettle.recipe_file import RecipeFile
 from fettle.techniques import Facts
 from fettle.tuning import Options, Session
 from fettle.tuning._outcome import _beside, _remarks
@@ -43,3 +49,45 @@ def test_slices_outlast_the_period_of_an_energy_counter(goal, seconds, tmp_path)
         Target("made/up.py:workload"), Options(goal=goal, budget_s=None, output=tmp_path), lambda event: None
     )
     assert session.rules.slice_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "work"),
+        ({"goal": "latency"}, "work"),
+        ({"under_load": True}, "work-under-load"),
+        ({"goal": "energy"}, "work-energy"),
+        ({"goal": "tpot", "under_load": True}, "work-tpot-under-load"),
+        ({"goal": "warm-startup", "study": "mine"}, "mine-warm-startup"),
+    ],
+)
+def test_what_is_measured_in_another_way_has_a_study_of_its_own(options, name, tmp_path):
+    """Or the answer to one question would be made of the trials of another."""
+    session = Session(Target("work.py:workload", "work"), Options(output=tmp_path, **options), lambda event: None)
+    built = Built(load_s=1.0, fingerprint="f" * 16, structure="s", name="", mode="inference")
+    session._open_study(built, this_machine())
+    assert session.study.name == name
+
+
+def test_recipes_that_hold_different_choices_are_not_raced_as_one():
+    one, other = (RecipeFile(levels={"runtime": "openvino-int8-part"}, evidence={"int8_layers": layers})
+                  for layers in ({"layers": ["a"]}, {"layers": ["b"]}))  # fmt: skip
+    assert comparing._learned([RecipeFile(), one]) == one.learned != {}
+    with pytest.raises(UsageError, match="different int8_layers"):
+        comparing._learned([one, other])
+
+
+def test_a_comparison_without_its_baseline_has_failed():
+    ran, failed = replace(GIVEN, recipe=WINNER.recipe), Trial(Recipe(), "failed", "out of memory")
+    assert Comparison("made up", "f", this_machine(), [failed, ran], ["same", "cannot tell"]).failed
+    whole = Comparison("made up", "f", this_machine(), [GIVEN, ran], ["same", "same"])
+    assert not whole.failed
+    assert replace(whole, left_out=[Recipe({"threads": "1"})]).failed
+
+
+def test_a_comparison_whose_time_was_over_before_it_began_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(Session, "open", lambda self, machine, fingerprint: setattr(self, "facts", Facts()))
+    monkeypatch.setattr(Session, "run", lambda self, recipes, rules: [])
+    with pytest.raises(UsageError, match="no time to start the workload as given"):
+        comparing.bench(Target("made/up.py:workload"), "baseline", budget_s=1.0)

@@ -1,9 +1,15 @@
 """Which recipes a study may try, beyond what the catalogue's own rules say."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
 import pytest
 
+from fettle.measure.messages import Reference
 from fettle.recipe import Recipe
-from fettle.techniques import Facts, bundles, idle
+from fettle.techniques import Facts, bundles, idle, machine_facts
+from fettle.tuning._probe import _Kept, _recalled
 from fettle.tuning.space import space_for
 
 FACTS = Facts(num_linear=12, packages={"openvino": "1", "nncf": "1"}, calibration_batches=2, cpu_flags=("avx512_bf16",))
@@ -34,3 +40,14 @@ def test_a_space_has_no_idle_levels_but_those_that_were_asked_for():
 def test_no_bundle_has_an_idle_level():
     for facts in (FACTS, Facts(device="cuda", num_linear=12, packages={"torch_tensorrt": "1"})):
         assert not any(idle(bundle) for bundle in bundles(facts))
+
+
+def test_a_study_that_goes_on_knows_what_was_installed_meanwhile():
+    """A level that was left out for a missing package is offered once it is there."""
+    part = Facts(part="unet", packages={"openvino": "2025.1"})
+    kept = _Kept(Facts(num_linear=3, parts={"unet": part}), False, {}, (), Reference(dtype="float64", seconds=1.0))
+    study: Any = SimpleNamespace(note=lambda key: msgspec.to_builtins(kept))
+    facts, here = _recalled(study).facts, machine_facts()
+    assert facts.num_linear == 3
+    assert facts.packages == facts.parts["unet"].packages == here.packages
+    assert facts.libraries == here.libraries

@@ -1,8 +1,11 @@
 """What follows from the trials of a study for recipes that were not tried."""
 
+from functools import partial
+
 from fettle import Recipe
-from fettle.measure import Trial
+from fettle.measure import Accuracy, Interval, Trial
 from fettle.result import Limits
+from fettle.search import Space, holds
 from fettle.tuning.model import Races
 from fettle.tuning.standings import Standings
 
@@ -33,3 +36,33 @@ def test_failures_of_other_causes_say_nothing_of_others():
     found = standings(runtime_is_openvino=rule, **{"runtime_is_openvino-bf16": rule})
     assert found.foreseen_failure(Recipe.parse("runtime=openvino-int8")) == rule
     assert found.foreseen_failure(Recipe.parse("runtime=aoti")) == ""
+
+
+def test_a_larger_batch_that_does_more_a_second_answers_later():
+    """Speed-ups are per row: a batch of eight that takes four times as long is twice as fast, and the latency is four
+    times as great."""
+    given = Trial(Recipe(), "measured", speedup=Interval(1.0, 1.0, 1.0), accuracy=Accuracy(finite=True))
+    eight = Trial(Recipe({"batch": "x8"}), "measured", speedup=Interval(2.0, 1.9, 2.1))
+    for goal, best in (("throughput", eight), ("latency", given)):
+        found = Standings(goal, Limits(max_error=None), Races(), known={one.recipe: one for one in (given, eight)})
+        assert found.best() is best
+
+
+def test_what_an_earlier_run_tried_and_this_one_may_not_does_not_win():
+    space = Space(
+        {"precision": ("fp32", "bf16"), "runtime": ("torch",)}, lambda recipe: "", required=Recipe({"mode": "eval"})
+    )
+    given, allowed, other, bare = (
+        Trial(Recipe.parse(text), "measured", speedup=Interval(speed, speed, speed), accuracy=Accuracy(finite=True))
+        for text, speed in (("baseline", 1.0), ("mode=eval precision=bf16", 2.0), ("mode=eval runtime=openvino", 4.0),
+                            ("precision=bf16", 3.0))
+    )  # fmt: skip
+    space.choices["mode"] = ("as-given", "eval")
+    known = {one.recipe: one for one in (given, allowed, other, bare)}
+    found = Standings("throughput", Limits(max_error=None), Races(), known=known)
+    assert found.best() is other
+    found.allowed = partial(holds, space)
+    assert found.best() is allowed
+    assert found.finalists() == [allowed]
+    del known[allowed.recipe]
+    assert found.best() is given

@@ -3,6 +3,7 @@
 A study here has few recipes and ends because it has tried them: its budget is one that no machine uses up.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -332,3 +333,25 @@ def test_recipe_texts() -> None:
     for bad in ("precision", "precision=", "a=b a=c", "../../x=1"):
         with pytest.raises(fettle.UsageError):
             Recipe.parse(bad)
+
+
+def test_an_interrupt_in_the_final_race_shows_what_was_known_by_then(tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, work, out = tuned
+
+    def interrupted(session: object, space: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module("fettle.tuning.tune"), "final_race", interrupted)
+    result = fettle.tune(str(work), techniques=FEW, budget_s=BUDGET_S, output=out)
+    assert result.interrupted
+    assert result.winner is not None
+    assert len(result.trials) == len(before.trials)
+
+
+def test_levels_that_are_no_longer_allowed_do_not_win(tuned) -> None:
+    """What an earlier run of the study tried is kept, and is no answer to what is asked now."""
+    before, work, out = tuned
+    assert any("precision" in trial.recipe.levels for trial in before.trials)
+    result = fettle.tune(str(work), techniques={**FEW, "precision": ["fp32"]}, budget_s=BUDGET_S, output=out)
+    assert not any("precision" in trial.recipe.levels for trial in [result.winner, *result.trials] if trial is not None)
+    assert len(result.trials) > 1

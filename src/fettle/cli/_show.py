@@ -101,6 +101,8 @@ def print_comparison(console: Console, comparison: Comparison, under_load: bool 
     if comparison.interrupted:
         console.print("[yellow]Interrupted: this is what had been measured until then.[/]")
     console.print(comparison_table(comparison.trials, comparison.verdicts))
+    for recipe in comparison.left_out:
+        console.print(f"There was no time for {recipe}: give a larger --budget.", markup=False)
     for line in load_lines(comparison.trials, under_load):
         console.print(line)
 

@@ -15,6 +15,7 @@ from fettle.measure._statistics import (
     log_interval,
     paired,
     pareto,
+    places,
     ratio_interval,
     verdict,
 )
@@ -23,8 +24,8 @@ from fettle.measure._watch import Patience, Surroundings
 from fettle.measure.race import race
 
 __all__ = [
-    "ENOUGH", "READY", "Accuracy", "Candidate", "Held", "Interval", "Judge", "Load", "Patience",
-    "Progress", "Rules", "Slice", "Startup", "Stop", "Surroundings", "Trial", "Worker", "WorkerError", "by_round",
-    "close_all", "contrast_interval", "fetching", "log_interval", "may_go_first", "paired", "pareto", "prefer",
+    "ENOUGH", "READY", "Accuracy", "Candidate", "Held", "Interval", "Judge", "Load", "Patience", "Progress", "Rules",
+    "Slice", "Startup", "Stop", "Surroundings", "Trial", "Worker", "WorkerError", "by_round", "close_all",
+    "contrast_interval", "fetching", "log_interval", "may_go_first", "paired", "pareto", "places", "prefer",
     "process_logs", "race", "ratio_interval", "typed", "verdict",
 ]  # fmt: skip

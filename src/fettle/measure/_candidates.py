@@ -15,6 +15,7 @@ import psutil
 
 from fettle.errors import UsageError
 from fettle.generate.speed import Came
+from fettle.measure._load import gpu_memory
 from fettle.measure._priority import READY, prefer
 from fettle.measure._process import Worker, WorkerError
 from fettle.measure._rules import Candidate, Judge, OnProgress, Progress, Rules
@@ -39,7 +40,10 @@ class Held:
     def take(self, recipe: Recipe) -> Runner | None:
         """A runner with nothing measured yet; None where there is none or it has died."""
         kept = self.runners.get(recipe)
-        if kept is None or kept.failure:
+        if kept is None:
+            return None
+        if kept.worker.wait(0) is not None:
+            self.runners.pop(recipe).worker.close()
             return None
         return replace(kept, began=time.monotonic(), slices=[], turns_s=[], samples_ns=[], energy_j=[], texts=[])
 
@@ -345,5 +349,6 @@ def _memory_is_short(running: Iterable[Started]) -> bool:
     """Whether one more process might not fit beside these: the one that runs needs its peak again, the others rest."""
     memory = psutil.virtual_memory()
     answers = [started.first.answer for started in running]
-    peak = max((answer.peak_bytes or 0 for answer in answers if answer.device == "cpu"), default=0)
-    return bool(memory.available < max(0.25 * memory.total, 1.1 * peak))
+    peaks = {gpu: max(one.peak_bytes or 0 for one in answers if one.gpu == gpu) for gpu in {one.gpu for one in answers}}
+    room = [(memory.available, memory.total, peaks.pop("", 0)), *((*gpu_memory(gpu), peaks[gpu]) for gpu in peaks)]
+    return any(free < max(0.25 * total, 1.1 * peak) for free, total, peak in room)

@@ -85,7 +85,7 @@ def reference(state: State, request: WriteReference) -> Reference:
     """Compute the reference outputs and write them to `request.path`."""
     if state.writes:
         return _generation.reference(state, request)
-    return write_reference(state.workload, request.path)
+    return write_reference(state.workload, request.path, derived_check=state.derived_check)
 
 
 def prepare(state: State, request: Prepare) -> Prepared:
@@ -106,8 +106,9 @@ def prepare(state: State, request: Prepare) -> Prepared:
 
         # The answers come first and in the reference's order: a model whose buffers change in forward must have gone
         # through the same calls. They are the recipe's first calls too, so this is where compiling is paid for.
-        batches = [*state.workload.inputs, *state.workload.check_inputs]
         wanted = read_reference(request.path) if request.path else None
+        judging = len(state.workload.inputs) if wanted is None else len(wanted)
+        batches = [*state.workload.inputs, *state.workload.check_inputs][:judging]
         unseen = range(len(calibration) if request.calibrated else 0, len(batches))
         rows = state.workload.samples or 1
         first_call_s, judged = 0.0, []
@@ -152,7 +153,7 @@ def with_check(workload: Any) -> Any:
     if not check and len(workload.inputs) == 1:
 
         def other(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dim() == 0 or tensor.layout != torch.strided:  # rows of a sparse or nested tensor stay
+            if tensor.dim() == 0 or tensor.layout != torch.strided or tensor.is_quantized:  # rows of such stay
                 return tensor
             return tensor.roll(1, 0) if tensor.shape[0] > 1 else tensor.flip(-1)
 

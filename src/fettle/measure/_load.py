@@ -89,6 +89,18 @@ def mean_load(loads: Iterable[Load]) -> Load:
     return Load(**{name: round(mean(name), 4) for name in names}, slept=slept, cores=cores)
 
 
+def gpu_memory(uuid: str) -> tuple[float, float]:
+    """Free bytes of the GPU of this `uuid`, and all that it has; no end of the one where NVML does not say."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(uuid))
+        return memory.free, memory.total
+    except Exception:  # NVML raises its own types, and may be absent altogether
+        return math.inf, 0.0
+
+
 _LOOK_BACK_US = 1_000_000
 
 

@@ -46,6 +46,13 @@ def peak_bytes(device: str) -> int | None:
     return None
 
 
+def spent(before_j: float | None, after_j: float | None, calls: int) -> float | None:
+    """Joules of each call between two readings of `energy_j`; None where a counter is missing or began again at 0."""
+    if before_j is None or after_j is None or after_j < before_j:
+        return None
+    return (after_j - before_j) / calls
+
+
 def energy_j(device: str) -> float | None:
     """A running total of energy in joules, or None: NVML for a GPU, RAPL packages for a CPU."""
     if device == "cuda":

@@ -28,17 +28,23 @@ _PADDING = (
     "without gradients torch.nn.TransformerEncoder leaves out what is padded, and answers otherwise there (relative "
     "error {off:.2g}): where nobody reads those places, a `call` that returns only what is read lets such recipes win"
 )
+_ONE_BATCH = (
+    "recipes are judged on the one batch that was given: the model does not take its rows in another order ({why}); a "
+    "second batch would show whether a recipe only fits the first"
+)
 _NOTHING, _OFF = 1e-4, 0.1
 """An output below this share of the largest one's typical size and above this relative error as given is rounding."""
 
 
-def write_reference(workload: Workload, path: str) -> Reference:
+def write_reference(workload: Workload, path: str, derived_check: bool = False) -> Reference:
     """Compute the outputs of all batches and save them; changes the workload's model for good.
 
-    Batches run in order, inputs before check inputs, each with seed 0, from the model's initial buffers.
+    Batches run in order, inputs before check inputs, each with seed 0, from the model's initial buffers. With
+    `derived_check` the last one is made from the first, and is left out where the model does not take it.
     """
     started = time.perf_counter()
-    model = workload.model
+    model, batches = workload.model, [*workload.inputs, *workload.check_inputs]
+    notes: list[str] = []
     module = model if isinstance(model, torch.nn.Module) else None
     if module is not None:
         with contextlib.suppress(NotImplementedError):  # an exported program has one mode, the one it was exported in
@@ -47,14 +53,17 @@ def write_reference(workload: Workload, path: str) -> Reference:
     def outputs(cast: Callable[[Any], Any], seed: int = 0) -> list[Outputs]:
         answers = []
         with buffers_kept(model):
-            for batch in [*workload.inputs, *workload.check_inputs]:
+            for number, batch in enumerate(list(batches), 1):
                 torch.manual_seed(seed)
                 fresh = map_tensors(torch.clone, batch)  # a model may write into what it is given
                 try:
                     answers.append(outputs_of(workload.judged(workload.run(model, cast(fresh)), batch)))
                 except Exception as error:  # of the first batch, the probe has reported it
-                    number, total = len(answers) + 1, len(workload.inputs) + len(workload.check_inputs)
-                    error.add_note(f"batch {number} of {total}")
+                    if derived_check and number == len(batches) > 1:
+                        notes.append(_ONE_BATCH.format(why=first_line(error)))
+                        batches.pop()
+                        break
+                    error.add_note(f"batch {number} of {len(batches)}")
                     raise
         return answers
 
@@ -66,11 +75,14 @@ def write_reference(workload: Workload, path: str) -> Reference:
             where = getattr(error, "__notes__", ["a batch"])[-1]
             raise UsageError(f"the model does not take {where} of the inputs: {first_line(error)}") from error
         float32_s = time.perf_counter() - timed
+        derived_check = False  # what is asked again is asked of the same batches
         if not any(answers):
             raise UsageError("the model's output holds no tensor, so its answers cannot be checked")
+        if not any(tensor.numel() for outputs in answers for tensor in outputs.values()):
+            raise UsageError("the model's outputs are empty, so its answers cannot be checked: give inputs it answers")
         if all(_is_nan(outputs) for outputs in answers):
             raise UsageError("the model's answers are NaN throughout, so no recipe's answers can be checked")
-        noise, notes = 0.0, list[str]()
+        noise = 0.0
         if float32_s < SECONDS / 2:
             noise = _distance(outputs(lambda batch: batch, seed=1), answers)
             if module is not None and any(isinstance(child, _HAVE_FAST_PATH) for child in module.modules()):

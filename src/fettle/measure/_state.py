@@ -231,7 +231,7 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
         waits=sum(waited) / sum(samples) if len(waited) == len(chunks) else math.nan,
         cpu_s=state.told_s - before_s,
         pages=pages / len(samples) / state.group,
-        energy_j=(after - energy) / len(samples) if energy is not None and after is not None else None,
+        energy_j=_meters.spent(energy, after, len(samples)),
         texts=state.watcher.take() if state.writes else (),
     )
 

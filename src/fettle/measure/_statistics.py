@@ -22,6 +22,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import combinations
 
 import numpy as np
 
@@ -71,8 +72,8 @@ def replicate_interval(
 
     Each item is one process: its log time by round. Any two processes are told apart by the median of their paired
     differences over the rounds that both ran in, which leaves out what a round did to both and is not moved by slices
-    in which the machine was taken away; a process counts once, as the mean of its differences from all of them. At
-    least two on each side.
+    in which the machine was taken away; a process counts once, as its place among all of them (`places`). At least two
+    on each side. Nothing can be said where no rounds connect them all.
 
     From three processes on, Welch's t, from five on of trimmed means.
 
@@ -95,8 +96,10 @@ def contrast_interval(
     from scipy.special import stdtrit  # scipy.stats takes a second more to import
 
     estimate, parts = 0.0, []
-    fewest = min(map(len, groups))
-    for units, weight in zip(_units(groups), weights, strict=True):
+    fewest, each_units = min(map(len, groups)), _units(groups)
+    if each_units is None:
+        return Interval(math.nan, -math.inf, math.inf)
+    for units, weight in zip(each_units, weights, strict=True):
         values, count = np.sort(np.asarray(units)), len(units)
         cut = int(TRIM * count) if fewest >= 1 / TRIM else 0
         left = count - 2 * cut
@@ -114,10 +117,34 @@ def contrast_interval(
     return Interval(estimate, estimate - half, estimate + half)
 
 
-def _units(groups: Sequence[Sequence[Mapping[int, float]]]) -> list[list[float]]:
-    """One number for each process of each group: the mean of its differences from all processes."""
-    every = [process for group in groups for process in group]
-    return [[statistics.fmean(_apart(process, other) for other in every) for process in group] for group in groups]
+def places(logs: Sequence[Mapping[int, float]]) -> list[dict[int, float]]:
+    """Processes by their number, in parties that rounds connect, each with its place: its log time less the mean of its
+    party's.
+
+    Where each met all others in a round, that is the mean of its differences from them; where some did not, as on a
+    machine that is quiet for one and not for the other, least squares over those that did.
+    """
+    count = len(logs)
+    apart = np.full((count, count), math.nan)
+    for one, other in combinations(range(count), 2):
+        if common := paired(logs[one], logs[other]):
+            apart[one, other] = statistics.median(common)
+            apart[other, one] = -apart[one, other]
+    met = ~np.isnan(apart)
+    reached = met | np.eye(count, dtype=bool)
+    for _ in range(count.bit_length()):
+        reached = reached.astype(int) @ reached.astype(int) > 0
+    links = np.diag(met.sum(1)) - met.astype(float)
+    place = np.linalg.pinv(links, rcond=1e-9, hermitian=True) @ np.nansum(apart, axis=1)
+    parties = dict.fromkeys(tuple(np.flatnonzero(row).tolist()) for row in reached)
+    return [{number: float(place[number]) for number in party} for party in parties]
+
+
+def _units(groups: Sequence[Sequence[Mapping[int, float]]]) -> list[list[float]] | None:
+    """One number for each process of each group, its place among all; None where no rounds connect them all."""
+    first, *others = places([process for group in groups for process in group])
+    in_turn = iter(first.values())
+    return None if others else [[next(in_turn) for _ in group] for group in groups]
 
 
 def is_exhausted(
@@ -131,14 +158,16 @@ def is_exhausted(
     interval = replicate_interval(slower, faster, alpha)
     if interval.high - interval.low < 2 * narrow:
         return True
-    odd, even = (
-        _units(
-            [[{k: v for k, v in process.items() if k % 2 == rest} for process in group] for group in (slower, faster)]
-        )
-        for rest in (1, 0)
-    )
+
+    def half(rest: int) -> list[list[float]] | None:
+        return _units([[{k: v for k, v in process.items() if k % 2 == rest} for process in group]
+                       for group in (slower, faster)])  # fmt: skip
+
+    whole, odd, even = _units([slower, faster]), half(1), half(0)
+    if whole is None or odd is None or even is None:
+        return False
     apart = [(one - other) ** 2 for a, b in zip(odd, even, strict=True) for one, other in zip(a, b, strict=True)]
-    between = statistics.fmean(statistics.variance(group) for group in _units([slower, faster]))
+    between = statistics.fmean(statistics.variance(group) for group in whole)
     return statistics.fmean(apart) / 4 < LITTLE * between
 
 
@@ -202,10 +231,6 @@ def paired(first: Mapping[int, float], second: Mapping[int, float]) -> list[floa
     if len(quiet) >= ENOUGH:
         return quiet
     return quiet + [first[number] - second[number] for number in first if number < 0 and number in second]
-
-
-def _apart(process: Mapping[int, float], other: Mapping[int, float]) -> float:
-    return statistics.median(paired(process, other) or [math.nan])
 
 
 def _exp(value: float) -> float:

@@ -50,6 +50,7 @@ def race(
     """Race `candidates` on the workload of `target`; one trial each, in their order.
 
     The candidate with the empty recipe is the baseline that every speed-up refers to; without one the first one is.
+    Where it cannot be started there are no speed-ups.
     `fingerprint` is what `target` must build. `number` is the race's place in its study. Candidates that were
     not begun when the deadline came are left out of the answer. With `held` the processes outlive the race: those in it
     that have a recipe of `candidates` run it, and all others join them. Candidates of several ranks are spread over the
@@ -58,18 +59,19 @@ def race(
     """
     rules = rules or Rules()
     start = Start(target, fingerprint, judging, rules, log_folder, environment or {}, number, held, nodes)
+    baseline = next((index for index, one in enumerate(candidates) if not one.recipe.levels), 0)
     trials: dict[int, Trial] = {}
     with ExitStack() as stack:
         running = start.line_up(candidates, trials, stack, on_progress)
         start.replicate(running, rules.replicates, stack, on_progress)
-        anchor = next((e for e in running.values() if not e.first.candidate.recipe.levels), None) or next(
-            iter(running.values()), None
-        )
+        anchor = running.get(baseline) or next(iter(running.values()), None)
         if anchor is not None:
             rounds = Rounds(rules, random.Random(seed * 1000 + number), on_progress, patience or Patience())
             rounds.run(list(running.values()), anchor, before)
             ended = {index: _trial(started, anchor, start, rounds) for index, started in running.items()}
             ended |= _go_on(start, rounds, running, ended, anchor, stack, on_progress)
+            if baseline not in running:
+                ended = {index: replace(trial, speedup=None, elapsed_speedup=None) for index, trial in ended.items()}
             trials |= {index: _with_rows(trial, start.row_rates(running[index])) for index, trial in ended.items()}
             if held is not None:
                 held.keep({e.first.candidate.recipe for e in running.values() if not e.failure})
@@ -84,7 +86,7 @@ def race(
     if held is not None:
         held.keep({anchor.first.candidate.recipe})
     last = max((one.round for trial in done for one in trial.slices), default=before)
-    candidates = [anchor.first.candidate, *rest]
+    candidates = [candidates[baseline], *rest]
     later = race(target, fingerprint, candidates, judging, rules, log_folder=log_folder, environment=environment,
                  on_progress=on_progress, number=number, seed=seed + 1, held=held, nodes=nodes, patience=patience,
                  before=last)  # fmt: skip
@@ -199,7 +201,7 @@ def _trial(started: Started, anchor: Started, start: Start, rounds: Rounds) -> T
     energy = [joule for runner in runners for joule in runner.energy_j]
     logs = started.per_sample
     quiet = [value for number, value in logs.items() if number > 0]
-    is_quiet = len(quiet) >= min(len(logs), _statistics.ENOUGH)
+    is_quiet = bool(quiet) and len(quiet) >= min(len(logs), _statistics.ENOUGH)
     rounds_ms = [answer.samples * math.exp(value) for value in (quiet if is_quiet else logs.values())]
     # A recipe that died half-way has numbers, but nobody should be handed it.
     reason = _ended(started) if started.failure else started.rejected

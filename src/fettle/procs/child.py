@@ -3,6 +3,7 @@ infinity and NaN."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -116,9 +117,12 @@ class Child(Process):
         self._link.close()
 
     def _next(self, deadline: float, timeout_s: float, doing: str) -> bytes:
-        while (left := deadline - time.monotonic()) > 0:
+        left_s = math.inf
+        while left_s > 0:
+            left_s = deadline - time.monotonic()
             try:
-                if self._link.poll(min(left, TICK_S)):
+                # Once more after the deadline: it may have answered while this process was stopped.
+                if self._link.poll(max(0.0, min(left_s, TICK_S))):
                     return self._link.recv_bytes()
                 has_ended = self.wait(0) is not None and not self._link.poll()  # what it has started may hold the link
             except (EOFError, OSError):

@@ -83,9 +83,9 @@ class Parent:
 
 def failure_of(error: BaseException) -> Failure:
     """An error as the parent will show it."""
-    if isinstance(error, UsageError):
-        return Failure(str(error), "usage")
-    text = first_line(error)[:400]
-    if isinstance(error, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in str(error):
+    is_usage = isinstance(error, UsageError)
+    cause = (error.__cause__ or error) if is_usage else error  # a factory may fail for what else holds the memory
+    text = first_line(cause)[:400]
+    if isinstance(cause, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in str(cause):
         return Failure(f"out of memory: {text}", "memory")
-    return Failure(text)
+    return Failure(str(error), "usage") if is_usage else Failure(text)

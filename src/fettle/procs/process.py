@@ -32,6 +32,7 @@ class Process:
         log: Path | str | None = None, shows: bool = False, python: str = "",
     ) -> None:  # fmt: skip
         self._log = None if shows else _opened(log)
+        self._log_start = self._log.tell() if self._log is not None else 0
         try:
             self._process = subprocess.Popen(
                 [python or sys.executable, *arguments], env=environment, pass_fds=pass_fds, stdin=subprocess.DEVNULL,
@@ -99,7 +100,7 @@ class Process:
             return ""
         try:
             self._log.seek(0, os.SEEK_END)
-            self._log.seek(max(0, self._log.tell() - most))
+            self._log.seek(max(self._log_start, self._log.tell() - most))
             return self._log.read().decode(errors="replace")
         except (OSError, ValueError):  # closed
             return ""

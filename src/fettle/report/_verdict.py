@@ -80,7 +80,7 @@ def interval_meaning(result: Outcome) -> str:
     """What the intervals mean, in a sentence."""
     level = fmt.share(result.confidence).replace(".0%", "%")
     return (
-        f"A speed-up is the median over rounds in which recipe and baseline ran in turn on the same machine; the "
+        f"A speed-up comes from rounds in which recipe and baseline ran in turn on the same machine; the "
         f"figures in brackets are a {level} confidence interval: if the same race were run again and again, an "
         f"interval made in this way would hold the true ratio in {level} of the races. One that holds 1 does not "
         f"tell faster from slower."
@@ -171,6 +171,11 @@ def _no_winner(result: Outcome) -> str:
     if result.nearest:
         near = result.nearest[0]
         missed = miss_text(result, near)
+        if not missed and near.ok:
+            return (
+                f"No winner: {name_of(near.recipe)} kept the limits when it was first measured, and neither it nor "
+                "another finalist ran and kept them again in the final race."
+            )
         return f"No winner: no recipe keeps the limits. Nearest: {name_of(near.recipe)}" + (
             f", with {missed}." if missed else "."
         )
@@ -196,7 +201,7 @@ def _unchanged(result: Outcome) -> str:
         return "Nothing to compare: only the model as given was measured; give a longer budget, or allow more levels."
     goals = {"memory": "needs less memory", "energy": "needs less energy", "startup": "starts sooner",
              "warm-startup": "starts sooner"}  # fmt: skip
-    what = goals.get(result.goal, "is faster")
+    what = goals.get(result.goal, "is certainly faster")
     tried = "the one other recipe" if others == 1 else f"none of the {others} other recipes"
     if others == 1:
         return f"Leave it as it is: {tried} that was tried is not one that {what} and keeps the limits."

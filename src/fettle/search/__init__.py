@@ -9,7 +9,7 @@ from typing import Protocol
 
 from fettle.measure import Trial
 from fettle.recipe import Recipe
-from fettle.search._space import Session, Space, moved, valid, with_required
+from fettle.search._space import Session, Space, holds, moved, valid, with_required
 from fettle.search.auto import auto
 from fettle.search.designs import Step, ablation, combinations_of, factorial, ladder, removals, steps
 from fettle.search.foresight import Forecast, Foreseen, Foresight, Guide
@@ -30,5 +30,5 @@ DESIGNS: Mapping[str, Design] = {"auto": auto, "ladder": ladder, "factorial": fa
 
 __all__ = [
     "DESIGNS", "Design", "Forecast", "Foreseen", "Foresight", "Guide", "Session", "Space", "Step", "ablation", "auto",
-    "combinations_of", "factorial", "ladder", "moved", "removals", "steps", "valid", "with_required",
+    "combinations_of", "factorial", "holds", "ladder", "moved", "removals", "steps", "valid", "with_required",
 ]  # fmt: skip

@@ -68,6 +68,14 @@ def valid(space: Space, recipe: Recipe) -> bool:
     return not space.conflict(recipe)
 
 
+def holds(space: Space, recipe: Recipe) -> bool:
+    """Whether the recipe has all that is required and no level beyond the choices; the workload as given always may
+    stand."""
+    required, choices = space.required.levels, space.choices
+    may_be = all(level in (*choices.get(name, ()), required.get(name)) for name, level in recipe.levels.items())
+    return may_be and (not recipe.levels or with_required(space, recipe) == recipe)
+
+
 def moved(space: Space, recipe: Recipe, technique: str, level: str) -> Recipe | None:
     """The recipe with `technique` at `level`, or None where that cannot be had.
 
@@ -83,7 +91,7 @@ def moved(space: Space, recipe: Recipe, technique: str, level: str) -> Recipe | 
     # First keep the level of a needed technique that is there; if that cannot work, take the level that is asked for.
     for keep in (True, False):
         bigger = recipe.with_levels(**_closure(space, technique, level, recipe, keep))
-        if with_required(space, bigger) == bigger and valid(space, bigger):
+        if holds(space, bigger) and valid(space, bigger):
             return bigger
     return _exchanged(space, recipe, technique, level)
 
@@ -97,7 +105,7 @@ def _exchanged(space: Space, recipe: Recipe, technique: str, level: str) -> Reci
             removed = {other for name in names for other in (name, *_dependents(space, name))} - {technique}
             smaller = recipe.without(*removed)
             bigger = smaller.with_levels(**_closure(space, technique, level, smaller, True))
-            if with_required(space, bigger) == bigger and valid(space, bigger):
+            if holds(space, bigger) and valid(space, bigger):
                 return bigger
     return None
 

@@ -20,7 +20,7 @@ from typing import Protocol
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search._evidence import Evidence
-from fettle.search._space import Space, valid, with_required
+from fettle.search._space import Space, holds, valid, with_required
 
 LEAST = math.log(1.01)
 """Gains below this are worth no trial."""
@@ -286,10 +286,8 @@ class Guide:
 
 def _usable(space: Space, evidence: Evidence, recipes: Iterable[Recipe]) -> list[Recipe]:
     """The recipes that can work in this space, each with what every recipe must have."""
-    allowed = {(name, level) for name, levels in space.choices.items() for level in levels}
     whole = dict.fromkeys(with_required(space, recipe) for recipe in recipes)
     return [
         recipe for recipe in whole
-        if recipe.levels and recipe.levels.items() <= allowed and valid(space, recipe)
-        and not evidence.known_wrong(recipe)
+        if recipe.levels and holds(space, recipe) and valid(space, recipe) and not evidence.known_wrong(recipe)
     ]  # fmt: skip

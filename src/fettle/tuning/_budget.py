@@ -52,10 +52,6 @@ class Budget:
         """How long after its end something that has begun may go on."""
         return 30.0 if self.seconds is None else min(30.0, GRACE * self.seconds)
 
-    def affords(self, seconds: float = 0.0) -> bool:
-        """Whether so many seconds more are inside the budget."""
-        return seconds < self.left_s
-
     def deadline(self, finalists: Sequence[Trial]) -> float:
         """`time.monotonic()` at which to begin the final race, so that it ends inside the budget.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fettle.measure import Trial
+from fettle.measure import Trial, verdict
 from fettle.recipe import Recipe
+from fettle.result import TIMES
 from fettle.search import Space
 from fettle.techniques import find
 from fettle.tuning._budget import MOST_REPLICATES, REPLICATES_S, plan_final_race, race_s
@@ -33,15 +35,18 @@ def final_race(session: Session, space: Space) -> FinalRace:
     if leader is None or baseline is None or not leader.recipe.levels:
         return FinalRace()
     kept = [session.standings.judged(trial) for trial in read_trials(session.study.note("final race"))]  # earlier
-    if any(trial.recipe == leader.recipe for trial in kept):
-        return FinalRace(session.standings.confirmed(kept))
+    earlier = FinalRace()
+    if any(trial.recipe == leader.recipe and trial.status != "failed" for trial in kept):
+        earlier = FinalRace(session.standings.confirmed(kept))
+        if _is_settled(session, earlier, leader.recipe):
+            return earlier
     rungs = [recipe for recipe in climb(leader.recipe) if recipe != leader.recipe and not space.conflict(recipe)]
     cheap = [recipe for recipe in rungs if space.cost(recipe) == 1 and recipe not in session.standings.known]
     best = session.standings.finalists()
     budget, replicates = session.budget, session.options.effort.replicates
     plan = plan_final_race(budget.left_s + 0.5 * budget.grace_s, baseline, best, len(cheap), replicates)
     if plan is None:
-        return _too_small(session, race_s([baseline, leader]))
+        return earlier if earlier.trials else _too_small(session, race_s([baseline, leader]))
     again, cheap = [trial.recipe for trial in best[: plan.finalists]], cheap[: plan.extras]
     session.report(f"final race: the best {len(again)} in fresh processes")
     session.held.keep({Recipe()})  # nobody picked its process for having been fast
@@ -53,16 +58,25 @@ def final_race(session: Session, space: Space) -> FinalRace:
     trials = session.run([Recipe(), *again, *cheap], rules, session.held, once=cheap)
     session.held.close()
     if leader.recipe not in {trial.recipe for trial in trials}:
-        return _too_small(session, race_s([baseline, leader]))
+        return earlier if earlier.trials else _too_small(session, race_s([baseline, leader]))
+    if kept:
+        session.study.set_note(f"again in race {kept[0].race}", [trial.to_json() for trial in kept])
     session.study.set_note("final race", [trial.to_json() for trial in trials])
     for trial in trials:
         if trial.recipe in cheap:
             session.remember(trial)
     trials = session.standings.confirmed(trials)
-    _show_expensive(
-        session, [recipe for recipe in rungs if recipe not in session.standings.known and recipe not in cheap]
-    )
+    with contextlib.suppress(KeyboardInterrupt):  # what is announced is known
+        _show_expensive(
+            session, [recipe for recipe in rungs if recipe not in session.standings.known and recipe not in cheap]
+        )
     return FinalRace(trials)
+
+
+def _is_settled(session: Session, last: FinalRace, recipe: Recipe) -> bool:
+    """Whether a final race of an earlier run told what a longer one might: else it is made again."""
+    (again,) = [trial for trial in last.trials if trial.recipe == recipe]
+    return session.standings.goal not in TIMES or verdict(again.speedup, session.rules.indifference) != "cannot tell"
 
 
 def climb(recipe: Recipe) -> list[Recipe]:
@@ -76,7 +90,7 @@ def climb(recipe: Recipe) -> list[Recipe]:
 
 def _show_expensive(session: Session, rungs: list[Recipe]) -> None:
     """Measure the rungs that take long to start, for the ladder alone: only where there is time for all of them."""
-    if rungs and session.budget.affords(_cost_s(session) * (len(rungs) + 1)):
+    if rungs and _cost_s(session) * (len(rungs) + 1) < session.budget.left_s:
         session.race_unknown(rungs, session.budget.end)
 
 

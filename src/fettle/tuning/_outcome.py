@@ -42,7 +42,7 @@ def outcome(
     winner, claim = pick_winner(session, last.trials)
     again = _beside(winner, last.trials)
     session.study.set_note("seconds", session.seconds)
-    trials = list(session.standings.known.values())
+    trials = [trial for trial in session.standings.known.values() if session.standings.allowed(trial.recipe)]
     return Result(
         name=session.target.name,
         target=session.target.reference,
@@ -85,6 +85,10 @@ def outcome(
 
 def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, Verdict]:
     """Who won the final race, and what that race says of it against the workload as given."""
+
+    def said(speedup: Interval | None) -> Verdict:
+        return cast(Verdict, verdict(speedup, session.rules.indifference))
+
     winner = leader = session.standings.best()
     claim: Verdict = "cannot tell"
     if leader is not None and not leader.recipe.levels:
@@ -94,25 +98,23 @@ def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, 
         able = [trial for trial in again if math.isfinite(session.score(trial))]
         if able:
             winner = _fastest(session, able)
-            claim = cast(Verdict, verdict(winner.speedup, session.rules.indifference))
-            together = _together(session, winner)
-            if claim == "cannot tell" and together is not None and together.low > 1:
-                winner = replace(winner, speedup=together)
-                claim = cast(Verdict, verdict(together, session.rules.indifference))
-                if claim == "cannot tell":
-                    return winner, claim  # earlier races had settled it: that is neither "no difference" nor a promise
+            claim = said(winner.speedup)
         elif again:
             winner = None  # they held once and not again: nothing to hand out with a good conscience
-        elif winner is not None:  # there was no time for a final race, which the result says
-            together = _together(session, winner)
-            if together is not None and together.low > 1:
-                winner = replace(winner, speedup=together)
-                claim = cast(Verdict, verdict(together, session.rules.indifference))
-    if winner is not None and claim != "faster" and session.standings.goal in TIMES and last:
+        together = _together(session, winner) if winner is not None and claim == "cannot tell" else None
+        if winner is not None and together is not None and together.low > 1:
+            winner, claim = replace(winner, speedup=together), said(together)
+            if claim == "cannot tell":
+                return winner, claim  # earlier races had settled it: that is neither "no difference" nor a promise
+    gained = claim == "faster"
+    if session.standings.goal not in TIMES and winner is not None:
+        gained = all(session.score(winner) < session.score(trial) for trial in last if not trial.recipe.levels)
+    if winner is not None and not gained and last:
         # Nothing was gained that can be shown: change nothing, or no more than the answers need.
         plain = [session.standings.known.get(recipe) for recipe in (Recipe(), preconditions(session.facts))]
         winner = next((trial for trial in plain if trial and math.isfinite(session.score(trial))), winner)
-        claim = "same" if leader is None or winner.recipe != leader.recipe else claim
+        if leader is None or winner.recipe != leader.recipe:  # nobody picked it for its speed
+            claim = said(winner.speedup) if winner.recipe.levels else "same"
     return winner, claim
 
 
@@ -150,7 +152,10 @@ def _beside(winner: Trial | None, last: Sequence[Trial]) -> Trial | None:
 
 def _nearest(session: Session) -> list[Trial]:
     """The trials that miss the limits by least, at most three."""
-    ran = [trial for trial in session.standings.known.values() if trial.status != "failed" and trial.recipe.levels]
+    ran = [
+        trial for trial in session.standings.known.values()
+        if trial.status != "failed" and trial.recipe.levels and session.standings.allowed(trial.recipe)
+    ]  # fmt: skip
     limits = session.standings.limits.above(session.probed.reference.noise)
     return sorted(ran, key=lambda trial: (distance(trial, limits), trial.time_ms))[:3]
 

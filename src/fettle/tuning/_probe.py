@@ -20,7 +20,7 @@ from fettle.measure import Worker, WorkerError, messages
 from fettle.recipe import Recipe
 from fettle.result import Advice, PlanRow, Reference
 from fettle.study import Study
-from fettle.techniques import Facts, uses_ranks
+from fettle.techniques import Facts, machine_facts, uses_ranks
 
 if TYPE_CHECKING:
     from fettle.parallel.plan import Plan
@@ -107,10 +107,18 @@ def judged_by(facts: Facts, max_error: float | None, has_metric: bool) -> Facts:
 
 
 def _recalled(study: Study) -> _Kept | None:
+    """What an earlier run found, with what is installed today."""
     try:
-        return msgspec.convert(study.note("probe"), _Kept)
+        kept = msgspec.convert(study.note("probe"), _Kept)
     except msgspec.ValidationError:  # none yet, or another version's
         return None
+    here = machine_facts()
+
+    def today(facts: Facts) -> Facts:
+        parts = {name: today(part) for name, part in facts.parts.items()}
+        return replace(facts, packages=here.packages, libraries=here.libraries, parts=parts)
+
+    return replace(kept, facts=today(kept.facts))
 
 
 def _first_look(worker: Worker) -> tuple[list[Advice], Mapping[str, Any]]:

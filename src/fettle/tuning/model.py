@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fettle.measure import ENOUGH, Interval, Slice, Trial, by_round, paired
+from fettle.measure import ENOUGH, Interval, Slice, Trial, by_round, paired, places
 from fettle.recipe import Recipe
 
 Numbers = NDArray[np.floating[Any]]
@@ -54,11 +54,13 @@ _FEWEST_TO_JUDGE = 4
 class Point:
     """One process in one race."""
 
-    race: int
+    race: tuple[int, int]
+    """Its number, and that of a party in it: on a machine that was quiet for some of its processes and not for others
+    no rounds connect them."""
     process: str
     recipe: Recipe
     value: float
-    """Log time, less the mean of its race."""
+    """Log time, less the mean of its party."""
     variance: float
     """Variance of `value`, from the scatter of its rounds."""
     taken_out: float = 0.0
@@ -148,19 +150,18 @@ def points_of(race: int, trials: Sequence[Trial], *, elapsed: bool = False) -> l
         times = by_round(turns, elapsed=elapsed)
         if times:
             logs[process] = {number: math.log(ms / samples[recipes[process]]) for number, ms in times.items()}
-    # What a process is apart from each other one, over the rounds of both; those that met nobody say nothing.
-    apart = {one: [paired(logs[one], logs[other]) for other in logs if other != one] for one in logs}
-    points = []
-    for process, others in apart.items():
-        met = [values for values in others if values]
-        if not met and len(logs) > 1:
+    names, points = list(logs), []
+    for number, party in enumerate(places(list(logs.values()))):
+        if len(party) == 1 and len(logs) > 1:  # it met nobody, and says nothing
             continue
-        value = statistics.fmean([0.0, *(statistics.median(values) for values in met)])
-        # A difference has the noise of both: half of its variance is this one's, the mean over the others.
-        noise = [_median_variance(values) / 2 for values in met if len(values) > 1]
-        variance = statistics.median(noise) if noise else 0.1**2
-        taken = 0.0 if elapsed else _taken_out(slices[process])
-        points.append(Point(race, process, recipes[process], value, max(variance, _SMALLEST_NOISE**2), taken))
+        for index, value in party.items():
+            process = names[index]
+            # A difference has the noise of both: half of its variance is this one's, the mean over the others.
+            met = [paired(logs[process], logs[other]) for other in names if other != process]
+            noise = [_median_variance(values) / 2 for values in met if len(values) > 1]
+            variance = max(statistics.median(noise) if noise else 0.1**2, _SMALLEST_NOISE**2)
+            taken = 0.0 if elapsed else _taken_out(slices[process])
+            points.append(Point((race, number), process, recipes[process], value, variance, taken))
     return points
 
 

@@ -51,6 +51,8 @@ _UNLIMITED_WAIT_S = 120.0
 _SCREENING_INDIFFERENCE = PRIOR_SPREAD
 """Rounds tell two processes of the same code apart as well as two recipes: what is closer than this is for the final
 race, which has more processes."""
+_MEASURED_APART = ("ttft", "tpot", "energy", "warm-startup")
+"""Goals whose trials hold what those of others lack: they have studies of their own."""
 SHARED_RACES = 10_000
 """Races of a study that several work at are numbered from here, by the place of their first trial."""
 _KEPT = "cache/kept"
@@ -127,7 +129,7 @@ class Session:
                     self.study,
                     self._folder("cache") / f"reference-{built.fingerprint}-{built.structure[:8]}.pt",
                     built.fingerprint,
-                    self.options.allow_batch,
+                    self.options.allow_batch and self.options.goal != "latency",
                     timeout_s,
                     look_s=math.inf if self.budget.seconds is None else 0.1 * self.budget.seconds,
                 )
@@ -146,7 +148,8 @@ class Session:
         self.probed_as(probed)
         if self.standings.limits.max_metric_drop is not None and not probed.has_metric:
             raise UsageError("`max_metric_drop` needs a metric: give the workload one, Workload(..., metric=function)")
-        self._resume()
+        self.refresh()
+        self._earlier_s = float(self.study.note("seconds") or 0.0)
 
     def _built_as(self, built: messages.Built) -> None:
         """Take what the workload is for what it is judged by."""
@@ -164,8 +167,9 @@ class Session:
 
     def _open_study(self, built: messages.Built, machine: Machine) -> None:
         own = f"-{built.fingerprint[:8]}" if self.target.is_live else ""
-        part = f"-{self.rules.part}" if self.rules.part else ""  # times of another thing: a study of its own
-        usual, name = self.target.name + own + part, self.options.study and self.options.study + part
+        part = f"-{self.options.goal}" if self.options.goal in _MEASURED_APART else ""
+        beside = "-under-load" if self.options.under_load else ""
+        usual, name = self.target.name + own + part + beside, self.options.study and self.options.study + part
         self.study = Study.open(
             name or usual, storage_url(self.options.storage, self.folder), built.fingerprint, machine.id,
             structure=built.structure, beside=not name,
@@ -199,18 +203,13 @@ class Session:
             limits.exact,
         )
 
-    def _resume(self) -> None:
-        """Recall what earlier runs of the study measured."""
-        self.refresh()
-        self._earlier_s = float(self.study.note("seconds") or 0.0)
-
     def refresh(self) -> None:
         """Know what the study knows by now, no more and no less."""
         self.standings.known.clear()
         self.standings.races = Races(self.options.under_load)
         for trial in self.standings.recall(self.study, self.environments):
             self._recall(trial)
-            self._race = max(self._race, trial.race)
+        self._race = max([self._race, *self.standings.races.trials])
 
     # -- what a design asks ------------------------------------------------------------------------------------------
 

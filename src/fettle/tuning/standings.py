@@ -4,7 +4,7 @@ goal and the limits as numbers."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from fettle.measure import Judge, Trial
 from fettle.recipe import Recipe
 from fettle.result import TIMES, Goal, Limits
 from fettle.study import Study
-from fettle.techniques import PYTHON, find, kind_of
+from fettle.techniques import PYTHON, batch_factor, find, kind_of
 from fettle.tuning.model import Fit, Races
 
 FINALISTS = 4
@@ -39,6 +39,8 @@ class Standings:
     """Every recipe that was measured, by this run of the study or an earlier one."""
     fit: Fit | None = None
     """What all races so far say together."""
+    allowed: Callable[[Recipe], bool] = field(default=lambda recipe: True)
+    """Whether a recipe may win: an earlier run of the study may have tried what this one was not allowed."""
 
     def add(self, trials: Iterable[Trial]) -> None:
         """Take a race's trials into account: every known trial then says what all races say of its speed."""
@@ -92,7 +94,8 @@ class Standings:
 
     def score(self, trial: Trial) -> float:
         """The goal as a number, smaller is better; infinite where the trial may not win."""
-        score = math.inf if self.misses(trial) else score_of(trial, self.goal)
+        may_win = self.allowed(trial.recipe) and not self.misses(trial)
+        score = score_of(trial, self.goal) if may_win else math.inf
         shared = not trial.is_quiet and not self.races.elapsed and self.goal in TIMES
         if shared and any(find(name).helps_when_shared for name in trial.recipe.levels):
             score += GAIN_OF_SHARING
@@ -166,7 +169,9 @@ def score_of(trial: Trial, goal: Goal) -> float:
         return math.log(trial.startup.total_s)
     if goal == "warm-startup":
         return math.log(trial.startup.again_s)
-    return -math.log(trial.speedup.estimate)
+    # Speed-ups are per row, and a call of more rows takes longer.
+    slower = batch_factor(trial.recipe) if goal == "latency" else 1
+    return math.log(slower / trial.speedup.estimate)
 
 
 def misses_of(trial: Trial, limits: Limits) -> str:

@@ -5,6 +5,7 @@ probe (facts, reference) -> space of recipes -> design -> races -> trials in the
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from fettle.atlas import Predictor, Row, read_atlas, subject
 from fettle.machine import Machine, this_machine
 from fettle.measure import close_all, fetching
 from fettle.recipe import Recipe
-from fettle.search import DESIGNS, Guide, auto
+from fettle.search import DESIGNS, Guide, auto, holds
 from fettle.techniques import factors
 from fettle.techniques.allocator import kept
 from fettle.tuning._arguments import (
@@ -95,7 +96,8 @@ def tune(
         session.report("building the workload and its reference")
         session.open(machine)
         space, left_out = space_for(session.facts, allowed, session.plan.rules_out, session.costs.of)
-        interrupted = False
+        session.standings.allowed = functools.partial(holds, space)
+        interrupted, last = False, FinalRace()
         try:
             session.measure([Recipe()])
             session.look_at_baseline()
@@ -105,9 +107,9 @@ def tune(
                 session.notes += guide.summary() if guide is not None else ()
             else:
                 DESIGNS[options.design](space, session)
+            last = final_race(session, space)
         except KeyboardInterrupt:
             interrupted = True  # what is done is kept, and shown
-        last = FinalRace() if interrupted else final_race(session, space)
         machine = replace(machine, peaks=session.probed.peaks)
         result = outcome(session, last, left_out, machine, command, interrupted)
     finally:
