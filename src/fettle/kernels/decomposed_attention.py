@@ -158,7 +158,8 @@ def launch_decomposed_attention(
     rest = max(16, 1 << (channels - first - 1).bit_length()) if channels > first else 0
     if first < 16 or rest >= first:
         first, rest = max(16, 1 << (channels - 1).bit_length()), 0
-    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    own = torch.backends.cuda.matmul.fp32_precision  # "none": as all else
+    precision = "tf32" if (torch.backends.fp32_precision if own == "none" else own) == "tf32" else "ieee"
 
     def grid(chosen: Any) -> tuple[int]:
         return (-(-tokens // chosen["BLOCK_M"]) * batch * heads,)

@@ -211,7 +211,10 @@ def _key(
         cpu_name(),
         sorted(cpu_flags()),
         torch.get_num_threads(),
-        torch.get_float32_matmul_precision(),
+        # Not `get_float32_matmul_precision`: that raises where a program has set it by these names.
+        torch.backends.fp32_precision,
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.mkldnn.matmul.fp32_precision,
     ]
     if any(tensor.is_cuda for tensor in tensors):
         machine += [torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.version.cuda]
