@@ -66,3 +66,9 @@ def test_it_is_the_same_in_every_process(tmp_path: Path) -> None:
 
 def test_any_callable_will_do() -> None:
     assert len({structure(abs), structure(max), structure(nn.ReLU()), structure(lambda x: x)}) >= 3
+
+
+def test_where_a_model_lies_counts() -> None:
+    model = nn.Linear(2, 2)
+    here = structure(model)
+    assert structure(model.to("meta")) != here

@@ -1,6 +1,7 @@
-"""What a workload computes, as far as its code shows: to see that somebody has edited the model.
+"""What a workload computes and on what, as far as it shows: to see that somebody has edited the model.
 
-Weights and inputs have their own hash (`fettle.workload.fingerprint`); a ReLU that became a GELU changes neither.
+Weights and inputs have their own hash (`fettle.workload.fingerprint`); a ReLU that became a GELU changes neither, nor
+does a model that was moved to a GPU.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from fettle.errors import is_users
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -18,7 +21,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def structure(model: Any, *functions: Any) -> str:
-    """A short hash of the modules as they print, and of the user's own code in them and in `functions`.
+    """A short hash of the modules as they print, of devices other than the CPU that they lie on, and of the user's own
+    code in them and in `functions`.
 
     Comments and layout do not count; functions that this code calls by their name in the same module do. The hash is
     stable for one version of Python.
@@ -32,6 +36,9 @@ def structure(model: Any, *functions: Any) -> str:
             digest.update(type(part).__name__.encode())
         for function in _functions_of(part):
             _add(function, digest, visited)
+    if isinstance(model, torch.nn.Module):
+        devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+        digest.update(" ".join(sorted(devices - {"cpu"})).encode())
     return digest.hexdigest()[:16]
 
 
