@@ -158,8 +158,10 @@ def launch_decomposed_attention(
     rest = max(16, 1 << (channels - first - 1).bit_length()) if channels > first else 0
     if first < 16 or rest >= first:
         first, rest = max(16, 1 << (channels - 1).bit_length()), 0
-    own = torch.backends.cuda.matmul.fp32_precision  # "none": as all else
-    precision = "tf32" if (torch.backends.fp32_precision if own == "none" else own) == "tf32" else "ieee"
+    chosen = torch.backends.cuda.matmul.fp32_precision
+    if chosen == "none":  # as all else
+        chosen = torch.backends.fp32_precision  # type: ignore[attr-defined]
+    precision = "tf32" if chosen == "tf32" else "ieee"
 
     def grid(chosen: Any) -> tuple[int]:
         return (-(-tokens // chosen["BLOCK_M"]) * batch * heads,)

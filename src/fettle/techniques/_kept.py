@@ -212,9 +212,9 @@ def _key(
         sorted(cpu_flags()),
         torch.get_num_threads(),
         # Not `get_float32_matmul_precision`: that raises where a program has set it by these names.
-        torch.backends.fp32_precision,
+        torch.backends.fp32_precision,  # type: ignore[attr-defined]
         torch.backends.cuda.matmul.fp32_precision,
-        torch.backends.mkldnn.matmul.fp32_precision,
+        torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
     ]
     if any(tensor.is_cuda for tensor in tensors):
         machine += [torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.version.cuda]
