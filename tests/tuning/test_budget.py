@@ -99,10 +99,10 @@ def test_a_budget_that_is_too_small_is_said_plainly(tmp_path, monkeypatch):
     world.install(monkeypatch)
     space, facts = made_up_space()
     said = []
-    session = session_in(world, tmp_path, 8.5, facts, on_progress=lambda event: said.append(event.doing))
+    session = session_in(world, tmp_path, 9.0, facts, on_progress=lambda event: said.append(event.doing))
     last = study(world, session, space, auto)
     assert last.trials == ()
-    assert last.unconfirmed.startswith("Not confirmed: the budget of 8 s was too small")
+    assert last.unconfirmed.startswith("Not confirmed: the budget of 9 s was too small")
     assert last.unconfirmed in said
     session.budget = Budget(300, world.now)  # the same command with a larger budget goes on
     assert not study(world, session, space, auto).unconfirmed
