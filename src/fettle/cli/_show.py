@@ -96,6 +96,7 @@ def leave(*, interrupted: bool = False, missed: bool = False) -> None:
 
 def print_comparison(console: Console, comparison: Comparison, under_load: bool = False) -> None:
     """Recipes beside the workload as given, and what other programs took of the machine meanwhile."""
+    from fettle.measure import fetching
     from fettle.report import comparison_table, load_lines
 
     if comparison.interrupted:
@@ -105,6 +106,8 @@ def print_comparison(console: Console, comparison: Comparison, under_load: bool 
         console.print(f"There was no time for {recipe}: give a larger --budget.", markup=False)
     for line in load_lines(comparison.trials, under_load):
         console.print(line)
+    if (fetched := fetching(comparison.trials[0].slices)) is not None:
+        console.print(f"The model as given takes {fetched}.", markup=False)
 
 
 def print_table(console: Console, table: Table, title: str = "", without: Collection[str] = ()) -> None:
