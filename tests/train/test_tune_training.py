@@ -66,9 +66,10 @@ def test_a_study_of_a_loop(tmp_path):
     assert done.stdout.count(": loss ") == 8
     assert "samples/s at 16 a step" in done.stdout
 
-    resumed = tuned(tmp_path, budget_s=BUDGET_S)  # what is known is not measured again
+    kept = _kept(tmp_path)
+    resumed = tuned(tmp_path, budget_s=BUDGET_S)
     assert [trial.recipe for trial in resumed.trials] == [trial.recipe for trial in result.trials]
-    assert list(resumed.baseline.slices) == list(base.slices)
+    assert _kept(tmp_path) == kept  # only the final race may be held again, where its first could not tell
 
 
 @pytest.mark.parametrize(
