@@ -2,7 +2,7 @@
 
 In a git repository that this benchmark makes, a model of 100 equal steps; a commit that adds 3 or 10 of them is 3% or
 10% slower, and one that only adds a comment is not. Each piece is one gate, as `fettle bench --against` runs it, of the
-working tree against its parent commit, on the quiet machine or beside a busy neighbour.
+working tree against its parent commit, on the quiet machine or beside a neighbour.
 
 `own` is each of the last commits of fettle's own repository against the one before it, none of which changed the model
 in `workloads/lstm.py`.
@@ -24,10 +24,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from busy import neighbour, others
+from busy import NEIGHBOURS, neighbour, others
 
 from fettle.gate import Settings, gate
 from fettle.machine import this_machine
+from fettle.measure import Interval, Rules, verdict
 
 HERE = Path(__file__).parent
 MODEL = """
@@ -50,7 +51,7 @@ def workload():
 PLANTED = {"none": ("STEPS = 100  # unchanged\n", 0.03), "3%": ("STEPS = 103\n", 0.02), "10%": ("STEPS = 110\n", 0.03)}
 """What the new code is, and the limit."""
 OWN = "own"
-NEIGHBOURS = ("none", "busy")
+WITHOUT_QUOTA = [name for name in NEIGHBOURS if "quota" not in name]
 WAIT_S = 300.0
 """How long a piece waits for others to go."""
 
@@ -117,16 +118,23 @@ def alone(until: float) -> bool:
     return True
 
 
+def differs(one: dict[str, object]) -> bool:
+    """Whether the interval says that the two are not equally fast, whatever the limit."""
+    found = None if one["change"] is None else Interval(*one["change"])
+    return verdict(found, Rules().indifference) in ("faster", "slower")
+
+
 def summary(pieces: dict[str, dict[str, object]]) -> list[dict[str, object]]:
     """By what was planted and beside whom: how many gates said what."""
     rows = []
     for planted in (*PLANTED, OWN):
-        for beside in NEIGHBOURS:
+        for beside in WITHOUT_QUOTA:
             found = [one for key, one in pieces.items() if key.rpartition(" ")[0] == f"{planted} {beside}"]
             if found:
                 said = [one["verdict"] for one in found]
                 rows.append({"planted": planted, "neighbour": beside, "gates": len(found), "worse": said.count("worse"),
-                             "within": said.count("within"), "cannot tell": said.count("cannot tell")})  # fmt: skip
+                             "within": said.count("within"), "cannot tell": said.count("cannot tell"),
+                             "a difference": sum(differs(one) for one in found)})  # fmt: skip
     return rows
 
 
@@ -134,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0, help="begin nothing later")
     parser.add_argument("--planted", nargs="+", default=list(PLANTED), choices=[*PLANTED, OWN])
-    parser.add_argument("--neighbours", nargs="+", default=list(NEIGHBOURS), choices=NEIGHBOURS)
+    parser.add_argument("--neighbours", nargs="+", default=["none", "busy"], choices=WITHOUT_QUOTA)
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--show", action="store_true")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "gate.json")
@@ -153,7 +161,7 @@ def main() -> None:
             break
         if not alone(end):
             break
-        planted, beside, name = key.split(" ")
+        planted, beside, name = key.split(" ")[0], " ".join(key.split(" ")[1:-1]), key.split(" ")[-1]
         began = time.monotonic()
         pieces[key] = piece(planted, beside, name)
         longest = max(longest, time.monotonic() - began)
