@@ -1,7 +1,8 @@
 """The pages of the reference that are made from the code when the documentation is built (a hook of mkdocs).
 
 `cli.md` from the commands, `json.md` and `schemas/*.json` from the classes whose fields become JSON, `techniques.md`
-from the catalogue, `traces.md` from what the questions about a small trace answer.
+from the catalogue, `traces.md` from what the questions about a small trace answer. `contributing.md` is CONTRIBUTING.md,
+which stands where those who read the source look for it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from mkdocs.structure.files import File, Files
 from fettle.cli import build
 from fettle.techniques import CATALOGUE, Facts
 
+CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
+
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Called by mkdocs: add the pages."""
@@ -34,6 +37,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     }  # fmt: skip
     for name, page in made.items():
         files.append(File.generated(config, f"reference/{name}", content=page()))
+    files.append(File.generated(config, "contributing.md", content=CONTRIBUTING.read_text()))
     for output in outputs():
         text = json.dumps(schema(output), indent=1)
         files.append(File.generated(config, f"reference/schemas/{output.name}.json", content=text))

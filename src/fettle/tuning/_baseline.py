@@ -9,6 +9,7 @@ from fettle.techniques.allocator import kept
 
 _SWINGS = 1.5
 """Slowest over fastest round from which that is said."""
+_UNSEEN = "nobody else was seen: its own threads, the clock, or where the host of a virtual machine puts its cores"
 
 
 def how_it_swings(baseline: Trial | None) -> str:
@@ -21,7 +22,7 @@ def how_it_swings(baseline: Trial | None) -> str:
         return f"the model as given takes {fetched}"
     if max(times) < _SWINGS * min(times):
         return ""
-    why = str(baseline.load) if not baseline.load.is_quiet else "nobody else was seen: its own threads or the clock"
+    why = str(baseline.load) if not baseline.load.is_quiet else _UNSEEN
     return f"the model as given took {min(times):.3g} to {max(times):.3g} ms a call: {why}"
 
 
