@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from fettle.errors import UsageError
-from fettle.package.host import host_id
 from fettle.package.manifest import Package, open_package
 from fettle.package.requires import check_here
 from fettle.serve.engine.metrics import Metrics
@@ -87,7 +86,7 @@ class Server:
         address.check()
         self.address = address
         self.metrics = Metrics(float(options.override.get("limit_ms", 0.0)) / 1e3)
-        self.registry = Registry(self.metrics, options, host_id())
+        self.registry = Registry(self.metrics, options)
         self._listening: list[asyncio.Server] = []
         self._connections: set[Connection] = set()
         self._sockets: list[socket.socket] = []

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from fettle.serve.engine.metrics import Metrics, ModelMetrics
 from fettle.serve.engine.placement import cores_for, usable_cores
 from fettle.serve.engine.pool import Pool
 from fettle.serve.engine.refusal import Rejected
-from fettle.serve.engine.scaling import scale
 from fettle.serve.engine.store import find_package, in_order
 from fettle.serve.engine.worker_start import Spare
 
@@ -94,8 +93,8 @@ class Options:
 class Registry:
     """The models of one server."""
 
-    def __init__(self, metrics: Metrics, options: Options, machine: str = "") -> None:
-        self.metrics, self.options, self.machine = metrics, options, machine
+    def __init__(self, metrics: Metrics, options: Options) -> None:
+        self.metrics, self.options = metrics, options
         self.models: dict[str, Model] = {}
         self._unserved: dict[tuple[str, str], Version] = {}
         """Versions that are being loaded or drained, or could not be loaded."""
@@ -122,9 +121,10 @@ class Registry:
             metrics = ModelMetrics(self.metrics, name, number)
             digest = package.handler_digest or ""
             model = self.models.get(name) or Model()
+            old = model.versions.get(number)
             pool = Pool(
-                package, settings, metrics, machine=self.machine,
-                cores=self._cores(settings, model.versions.get(number)),
+                package, settings, metrics,
+                cores=cores_for(settings.workers, settings.threads, usable_cores(), self._taken(apart=old)),
                 trust=digest if digest in self.options.trust else "",
                 explain=self.options.explain, spare=self.options.spare,
             )  # fmt: skip
@@ -140,7 +140,6 @@ class Registry:
                 raise
             del self._unserved[name, number]
             version.state = "READY"
-            old = model.versions.get(number)
             model.versions[number] = version
             model.default = model.default or number
             self.models[name] = model
@@ -172,7 +171,7 @@ class Registry:
         """Another number of workers for a version, the default one where none is named; returns when they are warm."""
         async with self._lock:
             settings, cores = self.share(name, number, workers)
-            await scale(self.find_version(name, number).pool, settings, cores, self.machine)
+            await self.find_version(name, number).pool.scale(settings, cores)
             self.remember()
 
     def share(self, name: str, number: str | None, workers: int) -> tuple[ServeSettings, list[list[int]]]:
@@ -227,7 +226,7 @@ class Registry:
             changed[number] = _with_batching(version.pool.settings, wanted["batch"])
         model.default, model.shadow, model.weights = default, shadow, dict(weights)
         for number, settings in changed.items():
-            model.versions[number].pool.change(settings, self.machine)
+            model.versions[number].pool.change(settings)
         self.remember()
 
     # -- choosing ----------------------------------------------------------------------------------------------------
@@ -333,10 +332,6 @@ class Registry:
         if settings.max_rows > package.manifest.max_rows:
             raise Rejected(400, f"{package.manifest.name} takes at most {package.manifest.max_rows} rows a batch")
         return settings
-
-    def _cores(self, settings: ServeSettings, replaced: Version | None) -> Sequence[Sequence[int]]:
-        """Cores for each worker that no other pool's worker is bound to, apart from the version that will go."""
-        return cores_for(settings.workers, settings.threads, usable_cores(), self._taken(replaced))
 
     def _taken(self, apart: Version | None) -> set[int]:
         """Cores that workers are bound to, apart from those of one version."""

@@ -17,6 +17,7 @@ from fettle.serve.engine.placement import device_for
 from fettle.serve.engine.refusal import Rejected
 from fettle.serve.engine.request import Request
 from fettle.serve.engine.worker_link import WorkerLink
+from fettle.serve.engine.worker_start import spawn
 
 if TYPE_CHECKING:
     from fettle.serve.engine.pool import Pool
@@ -75,12 +76,18 @@ class Worker:
 
     async def start(self) -> None:
         """Start a process; returns when it is warm or has failed."""
+        pool, settings = self.pool, self.pool.settings
         process = self._process = WorkerLink(self._on_message, self._on_lost)
-        self._loaded = self.pool.loop.create_future()
+        self._loaded = pool.loop.create_future()
         self.started_at = time.time()
-        await process.start(self.pool.start_process(self.threads))
+        spare = pool.spare.take(self.threads) if pool.spare is not None else None
+        await process.start(spare or spawn(self.threads))
         self._wait(START_S)
-        process.write(self.pool.load_message(self))
+        sizes = sorted({settings.call_rows(rows) for rows in range(1, settings.max_rows + 1)})
+        process.write(wire.Load(
+            str(pool.package.folder), sizes, self.threads, self.cores, pool.trust, self.device, pool.explains,
+            settings.max_rows, settings.cache_bytes, settings.prefill_tokens,
+        ))  # fmt: skip
         await self._loaded
 
     def end(self) -> None:
