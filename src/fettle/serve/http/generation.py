@@ -36,6 +36,12 @@ class Prompt(msgspec.Struct, frozen=True):
     id: str = ""
     parameters: Parameters = Parameters()
 
+    @property
+    def ask(self) -> Ask:
+        """What is to be written."""
+        parameters = {name: getattr(self.parameters, name) for name in Sampling.__struct_fields__}
+        return Ask(text=self.text_input, sampling=Sampling(**parameters))
+
 
 class Text(msgspec.Struct, omit_defaults=True):
     """Text that was written: all of it, or the next piece."""
@@ -128,24 +134,6 @@ def read_prompt(body: bytes) -> Prompt:
         raise Malformed(f"the body is not a request to generate: {str(error)[:200]}") from None
 
 
-def as_ask(body: bytes) -> Ask:
-    """What a request of Triton's extension asks for. Raises `Malformed`."""
-    return _ask(read_prompt(body))
-
-
-def _ask(prompt: Prompt) -> Ask:
-    parameters = {name: getattr(prompt.parameters, name) for name in Sampling.__struct_fields__}
-    return Ask(text=prompt.text_input, sampling=Sampling(**parameters))
-
-
-def plain_text(body: bytes) -> str:
-    """A body as text. Raises `Malformed`."""
-    try:
-        return body.decode("utf-8")
-    except UnicodeDecodeError:
-        raise Malformed("the body is not text in UTF-8") from None
-
-
 async def whole_text(call: Call, version: Version, ask: Ask) -> str:
     """All that a model writes. Raises `Refusal`."""
     return "".join(piece.text for piece in await Writing(call, version, ask).whole())
@@ -155,21 +143,17 @@ async def generate(call: Call) -> Reply | None:
     """``POST /v2/models/NAME[/versions/V]/generate`` and ``/generate_stream``."""
     match call.method, call.model_path:
         case "POST", (name, number, ["generate" | "generate_stream" as how]):
-            return await _generate(call, name, number, stream=how == "generate_stream")
-    return None
-
-
-async def _generate(call: Call, name: str, number: str | None, *, stream: bool) -> Reply:
-    version = writer(call, name, number)
-    prompt = read_prompt(call.sent)
-    ask, manifest = _ask(prompt), version.package.manifest
+            version = writer(call, name, number)
+        case _:
+            return None
+    prompt, manifest = read_prompt(call.sent), version.package.manifest
 
     def text(written: str) -> Text:
         return Text(manifest.name, manifest.version, written, prompt.id)
 
-    if not stream:
-        return json_reply(text(await whole_text(call, version, ask)))
-    writing = Writing(call, version, ask)
+    if how == "generate":
+        return json_reply(text(await whole_text(call, version, prompt.ask)))
+    writing = Writing(call, version, prompt.ask)
     await writing.begin()
 
     async def events() -> AsyncGenerator[bytes, None]:

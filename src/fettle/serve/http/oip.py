@@ -23,11 +23,9 @@ async def infer(call: Call) -> Reply | None:
     """``POST /v2/models/NAME[/versions/V]/infer`` and ``/explain``."""
     match call.method, call.model_path:
         case "POST", (name, number, ["infer" | "explain" as what]):
-            return await _infer(call, name, number, explain=what == "explain")
-    return None
-
-
-async def _infer(call: Call, name: str, number: str | None, *, explain: bool) -> Reply:
+            explain = what == "explain"
+        case _:
+            return None
     version = call.choose(name, number)
     pool = version.pool
     pool.admit()
@@ -49,11 +47,11 @@ async def _infer(call: Call, name: str, number: str | None, *, explain: bool) ->
     else:
         outputs = [(pool.output_specs[index], answered.outputs[index], binary) for index, binary in inference.wanted]
     manifest = version.package.manifest
-    parts, json_length = protocol.write_answer(inference.id, manifest.name, manifest.version, outputs)
+    body, json_length = protocol.write_answer(inference.id, manifest.name, manifest.version, outputs)
     if json_length is None:
-        return Reply(200, tuple(parts), answer=answered)
+        return Reply(200, body, answer=answered)
     more = ((b"inference-header-content-length", str(json_length).encode()),)
-    return Reply(200, tuple(parts), b"application/octet-stream", more, answered)
+    return Reply(200, body, b"application/octet-stream", more, answered)
 
 
 def _header_length(call: Call) -> int | None:

@@ -54,10 +54,10 @@ class OpenAIError(msgspec.Struct):
 
 @dataclass(slots=True)
 class Reply:
-    """One answer: status, body in parts, and its type."""
+    """One answer: status, body, and its type."""
 
     status: int
-    body: tuple[bytes, ...] = ()
+    body: bytes = b""
     kind: bytes = JSON
     headers: Headers = ()
     answer: Answer | None = None
@@ -65,15 +65,10 @@ class Reply:
     events: AsyncGenerator[bytes, None] | None = None
     """The body as it comes, where it is not known yet."""
 
-    @property
-    def whole(self) -> bytes:
-        """The body in one piece."""
-        return self.body[0] if len(self.body) == 1 else b"".join(self.body)
-
 
 def json_reply(value: Any, status: int = 200) -> Reply:
     """A value as JSON."""
-    return Reply(status, (msgspec.json.encode(value),))
+    return Reply(status, msgspec.json.encode(value))
 
 
 def error_reply(refusal: Refusal, parts: Sequence[str]) -> Reply:
