@@ -154,6 +154,12 @@ class Run:
         )
         return bool(slow) or self.answered < 0.99 * sum(self.statuses.values())
 
+    @property
+    def held(self) -> bool:
+        """Whether the run kept its limits: a steady state, nothing failed or refused, and each 99th percentile within."""
+        late = self.limit_s and not self.percentile(99) <= self.limit_s
+        return bool(self.stable and self.answered and not (self.failed or self.shed or late or self.missed))
+
     def percentile(self, percent: float) -> float:
         """A percentile of the latency; NaN where nothing was answered."""
         return float(np.percentile(self.latency_s, percent)) if len(self.latency_s) else math.nan

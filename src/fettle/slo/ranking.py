@@ -46,13 +46,12 @@ def rank(
 ) -> list[Point]:  # fmt: skip
     """Every setting, simulated; best first. What is in `known` is not simulated again, what is simulated goes there."""
     points: list[Point] = []
+    known = {} if known is None else known
     for measured in branches:
         key = (measured.branch, limit_s, measured.scale, measured.around)
-        if known is None or key not in known:
-            fresh = _simulated(measured, limit_s)
-            if known is not None:
-                known[key] = fresh
-        points += [replace(point) for point in (fresh if known is None else known[key])]
+        if key not in known:
+            known[key] = _simulated(measured, limit_s)
+        points += [replace(point) for point in known[key]]
         on_progress(f"{len(points)} settings simulated")
     best = max((point.predicted for point in points), default=0.0)
 
