@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -112,8 +114,6 @@ def _rewritten(model: torch.nn.Module, recipe: Recipe, workload: Workload) -> to
 
 def _with_tensors(tree: Any, tensors: Any) -> Any:
     """The same tree with other tensors, taken in order. Dataclasses are copied, other leaves stay."""
-    import dataclasses
-
     if isinstance(tree, torch.Tensor):
         return next(tensors)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not isinstance(tree, Mapping):
@@ -131,8 +131,6 @@ def _with_tensors(tree: Any, tensors: Any) -> Any:
 
 def _input_names(model: torch.nn.Module, batch: Any, paths: Sequence[str]) -> list[str]:
     """What a client calls each tensor: its keyword, else the name of the argument of ``forward``, else its path."""
-    import inspect
-
     try:
         arguments = [name for name in inspect.signature(model.forward).parameters if name != "self"]
     except (TypeError, ValueError):

@@ -29,7 +29,7 @@ from fettle.load.texts import TextLine, text_requests
 from fettle.package.handlers.generate import Settings
 from fettle.package.handlers.text import read_tokenizer
 from fettle.package.manifest import Package
-from fettle.package.settings import ServeSettings
+from fettle.package.settings import ServeSettings, powers
 from fettle.slo.calibrate import Stopped
 from fettle.slo.kept import Tested, open_journal, package_key
 from fettle.slo.points import Failure, Outcome, Proven
@@ -189,7 +189,7 @@ class _Search:
         settings = [
             TextSetting(count, chunk, threads, device)
             for threads, costs in result.costs.items()
-            for count in sorted({costs.rows, *(2**n for n in range(costs.rows.bit_length()) if 2**n <= costs.rows)})
+            for count in powers(costs.rows)
             for chunk in (chunks if costs.keeps else [ServeSettings().prefill_tokens])
         ]
         points = []

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from fettle.package.handlers.cache import Cache
-from fettle.package.handlers.generate import Ask, Piece, TokenLogprob, generator
+from fettle.package.handlers.generate import Ask, Piece, TokenLogprob
 from fettle.package.handlers.parts import LAST
 from fettle.package.handlers.sampling import choose, log_probabilities
 from fettle.package.handlers.writing import Writing
@@ -92,7 +92,7 @@ class Running:
         prompt = handler.prompt(ask)
         left = handler.room(prompt, ask)
         writing = Writing(handler.tokenizer, prompt, ask.sampling.stop)
-        written = _Text(number, prompt, len(prompt), left, ask, writing, generator(ask.sampling.seed))
+        written = _Text(number, prompt, len(prompt), left, ask, writing, np.random.default_rng(ask.sampling.seed))
         self.texts.append(written)
         if self.cache is None or len(prompt) == 1:
             self._begin_to_write(len(self.texts) - 1)

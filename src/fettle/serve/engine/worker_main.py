@@ -185,10 +185,10 @@ class _Worker:
         bodies = wire.pieces(body, header.lengths)
         answers = self.handler.handle(bodies, header.kinds, self._explainer if header.explain else None)
         lengths: list[wire.Shape] = [(len(data),) for data, _ in answers]
-        took = self.handler.took
+        pre_s, model_s, post_s = self.handler.took
         done = wire.Done(
-            header.id, lengths, 0.0, took.inference_s, self.rss(), [kind for _, kind in answers],
-            self.handler.metrics.take(), took.preprocess_s, took.postprocess_s,
+            header.id, lengths, 0.0, model_s, self.rss(), [kind for _, kind in answers], self.handler.metrics.take(),
+            pre_s, post_s,
         )  # fmt: skip
         return done, [data for data, _ in answers]
 
