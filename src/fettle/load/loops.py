@@ -140,7 +140,6 @@ class _Load:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def connect(self, count: int) -> None:
-        """Open connections beforehand."""
         for _ in range(count):
             self._free.append(await self._open())
 

@@ -156,7 +156,7 @@ class Run:
 
     @property
     def held(self) -> bool:
-        """Whether the run kept its limits: a steady state, nothing failed or refused, and each 99th percentile within."""
+        """Whether it kept its limits: a steady state, nothing failed or refused, and the 99th percentiles within."""
         late = self.limit_s and not self.percentile(99) <= self.limit_s
         return bool(self.stable and self.answered and not (self.failed or self.shed or late or self.missed))
 

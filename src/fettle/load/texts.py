@@ -54,7 +54,6 @@ class TextConnection(Connection):
     """A connection that notes when each piece of a text comes."""
 
     def send(self, request: Request, tag: Any) -> None:
-        """Write a request."""
         self._rest, self._whole = b"", False
         self._moments: list[float] = []
         self._usage: dict[str, Any] = {}
@@ -63,7 +62,6 @@ class TextConnection(Connection):
         super().send(again() if again is not None else request, tag)
 
     def on_body(self, data: bytes) -> None:
-        """What has come of the answer."""
         now = time.perf_counter()
         if self._status != 200:
             self._refusal = (self._refusal + data)[:4096]

@@ -194,7 +194,6 @@ class _Again(torch.nn.Module):
         self.inner = graph  # not `graph`: a loaded module has one of its own
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        """Run as the graph does."""
         return self.inner(*tensors)
 
 

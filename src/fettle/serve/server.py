@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import secrets
+import signal
 import socket
 import ssl
 import time
@@ -177,8 +178,6 @@ class Server:
 
 async def serve(address: Address, options: Options, packages: Sequence[Package], started: Any = None) -> None:
     """Serve until SIGINT or SIGTERM; then drain and end. `started(server)` is called once all is ready."""
-    import signal
-
     server = Server(address, options)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from fettle.package.manifest import Package
+from fettle.package.settings import powers
 from fettle.procs.child import Child, ChildError, Request
 from fettle.procs.limits import resident_bytes
 from fettle.procs.parent import Parent, be_a_worker
@@ -54,12 +55,7 @@ class Stopped(Exception):
 
 def sizes_up_to(most: int) -> list[int]:
     """The batch sizes to begin with: 1, 2, 3, 4, 6, 8, 12, 16, ... and the largest."""
-    sizes = {1, most}
-    power = 1
-    while power <= most:
-        sizes |= {size for size in (power, power * 3 // 2) if size <= most}
-        power *= 2
-    return sorted(sizes - {0})
+    return sorted({size for power in powers(most) for size in (power, power * 3 // 2) if size <= most})
 
 
 def calibrate(
@@ -184,7 +180,6 @@ class _Workers:
         return tuple(samples), tuple(rested), sum(one.memory for one in answers)
 
     def close(self) -> None:
-        """End the processes."""
         for child in self._children:
             child.close()
         self._children = []
@@ -206,7 +201,6 @@ class _Worker:
     device: str
 
     def answer(self, request: _Load | _Time) -> object:
-        """What was asked for."""
         if isinstance(request, _Time):
             return self._timed(request)
         self._load(request)

@@ -188,7 +188,6 @@ class _Worker:
     running: Any
 
     def answer(self, request: _Load | _Time) -> object:
-        """What was asked for."""
         return self._load(request) if isinstance(request, _Load) else self._timed(request.cell, request.seconds)
 
     def _load(self, load: _Load) -> _Loaded:

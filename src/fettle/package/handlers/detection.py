@@ -55,7 +55,6 @@ class Handler(Images):
     """Boxes in pixels of the image that was sent."""
 
     def initialize(self, context: Any) -> None:
-        """Find the outputs that hold scores and boxes."""
         super().initialize(context)
         self.logits = output_index(self.outputs, self.settings.logits)
         self.boxes = output_index(self.outputs, self.settings.boxes)

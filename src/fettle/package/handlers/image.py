@@ -115,12 +115,10 @@ class Handler(Images):
     """The best classes of every image."""
 
     def initialize(self, context: Any) -> None:
-        """Find the output that holds the scores."""
         super().initialize(context)
         self.place = output_index(self.outputs, self.settings.output)
 
     def preprocess(self, requests: Sequence[dict[str, Any]]) -> list[Item]:
-        """One row for each image."""
         return [Item([decode(r["body"], self.settings.decoding)[0].astype(self.image.kind)]) for r in requests]
 
     def postprocess(self, answers: list[Item]) -> list[Any]:

@@ -121,13 +121,11 @@ def softmax(scores: Array) -> Array:
 
 
 def sigmoid(scores: Array) -> Array:
-    """The sigmoid of every score, in float64."""
     shares: Array = 0.5 * (1.0 + np.tanh(0.5 * scores.astype(np.float64)))
     return shares
 
 
 def probabilities(scores: Array, how: Scores) -> Array:
-    """Scores as probabilities."""
     return softmax(scores) if how == "softmax" else sigmoid(scores) if how == "sigmoid" else scores.astype(np.float64)
 
 

@@ -29,11 +29,9 @@ class Handler(ItemHandler):
     """
 
     def preprocess(self, requests: Sequence[dict[str, Any]]) -> list[Item]:
-        """The arrays of every request."""
         return [Item(self._arrays(request["body"])) for request in requests]
 
     def postprocess(self, answers: list[Item]) -> list[Any]:
-        """Plain lists."""
         if len(self.outputs) == 1:
             return [answer.arrays[0].tolist() for answer in answers]
         names = [spec.name for spec in self.outputs]

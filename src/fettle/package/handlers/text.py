@@ -90,7 +90,6 @@ class Handler(ItemHandler):
     """A text, or a JSON list of texts, to as many answers."""
 
     def initialize(self, context: Any) -> None:
-        """Read tokenizer and labels."""
         super().initialize(context)
         check_inputs(self.inputs)
         self.ids = next(i for i, spec in enumerate(self.inputs) if spec.name == "input_ids")

@@ -34,7 +34,6 @@ class Tally:
 
     @property
     def count(self) -> int:
-        """How many values."""
         return sum(self._counts)
 
     @property
@@ -51,11 +50,9 @@ class Tallies(Collector):
         self._tallies: dict[tuple[str, ...], Tally] = {}
 
     def labels(self, *values: str) -> Tally:
-        """The histogram of these labels."""
         return self._tallies.setdefault(values, Tally(self._bounds))
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """What Prometheus asks for."""
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         for values, tally in self._tallies.items():
             family.add_metric(values, tally.buckets, tally.sum)
@@ -70,11 +67,9 @@ class Counts(Collector):
         self._counts: dict[tuple[str, ...], dict[int, int]] = {}
 
     def labels(self, *values: str) -> dict[int, int]:
-        """What is counted of these labels, by the last."""
         return self._counts.setdefault(values, {})
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """What Prometheus asks for."""
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
         for values, counts in self._counts.items():
             for last, count in counts.items():
@@ -142,7 +137,6 @@ class ModelMetrics:
         """Batch rows -> calls, seconds of joining, seconds of the model."""
 
     def request(self, seconds: float, queue_s: float, limit_s: float) -> None:
-        """A request was answered."""
         self.requests.observe(seconds)
         self.queue.observe(queue_s)
         if 0 < limit_s < seconds:
@@ -168,7 +162,6 @@ class ModelMetrics:
         self.post.observe(post_s)
 
     def response(self, code: int) -> None:
-        """An answer went out with this HTTP status."""
         self._codes[code] = self._codes.get(code, 0) + 1
         self.failed += code >= 400
 
@@ -191,5 +184,4 @@ class ModelMetrics:
         self.all.sheds.labels(*self.labels, reason).inc()
 
     def restart(self, reason: str) -> None:
-        """A worker was replaced."""
         self.all.restarts.labels(*self.labels, reason).inc()

@@ -209,7 +209,6 @@ class Pool:
 
     @property
     def waiting_rows(self) -> int:
-        """Rows that wait now."""
         return self.queue.rows + self.texts.rows
 
     @property
@@ -291,7 +290,6 @@ class Pool:
             request.answer.set_exception(why)
 
     def next_id(self) -> int:
-        """A number for the next call."""
         self._ids += 1
         return self._ids
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import random
@@ -307,7 +306,6 @@ class Registry:
     # -- parts -------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """End every pool."""
         await asyncio.gather(*(self._retire(version) for _, _, version in self.versions()))
         self.models.clear()
 
@@ -370,11 +368,5 @@ def _changed(settings: ServeSettings, at_start: ServeSettings) -> dict[str, Any]
 
 
 def _weighted(weights: Mapping[str, float], sticky: str) -> str:
-    digest = hashlib.blake2b(sticky.encode(), digest_size=8).digest() if sticky else b""
-    point = int.from_bytes(digest, "big") / 2**64 if sticky else random.random()
-    point *= sum(weights.values())
-    for number, weight in weights.items():
-        point -= weight
-        if point < 0:
-            return number
-    return [number for number, weight in weights.items() if weight > 0][-1]
+    draw = random.Random(sticky).choices if sticky else random.choices
+    return draw(list(weights), list(weights.values()))[0]

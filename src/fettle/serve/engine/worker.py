@@ -71,7 +71,6 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Process number of what fills the place now."""
         return self._process.pid if self._process is not None else 0
 
     async def start(self) -> None:
@@ -112,7 +111,6 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        """Whether it has nothing to do."""
         return self.batch is None and not self.texts
 
     @property
@@ -146,7 +144,6 @@ class Worker:
             self._again.cancel()
 
     def run(self, batch: Batch[Request], now: float) -> None:
-        """Work on a batch."""
         self._begin(batch, now)
         self._call = self._send(*self._message(batch))
 

@@ -64,7 +64,6 @@ class WorkerLink(asyncio.Protocol):
     # -- what asyncio calls ------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Hand on every message that is whole."""
         try:
             for header, body in self._frames.feed(data):
                 self._on_message(header, body)

@@ -209,7 +209,6 @@ def receive(link: socket.socket) -> tuple[Any, memoryview]:
 
 
 def send(link: socket.socket, header: Any, body: Any = ()) -> None:
-    """Write one frame."""
     buffers = wire.frame(header, body)
     total = sum(len(buffer) for buffer in buffers)
     sent = link.sendmsg(buffers) if len(buffers) < 512 else 0

@@ -119,7 +119,6 @@ def path_parts(target: bytes) -> tuple[str, ...]:
 
 
 def _cut(target: bytes) -> tuple[bytes, bytes]:
-    """Split into path and query."""
     if target[:1] == b"/" and b"#" not in target and target.isascii():
         path, _, query = target.partition(b"?")
         return path, query

@@ -61,7 +61,6 @@ class Connection(asyncio.Protocol):
         """Where the client does not take what is written: set once it does."""
 
     def gone(self) -> bool:
-        """Whether the client has gone away."""
         return self._transport is None
 
     def finish(self) -> None:

@@ -106,6 +106,11 @@ class Writing:
             self._pool.stop(self._request)
 
 
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
 def _most_bytes(version: Version) -> int:
     """No prompt that the model takes is longer as JSON: six bytes a character, eight a token, and the rest."""
     settings = version.package.manifest.handler
@@ -160,9 +165,9 @@ async def generate(call: Call) -> Reply | None:
         try:
             async for piece in writing.pieces():
                 if piece.text:
-                    yield b"data: " + msgspec.json.encode(text(piece.text)) + b"\n\n"
+                    yield event(text(piece.text))
         except Refusal:
-            yield b"data: " + msgspec.json.encode(Error("the model failed")) + b"\n\n"
+            yield event(Error("the model failed"))
         finally:
             writing.stop()
 
