@@ -23,7 +23,7 @@ class Pool:
     async def start(self):
         await self.go.wait()
         if self.problem:
-            raise Rejected(503, self.problem, kind="load")
+            raise Rejected(503, self.problem)
 
     async def close(self, drain_s):
         self.go.clear()

@@ -81,7 +81,7 @@ class Pool:
         except OSError as error:  # no process to be had: memory, descriptors
             self.problem = f"a worker cannot be started: {error.strerror}"
         if self.closing or not all(worker.ready for worker in workers):
-            raise Rejected(503, self.problem or "a worker ended while loading", kind="load")
+            raise Rejected(503, self.problem or "a worker ended while loading")
 
     async def scale(self, settings: ServeSettings, cores: Sequence[Sequence[int]]) -> None:
         """Have the workers that `settings` ask for, each on its `cores`, without a failed request.
@@ -141,11 +141,11 @@ class Pool:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), drain_s)
         for request in [*self.queue.expire(math.inf), *self.texts.expire(math.inf)]:
-            self._give_up(request, Rejected(503, "the model is being unloaded", 1.0, "unload"))
+            self._give_up(request, Rejected(503, "the model is being unloaded", 1.0))
         self._alarm.clear()
         for worker in [*self.workers, *self.joining]:
             for request in worker.requests():
-                self._give_up(request, Rejected(503, "the model was unloaded during the call", 1.0, "unload"))
+                self._give_up(request, Rejected(503, "the model was unloaded during the call", 1.0))
             worker.close()
 
     def change(self, settings: ServeSettings) -> None:
@@ -161,7 +161,7 @@ class Pool:
         """Let a request wait for its batch. Raises `Rejected` at once when the queue is full or the model not ready."""
         if request.explain:
             if not self.explains:
-                raise Rejected(501, "explanations are off: the server was started without --explain", kind="off")
+                raise Rejected(501, "explanations are off: the server was started without --explain")
             request.key = ("explain", self.next_id())  # explained alone
         self.admit()
         longest = self.settings.timeout_ms / 1e3
@@ -169,7 +169,7 @@ class Pool:
         request.deadline_s = now + min(timeout_s or longest, longest)
         request.answer = self.loop.create_future()
         if not 1 <= request.rows <= self.settings.max_rows:
-            raise Rejected(400, f"a request has 1 to {self.settings.max_rows} rows, not {request.rows}", kind="rows")
+            raise Rejected(400, f"a request has 1 to {self.settings.max_rows} rows, not {request.rows}")
         if not self._queue_of(request).push(request):
             self._refuse()
         if request.piece is None:
@@ -185,16 +185,14 @@ class Pool:
                 break
         else:
             self.metrics.shed("not_ready")
-            raise Rejected(503, "the model is not ready", 1.0, "not_ready")
+            raise Rejected(503, "the model is not ready", 1.0)
         if self.waiting_rows >= self.settings.max_queue_rows:
             self._refuse()
 
     def _refuse(self) -> NoReturn:
         self.metrics.shed("queue_full")
         ahead = sum(worker.following.rows for worker in self.workers if worker.following is not None)
-        raise Rejected(
-            429, "too many requests wait", max(0.05, (ahead + self.waiting_rows) * self._row_s), "queue_full"
-        )
+        raise Rejected(429, "too many requests wait", max(0.05, (ahead + self.waiting_rows) * self._row_s))
 
     def stop(self, request: Request) -> None:
         """Nobody wants this text any more: the next one takes its place."""
@@ -229,7 +227,7 @@ class Pool:
         now = time.perf_counter()
         for late in [*self.queue.expire(now), *self.texts.expire(now)]:
             self.metrics.shed("deadline")
-            self._give_up(late, Rejected(504, "the request's time was over before its turn came", kind="deadline"))
+            self._give_up(late, Rejected(504, "the request's time was over before its turn came"))
         hold_s = self._anticipation.hold_s(now) if self.queue.gains_by_waiting else 0.0
         while not hold_s:
             free = [worker for worker in self.workers if worker.ready and worker.batch is None]
@@ -281,7 +279,7 @@ class Pool:
         for item in batch.items:
             if item not in kept:
                 self.metrics.shed("disconnected")
-                self._give_up(item, Rejected(499, "the client went away", kind="disconnected"))
+                self._give_up(item, Rejected(499, "the client went away"))
         rows = sum(item.rows for item in kept)
         return Batch(kept, rows, self.settings.call_rows(rows)) if kept else None
 
@@ -373,7 +371,7 @@ class Pool:
 
     def _wait_again(self, request: Request) -> None:
         if not self._queue_of(request).push(request):
-            self._give_up(request, Rejected(429, "too many requests wait", 1.0, "queue_full"))
+            self._give_up(request, Rejected(429, "too many requests wait", 1.0))
 
 
 def _one_by_one(settings: ServeSettings) -> ServeSettings:

@@ -114,7 +114,7 @@ class Registry:
         try:
             check_here(name, package.manifest.requires)
         except UsageError as error:
-            raise Rejected(400, str(error), kind="requires") from None
+            raise Rejected(400, str(error)) from None
         async with self._lock:
             settings = self._settings(package, changed)
             metrics = ModelMetrics(self.metrics, name, number)

@@ -14,7 +14,7 @@ from fettle.serve.engine import wire
 from fettle.serve.engine.alarm import Alarm
 from fettle.serve.engine.batching import Batch
 from fettle.serve.engine.placement import device_for
-from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.refusal import TOO_LONG, Rejected
 from fettle.serve.engine.request import Request
 from fettle.serve.engine.worker_link import WorkerLink
 from fettle.serve.engine.worker_start import spawn
@@ -306,7 +306,7 @@ class Worker:
         if following is not None:  # it had not begun with it
             self.pool.returned(following)
         for lost in [*([batch] if batch is not None else []), *(Batch([text], 1, 1) for text in texts)]:
-            self.pool.failed(lost, Rejected(500, "the model's process ended during the call", kind="crash"))
+            self.pool.failed(lost, Rejected(500, "the model's process ended during the call"))
         if self.leaving:
             self.pool.without(self)
         if self.leaving or first_start or self.pool.closing:
@@ -331,5 +331,5 @@ class Worker:
 def _why(failed: wire.Failed) -> Rejected:
     """What is answered to a call that failed."""
     if failed.usage:
-        return Rejected(400, failed.reason, kind="too_long" if failed.too_long else "input")
+        return Rejected(400, failed.reason, code=TOO_LONG if failed.too_long else None)
     return Rejected(500, "the model failed")

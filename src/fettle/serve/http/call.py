@@ -36,7 +36,7 @@ class Limits:
 
     def too_much(self) -> Rejected:
         """What a client hears whose body is one too many for `max_unanswered`."""
-        return Rejected(503, "too much is being read", 1.0, "unanswered")
+        return Rejected(503, "too much is being read", 1.0)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import msgspec
 from fettle.package.handlers import generate as prompts
 from fettle.package.handlers.generate import Ask, Piece
 from fettle.package.handlers.sampling import Sampling
-from fettle.serve.engine.refusal import Malformed, Refusal, Rejected
+from fettle.serve.engine.refusal import TOO_LONG, Malformed, Refusal, Rejected
 from fettle.serve.engine.registry import Registry, Version
 from fettle.serve.engine.request import Request
 from fettle.serve.http.call import Call
@@ -63,7 +63,7 @@ class Writing:
         self._came: asyncio.Queue[bytes | None] = asyncio.Queue()
         body = msgspec.json.encode(ask)
         if len(body) > _most_bytes(version):  # before a copy of it waits for each of several answers
-            raise Rejected(400, "the prompt is longer than this model takes", kind="too_long")
+            raise Rejected(400, "the prompt is longer than this model takes", code=TOO_LONG)
         self._request = Request(
             1, "text", body=body, kind="application/json", gone=call.gone, piece=self._came.put_nowait
         )

@@ -75,7 +75,8 @@ def error_reply(refusal: Refusal, parts: Sequence[str]) -> Reply:
     """What a client of the protocol that this path belongs to understands as an error."""
     status = 503 if refusal.status == GONE else refusal.status
     if parts and parts[0] == "v1" and not (len(parts) == 3 and ":" in parts[2]):
-        reply = json_reply(_by_openai(refusal, status), status)
+        kind = _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        reply = json_reply(OpenAIError(ErrorOf(refusal.reason, kind, refusal.param, refusal.code)), status)
     elif not parts or parts[0] not in _TORCHSERVE:
         reply = json_reply(Error(refusal.reason), status)
     else:
@@ -85,10 +86,3 @@ def error_reply(refusal: Refusal, parts: Sequence[str]) -> Reply:
         reply = json_reply(TorchServeError(status, kind, refusal.reason), status)
     reply.headers = refusal.headers
     return reply
-
-
-def _by_openai(refusal: Refusal, status: int) -> OpenAIError:
-    kind = _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    too_long = getattr(refusal, "kind", "") == "too_long"
-    code = "context_length_exceeded" if too_long else getattr(refusal, "code", None)
-    return OpenAIError(ErrorOf(refusal.reason, kind, getattr(refusal, "param", None), code))

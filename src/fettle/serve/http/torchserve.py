@@ -39,7 +39,7 @@ async def predict(call: Call) -> Reply | None:
         body = read_field(body, kind, ("data", "body"))
     if generates(version):
         if explain:
-            raise Rejected(400, "what moved a text that is written cannot be explained", kind="input")
+            raise Rejected(400, "what moved a text that is written cannot be explained")
         ask = read_prompt(body).ask if "json" in kind else Ask(text=_plain_text(body))
         text = await whole_text(call, version, ask)
         return Reply(200, text.encode(), b"text/plain; charset=utf-8")
