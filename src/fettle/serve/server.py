@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fettle.errors import UsageError
+from fettle.files import read_text
 from fettle.package.manifest import Package, open_package
 from fettle.package.requires import check_here
 from fettle.serve.engine.metrics import Metrics
@@ -226,14 +227,18 @@ def token_from(path: Path) -> str:
     from_environment = os.environ.get("FETTLE_TOKEN")
     if from_environment:
         return from_environment
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "w") as file:
-            file.write(secrets.token_urlsafe(32) + "\n")
-    if path.stat().st_mode & 0o077:
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "w") as file:
+                file.write(secrets.token_urlsafe(32) + "\n")
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise UsageError(f"no token can be kept in {path}: {error.strerror}") from error
+    if mode & 0o077:
         raise UsageError(f"{path} can be read by others: chmod 600 {path}")
-    token = path.read_text().strip()
+    token = read_text(path).strip()
     if len(token) < 22:
         raise UsageError(f"the token in {path} is too short: at least 22 characters")
     return token
