@@ -123,7 +123,7 @@ def ratio_interval(now: Sequence[float], then: Sequence[float], confidence: floa
 def _alike(run: _Earlier, other: _Earlier) -> bool:
     if run.mode != other.mode:
         return False
-    return run.concurrency == other.concurrency if run.mode == "closed" else abs(run.rate / other.rate - 1) < 0.1
+    return run.concurrency == other.concurrency if run.mode == "closed" else abs(run.rate - other.rate) < 0.1 * other.rate
 
 
 def _load(run: _Earlier) -> str:
