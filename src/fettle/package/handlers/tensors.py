@@ -55,6 +55,8 @@ class Handler(ItemHandler):
                 raise UsageError(f"the input {spec.name} is missing")
             try:
                 array = np.asarray(values[spec.name], dtype=spec.kind)
+                if spec.kind.kind != "f" and not np.array_equal(array, np.asarray(values[spec.name])):
+                    raise ValueError  # 1.5 would be 1, and any text true
             except (ValueError, TypeError, OverflowError) as error:
                 raise UsageError(f"the input {spec.name} is not an array of {spec.datatype}") from error
             if spec.batched and array.ndim == len(spec.shape) - 1:
