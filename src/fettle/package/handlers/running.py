@@ -67,12 +67,7 @@ class Running:
 
     def __init__(self, handler: Handler, rows: int, cache_bytes: int, prefill_tokens: int) -> None:
         self.handler, self.prefill_tokens = handler, prefill_tokens
-        self.cache: Cache | None = None
-        if handler.keeps:
-            self.cache = Cache(
-                handler.runner, handler.inputs, handler.outputs, handler.place,
-                rows=rows, length=handler.settings.max_tokens, most_bytes=cache_bytes,
-            )  # fmt: skip
+        self.cache = Cache(handler, rows, cache_bytes) if handler.keeps else None
         self.rows = rows if self.cache is None else self.cache.rows
         self.texts: list[_Text] = []
         """Each text's place is its row in the cache. Those that are being written stand before those whose prompts

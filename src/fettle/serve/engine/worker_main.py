@@ -43,7 +43,8 @@ def main() -> None:
     logging.getLogger("fettle.package.compiled").setLevel(logging.INFO)  # how long a start took, and why
     logging.getLogger("fettle.serve.settings").setLevel(logging.ERROR)  # the server has said it
     with contextlib.suppress(ImportError):  # which is reported when there is something to load
-        _import_early()
+        for name in ("torch._export.serde.serialize", "safetensors.torch", "fettle.applying", "fettle.package.handler"):
+            importlib.import_module(name)  # what any package needs, while the server is still busy with its own start
     with contextlib.suppress(ConnectionError, EOFError):
         load, _ = receive(link)
         if not isinstance(load, wire.Load):
@@ -64,12 +65,6 @@ def main() -> None:
         while True:
             worker.write(link)
             worker.answer(link, *receive(link))
-
-
-def _import_early() -> None:
-    """What any package needs, while the server is still busy with its own start."""
-    for name in ("torch._export.serde.serialize", "safetensors.torch", "fettle.applying", "fettle.package.handler"):
-        importlib.import_module(name)
 
 
 class _Worker:

@@ -117,7 +117,9 @@ async def read(call: Call) -> Reply | None:
             pool, numbers = registry.choose(name, number).pool, sorted(registry.models[name].versions)
             return json_reply(protocol.metadata(name, numbers, pool.specs, pool.output_specs))
         case "GET", (name, number, ["ready"]):
-            return _ready(name, registry.choose(name, number))
+            if not registry.choose(name, number).pool.ready:
+                return json_reply({"error": f"the model {name} is not ready", "name": name, "ready": False}, 503)
+            return json_reply({"name": name, "ready": True})
         case "GET", (name, number, ["config"]):
             return json_reply(_configuration(name, registry.choose(name, number)))
         case "GET", (name, number, ["stats"]):
@@ -125,12 +127,6 @@ async def read(call: Call) -> Reply | None:
             rows = [row for row in registry.versions() if row[0] == name and number in (None, row[1])]
             return json_reply({"model_stats": [_statistics(*row) for row in rows]})
     return None
-
-
-def _ready(name: str, version: Version) -> Reply:
-    if not version.pool.ready:
-        return json_reply({"error": f"the model {name} is not ready", "name": name, "ready": False}, 503)
-    return json_reply({"name": name, "ready": True})
 
 
 def _statistics(name: str, number: str, version: Version) -> dict[str, Any]:

@@ -151,8 +151,10 @@ def _number(query: Mapping[str, str], name: str, default: int) -> int:
 def _described(name: str, version: Version) -> dict[str, Any]:
     pool = version.pool
     workers = [
-        {"id": str(worker.index), "startTime": _iso(worker.started_at), "memoryUsage": worker.rss, "pid": worker.pid,
-         "status": "READY" if worker.ready else "UNREADY", "gpu": worker.device != "cpu"}
+        {"id": str(worker.index),
+         "startTime": datetime.fromtimestamp(worker.started_at, UTC).isoformat(timespec="milliseconds"),
+         "memoryUsage": worker.rss, "pid": worker.pid, "status": "READY" if worker.ready else "UNREADY",
+         "gpu": worker.device != "cpu"}
         for worker in pool.workers
     ]  # fmt: skip
     count = pool.settings.workers
@@ -165,7 +167,3 @@ def _described(name: str, version: Version) -> dict[str, Any]:
             "pendingRequests": pool.queue.requests,
         },
     }  # fmt: skip
-
-
-def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
