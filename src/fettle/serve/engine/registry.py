@@ -161,6 +161,8 @@ class Registry:
                     model.shadow = ""
                 if model.default == one:
                     model.default = max(model.versions, key=in_order, default="")
+            if not any(model.weights.values()):  # they were those of what is gone
+                model.weights.clear()
             if not model.versions:
                 del self.models[name]
             self.remember()
