@@ -144,15 +144,14 @@ def _exported(
     choices: Sequence[Workload], recipe: Recipe, max_rows: int
 ) -> tuple[Flat, torch.export.ExportedProgram, int]:
     """The first of the workloads that can be exported, and the most rows that it takes."""
-    for workload in choices:
-        flat = Flat(workload, recipe)
-        most = 2 * max(max_rows, flat.rows)
-        try:
-            return flat, export_program(flat, flat.samples, flat.shapes, most), most
-        except UsageError:
-            if workload is choices[-1]:
-                raise
-    raise AssertionError("there is a workload")
+    flat = Flat(choices[0], recipe)
+    most = 2 * max(max_rows, flat.rows)
+    try:
+        return flat, export_program(flat, flat.samples, flat.shapes, most), most
+    except UsageError:
+        if not choices[1:]:
+            raise
+        return _exported(choices[1:], recipe, max_rows)
 
 
 def _store(

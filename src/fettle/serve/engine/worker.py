@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from fettle.serve.engine import wire
 from fettle.serve.engine.alarm import Alarm
 from fettle.serve.engine.batching import Batch
-from fettle.serve.engine.placement import device_for
 from fettle.serve.engine.refusal import TOO_LONG, Rejected
 from fettle.serve.engine.request import Request
 from fettle.serve.engine.worker_link import WorkerLink
@@ -66,8 +65,9 @@ class Worker:
 
     @property
     def device(self) -> str:
-        """Where its model is."""
-        return device_for(self.index, self.pool.settings.devices)
+        """Where its model is: no device gets a second worker before each has one."""
+        devices = self.pool.settings.devices
+        return devices[self.index % len(devices)]
 
     @property
     def pid(self) -> int:

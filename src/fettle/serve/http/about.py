@@ -16,16 +16,7 @@ from fettle.serve.http.protocol import Outputs
 from fettle.serve.http.reply import Error, OpenAIError, Reply, TorchServeError, json_reply
 
 _SCHEMAS: dict[str, Any] = msgspec.json.schema_components(
-    (
-        Error,
-        TorchServeError,
-        OpenAIError,
-        Outputs,
-        generation.Prompt,
-        generation.Text,
-        openai.Completions,
-        openai.Chat,
-    ),
+    (Error, TorchServeError, OpenAIError, Outputs, generation.Prompt, generation.Text, openai.Completions, openai.Chat),
     ref_template="#/components/schemas/{name}",
 )[1]
 _NO_SCRIPTS = (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'")
