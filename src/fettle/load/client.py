@@ -32,8 +32,6 @@ class _Input(msgspec.Struct):
 
 
 class _Model(msgspec.Struct):
-    """What is read of a model's metadata."""
-
     inputs: list[_Input]
 
 

@@ -63,10 +63,10 @@ class ModelRunner:
 
     def sample(self, rows: int) -> list[Array]:
         """The package's own inputs, repeated or cut to so many rows."""
-        made = []
-        for array, spec in zip(self._samples, self.inputs, strict=True):
-            made.append(np.resize(array, (rows, *array.shape[1:])) if spec.batched else array)
-        return made
+        return [
+            np.resize(array, (rows, *array.shape[1:])) if spec.batched else array
+            for array, spec in zip(self._samples, self.inputs, strict=True)
+        ]
 
     def warm(self, sizes: Sequence[int]) -> None:
         """Run every batch size twice, so that nothing is compiled while clients wait."""

@@ -134,16 +134,12 @@ def _steps(times: dict[int, tuple[float, ...]], buckets: Sequence[int] = ()) -> 
 
 
 class _Load(Request, tag="loading"):
-    """Load a package."""
-
     folder: str
     threads: int
     device: str
 
 
 class _Time(Request, tag="timing"):
-    """Time calls of so many rows."""
-
     size: int
     seconds: float
     least: int
@@ -195,8 +191,6 @@ class _Workers:
 
 
 class _Worker:
-    """A package that is loaded and timed."""
-
     runner: Any
     device: str
 

@@ -183,8 +183,6 @@ class _Time(Request, tag="timing"):
 
 
 class _Worker:
-    """The engine, loaded and timed."""
-
     running: Any
 
     def answer(self, request: _Load | _Time) -> object:

@@ -154,8 +154,6 @@ def fitting(package: Package, lines: Sequence[TextLine]) -> tuple[list[TextLine]
 
 
 class _Search:
-    """A search under way."""
-
     def __init__(
         self, package: Package, lines: Sequence[TextLine], result: TextSearch, journal: Journal,
         on_progress: Callable[[str], None], stop: asyncio.Event, seconds: float,

@@ -78,8 +78,6 @@ class Counts(Collector):
 
 
 class Metrics:
-    """All metrics of one server."""
-
     def __init__(self, limit_s: float = 0.0) -> None:
         self.registry = CollectorRegistry()
         # Buckets close together around the limit: a percentile is as exact as the buckets beside it.
@@ -119,8 +117,6 @@ class Metrics:
 
 
 class ModelMetrics:
-    """The metrics of one model version."""
-
     def __init__(self, metrics: Metrics, model: str, version: str) -> None:
         self.all, self.labels = metrics, (model, version)
         self.requests, self.queue = metrics.request_s.labels(*self.labels), metrics.queue_s.labels(*self.labels)

@@ -210,7 +210,7 @@ class Worker:
             if self.texts:  # also while it computes a long prompt, of which no piece comes
                 self._wait(self.pool.settings.timeout_ms / 1e3)
             self.pool.wrote(header)
-            self._replace_grown()
+            self._end_or_replace()
         elif header.id in self.texts:
             self._of_text(header, body)
         elif header.id != self._call or self.batch is None or isinstance(header, wire.Piece):
@@ -240,16 +240,19 @@ class Worker:
     def _text_ended(self) -> None:
         if self.idle:
             self._rest()
-            if self.leaving:
-                self.pool.without(self)
-        self._replace_grown()
+        self._end_or_replace()
         self.pool.plan_pump()
 
-    def _replace_grown(self) -> None:
-        """One that has grown too much gets nothing more, and is replaced once it has nothing left."""
+    def _end_or_replace(self) -> None:
+        """One that leaves ends once it has nothing left. One that has grown too much gets nothing more, and is replaced
+        then."""
         if self._has_grown():
             self.ready = False
-        if not self.ready and self.idle and not self.leaving:
+        if self.ready or not self.idle:
+            return
+        if self.leaving:
+            self.pool.without(self)
+        else:
             log.warning("worker %d of %s has grown to %d MiB: replaced", self.index, self.pool.name, self.rss >> 20)
             self._on_lost("grown")
 
@@ -266,10 +269,7 @@ class Worker:
         else:
             log.warning("a call of %s failed: %s", self.pool.name, header.reason)
             self.pool.failed(batch, _why(header))
-        if self.idle and self.leaving:
-            self.pool.without(self)
-        else:
-            self._replace_grown()
+        self._end_or_replace()
 
     def _has_grown(self) -> bool:
         most = self.pool.settings.max_worker_bytes

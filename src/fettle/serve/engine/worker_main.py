@@ -68,8 +68,6 @@ def main() -> None:
 
 
 class _Worker:
-    """The loaded model and its handler."""
-
     def __init__(self, load: wire.Load) -> None:
         import torch
 
