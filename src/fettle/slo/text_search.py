@@ -161,6 +161,7 @@ class _Search:
         self.package, self.lines, self.result, self.journal = package, lines, result, journal
         self.on_progress, self.stop, self.seconds = on_progress, stop, seconds
         self.longest = max(map(sum, zip(result.prompts, result.outputs, strict=True)))
+        self.failed: set[TextSetting] = set()
 
     async def calibrate(self, most: int, threads: int, device: str) -> None:
         """What steps cost."""
@@ -190,6 +191,7 @@ class _Search:
             for count in powers(costs.rows)
             for chunk in (chunks if costs.keeps else [ServeSettings().prefill_tokens])
         ]
+        settings = [setting for setting in settings if setting not in self.failed]
         points = []
         for number, setting in enumerate(settings, 1):
             self._check()
@@ -225,6 +227,7 @@ class _Search:
             except ServerFailure as failure:
                 result.failures.append(Failure(str(point.setting), str(failure)))
                 result.points.remove(point)
+                self.failed.add(point.setting)
                 continue
             slower = [test.slower for test in point.tests if test.slower]
             if slower and not 1 / OFF < (off := statistics.median(slower)) < OFF:
