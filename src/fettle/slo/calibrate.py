@@ -98,7 +98,8 @@ def calibrate(
                 continue
             if limit_s and statistics.median(calibration.samples[size]) > limit_s and size > 1:
                 todo = [other for other in todo if other < size]
-            if not todo and not (limit_s and statistics.median(calibration.samples[min(calibration.samples)]) > limit_s):
+            least = statistics.median(calibration.samples[min(calibration.samples)])
+            if not todo and not (limit_s and least > limit_s):
                 todo = _steps(calibration.samples, buckets)
         calibration.samples = dict(sorted(calibration.samples.items()))
         return calibration
