@@ -433,7 +433,7 @@ def test_token_files(tmp_path, monkeypatch):
     (tmp_path / "token").chmod(0o644)
     with pytest.raises(UsageError, match="chmod 600"):
         token_from(tmp_path / "token")
-    with pytest.raises(UsageError, match="no token can be kept in .*token/token"):
+    with pytest.raises(UsageError, match="no token can be kept in"):
         token_from(tmp_path / "token" / "token")
     (tmp_path / "token").write_bytes(b"\xff" * 30)
     (tmp_path / "token").chmod(0o600)

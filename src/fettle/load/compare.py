@@ -7,6 +7,7 @@ values (B. L. Welch, *Biometrika* 34, 1947).
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ def compare(now: Sequence[dict[str, Any]], then: Sequence[_Earlier]) -> list[Cha
     """
     changes: list[Change] = []
     for data in now:
-        run = msgspec.convert(data, _Earlier)
+        run = msgspec.json.decode(json.dumps(data), type=_Earlier)
         old = next((other for other in then if _alike(run, other)), None)
         if old is None:
             continue
@@ -121,7 +122,9 @@ def ratio_interval(now: Sequence[float], then: Sequence[float], confidence: floa
 def _alike(run: _Earlier, other: _Earlier) -> bool:
     if run.mode != other.mode:
         return False
-    return run.concurrency == other.concurrency if run.mode == "closed" else abs(run.rate - other.rate) < 0.1 * other.rate
+    if run.mode == "closed":
+        return run.concurrency == other.concurrency
+    return abs(run.rate - other.rate) < 0.1 * other.rate
 
 
 def _load(run: _Earlier) -> str:
