@@ -60,6 +60,9 @@ def test_too_few_answers_and_void_runs_tell_nothing(tmp_path):
 def test_only_loads_that_are_alike(tmp_path):
     with pytest.raises(UsageError, match="8 clients"):
         compare([run(2, mode="open")], baseline(tmp_path, run(1)))
+    nothing = {**run(1, mode="open"), "rate": 0.0}
+    with pytest.raises(UsageError, match="no run of the same load"):
+        compare([run(2, mode="open")], baseline(tmp_path, nothing))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "[1]", '[{"mode": "closed"}]', '{"runs": 3}', "\x00", "[" * 10**5])

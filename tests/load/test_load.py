@@ -400,10 +400,12 @@ def test_the_commands(server, store, tmp_path, run_fettle):
     assert [change["measure"] for change in changes] == ["answers/s", "p50", "p99"]
     assert done.code == any(change["verdict"] == "worse" for change in changes)
     package = str(store / "net-1")
+    (tmp_path / "token").write_bytes(b"\xff")
     for wrong in (["load", url], ["load", "http://127.0.0.1:9", "--rate", "1"], ["run"], ["slo", "x", "--p99", "1"],
                   [str(tmp_path)], [package, "--host", "0.0.0.0"], [package, "--delay", "soon"],
                   ["package", "nothing.py"], ["load", url, "-c", "1", "--output", str(tmp_path)],
                   ["load", url, "-c", "1", "--baseline", str(tmp_path / "none")],
+                  ["load", url, "-c", "1", "--token-file", str(tmp_path / "token")],
                   ["slo", package, "--p99", "1s", "--recipe", "precision=bf16"],
                   ["slo", package, "--p99", "1s", "--headroom", "120%"],
                   ["slo", package, "--p99", "1s", "--price-per-hour", "much"],

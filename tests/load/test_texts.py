@@ -111,6 +111,24 @@ def test_events_may_end_their_lines_as_http_does_and_hold_more_than_data():
     assert len(connection.heard(0.0).moments) == 2
 
 
+def test_a_prompt_of_so_many_tokens_is_another_one_each_time_it_is_sent(tmp_path):
+    def prompts(lines):
+        sent = []
+        connection = TextConnection(lambda *_: None)
+        connection.connection_made(SimpleNamespace(write=sent.append, is_closing=lambda: False))
+        (request,) = text_requests("http://127.0.0.1:1/v1", lines, model="m")
+        for _ in range(2):
+            connection.send(request, None)
+        return [json.loads(data.partition(b"\r\n\r\n")[2])["prompt"] for data in sent]
+
+    one, other = prompts(text_lines("64", "4", count=1))
+    assert (len(one), len(other)) == (64, 64)
+    assert one != other
+    file = tmp_path / "texts"
+    file.write_text('{"prompt": "a b"}')
+    assert prompts(text_lines(file=file)) == ["a b", "a b"]
+
+
 def test_limits_count_the_first_token_and_the_gaps():
     def text(ttft, *gaps):
         moments = np.cumsum([ttft, *gaps])

@@ -221,6 +221,14 @@ def test_a_tensor_handler_bounds_the_rows_of_a_request(tmp_path):
         answers(package, json.dumps([[1, 2]] * 9).encode())
 
 
+def test_a_tensor_handler_takes_no_part_of_a_number_for_a_whole_one(tmp_path):
+    package = packaged(torch.nn.Embedding(10, 2), [torch.randint(0, 10, (2, 3))], tmp_path / "m", "tensor")
+    assert len(answers(package, b"[[1, 2.0, 3]]")[0][0]) == 3
+    for body in (b"[[1, 2.5, 3]]", b'[["1", 2, 3]]', b"[[1, null, 3]]"):
+        with pytest.raises(UsageError, match="not an array of INT64"):
+            answers(package, body)
+
+
 def test_ready_handlers_are_served_without_trust_and_settings_are_data(images):
     manifest = json.loads((images.folder / "manifest.json").read_text())
     assert manifest["handler"]["kind"] == "image"

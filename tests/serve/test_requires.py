@@ -47,7 +47,7 @@ def test_versions_are_compared_as_versions():
 
 
 def test_a_server_starts_nothing_that_cannot_run(store, tmp_path, monkeypatch):
-    monkeypatch.setattr("fettle.serve.engine.pool.spawn", lambda *given: pytest.fail("a process was started"))
+    monkeypatch.setattr("fettle.serve.engine.worker.spawn", lambda *given: pytest.fail("a process was started"))
     newer = asking_for(store, tmp_path / "newer", torch=">=1000")
     with pytest.raises(UsageError, match=r"net needs torch>=1000, and .* is installed"), running([open_package(newer)]):
         pass

@@ -433,6 +433,15 @@ def test_token_files(tmp_path, monkeypatch):
     (tmp_path / "token").chmod(0o644)
     with pytest.raises(UsageError, match="chmod 600"):
         token_from(tmp_path / "token")
+    with pytest.raises(UsageError, match="no token can be kept in"):
+        token_from(tmp_path / "token" / "token")
+    (tmp_path / "token").write_bytes(b"\xff" * 30)
+    (tmp_path / "token").chmod(0o600)
+    with pytest.raises(UsageError, match="not text in UTF-8"):
+        token_from(tmp_path / "token")
+    (tmp_path / "folder").mkdir(0o700)
+    with pytest.raises(UsageError, match="cannot read"):
+        token_from(tmp_path / "folder")
 
 
 def test_settings_that_cannot_be_are_one_line(store):

@@ -1,5 +1,7 @@
 """Calibration: costs by rows, and workers that fail."""
 
+from dataclasses import replace
+
 import msgspec
 import psutil
 import pytest
@@ -60,6 +62,13 @@ def test_a_worker_that_is_killed_costs_its_size(store):
     made = calibrate(open_package(store / "net-1"), most=8, seconds=0.01, on_progress=kill)
     assert {1, 2, 3} <= made.samples.keys()
     assert "signal 9" in made.failures[4]
+
+
+def test_a_package_whose_calls_have_eight_rows_is_timed_at_eight(store):
+    package = open_package(store / "net-1")
+    package = replace(package, settings=msgspec.structs.replace(package.settings, buckets=(8,)))
+    made = calibrate(package, most=8, limit_s=60.0, seconds=0.01)
+    assert (list(made.samples), made.failures) == ([8], {})
 
 
 def test_a_package_that_cannot_be_loaded_is_a_failure(store, monkeypatch):

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from fettle.errors import UsageError
 from fettle.load.torchserve import COLUMNS
+from fettle.package.host import host_id
 from fettle.package.manifest import open_package, read_settings
 from fettle.package.settings import CostCurve
 from fettle.recipe import Recipe
@@ -403,9 +404,9 @@ def test_a_setting_and_what_it_is_called():
 
 def test_what_is_found_can_be_served(package):
     costs = Costs({1: (0.01,), 4: (0.02,)})
-    made = serve_settings(package.settings, Setting(2, 1, 4, 0.001), costs, 0.1, "here")
+    made = serve_settings(package.settings, Setting(2, 1, 4, 0.001), costs, 0.1)
     assert made.max_rows == 4
-    assert made.cost_curve("here").at(4) == 0.02
+    assert made.cost_curve(host_id()).at(4) == 0.02
     assert made.cost_curve("elsewhere") is None  # a curve of another machine is not believed
     assert read_settings(package.folder, package.manifest) == package.settings
 

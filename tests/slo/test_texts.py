@@ -20,7 +20,7 @@ from fettle.report import texts_table, texts_words, write_texts_report
 from fettle.slo import text_search as room
 from fettle.slo import text_simulation
 from fettle.slo.kept import Tested as OneTest
-from fettle.slo.server_process import ServerStats
+from fettle.slo.server_process import ServerFailure, ServerStats
 from fettle.slo.text_costs import CHUNKS, Cell, TextCosts, cells
 from fettle.slo.text_simulation import REQUEST_S, Tables, simulate_texts, text_capacity
 
@@ -201,6 +201,22 @@ def test_costs_are_corrected_where_steps_take_longer_than_simulated(package, mon
     assert missed.best is None
     assert not missed.met
     assert "no load test kept the limits" in missed.why
+
+
+def test_a_setting_whose_server_fails_is_not_tried_again(package, monkeypatch):
+    async def start(package, settings, device):
+        async def close(): ...
+
+        if settings.max_rows == 8:
+            raise ServerFailure("no memory")
+        return SimpleNamespace(close=close)
+
+    monkeypatch.setattr(room.ServerProcess, "start", start)
+    found, _ = searched(package, monkeypatch, slower=2.0, confirm=8)  # and so all are ranked once more
+    failed = [failure.what for failure in found.failures]
+    assert failed
+    assert len(set(failed)) == len(failed)
+    assert found.best.setting.rows < 8
 
 
 def test_texts_are_cut_to_what_the_package_has_room_for(package):

@@ -14,7 +14,6 @@ from typing import Any
 from ray import serve
 
 from fettle.errors import UsageError
-from fettle.package.host import host_id
 from fettle.package.manifest import open_package
 from fettle.serve.engine.metrics import Metrics
 from fettle.serve.engine.refusal import Rejected
@@ -42,7 +41,7 @@ class Replica:
         override = {"threads": threads} if threads else {}
         options = Options(trust=(trust,) if trust else (), device=device, override=override)
         self.name = opened.manifest.name
-        self.registry = Registry(Metrics(opened.settings.limit_ms / 1e3), options, host_id())
+        self.registry = Registry(Metrics(opened.settings.limit_ms / 1e3), options)
         try:
             await self.registry.load(opened)
         except Rejected as error:

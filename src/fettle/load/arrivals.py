@@ -31,12 +31,10 @@ def read_schedule(path: Path) -> np.ndarray[Any, Any]:
     """Moments from a file: one number of seconds a line. Raises `UsageError`."""
     try:
         text = read_text(path, 256 << 20)
-        if not text.strip():
+        moments = np.loadtxt(io.StringIO(text), dtype=np.float64, ndmin=1) if text.strip() else np.array([])
+        if moments.ndim != 1 or not len(moments) or not np.isfinite(moments).all() or (moments < 0).any():
             raise ValueError
-        moments = np.loadtxt(io.StringIO(text), dtype=np.float64, ndmin=1, comments="#")
     except ValueError as error:
         raise UsageError(f"{path} is not a schedule: it needs one number of seconds a line") from error
-    if moments.ndim != 1 or not len(moments) or not np.isfinite(moments).all() or (moments < 0).any():
-        raise UsageError(f"{path} is not a schedule: it needs one number of seconds a line")
     moments = np.sort(moments)
     return np.asarray(moments - moments[0])

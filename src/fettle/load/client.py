@@ -32,8 +32,6 @@ class _Input(msgspec.Struct):
 
 
 class _Model(msgspec.Struct):
-    """What is read of a model's metadata."""
-
     inputs: list[_Input]
 
 
@@ -140,7 +138,6 @@ class Connection(asyncio.Protocol):
         self._transport = transport  # type: ignore[assignment]
 
     def send(self, request: Request, tag: Any) -> None:
-        """Write a request."""
         assert self._transport is not None
         self.busy, self.tag, self._status = True, tag, 0
         self._parser = self._httptools.HttpResponseParser(self)
@@ -172,7 +169,6 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing() and self._keep
 
     def close(self) -> None:
-        """Close the connection."""
         if self._transport is not None:
             self._transport.abort()
             self._transport = None

@@ -71,7 +71,7 @@ def read_baseline(path: Path) -> list[_Earlier]:
     return runs
 
 
-def compare(now: Sequence[dict[str, Any]], then: Sequence[_Earlier], confidence: float = 0.95) -> list[Change]:
+def compare(now: Sequence[dict[str, Any]], then: Sequence[_Earlier]) -> list[Change]:
     """Every run of `now` (`fettle.load.run.as_data`) against the run of the same load in `then`.
 
     Raises `UsageError` where none has a partner.
@@ -87,20 +87,18 @@ def compare(now: Sequence[dict[str, Any]], then: Sequence[_Earlier], confidence:
             if measure == "throughput" and run.mode == "open" and run.stable and old.stable:
                 continue  # as many as were sent
             fresh, past = getattr(run.batches, measure), getattr(old.batches, measure)
-            changes.append(_change(_load(run), measure, fresh, past, trouble, confidence))
+            changes.append(_change(_load(run), measure, fresh, past, trouble))
     if not changes:
         loads = ", ".join(dict.fromkeys(_load(run) for run in then))
         raise UsageError(f"the baseline has no run of the same load: it has {loads}")
     return changes
 
 
-def _change(
-    load: str, measure: str, now: Sequence[float], then: Sequence[float], trouble: str, confidence: float
-) -> Change:
+def _change(load: str, measure: str, now: Sequence[float], then: Sequence[float], trouble: str) -> Change:
     if trouble or min(len(now), len(then)) < 3 or min([*now, *then]) <= 0:
         why = trouble or "too few answers for an interval"
         return Change(load, MEASURES[measure], math.nan, math.nan, math.nan, "cannot tell", why)
-    estimate, low, high = ratio_interval(now, then, confidence)
+    estimate, low, high = ratio_interval(now, then, 0.95)
     better, worse = (low > 1, high < 1) if measure == "throughput" else (high < 1, low > 1)
     if low >= 1 / (1 + SAME) and high <= 1 + SAME:
         verdict = "same"
@@ -124,7 +122,9 @@ def ratio_interval(now: Sequence[float], then: Sequence[float], confidence: floa
 def _alike(run: _Earlier, other: _Earlier) -> bool:
     if run.mode != other.mode:
         return False
-    return run.concurrency == other.concurrency if run.mode == "closed" else abs(run.rate / other.rate - 1) < 0.1
+    if run.mode == "closed":
+        return run.concurrency == other.concurrency
+    return abs(run.rate - other.rate) < 0.1 * other.rate
 
 
 def _load(run: _Earlier) -> str:

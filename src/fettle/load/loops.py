@@ -140,7 +140,6 @@ class _Load:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def connect(self, count: int) -> None:
-        """Open connections beforehand."""
         for _ in range(count):
             self._free.append(await self._open())
 
@@ -197,8 +196,7 @@ class _Load:
             elif self._queue:
                 self._move(-1)  # `send` counts it again
                 self._later(*self._queue.popleft())
-            return
-        if self.again:
+        elif self.again:
             self._move(1)
             self._empty.clear()
             connection.send(self.requests[self.turn() % len(self.requests)], (now, now))

@@ -14,6 +14,8 @@ from fettle.load.texts import BROKEN, Heard
 LOST, UNANSWERED, UNREACHED = 0, -1, -2
 KINDS = {BROKEN: "the text broke off", LOST: "connection lost", UNANSWERED: "no answer", UNREACHED: "no connection"}
 """What stands in the place of a status where there was no answer."""
+BATCHES = 10
+"""The stretches that the steady part is cut into, for an interval of what it shows."""
 LITTLE = 0.1
 """A run whose count of requests differs by this share from what Little's law says is void."""
 
@@ -154,36 +156,46 @@ class Run:
         )
         return bool(slow) or self.answered < 0.99 * sum(self.statuses.values())
 
+    @property
+    def held(self) -> bool:
+        """Whether it kept its limits: a steady state, nothing failed or refused, and the 99th percentiles within."""
+        late = self.limit_s and not self.percentile(99) <= self.limit_s
+        return bool(self.stable and self.answered and not (self.failed or self.shed or late or self.missed))
+
     def percentile(self, percent: float) -> float:
         """A percentile of the latency; NaN where nothing was answered."""
         return float(np.percentile(self.latency_s, percent)) if len(self.latency_s) else math.nan
 
-    def interval(self, percent: float, batches: int = 10) -> tuple[float, float] | None:
+    def interval(self, percent: float) -> tuple[float, float] | None:
         """95% interval of a percentile by batch means: answers near in time are alike, batches far apart hardly are.
 
         None where a batch would hold too few answers to have such a percentile.
         """
-        if len(self.latency_s) < batches * max(10.0, 1.0 / (1.0 - percent / 100.0)):
+        if not self._suffices(percent):
             return None
         from scipy import stats
 
-        parts = [float(np.percentile(part, percent)) for part in np.array_split(self.latency_s, batches)]
-        half = float(stats.t.ppf(0.975, batches - 1)) * float(np.std(parts, ddof=1)) / math.sqrt(batches)
+        parts = [float(np.percentile(part, percent)) for part in np.array_split(self.latency_s, BATCHES)]
+        half = float(stats.t.ppf(0.975, BATCHES - 1)) * float(np.std(parts, ddof=1)) / math.sqrt(BATCHES)
         middle = float(np.mean(parts))
         return middle - half, middle + half
 
-    def batches(self, count: int = 10) -> dict[str, list[float]]:
+    def _suffices(self, percent: float) -> bool:
+        """Whether each batch holds enough answers to have such a percentile."""
+        return len(self.latency_s) >= BATCHES * max(10.0, 1.0 / (1.0 - percent / 100.0))
+
+    def batches(self) -> dict[str, list[float]]:
         """The steady part in stretches of equal length, and what each shows: the units of a comparison of two runs.
 
         A percentile is left out where a stretch would hold too few answers to have it.
         """
         figures: dict[str, list[float]] = {"p50_ms": [], "p99_ms": [], "throughput": []}
         for percent in (50, 99):
-            if len(self.latency_s) >= count * max(10.0, 1.0 / (1.0 - percent / 100.0)):
-                parts = np.array_split(self.latency_s, count)
+            if self._suffices(percent):
+                parts = np.array_split(self.latency_s, BATCHES)
                 figures[f"p{percent}_ms"] = [float(np.percentile(part, percent)) * 1e3 for part in parts]
-        if len(self.done_s) >= 10 * count:
-            edges = np.linspace(self.done_s.min(), self.done_s.max() + 1e-9, count + 1)
+        if len(self.done_s) >= 10 * BATCHES:
+            edges = np.linspace(self.done_s.min(), self.done_s.max() + 1e-9, BATCHES + 1)
             figures["throughput"] = (np.histogram(self.done_s, edges)[0] / np.diff(edges)).tolist()
         return figures
 
@@ -199,11 +211,11 @@ class Run:
         return {kind: count for kind, count in kinds.items() if kind != "HTTP 200"}
 
 
-def warm_up(values: np.ndarray[Any, Any], most: float = 0.5) -> int:
+def warm_up(values: np.ndarray[Any, Any]) -> int:
     """How many values at the beginning to leave out: the cut that makes the standard error of the rest's mean least.
 
     MSER (White 1997, "An effective truncation heuristic for bias reduction in simulation output"), on means of five,
-    cutting at most the share `most`.
+    cutting half of them at most.
     """
     group = max(5, len(values) // 2000)
     count = len(values) // group
@@ -213,7 +225,7 @@ def warm_up(values: np.ndarray[Any, Any], most: float = 0.5) -> int:
     rest = np.arange(count, 0, -1)
     total, squares = means[::-1].cumsum()[::-1], (means**2)[::-1].cumsum()[::-1]
     error = (squares / rest - (total / rest) ** 2) / rest
-    return int(np.argmin(error[: max(1, int(count * most))])) * group
+    return int(np.argmin(error[: max(1, count // 2)])) * group
 
 
 def as_data(run: Run) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ _DISTRIBUTIONS: Mapping[str, tuple[int, Callable[..., Any]]] = {
 class TextRequest(Request):
     """A request whose answer comes as server-sent events."""
 
+    again: Callable[[], Request] | None = None
+    """Makes what is sent each time, with another prompt of as many tokens: a server may keep those that it has seen."""
+
 
 @dataclass(frozen=True)
 class Heard:
@@ -50,15 +54,14 @@ class TextConnection(Connection):
     """A connection that notes when each piece of a text comes."""
 
     def send(self, request: Request, tag: Any) -> None:
-        """Write a request."""
         self._rest, self._whole = b"", False
         self._moments: list[float] = []
         self._usage: dict[str, Any] = {}
         self._refusal = b""
-        super().send(request, tag)
+        again = request.again if isinstance(request, TextRequest) else None
+        super().send(again() if again is not None else request, tag)
 
     def on_body(self, data: bytes) -> None:
-        """What has come of the answer."""
         now = time.perf_counter()
         if self._status != 200:
             self._refusal = (self._refusal + data)[:4096]
@@ -157,8 +160,8 @@ def text_requests(
         model = names[0]
     random = np.random.default_rng(seed)
     address = f"{base}/chat/completions" if chat else f"{base}/completions"
-    requests: list[Request] = []
-    for line in lines:
+
+    def made(line: TextLine) -> Request:
         body: dict[str, Any] = {
             "model": model, "max_tokens": line.max_tokens, "temperature": 0, "stream": True,
             "stream_options": {"include_usage": True},
@@ -170,8 +173,12 @@ def text_requests(
         if chat and not isinstance(prompt, str):
             raise UsageError("a chat takes texts, not numbers of tokens: give --texts FILE, or a URL of completions")
         body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
-        request = http_request(address, msgspec.json.encode(body), {"Content-Type": "application/json", **headers})
-        requests.append(TextRequest(request.host, request.port, request.data, request.path))
+        return http_request(address, msgspec.json.encode(body), {"Content-Type": "application/json", **headers})
+
+    requests: list[Request] = []
+    for line in lines:
+        first, again = made(line), functools.partial(made, line) if isinstance(line.prompt, int) else None
+        requests.append(TextRequest(first.host, first.port, first.data, first.path, again))
     return requests
 
 

@@ -31,7 +31,8 @@ def read_chat(folder: Path | None, template: Path | None = None) -> tuple[dict[s
         template = folder / CHAT
     text: Any = config.get("chat_template")
     if isinstance(text, list):  # several, by name
-        text = next((one.get("template") for one in text if one.get("name") == "default"), None)
+        named = [one for one in text if isinstance(one, dict) and one.get("name") == "default"]
+        text = named[0].get("template") if named else None
     content = read_bytes(template, MAX_CHAT_BYTES) if template is not None else str(text or "").encode()
     if not content:
         return {}, special

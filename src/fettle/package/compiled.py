@@ -175,7 +175,6 @@ class _Tuned(torch.nn.Module):
         self.module, self.run = module, run
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run as the program does."""
         outputs = self.run(*tensors)
         return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
 

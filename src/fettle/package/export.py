@@ -9,6 +9,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from fettle.package.manifest import (
 from fettle.package.model_runner import Tuned, tuned
 from fettle.package.program import export_program, save_program
 from fettle.package.requires import needed
-from fettle.package.settings import ServeSettings, as_toml_data
+from fettle.package.settings import ServeSettings, as_toml_data, powers
 from fettle.package.tensors import TensorSpec
 from fettle.recipe import Recipe
 from fettle.techniques import STATEFUL, Facts, cpu_flags, find, handed_on, quantize_exported
@@ -100,14 +101,15 @@ def write_package(
         on_progress("comparing its answers with the model's")
         kept, outputs, accuracy = _judge(flat, scratch, kept, evidence or {})
         if kept.recipe.get("shapes") == "static":
-            settings = msgspec.structs.replace(settings, buckets=_powers(most))
+            settings = msgspec.structs.replace(settings, buckets=tuple(powers(most)))  # each is compiled for itself
         (scratch / SETTINGS).write_text(tomli_w.dumps(as_toml_data(settings)), encoding="utf-8")
         ready = _add_handler(scratch, handler, handler_settings or {}, files or {}, flat.inputs, outputs)
         kind = handler if isinstance(handler, str) else ""
         manifest = Manifest(
             format=FORMAT, name=name, version=version, inputs=flat.inputs, outputs=outputs, max_rows=most, files={},
             recipe=dict(kept.recipe), applied=tuple(kept.applied), model=kept.model, accuracy=accuracy, handler=ready,
-            requires=needed(kept.recipe.get("runtime", "torch"), kind, requires), machine=_machine(), created=_now(),
+            requires=needed(kept.recipe.get("runtime", "torch"), kind, requires), machine=_machine(),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
         )  # fmt: skip
         seal(scratch, manifest)
         if path.suffix == ".zip":
@@ -142,15 +144,14 @@ def _exported(
     choices: Sequence[Workload], recipe: Recipe, max_rows: int
 ) -> tuple[Flat, torch.export.ExportedProgram, int]:
     """The first of the workloads that can be exported, and the most rows that it takes."""
-    for workload in choices:
-        flat = Flat(workload, recipe)
-        most = 2 * max(max_rows, flat.rows)
-        try:
-            return flat, export_program(flat, flat.samples, flat.shapes, most), most
-        except UsageError:
-            if workload is choices[-1]:
-                raise
-    raise AssertionError("there is a workload")
+    flat = Flat(choices[0], recipe)
+    most = 2 * max(max_rows, flat.rows)
+    try:
+        return flat, export_program(flat, flat.samples, flat.shapes, most), most
+    except UsageError:
+        if not choices[1:]:
+            raise
+        return _exported(choices[1:], recipe, max_rows)
 
 
 def _store(
@@ -192,13 +193,7 @@ class _Again(torch.nn.Module):
         self.inner = graph  # not `graph`: a loaded module has one of its own
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        """Run as the graph does."""
         return self.inner(*tensors)
-
-
-def _powers(most: int) -> tuple[int, ...]:
-    """1, 2, 4, ... and the largest: the sizes of calls where each size is compiled for itself."""
-    return tuple(sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most}))
 
 
 def _add_handler(
@@ -347,9 +342,3 @@ def _machine() -> dict[str, str]:
 
     machine = this_machine()
     return {"id": host_id(), "summary": machine.summary}
-
-
-def _now() -> str:
-    from datetime import UTC, datetime
-
-    return datetime.now(UTC).isoformat(timespec="seconds")

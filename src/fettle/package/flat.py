@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from fettle.errors import UsageError
 from fettle.package.model_runner import as_array
 from fettle.package.tensors import FROM_NUMPY, TensorSpec
 from fettle.recipe import Recipe
-from fettle.workload import Workload, leaves
+from fettle.workload import Workload, leaves, map_tensors
 
 BEFORE_EXPORT = ("attention", "mode")
 """Techniques that rewrite the model's own modules, which an exported program no longer has."""
@@ -86,8 +87,10 @@ class Flat(torch.nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Put the tensors where the batch had them, call the model, and take its tensors out again."""
-        replaced = iter(tensors)
-        batch = _with_tensors(self.workload.inputs[0], replaced)
+        left = iter(tensors)
+        batch = map_tensors(lambda tensor: next(left), self.workload.inputs[0])
+        if next(left, None) is not None:
+            raise UsageError("the model's inputs can be tuples, lists, dicts and dataclasses of tensors only")
         outputs = list(leaves(self.workload.run(self.inner, batch)))
         self.paths = [path for path, leaf in outputs if isinstance(leaf, torch.Tensor)]
         return tuple(leaf for _, leaf in outputs if isinstance(leaf, torch.Tensor))
@@ -110,29 +113,8 @@ def _rewritten(model: torch.nn.Module, recipe: Recipe, workload: Workload) -> to
     return changed if isinstance(changed, torch.nn.Module) else model
 
 
-def _with_tensors(tree: Any, tensors: Any) -> Any:
-    """The same tree with other tensors, taken in order. Dataclasses are copied, other leaves stay."""
-    import dataclasses
-
-    if isinstance(tree, torch.Tensor):
-        return next(tensors)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not isinstance(tree, Mapping):
-        return dataclasses.replace(
-            tree, **{item.name: _with_tensors(getattr(tree, item.name), tensors) for item in dataclasses.fields(tree)}
-        )
-    if isinstance(tree, Mapping):
-        return {key: _with_tensors(value, tensors) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_with_tensors(value, tensors) for value in tree))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_with_tensors(value, tensors) for value in tree)
-    return tree
-
-
 def _input_names(model: torch.nn.Module, batch: Any, paths: Sequence[str]) -> list[str]:
     """What a client calls each tensor: its keyword, else the name of the argument of ``forward``, else its path."""
-    import inspect
-
     try:
         arguments = [name for name in inspect.signature(model.forward).parameters if name != "self"]
     except (TypeError, ValueError):

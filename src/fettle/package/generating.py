@@ -41,8 +41,7 @@ def generating(workload: Workload) -> list[Workload]:
     """
     batch = workload.inputs[0]
     model = workload.model
-    if not isinstance(model, torch.nn.Module):
-        raise UsageError(f"the model is a {type(model).__name__}: only an nn.Module can be packaged")
+    assert isinstance(model, torch.nn.Module)
     if isinstance(batch, Mapping):
         names = tuple(name for name, value in batch.items() if isinstance(value, torch.Tensor))
         if "input_ids" not in names or set(names) - {"input_ids", "attention_mask"}:

@@ -96,23 +96,14 @@ class HandlerMetrics:
             self._values.append((kind, name, float(value)))
 
 
-@dataclass(frozen=True)
-class Took:
-    """Seconds of a handler's steps."""
-
-    preprocess_s: float = 0.0
-    inference_s: float = 0.0
-    postprocess_s: float = 0.0
-
-
 @dataclass
 class Steps:
     """A handler, called with bodies and answering bodies."""
 
     handler: Any
     metrics: HandlerMetrics
-    took: Took = Took()
-    """By the last `handle`."""
+    took: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Seconds of the last `handle`: before the model, in it, and after it."""
 
     def _explained(self, data: Any, explainer: Any) -> list[Any]:
         """A handler of one's own has ``explain(data, explainer)``; else it is of the first input that has some."""
@@ -141,7 +132,7 @@ class Steps:
         found = self.handler.inference(data) if explainer is None else self._explained(data, explainer)
         done = time.perf_counter()
         answers = self.handler.postprocess(found) if explainer is None else found
-        self.took = Took(ready - began, done - ready, time.perf_counter() - done)
+        self.took = (ready - began, done - ready, time.perf_counter() - done)
         if len(answers) != len(bodies):
             raise RuntimeError(f"the handler answered {len(answers)} of {len(bodies)} requests")
         return [_as_body(answer) for answer in answers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -21,26 +22,24 @@ def host_id() -> str:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
         torch = ""
-    gpus = sorted(_field(path, "Model") for path in Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    return hashlib.sha256("|".join([cpu_name(), str(cores()), *gpus, torch]).encode()).hexdigest()[:12]
+    return hashlib.sha256("|".join([cpu_name(), str(cores()), *sorted(_gpus()), torch]).encode()).hexdigest()[:12]
 
 
 def devices() -> list[str]:
     """Devices that a model can be served on: the CPU, and the first of each model of NVIDIA GPU."""
     by_model: dict[str, str] = {}
-    for index, path in enumerate(sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))):
-        by_model.setdefault(_field(path, "Model"), f"cuda:{index}")
+    for index, model in enumerate(_gpus()):
+        by_model.setdefault(model, f"cuda:{index}")
     return ["cpu", *by_model.values()]
 
 
-def _field(path: Path, name: str) -> str:
-    """The first value of a name in a file of ``name: value`` lines; empty where there is none."""
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                key, _, value = line.partition(":")
-                if key.strip().lower() == name.lower():
-                    return value.strip()
-    except OSError:
-        pass
-    return ""
+def _gpus() -> list[str]:
+    """The models of NVIDIA's GPUs, in the driver's order; empty where one says none."""
+    models = []
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        try:
+            model = re.search(r"^\s*model\s*:(.*)$", path.read_text("utf-8", "replace"), re.IGNORECASE | re.MULTILINE)
+        except OSError:
+            model = None
+        models.append(model[1].strip() if model is not None else "")
+    return models

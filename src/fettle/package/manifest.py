@@ -106,10 +106,7 @@ def open_package(path: Path) -> Package:
         path = unpack(path, path.with_suffix(""))
     if not (path / MANIFEST).is_file():
         raise UsageError(f"{path} is not a package: it has no {MANIFEST}")
-    try:
-        manifest = msgspec.json.decode(read_bytes(path / MANIFEST, _MAX_TEXT), type=Manifest)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise UsageError(f"{path / MANIFEST} cannot be read: {first_line(error)}") from error
+    manifest = read_manifest(path)
     if manifest.format != FORMAT:
         raise UsageError(f"{path} has package format {manifest.format}; this fettle reads format {FORMAT}")
     check_name(manifest.name, manifest.version)
@@ -123,6 +120,21 @@ def open_package(path: Path) -> Package:
         if _digest(file) != digest:
             raise UsageError(f"{path / name} is damaged or was changed: its SHA-256 is not the manifest's")
     return Package(path, manifest, read_settings(path, manifest))
+
+
+def read_manifest(path: Path) -> Manifest:
+    """What the folder or the zip of a package says of it; whether that is so is not looked at. Raises `UsageError`."""
+    try:
+        if not path.is_file():
+            text = read_bytes(path / MANIFEST, _MAX_TEXT)
+        else:
+            with zipfile.ZipFile(path) as file, file.open(MANIFEST) as entry:
+                text = entry.read(_MAX_TEXT)
+        return msgspec.json.decode(text, type=Manifest)
+    except UsageError:
+        raise
+    except Exception as error:  # a damaged zip raises nearly everything
+        raise UsageError(f"{path / MANIFEST} cannot be read: {first_line(error)}") from error
 
 
 def read_settings(folder: Path, manifest: Manifest) -> ServeSettings:
@@ -172,14 +184,13 @@ def unpack(archive: Path, folder: Path) -> Path:
 def _was_unpacked(archive: Path, folder: Path) -> bool:
     """Whether a folder holds the package of an archive; how it is served may have been set since."""
 
-    def manifest(text: bytes) -> Manifest:
-        read = msgspec.json.decode(text, type=Manifest)
+    def manifest(path: Path) -> Manifest:
+        read = read_manifest(path)
         return msgspec.structs.replace(read, files={n: d for n, d in read.files.items() if n != SETTINGS})
 
     try:
-        with zipfile.ZipFile(archive) as file, file.open(MANIFEST) as entry:
-            return manifest(entry.read(_MAX_TEXT)) == manifest(read_bytes(folder / MANIFEST, _MAX_TEXT))
-    except Exception:  # no package, or a damaged one
+        return manifest(archive) == manifest(folder)
+    except UsageError:
         return False
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,23 +63,19 @@ class ModelRunner:
 
     def sample(self, rows: int) -> list[Array]:
         """The package's own inputs, repeated or cut to so many rows."""
-        made = []
-        for array, spec in zip(self._samples, self.inputs, strict=True):
-            made.append(np.resize(array, (rows, *array.shape[1:])) if spec.batched else array)
-        return made
+        return [
+            np.resize(array, (rows, *array.shape[1:])) if spec.batched else array
+            for array, spec in zip(self._samples, self.inputs, strict=True)
+        ]
 
-    def warm(self, sizes: Sequence[int]) -> dict[int, float]:
-        """Run every batch size twice, so that nothing is compiled while clients wait; seconds of the second calls."""
-        took = {}
+    def warm(self, sizes: Sequence[int]) -> None:
+        """Run every batch size twice, so that nothing is compiled while clients wait."""
         for size in sizes:
             for _ in range(2):
-                began = time.perf_counter()
                 answers = self.run([self.sample(size)], size)
-                took[size] = time.perf_counter() - began
             for answer, spec in zip(answers, self.outputs, strict=True):
                 if spec.batched and len(answer) != size:
                     raise UsageError(f"the model answers {len(answer)} rows for {size}: it cannot be batched")
-        return took
 
 
 @dataclass(frozen=True)
@@ -91,12 +86,7 @@ class Tuned:
     """``exported``: a program of torch; ``openvino``: OpenVINO's own files."""
     recipe: Mapping[str, str]
     applied: Collection[str]
-    """Techniques of the recipe that are in what is stored."""
-
-    @property
-    def rest(self) -> Recipe:
-        """Levels to apply when it is loaded."""
-        return Recipe(self.recipe).without(*self.applied)
+    """Techniques of the recipe that are in what is stored: the others are applied when it is loaded."""
 
 
 def load_model(package: Package, device: str = "cpu") -> tuple[Callable[..., Any], list[torch.Tensor]]:
@@ -124,8 +114,9 @@ def tuned(folder: Path, kept: Tuned, samples: Sequence[torch.Tensor], device: st
         return OpenvinoModel(folder, kept.recipe.get("runtime", "openvino"))
     if kept.model != "exported":
         raise UsageError(f"the package's model is stored as {kept.model[:40]!r}, which this fettle does not know")
-    rest = kept.rest
-    if wanted(Recipe(kept.recipe), device) and (library := compiled(folder, rest, samples, device)) is not None:
+    recipe = Recipe(kept.recipe)
+    rest = recipe.without(*kept.applied)
+    if wanted(recipe, device) and (library := compiled(folder, rest, samples, device)) is not None:
         return library
     module = load_program(folder, device)
     if not rest.without("grad").levels:  # the runner calls it in inference mode anyway

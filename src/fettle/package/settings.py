@@ -113,19 +113,22 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def settings_from(data: Mapping[str, Any], where: str) -> ServeSettings:
-    """Settings out of plain data. ValueError for what cannot be; `where` is said of what an earlier version wrote."""
-    return msgspec.convert(without_policy(data, where), ServeSettings)
+    """Settings out of plain data. ValueError for what cannot be.
 
-
-def without_policy(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Settings without what earlier versions had, batching and padding by the cost curve; says so where it was used."""
+    Earlier versions could batch and pad by the cost curve: `where` says in a warning which settings still ask for it.
+    """
     kept = {key: value for key, value in data.items() if key not in ("policy", "pad")}
     policy = data.get("policy", "greedy")
     if policy not in ("greedy", "curve"):
         raise ValueError(f"no such policy: {policy!r}")
     if (policy == "curve" and data.get("curve")) or data.get("pad"):
         log.warning("%s: no batching by the cost curve now, batches are greedy: fettle serve slo finds max_rows", where)
-    return kept
+    return msgspec.convert(kept, ServeSettings)
+
+
+def powers(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`, and that."""
+    return sorted({most, *(2**power for power in range(most.bit_length()))})
 
 
 def as_toml_data(settings: ServeSettings) -> dict[str, Any]:

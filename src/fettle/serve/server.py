@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import secrets
+import signal
 import socket
 import ssl
 import time
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fettle.errors import UsageError
-from fettle.package.host import host_id
+from fettle.files import read_text
 from fettle.package.manifest import Package, open_package
 from fettle.package.requires import check_here
 from fettle.serve.engine.metrics import Metrics
@@ -87,7 +88,7 @@ class Server:
         address.check()
         self.address = address
         self.metrics = Metrics(float(options.override.get("limit_ms", 0.0)) / 1e3)
-        self.registry = Registry(self.metrics, options, host_id())
+        self.registry = Registry(self.metrics, options)
         self._listening: list[asyncio.Server] = []
         self._connections: set[Connection] = set()
         self._sockets: list[socket.socket] = []
@@ -178,8 +179,6 @@ class Server:
 
 async def serve(address: Address, options: Options, packages: Sequence[Package], started: Any = None) -> None:
     """Serve until SIGINT or SIGTERM; then drain and end. `started(server)` is called once all is ready."""
-    import signal
-
     server = Server(address, options)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -228,14 +227,18 @@ def token_from(path: Path) -> str:
     from_environment = os.environ.get("FETTLE_TOKEN")
     if from_environment:
         return from_environment
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "w") as file:
-            file.write(secrets.token_urlsafe(32) + "\n")
-    if path.stat().st_mode & 0o077:
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "w") as file:
+                file.write(secrets.token_urlsafe(32) + "\n")
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise UsageError(f"no token can be kept in {path}: {error.strerror}") from error
+    if mode & 0o077:
         raise UsageError(f"{path} can be read by others: chmod 600 {path}")
-    token = path.read_text().strip()
+    token = read_text(path).strip()
     if len(token) < 22:
         raise UsageError(f"the token in {path} is too short: at least 22 characters")
     return token

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from fettle.package.manifest import Package
+from fettle.package.settings import powers
 from fettle.procs.child import Child, ChildError, Request
 from fettle.procs.limits import resident_bytes
 from fettle.procs.parent import Parent, be_a_worker
@@ -54,12 +55,7 @@ class Stopped(Exception):
 
 def sizes_up_to(most: int) -> list[int]:
     """The batch sizes to begin with: 1, 2, 3, 4, 6, 8, 12, 16, ... and the largest."""
-    sizes = {1, most}
-    power = 1
-    while power <= most:
-        sizes |= {size for size in (power, power * 3 // 2) if size <= most}
-        power *= 2
-    return sorted(sizes - {0})
+    return sorted({size for power in powers(most) for size in (power, power * 3 // 2) if size <= most})
 
 
 def calibrate(
@@ -102,7 +98,8 @@ def calibrate(
                 continue
             if limit_s and statistics.median(calibration.samples[size]) > limit_s and size > 1:
                 todo = [other for other in todo if other < size]
-            if not todo and not (limit_s and statistics.median(calibration.samples[1]) > limit_s):
+            least = statistics.median(calibration.samples[min(calibration.samples)])
+            if not todo and not (limit_s and least > limit_s):
                 todo = _steps(calibration.samples, buckets)
         calibration.samples = dict(sorted(calibration.samples.items()))
         return calibration
@@ -138,16 +135,12 @@ def _steps(times: dict[int, tuple[float, ...]], buckets: Sequence[int] = ()) -> 
 
 
 class _Load(Request, tag="loading"):
-    """Load a package."""
-
     folder: str
     threads: int
     device: str
 
 
 class _Time(Request, tag="timing"):
-    """Time calls of so many rows."""
-
     size: int
     seconds: float
     least: int
@@ -184,7 +177,6 @@ class _Workers:
         return tuple(samples), tuple(rested), sum(one.memory for one in answers)
 
     def close(self) -> None:
-        """End the processes."""
         for child in self._children:
             child.close()
         self._children = []
@@ -200,13 +192,10 @@ class _Workers:
 
 
 class _Worker:
-    """A package that is loaded and timed."""
-
     runner: Any
     device: str
 
     def answer(self, request: _Load | _Time) -> object:
-        """What was asked for."""
         if isinstance(request, _Time):
             return self._timed(request)
         self._load(request)

@@ -180,7 +180,7 @@ def as_data(result: SearchResult, **more: Any) -> dict[str, Any]:
         "best": result.points.index(best) if best is not None else None,
         "points": [_plain_point(point) for point in result.points],
         "branches": [_plain_branch(measured) for measured in result.branches.values()],
-        "failures": [{"what": failure.what, "why": failure.why} for failure in result.failures], **more,
+        "failures": [asdict(failure) for failure in result.failures], **more,
     }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from fettle.package.manifest import SAMPLES, Package
 from fettle.package.settings import CostCurve, ServeSettings
 from fettle.slo.calibrate import Stopped
 from fettle.slo.kept import Tested, package_key
-from fettle.slo.points import Point, SearchResult, Setting
+from fettle.slo.points import Outcome, Point, Proven, SearchResult, Setting
 from fettle.slo.server_process import ServerFailure, ServerProcess, ServerStats
 from fettle.slo.simulate import Costs, simulate
 
@@ -32,8 +32,6 @@ STEPS_DOWN = (0.85, 0.7, 0.5)
 STEP_UP = 1.1
 NEAR = 1.045
 """The first step, either way, from a rate that tests of a like setting let expect: two tests are enough then."""
-
-
 REQUESTS, LONGEST_S = 1000, 60.0
 """A load test has so many requests at least, or takes so long."""
 
@@ -44,30 +42,47 @@ def test_s(rate: float, seconds: float) -> float:
 
 
 async def bracket(
-    tests: list[Tested], why: list[str], expected: float, to_beat: float, near: bool,
-    test: Callable[[float], Awaitable[Tested]],
-) -> float:  # fmt: skip
-    """The greatest rate at which the limits were kept in at most four tests, 0 if in none: up from `expected` while it
-    holds, down while it does not, then between; none below `to_beat`. With `near` the first step is a small one. The
-    tests are added to `tests`, and what is to be said of them to `why`."""
+    point: Proven, result: Outcome[Any], journal: Journal, expected: float, to_beat: float, *, near: bool,
+    key: Callable[[float], str], start: Callable[[], Awaitable[ServerProcess]],
+    test: Callable[[ServerProcess, float], Awaitable[Tested]], on_test: Callable[[float], None],
+) -> None:  # fmt: skip
+    """Find the greatest rate at which a point keeps the limits in at most four tests, 0 if in none.
+
+    Up from `expected` while it holds, down while it does not, then between; none below `to_beat`. With `near` the first
+    step is a small one. What the journal has under the `key` of a rate is not tested again; `on_test` hears of each
+    other rate before its test, and the server is started for the first of them.
+    """
     good, bad, rate, missed = 0.0, math.inf, max(expected, to_beat), 0
     up, down = (NEAR, (1 / NEAR, *STEPS_DOWN)) if near else (STEP_UP, STEPS_DOWN)
-    for _ in range(4):
-        tested = await test(rate)
-        tests.append(tested)
-        if tested.held:
-            good = max(good, rate)
-        else:
-            bad, missed = min(bad, rate), missed + 1
-            if tested.run["void"] and LATE not in why:
-                why.append(LATE)
-        if bad <= to_beat or (good and bad / good < 1.05):
-            break
-        if good:
-            rate = math.sqrt(good * bad) if bad < math.inf else rate * up
-        else:
-            rate = max(rate * down[min(missed, len(down)) - 1], to_beat)
-    return good
+    served: ServerProcess | None = None
+    try:
+        for _ in range(4):
+            tested = journal.answer(key(rate), Tested)
+            if tested is None:
+                on_test(rate)
+                served = served or await start()
+                tested = await test(served, rate)
+                journal.put(key(rate), tested)
+            else:
+                result.tests_kept += 1
+            result.tests += 1
+            point.tests.append(tested)
+            if tested.held:
+                good = max(good, rate)
+            else:
+                bad, missed = min(bad, rate), missed + 1
+                if tested.run["void"] and LATE not in result.why:
+                    result.why.append(LATE)
+            if bad <= to_beat or (good and bad / good < 1.05):
+                break
+            if good:
+                rate = math.sqrt(good * bad) if bad < math.inf else rate * up
+            else:
+                rate = max(rate * down[min(missed, len(down)) - 1], to_beat)
+        point.measured = good
+    finally:
+        if served is not None:
+            await served.close()
 
 
 async def loaded(served: ServerProcess, requests: list[Request], due: np.ndarray[Any, Any], **options: Any) -> Run:
@@ -87,43 +102,30 @@ async def prove(
     on_progress: Callable[[str], None] = lambda text: None, stop: asyncio.Event | None = None,
     expected: float | None = None, to_beat: float = 0.0,
 ) -> None:  # fmt: skip
-    """Open-loop load tests around the predicted capacity: up while it holds, down while it does not, then between.
+    """Open-loop load tests around the predicted capacity, as `bracket` has them.
 
     They begin at `expected` where tests of a like setting let expect a rate, never below `to_beat`, which another
-    setting has shown, and end where that one is not kept: how much worse this one is nobody needs to know.
-
-    Tests that the journal holds are not made again; the server is started for the first that it does not hold. Raises
+    setting has shown, and end where that one is not kept: how much worse this one is nobody needs to know. Raises
     `ServerFailure` where the server fails, and `Stopped`.
     """
-    journal, setting, limit_s = journal or Journal(), point.setting, result.limit_s
-    settings = serve_settings(package.settings, setting, costs, limit_s, host_id())
-    served: ServerProcess | None = None
+    setting, limit_s = point.setting, result.limit_s
+    settings = serve_settings(package.settings, setting, costs, limit_s)
 
-    async def test(rate: float) -> Tested:
-        nonlocal served
-        length = test_s(rate, seconds)
-        key = f"test {package_key(package)} {setting} {rate:.6g}/s {length:.6g}s {limit_s:g}s"
-        tested = journal.answer(key, Tested)
-        if tested is None:
-            if stop is not None and stop.is_set():
-                raise Stopped
-            on_progress(f"{rate:.4g} requests/s on {setting}")
-            served = served or await ServerProcess.start(package, settings, setting.device)
-            tested = await _test(served, package, point, costs, rate, length, limit_s, stop)
-            journal.put(key, tested)
-        else:
-            result.tests_kept += 1
-        result.tests += 1
-        point.memory_bytes = tested.inside.memory_bytes or point.memory_bytes
-        return tested
+    def on_test(rate: float) -> None:
+        if stop is not None and stop.is_set():
+            raise Stopped
+        on_progress(f"{rate:.4g} requests/s on {setting}")
 
-    try:
-        point.measured = await bracket(
-            point.tests, result.why, expected or point.predicted, to_beat, bool(expected), test
-        )
-    finally:
-        if served is not None:
-            await served.close()
+    def key(rate: float) -> str:
+        return f"test {package_key(package)} {setting} {rate:.6g}/s {test_s(rate, seconds):.6g}s {limit_s:g}s"
+
+    await bracket(
+        point, result, journal or Journal(), expected or point.predicted, to_beat, near=bool(expected), key=key,
+        start=lambda: ServerProcess.start(package, settings, setting.device), on_test=on_test,
+        test=lambda served, rate: _test(
+            served, package, point, costs, rate, test_s(rate, seconds), limit_s, stop
+        ),
+    )  # fmt: skip
 
 
 async def _test(
@@ -140,7 +142,7 @@ async def _test(
     expected = simulate(poisson(rate, seconds, seed), point.setting.batching(), costs)
     p99_s = expected.percentile(99)
     return Tested(
-        rate, held(run), as_data(run), inside, p99_s * 1e3 if math.isfinite(p99_s) else None,
+        rate, run.held, as_data(run), inside, p99_s * 1e3 if math.isfinite(p99_s) else None,
         _slower(inside, costs, expected.stretch),
     )  # fmt: skip
 
@@ -150,11 +152,6 @@ def _slower(inside: ServerStats, costs: Costs, stretch: float) -> float | None:
     curve = costs.curve
     by_curve_s = sum(curve.at(size) * count for size, count in inside.sizes.items())
     return inside.model_ms.mean / 1e3 * inside.calls / by_curve_s / stretch if by_curve_s else None
-
-
-def held(run: Run) -> bool:
-    """Whether a run kept its limit: a steady state, nothing failed or refused, and a p99 within."""
-    return bool(run.stable and run.answered and not run.failed and not run.shed and run.percentile(99) <= run.limit_s)
 
 
 def sample_requests(package: Package, url: str) -> list[Request]:
@@ -174,14 +171,12 @@ def sample_requests(package: Package, url: str) -> list[Request]:
     return requests
 
 
-def serve_settings(
-    settings: ServeSettings, setting: Setting, costs: Costs, limit_s: float, machine: str
-) -> ServeSettings:
-    """A package's settings with those of the search and the curve they rest on."""
+def serve_settings(settings: ServeSettings, setting: Setting, costs: Costs, limit_s: float) -> ServeSettings:
+    """A package's settings with those of the search and the curve they rest on, which is of this machine."""
     curve = costs.curve
     return msgspec.structs.replace(
         settings, max_rows=setting.max_rows, delay_ms=setting.delay_s * 1e3, workers=setting.workers,
-        threads=setting.threads, limit_ms=limit_s * 1e3, curve=CostCurve(curve.rows, curve.seconds, machine),
+        threads=setting.threads, limit_ms=limit_s * 1e3, curve=CostCurve(curve.rows, curve.seconds, host_id()),
     )  # fmt: skip
 
 
@@ -190,4 +185,4 @@ def tuned(result: SearchResult, package: Package) -> ServeSettings:
     assert result.best is not None
     setting = result.best.setting
     costs = result.branches[setting.branch].costs
-    return serve_settings(package.settings, setting, costs, result.limit_s, host_id())
+    return serve_settings(package.settings, setting, costs, result.limit_s)

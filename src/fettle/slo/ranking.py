@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from fettle.package.settings import powers
 from fettle.slo.overheads import Overheads
 from fettle.slo.points import Branch, Measured, Point, Setting
 from fettle.slo.simulate import capacity
@@ -27,9 +28,7 @@ def worker_splits(cores: int, device: str = "cpu") -> list[tuple[int, int]]:
     """
     if device != "cpu":
         return [(workers, 1) for workers in (1, 2) if workers <= max(cores, 1)]
-    counts = [2**power for power in range(cores.bit_length()) if 2**power <= cores]
-    counts += [cores] if cores not in counts else []
-    splits = [(workers, cores // workers) for workers in counts]
+    splits = [(workers, cores // workers) for workers in powers(cores)]
     return splits + ([(1, cores - 1)] if cores > 1 else [])
 
 
@@ -46,13 +45,12 @@ def rank(
 ) -> list[Point]:  # fmt: skip
     """Every setting, simulated; best first. What is in `known` is not simulated again, what is simulated goes there."""
     points: list[Point] = []
+    known = {} if known is None else known
     for measured in branches:
         key = (measured.branch, limit_s, measured.scale, measured.around)
-        if known is None or key not in known:
-            fresh = _simulated(measured, limit_s)
-            if known is not None:
-                known[key] = fresh
-        points += [replace(point) for point in (fresh if known is None else known[key])]
+        if key not in known:
+            known[key] = _simulated(measured, limit_s)
+        points += [replace(point) for point in known[key]]
         on_progress(f"{len(points)} settings simulated")
     best = max((point.predicted for point in points), default=0.0)
 

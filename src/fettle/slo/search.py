@@ -17,7 +17,6 @@ from pathlib import Path
 
 from fettle.journal import Journal
 from fettle.load.arrivals import poisson
-from fettle.package.host import host_id
 from fettle.package.manifest import Package
 from fettle.procs.limits import granted_memory_bytes
 from fettle.slo.calibrate import Calibration, Stopped, calibrate
@@ -122,15 +121,14 @@ class _Search:
         key = f"calibration {package_key(package)} {where} {most} {self.result.limit_s:g}"
         calibration = self.journal.answer(key, Calibration)
         if calibration is None:
-            self._check_memory(branch)
-            try:
+            if why := self._lacks_memory(branch):
+                calibration = Calibration({}, {0: why})
+            else:
                 calibration = await asyncio.to_thread(
                     calibrate, package, most=most, workers=branch.workers, threads=branch.threads,
                     device=branch.device, limit_s=self.result.limit_s, on_progress=self.progress,
                     stopped=self.stop.is_set,
                 )  # fmt: skip
-            except _TooMuch as failure:
-                calibration = Calibration({}, {0: str(failure)})
             self.journal.put(key, calibration)
         else:
             self._until -= CALIBRATION_S
@@ -140,15 +138,14 @@ class _Search:
         if calibration.samples:
             self.result.branches[branch] = Measured(branch, calibration, package.settings.buckets, lender=self._lender)
 
-    def _check_memory(self, branch: Branch) -> None:
-        """Raise where so many workers as one is known to need memory for would not fit beside each other."""
+    def _lacks_memory(self, branch: Branch) -> str:
+        """Why so many workers would not fit beside each other, by what one was seen to need; empty where they would."""
         one = next((m for b, m in self.result.branches.items()
                     if b.workers == 1 and (b.device, b.variant) == (branch.device, branch.variant)), None)  # fmt: skip
         if one is None or branch.device != "cpu":
-            return
+            return ""
         need, there = branch.workers * one.calibration.memory_at(self.most_rows), granted_memory_bytes()
-        if need > 0.9 * there:
-            raise _TooMuch(f"needs about {need >> 20} MiB of memory; {there >> 20} MiB are free")
+        return f"needs about {need >> 20} MiB of memory; {there >> 20} MiB are free" if need > 0.9 * there else ""
 
     def _hopeless(self) -> set[str]:
         """Variants that the first calibrations show to be far behind one that answers as exactly."""
@@ -209,7 +206,7 @@ class _Search:
             self.progress(f"what serving adds, with {branch}")
             curve = self.result.branches[branch].costs.curve
             at_once = replace(setting, delay_s=0.0)
-            settings = serve_settings(package.settings, at_once, self.result.branches[branch].costs, 0.0, host_id())
+            settings = serve_settings(package.settings, at_once, self.result.branches[branch].costs, 0.0)
             try:
                 served = await ServerProcess.start(package, settings, branch.device)
                 try:
@@ -247,11 +244,13 @@ class _Search:
             todo = self._next(count)
             for number, point in enumerate(todo):
                 self._until = time.monotonic() + sum(TESTS * test_s(p.predicted, self.seconds) for p in todo[number:])
-                if not self._is_behind(point):
-                    await self._prove(point, self._shown())
+                # A test of what is expected to show so much less than another has shown would be wasted.
+                shown = max((point.measured or 0.0 for point in result.points), default=0.0)
+                if (self._expected(point) or math.inf) >= BEHIND * shown:
+                    await self._prove(point, shown)
             # Where no test kept the limit the capacity is below the lowest rate: the least that the prediction was off.
             off = {
-                p.setting.branch: p.predicted / (p.measured or p.lowest)
+                p.setting.branch: p.predicted / (p.measured or min(test.rate for test in p.tests))
                 for p in todo
                 if p.measured or (p.tests and p.measured is not None)
             }
@@ -286,15 +285,7 @@ class _Search:
         factor = statistics.mean(like or [1.0]) if self.result.branches[branch].scale == 1.0 else 1.0
         return point.predicted * factor if like else None
 
-    def _is_behind(self, point: Point) -> bool:
-        """Whether so much less is expected of a setting than another has shown that a test would be wasted."""
-        return (self._expected(point) or math.inf) < BEHIND * self._shown()
-
-    def _shown(self) -> float:
-        """The greatest capacity that load tests have shown."""
-        return max((point.measured or 0.0 for point in self.result.points), default=0.0)
-
-    async def _prove(self, point: Point, to_beat: float = 0.0) -> None:
+    async def _prove(self, point: Point, to_beat: float) -> None:
         self._tested.add(point.setting)
         self.progress(f"load tests of {point.setting}, predicted {point.predicted:.4g} requests/s")
         package = self.variants[point.setting.variant].package
@@ -328,8 +319,9 @@ class _Search:
     def _complete(self, point: Point, prices: Mapping[str, float]) -> None:
         result, setting = self.result, point.setting
         point.error = self.variants[setting.variant].error
-        if not point.memory_bytes:
-            point.memory_bytes = result.branches[setting.branch].calibration.memory_at(setting.max_rows)
+        seen = [test.inside.memory_bytes for test in point.tests if test.inside.memory_bytes]
+        calibrated = result.branches[setting.branch].calibration.memory_at(setting.max_rows)
+        point.memory_bytes = seen[-1] if seen else calibrated
         price = prices.get(setting.device, prices.get(setting.device.partition(":")[0], prices.get("")))
         if price is not None and point.capacity:
             point.cost = price / 3600 / point.capacity * 1e6
@@ -355,7 +347,3 @@ class _Search:
     def _check(self) -> None:
         if self.stop.is_set():
             raise Stopped
-
-
-class _TooMuch(Exception):
-    """More memory than there is."""

@@ -69,8 +69,6 @@ class ServerFailure(Exception):
 
 
 class _Serve(Request, tag="starting"):
-    """Serve a package with these settings."""
-
     folder: str
     device: str
     settings: ServeSettings

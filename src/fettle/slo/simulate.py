@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from fettle.package.settings import CostCurve, ServeSettings
 T = TypeVar("T")
 IDLE = 0.02
 """Share of the rate that calls of one row allow: a server with so little to do is almost idle."""
+BUSIEST = 0.9
+"""Share of the best rate of the workers beyond which no simulation is believed."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Predicted:
 
 
 def simulate(
-    arrivals: Sequence[float] | np.ndarray[Any, Any], settings: ServeSettings, costs: Costs, seed: int = 0, *,
+    arrivals: Sequence[float] | np.ndarray[Any, Any], settings: ServeSettings, costs: Costs, *,
     give_up: tuple[float, float] | None = None,
 ) -> Predicted:  # fmt: skip
     """Serve `arrivals` (seconds, ascending; a row each) with these settings.
@@ -78,7 +80,7 @@ def simulate(
     """
     most, call_rows = settings.max_rows, settings.call_rows
     delay_s, bound, held_s = settings.delay_ms / 1e3, settings.max_queue_rows, costs.held_s
-    draw = _service(costs, np.random.default_rng(seed))
+    draw = _service(costs, np.random.default_rng(0))
     # A request is in the queue when it has been read, and answered when it has been written.
     before = costs.request_s / 2
     queued: list[float] = (np.asarray(arrivals, dtype=float) + before).tolist()
@@ -99,7 +101,7 @@ def simulate(
             del queued[first + bound : arrived]
             count, waiting, arrived = len(queued), bound, first + bound
         rows = min(waiting, most)
-        took = draw(call_rows(rows), rested=now > free[0]) + costs.batch_s
+        took = draw(call_rows(rows), now > free[0]) + costs.batch_s
         end = now + took
         if held_s:
             end = _held(queued, arrived, end, held_s)
@@ -145,41 +147,33 @@ def _held(queued: list[float], arrived: int, end: float, held_s: float) -> float
     return end
 
 
-class _Draw(Protocol):
-    def __call__(self, size: int, *, rested: bool) -> float: ...
-
-
-def _service(costs: Costs, random: np.random.Generator) -> _Draw:
+def _service(costs: Costs, random: np.random.Generator) -> Callable[[int, bool], float]:
     """Draws the seconds of a call of a size, after a pause or right after another one."""
     curve = costs.curve
     pools: dict[tuple[int, bool], list[float]] = {}
 
-    def fill(size: int, rested: bool) -> list[float]:
-        samples = costs.rested if rested and costs.rested else costs.samples
-        near = min(samples, key=lambda n: (abs(n - size), n))
-        scale = curve.at(size) / curve.at(near)
-        return (random.choice(np.asarray(samples[near]), 512) * scale).tolist()  # type: ignore[no-any-return]
-
-    def draw(size: int, *, rested: bool) -> float:
+    def draw(size: int, rested: bool) -> float:
         pool = pools.get((size, rested))
         if not pool:
-            pool = pools[size, rested] = fill(size, rested)
+            samples = costs.rested if rested and costs.rested else costs.samples
+            near = min(samples, key=lambda n: (abs(n - size), n))
+            scale = curve.at(size) / curve.at(near)
+            pool = pools[size, rested] = (random.choice(np.asarray(samples[near]), 512) * scale).tolist()
         return pool.pop()
 
     return draw
 
 
 def capacity(
-    settings: ServeSettings, costs: Costs, limit_s: float, *, percent: float = 99.0, requests: int = 4000,
-    seed: int = 0, utilisation: float = 0.9,
-) -> tuple[float, Predicted | None]:  # fmt: skip
-    """The greatest Poisson rate (a second) up to which the percentile stays within the limit, to 1%.
+    settings: ServeSettings, costs: Costs, limit_s: float, *, requests: int = 4000
+) -> tuple[float, Predicted | None]:
+    """The greatest Poisson rate (a second) up to which the 99th percentile stays within the limit, to 1%.
 
     Up to it, not only at it: traffic is lower at times, and where a batch costs less than one row, or a delay is long,
     a server can be slower with little to do than with much. So rates are tried from that of an almost idle server on,
     each twice the last, and between the last good one and the first bad one by bisection.
 
-    Rates that keep the workers busier than `utilisation` are not believed: close to saturation a simulation is
+    Rates that keep the workers busier than `BUSIEST` are not believed: close to saturation a simulation is
     optimistic, and so are its users. 0 where even an almost idle server is too slow.
     """
     from fettle.load.arrivals import poisson
@@ -187,12 +181,12 @@ def capacity(
     curve, sizes = costs.curve, range(1, settings.max_rows + 1)
     rates = [n / (curve.at(settings.call_rows(n)) + costs.batch_s) * settings.workers for n in sizes]
     # A full queue of large batches is cheap a row: utilisation is judged by rows against the best rate.
-    top = utilisation * max(rates)
-    unit = poisson(1.0, requests * 1.2, seed)[:requests]
+    top = BUSIEST * max(rates)
+    unit = poisson(1.0, requests * 1.2)[:requests]
 
     def good(rate: float) -> Predicted | None:
-        outcome = simulate(unit / rate, settings, costs, seed, give_up=(limit_s, 1 - percent / 100 + 2 / requests))
-        return outcome if outcome.percentile(percent) <= limit_s else None
+        outcome = simulate(unit / rate, settings, costs, give_up=(limit_s, 0.01 + 2 / requests))
+        return outcome if outcome.percentile(99) <= limit_s else None
 
     return greatest_rate(good, IDLE * rates[0], top, 1.01)
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from fettle.errors import UsageError
 from fettle.package.manifest import Package
+from fettle.package.settings import powers
 from fettle.procs.child import Child, ChildError, Request
 from fettle.procs.parent import Parent, be_a_worker
 from fettle.slo.calibrate import ANSWER_S, START_S, Stopped
@@ -105,9 +106,8 @@ def _line(places: Array, known: Any, values: Any) -> Array:
 
 def cells(rows: int, prompt: int, whole: int, *, keeps: bool) -> tuple[list[Cell], list[Cell]]:
     """What to time: of writing, and of prompts up to `prompt` tokens, of texts up to `whole` tokens."""
-    counts = sorted({rows, *(2**power for power in range(rows.bit_length()) if 2**power <= rows)})
     lengths = sorted({min(whole, LEAST_KEPT), whole // 2, max(1, whole - 1)} - {0})
-    writing = [Cell(count, 1, kept) for count in counts for kept in lengths]
+    writing = [Cell(count, 1, kept) for count in powers(rows) for kept in lengths]
     if not keeps:
         return writing, []
     prompts = []
@@ -183,12 +183,9 @@ class _Time(Request, tag="timing"):
 
 
 class _Worker:
-    """The engine, loaded and timed."""
-
     running: Any
 
     def answer(self, request: _Load | _Time) -> object:
-        """What was asked for."""
         return self._load(request) if isinstance(request, _Load) else self._timed(request.cell, request.seconds)
 
     def _load(self, load: _Load) -> _Loaded:

@@ -8,6 +8,7 @@ simulated (the server and the client compute, too), all costs are corrected and 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import statistics
 import time
@@ -23,12 +24,12 @@ from fettle.errors import UsageError
 from fettle.files import plain
 from fettle.journal import Journal
 from fettle.load.arrivals import poisson
-from fettle.load.run import Run, TextLimits, as_data
+from fettle.load.run import TextLimits, as_data
 from fettle.load.texts import TextLine, text_requests
 from fettle.package.handlers.generate import Settings
 from fettle.package.handlers.text import read_tokenizer
 from fettle.package.manifest import Package
-from fettle.package.settings import ServeSettings
+from fettle.package.settings import ServeSettings, powers
 from fettle.slo.calibrate import Stopped
 from fettle.slo.kept import Tested, open_journal, package_key
 from fettle.slo.points import Failure, Outcome, Proven
@@ -153,8 +154,6 @@ def fitting(package: Package, lines: Sequence[TextLine]) -> tuple[list[TextLine]
 
 
 class _Search:
-    """A search under way."""
-
     def __init__(
         self, package: Package, lines: Sequence[TextLine], result: TextSearch, journal: Journal,
         on_progress: Callable[[str], None], stop: asyncio.Event, seconds: float,
@@ -162,6 +161,7 @@ class _Search:
         self.package, self.lines, self.result, self.journal = package, lines, result, journal
         self.on_progress, self.stop, self.seconds = on_progress, stop, seconds
         self.longest = max(map(sum, zip(result.prompts, result.outputs, strict=True)))
+        self.failed: set[TextSetting] = set()
 
     async def calibrate(self, most: int, threads: int, device: str) -> None:
         """What steps cost."""
@@ -188,9 +188,10 @@ class _Search:
         settings = [
             TextSetting(count, chunk, threads, device)
             for threads, costs in result.costs.items()
-            for count in sorted({costs.rows, *(2**n for n in range(costs.rows.bit_length()) if 2**n <= costs.rows)})
+            for count in powers(costs.rows)
             for chunk in (chunks if costs.keeps else [ServeSettings().prefill_tokens])
         ]
+        settings = [setting for setting in settings if setting not in self.failed]
         points = []
         for number, setting in enumerate(settings, 1):
             self._check()
@@ -226,6 +227,7 @@ class _Search:
             except ServerFailure as failure:
                 result.failures.append(Failure(str(point.setting), str(failure)))
                 result.points.remove(point)
+                self.failed.add(point.setting)
                 continue
             slower = [test.slower for test in point.tests if test.slower]
             if slower and not 1 / OFF < (off := statistics.median(slower)) < OFF:
@@ -235,31 +237,23 @@ class _Search:
     async def _prove(self, point: TextPoint, to_beat: float) -> None:
         """Open-loop tests around what was predicted."""
         result, setting = self.result, point.setting
-        served: ServerProcess | None = None
+        settings = served_so(self.package.settings, setting, result.costs[setting.threads])
+        lengths = hashlib.sha256(np.array([result.prompts, result.outputs]).tobytes()).hexdigest()[:12]
+        about = f"{result.limits.ttft_s:g}s {result.limits.itl_s:g}s {lengths}"
 
-        async def test(rate: float) -> Tested:
-            nonlocal served
-            length = min(LONGEST_S, max(self.seconds, TEXTS / rate))
-            limits = f"{result.limits.ttft_s:g}s {result.limits.itl_s:g}s"
-            texts = hash_of(result.prompts, result.outputs)
-            key = f"test {package_key(self.package)} {setting} {rate:.6g}/s {length:.6g}s {limits} {texts}"
-            tested = self.journal.answer(key, Tested)
-            if tested is None:
-                self._check()
-                self.on_progress(f"{rate:.4g} texts/s on {setting}")
-                served = served or await ServerProcess.start(self.package, self.settings(setting), setting.device)
-                tested = await self._test(served, setting, rate, length)
-                self.journal.put(key, tested)
-            else:
-                result.tests_kept += 1
-            result.tests += 1
-            return tested
+        def seconds(rate: float) -> float:
+            return min(LONGEST_S, max(self.seconds, TEXTS / rate))
 
-        try:
-            point.measured = await bracket(point.tests, result.why, point.predicted, to_beat, bool(to_beat), test)
-        finally:
-            if served is not None:
-                await served.close()
+        def on_test(rate: float) -> None:
+            self._check()
+            self.on_progress(f"{rate:.4g} texts/s on {setting}")
+
+        await bracket(
+            point, result, self.journal, point.predicted, to_beat, near=bool(to_beat), on_test=on_test,
+            key=lambda rate: f"test {package_key(self.package)} {setting} {rate:.6g}/s {seconds(rate):.6g}s {about}",
+            start=lambda: ServerProcess.start(self.package, settings, setting.device),
+            test=lambda served, rate: self._test(served, setting, rate, seconds(rate)),
+        )  # fmt: skip
 
     async def _test(self, served: ServerProcess, setting: TextSetting, rate: float, seconds: float) -> Tested:
         result = self.result
@@ -273,17 +267,11 @@ class _Search:
         busy_s = inside.calls * inside.model_ms.mean / 1e3
         ttft, itl = float(np.percentile(expected.ttft_s, 99)) * 1e3, expected.itl_s(99) * 1e3
         slower = busy_s / expected.busy_s if busy_s and expected.stable else None
-        return Tested(
-            rate, texts_held(run), as_data(run), inside, ttft if expected.stable else None, slower, itl
-        )  # fmt: skip
+        return Tested(rate, run.held, as_data(run), inside, ttft if expected.stable else None, slower, itl)
 
     def _tables(self, setting: TextSetting) -> Tables:
         result, threads = self.result, setting.threads
         return Tables.of(result.costs[threads], self.longest, setting.chunk, result.scale[threads])
-
-    def settings(self, setting: TextSetting) -> ServeSettings:
-        """The package's settings with those of the search."""
-        return served_so(self.package.settings, setting, self.result.costs[setting.threads])
 
     def _check(self) -> None:
         if self.stop.is_set():
@@ -296,18 +284,6 @@ def served_so(settings: ServeSettings, setting: TextSetting, costs: TextCosts) -
         settings, max_rows=setting.rows, prefill_tokens=setting.chunk, cache_bytes=setting.rows * costs.row_bytes,
         workers=1, threads=setting.threads, delay_ms=0.0, devices=(setting.device,),
     )  # fmt: skip
-
-
-def texts_held(run: Run) -> bool:
-    """Whether a run kept its limits: a steady state, nothing failed or refused, and both percentiles within."""
-    return bool(run.stable and run.answered and not run.failed and not run.shed and not run.missed)
-
-
-def hash_of(prompts: Sequence[int], outputs: Sequence[int]) -> str:
-    """Equal for texts of equal lengths."""
-    import hashlib
-
-    return hashlib.sha256(np.array([prompts, outputs]).tobytes()).hexdigest()[:12]
 
 
 def explain(result: TextSearch) -> list[str]:
@@ -363,7 +339,7 @@ def texts_data(result: TextSearch, *, name: str, target: str, machine: str, writ
             "prompts": [{"threads": threads, "tokens": cell.rows * cell.new, "kept": cell.kept, "ms": s * 1e3}
                         for threads, costs in result.costs.items() for cell, s in costs.prompts],
         },
-        "why": result.why, "failures": [{"what": failure.what, "why": failure.why} for failure in result.failures],
+        "why": result.why, "failures": result.failures,
         "tests": result.tests, "tests_kept": result.tests_kept, "seconds": result.seconds,
     })  # fmt: skip
     return data

@@ -86,13 +86,13 @@ class _Text:
 
 def simulate_texts(
     arrivals: Array, prompts: Sequence[int], outputs: Sequence[int], rows: int, chunk: int, tables: Tables,
-    *, seed: int = 0, give_up: TextLimits | None = None,
+    *, give_up: TextLimits | None = None,
 ) -> Served:  # fmt: skip
     """Write texts that arrive at these seconds, ascending; lengths are used in turn.
 
     `give_up` ends early, as not stable, once more than 1% of the first tokens are late.
     """
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     noise: list[float] = []
     due: list[float] = (np.asarray(arrivals, float) + REQUEST_S / 2).tolist()
     count, lengths, more = len(due), len(prompts), len(outputs)

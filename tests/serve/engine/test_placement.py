@@ -1,6 +1,7 @@
 """Cores and devices of workers: nothing is given out twice."""
 
 import os
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -9,8 +10,10 @@ from hypothesis import strategies as st
 
 from fettle.errors import UsageError
 from fettle.package.manifest import open_package
-from fettle.serve.engine.placement import cores_for, device_for, usable_cores
+from fettle.package.settings import ServeSettings
+from fettle.serve.engine.placement import cores_for, usable_cores
 from fettle.serve.engine.registry import Options
+from fettle.serve.engine.worker import Worker
 from tests.serving import running
 
 
@@ -32,7 +35,8 @@ def test_no_core_is_given_to_two_workers(pools, usable):
 
 
 def test_one_worker_a_device_before_any_gets_a_second():
-    assert [device_for(index, ["cuda:0", "cuda:1"]) for index in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    pool = SimpleNamespace(settings=ServeSettings(workers=3, devices=("cuda:0", "cuda:1")))
+    assert [Worker(pool, index, 1).device for index in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
 
 
 @pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores that processes can be bound to")

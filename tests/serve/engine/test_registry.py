@@ -1,6 +1,7 @@
 """What the registry says of its versions, with pools that only pretend."""
 
 import asyncio
+import shutil
 import threading
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 
 from fettle.package.settings import ServeSettings
 from fettle.serve.engine import registry as room
+from fettle.serve.engine import store as store_room
 from fettle.serve.engine.metrics import Metrics
 from fettle.serve.engine.refusal import Rejected
 from fettle.serve.engine.registry import Options, Registry
@@ -23,7 +25,7 @@ class Pool:
     async def start(self):
         await self.go.wait()
         if self.problem:
-            raise Rejected(503, self.problem, kind="load")
+            raise Rejected(503, self.problem)
 
     async def close(self, drain_s):
         self.go.clear()
@@ -109,6 +111,38 @@ def test_when_the_default_goes_the_highest_version_is_the_default(registry):
         assert registry.models["net"].default == "10"
 
     asyncio.run(test())
+
+
+def test_when_all_that_has_weight_goes_the_default_answers(registry):
+    async def test():
+        for number in ("1", "2"):
+            await loaded(registry, number)
+        registry.change("net", {"weights": {"1": 1.0, "2": 0.0}})
+        going = asyncio.ensure_future(registry.unload("net", "1"))
+        await asyncio.sleep(0.01)
+        left = registry.models["net"].versions["2"]
+        assert [registry.choose("net", sticky=session) for session in ("", "a")] == [left, left]
+        registry.made[0].go.set()
+        await going
+
+    asyncio.run(test())
+
+
+def test_of_a_store_only_the_package_that_is_asked_for_is_read(store, tmp_path, monkeypatch, caplog):
+    for name in ("net-1", "net-2", "echo"):
+        shutil.copytree(store / name, tmp_path / name)
+    (tmp_path / "none.zip").write_bytes(b"no zip")
+    opened, open_package = [], store_room.open_package
+    monkeypatch.setattr(store_room, "open_package", lambda path: opened.append(path.name) or open_package(path))
+    assert store_room.find_package(tmp_path, "net").manifest.version == "2"
+    assert store_room.find_package(tmp_path, "net", "1").manifest.version == "1"
+    assert opened == ["net-2", "net-1"]
+    assert "none.zip" in caplog.text
+    (tmp_path / "net-2" / "graph.json").write_text("{}")
+    assert store_room.find_package(tmp_path, "net").manifest.version == "1"
+    assert "damaged or was changed" in caplog.text
+    with pytest.raises(Rejected, match="has no model net version 2"):
+        store_room.find_package(tmp_path, "net", "2")
 
 
 def test_packages_are_read_while_others_are_served(registry, monkeypatch):

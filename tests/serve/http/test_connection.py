@@ -17,6 +17,7 @@ from fettle.serve.http.app import App
 from fettle.serve.http.asgi import Asgi
 from fettle.serve.http.call import Call, Limits
 from fettle.serve.http.connection import Connection
+from fettle.serve.http.guard import Guard
 from fettle.serve.http.reply import Reply, json_reply
 
 LONG = 1 << 20
@@ -43,7 +44,7 @@ class Echo(App):
         if call.target == b"/slow":
             await asyncio.sleep(0.05)
         if call.target == b"/long":
-            return Reply(200, (b"x" * LONG,))
+            return Reply(200, b"x" * LONG)
         if call.target in (b"/events", b"/broken"):
             return Reply(200, events=_events(broken=call.target == b"/broken"))
         names = sorted(name.decode() for name in call.headers)
@@ -272,7 +273,7 @@ def test_a_client_that_does_not_read_gains_no_time_by_what_it_sends(sent: bytes)
     class Huge(Echo):
         async def answer(self, call: Call) -> Reply:
             self.under_way += 1
-            return Reply(200, (b"x" * (48 << 20),))
+            return Reply(200, b"x" * (48 << 20))
 
     async def what(reader, writer, app, every):
         app.__class__ = Huge
@@ -323,6 +324,29 @@ def test_what_follows_the_last_chunk_is_no_header() -> None:
     talk(what)
 
 
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"Host: a\r\nHost: b\r\n\r\n", 400),
+        (b"Host: a\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 501),
+        (b"Host: a\r\nTransfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 501),
+        (b"Host: a\r\nTransfer-Encoding: Chunked\r\n\r\n0\r\n\r\n", 200),
+    ],
+)
+def test_what_a_server_before_us_could_read_differently_is_refused(head: bytes, status: int) -> None:
+    class Checking(Echo):
+        _guard = Guard("", management=False)
+        refusal = App.refusal
+
+    async def what(reader, writer, app, every):
+        app.__class__ = Checking
+        writer.write(b"POST /first HTTP/1.1\r\n" + head + get("/next"))
+        assert (await read(reader))[0] == status
+        assert json.loads((await read(reader))[2])["target"] == "/next"
+
+    talk(what)
+
+
 def test_a_compressed_body_counts_as_large_as_it_becomes() -> None:
     app = App(Registry(Metrics(), Options()), limits=Limits(max_unanswered=1000))
     call = app.call("POST", b"/predictions/a", {b"content-encoding": b"gzip"}, lambda: False)
@@ -350,7 +374,7 @@ def test_a_server_that_ends_answers_what_was_asked() -> None:
 def test_a_handlers_type_cannot_add_a_header() -> None:
     class Split(Echo):
         async def answer(self, call: Call) -> Reply:
-            return Reply(200, (b"{}",), b"text/plain\r\nSet-Cookie: a=b", ((b"x-said", b"a\r\n\r\nb"),))
+            return Reply(200, b"{}", b"text/plain\r\nSet-Cookie: a=b", ((b"x-said", b"a\r\n\r\nb"),))
 
     async def both() -> None:
         loop = asyncio.get_running_loop()

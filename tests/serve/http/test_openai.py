@@ -192,7 +192,7 @@ def test_a_prompt_that_no_model_takes_is_not_multiplied():
     version = SimpleNamespace(pool=None, package=SimpleNamespace(manifest=SimpleNamespace(handler=Settings())))
     with pytest.raises(Rejected, match="longer than this model takes") as refused:
         Writing(SimpleNamespace(gone=None), version, Ask(text="x" * 10_000_000))
-    assert refused.value.kind == "too_long"
+    assert refused.value.code == "context_length_exceeded"
 
 
 def test_log_probabilities_are_of_the_tokens_of_the_text(client, model, tokenizer):

@@ -117,7 +117,7 @@ def test_values_survive_both_ways(datatype, data):
     flat = data.draw(st.lists(value, min_size=rows * width, max_size=rows * width))
     array = np.array(flat, kind).reshape(rows, width)
     spec = TensorSpec("x", datatype, (-1, width))
-    (text,), length = write_answer("", "m", "1", [(spec, array, False)])
+    text, length = write_answer("", "m", "1", [(spec, array, False)])
     assert length is None
     body = json.dumps({"inputs": json.loads(text)["outputs"]}).encode()
     assert np.array_equal(read(body, None, (spec,)).arrays[0], array)
@@ -133,11 +133,11 @@ def test_garbage_never_does_more_than_be_refused(body, header):
 
 def test_nan_is_null_in_json_and_kept_in_binary():
     array = np.array([[math.nan, 1.0]], np.float32)
-    (text,), _ = write_answer("1", "m", "1", [(Y[0], array, False)])
+    text, _ = write_answer("1", "m", "1", [(Y[0], array, False)])
     assert json.loads(text)["outputs"][0]["data"] == [None, 1.0]
-    parts, length = write_answer("1", "m", "1", [(Y[0], array, True)])
-    assert length == len(parts[0])
-    assert np.isnan(np.frombuffer(parts[1], np.float32)[0])
+    body, length = write_answer("1", "m", "1", [(Y[0], array, True)])
+    assert json.loads(body[:length])["outputs"][0]["parameters"] == {"binary_data_size": 8}
+    assert np.isnan(np.frombuffer(body[length:], np.float32)[0])
 
 
 def test_compressed_bodies_are_bounded():

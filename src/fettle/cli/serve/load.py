@@ -14,7 +14,7 @@ from rich.console import Console
 
 from fettle.cli import _options, _show
 from fettle.errors import UsageError, extra
-from fettle.files import check_writable, plain, read_bytes, write_text
+from fettle.files import check_writable, plain, read_bytes, read_text, write_text
 
 if TYPE_CHECKING:
     from fettle.load.client import Request
@@ -108,7 +108,7 @@ def command(
     page, markdown, csv_file = wanted.get(".html"), wanted.get(".md", markdown), wanted.get(".csv", csv_file)
     check_writable(page, markdown, csv_file)
     seconds, limit_s = _options.duration_s(duration, "--duration"), _options.duration_s(p99 or "0", "--p99")
-    token = read_bytes(token_file).decode().strip() if token_file is not None else ""
+    token = read_text(token_file).strip() if token_file is not None else ""
     limits = TextLimits(_options.duration_s(ttft or "0", "--ttft"), _options.duration_s(itl or "0", "--itl"))
     if _of_texts(url):
         lines = text_lines(prompt_tokens, output_tokens, texts, seed=seed)

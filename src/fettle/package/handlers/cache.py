@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from fettle.errors import UsageError
 from fettle.package.handlers.parts import FRESH, LAST, PAST, SEEN, output_index
-from fettle.package.tensors import TensorSpec
 from fettle.procs.limits import granted_memory_bytes
 from fettle.units import size_text
+
+if TYPE_CHECKING:
+    from fettle.package.handlers.generate import Handler
 
 _LEAST_REUSED = 16
 """Fewer tokens that two prompts begin with are computed again."""
@@ -26,17 +28,15 @@ class Cache:
     it is written to, and never more than `rows` times `length` tokens.
     """
 
-    def __init__(
-        self, runner: Any, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], scores: int, *, rows: int,
-        length: int, most_bytes: int,
-    ) -> None:  # fmt: skip
-        self.runner, self.inputs = runner, inputs
-        self.scores, self.fresh = scores, output_index(outputs, FRESH)
-        _, self.layers, _, self.heads, _, self.size = next(spec.shape for spec in inputs if spec.name == PAST)
-        self._past = torch.zeros(1, self.layers, 2, self.heads, 1, self.size, device=runner.device)
+    def __init__(self, handler: Handler, rows: int, most_bytes: int) -> None:
+        runner, length = handler.runner, handler.settings.max_tokens
+        self.runner, self.inputs = runner, handler.inputs
+        self.scores, self.fresh = handler.place, output_index(handler.outputs, FRESH)
+        _, layers, _, heads, _, size = next(spec.shape for spec in self.inputs if spec.name == PAST)
+        self._past = torch.zeros(1, layers, 2, heads, 1, size, device=runner.device)
         with torch.inference_mode():
             dtype = self._call(0, [[0]], [0])[self.fresh].dtype  # as the model computes, which its recipe may change
-        token = self.layers * 2 * self.heads * self.size * dtype.itemsize
+        token = layers * 2 * heads * size * dtype.itemsize
         self.rows = min(rows, (most_bytes or int(_SHARE * _free_bytes(runner.device))) // (token * length))
         if self.rows < 1:
             raise UsageError(
@@ -44,7 +44,7 @@ class Cache:
                 f"{size_text(token * length)}; serve with more --cache-memory, or package with a smaller max_tokens"
             )
         # In memory the layers come first: a layer's keys of all rows are one batch of matrices then, and not copied.
-        shape = (self.layers, 2, self.rows, self.heads, length, self.size)
+        shape = (layers, 2, self.rows, heads, length, size)
         self._past = torch.zeros(shape, dtype=dtype, device=runner.device).permute(2, 0, 1, 3, 4, 5)
         self._held: list[tuple[Sequence[int], int]] = [((), 0)] * self.rows
 

@@ -14,19 +14,8 @@ import numpy as np
 from msgspec import Meta
 
 from fettle.errors import UsageError
-from fettle.package.handlers.image import (
-    Decoding,
-    Images,
-    decode,
-    image_input,
-    suggest_decoding,
-)  # fmt: skip
-from fettle.package.handlers.parts import (
-    Item,
-    label,
-    output_index,
-    probabilities,
-)  # fmt: skip
+from fettle.package.handlers.image import Decoding, Images, decode, image_input, suggest_decoding
+from fettle.package.handlers.parts import Item, label, output_index, probabilities
 from fettle.package.tensors import TensorSpec
 
 MASK = "pixel_mask"
@@ -66,11 +55,9 @@ class Handler(Images):
     """Boxes in pixels of the image that was sent."""
 
     def initialize(self, context: Any) -> None:
-        """Find the outputs that hold scores and boxes."""
         super().initialize(context)
-        outputs = context.manifest.outputs
-        self.logits = output_index(outputs, self.settings.logits)
-        self.boxes = output_index(outputs, self.settings.boxes)
+        self.logits = output_index(self.outputs, self.settings.logits)
+        self.boxes = output_index(self.outputs, self.settings.boxes)
 
     def preprocess(self, requests: Sequence[dict[str, Any]]) -> list[Item]:
         """One row for each image; a mask says that all of its pixels are the image's."""

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from fettle.errors import UsageError, first_line
@@ -192,8 +191,3 @@ def chat_template(text: str) -> Any:
         return made.from_string(text)
     except TemplateError as error:
         raise UsageError(f"the chat template cannot be read: {first_line(error)}") from error
-
-
-def generator(seed: int | None) -> np.random.Generator:
-    """What a text is drawn with."""
-    return np.random.default_rng(seed)

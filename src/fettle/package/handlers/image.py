@@ -18,9 +18,9 @@ from fettle.errors import UsageError, extra
 from fettle.package.handlers.parts import (
     Array,
     Item,
+    ItemHandler,
     Scores,
     Top,
-    call_together,
     output_index,
     probabilities,
     read_labels,
@@ -96,35 +96,29 @@ def image_input(inputs: Sequence[TensorSpec]) -> TensorSpec:
     raise UsageError(f"no input takes images, which is [rows, 1 or 3, height, width] of floats: {shapes}")
 
 
-class Images:
-    """What handlers of images share: the input that takes them, the labels, and one call for all."""
-
-    def __init__(self, settings: Any) -> None:
-        self.settings = settings
+class Images(ItemHandler):
+    """What handlers of images share: the input that takes them, and the labels."""
 
     def initialize(self, context: Any) -> None:
-        """Keep the runner; read the labels."""
+        """Find the input, and read the labels. Raises `UsageError` where the decoded image does not fit the input."""
+        super().initialize(context)
         import_pillow()
-        self.runner, self.max_rows = context.runner, context.manifest.max_rows
-        self.inputs, self.image = context.manifest.inputs, image_input(context.manifest.inputs)
-        check_decoding(self.settings.decoding, self.image)
+        decoding, self.image = self.settings.decoding, image_input(self.inputs)
+        shape = (1, len(decoding.mean), *decoding.size)
+        if not self.image.fits(shape):
+            wanted = f"the input {self.image.name} is {list(self.image.shape)}"
+            raise UsageError(f"the handler makes {list(shape)}, and {wanted}")
         self.labels = read_labels(context.folder)
-
-    def inference(self, data: list[Item]) -> list[Item]:
-        """One call for all."""
-        return call_together(self.runner, data, self.max_rows)
 
 
 class Handler(Images):
     """The best classes of every image."""
 
     def initialize(self, context: Any) -> None:
-        """Find the output that holds the scores."""
         super().initialize(context)
-        self.place = output_index(context.manifest.outputs, self.settings.output)
+        self.place = output_index(self.outputs, self.settings.output)
 
     def preprocess(self, requests: Sequence[dict[str, Any]]) -> list[Item]:
-        """One row for each image."""
         return [Item([decode(r["body"], self.settings.decoding)[0].astype(self.image.kind)]) for r in requests]
 
     def postprocess(self, answers: list[Item]) -> list[Any]:
@@ -143,13 +137,6 @@ def import_pillow() -> Any:
     except ImportError as error:
         raise extra("images need Pillow", "serve") from error
     return Image
-
-
-def check_decoding(decoding: Decoding, spec: TensorSpec) -> None:
-    """Raise `UsageError` where the image that comes out does not fit this input."""
-    shape = (1, len(decoding.mean), *decoding.size)
-    if not spec.fits((1, *shape[1:])):
-        raise UsageError(f"the handler makes {list(shape)}, and the input {spec.name} is {list(spec.shape)}")
 
 
 def decode(body: bytes, decoding: Decoding) -> tuple[Array, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""What the ready handlers share: one call for requests that are alike, scores with labels."""
+"""What the ready handlers share: two of the four steps, scores with labels."""
 
 from __future__ import annotations
 
@@ -37,32 +37,41 @@ class Item:
     note: Any = None
 
 
-def call_together(runner: Any, items: Sequence[Item], max_rows: int) -> list[Item]:
-    """The outputs of every request. Those with inputs of like shapes share a call of at most `max_rows` rows."""
-    inputs, outputs = runner.inputs, runner.outputs
-    if not all(spec.batched for spec in (*inputs, *outputs)):
-        return [Item(runner.run([item.arrays], 0), item.note) for item in items]
-    groups: dict[Any, list[list[int]]] = {}
-    for index, item in enumerate(items):
-        group_of = groups.setdefault(tuple(array.shape[1:] for array in item.arrays), [[]])
-        rows = sum(len(items[other].arrays[0]) for other in group_of[-1])
-        if group_of[-1] and rows + len(item.arrays[0]) > max_rows:
-            group_of.append([])
-        group_of[-1].append(index)
-    answers: list[Item] = [Item([]) for _ in items]
-    for group in (one for group_of in groups.values() for one in group_of):
-        outputs, place = runner.run([items[index].arrays for index in group], 0), 0
-        for index in group:
-            rows = len(items[index].arrays[0])
-            answers[index] = Item([output[place : place + rows] for output in outputs], items[index].note)
-            place += rows
-    return answers
+class ItemHandler:
+    """A handler whose requests are items; what it lacks are `preprocess` and `postprocess`."""
 
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
 
-def check_rows(rows: int, max_rows: int) -> None:
-    """Raise `UsageError` where one request asks for more than a call can hold."""
-    if rows > max_rows:
-        raise UsageError(f"a request may have at most {max_rows} rows, not {rows}")
+    def initialize(self, context: Any) -> None:
+        """Keep the runner, and what its model takes and gives."""
+        self.runner, self.max_rows = context.runner, context.manifest.max_rows
+        self.inputs, self.outputs = context.manifest.inputs, context.manifest.outputs
+
+    def inference(self, items: list[Item]) -> list[Item]:
+        """The outputs of every request. Those with inputs of like shapes share a call of at most `max_rows` rows."""
+        if not all(spec.batched for spec in (*self.inputs, *self.outputs)):
+            return [Item(self.runner.run([item.arrays], 0), item.note) for item in items]
+        groups: dict[Any, list[list[int]]] = {}
+        for index, item in enumerate(items):
+            group_of = groups.setdefault(tuple(array.shape[1:] for array in item.arrays), [[]])
+            rows = sum(len(items[other].arrays[0]) for other in group_of[-1])
+            if group_of[-1] and rows + len(item.arrays[0]) > self.max_rows:
+                group_of.append([])
+            group_of[-1].append(index)
+        answers: list[Item] = [Item([]) for _ in items]
+        for group in (one for group_of in groups.values() for one in group_of):
+            outputs, place = self.runner.run([items[index].arrays for index in group], 0), 0
+            for index in group:
+                rows = len(items[index].arrays[0])
+                answers[index] = Item([output[place : place + rows] for output in outputs], items[index].note)
+                place += rows
+        return answers
+
+    def check_rows(self, rows: int) -> None:
+        """Raise `UsageError` where one request asks for more than a call can hold."""
+        if rows > self.max_rows:
+            raise UsageError(f"a request may have at most {self.max_rows} rows, not {rows}")
 
 
 def read_labels(folder: Path) -> list[str]:
@@ -112,13 +121,11 @@ def softmax(scores: Array) -> Array:
 
 
 def sigmoid(scores: Array) -> Array:
-    """The sigmoid of every score, in float64."""
     shares: Array = 0.5 * (1.0 + np.tanh(0.5 * scores.astype(np.float64)))
     return shares
 
 
 def probabilities(scores: Array, how: Scores) -> Array:
-    """Scores as probabilities."""
     return softmax(scores) if how == "softmax" else sigmoid(scores) if how == "sigmoid" else scores.astype(np.float64)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from fettle.package.handlers.cache import Cache
-from fettle.package.handlers.generate import Ask, Piece, TokenLogprob, generator
+from fettle.package.handlers.generate import Ask, Piece, TokenLogprob
 from fettle.package.handlers.parts import LAST
 from fettle.package.handlers.sampling import choose, log_probabilities
 from fettle.package.handlers.writing import Writing
@@ -67,12 +67,7 @@ class Running:
 
     def __init__(self, handler: Handler, rows: int, cache_bytes: int, prefill_tokens: int) -> None:
         self.handler, self.prefill_tokens = handler, prefill_tokens
-        self.cache: Cache | None = None
-        if handler.keeps:
-            self.cache = Cache(
-                handler.runner, handler.inputs, handler.outputs, handler.place,
-                rows=rows, length=handler.settings.max_tokens, most_bytes=cache_bytes,
-            )  # fmt: skip
+        self.cache = Cache(handler, rows, cache_bytes) if handler.keeps else None
         self.rows = rows if self.cache is None else self.cache.rows
         self.texts: list[_Text] = []
         """Each text's place is its row in the cache. Those that are being written stand before those whose prompts
@@ -92,7 +87,7 @@ class Running:
         prompt = handler.prompt(ask)
         left = handler.room(prompt, ask)
         writing = Writing(handler.tokenizer, prompt, ask.sampling.stop)
-        written = _Text(number, prompt, len(prompt), left, ask, writing, generator(ask.sampling.seed))
+        written = _Text(number, prompt, len(prompt), left, ask, writing, np.random.default_rng(ask.sampling.seed))
         self.texts.append(written)
         if self.cache is None or len(prompt) == 1:
             self._begin_to_write(len(self.texts) - 1)

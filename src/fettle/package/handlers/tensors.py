@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from fettle.errors import UsageError
-from fettle.package.handlers.parts import Array, Item, call_together, check_rows
+from fettle.package.handlers.parts import Array, Item, ItemHandler
 from fettle.package.tensors import TensorSpec
 
 
@@ -22,30 +22,16 @@ def suggest(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], files: 
     return Settings()
 
 
-class Handler:
+class Handler(ItemHandler):
     """An array for the only input, or an object of arrays by the inputs' names; the answer alike.
 
     An array with the dimensions of one row stands for one row.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-
-    def initialize(self, context: Any) -> None:
-        """Keep the runner."""
-        self.runner, self.max_rows = context.runner, context.manifest.max_rows
-        self.inputs, self.outputs = context.manifest.inputs, context.manifest.outputs
-
     def preprocess(self, requests: Sequence[dict[str, Any]]) -> list[Item]:
-        """The arrays of every request."""
         return [Item(self._arrays(request["body"])) for request in requests]
 
-    def inference(self, data: list[Item]) -> list[Item]:
-        """One call for requests that are alike."""
-        return call_together(self.runner, data, self.max_rows)
-
     def postprocess(self, answers: list[Item]) -> list[Any]:
-        """Plain lists."""
         if len(self.outputs) == 1:
             return [answer.arrays[0].tolist() for answer in answers]
         names = [spec.name for spec in self.outputs]
@@ -69,6 +55,8 @@ class Handler:
                 raise UsageError(f"the input {spec.name} is missing")
             try:
                 array = np.asarray(values[spec.name], dtype=spec.kind)
+                if spec.kind.kind != "f" and not np.array_equal(array, np.asarray(values[spec.name])):
+                    raise ValueError  # 1.5 would be 1, and any text true
             except (ValueError, TypeError, OverflowError) as error:
                 raise UsageError(f"the input {spec.name} is not an array of {spec.datatype}") from error
             if spec.batched and array.ndim == len(spec.shape) - 1:
@@ -79,5 +67,5 @@ class Handler:
         rows = {len(a) for a, spec in zip(arrays, self.inputs, strict=True) if spec.batched}
         if len(rows) > 1:
             raise UsageError("the inputs differ in their number of rows")
-        check_rows(max(rows, default=1), self.max_rows)
+        self.check_rows(max(rows, default=1))
         return arrays

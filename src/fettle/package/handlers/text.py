@@ -20,10 +20,9 @@ from fettle.files import read_bytes
 from fettle.package.handlers.parts import (
     Array,
     Item,
+    ItemHandler,
     Scores,
     Top,
-    call_together,
-    check_rows,
     output_index,
     probabilities,
     read_labels,
@@ -87,25 +86,19 @@ def check_inputs(inputs: Sequence[TensorSpec]) -> None:
             )
 
 
-class Handler:
+class Handler(ItemHandler):
     """A text, or a JSON list of texts, to as many answers."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-
     def initialize(self, context: Any) -> None:
-        """Read tokenizer and labels; keep the runner."""
-        check_inputs(context.manifest.inputs)
-        settings = self.settings
-        self.runner, self.max_rows = context.runner, context.manifest.max_rows
-        self.inputs = context.manifest.inputs
+        super().initialize(context)
+        check_inputs(self.inputs)
         self.ids = next(i for i, spec in enumerate(self.inputs) if spec.name == "input_ids")
         self.masked = any(spec.name == "attention_mask" for spec in self.inputs)
-        self.place = output_index(context.manifest.outputs, settings.output)
-        self.by_token = context.manifest.outputs[self.place].shape[1:2] == (-1,)
+        self.place = output_index(self.outputs, self.settings.output)
+        self.by_token = self.outputs[self.place].shape[1:2] == (-1,)
         self.labels = read_labels(context.folder)
         self.tokenizer = read_tokenizer(context.folder)
-        self.tokenizer.enable_truncation(settings.max_tokens)
+        self.tokenizer.enable_truncation(self.settings.max_tokens)
         self.pad = self.tokenizer.padding or _padding(self.tokenizer)
         self.tokenizer.no_padding()
 
@@ -114,7 +107,7 @@ class Handler:
         request by itself where the model is not told what was filled: its answer must not depend on others."""
         requested = [read_texts(request, self.settings.max_characters) for request in requests]
         for texts, _ in requested:
-            check_rows(len(texts), self.max_rows)
+            self.check_rows(len(texts))
         encodings = iter(self.tokenizer.encode_batch([text for texts, _ in requested for text in texts]))
         encoded = [[next(encodings) for _ in texts] for texts, _ in requested]
         longest = [max(1, *(len(row.ids) for row in rows)) for rows in encoded]
@@ -128,10 +121,6 @@ class Handler:
                  (single, np.array([row.attention_mask for row in rows])))
             for rows, (_, single) in zip(encoded, requested, strict=True)
         ]  # fmt: skip
-
-    def inference(self, data: list[Item]) -> list[Item]:
-        """One call for texts of like lengths."""
-        return call_together(self.runner, data, self.max_rows)
 
     def postprocess(self, answers: list[Item]) -> list[Any]:
         """One answer for a text, a list for a list."""

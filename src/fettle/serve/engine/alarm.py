@@ -28,7 +28,6 @@ class Alarm:
             self._arm(loop)
 
     def clear(self) -> None:
-        """Cancel the alarm."""
         self._moment_s = self._timer_s = math.inf
         if self._timer is not None:
             self._timer.cancel()

@@ -1,16 +1,8 @@
 """The batching decision: which waiting requests go to a worker now, or until when to wait.
 
 Greedy: a free worker takes all that wait, up to `max_rows`. No clock, no IO, no threads: every moment is handed in as
-`now_s`. The order of use is
-
-    queue.push(item)                  a request arrived (False: the queue is full)
-    queue.discard(item)               its client went away
-    queue.expire(now_s)               those whose deadline has passed, taken out
-    queue.take(now_s, free_workers)   a `Batch` to dispatch now, or None
-    queue.take_full()                 the batch that comes next whatever else arrives, or None
-    queue.wake_s(now_s)               the next moment at which `take` or `expire` may do more without a new event
-
-Call `take` whenever a request arrives, a worker becomes free, or `wake_s` has come, until it returns None.
+`now_s`. Call `expire` and `take` whenever a request was pushed, a worker has become free, or `wake_s` has come; `take`
+until it returns None.
 """
 
 from __future__ import annotations

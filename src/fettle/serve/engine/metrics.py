@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
@@ -15,6 +16,7 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 
 MAX_NAMES = 100
 """The most names of a handler's own metrics."""
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
+_Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 
 
 class Tally:
@@ -32,13 +34,12 @@ class Tally:
 
     @property
     def count(self) -> int:
-        """How many values."""
         return sum(self._counts)
 
-    def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Upper bound and number of values up to it, for each bucket; and the sum."""
-        names = [*map(floatToGoString, self._bounds), "+Inf"]
-        return list(zip(names, accumulate(self._counts), strict=True)), self.sum
+    @property
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bound and number of values up to it, for each bucket."""
+        return list(zip([*map(floatToGoString, self._bounds), "+Inf"], accumulate(self._counts), strict=True))
 
 
 class Tallies(Collector):
@@ -49,15 +50,12 @@ class Tallies(Collector):
         self._tallies: dict[tuple[str, ...], Tally] = {}
 
     def labels(self, *values: str) -> Tally:
-        """The histogram of these labels."""
         return self._tallies.setdefault(values, Tally(self._bounds))
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """What Prometheus asks for."""
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         for values, tally in self._tallies.items():
-            buckets, total = tally.buckets()
-            family.add_metric(values, buckets, total)
+            family.add_metric(values, tally.buckets, tally.sum)
         yield family
 
 
@@ -69,11 +67,9 @@ class Counts(Collector):
         self._counts: dict[tuple[str, ...], dict[int, int]] = {}
 
     def labels(self, *values: str) -> dict[int, int]:
-        """What is counted of these labels, by the last."""
         return self._counts.setdefault(values, {})
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """What Prometheus asks for."""
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
         for values, counts in self._counts.items():
             for last, count in counts.items():
@@ -82,67 +78,45 @@ class Counts(Collector):
 
 
 class Metrics:
-    """All metrics of one server."""
-
     def __init__(self, limit_s: float = 0.0) -> None:
         self.registry = CollectorRegistry()
         # Buckets close together around the limit: a percentile is as exact as the buckets beside it.
-        around = (
-            {round(limit_s * factor, 6) for factor in (0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)} if limit_s else set()
-        )
-        seconds = tuple(sorted({*_SECONDS, *around}))
+        around = [round(limit_s * factor, 6) for factor in (0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)]
+        seconds = tuple(sorted({*_SECONDS, *around} - {0.0}))
         labels = ("model", "version")
 
-        def histogram(name: str, text: str, bounds: Sequence[float]) -> Tallies:
+        def histogram(name: str, text: str, bounds: Sequence[float] = seconds) -> Tallies:
             tallies = Tallies(f"fettle_{name}", text, labels, bounds)
             self.registry.register(tallies)
             return tallies
 
-        self.request_s = histogram(
-            "request_seconds", "From the request's arrival at the batcher to its answer", seconds
-        )
-        self.queue_s = histogram("queue_wait_seconds", "From arrival to dispatch", seconds)
-        self.join_s = histogram("batch_join_seconds", "Putting a batch together in the worker", seconds)
-        self.pre_s = histogram("preprocess_seconds", "A handler's step before the model, for one call", seconds)
-        self.post_s = histogram("postprocess_seconds", "A handler's step after the model, for one call", seconds)
-        self.model_s = histogram("model_seconds", "One call of the model", seconds)
-        self.first_token_s = histogram(
-            "time_to_first_token_seconds", "From a text's arrival to its first token", seconds
-        )
-        self.next_token_s = histogram("inter_token_seconds", "Between two tokens of a text", seconds)
+        def made(kind: type[_Kind], name: str, text: str, *more: str, **options: Any) -> _Kind:
+            return kind(f"fettle_{name}", text, (*labels, *more), registry=self.registry, **options)
+
+        self.request_s = histogram("request_seconds", "From the request's arrival at the batcher to its answer")
+        self.queue_s = histogram("queue_wait_seconds", "From arrival to dispatch")
+        self.join_s = histogram("batch_join_seconds", "Putting a batch together in the worker")
+        self.pre_s = histogram("preprocess_seconds", "A handler's step before the model, for one call")
+        self.post_s = histogram("postprocess_seconds", "A handler's step after the model, for one call")
+        self.model_s = histogram("model_seconds", "One call of the model")
+        self.first_token_s = histogram("time_to_first_token_seconds", "From a text's arrival to its first token")
+        self.next_token_s = histogram("inter_token_seconds", "Between two tokens of a text")
         self.batch_rows = histogram("batch_rows", "Rows of a call, padding apart", _ROWS)
         self.responses = Counts("fettle_responses", "Answers by HTTP status", (*labels, "code"))
         self.registry.register(self.responses)
-        self.padding = Counter(
-            "fettle_padding_rows", "Rows computed only to fill a batch", labels, registry=self.registry
-        )
-        self.sheds = Counter(
-            "fettle_shed", "Requests not served, by reason", (*labels, "reason"), registry=self.registry
-        )
-        self.restarts = Counter(
-            "fettle_worker_restarts", "Workers replaced, by reason", (*labels, "reason"), registry=self.registry
-        )
-        self.violations = Counter(
-            "fettle_limit_violations", "Answers slower than the latency limit", labels, registry=self.registry
-        )
-        named = (*labels, "name")
-        self.handler_events = Counter("fettle_handler_events", "What a handler counted", named, registry=self.registry)
-        self.handler_s = Histogram(
-            "fettle_handler_seconds", "What a handler timed", named, buckets=seconds, registry=self.registry
-        )
-        self.handler_value = Gauge(
-            "fettle_handler_value", "What a handler measured: bytes or percent", named, registry=self.registry
-        )
-        self.queue_rows = Gauge("fettle_queue_rows", "Rows that wait", labels, registry=self.registry)
-        self.inflight = Gauge("fettle_inflight", "Requests with a worker", labels, registry=self.registry)
-        self.worker_bytes = Gauge(
-            "fettle_worker_rss_bytes", "Resident memory of a worker", (*labels, "worker"), registry=self.registry
-        )
+        self.padding = made(Counter, "padding_rows", "Rows computed only to fill a batch")
+        self.sheds = made(Counter, "shed", "Requests not served, by reason", "reason")
+        self.restarts = made(Counter, "worker_restarts", "Workers replaced, by reason", "reason")
+        self.violations = made(Counter, "limit_violations", "Answers slower than the latency limit")
+        self.handler_events = made(Counter, "handler_events", "What a handler counted", "name")
+        self.handler_s = made(Histogram, "handler_seconds", "What a handler timed", "name", buckets=seconds)
+        self.handler_value = made(Gauge, "handler_value", "What a handler measured: bytes or percent", "name")
+        self.queue_rows = made(Gauge, "queue_rows", "Rows that wait")
+        self.inflight = made(Gauge, "inflight", "Requests with a worker")
+        self.worker_bytes = made(Gauge, "worker_rss_bytes", "Resident memory of a worker", "worker")
 
 
 class ModelMetrics:
-    """The metrics of one model version."""
-
     def __init__(self, metrics: Metrics, model: str, version: str) -> None:
         self.all, self.labels = metrics, (model, version)
         self.requests, self.queue = metrics.request_s.labels(*self.labels), metrics.queue_s.labels(*self.labels)
@@ -159,7 +133,6 @@ class ModelMetrics:
         """Batch rows -> calls, seconds of joining, seconds of the model."""
 
     def request(self, seconds: float, queue_s: float, limit_s: float) -> None:
-        """A request was answered."""
         self.requests.observe(seconds)
         self.queue.observe(queue_s)
         if 0 < limit_s < seconds:
@@ -185,7 +158,6 @@ class ModelMetrics:
         self.post.observe(post_s)
 
     def response(self, code: int) -> None:
-        """An answer went out with this HTTP status."""
         self._codes[code] = self._codes.get(code, 0) + 1
         self.failed += code >= 400
 
@@ -208,5 +180,4 @@ class ModelMetrics:
         self.all.sheds.labels(*self.labels, reason).inc()
 
     def restart(self, reason: str) -> None:
-        """A worker was replaced."""
         self.all.restarts.labels(*self.labels, reason).inc()

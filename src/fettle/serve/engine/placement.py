@@ -1,4 +1,4 @@
-"""Where workers run: cores and devices, given out so that no two workers get the same one."""
+"""Where workers run: cores, given out so that no two workers get the same one."""
 
 from __future__ import annotations
 
@@ -21,8 +21,3 @@ def cores_for(workers: int, threads: int, usable: Sequence[int], taken: Collecti
     if workers < 2 or each < 1 or each * workers > len(free):
         return []
     return [free[each * index : each * (index + 1)] for index in range(workers)]
-
-
-def device_for(index: int, devices: Sequence[str]) -> str:
-    """The device of a pool's worker: one after the other, and only where there are more workers than devices again."""
-    return devices[index % len(devices)]

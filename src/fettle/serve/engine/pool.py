@@ -15,25 +15,25 @@ from typing import NoReturn
 
 import msgspec
 
+from fettle.package.host import host_id
 from fettle.package.manifest import Package
 from fettle.package.settings import ServeSettings
 from fettle.serve.engine import wire
 from fettle.serve.engine.alarm import Alarm
-from fettle.serve.engine.answers import answers
 from fettle.serve.engine.anticipation import Anticipation
 from fettle.serve.engine.batching import Batch, BatchQueue
 from fettle.serve.engine.metrics import ModelMetrics
 from fettle.serve.engine.refusal import Rejected
-from fettle.serve.engine.request import Answer, Request
+from fettle.serve.engine.request import Answer, Request, answers
 from fettle.serve.engine.worker import Worker
-from fettle.serve.engine.worker_start import Spare, Spawned, spawn, threads_each
+from fettle.serve.engine.worker_start import Spare, threads_each
 
 
 class Pool:
     """The workers of one model version, and what waits for them."""
 
     def __init__(
-        self, package: Package, settings: ServeSettings, metrics: ModelMetrics, *, machine: str = "",
+        self, package: Package, settings: ServeSettings, metrics: ModelMetrics, *,
         cores: Sequence[Sequence[int]] = (), trust: str = "", explain: bool = False, spare: Spare | None = None,
     ) -> None:  # fmt: skip
         self.package, self.settings, self.metrics = package, settings, metrics
@@ -42,7 +42,7 @@ class Pool:
         self.queue: BatchQueue[Request] = BatchQueue(settings)
         self.texts: BatchQueue[Request] = BatchQueue(_one_by_one(settings))
         """Requests for a text, in the order in which they came."""
-        self._row_s = settings.row_s(machine)
+        self._row_s = settings.row_s(host_id())
         self.trust, self.explains = trust, explain
         threads = threads_each(settings.threads, settings.workers)
         self.workers = [
@@ -81,21 +81,37 @@ class Pool:
         except OSError as error:  # no process to be had: memory, descriptors
             self.problem = f"a worker cannot be started: {error.strerror}"
         if self.closing or not all(worker.ready for worker in workers):
-            raise Rejected(503, self.problem or "a worker ended while loading", kind="load")
+            raise Rejected(503, self.problem or "a worker ended while loading")
 
-    def start_process(self, threads: int) -> Spawned:
-        """A process for a worker: the spare one where it fits. OSError where none can be had."""
-        spare = self.spare.take(threads) if self.spare is not None else None
-        return spare or spawn(threads)
+    async def scale(self, settings: ServeSettings, cores: Sequence[Sequence[int]]) -> None:
+        """Have the workers that `settings` ask for, each on its `cores`, without a failed request.
 
-    def load_message(self, worker: Worker) -> wire.Load:
-        """What a worker has to load."""
-        folder, threads, cores = str(self.package.folder), worker.threads, worker.cores
-        settings = self.settings
-        return wire.Load(
-            folder, self.sizes, threads, cores, self.trust, worker.device, self.explains, settings.max_rows,
-            settings.cache_bytes, settings.prefill_tokens,
-        )  # fmt: skip
+        New ones take part once all of them are warm. Those that are too many, or whose threads and cores are others
+        now, end after the batch that they have. Raises `Rejected` (503) where a new one cannot be started; then nothing
+        has changed.
+        """
+        threads = threads_each(settings.threads, settings.workers)
+        staying = {worker.index: worker for worker in self.workers if not worker.leaving}
+        kept, self.joining = [], []
+        for index in range(settings.workers):
+            old, mine = staying.get(index), list(cores[index]) if cores else []
+            if old is not None and old.threads == threads and (not cores or old.cores == mine):
+                kept.append(old)
+            else:
+                self.joining.append(Worker(self, index, threads, mine))
+        try:
+            await self.start_all(self.joining)
+        except BaseException:
+            for worker in self.joining:
+                worker.close()
+            raise
+        finally:
+            joined, self.joining = self.joining, []
+        left = [worker for worker in self.workers if worker not in kept]
+        self.workers = sorted([*kept, *joined], key=lambda worker: worker.index) + left
+        self.change(settings)
+        for worker in left:
+            worker.leave()
 
     def without(self, worker: Worker) -> None:
         """One that left has answered its last batch."""
@@ -119,27 +135,22 @@ class Pool:
         """Cores that its workers are bound to."""
         return {core for worker in self.workers for core in worker.cores}
 
-    @property
-    def sizes(self) -> list[int]:
-        """The batch sizes that calls can have: those that are warmed."""
-        return sorted({self.settings.call_rows(rows) for rows in range(1, self.settings.max_rows + 1)})
-
     async def close(self, drain_s: float) -> None:
         """Take nothing new, let what was taken finish for at most `drain_s`, and end the workers."""
         self.closing = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), drain_s)
-        for request in self._all_waiting():
-            self._give_up(request, Rejected(503, "the model is being unloaded", 1.0, "unload"))
+        for request in [*self.queue.expire(math.inf), *self.texts.expire(math.inf)]:
+            self._give_up(request, Rejected(503, "the model is being unloaded", 1.0))
         self._alarm.clear()
         for worker in [*self.workers, *self.joining]:
             for request in worker.requests():
-                self._give_up(request, Rejected(503, "the model was unloaded during the call", 1.0, "unload"))
+                self._give_up(request, Rejected(503, "the model was unloaded during the call", 1.0))
             worker.close()
 
-    def change(self, settings: ServeSettings, machine: str) -> None:
+    def change(self, settings: ServeSettings) -> None:
         """Other batching settings, while running."""
-        self.settings, self._row_s = settings, settings.row_s(machine)
+        self.settings, self._row_s = settings, settings.row_s(host_id())
         self.queue.change(settings)
         self.texts.change(_one_by_one(settings))
         self.plan_pump()
@@ -150,7 +161,7 @@ class Pool:
         """Let a request wait for its batch. Raises `Rejected` at once when the queue is full or the model not ready."""
         if request.explain:
             if not self.explains:
-                raise Rejected(501, "explanations are off: the server was started without --explain", kind="off")
+                raise Rejected(501, "explanations are off: the server was started without --explain")
             request.key = ("explain", self.next_id())  # explained alone
         self.admit()
         longest = self.settings.timeout_ms / 1e3
@@ -158,7 +169,7 @@ class Pool:
         request.deadline_s = now + min(timeout_s or longest, longest)
         request.answer = self.loop.create_future()
         if not 1 <= request.rows <= self.settings.max_rows:
-            raise Rejected(400, f"a request has 1 to {self.settings.max_rows} rows, not {request.rows}", kind="rows")
+            raise Rejected(400, f"a request has 1 to {self.settings.max_rows} rows, not {request.rows}")
         if not self._queue_of(request).push(request):
             self._refuse()
         if request.piece is None:
@@ -167,28 +178,21 @@ class Pool:
         self.plan_pump()
         return request.answer
 
-    @property
-    def _serves(self) -> bool:
-        """Whether any worker is ready. Asked of every request: a generator would take three times as long."""
-        for worker in self.workers:  # noqa: SIM110
-            if worker.ready:
-                return True
-        return False
-
     def admit(self) -> None:
         """Raise `Rejected` where not one row could wait now. Asked before a request is read: refusing must be cheap."""
-        if self.closing or not self._serves:
+        for worker in self.workers:  # `any` would take three times as long
+            if worker.ready and not self.closing:
+                break
+        else:
             self.metrics.shed("not_ready")
-            raise Rejected(503, "the model is not ready", 1.0, "not_ready")
+            raise Rejected(503, "the model is not ready", 1.0)
         if self.waiting_rows >= self.settings.max_queue_rows:
             self._refuse()
 
     def _refuse(self) -> NoReturn:
         self.metrics.shed("queue_full")
         ahead = sum(worker.following.rows for worker in self.workers if worker.following is not None)
-        raise Rejected(
-            429, "too many requests wait", max(0.05, (ahead + self.waiting_rows) * self._row_s), "queue_full"
-        )
+        raise Rejected(429, "too many requests wait", max(0.05, (ahead + self.waiting_rows) * self._row_s))
 
     def stop(self, request: Request) -> None:
         """Nobody wants this text any more: the next one takes its place."""
@@ -203,7 +207,6 @@ class Pool:
 
     @property
     def waiting_rows(self) -> int:
-        """Rows that wait now."""
         return self.queue.rows + self.texts.rows
 
     @property
@@ -224,7 +227,7 @@ class Pool:
         now = time.perf_counter()
         for late in [*self.queue.expire(now), *self.texts.expire(now)]:
             self.metrics.shed("deadline")
-            self._give_up(late, Rejected(504, "the request's time was over before its turn came", kind="deadline"))
+            self._give_up(late, Rejected(504, "the request's time was over before its turn came"))
         hold_s = self._anticipation.hold_s(now) if self.queue.gains_by_waiting else 0.0
         while not hold_s:
             free = [worker for worker in self.workers if worker.ready and worker.batch is None]
@@ -276,7 +279,7 @@ class Pool:
         for item in batch.items:
             if item not in kept:
                 self.metrics.shed("disconnected")
-                self._give_up(item, Rejected(499, "the client went away", kind="disconnected"))
+                self._give_up(item, Rejected(499, "the client went away"))
         rows = sum(item.rows for item in kept)
         return Batch(kept, rows, self.settings.call_rows(rows)) if kept else None
 
@@ -284,11 +287,7 @@ class Pool:
         if not request.answer.done():
             request.answer.set_exception(why)
 
-    def _all_waiting(self) -> list[Request]:
-        return [*self.queue.expire(math.inf), *self.texts.expire(math.inf)]
-
     def next_id(self) -> int:
-        """A number for the next call."""
         self._ids += 1
         return self._ids
 
@@ -372,7 +371,7 @@ class Pool:
 
     def _wait_again(self, request: Request) -> None:
         if not self._queue_of(request).push(request):
-            self._give_up(request, Rejected(429, "too many requests wait", 1.0, "queue_full"))
+            self._give_up(request, Rejected(429, "too many requests wait", 1.0))
 
 
 def _one_by_one(settings: ServeSettings) -> ServeSettings:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 Headers = tuple[tuple[bytes, bytes], ...]
+TOO_LONG = "context_length_exceeded"
+"""The `Refusal.code` of a prompt for which the model has no room."""
 
 
 class Refusal(Exception):
     """A request is not served. Whoever finds out raises it; one place makes an answer of it."""
+
+    param: str | None = None
+    code: str | None = None
+    """The parameter that is wrong, and why in one word, where OpenAI's protocol has them."""
 
     def __init__(self, status: int, reason: str, headers: Headers = ()) -> None:
         super().__init__(reason)
@@ -14,15 +20,12 @@ class Refusal(Exception):
 
 
 class Rejected(Refusal):
-    """A sound request is refused or given up, and when to come again where that helps.
+    """A sound request is refused or given up, and when to come again where that helps."""
 
-    `kind` says why in one word.
-    """
-
-    def __init__(self, status: int, reason: str, retry_s: float = 0.0, kind: str = "") -> None:
+    def __init__(self, status: int, reason: str, retry_s: float = 0.0, code: str | None = None) -> None:
         headers = ((b"retry-after", str(max(1, round(retry_s))).encode()),) if retry_s else ()
         super().__init__(status, reason, headers)
-        self.kind = kind or str(status)
+        self.code = code
 
 
 class Malformed(Refusal):

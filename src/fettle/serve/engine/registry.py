@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from fettle.serve.engine.metrics import Metrics, ModelMetrics
 from fettle.serve.engine.placement import cores_for, usable_cores
 from fettle.serve.engine.pool import Pool
 from fettle.serve.engine.refusal import Rejected
-from fettle.serve.engine.scaling import scale
 from fettle.serve.engine.store import find_package, in_order
 from fettle.serve.engine.worker_start import Spare
 
@@ -94,8 +92,8 @@ class Options:
 class Registry:
     """The models of one server."""
 
-    def __init__(self, metrics: Metrics, options: Options, machine: str = "") -> None:
-        self.metrics, self.options, self.machine = metrics, options, machine
+    def __init__(self, metrics: Metrics, options: Options) -> None:
+        self.metrics, self.options = metrics, options
         self.models: dict[str, Model] = {}
         self._unserved: dict[tuple[str, str], Version] = {}
         """Versions that are being loaded or drained, or could not be loaded."""
@@ -116,15 +114,16 @@ class Registry:
         try:
             check_here(name, package.manifest.requires)
         except UsageError as error:
-            raise Rejected(400, str(error), kind="requires") from None
+            raise Rejected(400, str(error)) from None
         async with self._lock:
             settings = self._settings(package, changed)
             metrics = ModelMetrics(self.metrics, name, number)
             digest = package.handler_digest or ""
             model = self.models.get(name) or Model()
+            old = model.versions.get(number)
             pool = Pool(
-                package, settings, metrics, machine=self.machine,
-                cores=self._cores(settings, model.versions.get(number)),
+                package, settings, metrics,
+                cores=cores_for(settings.workers, settings.threads, usable_cores(), self._taken(apart=old)),
                 trust=digest if digest in self.options.trust else "",
                 explain=self.options.explain, spare=self.options.spare,
             )  # fmt: skip
@@ -140,7 +139,6 @@ class Registry:
                 raise
             del self._unserved[name, number]
             version.state = "READY"
-            old = model.versions.get(number)
             model.versions[number] = version
             model.default = model.default or number
             self.models[name] = model
@@ -163,6 +161,8 @@ class Registry:
                     model.shadow = ""
                 if model.default == one:
                     model.default = max(model.versions, key=in_order, default="")
+            if not any(model.weights.values()):  # they were those of what is gone
+                model.weights.clear()
             if not model.versions:
                 del self.models[name]
             self.remember()
@@ -172,7 +172,7 @@ class Registry:
         """Another number of workers for a version, the default one where none is named; returns when they are warm."""
         async with self._lock:
             settings, cores = self.share(name, number, workers)
-            await scale(self.find_version(name, number).pool, settings, cores, self.machine)
+            await self.find_version(name, number).pool.scale(settings, cores)
             self.remember()
 
     def share(self, name: str, number: str | None, workers: int) -> tuple[ServeSettings, list[list[int]]]:
@@ -227,7 +227,7 @@ class Registry:
             changed[number] = _with_batching(version.pool.settings, wanted["batch"])
         model.default, model.shadow, model.weights = default, shadow, dict(weights)
         for number, settings in changed.items():
-            model.versions[number].pool.change(settings, self.machine)
+            model.versions[number].pool.change(settings)
         self.remember()
 
     # -- choosing ----------------------------------------------------------------------------------------------------
@@ -308,7 +308,6 @@ class Registry:
     # -- parts -------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """End every pool."""
         await asyncio.gather(*(self._retire(version) for _, _, version in self.versions()))
         self.models.clear()
 
@@ -333,10 +332,6 @@ class Registry:
         if settings.max_rows > package.manifest.max_rows:
             raise Rejected(400, f"{package.manifest.name} takes at most {package.manifest.max_rows} rows a batch")
         return settings
-
-    def _cores(self, settings: ServeSettings, replaced: Version | None) -> Sequence[Sequence[int]]:
-        """Cores for each worker that no other pool's worker is bound to, apart from the version that will go."""
-        return cores_for(settings.workers, settings.threads, usable_cores(), self._taken(replaced))
 
     def _taken(self, apart: Version | None) -> set[int]:
         """Cores that workers are bound to, apart from those of one version."""
@@ -375,11 +370,5 @@ def _changed(settings: ServeSettings, at_start: ServeSettings) -> dict[str, Any]
 
 
 def _weighted(weights: Mapping[str, float], sticky: str) -> str:
-    digest = hashlib.blake2b(sticky.encode(), digest_size=8).digest() if sticky else b""
-    point = int.from_bytes(digest, "big") / 2**64 if sticky else random.random()
-    point *= sum(weights.values())
-    for number, weight in weights.items():
-        point -= weight
-        if point < 0:
-            return number
-    return [number for number, weight in weights.items() if weight > 0][-1]
+    draw = random.Random(sticky).choices if sticky else random.choices
+    return draw(list(weights), list(weights.values()))[0]

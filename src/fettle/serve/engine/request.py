@@ -1,12 +1,15 @@
-"""A request that waits for its batch, and its answer."""
+"""A request that waits for its batch, and its answer, cut out of what a worker sends back for all of them."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from fettle.package.tensors import TensorSpec
+from fettle.serve.engine import wire
 
 
 @dataclass(slots=True, eq=False)
@@ -54,3 +57,18 @@ class Answer:
     arrival_s: float = 0.0
     done_s: float = 0.0
     """Moments of `time.perf_counter`."""
+
+
+def answers(
+    items: Sequence[Request], specs: Sequence[TensorSpec], done: wire.Done, body: memoryview
+) -> Iterator[Answer]:
+    """One for each of `items`: a body from a handler, else its rows of each output; what has no rows is everybody's."""
+    if items[0].body is not None:
+        bodies = wire.pieces(body, [length for (length,) in done.shapes])
+        yield from (Answer(body=part, kind=kind) for part, kind in zip(bodies, done.kinds, strict=True))
+        return
+    arrays, row = wire.arrays([spec.kind for spec in specs], done.shapes, body)[0], 0
+    for request in items:
+        end = row + request.rows
+        yield Answer([array[row:end] if spec.batched else array for spec, array in zip(specs, arrays, strict=True)])
+        row = end

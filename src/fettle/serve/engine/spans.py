@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -32,8 +33,6 @@ class Spans:
         except ImportError as error:
             raise extra("spans need OpenTelemetry", "otel") from error
         # `create` reads OTEL_SERVICE_NAME, which stands above what is given here only where it is set.
-        import os
-
         own = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "fettle"}
         self._provider = TracerProvider(resource=Resource.create(own))
         self._provider.add_span_processor(BatchSpanProcessor(exporter))

@@ -3,40 +3,45 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 from fettle.errors import UsageError
-from fettle.package.manifest import MANIFEST, Package, check_name, open_package
+from fettle.package.manifest import MANIFEST, Manifest, Package, check_name, open_package, read_manifest
 from fettle.serve.engine.refusal import Rejected
 
 log = logging.getLogger("fettle.serve")
 
 
 def find_package(store: Path, name: str, number: str | None = None) -> Package:
-    """The package of that name; the highest version where none is given. Raises `Rejected` (400, 404)."""
+    """The package of that name; the highest sound version where none is given. Raises `Rejected` (400, 404).
+
+    Of the others nothing is read but what they say they are: a store may hold hundreds of gigabytes.
+    """
     try:
         check_name(name, number or "1")
     except UsageError as error:
         raise Rejected(400, str(error)) from None
-    packages = [package for package in stored(store) if package.manifest.name == name]
-    packages = [package for package in packages if number in (None, package.manifest.version)]
-    if not packages:
-        raise Rejected(404, f"the store has no model {name}" + (f" version {number}" if number else ""))
-    return max(packages, key=lambda package: in_order(package.manifest.version))
+    versions = [(said.version, path) for path, said in _stored(store) if said.name == name]
+    for version, path in sorted(versions, key=lambda pair: in_order(pair[0]), reverse=True):
+        if number in (None, version):
+            try:
+                return open_package(path)
+            except UsageError as error:
+                log.warning("the store: %s", error)
+    raise Rejected(404, f"the store has no model {name}" + (f" version {number}" if number else ""))
 
 
-def stored(store: Path) -> list[Package]:
-    """The sound packages of a folder."""
-    packages = []
+def _stored(store: Path) -> Iterator[tuple[Path, Manifest]]:
+    """The packages of a folder, and what they say they are."""
     for path in sorted(store.iterdir()):
         if (path / MANIFEST).is_file() or path.suffix == ".zip":
             try:
-                packages.append(open_package(path))
+                yield path, read_manifest(path)
             except UsageError as error:
                 log.warning("the store: %s", error)
-    return packages
 
 
 def in_order(version: str) -> tuple[tuple[int, int | str], ...]:
     """Versions in the order that people mean: 1.10 after 1.9."""
-    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in version.replace("-", ".").split("."))
+    return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in version.replace("-", ".").split("."))

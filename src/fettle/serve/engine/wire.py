@@ -12,7 +12,7 @@ import math
 import mmap
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -134,27 +134,25 @@ class Pong(_OfCall):
     rss: int
 
 
-Message = TypeVar("Message")
 ToWorker = Load | Run | Call | Generate | Cancel | Ping
 FromWorker = Ready | Piece | Wrote | Done | Failed | Pong
 _encoder = msgspec.msgpack.Encoder()
 to_worker = msgspec.msgpack.Decoder(ToWorker)
-from_worker = msgspec.msgpack.Decoder(FromWorker)
+_from_worker = msgspec.msgpack.Decoder(FromWorker)
 
 
 class ProtocolError(Exception):
     """The other side does not follow this protocol."""
 
 
-class Frames(Generic[Message]):
-    """Messages out of a stream that comes in pieces of any size."""
+class Frames:
+    """A worker's messages out of a stream that comes in pieces of any size."""
 
-    def __init__(self, decoder: msgspec.msgpack.Decoder[Message]) -> None:
-        self._decoder = decoder
+    def __init__(self) -> None:
         self._buffer = bytearray()
         self._need = PREFIX.size
 
-    def feed(self, data: bytes) -> Iterator[tuple[Message, memoryview]]:
+    def feed(self, data: bytes) -> Iterator[tuple[FromWorker, memoryview]]:
         """Every header and body that is whole now. Bodies are views of what was received. Raises `ProtocolError`."""
         self._buffer += data
         while len(self._buffer) >= self._need:
@@ -174,7 +172,7 @@ class Frames(Generic[Message]):
             self._need = PREFIX.size
             view = memoryview(taken)
             try:
-                header = self._decoder.decode(view[PREFIX.size : PREFIX.size + head])
+                header = _from_worker.decode(view[PREFIX.size : PREFIX.size + head])
             except msgspec.MsgspecError:
                 raise ProtocolError from None
             yield header, view[PREFIX.size + head :]

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from fettle.serve.engine import wire
 from fettle.serve.engine.alarm import Alarm
 from fettle.serve.engine.batching import Batch
-from fettle.serve.engine.placement import device_for
-from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.refusal import TOO_LONG, Rejected
 from fettle.serve.engine.request import Request
 from fettle.serve.engine.worker_link import WorkerLink
+from fettle.serve.engine.worker_start import spawn
 
 if TYPE_CHECKING:
     from fettle.serve.engine.pool import Pool
@@ -65,22 +65,28 @@ class Worker:
 
     @property
     def device(self) -> str:
-        """Where its model is."""
-        return device_for(self.index, self.pool.settings.devices)
+        """Where its model is: no device gets a second worker before each has one."""
+        devices = self.pool.settings.devices
+        return devices[self.index % len(devices)]
 
     @property
     def pid(self) -> int:
-        """Process number of what fills the place now."""
         return self._process.pid if self._process is not None else 0
 
     async def start(self) -> None:
         """Start a process; returns when it is warm or has failed."""
+        pool, settings = self.pool, self.pool.settings
         process = self._process = WorkerLink(self._on_message, self._on_lost)
-        self._loaded = self.pool.loop.create_future()
+        self._loaded = pool.loop.create_future()
         self.started_at = time.time()
-        await process.start(self.pool.start_process(self.threads))
+        spare = pool.spare.take(self.threads) if pool.spare is not None else None
+        await process.start(spare or spawn(self.threads))
         self._wait(START_S)
-        process.write(self.pool.load_message(self))
+        sizes = sorted({settings.call_rows(rows) for rows in range(1, settings.max_rows + 1)})
+        process.write(wire.Load(
+            str(pool.package.folder), sizes, self.threads, self.cores, pool.trust, self.device, pool.explains,
+            settings.max_rows, settings.cache_bytes, settings.prefill_tokens,
+        ))  # fmt: skip
         await self._loaded
 
     def end(self) -> None:
@@ -105,7 +111,6 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        """Whether it has nothing to do."""
         return self.batch is None and not self.texts
 
     @property
@@ -139,7 +144,6 @@ class Worker:
             self._again.cancel()
 
     def run(self, batch: Batch[Request], now: float) -> None:
-        """Work on a batch."""
         self._begin(batch, now)
         self._call = self._send(*self._message(batch))
 
@@ -206,7 +210,7 @@ class Worker:
             if self.texts:  # also while it computes a long prompt, of which no piece comes
                 self._wait(self.pool.settings.timeout_ms / 1e3)
             self.pool.wrote(header)
-            self._replace_grown()
+            self._end_or_replace()
         elif header.id in self.texts:
             self._of_text(header, body)
         elif header.id != self._call or self.batch is None or isinstance(header, wire.Piece):
@@ -236,16 +240,19 @@ class Worker:
     def _text_ended(self) -> None:
         if self.idle:
             self._rest()
-            if self.leaving:
-                self.pool.without(self)
-        self._replace_grown()
+        self._end_or_replace()
         self.pool.plan_pump()
 
-    def _replace_grown(self) -> None:
-        """One that has grown too much gets nothing more, and is replaced once it has nothing left."""
+    def _end_or_replace(self) -> None:
+        """One that leaves ends once it has nothing left. One that has grown too much gets nothing more, and is replaced
+        then."""
         if self._has_grown():
             self.ready = False
-        if not self.ready and self.idle and not self.leaving:
+        if self.ready or not self.idle:
+            return
+        if self.leaving:
+            self.pool.without(self)
+        else:
             log.warning("worker %d of %s has grown to %d MiB: replaced", self.index, self.pool.name, self.rss >> 20)
             self._on_lost("grown")
 
@@ -262,10 +269,7 @@ class Worker:
         else:
             log.warning("a call of %s failed: %s", self.pool.name, header.reason)
             self.pool.failed(batch, _why(header))
-        if self.idle and self.leaving:
-            self.pool.without(self)
-        else:
-            self._replace_grown()
+        self._end_or_replace()
 
     def _has_grown(self) -> bool:
         most = self.pool.settings.max_worker_bytes
@@ -302,7 +306,7 @@ class Worker:
         if following is not None:  # it had not begun with it
             self.pool.returned(following)
         for lost in [*([batch] if batch is not None else []), *(Batch([text], 1, 1) for text in texts)]:
-            self.pool.failed(lost, Rejected(500, "the model's process ended during the call", kind="crash"))
+            self.pool.failed(lost, Rejected(500, "the model's process ended during the call"))
         if self.leaving:
             self.pool.without(self)
         if self.leaving or first_start or self.pool.closing:
@@ -327,5 +331,5 @@ class Worker:
 def _why(failed: wire.Failed) -> Rejected:
     """What is answered to a call that failed."""
     if failed.usage:
-        return Rejected(400, failed.reason, kind="too_long" if failed.too_long else "input")
+        return Rejected(400, failed.reason, code=TOO_LONG if failed.too_long else None)
     return Rejected(500, "the model failed")

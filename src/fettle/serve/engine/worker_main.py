@@ -43,7 +43,8 @@ def main() -> None:
     logging.getLogger("fettle.package.compiled").setLevel(logging.INFO)  # how long a start took, and why
     logging.getLogger("fettle.serve.settings").setLevel(logging.ERROR)  # the server has said it
     with contextlib.suppress(ImportError):  # which is reported when there is something to load
-        _import_early()
+        for name in ("torch._export.serde.serialize", "safetensors.torch", "fettle.applying", "fettle.package.handler"):
+            importlib.import_module(name)  # what any package needs, while the server is still busy with its own start
     with contextlib.suppress(ConnectionError, EOFError):
         load, _ = receive(link)
         if not isinstance(load, wire.Load):
@@ -66,15 +67,7 @@ def main() -> None:
             worker.answer(link, *receive(link))
 
 
-def _import_early() -> None:
-    """What any package needs, while the server is still busy with its own start."""
-    for name in ("torch._export.serde.serialize", "safetensors.torch", "fettle.applying", "fettle.package.handler"):
-        importlib.import_module(name)
-
-
 class _Worker:
-    """The loaded model and its handler."""
-
     def __init__(self, load: wire.Load) -> None:
         import torch
 
@@ -185,10 +178,10 @@ class _Worker:
         bodies = wire.pieces(body, header.lengths)
         answers = self.handler.handle(bodies, header.kinds, self._explainer if header.explain else None)
         lengths: list[wire.Shape] = [(len(data),) for data, _ in answers]
-        took = self.handler.took
+        pre_s, model_s, post_s = self.handler.took
         done = wire.Done(
-            header.id, lengths, 0.0, took.inference_s, self.rss(), [kind for _, kind in answers],
-            self.handler.metrics.take(), took.preprocess_s, took.postprocess_s,
+            header.id, lengths, 0.0, model_s, self.rss(), [kind for _, kind in answers], self.handler.metrics.take(),
+            pre_s, post_s,
         )  # fmt: skip
         return done, [data for data, _ in answers]
 
@@ -209,7 +202,6 @@ def receive(link: socket.socket) -> tuple[Any, memoryview]:
 
 
 def send(link: socket.socket, header: Any, body: Any = ()) -> None:
-    """Write one frame."""
     buffers = wire.frame(header, body)
     total = sum(len(buffer) for buffer in buffers)
     sent = link.sendmsg(buffers) if len(buffers) < 512 else 0

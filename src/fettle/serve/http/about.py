@@ -16,16 +16,7 @@ from fettle.serve.http.protocol import Outputs
 from fettle.serve.http.reply import Error, OpenAIError, Reply, TorchServeError, json_reply
 
 _SCHEMAS: dict[str, Any] = msgspec.json.schema_components(
-    (
-        Error,
-        TorchServeError,
-        OpenAIError,
-        Outputs,
-        generation.Prompt,
-        generation.Text,
-        openai.Completions,
-        openai.Chat,
-    ),
+    (Error, TorchServeError, OpenAIError, Outputs, generation.Prompt, generation.Text, openai.Completions, openai.Chat),
     ref_template="#/components/schemas/{name}",
 )[1]
 _NO_SCRIPTS = (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'")
@@ -35,12 +26,12 @@ async def read(call: Call) -> Reply | None:
     """``/metrics``, ``/openapi.json`` and ``/docs``."""
     match call.method, call.parts:
         case "GET", ["metrics"]:
-            return Reply(200, (_metrics(call.registry),), b"text/plain; version=0.0.4; charset=utf-8")
+            return Reply(200, _metrics(call.registry), b"text/plain; version=0.0.4; charset=utf-8")
         case ("GET", ["openapi.json"]) | ("OPTIONS", []):
             return json_reply(document(call.registry))
         case "GET", ([] | ["docs"]):
             html = page(document(call.registry))
-            return Reply(200, (html,), b"text/html; charset=utf-8", (_NO_SCRIPTS,))
+            return Reply(200, html, b"text/html; charset=utf-8", (_NO_SCRIPTS,))
     return None
 
 

@@ -56,7 +56,7 @@ class App:
         try:
             self._guard.check(call.headers)
             call.parts = path_parts(call.target)
-            call.check_length()
+            call.check_head()
         except Refusal as refusal:
             return self.refused(call, refusal)
         return None

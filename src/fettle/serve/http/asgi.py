@@ -29,7 +29,6 @@ class Asgi:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """One request."""
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
         elif scope["type"] == "http":
@@ -77,13 +76,13 @@ async def _read(call: Call, receive: Receive) -> bytes:
 async def _send(reply: Reply, send: Send) -> None:
     headers = [(b"content-type", reply.kind), *reply.headers]
     if reply.events is None:
-        headers.append((b"content-length", b"%d" % len(reply.whole)))
+        headers.append((b"content-length", b"%d" % len(reply.body)))
     await send({"type": "http.response.start", "status": reply.status, "headers": headers})
     if reply.events is not None:
         async with contextlib.aclosing(reply.events) as events:
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-    await send({"type": "http.response.body", "body": b"" if reply.events is not None else reply.whole})
+    await send({"type": "http.response.body", "body": reply.body})
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

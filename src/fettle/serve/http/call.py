@@ -36,7 +36,7 @@ class Limits:
 
     def too_much(self) -> Rejected:
         """What a client hears whose body is one too many for `max_unanswered`."""
-        return Rejected(503, "too much is being read", 1.0, "unanswered")
+        return Rejected(503, "too much is being read", 1.0)
 
 
 @dataclass(slots=True)
@@ -62,8 +62,13 @@ class Call:
     """Parts of the path, unquoted."""
     version: Version | None = None
 
-    def check_length(self) -> None:
-        """Raise `Malformed` where the body is announced as too large."""
+    def check_head(self) -> None:
+        """Raise `Malformed` where the body is announced as too large or in a coding that nobody reads, or where it is
+        not certain for which host it is: what another server before us makes of that may differ."""
+        if b"," in self.headers.get(b"host", b""):
+            raise Malformed("a request names one host")
+        if self.headers.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
+            raise Malformed("the body's Transfer-Encoding is not supported", 501)
         announced = self.headers.get(b"content-length")
         if announced is not None and (len(announced) > 15 or int(announced) > self.limits.max_body):
             raise self.limits.too_large()
@@ -99,7 +104,7 @@ class Call:
                 return name, None, rest
         return None
 
-    def choose(self, name: str, number: str | None) -> Version:
+    def choose(self, name: str, number: str | None = None) -> Version:
         """The version that answers this call. Those of one session, or of one request's tries, go the same way."""
         self.version = self.registry.choose(name, number, self.header(b"x-session-id") or self.header(b"x-request-id"))
         return self.version
@@ -114,7 +119,6 @@ def path_parts(target: bytes) -> tuple[str, ...]:
 
 
 def _cut(target: bytes) -> tuple[bytes, bytes]:
-    """Split into path and query."""
     if target[:1] == b"/" and b"#" not in target and target.isascii():
         path, _, query = target.partition(b"?")
         return path, query

@@ -61,7 +61,6 @@ class Connection(asyncio.Protocol):
         """Where the client does not take what is written: set once it does."""
 
     def gone(self) -> bool:
-        """Whether the client has gone away."""
         return self._transport is None
 
     def finish(self) -> None:
@@ -127,7 +126,8 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_body:  # what follows the last chunk was not there when the head was checked
-            self._call.headers[name.lower()] = value
+            name, headers = name.lower(), self._call.headers
+            headers[name] = headers[name] + b", " + value if name in headers else value
 
     def on_headers_complete(self) -> None:
         if self._parser.should_upgrade():
@@ -218,7 +218,8 @@ class Connection(asyncio.Protocol):
                 app.unanswered -= len(call.sent)
             kept = kept and (not self._last or bool(self._pending))
             if reply.events is None:
-                self._write(_whole(reply, kept, bodiless=call.bodiless))
+                head = _head(reply, ((b"content-length", b"%d" % len(reply.body)),), kept)
+                self._write(head if call.bodiless else head + reply.body)
             else:  # also where the client has gone: whoever makes them stops then
                 kept = await self._stream(reply, kept)
             if self._room is not None:
@@ -290,13 +291,6 @@ class Connection(asyncio.Protocol):
             transport.close()
             if transport.get_write_buffer_size():
                 self._loop.call_later(self._app.limits.body_s, transport.abort)
-
-
-def _whole(reply: Reply, kept: bool, *, bodiless: bool) -> bytes:
-    """An answer as bytes."""
-    body = reply.whole
-    head = _head(reply, ((b"content-length", b"%d" % len(body)),), kept)
-    return head if bodiless else head + body
 
 
 def _head(reply: Reply, more: Any, kept: bool) -> bytes:

@@ -11,7 +11,7 @@ import msgspec
 from fettle.package.handlers import generate as prompts
 from fettle.package.handlers.generate import Ask, Piece
 from fettle.package.handlers.sampling import Sampling
-from fettle.serve.engine.refusal import Malformed, Refusal, Rejected
+from fettle.serve.engine.refusal import TOO_LONG, Malformed, Refusal, Rejected
 from fettle.serve.engine.registry import Registry, Version
 from fettle.serve.engine.request import Request
 from fettle.serve.http.call import Call
@@ -36,6 +36,12 @@ class Prompt(msgspec.Struct, frozen=True):
     id: str = ""
     parameters: Parameters = Parameters()
 
+    @property
+    def ask(self) -> Ask:
+        """What is to be written."""
+        parameters = {name: getattr(self.parameters, name) for name in Sampling.__struct_fields__}
+        return Ask(text=self.text_input, sampling=Sampling(**parameters))
+
 
 class Text(msgspec.Struct, omit_defaults=True):
     """Text that was written: all of it, or the next piece."""
@@ -57,7 +63,7 @@ class Writing:
         self._came: asyncio.Queue[bytes | None] = asyncio.Queue()
         body = msgspec.json.encode(ask)
         if len(body) > _most_bytes(version):  # before a copy of it waits for each of several answers
-            raise Rejected(400, "the prompt is longer than this model takes", kind="too_long")
+            raise Rejected(400, "the prompt is longer than this model takes", code=TOO_LONG)
         self._request = Request(
             1, "text", body=body, kind="application/json", gone=call.gone, piece=self._came.put_nowait
         )
@@ -100,6 +106,11 @@ class Writing:
             self._pool.stop(self._request)
 
 
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
 def _most_bytes(version: Version) -> int:
     """No prompt that the model takes is longer as JSON: six bytes a character, eight a token, and the rest."""
     settings = version.package.manifest.handler
@@ -128,24 +139,6 @@ def read_prompt(body: bytes) -> Prompt:
         raise Malformed(f"the body is not a request to generate: {str(error)[:200]}") from None
 
 
-def as_ask(body: bytes) -> Ask:
-    """What a request of Triton's extension asks for. Raises `Malformed`."""
-    return _ask(read_prompt(body))
-
-
-def _ask(prompt: Prompt) -> Ask:
-    parameters = {name: getattr(prompt.parameters, name) for name in Sampling.__struct_fields__}
-    return Ask(text=prompt.text_input, sampling=Sampling(**parameters))
-
-
-def plain_text(body: bytes) -> str:
-    """A body as text. Raises `Malformed`."""
-    try:
-        return body.decode("utf-8")
-    except UnicodeDecodeError:
-        raise Malformed("the body is not text in UTF-8") from None
-
-
 async def whole_text(call: Call, version: Version, ask: Ask) -> str:
     """All that a model writes. Raises `Refusal`."""
     return "".join(piece.text for piece in await Writing(call, version, ask).whole())
@@ -155,30 +148,26 @@ async def generate(call: Call) -> Reply | None:
     """``POST /v2/models/NAME[/versions/V]/generate`` and ``/generate_stream``."""
     match call.method, call.model_path:
         case "POST", (name, number, ["generate" | "generate_stream" as how]):
-            return await _generate(call, name, number, stream=how == "generate_stream")
-    return None
-
-
-async def _generate(call: Call, name: str, number: str | None, *, stream: bool) -> Reply:
-    version = writer(call, name, number)
-    prompt = read_prompt(call.sent)
-    ask, manifest = _ask(prompt), version.package.manifest
+            version = writer(call, name, number)
+        case _:
+            return None
+    prompt, manifest = read_prompt(call.sent), version.package.manifest
 
     def text(written: str) -> Text:
         return Text(manifest.name, manifest.version, written, prompt.id)
 
-    if not stream:
-        return json_reply(text(await whole_text(call, version, ask)))
-    writing = Writing(call, version, ask)
+    if how == "generate":
+        return json_reply(text(await whole_text(call, version, prompt.ask)))
+    writing = Writing(call, version, prompt.ask)
     await writing.begin()
 
     async def events() -> AsyncGenerator[bytes, None]:
         try:
             async for piece in writing.pieces():
                 if piece.text:
-                    yield b"data: " + msgspec.json.encode(text(piece.text)) + b"\n\n"
+                    yield event(text(piece.text))
         except Refusal:
-            yield b"data: " + msgspec.json.encode(Error("the model failed")) + b"\n\n"
+            yield event(Error("the model failed"))
         finally:
             writing.stop()
 

@@ -23,11 +23,9 @@ async def infer(call: Call) -> Reply | None:
     """``POST /v2/models/NAME[/versions/V]/infer`` and ``/explain``."""
     match call.method, call.model_path:
         case "POST", (name, number, ["infer" | "explain" as what]):
-            return await _infer(call, name, number, explain=what == "explain")
-    return None
-
-
-async def _infer(call: Call, name: str, number: str | None, *, explain: bool) -> Reply:
+            explain = what == "explain"
+        case _:
+            return None
     version = call.choose(name, number)
     pool = version.pool
     pool.admit()
@@ -49,11 +47,11 @@ async def _infer(call: Call, name: str, number: str | None, *, explain: bool) ->
     else:
         outputs = [(pool.output_specs[index], answered.outputs[index], binary) for index, binary in inference.wanted]
     manifest = version.package.manifest
-    parts, json_length = protocol.write_answer(inference.id, manifest.name, manifest.version, outputs)
+    body, json_length = protocol.write_answer(inference.id, manifest.name, manifest.version, outputs)
     if json_length is None:
-        return Reply(200, tuple(parts), answer=answered)
+        return Reply(200, body, answer=answered)
     more = ((b"inference-header-content-length", str(json_length).encode()),)
-    return Reply(200, tuple(parts), b"application/octet-stream", more, answered)
+    return Reply(200, body, b"application/octet-stream", more, answered)
 
 
 def _header_length(call: Call) -> int | None:
@@ -119,7 +117,9 @@ async def read(call: Call) -> Reply | None:
             pool, numbers = registry.choose(name, number).pool, sorted(registry.models[name].versions)
             return json_reply(protocol.metadata(name, numbers, pool.specs, pool.output_specs))
         case "GET", (name, number, ["ready"]):
-            return _ready(name, registry.choose(name, number))
+            if not registry.choose(name, number).pool.ready:
+                return json_reply({"error": f"the model {name} is not ready", "name": name, "ready": False}, 503)
+            return json_reply({"name": name, "ready": True})
         case "GET", (name, number, ["config"]):
             return json_reply(_configuration(name, registry.choose(name, number)))
         case "GET", (name, number, ["stats"]):
@@ -127,12 +127,6 @@ async def read(call: Call) -> Reply | None:
             rows = [row for row in registry.versions() if row[0] == name and number in (None, row[1])]
             return json_reply({"model_stats": [_statistics(*row) for row in rows]})
     return None
-
-
-def _ready(name: str, version: Version) -> Reply:
-    if not version.pool.ready:
-        return json_reply({"error": f"the model {name} is not ready", "name": name, "ready": False}, 503)
-    return json_reply({"name": name, "ready": True})
 
 
 def _statistics(name: str, number: str, version: Version) -> dict[str, Any]:

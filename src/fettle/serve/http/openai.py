@@ -19,7 +19,7 @@ from fettle.package.handlers.sampling import Sampling
 from fettle.serve.engine.refusal import Malformed, NoSuchPath, Refusal
 from fettle.serve.engine.registry import Registry, Version
 from fettle.serve.http.call import Call
-from fettle.serve.http.generation import EVENTS, NO_CACHE, Writing, generates, writer
+from fettle.serve.http.generation import EVENTS, NO_CACHE, Writing, event, generates, writer
 from fettle.serve.http.openapi import OBJECT, operation, ref
 from fettle.serve.http.reply import ErrorOf, OpenAIError, Reply, json_reply
 
@@ -294,9 +294,6 @@ class _Answer:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         usage = self.wanted.stream_options is not None and self.wanted.stream_options.include_usage
         head = {**self.head, "object": kind, **({"usage": None} if usage else {})}
-
-        def event(chunk: Any) -> bytes:
-            return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
         ends: dict[int, Piece] = {}
         left = len(self.writings)

@@ -63,9 +63,13 @@ class Outputs(msgspec.Struct, omit_defaults=True):
 
 
 _requests = msgspec.json.Decoder(_Request)
-_floats = msgspec.json.Decoder(list[float])
 _ints = msgspec.json.Decoder(list[int])
-_anything = msgspec.json.Decoder(list[Any])
+_flat: dict[str, msgspec.json.Decoder[Any]] = {
+    "f": msgspec.json.Decoder(list[float]), "i": _ints, "u": _ints, "b": msgspec.json.Decoder(list[bool])
+}  # fmt: skip
+_LEAVES: dict[str, tuple[type, ...]] = {"f": (int, float), "i": (int,), "u": (int,), "b": (bool,)}
+"""By numpy's letter for a dtype: how flat values are read, and the types that nested ones may have."""
+_nested = msgspec.json.Decoder(list[Any])
 _UNSUPPORTED = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset", "classification")
 
 
@@ -93,8 +97,13 @@ def read_request(
         return _raw_request(body, inputs, outputs)
     if header_length is not None and not 0 < header_length <= len(body):
         raise Malformed("Inference-Header-Content-Length does not fit the body")
-    request = _decode(body if header_length is None else memoryview(body)[:header_length])
-    rest = memoryview(b"") if header_length is None else memoryview(body)[header_length:]
+    whole, end = memoryview(body), len(body) if header_length is None else header_length
+    try:
+        request, rest = _requests.decode(whole[:end]), whole[end:]
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Malformed(f"the request is not an inference request: {str(error)[:200]}") from None
+    except RecursionError:
+        raise Malformed("the request is nested too deeply") from None
     by_name: dict[str, Array] = {}
     place = 0
     specs = {spec.name: spec for spec in inputs}
@@ -111,15 +120,14 @@ def read_request(
         if size is None:
             by_name[spec.name] = _from_json(tensor, spec, shape)
             continue
+        count = math.prod(shape)
         if header_length is None or not isinstance(size, int) or isinstance(size, bool):
             raise Malformed(f"the input {spec.name} announces binary data, but the request has none")
-        if size != math.prod(shape) * spec.kind.itemsize:
-            raise Malformed(
-                f"the input {spec.name} has {size} bytes; its shape needs {math.prod(shape) * spec.kind.itemsize}"
-            )
+        if size != count * spec.kind.itemsize:
+            raise Malformed(f"the input {spec.name} has {size} bytes; its shape needs {count * spec.kind.itemsize}")
         if place + size > len(rest):
             raise Malformed("the body is shorter than its tensors")
-        by_name[spec.name] = np.frombuffer(rest, spec.kind, math.prod(shape), place).reshape(shape)
+        by_name[spec.name] = np.frombuffer(rest, spec.kind, count, place).reshape(shape)
         place += size
     if place != len(rest):
         raise Malformed("the body is longer than its tensors")
@@ -136,15 +144,6 @@ def read_request(
     return Inference(
         request.id, arrays, rows or 1, _wanted(request, outputs), _timeout_s(request.parameters), request.parameters
     )
-
-
-def _decode(data: Any) -> _Request:
-    try:
-        return _requests.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Malformed(f"the request is not an inference request: {str(error)[:200]}") from None
-    except RecursionError:
-        raise Malformed("the request is nested too deeply") from None
 
 
 def _shape(tensor: _Input, spec: TensorSpec, max_rows: int) -> tuple[int, ...]:
@@ -164,18 +163,12 @@ def _from_json(tensor: _Input, spec: TensorSpec, shape: tuple[int, ...]) -> Arra
     if count > len(data):
         raise Malformed(f"the input {spec.name} has fewer values than its shape {list(shape)}")
     try:
-        if spec.kind.kind == "f":
-            values: Any = _floats.decode(data)
-        elif spec.kind.kind in "iu":
-            values = _ints.decode(data)
-        else:
-            values = _flattened(data, (bool,))
-    except (msgspec.MsgspecError, RecursionError, ValueError):
         try:
-            allowed = {"f": (int, float), "b": (bool,)}.get(spec.kind.kind, (int,))
-            values = _flattened(data, allowed)
-        except (msgspec.MsgspecError, RecursionError, ValueError):
-            raise Malformed(f"the input {spec.name} is not an array of {spec.datatype}") from None
+            values = _flat[spec.kind.kind].decode(data)
+        except msgspec.ValidationError:
+            values = _flattened(data, _LEAVES[spec.kind.kind])
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        raise Malformed(f"the input {spec.name} is not an array of {spec.datatype}") from None
     try:
         with np.errstate(over="raise"):
             wide = np.array(values, np.float64 if spec.kind.kind == "f" else spec.kind).astype(spec.kind)
@@ -188,7 +181,7 @@ def _from_json(tensor: _Input, spec: TensorSpec, shape: tuple[int, ...]) -> Arra
 
 def _flattened(data: bytes, allowed: tuple[type, ...]) -> list[Any]:
     """The leaves of nested lists, in order. ValueError unless all rows are alike and all leaves of these types."""
-    array = np.array(_anything.decode(data), dtype=object)
+    array = np.array(_nested.decode(data), dtype=object)
     flat: list[Any] = array.ravel().tolist()
     if not all(type(value) in allowed for value in flat):
         raise ValueError
@@ -238,8 +231,8 @@ def _timeout_s(parameters: dict[str, Any]) -> float | None:
 
 def write_answer(
     request_id: str, model: str, version: str, outputs: Sequence[tuple[TensorSpec, Array, bool]]
-) -> tuple[list[bytes], int | None]:
-    """The body of an answer in parts, and the JSON's length where raw tensors follow it.
+) -> tuple[bytes, int | None]:
+    """The body of an answer, and the JSON's length where raw tensors follow it.
 
     JSON has no NaN and no infinity: such values become null there. Binary outputs keep them.
     """
@@ -253,7 +246,7 @@ def write_answer(
             tensor.data = array.ravel().tolist()
         tensors.append(tensor)
     text = msgspec.json.encode(Outputs(model, version, tensors, request_id))
-    return [text, *raw], len(text) if raw else None
+    return b"".join([text, *raw]), len(text) if raw else None
 
 
 def inflate(body: bytes, encoding: str, most: int) -> bytes:

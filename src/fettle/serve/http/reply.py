@@ -54,10 +54,10 @@ class OpenAIError(msgspec.Struct):
 
 @dataclass(slots=True)
 class Reply:
-    """One answer: status, body in parts, and its type."""
+    """One answer: status, body, and its type."""
 
     status: int
-    body: tuple[bytes, ...] = ()
+    body: bytes = b""
     kind: bytes = JSON
     headers: Headers = ()
     answer: Answer | None = None
@@ -65,22 +65,18 @@ class Reply:
     events: AsyncGenerator[bytes, None] | None = None
     """The body as it comes, where it is not known yet."""
 
-    @property
-    def whole(self) -> bytes:
-        """The body in one piece."""
-        return self.body[0] if len(self.body) == 1 else b"".join(self.body)
-
 
 def json_reply(value: Any, status: int = 200) -> Reply:
     """A value as JSON."""
-    return Reply(status, (msgspec.json.encode(value),))
+    return Reply(status, msgspec.json.encode(value))
 
 
 def error_reply(refusal: Refusal, parts: Sequence[str]) -> Reply:
     """What a client of the protocol that this path belongs to understands as an error."""
     status = 503 if refusal.status == GONE else refusal.status
     if parts and parts[0] == "v1" and not (len(parts) == 3 and ":" in parts[2]):
-        reply = json_reply(_by_openai(refusal, status), status)
+        kind = _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        reply = json_reply(OpenAIError(ErrorOf(refusal.reason, kind, refusal.param, refusal.code)), status)
     elif not parts or parts[0] not in _TORCHSERVE:
         reply = json_reply(Error(refusal.reason), status)
     else:
@@ -90,10 +86,3 @@ def error_reply(refusal: Refusal, parts: Sequence[str]) -> Reply:
         reply = json_reply(TorchServeError(status, kind, refusal.reason), status)
     reply.headers = refusal.headers
     return reply
-
-
-def _by_openai(refusal: Refusal, status: int) -> OpenAIError:
-    kind = _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    too_long = getattr(refusal, "kind", "") == "too_long"
-    code = "context_length_exceeded" if too_long else getattr(refusal, "code", None)
-    return OpenAIError(ErrorOf(refusal.reason, kind, getattr(refusal, "param", None), code))

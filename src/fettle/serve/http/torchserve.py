@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fettle.package.handlers.generate import Ask
-from fettle.serve.engine.refusal import NoSuchPath, Rejected
+from fettle.serve.engine.refusal import Malformed, NoSuchPath, Rejected
 from fettle.serve.engine.registry import Registry, Version
 from fettle.serve.engine.request import Request
 from fettle.serve.http.call import Call
 from fettle.serve.http.form import read_field
-from fettle.serve.http.generation import as_ask, generates, plain_text, whole_text
+from fettle.serve.http.generation import generates, read_prompt, whole_text
 from fettle.serve.http.openapi import OBJECT, operation
 from fettle.serve.http.reply import Reply, json_reply
 
@@ -24,34 +24,35 @@ log = logging.getLogger("fettle.serve")
 async def predict(call: Call) -> Reply | None:
     """``/predictions/NAME[/V]``, ``/explanations/NAME[/V]``, ``/v1/models/NAME:predict`` and ``:explain``."""
     match call.method, call.parts:
-        case "POST" | "PUT", ["predictions", name]:
-            return await _predict(call, name, None)
-        case "POST" | "PUT", ["predictions", name, number]:
-            return await _predict(call, name, number)
-        case "POST", ["explanations", name]:
-            return await _predict(call, name, None, explain=True)
-        case "POST", ["explanations", name, number]:
-            return await _predict(call, name, number, explain=True)
-        case "POST", ["v1", "models", name] if name.endswith(":predict"):
-            return await _predict(call, name.removesuffix(":predict"), None)
-        case "POST", ["v1", "models", name] if name.endswith(":explain"):
-            return await _predict(call, name.removesuffix(":explain"), None, explain=True)
-    return None
-
-
-async def _predict(call: Call, name: str, number: str | None, *, explain: bool = False) -> Reply:
-    version = call.choose(name, number)
+        case "POST" | "PUT", ["predictions", name, *numbers] if len(numbers) < 2:
+            explain = False
+        case "POST", ["explanations", name, *numbers] if len(numbers) < 2:
+            explain = True
+        case "POST", ["v1", "models", path] if path.endswith((":predict", ":explain")):
+            name, _, what = path.rpartition(":")
+            numbers, explain = [], what == "explain"
+        case _:
+            return None
+    version = call.choose(name, *numbers)
     body, kind = call.sent, call.header(b"content-type")[:200]
     if kind.startswith("multipart/form-data"):
         body = read_field(body, kind, ("data", "body"))
     if generates(version):
         if explain:
-            raise Rejected(400, "what moved a text that is written cannot be explained", kind="input")
-        text = await whole_text(call, version, as_ask(body) if "json" in kind else Ask(text=plain_text(body)))
-        return Reply(200, (text.encode(),), b"text/plain; charset=utf-8")
+            raise Rejected(400, "what moved a text that is written cannot be explained")
+        ask = read_prompt(body).ask if "json" in kind else Ask(text=_plain_text(body))
+        text = await whole_text(call, version, ask)
+        return Reply(200, text.encode(), b"text/plain; charset=utf-8")
     request = Request(1, "body", body=body, kind=kind, gone=call.gone, explain=explain)
     answer = await version.pool.submit(request)
-    return Reply(200, (answer.body,), answer.kind.encode("latin-1"), answer=answer)
+    return Reply(200, answer.body, answer.kind.encode("latin-1"), answer=answer)
+
+
+def _plain_text(body: bytes) -> str:
+    try:
+        return body.decode("utf-8")
+    except UnicodeDecodeError:
+        raise Malformed("the body is not text in UTF-8") from None
 
 
 async def ping(call: Call) -> Reply | None:
@@ -82,28 +83,21 @@ async def manage(call: Call) -> Reply | None:
         case "GET", ["models"]:
             names = [{"modelName": name, "modelUrl": name} for name in sorted(registry.models)]
             return json_reply({"models": names})
-        case "GET", ["models", name]:
-            return json_reply([_described(name, registry.choose(name))])
         case "GET", ["models", name, "all"]:
             registry.choose(name)
             return json_reply([_described(n, made) for n, _, made in registry.versions() if n == name])
-        case "GET", ["models", name, number]:
-            return json_reply([_described(name, registry.choose(name, number))])
+        case "GET", ["models", name, *numbers] if len(numbers) < 2:
+            return json_reply([_described(name, registry.choose(name, *numbers))])
         case "POST", ["models"]:
             return await _register(call)
-        case "DELETE", ["models", name]:
-            await registry.unload(name)
-            return json_reply({"status": f'Model "{name}" unregistered'})
-        case "DELETE", ["models", name, number]:
-            await registry.unload(name, number)
+        case "DELETE", ["models", name, *numbers] if len(numbers) < 2:
+            await registry.unload(name, *numbers)
             return json_reply({"status": f'Model "{name}" unregistered'})
         case "PUT", ["models", name, number, "set-default"]:
             registry.change(name, {"default": number})
             return json_reply({"status": f'Default version successfully updated for model "{name}" to "{number}"'})
-        case "PUT", ["models", name]:
-            return await _scale(call, name, None)
-        case "PUT", ["models", name, number]:
-            return await _scale(call, name, number)
+        case "PUT", ["models", name, *numbers] if len(numbers) < 2:
+            return await _scale(call, name, *numbers)
         case _, ["predictions" | "v1", *_]:
             raise NoSuchPath
     return None
@@ -123,7 +117,7 @@ async def _register(call: Call) -> Reply:
     return json_reply({"status": text})
 
 
-async def _scale(call: Call, name: str, number: str | None) -> Reply:
+async def _scale(call: Call, name: str, number: str | None = None) -> Reply:
     """At least ``min_worker`` and at most ``max_worker`` workers. Without ``synchronous`` the answer comes at once."""
     registry, query = call.registry, call.query()
     least = _number(query, "min_worker", 1)
@@ -157,8 +151,10 @@ def _number(query: Mapping[str, str], name: str, default: int) -> int:
 def _described(name: str, version: Version) -> dict[str, Any]:
     pool = version.pool
     workers = [
-        {"id": str(worker.index), "startTime": _iso(worker.started_at), "memoryUsage": worker.rss, "pid": worker.pid,
-         "status": "READY" if worker.ready else "UNREADY", "gpu": worker.device != "cpu"}
+        {"id": str(worker.index),
+         "startTime": datetime.fromtimestamp(worker.started_at, UTC).isoformat(timespec="milliseconds"),
+         "memoryUsage": worker.rss, "pid": worker.pid, "status": "READY" if worker.ready else "UNREADY",
+         "gpu": worker.device != "cpu"}
         for worker in pool.workers
     ]  # fmt: skip
     count = pool.settings.workers
@@ -171,7 +167,3 @@ def _described(name: str, version: Version) -> dict[str, Any]:
             "pendingRequests": pool.queue.requests,
         },
     }  # fmt: skip
-
-
-def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,33 @@
+"""The chat template of a tokenizer's folder, in the forms that Hugging Face's files have."""
+
+import json
+
+import pytest
+
+from fettle.errors import UsageError
+from fettle.package.chatting import read_chat
+from fettle.package.handlers.generate import CHAT
+
+
+def folder(path, **config):
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_a_template_is_found_in_each_of_its_places(tmp_path):
+    one = folder(tmp_path, chat_template="a", bos_token="<s>", eos_token={"content": "</s>"})
+    assert read_chat(one) == ({CHAT: b"a"}, {"bos_token": "<s>", "eos_token": "</s>"})
+    several = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
+    assert read_chat(folder(tmp_path, chat_template=several))[0] == {CHAT: b"d"}
+    (tmp_path / CHAT).write_text("file")
+    assert read_chat(tmp_path)[0] == {CHAT: b"file"}
+    assert read_chat(None) == ({}, {})
+
+
+def test_what_is_no_template_is_one_line_or_nothing(tmp_path):
+    assert read_chat(folder(tmp_path, chat_template=["a", {"name": "other"}])) == ({}, {})
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_chat(folder(tmp_path, chat_template="{% if"))
+    (tmp_path / "tokenizer_config.json").write_text("[")
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_chat(tmp_path)
