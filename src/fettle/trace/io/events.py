@@ -29,12 +29,10 @@ class Args(msgspec.Struct, gc=False):
     in_elements: Any = msgspec.field(name="In msg nelems", default=None)
     out_elements: Any = msgspec.field(name="Out msg nelems", default=None)
     dtype: Any = None
-    collective_sequence: Any = msgspec.field(name="Seq", default=None)
     sync: Any = msgspec.field(name="cuda_sync_kind", default=None)
     wait_on_stream: Any = None
     wait_on_record: Any = msgspec.field(name="wait_on_cuda_event_record_corr_id", default=None)
     kernel_file: Any = None
-    kernel_hash: Any = None
     address: Any = msgspec.field(name="Addr", default=None)
     memory_bytes: Any = msgspec.field(name="Bytes", default=None)
     allocated: Any = msgspec.field(name="Total Allocated", default=None)

@@ -12,7 +12,7 @@ import polars as pl
 
 from fettle.trace.io.fields import integer, integers, number, say, stream_number
 from fettle.trace.kinds import Kind
-from fettle.trace.model import SIDE_TABLES
+from fettle.trace.model import SIDE_TABLES, ReadFacts
 
 MAX_TEXT_CHARS = 8192
 _FRAME_ROWS = 200_000
@@ -21,11 +21,11 @@ _FRAME_ROWS = 200_000
 class SideTables:
     """Grows the side tables. Pieces become a frame only now and then: a frame costs more than a chunk's few rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, facts: ReadFacts) -> None:
+        self.facts = facts
         self.frames: dict[str, list[pl.DataFrame]] = {}
         self._pieces: dict[str, list[dict[str, Any]]] = {}
         self._rows: dict[str, int] = {}
-        self.notes: list[str] = []
 
     def put(self, table: str, **values: list[Any] | npt.NDArray[Any]) -> None:
         """Append rows, given column by column."""
@@ -68,18 +68,13 @@ class SideTables:
         rare = [
             i
             for i, a in zip(rows, chosen, strict=True)
-            if a.stack is not None or a.collective is not None or a.kernel_file is not None or a.kernel_hash is not None
+            if a.stack is not None or a.collective is not None or a.kernel_file is not None
         ]
         if not rare:
             return
-        some = [i for i in rare if args[i].kernel_file is not None or args[i].kernel_hash is not None]
+        some = [i for i in rare if args[i].kernel_file]
         if some:
-            self.put(
-                "generated",
-                row=[base + i for i in some],
-                file=[say(args[i].kernel_file or "", 1000) for i in some],
-                hash=[say(args[i].kernel_hash or "", 200) for i in some],
-            )
+            self.put("generated", row=[base + i for i in some], file=[say(args[i].kernel_file, 1000) for i in some])
         some = [i for i in rare if args[i].stack]
         if some:
             self.put("stacks", row=[base + i for i in some], stack=[say(args[i].stack, MAX_TEXT_CHARS) for i in some])
@@ -118,18 +113,17 @@ class SideTables:
                 in_elements=[integer(args[i].in_elements) for i in some],
                 out_elements=[integer(args[i].out_elements) for i in some],
                 dtype=["" if args[i].dtype is None else say(args[i].dtype, 40) for i in some],
-                sequence=[integer(args[i].collective_sequence) for i in some],
             )
 
     def _counters(self, chunk: bytes, rows: npt.NDArray[np.int64], base: int) -> None:
         try:
             events = [e for e in json.loads(b"[" + chunk + b"]") if isinstance(e, dict)]
         except (ValueError, RecursionError):
-            self.notes.append("hardware counters could not be read from one chunk")
+            self.facts.notes.append("hardware counters could not be read from one chunk")
             return
         ranges = [e for e in events if e.get("cat") == "cuda_profiler_range" and e.get("ph") == "X"]
         if len(ranges) != len(rows):
-            self.notes.append("hardware counters could not be matched to their ranges in one chunk")
+            self.facts.notes.append("hardware counters could not be matched to their ranges in one chunk")
             return
         for row, event in zip(rows.tolist(), ranges, strict=True):
             values = event.get("args")
