@@ -88,10 +88,7 @@ def window_of(trace: Trace, step: int | None = None) -> tuple[int, int]:
 
 def critical_path(trace: Trace, step: int | None = None) -> CriticalPath:
     """The critical path of one step, or of all steps together."""
-    low, high = window_of(trace, step)
-    walk = _Walk(trace, low, high)
-    walk.run(step_thread(trace))
-    return CriticalPath(low, high, walk.frame())
+    return _Walk(trace, *window_of(trace, step)).run()
 
 
 def path_shares(trace: Trace, path: CriticalPath) -> pl.DataFrame:
@@ -109,9 +106,7 @@ def path_shares(trace: Trace, path: CriticalPath) -> pl.DataFrame:
     doubts = [False, *([True] if np.isin(doubtful_waits(trace)[0], path.pieces["row"].to_numpy()).any() else [])]
     others = [waits, *(waits.preferring(sort) for sort in rivals)]
     for one, doubtful in list(product(others, doubts))[1:]:  # the first is the path itself
-        walk = _Walk(trace, path.start_ns, path.end_ns, one, doubtful)
-        walk.run(step_thread(trace))
-        other = CriticalPath(path.start_ns, path.end_ns, walk.frame())
+        other = _Walk(trace, path.start_ns, path.end_ns, one, doubtful).run()
         shares.append(other.summary().select("category", "share"))
     number = len(shares)
     spread = (
@@ -160,17 +155,18 @@ class _Walk:
         self.stop_work, self.stop_other = stops.work.tolist(), stops.other.tolist()
         self.stop_when, self.stop_row = stops.when.tolist(), stops.row.tolist()
 
-    def run(self, marks: int) -> None:
+    def run(self) -> CriticalPath:
         """Loop, not recursion: device work and host stretches follow each other until the window's start."""
-        place, time = self.begin(marks), self.high
+        place, time = self.begin(), self.high
         while time > self.low:
             place, time = self.take(place, time)
+        return CriticalPath(self.low, self.high, self.frame())
 
-    def begin(self, marks: int) -> tuple[str, int]:
+    def begin(self) -> tuple[str, int]:
         """Where the walk starts: on what ends last in the window, device work before host calls. A step ends with the
-        thread that marks it (`marks`; -1: no steps), unless work ends at that very moment.
+        thread that marks it, unless work ends at that very moment.
         """
-        trace, rows = self.trace, self.trace.device_rows
+        trace, rows, marks = self.trace, self.trace.device_rows, step_thread(self.trace)
         ends, inside = np.minimum(trace.end, self.high), trace.ts < self.high
         work, host = np.flatnonzero(inside[rows]), np.flatnonzero(inside & trace.is_host)
         last_work = int(work[np.argmin(np.abs(trace.end[rows[work]] - self.high))]) if len(work) else -1

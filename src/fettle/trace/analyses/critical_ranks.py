@@ -7,7 +7,6 @@ import polars as pl
 from fettle.errors import UsageError
 from fettle.trace.analyses.arrival import clock_offsets, clock_shifts, match_collectives
 from fettle.trace.analyses.critical import CriticalPath, _Walk, window_of
-from fettle.trace.analyses.steps import step_thread
 from fettle.trace.model import Trace
 
 
@@ -63,7 +62,7 @@ def _follow(
 ) -> None:
     rank = first.rank
     walk = walks[rank]
-    place, time = walk.begin(step_thread(first)), walk.high
+    place, time = walk.begin(), walk.high
     while time > walk.low:
         index = place[1]
         last = arrivals.get((rank, index)) if place[0] == "device" else None

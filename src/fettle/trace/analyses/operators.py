@@ -113,7 +113,7 @@ def call_tree(trace: Trace, *, max_depth: int = 6, python: bool = False) -> pl.D
 def call_blocks(trace: Trace, device: bool, depth: int = 12, python: bool = False) -> pl.DataFrame:
     """`call_tree` as blocks as wide as their device (else host) time, children below their parent from its start on.
 
-    Columns: row (depth), name, start, end, length (ms), kind. Only the paths with the longest times.
+    Columns: row (depth), name, start, end (ms), kind. Only the paths with the longest times.
     """
     cost = "device_ns" if device else "host_ns"
     tree = call_tree(trace, max_depth=depth, python=python).filter(pl.col(cost) > 0)
@@ -131,9 +131,7 @@ def call_blocks(trace: Trace, device: bool, depth: int = 12, python: bool = Fals
         start_of[path], used[parent] = start, used.get(parent, 0.0) + ns
         kind = next((kind for prefix, kind in _PREFIXES.items() if name.startswith(prefix)), "annotation")
         rows.append((level, name[:100], start / 1e6, (start + ns) / 1e6, kind))
-    return frame_of(rows, row=int, name=str, start=float, end=float, kind=str).with_columns(
-        length=pl.col("end") - pl.col("start")
-    )
+    return frame_of(rows, row=int, name=str, start=float, end=float, kind=str)
 
 
 def _merged_names(trace: Trace) -> tuple[Ints, list[str]]:

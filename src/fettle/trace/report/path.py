@@ -141,11 +141,8 @@ class Lanes:
         self.titles: list[tuple[int, str, float, float, str]] = []
 
     def frame(self) -> pl.DataFrame:
-        """Columns row, name, start, end, length (ms), kind."""
-        cells = [*self.cells, *self.titles]
-        return frame_of(cells, row=int, name=str, start=float, end=float, kind=str).with_columns(
-            length=pl.col("end") - pl.col("start")
-        )
+        """Columns row, name, start, end (ms), kind."""
+        return frame_of([*self.cells, *self.titles], row=int, name=str, start=float, end=float, kind=str)
 
     def devices(self, trace: Trace, shift: int = 0, prefix: str = "", most: int = TIMELINE_EVENTS) -> None:
         """A row for each stream of each device; `shift` is what the trace's clock is ahead."""
