@@ -7,7 +7,6 @@ user's `worker_init_fn`. The times go into memory that main process and workers 
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import multiprocessing
 import multiprocessing.queues
@@ -120,11 +119,6 @@ def worker_init(board: Board, keep_memory: bool, own: Callable[[int], None] | No
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_not_handed_over)  # type: ignore[attr-defined]
     if own is not None:
         own(number)
-
-
-def init_function(board: Board, keep_memory: bool, own: Callable[[int], None] | None) -> Callable[[int], None]:
-    """A `worker_init_fn` that can be sent to workers which are started and not forked."""
-    return functools.partial(worker_init, board, keep_memory, own)
 
 
 def quantile(values: list[float], share: float) -> float:

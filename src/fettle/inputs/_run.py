@@ -8,6 +8,7 @@ summed up would be had for nothing in the next.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import re
@@ -33,15 +34,7 @@ from fettle.procs.parent import Parent, be_a_worker
 _WARM_UP = 2
 _LONGEST_S = 8.0
 """A slice that has not seen enough batches ends after this time."""
-_MEMORY = (
-    "SIGKILL",
-    "SIGBUS",
-    "No space left",
-    "Bus error",
-    "allocate memory",
-    "out of memory",
-    "shared memory",
-)
+_MEMORY = ("SIGKILL", "SIGBUS", "No space left", "Bus error", "allocate memory", "out of memory", "shared memory")
 
 
 class Loop:
@@ -53,7 +46,9 @@ class Loop:
         self.run = step or (lambda batch: None)
         self.board = _fetch.Board(setting.num_workers + 1)
         _fetch.install(self.board)
-        loader.worker_init_fn = _fetch.init_function(self.board, setting.keep_memory, loader.worker_init_fn)
+        # Not a closure: it is sent to workers that are started and not forked.
+        init = functools.partial(_fetch.worker_init, self.board, setting.keep_memory, loader.worker_init_fn)
+        loader.worker_init_fn = init
         self.batches: Any = None
         self.start_s = 0.0
         self.first: Any = None

@@ -59,7 +59,9 @@ def with_setting(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
     if not setting.num_workers:
         changed.__dict__["timeout"] = 0
     if setting.fetch == ONE_BY_ONE:
-        changed.__dict__["dataset"] = _without_getitems(loader.dataset)
+        dataset: Any = copy.copy(loader.dataset)
+        dataset.__getitems__ = None
+        changed.__dict__["dataset"] = dataset
     return changed
 
 
@@ -109,12 +111,6 @@ def batch_bytes(batch: Any) -> int:
     if isinstance(batch, np.ndarray):
         return int(batch.nbytes)
     return sum(map(batch_bytes, (_parts(batch) or {}).values()))
-
-
-def _without_getitems(dataset: Any) -> Any:
-    copied = copy.copy(dataset)
-    copied.__getitems__ = None
-    return copied
 
 
 def _parts(value: Any) -> Mapping[Any, Any] | None:

@@ -130,9 +130,8 @@ class Steps:
         return self._count, time.perf_counter_ns() - self._started - self._slow_ns
 
     def _note_slow(self, wall: int) -> None:
-        parts = dict(zip(("data", "sync", "gc"), (self._data, self._sync, self._gc), strict=True))
-        for name, before in zip(parts, self._before, strict=True):
-            parts[name] -= before
+        now = zip(("data", "sync", "gc"), (self._data, self._sync, self._gc), self._before, strict=True)
+        parts = {name: after - before for name, after, before in now}
         parts["host"] = wall - sum(parts.values())
         samples = self._sampler.of(self._count - 1) if self._sampler else []
         path = line = None

@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import statistics
+import contextlib
 import threading
+from collections.abc import Iterator
 
 
-class DeviceMeter:
-    """NVML's utilisation, asked twice a second: the share of its last period in which a kernel ran."""
+@contextlib.contextmanager
+def utilisation(on_gpu: bool) -> Iterator[list[float]]:
+    """NVML's utilisation, asked twice a second: shares of its last period in which a kernel ran; none without NVML."""
+    shares: list[float] = []
+    stop = threading.Event()
 
-    def __init__(self, on_gpu: bool) -> None:
-        self._busy: list[float] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="fettle-nvml", daemon=True) if on_gpu else None
-
-    def idle(self) -> float | None:
-        """Share of the time without a kernel; None without NVML."""
-        return 1 - statistics.fmean(self._busy) if self._busy else None
-
-    def __enter__(self) -> DeviceMeter:
-        if self._thread is not None:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _work(self) -> None:
+    def ask() -> None:
         import torch
 
-        while not self._stop.wait(0.5):
-            try:
-                self._busy.append(torch.cuda.utilization() / 100)
-            except Exception:  # no NVML, or no right to ask it: the rest of the account stands without
-                return
+        with contextlib.suppress(Exception):  # no NVML, or no right to ask it: the rest of the account stands without
+            while not stop.wait(0.5):
+                shares.append(torch.cuda.utilization() / 100)
+
+    if not on_gpu:
+        yield shares
+        return
+    thread = threading.Thread(target=ask, name="fettle-nvml", daemon=True)
+    thread.start()
+    try:
+        yield shares
+    finally:
+        stop.set()
+        thread.join()

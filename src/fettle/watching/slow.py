@@ -110,7 +110,6 @@ def write_samples(path: Path, samples: list[Sample], number: int) -> None:
                 }
             )
 
-    last = base
     for at, frames in samples:
         keys = [(name, file) for name, file, _ in frames]
         same = 0
@@ -118,7 +117,6 @@ def write_samples(path: Path, samples: list[Sample], number: int) -> None:
             same += 1
         close(same, at)
         open_calls.extend(((name, file), at, line) for name, file, line in frames[same:])
-        last = at
-    close(0, last + gap)
+    close(0, samples[-1][0] + gap)
     data = {"traceEvents": events, "fettle": {"step": number, "sampled_every_ms": 5, "samples": len(samples)}}
     write_text(path, json.dumps(data))

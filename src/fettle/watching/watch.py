@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,7 @@ from typing import Any, TextIO, TypeVar
 from fettle.errors import UsageError
 from fettle.files import check_writable, write_text
 from fettle.watching.account import Steps
-from fettle.watching.device import DeviceMeter
+from fettle.watching.device import utilisation
 from fettle.watching.hooks import patched
 from fettle.watching.slow import Sampler
 
@@ -49,12 +50,12 @@ def watch(
             if steps.slow_trace is not None:
                 steps._sampler = stack.enter_context(Sampler(steps._lateness, steps._thread))
             stack.enter_context(patched(steps))
-            meter = stack.enter_context(DeviceMeter(steps._on_gpu))
+            busy = stack.enter_context(utilisation(steps._on_gpu))
             steps.step()
             try:
                 yield steps
             finally:
-                steps.report = replace(steps.summary(), device_idle=meter.idle())
+                steps.report = replace(steps.summary(), device_idle=1 - statistics.fmean(busy) if busy else None)
     finally:
         _ONE.release()
         if steps.report is not None:
