@@ -21,6 +21,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch as torch_fetch
 
 from fettle.errors import first_line
+from fettle.procs.limits import scheduled_s
 from fettle.procs.parent import die_with_parent
 from fettle.techniques.allocator import keep_freed_memory
 
@@ -147,7 +148,7 @@ def _timed(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def fetch(self: Any, index: Any) -> Any:
         began, used = time.perf_counter(), _used()
         slow = getattr(self, "fettle_slow", True)
-        queued = queued_s() if slow else 0.0
+        queued = scheduled_s()[1] if slow else 0.0
         self.fettle_batches = getattr(self, "fettle_batches", 0) + 1
         try:
             batch = original(self, index)
@@ -160,7 +161,7 @@ def _timed(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
             wall = time.perf_counter() - began
             busy, system, pages = (after - before for after, before in zip(_used(), used, strict=True))
             if slow:
-                busy += queued_s() - queued
+                busy += scheduled_s()[1] - queued
             self.fettle_slow = wall > _SLOW_S
             _board.note(0 if worker is None else worker.id + 1, began, (wall, min(busy, wall), system, pages))
         return batch
@@ -175,15 +176,6 @@ def _used() -> tuple[float, float, float]:
         return time.process_time(), 0.0, 0.0
     used = resource.getrusage(resource.RUSAGE_SELF)
     return time.process_time(), used.ru_stime, float(used.ru_minflt)
-
-
-def queued_s() -> float:
-    """Seconds for which this thread was ready and had no core (Linux; elsewhere 0)."""
-    try:
-        with open("/proc/thread-self/schedstat", "rb") as file:
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
 
 
 def _named(fetcher: Any, index: Any, error: Exception) -> str:

@@ -88,6 +88,17 @@ def _quota(folder: Path) -> float | None:
     return quota_us / period_us if quota_us and period_us and quota_us > 0 else None
 
 
+def scheduled_s(path: Path = Path("/proc/thread-self/schedstat")) -> tuple[float, float]:
+    """Seconds that a thread, this one unless another is named, ran, and that it was ready and had no core (Linux; zeros
+    where the system does not say)."""
+    try:
+        with open(path, "rb") as file:
+            ran, waited, *_ = file.read().split()
+        return int(ran) / 1e9, int(waited) / 1e9
+    except (OSError, ValueError):  # not Linux, or a thread that has just ended
+        return 0.0, 0.0
+
+
 def _folders(controller: str) -> Iterator[Path]:
     """The control groups of this process that count for a controller, innermost first, in either version's layout."""
     try:

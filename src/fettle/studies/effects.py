@@ -72,39 +72,26 @@ def effects(
         for two in model.levels[b][1:]
     ]
     gains = {term: model.main(term[0]) for term in mains} | {term: model.gain({term: 1.0}) for term in pairs}
-    effects = []
     for term, gain in gains.items():
         if gain is not None and all(name in apart for name, _ in term):
-            gain = replace(gain, error=math.inf)
-        effects.append(_effect(model, term, gain, confidence))
-    return _read(effects, [gains[effect.levels] for effect in effects], confidence, zone)
+            gains[term] = replace(gain, error=math.inf)
+    p_values = {term: gain.p() for term, gain in gains.items() if gain is not None}
+    known = [term for term, p in p_values.items() if math.isfinite(p)]
+    adjusted = dict(zip(known, _holm([p_values[term] for term in known]), strict=True))
+    return [_effect(model, term, gain, adjusted.get(term, math.nan), confidence, zone) for term, gain in gains.items()]
 
 
-def _effect(model: Model, term: Term, gain: Estimate | None, confidence: float) -> Effect:
-    count = model.count(term)
+def _effect(model: Model, term: Term, gain: Estimate | None, p: float, confidence: float, zone: float) -> Effect:
+    """An effect, and what may be claimed by its p-value after Holm."""
+    count, least = model.count(term), math.log1p(zone)
+    reading: Reading = "cannot tell"
     if gain is None:
-        return Effect(term, None, "cannot tell", count, why=model.left_out.get(term, ""))
-    return Effect(term, _interval(gain, confidence), "cannot tell", count, p=gain.p())
-
-
-def _read(effects: Sequence[Effect], gains: Sequence[Estimate | None], confidence: float, zone: float) -> list[Effect]:
-    """The effects with p-values after Holm and what may be claimed by them."""
-    p_values = [effect.p for effect in effects if math.isfinite(effect.p)]
-    adjusted = iter(_holm(p_values))
-    read = []
-    for effect, gain in zip(effects, gains, strict=True):
-        if gain is None or not math.isfinite(effect.p):
-            read.append(effect)
-            continue
-        p = next(adjusted)
-        reach, least = gain.reach(confidence), math.log1p(zone)
-        reading: Reading = "cannot tell"
-        if abs(gain.gain) + reach <= least:
-            reading = "same"
-        elif abs(gain.gain) > least and p < 1 - confidence:
-            reading = "helped" if gain.gain > 0 else "hurt"
-        read.append(replace(effect, p=p, reading=reading))
-    return read
+        return Effect(term, None, reading, count, why=model.left_out.get(term, ""))
+    if abs(gain.gain) + gain.reach(confidence) <= least:
+        reading = "same"
+    elif abs(gain.gain) > least and p < 1 - confidence:
+        reading = "helped" if gain.gain > 0 else "hurt"
+    return Effect(term, _interval(gain, confidence), reading, count, p)
 
 
 def _holm(p: Sequence[float]) -> list[float]:

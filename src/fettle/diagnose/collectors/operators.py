@@ -277,7 +277,7 @@ def _named_modules(model: Any) -> list[tuple[str, torch.nn.Module]]:
     """All modules by path; of a callable that is not a module, those that it holds as attributes."""
     if isinstance(model, torch.nn.Module):
         return list(model.named_modules())
-    held = [(name, value) for name, value in getattr(model, "__dict__", {}).items()]
+    held = getattr(model, "__dict__", {}).items()
     modules = [(name, value) for name, value in held if isinstance(value, torch.nn.Module)]
     parts = {id(part): (f"{name}.{path}".rstrip("."), part) for name, m in modules for path, part in m.named_modules()}
     return list(parts.values())

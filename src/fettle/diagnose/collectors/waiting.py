@@ -16,6 +16,7 @@ from typing import Any
 from fettle.diagnose.collectors.variants import threads, timed
 from fettle.diagnose.evidence import Loading
 from fettle.patches import replaced
+from fettle.procs.limits import scheduled_s
 from fettle.workload import tensors
 
 _KEPT_BYTES = 512 << 20
@@ -151,19 +152,10 @@ class CoreClock:
 
 
 def _all_threads() -> tuple[float, float]:
-    threads = [_schedule(path) for path in Path("/proc/self/task").glob("*/schedstat")]
+    threads = [scheduled_s(path) for path in Path("/proc/self/task").glob("*/schedstat")]
     return sum(ran for ran, _ in threads), sum(waited for _, waited in threads)
 
 
 def _run_and_wait_s() -> float | None:
     """Seconds that this thread ran or waited for a core (Linux); None where the system does not say."""
-    return sum(_schedule(Path("/proc/thread-self/schedstat"))) or None
-
-
-def _schedule(path: Path) -> tuple[float, float]:
-    """Seconds that a thread ran, and that it waited for a core; zeros where the system does not say."""
-    try:
-        ran, waited, *_ = path.read_text().split()
-        return int(ran) / 1e9, int(waited) / 1e9
-    except (OSError, ValueError):  # not Linux, or a thread that has just ended
-        return 0.0, 0.0
+    return sum(scheduled_s()) or None
