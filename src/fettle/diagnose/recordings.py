@@ -13,8 +13,12 @@ from pathlib import Path
 from fettle.diagnose.collectors.recording import Recorded
 from fettle.diagnose.evidence import Kernel
 from fettle.diagnose.finding import Finding
+from fettle.diagnose.rules.snapshot import snapshot_findings
+from fettle.diagnose.rules.trace import trace_findings
 from fettle.errors import UsageError
 from fettle.measure import Worker, WorkerError, messages
+from fettle.memory import analyse, verdict
+from fettle.memory import read as read_snapshot
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, conflict
 from fettle.trace import kernels_under, load, trace_health
@@ -82,8 +86,6 @@ def of_trace(path: Path, calls: int = 0, operators: Collection[str] = ()) -> OfF
 
     Raises `UsageError` for a file that is none.
     """
-    from fettle.diagnose.rules.trace import trace_findings
-
     recorded = calls > 0
     trace = load(path, use_sidecar=not recorded)
     uncertain = trace_health(trace).uncertain
@@ -103,10 +105,7 @@ def of_trace(path: Path, calls: int = 0, operators: Collection[str] = ()) -> OfF
 
 def of_snapshot(path: Path, calls: int = 0) -> OfFile:
     """What an allocator's snapshot says, of so many calls of one workload or of anything. Raises `UsageError`."""
-    from fettle.diagnose.rules.snapshot import snapshot_findings
-    from fettle.memory import analyse, read, verdict
-
-    analysis = analyse(read(path))
+    analysis = analyse(read_snapshot(path))
     notes = [f"{path.name}: {note}" for note in analysis.snapshot.notes]
     broken = analysis.violations
     if broken:

@@ -40,7 +40,6 @@ class ItemError(RuntimeError):
 
 
 _ROW = 4
-_RING = 1 + _ROW * _KEEP
 _SLOW_S = 1e-3
 """Batches that take longer are worth asking the kernel how long they waited for a core."""
 
@@ -53,20 +52,18 @@ class Board:
     """
 
     def __init__(self, processes: int) -> None:
-        self.times: Any = RawArray(ctypes.c_double, processes * _RING)
+        self._rows: Any = RawArray(ctypes.c_double, processes * _KEEP * _ROW)
+        self._counts: Any = RawArray(ctypes.c_long, processes)
         self.since: Any = RawArray(ctypes.c_double, 1)
         self._error: Any = RawArray(ctypes.c_char, _ERROR_BYTES)
-        self.processes = processes
 
     def note(self, process: int, began: float, row: tuple[float, float, float, float]) -> None:
         """Keep the times of a batch, unless it was stopped on its way: the pause would be counted as its time."""
-        if began < self.since[0]:
-            return
-        begin = process * _RING
-        count = int(self.times[begin])
-        place = begin + 1 + _ROW * (count % _KEEP)
-        self.times[place : place + _ROW] = row
-        self.times[begin] = count + 1
+        if began >= self.since[0]:
+            count = self._counts[process]
+            place = _ROW * (process * _KEEP + count % _KEEP)
+            self._rows[place : place + _ROW] = row
+            self._counts[process] = count + 1
 
     def pause(self) -> None:
         """From now on the processes may be stopped: no batch counts."""
@@ -78,17 +75,11 @@ class Board:
 
     def read(self) -> list[tuple[float, ...]]:
         """All batches kept."""
-        rows = []
-        for process in range(self.processes):
-            begin = process * _RING
-            for row in range(min(_KEEP, int(self.times[begin]))):
-                place = begin + 1 + _ROW * row
-                rows.append(tuple(self.times[place : place + _ROW]))
-        return rows
+        kept = (process * _KEEP + at for process, count in enumerate(self._counts) for at in range(min(count, _KEEP)))
+        return [tuple(self._rows[_ROW * row : _ROW * (row + 1)]) for row in kept]
 
     def clear(self) -> None:
-        for process in range(self.processes):
-            self.times[process * _RING] = 0
+        self._counts[:] = [0] * len(self._counts)
 
     def set_error(self, text: str) -> None:
         """Why this process is about to end."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data._utils.collate import default_convert
 
 from fettle.errors import UsageError, first_line
 from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, ONE_BY_ONE, Setting
@@ -93,8 +94,6 @@ def fetches(loader: DataLoader[Any]) -> tuple[list[str], list[str]]:
         else:
             ways.append(ONE_BY_ONE)
     if getattr(loader.dataset, "__len__", None) is not None and loader.generator is None:
-        from torch.utils.data._utils.collate import default_convert
-
         try:
             indexed = [default_convert(loader.dataset[batch]) for batch in batches]  # type: ignore[no-untyped-call]
         except Exception:

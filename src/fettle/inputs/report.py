@@ -6,10 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import altair as alt
+
 from fettle.files import plain
 from fettle.inputs.result import PipelineResult
 from fettle.inputs.setting import BATCH_INDEX, ONE_BY_ONE, Measured, ratio
 from fettle.page import Table, clean, drawn, shell, still, theme
+from fettle.page.theme import level, sized
 from fettle.units import seconds_text, size_text
 
 
@@ -182,10 +185,6 @@ def settings(result: PipelineResult) -> Table:
 
 def curve(result: PipelineResult, height: int = 300) -> dict[str, Any]:
     """Batches a second over workers as a Vega-Lite chart: a line a variant through medians, a dot a round."""
-    import altair as alt
-
-    from fettle.page.theme import level, sized
-
     points: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
     for item in result.settings:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -85,8 +86,6 @@ class SyncWatch:
         By storage, because autograd and views make new tensor objects. A weak reference keeps the storage's address
         from being used again, so a match is exact.
         """
-        from torch.multiprocessing.reductions import StorageWeakRef
-
         for leaf in () if self.real else tree_iter(tree):
             storage = _storage(leaf)
             if storage is not None and storage._cdata not in self._storages:

@@ -13,6 +13,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
+
 from fettle.diagnose.collectors.variants import threads, timed
 from fettle.diagnose.evidence import Loading
 from fettle.patches import replaced
@@ -38,9 +40,6 @@ class LoaderClock:
         self._patches = ExitStack()
 
     def __enter__(self) -> LoaderClock:
-        from torch.utils.data import DataLoader
-        from torch.utils.data.dataloader import _BaseDataLoaderIter
-
         self._patches.enter_context(replaced(DataLoader, "__iter__", self._clocked))
         self._patches.enter_context(replaced(_BaseDataLoaderIter, "__next__", self._clocked))
         return self
@@ -65,8 +64,6 @@ class LoaderClock:
         return timed
 
     def _keep(self, loader: Any, result: Any) -> None:
-        from torch.utils.data import DataLoader
-
         if isinstance(loader, DataLoader):
             self.rows = min(self.rows or sys.maxsize, loader.batch_size or sys.maxsize) % sys.maxsize
             if self.calls == 1:
@@ -127,8 +124,6 @@ def waiting(
 
 def _at_hand(call: Callable[[], Any], clock: LoaderClock, device: str) -> float:
     """Seconds of a call whose loaders hand out at once what they handed out before; 0 where that cannot be tried."""
-    from torch.utils.data import DataLoader
-
     if not clock.kept:
         return 0.0
     turns = itertools.cycle(clock.kept)

@@ -166,11 +166,8 @@ def _match_work(before: Trace, after: Trace, a: pl.DataFrame, b: pl.DataFrame) -
     names = ("name", "kernel_after", "renamed", "operator", "class", "matched_by")
     changes = ("change_ns", "slower_ns", "launches_ns", "only_ns")
     before_n, after_n = pl.col("count"), pl.col("count_after")
-    both, mean_a, mean_b = (
-        (before_n > 0) & (after_n > 0),
-        pl.col("time_ns") / before_n,
-        pl.col("time_ns_after") / after_n,
-    )
+    both = (before_n > 0) & (after_n > 0)
+    mean_a, mean_b = pl.col("time_ns") / before_n, pl.col("time_ns_after") / after_n
     return (
         frame.with_columns(
             change_ns=pl.col("time_ns_after") - pl.col("time_ns"),

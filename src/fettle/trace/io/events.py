@@ -22,7 +22,7 @@ class Args(msgspec.Struct, gc=False):
     sequence: int | None = msgspec.field(name="Sequence number", default=-1)
     stack: Any = msgspec.field(name="Call stack", default=None)
     bytes: Any = None
-    bandwidth: Any = msgspec.field(name="memory bandwidth (GB/s)", default=None)
+    gb_per_s: Any = msgspec.field(name="memory bandwidth (GB/s)", default=None)
     collective: Any = msgspec.field(name="Collective name", default=None)
     group: Any = msgspec.field(name="Process Group Name", default=None)
     group_size: Any = msgspec.field(name="Group size", default=None)
@@ -32,7 +32,7 @@ class Args(msgspec.Struct, gc=False):
     sync: Any = msgspec.field(name="cuda_sync_kind", default=None)
     wait_on_stream: Any = None
     wait_on_record: Any = msgspec.field(name="wait_on_cuda_event_record_corr_id", default=None)
-    kernel_file: Any = None
+    file: Any = msgspec.field(name="kernel_file", default=None)
     address: Any = msgspec.field(name="Addr", default=None)
     memory_bytes: Any = msgspec.field(name="Bytes", default=None)
     allocated: Any = msgspec.field(name="Total Allocated", default=None)
