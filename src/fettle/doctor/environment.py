@@ -174,7 +174,6 @@ class Environment:
 
     @property
     def torch(self) -> Package | None:
-        """torch, as it is installed."""
         return self.package("torch")
 
     def torch_built_for(self) -> str:

@@ -166,7 +166,6 @@ class Process:
         self.step: Step | None = None
 
     def answer(self, request: Asked) -> Facts | Slice | Faults | float | None:
-        """Do what a request asks for."""
         if isinstance(request, Describe):
             return self._describe(request)
         if isinstance(request, FindFaults):
@@ -217,7 +216,6 @@ def explain(error: BaseException, ended: str = "") -> Failure:
 
 
 def main(parent: Parent) -> None:
-    """Answer requests until the parent goes."""
     process = Process()
     parent.serve(Asked, process.answer, lambda error: explain(error, process.loop.ended() if process.loop else ""))
 

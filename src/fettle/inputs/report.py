@@ -136,7 +136,6 @@ def write_report(result: PipelineResult, path: Path) -> None:
 
 
 def page(result: PipelineResult) -> str:
-    """The page as text."""
     result = clean(result)
     return shell.render(
         "fettle.inputs",
@@ -173,7 +172,6 @@ def _tiles(result: PipelineResult) -> list[tuple[str, str, str]]:
 
 
 def settings(result: PipelineResult) -> Table:
-    """Every setting tried."""
     listed = rows(result)
     kinds = [
         "winner" if "take this" in row["note"] else "failed" if row["note"].startswith("failed") else ""

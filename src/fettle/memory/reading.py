@@ -81,8 +81,6 @@ def parse(data: object, *, name: str = "snapshot", budget: int | None = None) ->
 
 
 class _Parser:
-    """Reads one snapshot."""
-
     def __init__(self, name: str, budget: int | None) -> None:
         self.name = name
         self.left = budget if budget is not None else 1 << 62

@@ -28,7 +28,6 @@ def write_report(analysis: Analysis, path: str | os.PathLike[str], *, difference
 
 
 def render(analysis: Analysis, difference: Difference | None = None) -> str:
-    """The page as text."""
     from fettle.memory import tables
     from fettle.page import shell, theme
 

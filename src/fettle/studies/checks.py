@@ -62,7 +62,6 @@ class Checks:
 
 
 def check(model: Model) -> Checks:
-    """Check a fit."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a perfect fit divides by nothing
         explained = float(model.results.rsquared)

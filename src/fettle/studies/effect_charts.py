@@ -18,7 +18,6 @@ _COLOURS = alt.Scale(domain=["helped", "hurt", "same", "cannot tell"], range=[AC
 
 
 def figures(name: str, analysis: Analysis) -> list[Figure | None]:
-    """Forest and matrix of one analysis."""
     return [_forest(f"forest-{name}", analysis), _matrix(f"matrix-{name}", analysis)]
 
 

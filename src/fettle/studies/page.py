@@ -38,7 +38,6 @@ def page(
     notes: Sequence[str] = (),
     steps: Mapping[str, Sequence[Rung]] | None = None,
 ) -> str:
-    """The page as text."""
     sections = [_section(place, table, analysis) for place, analysis in enumerate(analyses)]
     lost = [row for row in table.experiments if row.reason and not row.values]
     failed = [Cell(table.label(row), rest=f": {row.reason}") for row in lost]

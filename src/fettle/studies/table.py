@@ -66,7 +66,6 @@ class Table:
         return list(dict.fromkeys(experiment.group for experiment in self.experiments))
 
     def of(self, group: str) -> list[Experiment]:
-        """The experiments of a group."""
         return [experiment for experiment in self.experiments if experiment.group == group]
 
     def label(self, experiment: Experiment) -> str:

@@ -192,7 +192,6 @@ class Trace:
         return flags
 
     def name_of(self, rows: Ints) -> list[str]:
-        """Names of the given rows."""
         names = self.names
         return [names[code] for code in self.column("name")[rows]]
 

@@ -78,7 +78,6 @@ class _Row:
     growth: float = 0.0
 
     def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """One run of the operator."""
         name = func.overloadpacket.__name__
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)
         self.group = group_of(name, inputs, outputs)
@@ -144,7 +143,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.modules.pop()
 
     def begin(self) -> None:
-        """A new call begins."""
         self.call += 1
         del self.modules[1:]
 

@@ -123,8 +123,6 @@ def path_shares(trace: Trace, path: CriticalPath) -> pl.DataFrame:
 
 
 class _Walk:
-    """State of one backward walk."""
-
     def __init__(self, trace: Trace, low: int, high: int, waits: Waits | None = None, doubtful: bool = False) -> None:
         self.trace, self.low, self.high = trace, low, high
         self.stretches: list[tuple[int, int, int]] = []  # host time: thread, start, end

@@ -124,7 +124,6 @@ def _fetch(folder: Path, i: int) -> Span | None:
 
 
 def _decode(plan: dict[str, Any], i: int) -> Span:
-    """Decode one span of a file: whole events."""
     start, stop = plan["cuts"][i : i + 2]
     columns, boundary = Columns(), re.compile(bytes.fromhex(plan["pattern"]))
     with open(plan["path"], "rb") as file:

@@ -29,7 +29,6 @@ _SAMPLE_BYTES = 1 << 20
 
 
 def folder() -> Path:
-    """Where sidecars live."""
     return cache_folder("traces")
 
 
@@ -102,7 +101,6 @@ def write(trace: Trace, key: dict[str, Any]) -> None:
 
 
 def _forget_old(root: Path) -> None:
-    """Keep the newest sidecars only."""
     places = [p for p in root.iterdir() if p.is_dir()]
     places.sort(key=lambda p: p.stat().st_mtime, reverse=True)
     for old in places[KEEP:]:

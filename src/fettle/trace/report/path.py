@@ -31,7 +31,6 @@ TIMELINE_ROWS = 60
 
 
 def critical(traces: list[Trace]) -> Section:
-    """The critical path and what-if."""
     section = Section(
         "What held the steps up, and what if not?",
         "The critical path covers the wall clock of all steps without a hole. A what-if replays the "
@@ -205,7 +204,6 @@ def _levels(trace: Trace, rows: Ints) -> Ints:
 
 
 def memory(traces: list[Trace]) -> Section | None:
-    """Allocated memory over time, and who held it at the peak."""
     section = Section("Memory over time", "What was taken before the trace began has no owner.")
     for trace in section.first(traces, SHOWN_RANKS, "ranks"):
         frame = memory_timeline(trace)
