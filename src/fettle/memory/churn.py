@@ -107,7 +107,7 @@ def _cause(stack: tuple[Frame, ...]) -> str:
 def _varying_shapes(snapshot: Snapshot, replay: Replay, steps: Steps, gained: Ints) -> tuple[Churn, ...]:
     """Segments that are still fetched in steps after the second, for sizes not asked for before."""
     trace = replay.trace
-    if not steps.marked or len(steps) < 2 + _FEWEST_GROWING_STEPS:
+    if len(steps) < 2 + _FEWEST_GROWING_STEPS:
         return ()
     step = steps.of_event(gained)
     late = gained[(step >= 2) & (step < len(steps))]

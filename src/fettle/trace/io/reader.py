@@ -108,19 +108,17 @@ def _noted(trace: Trace, *notes: str) -> Trace:
 def _read(
     path: Path, processes: int | None, max_events: int, on_progress: Callable[[float], None] | None
 ) -> tuple[Columns, dict[str, Any]]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        compressed = file.read(2) == b"\x1f\x8b"
-    if not compressed and size > PARALLEL_ABOVE_BYTES and processes != 1:
-        count = min(processes or min(os.cpu_count() or 1, 8), max(1, size // (64 << 20)))
-        if count > 1:
-            return read_in_parallel(path, size, count, max_events, on_progress=on_progress)
-    columns = Columns()
+    size, columns = path.stat().st_size, Columns()
     facts = columns.facts
     facts.file_bytes = size
     with path.open("rb") as file:
+        source = text_of(file)
+        if source is file and size > PARALLEL_ABOVE_BYTES and processes != 1:
+            count = min(processes or min(os.cpu_count() or 1, 8), max(1, size // (64 << 20)))
+            if count > 1:
+                return read_in_parallel(path, size, count, max_events, on_progress=on_progress)
         on_read = None if on_progress is None else lambda: on_progress(file.tell() / max(size, 1))
-        counted = Counted(text_of(file), on_read=on_read)
+        counted = Counted(source, on_read=on_read)
         header, text, boundary = begin(counted)
         trailer, truncated = feed(counted, text, boundary, columns, max_events) or (b"", True)
     facts.truncated = truncated or counted.broken
