@@ -126,15 +126,11 @@ class Trace:
     @cached_property
     def is_device(self) -> Bools:
         """Kernels, copies and memory sets: what keeps a device busy. Sync events and annotations do not."""
-        table = np.zeros(256, dtype=bool)
-        table[list(DEVICE_KINDS)] = True
-        return table[self.kind]
+        return np.isin(np.arange(256), DEVICE_KINDS)[self.kind]
 
     @cached_property
     def is_host(self) -> Bools:
-        table = np.zeros(256, dtype=bool)
-        table[list(HOST_KINDS)] = True
-        return table[self.kind]
+        return np.isin(np.arange(256), HOST_KINDS)[self.kind]
 
     @cached_property
     def device_rows(self) -> Ints:
