@@ -15,7 +15,6 @@ from typing import Any, TextIO, TypeVar
 from fettle.errors import UsageError
 from fettle.files import check_writable, write_text
 from fettle.watching.account import Steps
-from fettle.watching.device import utilisation
 from fettle.watching.hooks import patched
 from fettle.watching.slow import Sampler
 
@@ -50,7 +49,7 @@ def watch(
             if steps.slow_trace is not None:
                 steps._sampler = stack.enter_context(Sampler(steps._lateness, steps._thread))
             stack.enter_context(patched(steps))
-            busy = stack.enter_context(utilisation(steps._on_gpu))
+            busy = stack.enter_context(_utilisation(steps._on_gpu))
             steps.step()
             try:
                 yield steps
@@ -77,3 +76,28 @@ def step_timer(iterable: Iterable[T], **options: Any) -> Iterator[T]:
                     return
             yield item
             steps.step()
+
+
+@contextlib.contextmanager
+def _utilisation(on_gpu: bool) -> Iterator[list[float]]:
+    """NVML's utilisation, asked twice a second: shares of its last period in which a kernel ran; none without NVML."""
+    shares: list[float] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        import torch
+
+        with contextlib.suppress(Exception):  # no NVML, or no right to ask it: the rest of the account stands without
+            while not stop.wait(0.5):
+                shares.append(torch.cuda.utilization() / 100)
+
+    if not on_gpu:
+        yield shares
+        return
+    thread = threading.Thread(target=ask, name="fettle-nvml", daemon=True)
+    thread.start()
+    try:
+        yield shares
+    finally:
+        stop.set()
+        thread.join()

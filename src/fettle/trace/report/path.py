@@ -11,8 +11,7 @@ import polars as pl
 from fettle.errors import UsageError
 from fettle.trace.analyses.arrival import clock_shifts
 from fettle.trace.analyses.compare import Comparison, compare
-from fettle.trace.analyses.critical import critical_path, path_events, path_shares
-from fettle.trace.analyses.critical_ranks import critical_path_of_ranks
+from fettle.trace.analyses.critical import critical_path, critical_path_of_ranks, path_events, path_shares
 from fettle.trace.analyses.kernels import CLASSES, class_of_row
 from fettle.trace.analyses.memory_timeline import memory_peak, memory_timeline
 from fettle.trace.analyses.stacks import host_stacks
