@@ -1,6 +1,7 @@
 """Each rule on evidence with its cause planted, and on evidence without it."""
 
 import gc
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -269,6 +270,12 @@ def test_what_advice_brought_is_read_from_two_trials_that_differ_by_it_alone() -
     (nothing,) = with_gains(advised, trials[:2])
     assert nothing.brought is None
     assert nothing.bound_kept is None
+    # A race that was interrupted after its first round knows no interval.
+    once = [replace(item, speedup=Interval(2.0, 0.0, math.inf)) for item in trials[1:]]
+    (unknown,) = with_gains(advised, [trials[0], *once])
+    assert unknown.brought == Interval(1.0, 0.0, math.inf)
+    assert unknown.bound_kept is None
+    assert Advice("r", "s", {}, 0.1, Interval(2.0, 0.0, math.inf)).bound_kept is None
     broken = Advice("r", "s", {}, 0.1, Interval(2.0, 1.9, 2.1))
     assert broken.bound_kept is False
     # A bound is a share of the call as given: half of a call that is ten times as fast is 5% of it.
