@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from fettle.errors import UsageError
 from fettle.watching.report import SlowStep, StepReport
 from fettle.watching.slow import Sampler, hottest, write_samples
 
@@ -139,8 +140,10 @@ class Steps:
             target = self.slow_trace
             if self._slow:
                 target = target.with_name(f"{target.stem}-{self._count}{target.suffix}")
-            write_samples(target, samples, self._count)
-            path, line = str(target), hottest(samples)
+            line = hottest(samples)
+            with contextlib.suppress(UsageError):  # the loop goes on where the disk is full
+                write_samples(target, samples, self._count)
+                path = str(target)
         median = self._slow_ns / self.slow_factor / 1e6
         largest = max(parts, key=lambda key: parts[key])
         self._slow.append(SlowStep(self._count, wall / 1e6, median, largest, path, line))

@@ -58,10 +58,10 @@ def watch(
     finally:
         _ONE.release()
         if steps.report is not None:
-            if json_to is not None:
-                write_text(json_to, steps.report.to_json())
             if to is not None:
                 print(steps.report, file=to)
+            if json_to is not None:
+                write_text(json_to, steps.report.to_json())
 
 
 def step_timer(iterable: Iterable[T], **options: Any) -> Iterator[T]:
