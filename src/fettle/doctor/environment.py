@@ -247,7 +247,7 @@ def _packages() -> tuple[Package, ...]:
             facts = one.metadata
             info = getattr(one, "_path", None)
             packages.append(Package(
-                canonicalize_name(facts["Name"]), facts["Version"], str(one.locate_file("")), str(info or ""),
+                canonicalize_name(facts["Name"]), facts["Version"] or "", str(one.locate_file("")), str(info or ""),
                 tuple(facts.get_all("Requires-Dist") or ()), (facts.get_all("Requires-Python") or [""])[0],
             ))  # fmt: skip
     return tuple(packages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import csv
 import os
 import re
@@ -157,9 +158,10 @@ def _folders(here: Environment) -> list[str]:
 def _recorded(files: Files, package: Package) -> Iterator[tuple[str, str, str]]:
     """The files that a package installed: path, hash and size as its RECORD says them."""
     text = files.text(f"{package.info}/RECORD") if package.info else ""
-    for row in csv.reader(text.splitlines()):
-        if len(row) == 3:
-            yield os.path.normpath(os.path.join(package.folder, row[0])), row[1], row[2]
+    with contextlib.suppress(csv.Error):  # damaged: what stands above that counts
+        for row in csv.reader(text.splitlines()):
+            if len(row) == 3:
+                yield os.path.normpath(os.path.join(package.folder, row[0])), row[1], row[2]
 
 
 def _differs(files: Files, path: str, recorded: str, size: str) -> bool:

@@ -6,9 +6,13 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from fettle.doctor._check import Finding, Level, check, error, note, warning
 from fettle.doctor.environment import Environment, Package
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
 
 _FAMILY = ("torch", "torchvision", "torchaudio", "torchao", "triton", "torch-fettle")
 """Packages whose requirements must hold."""
@@ -49,7 +53,7 @@ def requirements(here: Environment) -> Iterator[Finding]:
                 yield error(f"{owner.name} {owner.version} needs {wanted}, which is not installed.",
                             "It fails when it is imported, or when that part of it is used.",
                             f"pip install '{wanted}'")  # fmt: skip
-            elif not needs.specifier.contains(package.version, prereleases=True):
+            elif not _allows(needs.specifier, package.version):
                 make = error if package.name == "torch" else warning
                 why = ("Built for another torch, its operators are missing or crash." if package.name == "torch"
                        else "That pair was never tested together: kernels may be missing, slow or wrong.")  # fmt: skip
@@ -159,7 +163,7 @@ def python_version(here: Environment) -> Iterator[Finding]:
             allowed = SpecifierSet(package.requires_python)
         except InvalidSpecifier:
             continue
-        if here.python and not allowed.contains(here.python, prereleases=True):
+        if here.python and not _allows(allowed, here.python):
             yield error(f"{package.name} {package.version} needs Python {allowed}, and this is {here.python}.",
                         "Compiled parts do not load, or torch.compile refuses to work.",
                         f"python3.12 -m venv new && new/bin/pip install {package.name}")  # fmt: skip
@@ -227,6 +231,16 @@ def _build_for(here: Environment) -> str:
         return "cpu"
     old = any(capability < (7, 5) for capability in capabilities)
     return "cu126" if old or driver < _numbers(_LEAST_DRIVER[13]) else "cu130"
+
+
+def _allows(allowed: SpecifierSet, version: str) -> bool:
+    """Whether a version is one of those. What is none by the rules (``3.13.0+``, built from source) may be any."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return allowed.contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        return True
 
 
 def _numbers(version: str) -> tuple[int, ...]:
