@@ -84,7 +84,7 @@ def record(
         with whole(target) as partial, partial.open("wb") as file:
             pickle.dump(data, file, protocol=4)
 
-    source = CpuTimeline(max_events) if device == "cpu" else _CudaHistory(max_events, stacks, write)
+    source = CpuTimeline(max_events) if device == "cpu" else _CudaHistory(max_events, stacks, target, write)
     recorder = Recorder(source)
     source.start()
     error: BaseException | None = None
@@ -94,17 +94,21 @@ def record(
         error = raised
         raise
     finally:
-        try:
+        with _warned(target) if error is not None else contextlib.nullcontext():
             data = source.stop(error)
             if data is not None:
                 write(data)
-        except Exception as failure:
-            if error is None:
-                raise
-            # The program's own exception must not be hidden by this one.
-            is_ours = isinstance(failure, UsageError)
-            said = str(failure) if is_ours else f"{target}: no snapshot could be taken ({first_line(failure)})"
-            warnings.warn(said, stacklevel=2)
+
+
+@contextlib.contextmanager
+def _warned(target: Path) -> Iterator[None]:
+    """What fails inside is a warning: the program's own exception must not be hidden by it."""
+    try:
+        yield
+    except Exception as failure:
+        is_ours = isinstance(failure, UsageError)
+        said = str(failure) if is_ours else f"{target}: no snapshot could be taken ({first_line(failure)})"
+        warnings.warn(said, stacklevel=2)
 
 
 class _CudaHistory:
@@ -112,8 +116,8 @@ class _CudaHistory:
 
     allocator = "cuda"
 
-    def __init__(self, max_events: int, stacks: str, write: Callable[[dict[str, Any]], None]) -> None:
-        self.max_events, self.stacks, self.write = max_events, stacks, write
+    def __init__(self, max_events: int, stacks: str, target: Path, write: Callable[[dict[str, Any]], None]) -> None:
+        self.max_events, self.stacks, self.target, self.write = max_events, stacks, target, write
         self.active = False
         self.written_at_oom = False
 
@@ -135,8 +139,9 @@ class _CudaHistory:
             # Observers cannot be removed, so this one stops by itself. Only the first failure is
             # written: a program that catches it and goes on has its snapshot at the end.
             if self.active and not self.written_at_oom:
-                self.write(torch.cuda.memory._snapshot())
-                self.written_at_oom = True
+                with _warned(self.target):
+                    self.write(torch.cuda.memory._snapshot())
+                    self.written_at_oom = True
 
         attach = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]  # absent in CPU builds
         attach(out_of_memory)
