@@ -145,6 +145,17 @@ class Stream(IterableDataset):
         return iter(torch.arange(200).float())
 
 
+class Nested(IterableDataset):
+    """Reads from a loader that has a worker of its own."""
+
+    def __iter__(self):
+        return iter(DataLoader(Stream(), batch_size=None, num_workers=1))
+
+
+def nested():
+    return DataLoader(Nested(), batch_size=8)
+
+
 class Shared(IterableDataset):
     """Splits itself among the workers, as it should."""
 

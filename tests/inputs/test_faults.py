@@ -67,6 +67,10 @@ def test_of_a_stream_the_rows_are_named(run) -> None:
     assert run("bad_stream", 0) == "one of the rows 128 to 143 of the stream raised ValueError: cannot be read"
 
 
+def test_a_data_set_may_read_from_a_loader_with_workers(run) -> None:
+    assert not run("nested", 0)
+
+
 def test_a_worker_that_hangs_is_one_failed_run_and_leaves_no_orphan(run, tmp_path: Path, monkeypatch) -> None:
     mark = tmp_path / "pid"
     monkeypatch.setenv("MARK", str(mark))

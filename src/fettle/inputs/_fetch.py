@@ -58,8 +58,9 @@ class Board:
         self._error: Any = RawArray(ctypes.c_char, _ERROR_BYTES)
 
     def note(self, process: int, began: float, row: tuple[float, float, float, float]) -> None:
-        """Keep the times of a batch, unless it was stopped on its way: the pause would be counted as its time."""
-        if began >= self.since[0]:
+        """Keep the times of a batch, unless it was stopped on its way: the pause would be counted as its time; or a
+        worker made it that is not the loader's own, but one of a loader that the data set reads from."""
+        if began >= self.since[0] and process < len(self._counts):
             count = self._counts[process]
             place = _ROW * (process * _KEEP + count % _KEEP)
             self._rows[place : place + _ROW] = row
