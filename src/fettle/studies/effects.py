@@ -117,20 +117,16 @@ def shares(model: Model) -> Mapping[tuple[str, ...], float]:
     it. They sum to at most the coefficient of determination where the design is balanced, else to less or more.
     """
     total = float(np.sum((model.y - model.y.mean()) ** 2))
-    names = {tuple(name for name, _ in term) for term in model.columns if term}
+    factors = [tuple(name for name, _ in column) for column in model.columns]
+    inverse, found = np.asarray(model.results.normalized_cov_params), np.asarray(model.results.params)
+
+    def without(places: list[int]) -> float:
+        """Squares that a fit without these columns leaves over beyond those of this one."""
+        return float(found[places] @ np.linalg.solve(inverse[np.ix_(places, places)], found[places])) if places else 0.0
+
     by_term = {}
-    for term in names:
-        without = [place for place, column in enumerate(model.columns) if not set(term) <= {n for n, _ in column}]
-        with_it = [
-            place for place, column in enumerate(model.columns)
-            if place in without or tuple(name for name, _ in column) == term
-        ]  # fmt: skip
-        by_term[term] = max(0.0, (_rest(model, without) - _rest(model, with_it)) / total)
+    for term in filter(None, dict.fromkeys(factors)):
+        containing = [place for place, names in enumerate(factors) if set(term) <= set(names)]
+        others = [place for place in containing if factors[place] != term]
+        by_term[term] = max(0.0, (without(containing) - without(others)) / total)
     return dict(sorted(by_term.items(), key=lambda item: -item[1]))
-
-
-def _rest(model: Model, places: Sequence[int]) -> float:
-    """Squares that a fit of some of the columns leaves over."""
-    x = model.x[:, list(places)]
-    solved = np.linalg.lstsq(x, model.y, rcond=None)[0]
-    return float(np.sum((model.y - x @ solved) ** 2))
