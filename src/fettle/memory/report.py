@@ -97,7 +97,6 @@ def _payload(analysis: Analysis) -> tuple[dict[str, Any], str]:
         "peak_event": window.peak_event,
         "cached": snapshot.allocator != "cpu",
         "steps": analysis.steps.ends.tolist()[:5000],
-        "spikes": [spike.top_event for spike in analysis.spikes],
         "layout": layout,
         "frames": list(frames),
         "stacks": stacks,
