@@ -233,7 +233,7 @@ class Examiner:
     def __exit__(self, *_: object) -> None:
         self._leave()
 
-    def examine(self, collector: str, seconds: float, path: str = "", timeout_s: float = 300.0) -> messages.Examined:
+    def examine(self, collector: str, seconds: float, path: str = "") -> messages.Examined:
         """What ``module:function`` of this room finds.
 
         Raises `WorkerError` where it fails, `UsageError` where the workload cannot be built.
@@ -246,9 +246,8 @@ class Examiner:
                 self._leave()
                 raise UsageError(f"the workload could not be built: {error}") from error
         try:
-            return self._worker.ask(
-                messages.Examine(f"fettle.diagnose.{collector}", seconds, path), messages.Examined, timeout_s
-            )
+            request = messages.Examine(f"fettle.diagnose.{collector}", seconds, path)
+            return self._worker.ask(request, messages.Examined, 300.0)
         except WorkerError as error:
             if error.kind != "error":  # anything but an exception, and the process is gone
                 self._leave()

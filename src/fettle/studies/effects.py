@@ -59,9 +59,7 @@ class Effect:
         return min(ends)
 
 
-def effects(
-    model: Model, *, apart: frozenset[str] = frozenset(), confidence: float = 0.95, zone: float = ZONE
-) -> list[Effect]:
+def effects(model: Model, *, apart: frozenset[str] = frozenset(), confidence: float = 0.95) -> list[Effect]:
     """Main effects, then two-way interactions. Those of factors in `apart` alone have no interval: their levels never
     ran side by side."""
     mains: list[Term] = [((name, level),) for name, levels in model.levels.items() for level in levels[1:]]
@@ -78,12 +76,12 @@ def effects(
     p_values = {term: gain.p() for term, gain in gains.items() if gain is not None}
     known = [term for term, p in p_values.items() if math.isfinite(p)]
     adjusted = dict(zip(known, _holm([p_values[term] for term in known]), strict=True))
-    return [_effect(model, term, gain, adjusted.get(term, math.nan), confidence, zone) for term, gain in gains.items()]
+    return [_effect(model, term, gain, adjusted.get(term, math.nan), confidence) for term, gain in gains.items()]
 
 
-def _effect(model: Model, term: Term, gain: Estimate | None, p: float, confidence: float, zone: float) -> Effect:
+def _effect(model: Model, term: Term, gain: Estimate | None, p: float, confidence: float) -> Effect:
     """An effect, and what may be claimed by its p-value after Holm."""
-    count, least = model.count(term), math.log1p(zone)
+    count, least = model.count(term), math.log1p(ZONE)
     reading: Reading = "cannot tell"
     if gain is None:
         return Effect(term, None, reading, count, why=model.left_out.get(term, ""))
