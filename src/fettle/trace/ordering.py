@@ -55,4 +55,3 @@ def in_groups(values: Ints) -> list[tuple[int, Ints]]:
     first = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
     edges = itertools.pairwise([*first.tolist(), len(order)])
     return [(value, order[low:high]) for value, (low, high) in zip(ordered[first].tolist(), edges, strict=True)]
-

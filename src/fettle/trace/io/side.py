@@ -70,9 +70,7 @@ class SideTables:
         self.put("autograd", row=np.array(operators, dtype=np.int64)[has] + base, sequence=numbers[has])
         # One pass finds the few operators that have any of the rare facts.
         rare = [
-            i
-            for i in operators
-            if (a := args[i]).stack is not None or a.collective is not None or a.file is not None
+            i for i in operators if (a := args[i]).stack is not None or a.collective is not None or a.file is not None
         ]
         self._arguments("generated", [i for i in rare if args[i].file], args, base)
         self._arguments("stacks", [i for i in rare if args[i].stack], args, base)
