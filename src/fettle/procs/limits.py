@@ -33,7 +33,8 @@ def granted_cores() -> tuple[int, str]:
 
 
 def granted_memory_bytes() -> int:
-    """Free memory, or what the control groups still grant where that is less."""
+    """Free memory, or what the control groups still grant where that is less. Files that are only kept in memory, as
+    those of a data set that was read, are free in both: they go where the room is needed."""
     import psutil
 
     memory = int(psutil.virtual_memory().available)
@@ -41,8 +42,17 @@ def granted_memory_bytes() -> int:
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
         used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
         if limit is not None and limit < 1 << 60:
-            memory = min(memory, max(0, limit - used))
+            memory = min(memory, max(0, limit - used + _files_kept(folder)))
     return memory
+
+
+def _files_kept(folder: Path) -> int:
+    """Bytes of files that a control group holds in memory, in either version's words."""
+    try:
+        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return sum(int(counts.get(f"total_{name}", counts[name])) for name in ("inactive_file", "active_file"))
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def resident_bytes() -> int:
