@@ -430,6 +430,9 @@ CASES = [
          ("/tmp/ultralytics_runner",)),
     Case("a .pth of nobody", files({f"{SITE}/helper.pth": "import os;exec(os.environ['X'])\x1b[2J"}), "unowned-pth",
          "warning", ("helper.pth", "belongs to no installed package")),
+    Case("a .pth in a folder that reads as a pattern", replace(
+        HEALTHY, site_folders=("/venv[1]/site",), files=FILES.also({"/venv[1]/site/helper.pth": "import socket"}),
+    ), "unowned-pth", "warning", ("/venv[1]/site/helper.pth",)),
     Case("a known name, another content", files({f"{SITE}/_virtualenv.pth": "import _virtualenv, socket"}), "unowned-pth",
          "warning", ("_virtualenv.pth",)),
     Case("a module edited", files({f"{SITE}/numpy/__init__.py": "two = 2\n"}), "changed-files", "warning",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import csv
+import glob
 import os
 import re
 from collections.abc import Iterator
@@ -86,7 +87,7 @@ def unowned_pth(here: Environment) -> Iterator[Finding]:
     """Files that run code at every start of Python, and that belong to no package."""
     owned: set[str] | None = None
     for folder in here.site_folders:
-        for path in here.files.matching(f"{folder}/*.pth"):
+        for path in here.files.matching(f"{glob.escape(folder)}/*.pth"):
             content = here.files.text(path)
             runs = [line for line in content.splitlines() if line.startswith(("import ", "import\t"))]
             if not runs or content.strip() == _HARMLESS.get(os.path.basename(path)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections import defaultdict
@@ -189,7 +190,7 @@ def other_cuda_first(here: Environment) -> Iterator[Finding]:
         return
     for folder in here.variables.get("LD_LIBRARY_PATH", "").split(os.pathsep):
         libraries = [os.path.basename(path) for name in ("libcudnn", "libcublas", "libnccl", "libcudart")
-                     for path in here.files.matching(f"{folder}/{name}.so*") if folder]  # fmt: skip
+                     for path in here.files.matching(f"{glob.escape(folder)}/{name}.so*") if folder]  # fmt: skip
         if libraries:
             yield warning(f"LD_LIBRARY_PATH names {folder}, which has {', '.join(libraries[:3])}.",
                           "They are loaded in place of those that torch was built and tested with.",
