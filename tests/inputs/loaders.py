@@ -50,6 +50,15 @@ def quick():
     return DataLoader(Rows(one), batch_size=8), lambda batch: time.sleep(0.15)
 
 
+def named(row):
+    return {"x": torch.ones(4), "y": row}
+
+
+def taken_apart():
+    """A step that takes the labels out of its batch."""
+    return DataLoader(Rows(named), batch_size=8), lambda batch: batch.pop("y").sum()
+
+
 def number():
     return 3
 

@@ -8,6 +8,7 @@ summed up would be had for nothing in the next.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import platform
@@ -15,6 +16,7 @@ import re
 import signal
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -62,7 +64,7 @@ class Loop:
         except StopIteration:
             raise UsageError("the loader gives no batch") from None
         self.start_s = time.perf_counter() - began
-        self.step(self.first)
+        self.step(_again(self.first))
         for _ in range(max(_WARM_UP, self.setting.num_workers)):
             self.step(self.next()[0])
         self.board.clear()
@@ -150,8 +152,8 @@ class Loop:
         times: list[float] = []
         began = time.perf_counter()
         while len(times) < 5 or (time.perf_counter() - began < 0.5 and len(times) < 200):
-            started = time.perf_counter()
-            self.step(self.first)
+            batch, started = _again(self.first), time.perf_counter()
+            self.step(batch)
             if self.device == "cuda":
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - started)
@@ -218,6 +220,11 @@ def explain(error: BaseException, ended: str = "") -> Failure:
 def main(parent: Parent) -> None:
     process = Process()
     parent.serve(Asked, process.answer, lambda error: explain(error, process.loop.ended() if process.loop else ""))
+
+
+def _again(batch: Any) -> Any:
+    """The same batch in containers of its own: a step may take out of them what it needs."""
+    return pytree.tree_map(lambda leaf: copy.copy(leaf) if isinstance(leaf, Mapping) else leaf, batch)
 
 
 def _to_device(batch: Any, non_blocking: bool) -> Any:
