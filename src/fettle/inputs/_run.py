@@ -8,7 +8,6 @@ summed up would be had for nothing in the next.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import os
 import platform
@@ -16,7 +15,6 @@ import re
 import signal
 import statistics
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +30,7 @@ from fettle.inputs.pipeline import Step, batch_bytes, fetches, pipeline, with_se
 from fettle.inputs.setting import SHORT, Facts, Setting, Slice
 from fettle.procs.child import Failure
 from fettle.procs.parent import Parent, be_a_worker
+from fettle.workload import again
 
 _WARM_UP = 2
 _LONGEST_S = 8.0
@@ -64,7 +63,7 @@ class Loop:
         except StopIteration:
             raise UsageError("the loader gives no batch") from None
         self.start_s = time.perf_counter() - began
-        self.step(_again(self.first))
+        self.step(again(self.first))
         for _ in range(max(_WARM_UP, self.setting.num_workers)):
             self.step(self.next()[0])
         self.board.clear()
@@ -152,7 +151,7 @@ class Loop:
         times: list[float] = []
         began = time.perf_counter()
         while len(times) < 5 or (time.perf_counter() - began < 0.5 and len(times) < 200):
-            batch, started = _again(self.first), time.perf_counter()
+            batch, started = again(self.first), time.perf_counter()
             self.step(batch)
             if self.device == "cuda":
                 torch.cuda.synchronize()
@@ -220,11 +219,6 @@ def explain(error: BaseException, ended: str = "") -> Failure:
 def main(parent: Parent) -> None:
     process = Process()
     parent.serve(Asked, process.answer, lambda error: explain(error, process.loop.ended() if process.loop else ""))
-
-
-def _again(batch: Any) -> Any:
-    """The same batch in containers of its own: a step may take out of them what it needs."""
-    return pytree.tree_map(lambda leaf: copy.copy(leaf) if isinstance(leaf, Mapping) else leaf, batch)
 
 
 def _to_device(batch: Any, non_blocking: bool) -> Any:

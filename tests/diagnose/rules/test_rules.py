@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fettle.diagnose import (
     RULES,
@@ -355,6 +356,16 @@ def test_a_collection_that_came_once_is_not_held_against_calls() -> None:
         assert waiting(gc.collect, 1e-3)[0] > 0
     finally:
         gc.enable()
+
+
+def test_a_call_may_take_out_of_its_batches_what_it_needs() -> None:
+    loader = torch.utils.data.DataLoader([{"x": torch.ones(4), "y": row} for row in range(8)], batch_size=2)
+
+    def call() -> None:
+        for batch in loader:
+            batch.pop("y")
+
+    assert waiting(call, 1e-6)[2].at_hand_s > 0
 
 
 def test_a_loop_over_batches_is_no_loop_over_a_tensor_and_stacking_belongs_to_one_that_is() -> None:

@@ -19,7 +19,7 @@ from fettle.diagnose.collectors.variants import threads, timed
 from fettle.diagnose.evidence import Loading
 from fettle.patches import replaced
 from fettle.procs.limits import scheduled_s
-from fettle.workload import tensors
+from fettle.workload import again, tensors
 
 _KEPT_BYTES = 512 << 20
 _LEAST_WATCHED_S = 0.2
@@ -75,7 +75,7 @@ class LoaderClock:
             if self._bytes > _KEPT_BYTES:
                 self.kept.clear()
             else:
-                self.kept[-1].append(result)
+                self.kept[-1].append(again(result))
 
 
 def waiting(
@@ -127,7 +127,7 @@ def _at_hand(call: Callable[[], Any], clock: LoaderClock, device: str) -> float:
     if not clock.kept:
         return 0.0
     turns = itertools.cycle(clock.kept)
-    with replaced(DataLoader, "__iter__", lambda _: lambda loader: iter(next(turns))):
+    with replaced(DataLoader, "__iter__", lambda _: lambda loader: map(again, next(turns))):
         return min(timed(call, device, 0.0, least=5))
 
 
