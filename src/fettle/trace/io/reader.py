@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fettle.errors import UsageError
+from fettle.procs.limits import granted_cores
 from fettle.trace.io import sidecar
 from fettle.trace.io.assemble import assemble
 from fettle.trace.io.decode import Columns
@@ -114,7 +114,7 @@ def _read(
     with path.open("rb") as file:
         source = text_of(file)
         if source is file and size > PARALLEL_ABOVE_BYTES and processes != 1:
-            count = min(processes or min(os.cpu_count() or 1, 8), max(1, size // (64 << 20)))
+            count = min(processes or min(granted_cores()[0], 8), max(1, size // (64 << 20)))
             if count > 1:
                 return read_in_parallel(path, size, count, max_events, on_progress=on_progress)
         on_read = None if on_progress is None else lambda: on_progress(file.tell() / max(size, 1))
