@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ from fettle.diagnose import (
     roofline,
     with_gains,
 )
-from fettle.diagnose.collectors.waiting import waiting
+from fettle.diagnose.collectors.waiting import LoaderClock, waiting
 from fettle.diagnose.compile_health import CacheHealth, CompileHealth, GraphBreak, LimitHit, Recompile
 from fettle.diagnose.evidence import Batches, Fresh, Kept, Kernel, Loading, Padding, Weights
 from fettle.measure import Interval, Trial
@@ -366,6 +367,15 @@ def test_a_call_may_take_out_of_its_batches_what_it_needs() -> None:
             batch.pop("y")
 
     assert waiting(call, 1e-6)[2].at_hand_s > 0
+
+
+def test_batches_of_arrays_are_not_kept_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fettle.diagnose.collectors.waiting._KEPT_BYTES", 1000)
+    loader = torch.utils.data.DataLoader([numpy.zeros(100)] * 8, batch_size=2, collate_fn=numpy.stack)
+    with LoaderClock() as clock:
+        clock.calls = 1
+        assert len(list(loader)) == 4
+    assert not clock.kept
 
 
 def test_a_loop_over_batches_is_no_loop_over_a_tensor_and_stacking_belongs_to_one_that_is() -> None:
