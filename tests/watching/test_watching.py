@@ -142,6 +142,20 @@ def test_a_loop_goes_on_where_a_slow_step_cannot_be_written(tmp_path: Path) -> N
     assert __file__ in str(slow[16].hottest)
 
 
+def test_a_report_that_cannot_be_written_does_not_hide_the_programs_own_error(tmp_path: Path) -> None:
+    def run(error: Exception | None) -> None:
+        with watch(to=None, json_to=tmp_path / "folder" / "report.json"):
+            (tmp_path / "folder").write_text("a file by now")
+            if error:
+                raise error
+
+    with pytest.warns(UserWarning, match="cannot write"), pytest.raises(KeyError):
+        run(KeyError("the program's own"))
+    (tmp_path / "folder").unlink()
+    with pytest.raises(UsageError, match="cannot write"):
+        run(None)
+
+
 def test_everything_is_put_back_also_after_an_exception() -> None:
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 

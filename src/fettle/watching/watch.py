@@ -7,6 +7,7 @@ import os
 import statistics
 import sys
 import threading
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -56,12 +57,17 @@ def watch(
             finally:
                 steps.report = replace(steps.summary(), device_idle=1 - statistics.fmean(busy) if busy else None)
     finally:
+        failed = sys.exception() is not None
         _ONE.release()
-        if steps.report is not None:
-            if to is not None:
-                print(steps.report, file=to)
-            if json_to is not None:
+        if steps.report is not None and to is not None:
+            print(steps.report, file=to)
+        if steps.report is not None and json_to is not None:
+            try:
                 write_text(json_to, steps.report.to_json())
+            except UsageError as error:
+                if not failed:
+                    raise
+                warnings.warn(str(error), stacklevel=2)  # the program's own exception must not be hidden by this one
 
 
 def step_timer(iterable: Iterable[T], **options: Any) -> Iterator[T]:
