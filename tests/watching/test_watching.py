@@ -117,6 +117,15 @@ def run(steps: Steps) -> None:
         steps.step()
 
 
+def test_a_loader_may_iterate_by_means_of_its_own() -> None:
+    class Own(torch.utils.data.DataLoader):
+        def _get_iterator(self):
+            return iter([1, 2])
+
+    with watch(to=None):
+        assert list(Own(Slow())) == [1, 2]
+
+
 def test_a_slow_step_is_seen_while_it_happens(tmp_path: Path) -> None:
     with watch(to=None, slow_trace=tmp_path / "slow.json", slow_factor=5.0) as steps:
         run(steps)
