@@ -124,7 +124,7 @@ def waiting(
 
 def _at_hand(call: Callable[[], Any], clock: LoaderClock, device: str) -> float:
     """Seconds of a call whose loaders hand out at once what they handed out before; 0 where that cannot be tried."""
-    if not clock.kept:
+    if not any(clock.kept):
         return 0.0
     turns = itertools.cycle(clock.kept)
     with replaced(DataLoader, "__iter__", lambda _: lambda loader: map(again, next(turns))):
