@@ -96,6 +96,8 @@ def keeps(bound: float, brought: Interval, before: Interval = ALONE) -> bool | N
     (1 - 1 / brought.low) / before.high of the call as given. None where the interval reaches from no gain to beyond the
     bound, and says nothing.
     """
+    if min(brought.low, before.low) <= 0:  # after a single round
+        return None
     least = (1 - 1 / brought.low) / before.high
     most = (1 - 1 / brought.high) / before.low
     if least <= 0 and most > bound:

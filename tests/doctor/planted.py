@@ -120,9 +120,14 @@ LAPTOP = replace(
     program=Program(models=(Model("Net", "cpu", ("bfloat16",)),)),
 )  # fmt: skip
 QUOTA = replace(HEALTHY, quota=4.0, variables={"HOME": "/home/me", "OMP_NUM_THREADS": "4"})
+ODD = replace(
+    HEALTHY, python="3.13.0+", packages=(TORCH, VISION, package("triton", "built here"), *OTHERS[1:]),
+    files=FILES.also({f"{SITE}/setuptools-84.0.dist-info/RECORD": record("distutils-precedence.pth", SHIM) + '"' + "x" * (1 << 18)}),
+)  # fmt: skip
 NO_TORCH = replace(LAPTOP, packages=OTHERS[3:], files=FILES, program=Program())
 """Works, and says so: see `CASES`."""
-CLEAN = {"a machine with two GPUs": HEALTHY, "a laptop": LAPTOP, "a container with a quota": QUOTA}
+CLEAN = {"a machine with two GPUs": HEALTHY, "a laptop": LAPTOP, "a container with a quota": QUOTA,
+         "versions that are none, and a list of files that is cut": ODD}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -425,6 +430,9 @@ CASES = [
          ("/tmp/ultralytics_runner",)),
     Case("a .pth of nobody", files({f"{SITE}/helper.pth": "import os;exec(os.environ['X'])\x1b[2J"}), "unowned-pth",
          "warning", ("helper.pth", "belongs to no installed package")),
+    Case("a .pth in a folder that reads as a pattern", replace(
+        HEALTHY, site_folders=("/venv[1]/site",), files=FILES.also({"/venv[1]/site/helper.pth": "import socket"}),
+    ), "unowned-pth", "warning", ("/venv[1]/site/helper.pth",)),
     Case("a known name, another content", files({f"{SITE}/_virtualenv.pth": "import _virtualenv, socket"}), "unowned-pth",
          "warning", ("_virtualenv.pth",)),
     Case("a module edited", files({f"{SITE}/numpy/__init__.py": "two = 2\n"}), "changed-files", "warning",

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -143,8 +144,8 @@ class Pictures(torch.utils.data.Dataset):
     def __init__(self, folder: Path) -> None:
         self.folder, self.paths = str(folder), ["x"] * 100_000
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.zeros(256), 1
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, numpy.ndarray, int]:
+        return torch.zeros(128), numpy.zeros(128, numpy.float32), 1
 
     def __len__(self) -> int:
         return 100_000

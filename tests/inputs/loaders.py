@@ -50,6 +50,15 @@ def quick():
     return DataLoader(Rows(one), batch_size=8), lambda batch: time.sleep(0.15)
 
 
+def named(row):
+    return {"x": torch.ones(4), "y": row}
+
+
+def taken_apart():
+    """A step that takes the labels out of its batch."""
+    return DataLoader(Rows(named), batch_size=8), lambda batch: batch.pop("y").sum()
+
+
 def number():
     return 3
 
@@ -143,6 +152,17 @@ def larger_than_shm():
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(torch.arange(200).float())
+
+
+class Nested(IterableDataset):
+    """Reads from a loader that has a worker of its own."""
+
+    def __iter__(self):
+        return iter(DataLoader(Stream(), batch_size=None, num_workers=1))
+
+
+def nested():
+    return DataLoader(Nested(), batch_size=8)
 
 
 class Shared(IterableDataset):

@@ -67,6 +67,19 @@ def test_of_a_stream_the_rows_are_named(run) -> None:
     assert run("bad_stream", 0) == "one of the rows 128 to 143 of the stream raised ValueError: cannot be read"
 
 
+def test_a_data_set_may_read_from_a_loader_with_workers(run) -> None:
+    assert not run("nested", 0)
+
+
+def test_a_step_may_take_out_of_its_batch_what_it_needs() -> None:
+    here = Race(f"{LOADERS}:taken_apart", 0.1, 60.0, "cpu", room(), Journal(), lambda doing, done, of: None)
+    try:
+        assert here.run(Setting(), 0).able
+        assert here.alone() > 0
+    finally:
+        here.close()
+
+
 def test_a_worker_that_hangs_is_one_failed_run_and_leaves_no_orphan(run, tmp_path: Path, monkeypatch) -> None:
     mark = tmp_path / "pid"
     monkeypatch.setenv("MARK", str(mark))

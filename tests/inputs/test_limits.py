@@ -51,8 +51,21 @@ def test_memory_is_what_the_group_still_grants(groups: Path) -> None:
     write(groups / "job" / "memory.current", str(1 << 20))
     assert room().memory_bytes == 2 << 20
     assert room(ranks=2).memory_bytes == 1 << 20
+    # A data set that was read fills the group with files, which are no reason to run no workers.
+    write(groups / "job" / "memory.current", str(3 << 20))
+    write(groups / "job" / "memory.stat", f"anon {1 << 20}\ninactive_file {1 << 20}\nactive_file {1 << 19}\nshmem 7\n")
+    assert room().memory_bytes == 3 << 19
     write(groups / "job" / "memory.max", "max")
     assert room().memory_bytes > 2 << 20
+
+
+def test_memory_of_the_first_version(groups: Path) -> None:
+    write(groups / "own", "4:memory:/job\n")
+    write(groups / "memory" / "job" / "memory.limit_in_bytes", str(3 << 20))
+    write(groups / "memory" / "job" / "memory.usage_in_bytes", str(2 << 20))
+    stat = "inactive_file 5\nactive_file 5\ntotal_inactive_file 100\ntotal_active_file 50\n"
+    write(groups / "memory" / "job" / "memory.stat", stat)
+    assert room().memory_bytes == (1 << 20) + 150
 
 
 def test_a_group_path_that_leaves_the_tree_is_not_followed(groups: Path) -> None:

@@ -16,6 +16,7 @@ from fettle.errors import UsageError
 from fettle.memory import analyse, parse, read
 from fettle.memory.invariants import check
 from fettle.memory.snapshot import State
+from fettle.procs import limits
 
 
 def test_a_present_day_file(tmp_path: Path) -> None:
@@ -178,6 +179,15 @@ def test_a_file_that_would_not_fit_into_memory_is_refused_before_it_is_loaded(
     bomb.write_bytes(b"\x80\x02](" + b"}" * 1_000_000 + b"e.")  # a megabyte that becomes 72
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=64 << 20))
     assert read(honest).devices == [0]
+    with pytest.raises(UsageError, match=r"could take 0\.3 GB of memory, 0\.1 GB are available"):
+        read(bomb)
+
+
+def test_a_file_that_a_container_has_no_memory_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bomb = tmp_path / "bomb.pickle"
+    bomb.write_bytes(b"\x80\x02](" + b"}" * 1_000_000 + b"e.")
+    (tmp_path / "memory.max").write_text(str(64 << 20))
+    monkeypatch.setattr(limits, "_GROUPS", tmp_path)
     with pytest.raises(UsageError, match=r"could take 0\.3 GB of memory, 0\.1 GB are available"):
         read(bomb)
 

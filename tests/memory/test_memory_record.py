@@ -193,6 +193,18 @@ def test_the_cuda_recorder_is_bounded_and_switched_off(tmp_path: Path, monkeypat
     assert analysis.snapshot.allocator == "cuda"
 
 
+def test_an_oom_stays_one_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, folder = CudaStandIn(monkeypatch), tmp_path / "folder"
+
+    def run() -> None:
+        with record(folder / "oom.pickle"):
+            folder.write_text("a file by now")
+            cuda.run_out_of_memory(400 * MIB, 8 * MIB)
+
+    with pytest.warns(UserWarning, match="cannot write"), pytest.raises(torch.OutOfMemoryError):
+        run()
+
+
 def test_dying_of_oom_keeps_the_moment_of_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = CudaStandIn(monkeypatch)
     file = tmp_path / "oom.pickle"

@@ -1,6 +1,7 @@
 """What is checked of a fit: each doubt is planted, and a good fit has none."""
 
 import math
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -38,6 +39,18 @@ def test_holding_out_is_fitting_to_the_rest():
     found = hold_out(model)
     assert found.off == pytest.approx(math.exp(math.sqrt(np.mean(np.square(errors)))))
     assert (found.cells, found.alone) == (8, 0)
+
+
+def test_holding_out_many_repeats_needs_no_matrix_as_large_as_their_square():
+    model = fit(table(GAINS, switches("abc"), noise=0.05, repeats=1000), "", TIME)
+    tracemalloc.start()
+    try:
+        found = hold_out(model)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found.cells == 8
+    assert peak < 8 * 1000**2
 
 
 def test_what_cannot_be_predicted_unseen_is_counted():

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -74,6 +75,21 @@ def test_intervals_hold_as_often_as_they_say(count: int, spread: float):
 def test_intervals_hold_at_their_rate(count: int, spread: float):
     every = [one for seed in range(150) for one in held(*plant(seed, count, spread))]
     assert 0.92 <= sum(every) / len(every) <= 0.99
+
+
+def test_a_long_table_needs_no_matrix_as_large_as_its_square():
+    table, _ = plant(4, machines=3, spread=0.1)
+    random = np.random.default_rng(5)
+    rows = [replace(row, values={TIME.name: row.values[TIME.name] * math.exp(random.normal(0, 0.02))})
+            for row in table.experiments for _ in range(100)]  # fmt: skip
+    tracemalloc.start()
+    try:
+        pooled = pool(replace(table, experiments=tuple(rows)), "", TIME)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert isinstance(pooled, Pooled), pooled
+    assert peak < 8 * len(rows) ** 2
 
 
 def test_two_machines_are_no_sample_of_machines():

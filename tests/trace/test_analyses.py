@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -379,6 +380,21 @@ def test_compare_sees_through_a_renamed_kernel(tmp_path: Path) -> None:
     assert work["renamed"].to_list() == [True]
     assert work["matched_by"].to_list() == ["path"]
     assert work["slower_ns"].to_list() == pytest.approx([3_000])
+
+
+def test_comparing_long_traces_needs_no_memory_beyond_theirs(tmp_path: Path) -> None:
+    build = Build()
+    for number in range(4000):
+        build.step(number, 10 * number, 10).op("aten::add", 10 * number, 5 + number % 3)
+    trace = build.load(tmp_path)
+    tracemalloc.start()
+    try:
+        result = T.compare(trace, trace)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert result.low_ns == result.high_ns == 0
+    assert peak < 64 << 20
 
 
 def test_compare_two_sets_of_steps_of_one_trace(tmp_path: Path) -> None:

@@ -71,13 +71,26 @@ def test_a_convolution_takes_its_strides_from_the_values(strides: list[str], gro
 
 
 @pytest.mark.parametrize(
-    "values", [[], ["", "", "", "x", "[0", "{}", "1"], ["", "", "", "[0]", "[0]", "[1]", "False", "", "1"]]
+    "values",
+    [
+        [],
+        ["", "", "", "x", "[0", "{}", "1"],
+        ["", "", "", "[0]", "[0]", "[1]", "False", "", "1"],
+        ["", "", "", '["1"]', "[0]", "[1]", "False", "", "1"],
+    ],
 )
 def test_what_was_not_recorded_costs_nothing(values: list[str]) -> None:
     cost = call_cost("aten::convolution", [[2, 3, 9, 9], [4, 3, 3, 3]], values)
     assert cost is None or cost.flops == 0
     assert call_cost("aten::mm", [[2**70, 3], [3, 4]], []) is None
     assert call_cost("aten::mm", [{"a": 1}, "b"], []) is None
+
+
+def test_calls_of_more_than_any_device_could_do_are_left_out(tmp_path: Path) -> None:
+    build, vast = products(tmp_path), 2**39
+    for at, sides in enumerate(([[vast, vast], [vast, vast]], [[vast, vast, vast, 0, 3], [vast, vast, vast, 3, 0]])):
+        build.op("aten::mm", 1000 + 50 * at, 9, **{"Input Dims": sides, "Input type": HALF})
+    assert set(product_table(build.load(tmp_path))["operator"]) == {"aten::addmm"}
 
 
 def test_the_table_is_by_shapes_and_types(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_old_and_new_categories_and_every_vendor(tmp_path: Path) -> None:
         build.add(category, "x", i * 10, 5)
     trace = build.load(tmp_path)
     assert trace.kind.tolist() == [int(k) for _, k in pairs]
-    assert trace.facts.unknown_categories == ("never heard of",)
+    assert trace.facts.unknown_categories == ["never heard of"]
 
 
 def test_ids_as_text_or_number_are_one_thread_and_streams_as_text_count(tmp_path: Path) -> None:
@@ -174,11 +174,11 @@ def test_several_processes_read_what_one_reads(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr(parallel.sys, "executable", "")
     size = path.stat().st_size
     shares.clear()
-    columns, metadata, facts = parallel.read_in_parallel(path, size, 2, 10**9, 20_000, on_progress=shares.append)
+    columns, metadata = parallel.read_in_parallel(path, size, 2, 10**9, 20_000, on_progress=shares.append)
     assert shares == sorted(shares)
     assert 0 <= shares[0] < 1
     assert metadata == one.metadata
-    two = assemble(path, None, columns, metadata, facts)
+    two = assemble(path, None, columns, metadata)
     assert two.names == one.names
     assert two.events.drop("thread").equals(one.events.drop("thread"))
     # Threads are numbered as they are met: the numbers may differ, what they stand for may not.
@@ -189,7 +189,7 @@ def test_several_processes_read_what_one_reads(tmp_path: Path, monkeypatch: pyte
     assert all(
         two.side[t].drop("thread", strict=False).equals(one.side[t].drop("thread", strict=False)) for t in one.side
     )
-    assert two.facts.events_seen == one.facts.events_seen
+    assert two.facts == one.facts
 
 
 def test_what_a_helper_leaves_is_what_it_would_have_decoded_here(tmp_path: Path) -> None:
@@ -326,5 +326,5 @@ def test_a_rank_claimed_twice_does_not_push_others_aside(tmp_path: Path) -> None
         Build(distributedInfo={"rank": rank}).op(name, 0, 1).write(tmp_path / f"{name}.json")
     traces = load_all(tmp_path, use_sidecar=False)
     assert [(trace.rank, trace.names) for trace in traces] == [(0, ["a"]), (1, ["c"]), (2, ["b"])]
-    assert traces[1].facts.notes == ()
-    assert traces[2].facts.notes == ("rank 0 is claimed by another file too; called 2 here",)
+    assert traces[1].facts.notes == []
+    assert traces[2].facts.notes == ["rank 0 is claimed by another file too; called 2 here"]

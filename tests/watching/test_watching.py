@@ -12,7 +12,7 @@ import torch
 
 import fettle
 from fettle.errors import UsageError
-from fettle.watching import StepReport, watch
+from fettle.watching import StepReport, Steps, watch
 from fettle.watching.slow import write_samples
 
 
@@ -104,16 +104,31 @@ def test_the_garbage_collector_is_told_apart() -> None:
     del junk
 
 
-def test_a_slow_step_is_seen_while_it_happens(tmp_path: Path) -> None:
-    def unlucky() -> None:  # until it has been seen: the thread that looks may have to wait for a core
-        until = time.monotonic() + 60
-        while len(steps._sampler.of(steps._count)) < 3 and time.monotonic() < until:
-            time.sleep(0.1)
+def unlucky(steps: Steps) -> None:
+    """A step that goes on until it has been seen: the thread that looks may have to wait for a core."""
+    until = time.monotonic() + 60
+    while len(steps._sampler.of(steps._count)) < 3 and time.monotonic() < until:
+        time.sleep(0.1)
 
+
+def run(steps: Steps) -> None:
+    for number in range(20):
+        unlucky(steps) if number == 15 else time.sleep(0.01)
+        steps.step()
+
+
+def test_a_loader_may_iterate_by_means_of_its_own() -> None:
+    class Own(torch.utils.data.DataLoader):
+        def _get_iterator(self):
+            return iter([1, 2])
+
+    with watch(to=None):
+        assert list(Own(Slow())) == [1, 2]
+
+
+def test_a_slow_step_is_seen_while_it_happens(tmp_path: Path) -> None:
     with watch(to=None, slow_trace=tmp_path / "slow.json", slow_factor=5.0) as steps:
-        for number in range(20):
-            unlucky() if number == 15 else time.sleep(0.01)
-            steps.step()
+        run(steps)
     assert steps.report is not None
     slow = {step.number: step for step in steps.report.slow}
     assert slow[16].trace is not None
@@ -124,6 +139,30 @@ def test_a_slow_step_is_seen_while_it_happens(tmp_path: Path) -> None:
     from fettle.trace import load
 
     assert load(slow[16].trace).events.height > 0
+
+
+def test_a_loop_goes_on_where_a_slow_step_cannot_be_written(tmp_path: Path) -> None:
+    with watch(to=None, slow_trace=tmp_path / "folder" / "slow.json", slow_factor=5.0) as steps:
+        (tmp_path / "folder").write_text("a file by now")
+        run(steps)
+    assert steps.report is not None
+    slow = {step.number: step for step in steps.report.slow}
+    assert slow[16].trace is None
+    assert __file__ in str(slow[16].hottest)
+
+
+def test_a_report_that_cannot_be_written_does_not_hide_the_programs_own_error(tmp_path: Path) -> None:
+    def run(error: Exception | None) -> None:
+        with watch(to=None, json_to=tmp_path / "folder" / "report.json"):
+            (tmp_path / "folder").write_text("a file by now")
+            if error:
+                raise error
+
+    with pytest.warns(UserWarning, match="cannot write"), pytest.raises(KeyError):
+        run(KeyError("the program's own"))
+    (tmp_path / "folder").unlink()
+    with pytest.raises(UsageError, match="cannot write"):
+        run(None)
 
 
 def test_everything_is_put_back_also_after_an_exception() -> None:

@@ -8,7 +8,7 @@ could bring, and `fettle.verifying` compares that bound with what the fix then b
 from __future__ import annotations
 
 from fettle.diagnose.collectors.compile_watch import watch_compile
-from fettle.diagnose.collectors.sync_report import SyncReport
+from fettle.diagnose.collectors.sync_modes import SyncReport
 from fettle.diagnose.collectors.syncs import confirm, find_cuda_syncs, find_syncs, watch_syncs
 from fettle.diagnose.compile_health import CompileHealth
 from fettle.diagnose.compile_worker import compile_health

@@ -42,7 +42,6 @@ class Watching:
 
     @property
     def cost(self) -> str:
-        """What it cost, in words."""
         slower = f"a call took {self.slowdown:.1f}x as long" if self.slowdown > 1 or not self.seconds else ""
         took = f"{self.seconds:.2g} s" if self.seconds >= 0.01 else "under 0.01 s" if self.seconds else ""
         return ", ".join(filter(None, (took, slower)))

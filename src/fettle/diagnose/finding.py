@@ -3,6 +3,7 @@ brought beside the bound, in a race of its own or by the trials of a study."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -130,4 +131,5 @@ def ratio(before: Interval | None, after: Interval | None) -> Interval | None:
     """What was gained between two speed-ups over the same baseline; its interval is the widest that theirs allow."""
     if before is None or after is None:
         return None
-    return Interval(after.estimate / before.estimate, after.low / before.high, after.high / before.low)
+    high = after.high / before.low if before.low > 0 else math.inf  # 0 after a single round: nothing is known of it
+    return Interval(after.estimate / before.estimate, after.low / before.high, high)

@@ -13,8 +13,12 @@ from pathlib import Path
 from fettle.diagnose.collectors.recording import Recorded
 from fettle.diagnose.evidence import Kernel
 from fettle.diagnose.finding import Finding
+from fettle.diagnose.rules.snapshot import snapshot_findings
+from fettle.diagnose.rules.trace import trace_findings
 from fettle.errors import UsageError
 from fettle.measure import Worker, WorkerError, messages
+from fettle.memory import analyse, verdict
+from fettle.memory import read as read_snapshot
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, conflict
 from fettle.trace import kernels_under, load, trace_health
@@ -82,8 +86,6 @@ def of_trace(path: Path, calls: int = 0, operators: Collection[str] = ()) -> OfF
 
     Raises `UsageError` for a file that is none.
     """
-    from fettle.diagnose.rules.trace import trace_findings
-
     recorded = calls > 0
     trace = load(path, use_sidecar=not recorded)
     uncertain = trace_health(trace).uncertain
@@ -103,10 +105,7 @@ def of_trace(path: Path, calls: int = 0, operators: Collection[str] = ()) -> OfF
 
 def of_snapshot(path: Path, calls: int = 0) -> OfFile:
     """What an allocator's snapshot says, of so many calls of one workload or of anything. Raises `UsageError`."""
-    from fettle.diagnose.rules.snapshot import snapshot_findings
-    from fettle.memory import analyse, read, verdict
-
-    analysis = analyse(read(path))
+    analysis = analyse(read_snapshot(path))
     notes = [f"{path.name}: {note}" for note in analysis.snapshot.notes]
     broken = analysis.violations
     if broken:
@@ -234,7 +233,7 @@ class Examiner:
     def __exit__(self, *_: object) -> None:
         self._leave()
 
-    def examine(self, collector: str, seconds: float, path: str = "", timeout_s: float = 300.0) -> messages.Examined:
+    def examine(self, collector: str, seconds: float, path: str = "") -> messages.Examined:
         """What ``module:function`` of this room finds.
 
         Raises `WorkerError` where it fails, `UsageError` where the workload cannot be built.
@@ -247,9 +246,8 @@ class Examiner:
                 self._leave()
                 raise UsageError(f"the workload could not be built: {error}") from error
         try:
-            return self._worker.ask(
-                messages.Examine(f"fettle.diagnose.{collector}", seconds, path), messages.Examined, timeout_s
-            )
+            request = messages.Examine(f"fettle.diagnose.{collector}", seconds, path)
+            return self._worker.ask(request, messages.Examined, 300.0)
         except WorkerError as error:
             if error.kind != "error":  # anything but an exception, and the process is gone
                 self._leave()

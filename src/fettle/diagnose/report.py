@@ -27,7 +27,6 @@ def write_report(diagnosis: Diagnosis, checked: Sequence[Verified], path: Path, 
 
 
 def page(diagnosis: Diagnosis, checked: Sequence[Verified] = (), command: str = "") -> str:
-    """The page as text."""
     shares = [(name, share) for name, share in diagnosis.budget_lines if share >= 0.001]
     parts = [
         {"name": name, "share": share, "text": f"{share:.1%}", "colour": colour}

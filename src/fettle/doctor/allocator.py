@@ -70,8 +70,10 @@ def _fault(key: str, value: str) -> tuple[str, str]:
         least, most = _COUNTS[key]
         if not value.isdecimal() or not least <= int(value[:15]) <= most:
             return f"{key} is {value!r}, and must be a whole number from {least} on.", f"{key}:{max(least, 128)}"
-    if key in _SHARES and not (re.fullmatch(r"[0-9]*\.?[0-9]+", value) and _in_range(key, float(value))):
-        return f"{key} is {value!r}, and must lie between 0 and 1.", f"{key}:0.8"
+    if key in _SHARES:
+        share = float(value) if re.fullmatch(r"[0-9]*\.?[0-9]+", value) else 0.0
+        if not (0 < share < 1 or (share == 1 and key == "per_process_memory_fraction")):
+            return f"{key} is {value!r}, and must lie between 0 and 1.", f"{key}:0.8"
     if key == "backend" and value not in ("native", "cudaMallocAsync", "hipMallocAsync"):
         return f"backend is {value!r}, and there are native and cudaMallocAsync.", "backend:native"
     if key == "roundup_power2_divisions":
@@ -79,10 +81,6 @@ def _fault(key: str, value: str) -> tuple[str, str]:
         if not numbers or any(number & (number - 1) for number in numbers) or value == "0":
             return f"{key} is {value!r}, and every number in it must be a power of two.", f"{key}:4"
     return "", ""
-
-
-def _in_range(key: str, value: float) -> bool:
-    return 0 < value < 1 or (value == 1 and key == "per_process_memory_fraction")
 
 
 @check(quick=True)

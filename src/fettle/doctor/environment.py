@@ -8,7 +8,9 @@ import hashlib
 import math
 import os
 import platform
+import re
 import shutil
+import site
 import stat
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from importlib import metadata
 
-from fettle.doctor.advisories import Advisories
+from fettle.doctor.advisories import Advisories, shipped_advisories
 from fettle.doctor.program import Program
 from fettle.procs.limits import affinity_cores, quota_cores
 
@@ -172,18 +174,14 @@ class Environment:
 
     @property
     def torch(self) -> Package | None:
-        """torch, as it is installed."""
         return self.package("torch")
 
     def torch_built_for(self) -> str:
         """``13.0`` for CUDA, ``rocm`` for AMD, ``cpu``; empty where torch's ``version.py`` does not say."""
         if self.torch is None:
             return ""
-        values = {}
-        for line in self.files.text(f"{self.torch.folder}/torch/version.py").splitlines():
-            name, equals, value = line.partition("=")
-            if equals:
-                values[name.partition(":")[0].strip()] = value.strip().strip("'\"")
+        text = self.files.text(f"{self.torch.folder}/torch/version.py")
+        values = dict(re.findall(r"^(\w+)\s*(?::[^=\n]*)?=\s*['\"]?([^'\"\s]*)", text, re.MULTILINE))
         if values.get("hip", "None") != "None":
             return "rocm"
         version = values.get("cuda", "")
@@ -219,7 +217,6 @@ def this_environment(
     )  # fmt: skip
     if quick:
         return environment
-    from fettle.doctor.advisories import shipped_advisories
     from fettle.machine import find_libraries
 
     driver, fault, gpus = _nvidia(environment.files)
@@ -250,18 +247,15 @@ def _packages() -> tuple[Package, ...]:
             facts = one.metadata
             info = getattr(one, "_path", None)
             packages.append(Package(
-                canonicalize_name(facts["Name"]), facts["Version"], str(one.locate_file("")), str(info or ""),
+                canonicalize_name(facts["Name"]), facts["Version"] or "", str(one.locate_file("")), str(info or ""),
                 tuple(facts.get_all("Requires-Dist") or ()), (facts.get_all("Requires-Python") or [""])[0],
             ))  # fmt: skip
     return tuple(packages)
 
 
 def _site_folders() -> tuple[str, ...]:
-    import site
-
-    return tuple(dict.fromkeys(
-        [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
-    ))  # fmt: skip
+    own = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    return tuple(dict.fromkeys([*site.getsitepackages(), *own]))
 
 
 def _nvidia(files: Files) -> tuple[str, str, tuple[Gpu, ...]]:

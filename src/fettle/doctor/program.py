@@ -172,9 +172,9 @@ def _loader(loader: DataLoader[Any]) -> Loader:
     dataset, row_bytes, tensors = loader.dataset, 0, 0
     if not isinstance(dataset, IterableDataset):
         with contextlib.suppress(Exception):  # `fettle data` is who says that rows raise
-            from fettle.workload import tensors as tensors_of
+            from fettle.workload import leaves
 
-            row = tensors_of(dataset[0])
+            row = [leaf for _, leaf in leaves(dataset[0]) if hasattr(leaf, "nbytes")]  # arrays become tensors
             row_bytes, tensors = sum(item.nbytes for item in row), len(row)
     attributes = list(getattr(dataset, "__dict__", {}).items())
     context = loader.multiprocessing_context

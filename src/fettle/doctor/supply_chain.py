@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import csv
+import glob
 import os
 import re
 from collections.abc import Iterator
@@ -85,7 +87,7 @@ def unowned_pth(here: Environment) -> Iterator[Finding]:
     """Files that run code at every start of Python, and that belong to no package."""
     owned: set[str] | None = None
     for folder in here.site_folders:
-        for path in here.files.matching(f"{folder}/*.pth"):
+        for path in here.files.matching(f"{glob.escape(folder)}/*.pth"):
             content = here.files.text(path)
             runs = [line for line in content.splitlines() if line.startswith(("import ", "import\t"))]
             if not runs or content.strip() == _HARMLESS.get(os.path.basename(path)):
@@ -157,9 +159,10 @@ def _folders(here: Environment) -> list[str]:
 def _recorded(files: Files, package: Package) -> Iterator[tuple[str, str, str]]:
     """The files that a package installed: path, hash and size as its RECORD says them."""
     text = files.text(f"{package.info}/RECORD") if package.info else ""
-    for row in csv.reader(text.splitlines()):
-        if len(row) == 3:
-            yield os.path.normpath(os.path.join(package.folder, row[0])), row[1], row[2]
+    with contextlib.suppress(csv.Error):  # damaged: what stands above that counts
+        for row in csv.reader(text.splitlines()):
+            if len(row) == 3:
+                yield os.path.normpath(os.path.join(package.folder, row[0])), row[1], row[2]
 
 
 def _differs(files: Files, path: str, recorded: str, size: str) -> bool:

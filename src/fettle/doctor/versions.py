@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from fettle.doctor._check import Finding, Level, check, error, note, warning
 from fettle.doctor.environment import Environment, Package
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
 
 _FAMILY = ("torch", "torchvision", "torchaudio", "torchao", "triton", "torch-fettle")
 """Packages whose requirements must hold."""
@@ -49,7 +54,7 @@ def requirements(here: Environment) -> Iterator[Finding]:
                 yield error(f"{owner.name} {owner.version} needs {wanted}, which is not installed.",
                             "It fails when it is imported, or when that part of it is used.",
                             f"pip install '{wanted}'")  # fmt: skip
-            elif not needs.specifier.contains(package.version, prereleases=True):
+            elif not _allows(needs.specifier, package.version):
                 make = error if package.name == "torch" else warning
                 why = ("Built for another torch, its operators are missing or crash." if package.name == "torch"
                        else "That pair was never tested together: kernels may be missing, slow or wrong.")  # fmt: skip
@@ -159,7 +164,7 @@ def python_version(here: Environment) -> Iterator[Finding]:
             allowed = SpecifierSet(package.requires_python)
         except InvalidSpecifier:
             continue
-        if here.python and not allowed.contains(here.python, prereleases=True):
+        if here.python and not _allows(allowed, here.python):
             yield error(f"{package.name} {package.version} needs Python {allowed}, and this is {here.python}.",
                         "Compiled parts do not load, or torch.compile refuses to work.",
                         f"python3.12 -m venv new && new/bin/pip install {package.name}")  # fmt: skip
@@ -185,7 +190,7 @@ def other_cuda_first(here: Environment) -> Iterator[Finding]:
         return
     for folder in here.variables.get("LD_LIBRARY_PATH", "").split(os.pathsep):
         libraries = [os.path.basename(path) for name in ("libcudnn", "libcublas", "libnccl", "libcudart")
-                     for path in here.files.matching(f"{folder}/{name}.so*") if folder]  # fmt: skip
+                     for path in here.files.matching(f"{glob.escape(folder)}/{name}.so*") if folder]  # fmt: skip
         if libraries:
             yield warning(f"LD_LIBRARY_PATH names {folder}, which has {', '.join(libraries[:3])}.",
                           "They are loaded in place of those that torch was built and tested with.",
@@ -227,6 +232,16 @@ def _build_for(here: Environment) -> str:
         return "cpu"
     old = any(capability < (7, 5) for capability in capabilities)
     return "cu126" if old or driver < _numbers(_LEAST_DRIVER[13]) else "cu130"
+
+
+def _allows(allowed: SpecifierSet, version: str) -> bool:
+    """Whether a version is one of those. What is none by the rules (``3.13.0+``, built from source) may be any."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return allowed.contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        return True
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ user's `worker_init_fn`. The times go into memory that main process and workers 
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import multiprocessing
 import multiprocessing.queues
@@ -22,6 +21,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch as torch_fetch
 
 from fettle.errors import first_line
+from fettle.procs.limits import scheduled_s
 from fettle.procs.parent import die_with_parent
 from fettle.techniques.allocator import keep_freed_memory
 
@@ -40,7 +40,6 @@ class ItemError(RuntimeError):
 
 
 _ROW = 4
-_RING = 1 + _ROW * _KEEP
 _SLOW_S = 1e-3
 """Batches that take longer are worth asking the kernel how long they waited for a core."""
 
@@ -53,20 +52,19 @@ class Board:
     """
 
     def __init__(self, processes: int) -> None:
-        self.times: Any = RawArray(ctypes.c_double, processes * _RING)
+        self._rows: Any = RawArray(ctypes.c_double, processes * _KEEP * _ROW)
+        self._counts: Any = RawArray(ctypes.c_long, processes)
         self.since: Any = RawArray(ctypes.c_double, 1)
         self._error: Any = RawArray(ctypes.c_char, _ERROR_BYTES)
-        self.processes = processes
 
     def note(self, process: int, began: float, row: tuple[float, float, float, float]) -> None:
-        """Keep the times of a batch, unless it was stopped on its way: the pause would be counted as its time."""
-        if began < self.since[0]:
-            return
-        begin = process * _RING
-        count = int(self.times[begin])
-        place = begin + 1 + _ROW * (count % _KEEP)
-        self.times[place : place + _ROW] = row
-        self.times[begin] = count + 1
+        """Keep the times of a batch, unless it was stopped on its way: the pause would be counted as its time; or a
+        worker made it that is not the loader's own, but one of a loader that the data set reads from."""
+        if began >= self.since[0] and process < len(self._counts):
+            count = self._counts[process]
+            place = _ROW * (process * _KEEP + count % _KEEP)
+            self._rows[place : place + _ROW] = row
+            self._counts[process] = count + 1
 
     def pause(self) -> None:
         """From now on the processes may be stopped: no batch counts."""
@@ -78,17 +76,11 @@ class Board:
 
     def read(self) -> list[tuple[float, ...]]:
         """All batches kept."""
-        rows = []
-        for process in range(self.processes):
-            begin = process * _RING
-            for row in range(min(_KEEP, int(self.times[begin]))):
-                place = begin + 1 + _ROW * row
-                rows.append(tuple(self.times[place : place + _ROW]))
-        return rows
+        kept = (process * _KEEP + at for process, count in enumerate(self._counts) for at in range(min(count, _KEEP)))
+        return [tuple(self._rows[_ROW * row : _ROW * (row + 1)]) for row in kept]
 
     def clear(self) -> None:
-        for process in range(self.processes):
-            self.times[process * _RING] = 0
+        self._counts[:] = [0] * len(self._counts)
 
     def set_error(self, text: str) -> None:
         """Why this process is about to end."""
@@ -122,11 +114,6 @@ def worker_init(board: Board, keep_memory: bool, own: Callable[[int], None] | No
         own(number)
 
 
-def init_function(board: Board, keep_memory: bool, own: Callable[[int], None] | None) -> Callable[[int], None]:
-    """A `worker_init_fn` that can be sent to workers which are started and not forked."""
-    return functools.partial(worker_init, board, keep_memory, own)
-
-
 def quantile(values: list[float], share: float) -> float:
     """The value below which `share` of the values lie; of nothing, 0."""
     ordered = sorted(values)
@@ -153,7 +140,7 @@ def _timed(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def fetch(self: Any, index: Any) -> Any:
         began, used = time.perf_counter(), _used()
         slow = getattr(self, "fettle_slow", True)
-        queued = queued_s() if slow else 0.0
+        queued = scheduled_s()[1] if slow else 0.0
         self.fettle_batches = getattr(self, "fettle_batches", 0) + 1
         try:
             batch = original(self, index)
@@ -166,7 +153,7 @@ def _timed(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
             wall = time.perf_counter() - began
             busy, system, pages = (after - before for after, before in zip(_used(), used, strict=True))
             if slow:
-                busy += queued_s() - queued
+                busy += scheduled_s()[1] - queued
             self.fettle_slow = wall > _SLOW_S
             _board.note(0 if worker is None else worker.id + 1, began, (wall, min(busy, wall), system, pages))
         return batch
@@ -181,15 +168,6 @@ def _used() -> tuple[float, float, float]:
         return time.process_time(), 0.0, 0.0
     used = resource.getrusage(resource.RUSAGE_SELF)
     return time.process_time(), used.ru_stime, float(used.ru_minflt)
-
-
-def queued_s() -> float:
-    """Seconds for which this thread was ready and had no core (Linux; elsewhere 0)."""
-    try:
-        with open("/proc/thread-self/schedstat", "rb") as file:
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
 
 
 def _named(fetcher: Any, index: Any, error: Exception) -> str:

@@ -8,6 +8,7 @@ summed up would be had for nothing in the next.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import re
@@ -29,19 +30,12 @@ from fettle.inputs.pipeline import Step, batch_bytes, fetches, pipeline, with_se
 from fettle.inputs.setting import SHORT, Facts, Setting, Slice
 from fettle.procs.child import Failure
 from fettle.procs.parent import Parent, be_a_worker
+from fettle.workload import again
 
 _WARM_UP = 2
 _LONGEST_S = 8.0
 """A slice that has not seen enough batches ends after this time."""
-_MEMORY = (
-    "SIGKILL",
-    "SIGBUS",
-    "No space left",
-    "Bus error",
-    "allocate memory",
-    "out of memory",
-    "shared memory",
-)
+_MEMORY = ("SIGKILL", "SIGBUS", "No space left", "Bus error", "allocate memory", "out of memory", "shared memory")
 
 
 class Loop:
@@ -53,7 +47,9 @@ class Loop:
         self.run = step or (lambda batch: None)
         self.board = _fetch.Board(setting.num_workers + 1)
         _fetch.install(self.board)
-        loader.worker_init_fn = _fetch.init_function(self.board, setting.keep_memory, loader.worker_init_fn)
+        # Not a closure: it is sent to workers that are started and not forked.
+        init = functools.partial(_fetch.worker_init, self.board, setting.keep_memory, loader.worker_init_fn)
+        loader.worker_init_fn = init
         self.batches: Any = None
         self.start_s = 0.0
         self.first: Any = None
@@ -67,7 +63,7 @@ class Loop:
         except StopIteration:
             raise UsageError("the loader gives no batch") from None
         self.start_s = time.perf_counter() - began
-        self.step(self.first)
+        self.step(again(self.first))
         for _ in range(max(_WARM_UP, self.setting.num_workers)):
             self.step(self.next()[0])
         self.board.clear()
@@ -155,8 +151,8 @@ class Loop:
         times: list[float] = []
         began = time.perf_counter()
         while len(times) < 5 or (time.perf_counter() - began < 0.5 and len(times) < 200):
-            started = time.perf_counter()
-            self.step(self.first)
+            batch, started = again(self.first), time.perf_counter()
+            self.step(batch)
             if self.device == "cuda":
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - started)
@@ -171,7 +167,6 @@ class Process:
         self.step: Step | None = None
 
     def answer(self, request: Asked) -> Facts | Slice | Faults | float | None:
-        """Do what a request asks for."""
         if isinstance(request, Describe):
             return self._describe(request)
         if isinstance(request, FindFaults):
@@ -222,7 +217,6 @@ def explain(error: BaseException, ended: str = "") -> Failure:
 
 
 def main(parent: Parent) -> None:
-    """Answer requests until the parent goes."""
     process = Process()
     parent.serve(Asked, process.answer, lambda error: explain(error, process.loop.ended() if process.loop else ""))
 

@@ -17,6 +17,7 @@ import psutil
 from torch.utils.data import DataLoader, IterableDataset
 
 from fettle.inputs.lint import Lint, indices
+from fettle.procs.limits import granted_memory_bytes
 from fettle.units import size_text
 
 _MANY = 100_000
@@ -39,8 +40,7 @@ def growing_workers(loader: DataLoader[Any]) -> list[Lint]:
     if len(steps) >= 2 and all(step > max(_LEAST / 4, 0.25 * max(steps[1:])) for step in steps[1:]) and (
         sum(steps[1:]) > _LEAST
     ):  # fmt: skip
-        each = sum(steps[1:]) / len(steps[1:]) / rows
-        room = psutil.virtual_memory().available
+        each, room = sum(steps[1:]) / len(steps[1:]) / rows, granted_memory_bytes()
         lints.append(Lint(
             "leaking-worker", "A worker holds more memory with every row it reads.",
             f"reading the same {rows:,} rows again and again it held " + ", ".join(size_text(size) for size in sizes)

@@ -28,19 +28,17 @@ class Lint:
     advice: str
 
 
-def rows_of(loader: DataLoader[Any], most: int = ROWS, seconds: float = SECONDS) -> Iterator[tuple[Any, Any]]:
+def rows_of(loader: DataLoader[Any], most: int) -> Iterator[tuple[Any, Any]]:
     """Rows in the order in which the loader would read them, with their index (None in a stream)."""
     began = time.monotonic()
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset):
         pairs: Iterator[tuple[Any, Any]] = ((None, row) for row in dataset)
     else:
-        pairs = ((index, dataset[index]) for index in itertools.islice(indices(loader), most))
-    for count, pair in enumerate(pairs):
-        if count >= most:
-            return
+        pairs = ((index, dataset[index]) for index in indices(loader))
+    for pair in itertools.islice(pairs, most):
         yield pair
-        if time.monotonic() - began > seconds:
+        if time.monotonic() - began > SECONDS:
             return
 
 

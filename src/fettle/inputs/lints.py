@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -169,9 +168,5 @@ def _hashes(loader: DataLoader[Any], workers: int, rows: int) -> list[str]:
 
 
 def _hash(item: Any) -> str:
-    return hashlib.sha256(repr(_values(item)).encode()).hexdigest()
-
-
-def _values(item: Any) -> Any:
-    return [leaf.tolist() if isinstance(leaf, torch.Tensor) or hasattr(leaf, "tolist") else leaf
-            for leaf in pytree.tree_leaves(item)]  # fmt: skip
+    values = [leaf.tolist() if hasattr(leaf, "tolist") else leaf for leaf in pytree.tree_leaves(item)]
+    return hashlib.sha256(repr(values).encode()).hexdigest()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data._utils.collate import default_convert
 
 from fettle.errors import UsageError, first_line
 from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, ONE_BY_ONE, Setting
@@ -59,7 +60,9 @@ def with_setting(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
     if not setting.num_workers:
         changed.__dict__["timeout"] = 0
     if setting.fetch == ONE_BY_ONE:
-        changed.__dict__["dataset"] = _without_getitems(loader.dataset)
+        dataset: Any = copy.copy(loader.dataset)
+        dataset.__getitems__ = None
+        changed.__dict__["dataset"] = dataset
     return changed
 
 
@@ -91,8 +94,6 @@ def fetches(loader: DataLoader[Any]) -> tuple[list[str], list[str]]:
         else:
             ways.append(ONE_BY_ONE)
     if getattr(loader.dataset, "__len__", None) is not None and loader.generator is None:
-        from torch.utils.data._utils.collate import default_convert
-
         try:
             indexed = [default_convert(loader.dataset[batch]) for batch in batches]  # type: ignore[no-untyped-call]
         except Exception:
@@ -109,12 +110,6 @@ def batch_bytes(batch: Any) -> int:
     if isinstance(batch, np.ndarray):
         return int(batch.nbytes)
     return sum(map(batch_bytes, (_parts(batch) or {}).values()))
-
-
-def _without_getitems(dataset: Any) -> Any:
-    copied = copy.copy(dataset)
-    copied.__getitems__ = None
-    return copied
 
 
 def _parts(value: Any) -> Mapping[Any, Any] | None:

@@ -16,9 +16,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from fettle.errors import is_program
-from fettle.inputs._fetch import queued_s
 from fettle.inputs.lint import ROWS, Lint, rows_of
 from fettle.patches import replaced
+from fettle.procs.limits import scheduled_s
 
 _LEAST_S = 2e-4
 """A row that takes less is not worth a profile."""
@@ -44,14 +44,14 @@ def profile_rows(loader: DataLoader[Any]) -> list[Lint]:
         rows = rows_of(loader, ROWS)
         count, wall_s, busy_s = 0, 0.0, 0.0
         while True:
-            began, used, queued = time.perf_counter(), time.thread_time(), queued_s()
+            began, used, queued = time.perf_counter(), time.thread_time(), scheduled_s()[1]
             profiler.enable()
             try:
                 pair = next(rows, None)
             finally:
                 profiler.disable()
             wall_s += time.perf_counter() - began
-            busy_s += time.thread_time() - used + queued_s() - queued
+            busy_s += time.thread_time() - used + scheduled_s()[1] - queued
             if pair is None:
                 break
             count += 1

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
-import psutil
 
 from fettle.errors import UsageError
 from fettle.inputs._messages import Describe, Faults, FindFaults, Open, TakeSlice, TimeStep
 from fettle.inputs.setting import WITHIN, Facts, Measured, Room, Setting, Slice, why_not
 from fettle.journal import Journal
 from fettle.procs.child import Child, ChildError
+from fettle.procs.limits import granted_memory_bytes
 
 _MODULE = "fettle.inputs._run"
 """What the processes run."""
@@ -173,7 +173,7 @@ class Race:
         for other in self._processes.values():
             other.pause()
         if setting not in self._processes:
-            if psutil.virtual_memory().available < 3 * self._largest or self.here.memory_bytes < 3 * self._largest:
+            if min(granted_memory_bytes(), self.here.memory_bytes) < 3 * self._largest:
                 self.close()
             process = self._processes[setting] = Child(_MODULE)
             process.call(Open(self.target, setting, self.device), type(None), self.timeout_s)

@@ -6,16 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import altair as alt
+
 from fettle.files import plain
 from fettle.inputs.result import PipelineResult
 from fettle.inputs.setting import BATCH_INDEX, ONE_BY_ONE, Measured, ratio
 from fettle.page import Table, clean, drawn, shell, still, theme
+from fettle.page.theme import level, sized
 from fettle.units import seconds_text, size_text
 
 
 def facts(result: PipelineResult) -> list[str]:
     """The costs behind the verdict, a line each."""
-    plain = next(iter(result.plain.slices.values()))
+    plain = result.plain.first
     lines = []
     if result.step_s:
         which = "As given" if result.as_given.able else "Without workers (as given it fails)"
@@ -85,15 +88,15 @@ def rows(result: PipelineResult) -> list[dict[str, str]]:
         setting = item.setting
         note = " ".join(
             word
-            for word, on in (("as given", same(item, result.as_given)), ("← take this", same(item, result.best)))
-            if on
+            for word, other in (("as given", result.as_given), ("← take this", result.best))
+            if setting == other.setting
         )
         if item.failure:
             note = item.failure if item.left_out else f"failed: {item.failure}"
         # The level is what comparisons gave: rates of different minutes do not compare.
         cells = dict.fromkeys(("batches/s", "waiting", "batch 50%", "95%", "first"), "-")
         if item.slices:
-            timing = next(iter(item.slices.values()))
+            timing = item.first
             cells = {
                 "batches/s": f"{item.level:,.1f}" if item.level < 1000 else f"{item.level:,.0f}",
                 "waiting": f"{item.waiting:.0%}",
@@ -133,7 +136,6 @@ def write_report(result: PipelineResult, path: Path) -> None:
 
 
 def page(result: PipelineResult) -> str:
-    """The page as text."""
     result = clean(result)
     return shell.render(
         "fettle.inputs",
@@ -170,7 +172,6 @@ def _tiles(result: PipelineResult) -> list[tuple[str, str, str]]:
 
 
 def settings(result: PipelineResult) -> Table:
-    """Every setting tried."""
     listed = rows(result)
     kinds = [
         "winner" if "take this" in row["note"] else "failed" if row["note"].startswith("failed") else ""
@@ -182,10 +183,6 @@ def settings(result: PipelineResult) -> Table:
 
 def curve(result: PipelineResult, height: int = 300) -> dict[str, Any]:
     """Batches a second over workers as a Vega-Lite chart: a line a variant through medians, a dot a round."""
-    import altair as alt
-
-    from fettle.page.theme import level, sized
-
     points: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
     for item in result.settings:
@@ -220,18 +217,13 @@ def curve(result: PipelineResult, height: int = 300) -> dict[str, Any]:
     return sized(height, *layers).to_dict()
 
 
-def same(item: Measured, other: Measured) -> bool:
-    """Whether both are of one setting: copies are, too."""
-    return item.setting == other.setting
-
-
 def limit_is_near(result: PipelineResult) -> bool:
     """Whether the step's own limit belongs into the curve: one far above would press it flat."""
     return bool(result.step_s) and 1 / result.step_s < 3 * max(item.level for item in result.settings)
 
 
 def _marked(result: PipelineResult) -> list[dict[str, Any]]:
-    items = [result.best] if same(result.best, result.as_given) else [result.as_given, result.best]
+    items = {item.setting: item for item in (result.as_given, result.best)}.values()
     return [
         {"workers": item.setting.num_workers, "rate": item.level, "name": _which(result, item)}
         for item in items if item.able
@@ -261,11 +253,11 @@ def _order(points: list[dict[str, Any]]) -> list[str]:
 
 
 def _which(result: PipelineResult, item: Measured) -> str:
-    as_given, best = same(item, result.as_given), same(item, result.best)
+    as_given, best = (item.setting == one.setting for one in (result.as_given, result.best))
     return "as given, and best" if as_given and best else "as given" if as_given else "take this" if best else "tried"
 
 
 def _reached(result: PipelineResult) -> str:
-    if same(result.best, result.before):
+    if result.best.setting == result.before.setting:
         return "nothing smaller or faster was found"
     return f"{result.gain:.2f}x was reached"

@@ -70,11 +70,11 @@ class PipelineResult:
     @property
     def batch_p50_s(self) -> float:
         """One batch made by one process alone."""
-        return _first(self.plain, "fetch_p50_s")
+        return self.plain.first.fetch_p50_s
 
     @property
     def batch_p95_s(self) -> float:
-        return _first(self.plain, "fetch_p95_s")
+        return self.plain.first.fetch_p95_s
 
     @property
     def gain(self) -> float:
@@ -145,7 +145,7 @@ def _why_workers_lost(result: PipelineResult) -> str:
         reasons = failed or [item for item in result.settings if item.left_out]
         return f"Workers do not run: {reasons[0].failure}." if reasons else ""
     fastest = max(tried, key=lambda item: ratio(item, result.plain))
-    timing, reached = next(iter(fastest.slices.values())), ratio(fastest, result.plain)
+    timing, reached = fastest.first, ratio(fastest, result.plain)
     many = fastest.setting.num_workers
     beside = f"one brings {reached:.2f}x" if many == 1 else f"{many} of them bring {reached:.2f}x"
     if reached >= 1 + WITHIN:
@@ -161,7 +161,3 @@ def _why_workers_lost(result: PipelineResult) -> str:
     if result.plain.last.cpu_share > 0.9 * result.cores:
         return f"Workers cannot help: the loop keeps all {result.cores} cores busy without them; {beside}."
     return f"Workers cannot help: {beside}."
-
-
-def _first(item: Measured, name: str) -> float:
-    return float(getattr(next(iter(item.slices.values())), name))

@@ -87,7 +87,6 @@ def measure_and_search(
 
 
 def _search(race: Race, device: str, lints: bool, began: float) -> PipelineResult:
-    """The search in its visible order."""
     try:
         facts = race.open()
     except ChildError as error:
@@ -325,14 +324,12 @@ def _set_levels(race: Race, scores: dict[Setting, float], best: Measured, plain:
 
 
 def _near(race: Race, scores: dict[Setting, float]) -> list[Setting]:
-    """Settings near the best."""
     able = {setting: score for setting, score in scores.items() if race.measured[setting].able}
     top = max(able.values())
     return [setting for setting, score in able.items() if score >= _KEEP * top]
 
 
 def _top(scores: dict[Setting, float]) -> Setting:
-    """The best by score."""
     return max(scores, key=lambda one: scores[one])
 
 

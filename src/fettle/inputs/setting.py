@@ -175,7 +175,7 @@ class Measured:
 
     @property
     def start_s(self) -> float:
-        return next((item.start_s for item in self.slices.values()), math.nan)
+        return self.first.start_s if self.slices else math.nan
 
     @property
     def restart_s(self) -> float:
@@ -186,6 +186,10 @@ class Measured:
         if self.setting.num_workers and not self.setting.persistent_workers:
             return self.start_s
         return statistics.median(item.fetch_p50_s for item in self.slices.values()) if self.slices else 0.0
+
+    @property
+    def first(self) -> Slice:
+        return next(iter(self.slices.values()))
 
     @property
     def last(self) -> Slice:
@@ -212,8 +216,7 @@ def ratio(one: Measured, other: Measured) -> float:
     shared = [number for number in one.slices if number in other.slices]
     if not shared:
         return one.rate / other.rate if other.rate else math.inf
-    pairs = [one.whole(number) / other.whole(number) for number in shared]
-    return statistics.median(pairs)
+    return statistics.median(one.whole(number) / other.whole(number) for number in shared)
 
 
 def smallest_of_the_best(measured: Sequence[Measured]) -> Measured:

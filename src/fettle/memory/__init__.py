@@ -13,17 +13,6 @@ from fettle.memory.report import write_report
 from fettle.memory.snapshot import Snapshot
 
 __all__ = [
-    "Analysis",
-    "Difference",
-    "Fit",
-    "Snapshot",
-    "analyse",
-    "as_json",
-    "compare",
-    "parse",
-    "read",
-    "record",
-    "verdict",
-    "would_fit",
-    "write_report",
-]
+    "Analysis", "Difference", "Fit", "Snapshot", "analyse", "as_json", "compare", "parse", "read", "record", "verdict",
+    "would_fit", "write_report",
+]  # fmt: skip

@@ -72,6 +72,7 @@ def find_churn(snapshot: Snapshot, replay: Replay, steps: Steps) -> tuple[Churn,
 def _churn(snapshot: Snapshot, replay: Replay, cause: str, frees: Ints, again: Ints) -> Churn:
     """The churn of these freed segments, and of those fetched after them; without frees, of what was fetched."""
     trace, blamed = replay.trace, frees if len(frees) else again
+    both = Counter(trace.size_bytes[frees].tolist()) & Counter(trace.size_bytes[again].tolist())
     freed_bytes, gained_bytes = int(trace.size_bytes[frees].sum()), int(trace.size_bytes[again].sum())
     moved = min(freed_bytes, gained_bytes) if len(frees) else gained_bytes
     lines = Counter(
@@ -86,7 +87,7 @@ def _churn(snapshot: Snapshot, replay: Replay, cause: str, frees: Ints, again: I
         allocated_segments=len(again),
         allocated_bytes=gained_bytes,
         share_of_reserved=moved / max(replay.peak_reserved_bytes, 1),
-        same_sizes=_overlap(trace.size_bytes[frees], trace.size_bytes[again]),
+        same_sizes=both.total() / max(len(frees), 1),
         duration_ms=replay.milliseconds(int(blamed[0]), int(again[-1])),
         what_to_do=WHAT_TO_DO[cause],
     )
@@ -106,7 +107,7 @@ def _cause(stack: tuple[Frame, ...]) -> str:
 def _varying_shapes(snapshot: Snapshot, replay: Replay, steps: Steps, gained: Ints) -> tuple[Churn, ...]:
     """Segments that are still fetched in steps after the second, for sizes not asked for before."""
     trace = replay.trace
-    if not steps.marked or len(steps) < 2 + _FEWEST_GROWING_STEPS:
+    if len(steps) < 2 + _FEWEST_GROWING_STEPS:
         return ()
     step = steps.of_event(gained)
     late = gained[(step >= 2) & (step < len(steps))]
@@ -118,8 +119,3 @@ def _varying_shapes(snapshot: Snapshot, replay: Replay, steps: Steps, gained: In
     if len(fresh) < _FEWEST_GROWING_STEPS:
         return ()
     return (_churn(snapshot, replay, "shapes", np.empty(0, np.int64), late),)
-
-
-def _overlap(freed: Ints, again: Ints) -> float:
-    both = Counter(freed.tolist()) & Counter(again.tolist())
-    return sum(both.values()) / max(len(freed), 1)

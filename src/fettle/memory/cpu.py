@@ -60,24 +60,6 @@ class CpuTimeline:
     def stop(self, error: BaseException | None) -> dict[str, Any]:
         """The history, as a snapshot holds it."""
         self._end()
-        return self._snapshot()
-
-    def _end(self) -> None:
-        """End the profiler and take over what it saw."""
-        running, self._running = self._running, None
-        if running is None:
-            return
-        running.stop()
-        results = running.profiler.kineto_results if running.profiler is not None else None
-        if results is None:
-            return
-        categories = _Categories(running)
-        for kind, event in events_in_time(results.experimental_event_tree()):
-            self._take(kind, event, categories)
-        for address, size, category in categories.preexisting():
-            self.alive.setdefault(address, _block(address, size, [], category))
-
-    def _snapshot(self) -> dict[str, Any]:
         segments = [
             {
                 "device": 0,
@@ -100,6 +82,21 @@ class CpuTimeline:
             "external_annotations": list(self.annotations),
             "allocator_settings": {},
         }
+
+    def _end(self) -> None:
+        """End the profiler and take over what it saw."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        running.stop()
+        results = running.profiler.kineto_results if running.profiler is not None else None
+        if results is None:
+            return
+        categories = _Categories(running)
+        for kind, event in events_in_time(results.experimental_event_tree()):
+            self._take(kind, event, categories)
+        for address, size, category in categories.preexisting():
+            self.alive.setdefault(address, _block(address, size, [], category))
 
     def _take(self, kind: str, event: Any, categories: _Categories) -> None:
         if kind == "TorchOp" and event.name.startswith(("Optimizer.", "ProfilerStep")):

@@ -54,10 +54,9 @@ class Difference:
 
 def compare(before: Snapshot, after: Snapshot, device: int, *, top: int = 20) -> Difference:
     """The stacks whose memory changed most, at the end and at the peak. `UsageError` if a snapshot lacks the device."""
-    for snapshot in (before, after):
-        snapshot.check_device(device)
     sides = []
     for snapshot in (before, after):
+        snapshot.check_device(device)
         window, groups = replay(snapshot, device), group_stacks(snapshot)
         end = _by_stack(window.allocations, groups, len(window.trace) - 1)
         peak = _by_stack(window.allocations, groups, window.peak_event)

@@ -29,7 +29,7 @@ class Violation:
 
 def check(snapshot: Snapshot) -> list[Violation]:
     """Every broken rule: sums of blocks against their segment, traced blocks against the blocks, order of time."""
-    return [*_segment_sums(snapshot), *_layout(snapshot), *_replayed(snapshot), *_time(snapshot)]
+    return [*_segment_sums(snapshot), *_layout(snapshot), *_traces(snapshot)]
 
 
 def _segment_sums(snapshot: Snapshot) -> list[Violation]:
@@ -37,24 +37,17 @@ def _segment_sums(snapshot: Snapshot) -> list[Violation]:
     allocated = blocks.state == State.ALLOCATED
     active = blocks.state != State.INACTIVE
 
-    def total(sizes: Ints, chosen: Flags | None = None) -> Ints:
-        sums = np.zeros(len(segments), np.int64)
-        rows = slice(None) if chosen is None else chosen
-        np.add.at(sums, blocks.segment[rows], sizes[rows])
-        return sums
-
-    rules = [
-        ("its blocks do not add up to total_size", total(blocks.size_bytes), segments.total_bytes),
-        ("allocated_size is not that of its blocks", total(blocks.size_bytes, allocated), segments.allocated_bytes),
-        ("active_size is not that of its blocks", total(blocks.size_bytes, active), segments.active_bytes),
-        (
-            "requested_size is not that of its blocks",
-            total(blocks.requested_bytes, allocated),
-            segments.requested_bytes,
-        ),
+    every = np.ones(len(blocks), np.bool_)
+    rules: list[tuple[str, Ints, Flags, Ints]] = [
+        ("its blocks do not add up to total_size", blocks.size_bytes, every, segments.total_bytes),
+        ("allocated_size is not that of its blocks", blocks.size_bytes, allocated, segments.allocated_bytes),
+        ("active_size is not that of its blocks", blocks.size_bytes, active, segments.active_bytes),
+        ("requested_size is not that of its blocks", blocks.requested_bytes, allocated, segments.requested_bytes),
     ]
     broken = []
-    for rule, found, expected in rules:
+    for rule, sizes, chosen, expected in rules:
+        found = np.zeros(len(segments), np.int64)
+        np.add.at(found, blocks.segment[chosen], sizes[chosen])
         for row in np.flatnonzero((found != expected) & (expected >= 0)).tolist():
             broken.append(Violation(rule, f"segment {row}", int(found[row]), int(expected[row])))
     return broken
@@ -82,8 +75,8 @@ def _layout(snapshot: Snapshot) -> list[Violation]:
     return broken
 
 
-def _replayed(snapshot: Snapshot) -> list[Violation]:
-    """What the trace leaves alive is a block, and at no moment was less than nothing in use."""
+def _traces(snapshot: Snapshot) -> list[Violation]:
+    """What the trace leaves alive is a block, at no moment was less than nothing in use, and time goes on."""
     broken = []
     for device, trace in snapshot.traces.items():
         window = replay(snapshot, device)
@@ -92,19 +85,10 @@ def _replayed(snapshot: Snapshot) -> list[Violation]:
         rows = snapshot.block_rows(device)
         rows = rows[snapshot.blocks.state[rows] != State.INACTIVE]
         missing = int((~np.isin(left, snapshot.blocks.address[rows])).sum())
-        lowest = min(window.start_bytes, int(window.used_bytes.min()))
-        if missing:
-            rule = "allocations that the trace leaves alive but no block holds"
-            broken.append(Violation(rule, f"device {device}", missing, 0))
-        if lowest < 0:
-            broken.append(Violation("less than nothing in use at some moment", f"device {device}", lowest, 0))
-    return broken
-
-
-def _time(snapshot: Snapshot) -> list[Violation]:
-    broken = []
-    for device, trace in snapshot.traces.items():
-        backwards = int((np.diff(trace.time_us) < 0).sum())
-        if backwards:
-            broken.append(Violation("events that go back in time", f"device {device}", backwards, 0))
+        rules = {
+            "allocations that the trace leaves alive but no block holds": missing,
+            "less than nothing in use at some moment": min(0, window.start_bytes, int(window.used_bytes.min())),
+            "events that go back in time": int((np.diff(trace.time_us) < 0).sum()),
+        }
+        broken += [Violation(rule, f"device {device}", found, 0) for rule, found in rules.items() if found]
     return broken

@@ -79,7 +79,7 @@ def find_leaks(snapshot: Snapshot, replay: Replay, groups: StackGroups, steps: S
     """Look for growth in tensors, in reserved memory and in the process, in this order; the first found is named."""
     if not replay.has_events:
         return LeakReport(False, "the snapshot has no events, and one moment does not grow", 0, steps.source, 0.0, ())
-    if not steps.marked:
+    if not len(steps):
         return _without_steps(replay, steps)
     used, reserved = _levels(replay, steps)
     if len(used) < _FEWEST_POINTS:

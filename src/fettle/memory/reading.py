@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from fettle.errors import UsageError
 from fettle.memory.pickles import load_plain_data
 from fettle.memory.shared import NO_FRAMES, Shared, clean, is_small
 from fettle.memory.snapshot import Action, Annotation, Blocks, Ints, Segments, Snapshot, State, Trace
+from fettle.procs.limits import granted_memory_bytes
 from fettle.units import count_text
 
 DEFAULT_MAX_FILE_BYTES = 1 << 30
@@ -53,7 +53,7 @@ def read(path: str | os.PathLike[str], *, max_file_bytes: int = DEFAULT_MAX_FILE
                 f"{file}: {size / 1e9:.1f} GB is over the limit of {max_file_bytes / 1e9:.1f} GB, and reading it may "
                 f"take {size * 10 / 1e9:.0f} GB of memory; raise `max_file_bytes`, or record with a smaller ring"
             )
-        available = psutil.virtual_memory().available
+        available = granted_memory_bytes()
         _refuse_beyond(available, _MOST_BYTES_PER_BYTE * size, file)
         raw = file.read_bytes()
     except OSError as error:
@@ -81,8 +81,6 @@ def parse(data: object, *, name: str = "snapshot", budget: int | None = None) ->
 
 
 class _Parser:
-    """Reads one snapshot."""
-
     def __init__(self, name: str, budget: int | None) -> None:
         self.name = name
         self.left = budget if budget is not None else 1 << 62

@@ -76,10 +76,15 @@ def record(
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("no CUDA device here: record with device='cpu'")
 
-    def write(data: dict[str, Any], error: BaseException | None = None) -> bool:
-        return _write_or_warn(data, recorder, source.allocator, target, error)
+    def write(data: dict[str, Any]) -> None:
+        steps = list(recorder._steps)
+        marks = [{"stage": "END", "name": STEP_MARK, "device": 0, "time_us": time_us} for time_us, _ in steps]
+        data["external_annotations"] = [*data.get("external_annotations", []), *marks]
+        data["fettle"] = {"version": 1, "allocator": source.allocator, "host_memory": steps}
+        with whole(target) as partial, partial.open("wb") as file:
+            pickle.dump(data, file, protocol=4)
 
-    source = CpuTimeline(max_events) if device == "cpu" else _CudaHistory(max_events, stacks, write)
+    source = CpuTimeline(max_events) if device == "cpu" else _CudaHistory(max_events, stacks, target, write)
     recorder = Recorder(source)
     source.start()
     error: BaseException | None = None
@@ -89,20 +94,21 @@ def record(
         error = raised
         raise
     finally:
-        data = _stopped(source, error, target)
-        if data is not None:
-            write(data, error)
+        with _warned(target) if error is not None else contextlib.nullcontext():
+            data = source.stop(error)
+            if data is not None:
+                write(data)
 
 
-def _stopped(source: _CudaHistory | CpuTimeline, error: BaseException | None, path: Path) -> dict[str, Any] | None:
-    """The history; a failure to get it must not hide the program's own exception."""
+@contextlib.contextmanager
+def _warned(target: Path) -> Iterator[None]:
+    """What fails inside is a warning: the program's own exception must not be hidden by it."""
     try:
-        return source.stop(error)
+        yield
     except Exception as failure:
-        if error is None:
-            raise
-        warnings.warn(f"{path}: no snapshot could be taken ({first_line(failure)})", stacklevel=2)
-        return None
+        is_ours = isinstance(failure, UsageError)
+        said = str(failure) if is_ours else f"{target}: no snapshot could be taken ({first_line(failure)})"
+        warnings.warn(said, stacklevel=2)
 
 
 class _CudaHistory:
@@ -110,8 +116,8 @@ class _CudaHistory:
 
     allocator = "cuda"
 
-    def __init__(self, max_events: int, stacks: str, write: Callable[[dict[str, Any]], bool]) -> None:
-        self.max_events, self.stacks, self.write = max_events, stacks, write
+    def __init__(self, max_events: int, stacks: str, target: Path, write: Callable[[dict[str, Any]], None]) -> None:
+        self.max_events, self.stacks, self.target, self.write = max_events, stacks, target, write
         self.active = False
         self.written_at_oom = False
 
@@ -133,7 +139,9 @@ class _CudaHistory:
             # Observers cannot be removed, so this one stops by itself. Only the first failure is
             # written: a program that catches it and goes on has its snapshot at the end.
             if self.active and not self.written_at_oom:
-                self.written_at_oom = self.write(torch.cuda.memory._snapshot())
+                with _warned(self.target):
+                    self.write(torch.cuda.memory._snapshot())
+                    self.written_at_oom = True
 
         attach = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]  # absent in CPU builds
         attach(out_of_memory)
@@ -151,21 +159,3 @@ class _CudaHistory:
             return dict(torch.cuda.memory._snapshot())
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def _write_or_warn(
-    data: dict[str, Any], recorder: Recorder, allocator: str, path: Path, error: BaseException | None
-) -> bool:
-    """Write the snapshot; a failure to do so must not hide the program's own exception."""
-    marks = [{"stage": "END", "name": STEP_MARK, "device": 0, "time_us": time_us} for time_us, _ in recorder._steps]
-    data["external_annotations"] = [*data.get("external_annotations", []), *marks]
-    data["fettle"] = {"version": 1, "allocator": allocator, "host_memory": list(recorder._steps)}
-    try:
-        with whole(path) as partial, partial.open("wb") as file:
-            pickle.dump(data, file, protocol=4)
-    except UsageError as failure:
-        if error is None:
-            raise
-        warnings.warn(str(failure), stacklevel=2)
-        return False
-    return True

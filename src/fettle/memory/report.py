@@ -28,7 +28,6 @@ def write_report(analysis: Analysis, path: str | os.PathLike[str], *, difference
 
 
 def render(analysis: Analysis, difference: Difference | None = None) -> str:
-    """The page as text."""
     from fettle.memory import tables
     from fettle.page import shell, theme
 
@@ -52,8 +51,8 @@ def render(analysis: Analysis, difference: Difference | None = None) -> str:
 def _payload(analysis: Analysis) -> tuple[dict[str, Any], str]:
     """What the viewer draws: small facts as JSON, columns as compressed little-endian arrays in base64.
 
-    Numbers beyond 2**53 do not occur
-    in addresses or sizes of real devices; a hostile file may have them, and they are merely drawn imprecisely.
+    Numbers beyond 2**53 do not occur in addresses or sizes of real devices; a hostile file may have them, and they are
+    merely drawn imprecisely.
     """
     window, groups, snapshot = analysis.replay, analysis.groups, analysis.snapshot
     table = window.allocations
@@ -86,7 +85,7 @@ def _payload(analysis: Analysis) -> tuple[dict[str, Any], str]:
         layout.append([name, kind, len(values)])
     # Every column starts at a multiple of 8, as the browser's typed arrays want it.
     raw = b"".join(piece + b"\0" * (-len(piece) % 8) for piece in packed)
-    used_groups = np.unique(groups.of_stack[table.stack]) if len(table) else np.empty(0, np.int64)
+    used_groups = np.unique(groups.of_stack[table.stack])
     frames: dict[str, int] = {}
     stacks: dict[str, list[int]] = {}
     for number in used_groups.tolist():
@@ -98,7 +97,6 @@ def _payload(analysis: Analysis) -> tuple[dict[str, Any], str]:
         "peak_event": window.peak_event,
         "cached": snapshot.allocator != "cpu",
         "steps": analysis.steps.ends.tolist()[:5000],
-        "spikes": [spike.top_event for spike in analysis.spikes],
         "layout": layout,
         "frames": list(frames),
         "stacks": stacks,

@@ -24,10 +24,6 @@ class Steps:
     ends: Ints
     source: str
 
-    @property
-    def marked(self) -> bool:
-        return len(self.ends) > 0
-
     def __len__(self) -> int:
         return len(self.ends)
 

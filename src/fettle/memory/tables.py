@@ -38,7 +38,6 @@ def spikes(analysis: Analysis) -> Table:
 
 
 def survivors(leak: Leak) -> Table:
-    """The blocks that stay."""
     columns = ("each", "count", "steps in a row", "phase", "where")
     rows: list[Row] = [
         [size_text(row.size_bytes), str(row.count), str(row.steps), row.phase, _place(row.own_line, row.frames)]
@@ -48,7 +47,6 @@ def survivors(leak: Leak) -> Table:
 
 
 def pools(analysis: Analysis) -> Table:
-    """Reserved memory by pool."""
     columns = ("pool", "segments", "reserved", "in use", "releasable", "stuck", "largest free", "external index",
                "rounding")  # fmt: skip
     rows: list[Row] = [

@@ -33,7 +33,8 @@ def granted_cores() -> tuple[int, str]:
 
 
 def granted_memory_bytes() -> int:
-    """Free memory, or what the control groups still grant where that is less."""
+    """Free memory, or what the control groups still grant where that is less. Files that are only kept in memory, as
+    those of a data set that was read, are free in both: they go where the room is needed."""
     import psutil
 
     memory = int(psutil.virtual_memory().available)
@@ -41,8 +42,17 @@ def granted_memory_bytes() -> int:
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
         used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
         if limit is not None and limit < 1 << 60:
-            memory = min(memory, max(0, limit - used))
+            memory = min(memory, max(0, limit - used + _files_kept(folder)))
     return memory
+
+
+def _files_kept(folder: Path) -> int:
+    """Bytes of files that a control group holds in memory, in either version's words."""
+    try:
+        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return sum(int(counts.get(f"total_{name}", counts[name])) for name in ("inactive_file", "active_file"))
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def resident_bytes() -> int:
@@ -86,6 +96,17 @@ def _quota(folder: Path) -> float | None:
         pass
     quota_us, period_us = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
     return quota_us / period_us if quota_us and period_us and quota_us > 0 else None
+
+
+def scheduled_s(path: Path = Path("/proc/thread-self/schedstat")) -> tuple[float, float]:
+    """Seconds that a thread, this one unless another is named, ran, and that it was ready and had no core (Linux; zeros
+    where the system does not say)."""
+    try:
+        with open(path, "rb") as file:
+            ran, waited, *_ = file.read().split()
+        return int(ran) / 1e9, int(waited) / 1e9
+    except (OSError, ValueError):  # not Linux, or a thread that has just ended
+        return 0.0, 0.0
 
 
 def _folders(controller: str) -> Iterator[Path]:

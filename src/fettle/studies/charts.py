@@ -10,7 +10,7 @@ import altair as alt
 
 from fettle.measure import pareto
 from fettle.page import Figure, as_spec, clean, theme
-from fettle.page.theme import ACCENT, LEVERS, QUIET, Drawn, Rows, sized
+from fettle.page.theme import ACCENT, LEVERS, QUIET, Rows, sized
 from fettle.studies import effect_charts, ladder_chart
 from fettle.studies.analysis import Analysis
 from fettle.studies.outcome import Rung
@@ -41,11 +41,7 @@ def figures(
         for analysis in of_group:
             figures += effect_charts.figures(f"{place}-{table.responses.index(analysis.response)}", analysis)
         figures += [_front(f"front-{place}", table, group), _runs(f"runs-{place}", table, group, lead)]
-    return [figure for figure in figures if figure is not None]
-
-
-def _figure(name: str, title: str, words: str, chart: Drawn | alt.Chart | alt.FacetChart) -> Figure:
-    return Figure(name, clean(title), clean(words), clean(as_spec(chart)))  # type: ignore[arg-type]
+    return [clean(figure) for figure in figures if figure is not None]
 
 
 def _of(group: str) -> str:
@@ -112,7 +108,7 @@ def _scatter(name: str, table: Table, lead: Analysis) -> Figure:
         f"Scatter of {len(rows)} experiments by {response.name}, coloured by {varied[0]} and split by {second}: the "
         "two factors that explain most."
     )
-    return _figure(name, f"Every experiment by {varied[0]}{_of(lead.group)}", words, chart)
+    return Figure(name, f"Every experiment by {varied[0]}{_of(lead.group)}", words, as_spec(chart))
 
 
 def _deepest(table: Table, ranked: Sequence[str]) -> int:
@@ -154,7 +150,7 @@ def _front(name: str, table: Table, group: str) -> Figure | None:
     chart = sized(_HEIGHT, line, dots)
     best = "; ".join(str(row["recipe"]) for row in rows if row["front"])
     words = f"{len(rows)} experiments, {one.name} against {two.name}. On the Pareto front: {best[:400]}."
-    return _figure(name, f"{one.name} against {two.name}{_of(group)}", words, chart)
+    return Figure(name, f"{one.name} against {two.name}{_of(group)}", words, as_spec(chart))
 
 
 def unbeaten(points: Sequence[tuple[float, float]], one: Response, two: Response) -> set[int]:
@@ -191,7 +187,8 @@ def _runs(name: str, table: Table, group: str, lead: Analysis | None) -> Figure 
         ).properties(width="container", height=180)
     )  # fmt: skip
     words = f"What the fit leaves over of {len(rows)} experiments in their order, {min(off):+.0f}% to {max(off):+.0f}%."
-    return _figure(name, f"Off the fit, in the order of the table{_of(group)}", words, chart)
+    title = f"Off the fit, in the order of the table{_of(group)}"
+    return Figure(name, title, words, as_spec(chart))  # type: ignore[arg-type]
 
 
 def _rounds(name: str, table: Table, group: str, timed: Sequence[Experiment]) -> Figure:
@@ -219,7 +216,7 @@ def _rounds(name: str, table: Table, group: str, timed: Sequence[Experiment]) ->
         f"Time by round of {len(shown)} of {len(timed)} configurations, those that swing most first, as percent off "
         f"each one's median; the first swings by {100 * swings[id(shown[0])]:.0f}%."
     )
-    return _figure(name, f"Time by round, % off the median{_of(group)}", words, chart)
+    return Figure(name, f"Time by round, % off the median{_of(group)}", words, as_spec(chart))
 
 
 def _swing(row: Experiment) -> float:

@@ -62,7 +62,6 @@ class Checks:
 
 
 def check(model: Model) -> Checks:
-    """Check a fit."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a perfect fit divides by nothing
         explained = float(model.results.rsquared)
@@ -77,19 +76,19 @@ def hold_out(model: Model) -> HeldOut:
     """Leave out each combination in turn, with all its repeats, and predict it from the rest.
 
     In closed form: the residuals of what is left out are (I - H)^-1 times those of the fit to all, with H its part of
-    the hat matrix (Cook and Weisberg, *Residuals and Influence in Regression*, 1982).
+    the hat matrix (Cook and Weisberg, *Residuals and Influence in Regression*, 1982), whose entries are all the same.
     """
     inverse = np.asarray(model.results.normalized_cov_params)
     residuals = model.y - model.x @ np.asarray(model.results.params)
     fitted, plain, alone = [], [], 0
     cells = model.cells()
     for places in cells:
-        x = model.x[places]  # only this part of the hat matrix: the whole of a long table's does not fit into memory
-        rest = np.eye(len(places)) - x @ inverse @ x.T
-        if len(places) == len(model.y) or np.linalg.svd(rest, compute_uv=False)[-1] < 1e-8:
+        row = model.x[places[0]]
+        own = len(places) * float(row @ inverse @ row)
+        if len(places) == len(model.y) or 1 - own < 1e-8:
             alone += 1
             continue
-        fitted += list(np.linalg.solve(rest, residuals[places]))
+        fitted += list(residuals[places] + own / (1 - own) * residuals[places].mean())
         others = (model.y.sum() - model.y[places].sum()) / (len(model.y) - len(places))
         plain += list(model.y[places] - others)
     return HeldOut(_factor(fitted), _factor(plain), len(cells) - alone, alone)

@@ -7,7 +7,7 @@ from typing import Any
 
 import altair as alt
 
-from fettle.page import Figure, as_spec, clean, theme
+from fettle.page import Figure, as_spec, theme
 from fettle.page.theme import ACCENT, NEUTRAL, QUIET, WARN, rule, sized
 from fettle.studies.analysis import Analysis
 from fettle.studies.effects import Effect
@@ -18,7 +18,6 @@ _COLOURS = alt.Scale(domain=["helped", "hurt", "same", "cannot tell"], range=[AC
 
 
 def figures(name: str, analysis: Analysis) -> list[Figure | None]:
-    """Forest and matrix of one analysis."""
     return [_forest(f"forest-{name}", analysis), _matrix(f"matrix-{name}", analysis)]
 
 
@@ -60,7 +59,7 @@ def _forest(name: str, analysis: Analysis) -> Figure | None:
     )
     chart = sized(_ROW * len(rows) + 10, rule("x", 1, QUIET, NEUTRAL), line, dot)
     words = "Effects with intervals: " + "; ".join(f"{row['effect']} {row['text']}" for row in rows[:8]) + "."
-    return Figure(name, clean(_title("Effects", analysis)), clean(words), clean(as_spec(chart)))
+    return Figure(name, _title("Effects", analysis), words, as_spec(chart))
 
 
 def _matrix(name: str, analysis: Analysis) -> Figure | None:
@@ -71,13 +70,12 @@ def _matrix(name: str, analysis: Analysis) -> Figure | None:
     order = ["=".join(effect.levels[0]) for effect in shown if len(effect.levels) == 1]
     for effect in shown:
         names = ["=".join(level) for level in effect.levels]
-        has_ratio = effect.ratio is not None
-        gain = math.log(effect.ratio.estimate) if effect.ratio is not None else None
-        text = f"{effect.ratio.estimate:.2f}" if effect.ratio is not None else "?"
-        row = {
-            "effect": effect.label, "gain": None if gain is None else max(-1.0, min(1.0, gain)), "text": text,
-            "claimed": effect.is_claimed, "reading": effect.reading if has_ratio else effect.why or "cannot tell",
-        }  # fmt: skip
+        row: dict[str, Any] = {"effect": effect.label, "claimed": effect.is_claimed}
+        if effect.ratio is None:
+            row |= {"gain": None, "text": "?", "reading": effect.why or "cannot tell"}
+        else:
+            ratio = effect.ratio.estimate
+            row |= {"gain": max(-1.0, min(1.0, math.log(ratio))), "text": f"{ratio:.2f}", "reading": effect.reading}
         for a, b in sorted({(names[0], names[-1]), (names[-1], names[0])}):
             rows.append({**row, "a": a, "b": b})
     if len(order) < 2 or len(order) > 30 or not any(len(effect.levels) > 1 for effect in analysis.effects):
@@ -98,4 +96,4 @@ def _matrix(name: str, analysis: Analysis) -> Figure | None:
         "; ".join(f"{one.label} {one.ratio.estimate:.2f}x" for one in pairs if one.ratio) or "none that is not chance"
     )
     words = f"Matrix of {len(order)} levels: what two bring together beyond the product of each. Largest: {largest}."
-    return Figure(name, clean(_title("Interactions", analysis)), clean(words), clean(as_spec(chart)))
+    return Figure(name, _title("Interactions", analysis), words, as_spec(chart))

@@ -59,9 +59,7 @@ class Effect:
         return min(ends)
 
 
-def effects(
-    model: Model, *, apart: frozenset[str] = frozenset(), confidence: float = 0.95, zone: float = ZONE
-) -> list[Effect]:
+def effects(model: Model, *, apart: frozenset[str] = frozenset(), confidence: float = 0.95) -> list[Effect]:
     """Main effects, then two-way interactions. Those of factors in `apart` alone have no interval: their levels never
     ran side by side."""
     mains: list[Term] = [((name, level),) for name, levels in model.levels.items() for level in levels[1:]]
@@ -72,39 +70,26 @@ def effects(
         for two in model.levels[b][1:]
     ]
     gains = {term: model.main(term[0]) for term in mains} | {term: model.gain({term: 1.0}) for term in pairs}
-    effects = []
     for term, gain in gains.items():
         if gain is not None and all(name in apart for name, _ in term):
-            gain = replace(gain, error=math.inf)
-        effects.append(_effect(model, term, gain, confidence))
-    return _read(effects, [gains[effect.levels] for effect in effects], confidence, zone)
+            gains[term] = replace(gain, error=math.inf)
+    p_values = {term: gain.p() for term, gain in gains.items() if gain is not None}
+    known = [term for term, p in p_values.items() if math.isfinite(p)]
+    adjusted = dict(zip(known, _holm([p_values[term] for term in known]), strict=True))
+    return [_effect(model, term, gain, adjusted.get(term, math.nan), confidence) for term, gain in gains.items()]
 
 
-def _effect(model: Model, term: Term, gain: Estimate | None, confidence: float) -> Effect:
-    count = model.count(term)
+def _effect(model: Model, term: Term, gain: Estimate | None, p: float, confidence: float) -> Effect:
+    """An effect, and what may be claimed by its p-value after Holm."""
+    count, least = model.count(term), math.log1p(ZONE)
+    reading: Reading = "cannot tell"
     if gain is None:
-        return Effect(term, None, "cannot tell", count, why=model.left_out.get(term, ""))
-    return Effect(term, _interval(gain, confidence), "cannot tell", count, p=gain.p())
-
-
-def _read(effects: Sequence[Effect], gains: Sequence[Estimate | None], confidence: float, zone: float) -> list[Effect]:
-    """The effects with p-values after Holm and what may be claimed by them."""
-    p_values = [effect.p for effect in effects if math.isfinite(effect.p)]
-    adjusted = iter(_holm(p_values))
-    read = []
-    for effect, gain in zip(effects, gains, strict=True):
-        if gain is None or not math.isfinite(effect.p):
-            read.append(effect)
-            continue
-        p = next(adjusted)
-        reach, least = gain.reach(confidence), math.log1p(zone)
-        reading: Reading = "cannot tell"
-        if abs(gain.gain) + reach <= least:
-            reading = "same"
-        elif abs(gain.gain) > least and p < 1 - confidence:
-            reading = "helped" if gain.gain > 0 else "hurt"
-        read.append(replace(effect, p=p, reading=reading))
-    return read
+        return Effect(term, None, reading, count, why=model.left_out.get(term, ""))
+    if abs(gain.gain) + gain.reach(confidence) <= least:
+        reading = "same"
+    elif abs(gain.gain) > least and p < 1 - confidence:
+        reading = "helped" if gain.gain > 0 else "hurt"
+    return Effect(term, _interval(gain, confidence), reading, count, p)
 
 
 def _holm(p: Sequence[float]) -> list[float]:
@@ -130,20 +115,16 @@ def shares(model: Model) -> Mapping[tuple[str, ...], float]:
     it. They sum to at most the coefficient of determination where the design is balanced, else to less or more.
     """
     total = float(np.sum((model.y - model.y.mean()) ** 2))
-    names = {tuple(name for name, _ in term) for term in model.columns if term}
+    factors = [tuple(name for name, _ in column) for column in model.columns]
+    inverse, found = np.asarray(model.results.normalized_cov_params), np.asarray(model.results.params)
+
+    def without(places: list[int]) -> float:
+        """Squares that a fit without these columns leaves over beyond those of this one."""
+        return float(found[places] @ np.linalg.solve(inverse[np.ix_(places, places)], found[places])) if places else 0.0
+
     by_term = {}
-    for term in names:
-        without = [place for place, column in enumerate(model.columns) if not set(term) <= {n for n, _ in column}]
-        with_it = [
-            place for place, column in enumerate(model.columns)
-            if place in without or tuple(name for name, _ in column) == term
-        ]  # fmt: skip
-        by_term[term] = max(0.0, (_rest(model, without) - _rest(model, with_it)) / total)
+    for term in filter(None, dict.fromkeys(factors)):
+        containing = [place for place, names in enumerate(factors) if set(term) <= set(names)]
+        others = [place for place in containing if factors[place] != term]
+        by_term[term] = max(0.0, (without(containing) - without(others)) / total)
     return dict(sorted(by_term.items(), key=lambda item: -item[1]))
-
-
-def _rest(model: Model, places: Sequence[int]) -> float:
-    """Squares that a fit of some of the columns leaves over."""
-    x = model.x[:, list(places)]
-    solved = np.linalg.lstsq(x, model.y, rcond=None)[0]
-    return float(np.sum((model.y - x @ solved) ** 2))

@@ -8,7 +8,7 @@ from typing import Any
 
 import altair as alt
 
-from fettle.page import Figure, as_spec, clean, theme
+from fettle.page import Figure, as_spec, theme
 from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, captions, line_by_line, sized
 from fettle.studies.batches import Grown
 from fettle.studies.outcome import Rung
@@ -77,7 +77,7 @@ def figure(
         + "; ".join(f"{row['label']} {row['text']}" + (f", {row['below']}" if row["below"] else "") for row in rows)
         + "."
     )
-    return Figure(name, clean(f"Every step: {workload}"), clean(words), clean(as_spec(chart)))
+    return Figure(name, f"Every step: {workload}", words, as_spec(chart))
 
 
 def beside(rung: Rung, rungs: Sequence[Rung], published: Mapping[str, float]) -> float | None:

@@ -175,11 +175,13 @@ def fit(table: Table, group: str, response: Response) -> Model | None:
         (one, two): [((one, a), (two, b)) for a in levels[one][1:] for b in levels[two][1:]]
         for one, two in combinations(levels, 2)
     }
-    columns = [_column(rows, term) for terms in [*mains, *pairs.values()] for term in terms]
-    tested = {column.tobytes() for column in columns if column.any()}
+    columns: dict[Term, Vector] = {(): np.ones(len(rows))}
+    columns |= {term: np.array([holds(row, term) for row in rows], np.float64) for terms in mains for term in terms}
+    columns |= {(one, two): columns[one,] * columns[two,] for terms in pairs.values() for one, two in terms}
+    tested = {column.tobytes() for column in columns.values() if column.any()}
     # Nothing need be left over where each experiment comes with its error, and there are enough for all that is asked.
-    spare = 0 if measured is not None and len(tested) < len(rows) else LEAST_FREEDOM
-    chosen = _Columns(rows)
+    spare = 0 if measured is not None and len(tested) <= len(rows) else LEAST_FREEDOM
+    chosen = _Columns(columns)
     chosen.add([()], len(rows))
     for terms in mains:
         chosen.add(terms, len(rows))
@@ -193,15 +195,11 @@ def fit(table: Table, group: str, response: Response) -> Model | None:
     return Model(response, levels, rows, tuple(chosen.values), chosen.left_out, x, y, results, covariance, left)
 
 
-def _column(rows: Sequence[Experiment], term: Term) -> Vector:
-    return np.array([holds(row, term) for row in rows], dtype=np.float64)
-
-
 class _Columns:
-    """The columns of the model, as they are taken in."""
+    """The columns of the model, as they are taken in from all that there are."""
 
-    def __init__(self, rows: Sequence[Experiment]) -> None:
-        self.rows = rows
+    def __init__(self, every: Mapping[Term, Vector]) -> None:
+        self.every = every
         self.values: dict[Term, Vector] = {}
         self.left_out: dict[Term, str] = {}
         self._basis: list[Vector] = []
@@ -209,7 +207,7 @@ class _Columns:
     def add(self, terms: Sequence[Term], most: int) -> None:
         """Take in what can be told apart from all before, as long as there are fewer than `most`."""
         for term in terms:
-            rest = column = _column(self.rows, term)
+            rest = column = self.every[term]
             for _ in range(2):  # a second time for what rounding left
                 for unit in self._basis:
                     rest = rest - (unit @ rest) * unit

@@ -38,7 +38,6 @@ def page(
     notes: Sequence[str] = (),
     steps: Mapping[str, Sequence[Rung]] | None = None,
 ) -> str:
-    """The page as text."""
     sections = [_section(place, table, analysis) for place, analysis in enumerate(analyses)]
     lost = [row for row in table.experiments if row.reason and not row.values]
     failed = [Cell(table.label(row), rest=f": {row.reason}") for row in lost]
@@ -82,7 +81,8 @@ def headline(analyses: Sequence[Analysis]) -> str:
 
 def _best_step(steps: Mapping[str, Sequence[Rung]]) -> str:
     """What the fastest step of all ladders came to, of those whose answers are right."""
-    ran = [(rung.speedup.estimate, rung, name) for name, rungs in steps.items() for rung in rungs if rung.speedup]
+    ran = [(rung.speedup.estimate, rung, name) for name, rungs in steps.items() for rung in rungs
+           if rung.speedup and math.isfinite(rung.speedup.estimate)]  # fmt: skip
     right = [item for item in ran if item[1].status == "measured"]
     if not right:
         return "No step keeps the limit on the error" if ran else "No step ran"

@@ -100,19 +100,19 @@ def _fit(model: Model, machines: Any) -> Pooled | None:
     scale, spread = float(result.scale), np.maximum(0.0, np.asarray(result.vcomp, dtype=np.float64))
     if not (result.converged and scale > 0 and np.isfinite(spread).all()):
         return None
-    same = machines[:, None] == machines[None, :]
-    variance = scale * np.eye(len(machines)) + same * sum(
-        one * part @ part.T for one, part in zip(spread, parts, strict=True)
-    )
-    half = np.linalg.cholesky(np.linalg.inv(variance / scale)).T
-    results = statsmodels().api.OLS(half @ model.y, half @ model.x).fit()  # generalised least squares
-    solve = np.linalg.pinv(half @ model.x) @ half
-    covariance: Vector = solve @ variance @ solve.T
-    drawn = [part * (machines == name)[:, None] for one, part in zip(spread, parts, strict=True)
-             if math.sqrt(one) > _LEAST for name in set(machines)]  # fmt: skip
-    left = len(machines) - np.linalg.matrix_rank(np.hstack([model.x, *drawn]))
+    drawn = [(math.sqrt(one), part * (machines == name)[:, None])
+             for one, part in zip(spread, parts, strict=True) for name in sorted(set(machines))]  # fmt: skip
+    # The variance is the scatter's times I + W W'. Its inverse root, by the singular values of W, needs no matrix as
+    # large as the square of the rows.
+    u, s, _ = np.linalg.svd(np.hstack([sd / math.sqrt(scale) * own for sd, own in drawn]), full_matrices=False)
+    shrunk = u * (1 - 1 / np.hypot(1, s))
+    x, y = (values - shrunk @ (u.T @ values) for values in (model.x, model.y))
+    results = statsmodels().api.OLS(y, x).fit()  # generalised least squares
+    inverse: Vector = np.linalg.pinv(x)
+    solve = inverse - (inverse @ u) @ shrunk.T
+    left = len(machines) - np.linalg.matrix_rank(np.hstack([model.x, *(own for sd, own in drawn if sd > _LEAST)]))
     pooled = replace(
-        model, results=results, covariance=covariance, freedom=float(max(1, left)),
+        model, results=results, covariance=scale * inverse @ inverse.T, freedom=float(max(1, left)),
         scatter=scale * solve @ solve.T, draws=len(rows),
     )  # fmt: skip
     spreads = {

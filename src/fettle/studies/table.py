@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 MACHINE = "machine"
@@ -66,14 +66,10 @@ class Table:
         return list(dict.fromkeys(experiment.group for experiment in self.experiments))
 
     def of(self, group: str) -> list[Experiment]:
-        """The experiments of a group."""
         return [experiment for experiment in self.experiments if experiment.group == group]
 
     def label(self, experiment: Experiment) -> str:
         """What differs from how it was given: ``precision=bf16 batch=4``."""
-        changed = [f"{name}={experiment.levels[name]}" for name in self.changed(experiment)]
+        levels = experiment.levels
+        changed = [f"{name}={levels[name]}" for name, known in self.factors.items() if levels[name] != known[0]]
         return " ".join(changed) or "as given"
-
-    def changed(self, experiment: Experiment) -> Iterator[str]:
-        """The factors that are not as given."""
-        return (name for name, levels in self.factors.items() if experiment.levels[name] != levels[0])

@@ -80,13 +80,6 @@ class Telling:
         self.on_progress(replace(event, elapsed_s=time.monotonic() - self.began, budget_s=self.seconds))
 
 
-@dataclass(frozen=True)
-class _Target:
-    group: str
-    arguments: Mapping[str, str]
-    target: Target
-
-
 def _check(settings: Settings) -> None:
     designs.check(settings.design, settings.cells)
     check_mode(settings.mode)
@@ -108,18 +101,17 @@ def _check(settings: Settings) -> None:
             raise UsageError(f"`factor={name}`: write NAME=VALUE,VALUE with an argument of the factory and two values")
 
 
-def _targets(texts: Sequence[str], settings: Settings) -> list[_Target]:
-    """Every target with every combination of arguments."""
+def _targets(texts: Sequence[str], settings: Settings) -> list[tuple[str, Mapping[str, str], Target]]:
+    """Every target with every combination of arguments: the group, the arguments, and the target that has them."""
     if not texts:
         raise UsageError("name a target, path/to/file.py:factory, or a table with `from_csv`")
     targets = {text: replace(find_target(text), mode=settings.mode) for text in texts}
     labels = labelled([target.name for target in targets.values()], settings.arguments)
     each = [target for target in targets.values() for _ in product(*settings.arguments.values())]
     return [
-        _Target(group, arguments,
-                replace(target, name=name, arguments={key: _typed(value) for key, value in arguments.items()}))
-        for (group, arguments, name), target in zip(labels, each, strict=True)
-    ]  # fmt: skip
+        (group, values, replace(target, name=name, arguments={key: _typed(text) for key, text in values.items()}))
+        for (group, values, name), target in zip(labels, each, strict=True)
+    ]
 
 
 def labelled(names: Iterable[str], arguments: Mapping[str, Sequence[str]]) -> list[tuple[str, dict[str, str], str]]:
@@ -159,10 +151,9 @@ def workloads_of(targets: Sequence[str], settings: Settings, telling: Telling) -
     folder = writable(settings.output)
     environments = environments_of(interpreters, folder)
     return [
-        Workload(target.group, target.arguments, _session(target.target, folder, settings, telling),
-                  environments=environments)
-        for target in wanted
-    ]  # fmt: skip
+        Workload(group, arguments, _session(target, folder, settings, telling), environments=environments)
+        for group, arguments, target in wanted
+    ]
 
 
 def _session(target: Target, folder: Path, settings: Settings, on_progress: Telling) -> Session:

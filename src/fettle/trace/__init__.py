@@ -15,8 +15,13 @@ from fettle.trace.analyses.attribution import attribute_kernels, kernels_under
 from fettle.trace.analyses.check import identities
 from fettle.trace.analyses.communication import collective_table, collectives, overlap
 from fettle.trace.analyses.compare import Comparison, compare
-from fettle.trace.analyses.critical import CriticalPath, critical_path, path_events, path_shares
-from fettle.trace.analyses.critical_ranks import critical_path_of_ranks
+from fettle.trace.analyses.critical import (
+    CriticalPath,
+    critical_path,
+    critical_path_of_ranks,
+    path_events,
+    path_shares,
+)
 from fettle.trace.analyses.flops import product_summary, product_table
 from fettle.trace.analyses.health import Health, trace_health
 from fettle.trace.analyses.host import (

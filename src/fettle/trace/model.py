@@ -48,10 +48,9 @@ SIDE_TABLES: dict[str, dict[str, pl.DataType]] = {
         "in_elements": pl.Int64(),
         "out_elements": pl.Int64(),
         "dtype": pl.String(),
-        "sequence": pl.Int64(),
     },
     "syncs": {"row": pl.Int64(), "sync": pl.String(), "wait_on_stream": pl.Int64(), "wait_on_record": pl.Int64()},
-    "generated": {"row": pl.Int64(), "file": pl.String(), "hash": pl.String()},
+    "generated": {"row": pl.Int64(), "file": pl.String()},
     "stacks": {"row": pl.Int64(), "stack": pl.String()},
     "counters": {"row": pl.Int64(), "counter": pl.String(), "value": pl.Float64()},
     "memory": {
@@ -62,12 +61,11 @@ SIDE_TABLES: dict[str, dict[str, pl.DataType]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class ReadFacts:
     """What reading the file met: every count is of events or bytes that are not, or not exactly, in the columns."""
 
     file_bytes: int = 0
-    text_bytes: int = 0
     events_seen: int = 0
     truncated: bool = False
     skipped_events: int = 0
@@ -76,10 +74,15 @@ class ReadFacts:
     absurd_times: int = 0
     missing_duration: int = 0
     wide_clock_chunks: int = 0
-    flow_events: int = 0
-    unknown_categories: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    unknown_categories: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     from_sidecar: bool = False
+
+    def add(self, other: ReadFacts) -> None:
+        """Take in what reading another part of the file met."""
+        for name, theirs in vars(other).items():
+            mine = getattr(self, name)
+            setattr(self, name, type(mine)(mine + theirs))
 
 
 @dataclass(frozen=True)
@@ -123,15 +126,11 @@ class Trace:
     @cached_property
     def is_device(self) -> Bools:
         """Kernels, copies and memory sets: what keeps a device busy. Sync events and annotations do not."""
-        table = np.zeros(256, dtype=bool)
-        table[list(DEVICE_KINDS)] = True
-        return table[self.kind]
+        return np.isin(np.arange(256), DEVICE_KINDS)[self.kind]
 
     @cached_property
     def is_host(self) -> Bools:
-        table = np.zeros(256, dtype=bool)
-        table[list(HOST_KINDS)] = True
-        return table[self.kind]
+        return np.isin(np.arange(256), HOST_KINDS)[self.kind]
 
     @cached_property
     def device_rows(self) -> Ints:
@@ -189,7 +188,6 @@ class Trace:
         return flags
 
     def name_of(self, rows: Ints) -> list[str]:
-        """Names of the given rows."""
         names = self.names
         return [names[code] for code in self.column("name")[rows]]
 

@@ -15,13 +15,37 @@ def order_by(*keys: Ints) -> Ints:
     Sorting packed integers in place is several times faster than `numpy.lexsort`, which sorts once for each key.
     """
     count = len(keys[0])
-    packed = pack(*keys, np.arange(count, dtype=np.int64))
-    if packed is None:
+    if not count:
+        return np.zeros(0, dtype=np.int64)
+    lows, row_bits = [int(key.min()) for key in keys], (count - 1).bit_length()
+    bits = [(int(key.max()) - low).bit_length() for key, low in zip(keys, lows, strict=True)]
+    if sum(bits) + row_bits > 63:
         order: Ints = np.lexsort(keys[::-1])
         return order
+    packed = np.zeros(count, dtype=np.int64)
+    for key, low, width in zip(keys, lows, bits, strict=True):
+        packed <<= width
+        packed |= key - low if low else key
+    packed <<= row_bits
+    packed |= np.arange(count)
     packed.sort()
-    packed &= (1 << (count - 1).bit_length()) - 1
+    packed &= (1 << row_bits) - 1
     return packed
+
+
+def last_before(key: Ints, time: Ints, of_key: Ints, of_time: Ints) -> Ints:
+    """For each `of_key` and `of_time`: which of the moments `time` with the same `key` is the last up to then; -1 for
+    none.
+    """
+    count = len(key)
+    asks = np.repeat([0, 1], [count, len(of_key)])
+    order = order_by(np.concatenate([key, of_key]), np.concatenate([time, of_time]), asks)
+    place = np.maximum.accumulate(np.where(order < count, np.arange(len(order)), -1))
+    last = np.empty_like(order)
+    last[order] = np.where(place >= 0, order[place], -1)
+    last = last[count:]
+    answer: Ints = np.where((last >= 0) & (np.append(key, -1)[last] == of_key), last, -1)
+    return answer
 
 
 def in_groups(values: Ints) -> list[tuple[int, Ints]]:
@@ -31,18 +55,3 @@ def in_groups(values: Ints) -> list[tuple[int, Ints]]:
     first = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
     edges = itertools.pairwise([*first.tolist(), len(order)])
     return [(value, order[low:high]) for value, (low, high) in zip(ordered[first].tolist(), edges, strict=True)]
-
-
-def pack(*keys: Ints) -> Ints | None:
-    """One integer a row that sorts as the keys do, the last key in its lowest bits; None where 63 bits are too few."""
-    if not len(keys[0]):
-        return np.zeros(0, dtype=np.int64)
-    lows = [int(key.min()) for key in keys[:-1]] + [0]
-    bits = [(int(key.max()) - low).bit_length() for key, low in zip(keys, lows, strict=True)]
-    if sum(bits) > 63:
-        return None
-    packed = np.zeros(len(keys[0]), dtype=np.int64)
-    for key, low, width in zip(keys, lows, bits, strict=True):
-        packed <<= width
-        packed |= key - low if low else key
-    return packed

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from fettle.errors import UsageError
 from fettle.watching.report import SlowStep, StepReport
 from fettle.watching.slow import Sampler, hottest, write_samples
 
@@ -130,9 +131,8 @@ class Steps:
         return self._count, time.perf_counter_ns() - self._started - self._slow_ns
 
     def _note_slow(self, wall: int) -> None:
-        parts = dict(zip(("data", "sync", "gc"), (self._data, self._sync, self._gc), strict=True))
-        for name, before in zip(parts, self._before, strict=True):
-            parts[name] -= before
+        now = zip(("data", "sync", "gc"), (self._data, self._sync, self._gc), self._before, strict=True)
+        parts = {name: after - before for name, after, before in now}
         parts["host"] = wall - sum(parts.values())
         samples = self._sampler.of(self._count - 1) if self._sampler else []
         path = line = None
@@ -140,8 +140,10 @@ class Steps:
             target = self.slow_trace
             if self._slow:
                 target = target.with_name(f"{target.stem}-{self._count}{target.suffix}")
-            write_samples(target, samples, self._count)
-            path, line = str(target), hottest(samples)
+            line = hottest(samples)
+            with contextlib.suppress(UsageError):  # the loop goes on where the disk is full
+                write_samples(target, samples, self._count)
+                path = str(target)
         median = self._slow_ns / self.slow_factor / 1e6
         largest = max(parts, key=lambda key: parts[key])
         self._slow.append(SlowStep(self._count, wall / 1e6, median, largest, path, line))

@@ -47,7 +47,8 @@ def _loader_iter(steps: Steps, original: Callable[[Any], Any]) -> Callable[[Any]
     def iterate(self: Any) -> Any:
         with steps.waiting("data"):
             iterator = original(self)
-        iterator._fettle_first = True  # one with workers that persist has been through an epoch
+        with contextlib.suppress(AttributeError):  # a loader of the user's own may return anything that iterates
+            iterator._fettle_first = True  # one with workers that persist has been through an epoch
         return iterator
 
     return iterate

@@ -16,7 +16,7 @@ from fettle.errors import is_program
 from fettle.files import write_text
 
 _MOST_SAMPLES = 20_000
-_SELDOM_S = 0.05
+_PERIOD_S, _SELDOM_S = 0.005, 0.05
 """Every wake-up takes the interpreter's lock, and a core, from the loop."""
 
 Sample = tuple[int, tuple[tuple[str, str, int], ...]]
@@ -30,8 +30,8 @@ class Sampler:
     nanoseconds the one that goes on is late. So a step costs nothing here. `thread` is the loop's.
     """
 
-    def __init__(self, lateness: Callable[[], tuple[int, float]], thread: int, period_s: float = 0.005) -> None:
-        self._lateness, self._watched, self._period_s = lateness, thread, period_s
+    def __init__(self, lateness: Callable[[], tuple[int, float]], thread: int) -> None:
+        self._lateness, self._watched = lateness, thread
         self._samples: list[Sample] = []
         self._sampled = -1
         self._ended = threading.Event()
@@ -50,13 +50,13 @@ class Sampler:
         self._thread.join()
 
     def _work(self) -> None:
-        wait_s = self._period_s
+        wait_s = _PERIOD_S
         while not self._ended.wait(wait_s):
             number, late_ns = self._lateness()
             if late_ns < 0:
                 wait_s = max(min(-late_ns / 1e9, 0.1), _SELDOM_S)
                 continue
-            wait_s = self._period_s
+            wait_s = _PERIOD_S
             frame = sys._current_frames().get(self._watched)
             if self._lateness()[0] != number or frame is None:
                 continue
@@ -110,7 +110,6 @@ def write_samples(path: Path, samples: list[Sample], number: int) -> None:
                 }
             )
 
-    last = base
     for at, frames in samples:
         keys = [(name, file) for name, file, _ in frames]
         same = 0
@@ -118,7 +117,6 @@ def write_samples(path: Path, samples: list[Sample], number: int) -> None:
             same += 1
         close(same, at)
         open_calls.extend(((name, file), at, line) for name, file, line in frames[same:])
-        last = at
-    close(0, last + gap)
+    close(0, samples[-1][0] + gap)
     data = {"traceEvents": events, "fettle": {"step": number, "sampled_every_ms": 5, "samples": len(samples)}}
     write_text(path, json.dumps(data))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import sys
 import threading
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,6 @@ from typing import Any, TextIO, TypeVar
 from fettle.errors import UsageError
 from fettle.files import check_writable, write_text
 from fettle.watching.account import Steps
-from fettle.watching.device import DeviceMeter
 from fettle.watching.hooks import patched
 from fettle.watching.slow import Sampler
 
@@ -49,19 +50,24 @@ def watch(
             if steps.slow_trace is not None:
                 steps._sampler = stack.enter_context(Sampler(steps._lateness, steps._thread))
             stack.enter_context(patched(steps))
-            meter = stack.enter_context(DeviceMeter(steps._on_gpu))
+            busy = stack.enter_context(_utilisation(steps._on_gpu))
             steps.step()
             try:
                 yield steps
             finally:
-                steps.report = replace(steps.summary(), device_idle=meter.idle())
+                steps.report = replace(steps.summary(), device_idle=1 - statistics.fmean(busy) if busy else None)
     finally:
+        failed = sys.exception() is not None
         _ONE.release()
-        if steps.report is not None:
-            if json_to is not None:
+        if steps.report is not None and to is not None:
+            print(steps.report, file=to)
+        if steps.report is not None and json_to is not None:
+            try:
                 write_text(json_to, steps.report.to_json())
-            if to is not None:
-                print(steps.report, file=to)
+            except UsageError as error:
+                if not failed:
+                    raise
+                warnings.warn(str(error), stacklevel=2)  # the program's own exception must not be hidden by this one
 
 
 def step_timer(iterable: Iterable[T], **options: Any) -> Iterator[T]:
@@ -76,3 +82,28 @@ def step_timer(iterable: Iterable[T], **options: Any) -> Iterator[T]:
                     return
             yield item
             steps.step()
+
+
+@contextlib.contextmanager
+def _utilisation(on_gpu: bool) -> Iterator[list[float]]:
+    """NVML's utilisation, asked twice a second: shares of its last period in which a kernel ran; none without NVML."""
+    shares: list[float] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        import torch
+
+        with contextlib.suppress(Exception):  # no NVML, or no right to ask it: the rest of the account stands without
+            while not stop.wait(0.5):
+                shares.append(torch.cuda.utilization() / 100)
+
+    if not on_gpu:
+        yield shares
+        return
+    thread = threading.Thread(target=ask, name="fettle-nvml", daemon=True)
+    thread.start()
+    try:
+        yield shares
+    finally:
+        stop.set()
+        thread.join()

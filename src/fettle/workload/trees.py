@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
@@ -46,6 +47,16 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     import torch
 
     return [leaf for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def again(batch: Any) -> Any:
+    """The same leaves in containers of their own: whoever is given a batch may take out of it what it needs."""
+    import torch
+
+    def own(leaf: Any) -> Any:
+        return copy.copy(leaf) if isinstance(leaf, Mapping) or dataclasses.is_dataclass(leaf) else leaf
+
+    return torch.utils._pytree.tree_map(own, batch)
 
 
 def device_of(model: Any, batch: Any) -> str:

@@ -1,10 +1,13 @@
 """Each rule on evidence with its cause planted, and on evidence without it."""
 
 import gc
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy
 import pytest
+import torch
 
 from fettle.diagnose import (
     RULES,
@@ -18,7 +21,7 @@ from fettle.diagnose import (
     roofline,
     with_gains,
 )
-from fettle.diagnose.collectors.waiting import waiting
+from fettle.diagnose.collectors.waiting import LoaderClock, waiting
 from fettle.diagnose.compile_health import CacheHealth, CompileHealth, GraphBreak, LimitHit, Recompile
 from fettle.diagnose.evidence import Batches, Fresh, Kept, Kernel, Loading, Padding, Weights
 from fettle.measure import Interval, Trial
@@ -269,6 +272,12 @@ def test_what_advice_brought_is_read_from_two_trials_that_differ_by_it_alone() -
     (nothing,) = with_gains(advised, trials[:2])
     assert nothing.brought is None
     assert nothing.bound_kept is None
+    # A race that was interrupted after its first round knows no interval.
+    once = [replace(item, speedup=Interval(2.0, 0.0, math.inf)) for item in trials[1:]]
+    (unknown,) = with_gains(advised, [trials[0], *once])
+    assert unknown.brought == Interval(1.0, 0.0, math.inf)
+    assert unknown.bound_kept is None
+    assert Advice("r", "s", {}, 0.1, Interval(2.0, 0.0, math.inf)).bound_kept is None
     broken = Advice("r", "s", {}, 0.1, Interval(2.0, 1.9, 2.1))
     assert broken.bound_kept is False
     # A bound is a share of the call as given: half of a call that is ten times as fast is 5% of it.
@@ -348,6 +357,25 @@ def test_a_collection_that_came_once_is_not_held_against_calls() -> None:
         assert waiting(gc.collect, 1e-3)[0] > 0
     finally:
         gc.enable()
+
+
+def test_a_call_may_take_out_of_its_batches_what_it_needs() -> None:
+    loader = torch.utils.data.DataLoader([{"x": torch.ones(4), "y": row} for row in range(8)], batch_size=2)
+
+    def call() -> None:
+        for batch in loader:
+            batch.pop("y")
+
+    assert waiting(call, 1e-6)[2].at_hand_s > 0
+
+
+def test_batches_of_arrays_are_not_kept_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fettle.diagnose.collectors.waiting._KEPT_BYTES", 1000)
+    loader = torch.utils.data.DataLoader([numpy.zeros(100)] * 8, batch_size=2, collate_fn=numpy.stack)
+    with LoaderClock() as clock:
+        clock.calls = 1
+        assert len(list(loader)) == 4
+    assert not clock.kept
 
 
 def test_a_loop_over_batches_is_no_loop_over_a_tensor_and_stacking_belongs_to_one_that_is() -> None:

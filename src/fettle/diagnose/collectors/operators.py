@@ -78,7 +78,6 @@ class _Row:
     growth: float = 0.0
 
     def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """One run of the operator."""
         name = func.overloadpacket.__name__
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)
         self.group = group_of(name, inputs, outputs)
@@ -144,7 +143,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.modules.pop()
 
     def begin(self) -> None:
-        """A new call begins."""
         self.call += 1
         del self.modules[1:]
 
@@ -277,7 +275,7 @@ def _named_modules(model: Any) -> list[tuple[str, torch.nn.Module]]:
     """All modules by path; of a callable that is not a module, those that it holds as attributes."""
     if isinstance(model, torch.nn.Module):
         return list(model.named_modules())
-    held = [(name, value) for name, value in getattr(model, "__dict__", {}).items()]
+    held = getattr(model, "__dict__", {}).items()
     modules = [(name, value) for name, value in held if isinstance(value, torch.nn.Module)]
     parts = {id(part): (f"{name}.{path}".rstrip("."), part) for name, m in modules for path, part in m.named_modules()}
     return list(parts.values())

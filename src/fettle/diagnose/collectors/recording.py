@@ -29,8 +29,6 @@ _MEMORY_CALLS = 8
 """As many as it takes to tell a leak from warm-up."""
 _MOST_EVENTS = 100_000
 """In all recorded calls; about as many as are read in a second or two."""
-
-
 Recorder = AbstractContextManager[Any]
 """Its `step` is called at the end of each call."""
 
@@ -55,11 +53,10 @@ def trace(measured: Workload | TrainingWorkload, path: str, seconds: float) -> R
 
     Raises `UsageError` for a call of more than 100,000 operators, or where a profiler runs already.
     """
-
-    def recorder(calls: int, device: str) -> Recorder:
-        return record_trace(path, warmup=1, active=calls)
-
-    return _record(measured, seconds, _TRACED_CALLS, (_operators, "operators"), recorder, warmup=1)
+    return _record(
+        measured, seconds, _TRACED_CALLS, (_operators, "operators"),
+        lambda calls, _: record_trace(path, warmup=1, active=calls), warmup=1,
+    )  # fmt: skip
 
 
 def memory(measured: Workload | TrainingWorkload, path: str, seconds: float) -> Recorded:
@@ -68,11 +65,10 @@ def memory(measured: Workload | TrainingWorkload, path: str, seconds: float) -> 
     On a CPU it is taken from the profiler with Python's stacks, which slows small operators severalfold. Raises
     `UsageError` for a call of more than 100,000 Python functions, or where a profiler runs already.
     """
-
-    def recorder(calls: int, device: str) -> Recorder:
-        return record_memory(Path(path), device="cuda" if device == "cuda" else "cpu")
-
-    return _record(measured, seconds, _MEMORY_CALLS, (_functions, "Python functions"), recorder)
+    return _record(
+        measured, seconds, _MEMORY_CALLS, (_functions, "Python functions"),
+        lambda _, device: record_memory(Path(path), device="cuda" if device == "cuda" else "cpu"),
+    )  # fmt: skip
 
 
 def _record(
@@ -111,7 +107,6 @@ def _record(
 
 def _operators(call: Callable[[], Any]) -> int:
     """Operators below the dispatcher in one call."""
-
     events = 0
 
     class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,24 +1,28 @@
-"""The two modes that see what would synchronise, and the tensors that stand for ones on a device."""
+"""The modes that see what would synchronise, the tensors that stand for ones on a device, the lines that wait."""
 
 from __future__ import annotations
 
 import contextlib
+import linecache
+import sys
+import sysconfig
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from fettle.diagnose.collectors.sync_report import SyncReport, counted, here
 from fettle.diagnose.evidence import Sync, SyncKind
 
 DEVICE = torch.device("cpu", 0)
 """What tensors that stand for device tensors give as their device."""
-
 
 _READ = "the host waits for the device to know the value"
 _SIZE = "the size of the result depends on values on the device, so the host waits for them"
@@ -53,6 +57,23 @@ _FUNCTIONS: dict[str, tuple[SyncKind, str]] = {
 }
 _CPU_ONLY_CHECKS = ("torch.quantile", "torch.nanquantile", "torch.Tensor.quantile", "torch.Tensor.nanquantile")
 
+_TORCH, _STANDARD_LIBRARY = (
+    f"{Path(place)}/" for place in (Path(torch.__file__).parent, sysconfig.get_paths()["stdlib"])
+)
+_SITE = tuple(f"{Path(sysconfig.get_paths()[key])}/" for key in ("purelib", "platlib"))
+_NOT_USERS = (str(Path(__file__).parent / "sync"), "<frozen", "<string>", _TORCH)
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """Every line that waits, most frequent first."""
+
+    syncs: tuple[Sync, ...]
+    calls: int
+    wall_s: float
+    """Seconds that looking took; the modes make small operators several times slower, so time nothing beside it."""
+    source: Literal["modes", "cuda"]
+
 
 @dataclass
 class SyncWatch:
@@ -85,8 +106,6 @@ class SyncWatch:
         By storage, because autograd and views make new tensor objects. A weak reference keeps the storage's address
         from being used again, so a match is exact.
         """
-        from torch.multiprocessing.reductions import StorageWeakRef
-
         for leaf in () if self.real else tree_iter(tree):
             storage = _storage(leaf)
             if storage is not None and storage._cdata not in self._storages:
@@ -288,3 +307,33 @@ def _storage(value: Any) -> Any:
             return value.untyped_storage()
     except RuntimeError:  # torch's way to say that this kind of tensor has no storage
         return None
+
+
+def _is_users(filename: str) -> bool:
+    """Not torch, the standard library or what looks. Other installed packages count: the line is in them."""
+    return not filename.startswith(_NOT_USERS) and (
+        not filename.startswith(_STANDARD_LIBRARY) or filename.startswith(_SITE)
+    )
+
+
+def here(operator: str, kind: SyncKind, reason: str) -> Sync:
+    """The current line of the user's code, not counted yet."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(frames) < 6:
+        if _is_users(frame.f_code.co_filename):
+            frames.append(frame)
+        frame = frame.f_back
+    if not frames:
+        return Sync("?", 0, "?", "", operator, kind, reason, 0)
+    places = [(frame.f_code.co_filename, frame.f_lineno) for frame in frames]
+    (file, line), callers = places[0], tuple(f"{file}:{line}" for file, line in places[1:])
+    return Sync(file, line, frames[0].f_code.co_name, "", operator, kind, reason, 0, callers)
+
+
+def counted(syncs: Counter[Sync]) -> tuple[Sync, ...]:
+    """With their code and how often they happened, the most frequent first."""
+    return tuple(
+        replace(sync, code=linecache.getline(sync.file, sync.line).strip(), count=count)
+        for sync, count in syncs.most_common()
+    )

@@ -27,8 +27,7 @@ from typing import Any
 
 import torch
 
-from fettle.diagnose.collectors.sync_modes import Functions, Operators, SyncWatch
-from fettle.diagnose.collectors.sync_report import SyncReport, counted, here
+from fettle.diagnose.collectors.sync_modes import Functions, Operators, SyncReport, SyncWatch, counted, here
 from fettle.diagnose.evidence import Sync
 
 

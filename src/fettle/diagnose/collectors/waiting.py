@@ -13,10 +13,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
+
 from fettle.diagnose.collectors.variants import threads, timed
 from fettle.diagnose.evidence import Loading
 from fettle.patches import replaced
-from fettle.workload import tensors
+from fettle.procs.limits import scheduled_s
+from fettle.workload import again, leaves
 
 _KEPT_BYTES = 512 << 20
 _LEAST_WATCHED_S = 0.2
@@ -37,9 +40,6 @@ class LoaderClock:
         self._patches = ExitStack()
 
     def __enter__(self) -> LoaderClock:
-        from torch.utils.data import DataLoader
-        from torch.utils.data.dataloader import _BaseDataLoaderIter
-
         self._patches.enter_context(replaced(DataLoader, "__iter__", self._clocked))
         self._patches.enter_context(replaced(_BaseDataLoaderIter, "__next__", self._clocked))
         return self
@@ -64,8 +64,6 @@ class LoaderClock:
         return timed
 
     def _keep(self, loader: Any, result: Any) -> None:
-        from torch.utils.data import DataLoader
-
         if isinstance(loader, DataLoader):
             self.rows = min(self.rows or sys.maxsize, loader.batch_size or sys.maxsize) % sys.maxsize
             if self.calls == 1:
@@ -73,11 +71,11 @@ class LoaderClock:
             return
         self.batches += 1
         if self.calls == 1 and self.kept:
-            self._bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors(result))
+            self._bytes += sum(getattr(leaf, "nbytes", 0) or sys.getsizeof(leaf) for _, leaf in leaves(result))
             if self._bytes > _KEPT_BYTES:
                 self.kept.clear()
             else:
-                self.kept[-1].append(result)
+                self.kept[-1].append(again(result))
 
 
 def waiting(
@@ -126,12 +124,10 @@ def waiting(
 
 def _at_hand(call: Callable[[], Any], clock: LoaderClock, device: str) -> float:
     """Seconds of a call whose loaders hand out at once what they handed out before; 0 where that cannot be tried."""
-    from torch.utils.data import DataLoader
-
-    if not clock.kept:
+    if not any(clock.kept):
         return 0.0
     turns = itertools.cycle(clock.kept)
-    with replaced(DataLoader, "__iter__", lambda _: lambda loader: iter(next(turns))):
+    with replaced(DataLoader, "__iter__", lambda _: lambda loader: map(again, next(turns))):
         return min(timed(call, device, 0.0, least=5))
 
 
@@ -151,19 +147,10 @@ class CoreClock:
 
 
 def _all_threads() -> tuple[float, float]:
-    threads = [_schedule(path) for path in Path("/proc/self/task").glob("*/schedstat")]
+    threads = [scheduled_s(path) for path in Path("/proc/self/task").glob("*/schedstat")]
     return sum(ran for ran, _ in threads), sum(waited for _, waited in threads)
 
 
 def _run_and_wait_s() -> float | None:
     """Seconds that this thread ran or waited for a core (Linux); None where the system does not say."""
-    return sum(_schedule(Path("/proc/thread-self/schedstat"))) or None
-
-
-def _schedule(path: Path) -> tuple[float, float]:
-    """Seconds that a thread ran, and that it waited for a core; zeros where the system does not say."""
-    try:
-        ran, waited, *_ = path.read_text().split()
-        return int(ran) / 1e9, int(waited) / 1e9
-    except (OSError, ValueError):  # not Linux, or a thread that has just ended
-        return 0.0, 0.0
+    return sum(scheduled_s()) or None

@@ -15,7 +15,7 @@ from fettle.trace.analyses.steps import steps
 from fettle.trace.analyses.stops import main_thread
 from fettle.trace.analyses.waits import CAUSES
 from fettle.trace.frames import frame_of
-from fettle.trace.intervals import Intervals, length_within, merge
+from fettle.trace.intervals import Intervals, length_within, merge, split
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Ints, Trace, per_trace
 
@@ -47,12 +47,8 @@ def time_account(trace: Trace, annotation: str | None = None) -> pl.DataFrame:
     """
     windows = steps(trace, annotation)
     low, high = windows["start_ns"].to_numpy(), windows["end_ns"].to_numpy()
-    parts = []
-    for device in trace.device_keys:
-        parts.append(_device_rows(trace, device, low, high, windows))
-    if not parts:
-        parts.append(_host_rows(trace, low, high, windows))
-    frame = pl.concat(parts)
+    parts = [_device_rows(trace, device, low, high, windows) for device in trace.device_keys]
+    frame = pl.concat(parts or [_host_rows(trace, low, high, windows)])
     check_account(frame)
     return frame
 
@@ -66,14 +62,11 @@ def _device_rows(trace: Trace, device: int, low: np.ndarray, high: np.ndarray, w
     busy_ns = length_within(busy, low, high)
     pieces = idle_pieces(trace, device)
     start, end = pieces["start_ns"].to_numpy(), pieces["end_ns"].to_numpy()
-    number = pieces["cause"].to_physical().to_numpy()
-    sums = np.zeros((len(CAUSES), len(low)), dtype=np.int64)
-    first_rows, last_rows = np.searchsorted(end, low, side="right"), np.searchsorted(start, high, side="left")
-    for i, (first, last) in enumerate(zip(first_rows.tolist(), last_rows.tolist(), strict=True)):
-        inside = np.minimum(end[first:last], high[i]) - np.maximum(start[first:last], low[i])
-        # Sums below 2**53 ns (104 days) are exact in the float64 that `bincount` adds in.
-        sums[:, i] = np.bincount(number[first:last], weights=inside, minlength=len(CAUSES))
-    by_cause = dict(zip(CAUSES, sums, strict=True))
+    begins, stops, piece, window = split((start, end), (low, high))
+    cell = pieces["cause"].to_physical().to_numpy()[piece].astype(np.int64) * len(low) + window
+    # Sums below 2**53 ns (104 days) are exact in the float64 that `bincount` adds in.
+    sums = np.bincount(cell, stops - begins, len(CAUSES) * len(low)).astype(np.int64)
+    by_cause = dict(zip(CAUSES, sums.reshape(len(CAUSES), -1), strict=True))
     return _rows(trace, device, windows, compute_ns, comm_ns, busy_ns - compute_ns - comm_ns, by_cause)
 
 

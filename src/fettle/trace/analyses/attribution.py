@@ -16,30 +16,22 @@ from fettle.trace.analyses.launches import launch_links, text_column
 from fettle.trace.analyses.stops import BACKWARD
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Ints, Trace
+from fettle.trace.ordering import last_before
 
 
-def forward_of_backward(trace: Trace) -> dict[int, int]:
-    """Backward operators to their forward operators, by autograd sequence number: row to row.
-
-    The forward operator is the last one with the number that began earlier. Operators without a partner are absent.
+def forward_of_backward(trace: Trace) -> Ints:
+    """By event row, the forward operator of a backward one: the last with its autograd sequence number that began
+    earlier; -1 for operators without a partner, and for all else.
     """
     table = trace.side["autograd"].filter(pl.col("sequence") >= 0)
-    rows = table["row"].to_numpy()
-    sequence = table["sequence"].to_numpy()
+    rows, sequence = table["row"].to_numpy(), table["sequence"].to_numpy()
     backward = trace.named(BACKWARD.search, rows)
     # Of the forward operators with one number, the innermost made the graph node; its outermost carries the same place.
-    forward_rows, forward_numbers = rows[~backward], sequence[~backward]
-    order = np.lexsort((trace.ts[forward_rows], forward_numbers))
-    forward_rows, forward_numbers = forward_rows[order], forward_numbers[order]
-    answer = {}
-    left = np.searchsorted(forward_numbers, sequence[backward], side="left")
-    right = np.searchsorted(forward_numbers, sequence[backward], side="right")
-    for row, low, high in zip(rows[backward].tolist(), left.tolist(), right.tolist(), strict=True):
-        same = forward_rows[low:high]
-        same = same[trace.ts[same] < trace.ts[row]]
-        if len(same):
-            answer[row] = int(same[-1])
-    return answer
+    ahead, behind = rows[~backward], rows[backward]
+    partner = np.full(trace.events.height, -1, dtype=np.int64)
+    last = last_before(sequence[~backward], trace.ts[ahead], sequence[backward], trace.ts[behind] - 1)
+    partner[behind[last >= 0]] = ahead[last[last >= 0]]
+    return partner
 
 
 def attribute_kernels(trace: Trace) -> pl.DataFrame:
@@ -116,10 +108,7 @@ def _by_external_id(trace: Trace, rows: Ints, operator: Ints, top: Ints, up: Anc
 
 def _forward_rows(trace: Trace, operator: Ints) -> Ints:
     """The forward operator of the nearest backward operator around each operator row; -1 for none."""
-    pairs = forward_of_backward(trace)
-    partner = np.full(trace.events.height, -1, dtype=np.int64)
-    if pairs:
-        partner[list(pairs)] = list(pairs.values())
+    partner = forward_of_backward(trace)
     around = nearest(trace, partner >= 0, np.flatnonzero(trace.is_host))
     here = np.where(operator >= 0, around[np.maximum(operator, 0)], -1)
     answer: Ints = np.where(here >= 0, partner[np.maximum(here, 0)], -1)
@@ -128,10 +117,7 @@ def _forward_rows(trace: Trace, operator: Ints) -> Ints:
 
 def _own_line(stack: str) -> str | None:
     """The innermost line of a recorded call stack that is not a library's."""
-    for frame in stack.split(";"):
-        if frame and not LIBRARY.search(frame):
-            return frame.strip()
-    return None
+    return next((frame.strip() for frame in stack.split(";") if frame and not LIBRARY.search(frame)), None)
 
 
 def names_of_rows(trace: Trace, rows: Ints) -> pl.Series:

@@ -76,18 +76,14 @@ def collectives(trace: Trace) -> pl.DataFrame:
     by_row = {r: i for i, r in enumerate(facts["row"].to_list())}
     external = trace.column("external")
     by_external = {int(external[r]): i for r, i in by_row.items() if external[r] >= 0 and not trace.is_device[r]}
-    which = [by_row.get(r, by_external.get(int(external[r]), -1)) for r in rows.tolist()]
-    cells = facts.to_dicts()
-    described: list[tuple[str, str, int, int | None, float]] = []
-    for at, name in zip(which, trace.name_of(rows), strict=True):
-        fact = cells[at] if at >= 0 else None
-        kind, size = (
-            collective_kind(str(fact["collective"]) if fact else "", name),
-            int(fact["group_size"]) if fact else -1,
-        )
-        message = _message_bytes(kind, fact) if fact else None
-        described.append((kind, str(fact["group"]) if fact else "", size, message, bus_factor(kind, size)))
-    facts = frame_of(described, collective=str, group=str, group_size=int, bytes=int, factor=float)
+    which = [by_row.get(r, by_external.get(int(external[r]))) for r in rows.tolist()]
+    facts = facts.select(pl.all().gather(pl.Series(which, dtype=pl.UInt32())))  # null of kernels that say nothing
+    said = zip(facts["collective"].fill_null(""), trace.name_of(rows), strict=True)
+    kinds, sizes = [collective_kind(*one) for one in said], facts["group_size"].fill_null(-1)
+    # The gathered output, the scattered input: always the larger side is the whole message.
+    elements, widths = pl.max_horizontal("in_elements", "out_elements"), map(dtype_bytes, facts["dtype"].fill_null(""))
+    message = pl.when(elements.is_between(0, 2**50)).then(elements * pl.Series(list(widths), dtype=pl.Int64()))
+    factor = pl.Series([bus_factor(*one) for one in zip(kinds, sizes, strict=True)], dtype=pl.Float64())
     exposed = np.zeros(len(rows), np.int64)
     device = trace.column("device")[rows].astype(np.int64)
     for one in trace.device_keys:
@@ -101,23 +97,17 @@ def collectives(trace: Trace) -> pl.DataFrame:
             "stream": trace.column("stream")[rows],
             "row": rows,
             "name": text_column(trace, trace.column("name")[rows]),
-            **{name: facts[name] for name in ("collective", "group", "group_size", "bytes")},
+            "collective": pl.Series(kinds, dtype=pl.String()),
+            "group": facts["group"].fill_null(""),
+            "group_size": sizes,
+            "bytes": facts.select(message).to_series(),
             "start_ns": trace.ts[rows],
             "duration_ns": trace.dur[rows],
             "exposed_ns": exposed,
         }
     )
     rate = pl.when(pl.col("duration_ns") > 0).then(pl.col("bytes") / pl.col("duration_ns"))
-    return frame.with_columns(algorithm_gb_per_s=rate, bus_gb_per_s=rate * facts["factor"])
-
-
-def _message_bytes(kind: str, fact: dict[str, object]) -> int | None:
-    width = dtype_bytes(str(fact["dtype"]))
-    elements: tuple[int, int] = (int(fact["in_elements"]), int(fact["out_elements"]))  # type: ignore[call-overload]
-    if width is None or max(elements) < 0 or max(elements) > 2**50:
-        return None
-    # The gathered output, the scattered input: always the larger side is the whole message.
-    return max(elements) * width
+    return frame.with_columns(algorithm_gb_per_s=rate, bus_gb_per_s=rate * factor)
 
 
 def collective_table(trace: Trace) -> pl.DataFrame:

@@ -71,23 +71,21 @@ def compare(
     """
     notes: list[str] = []
     a, b = _account(before, skip, steps_before), _account(after, skip, steps_after)
-    columns = ["compute_ns", "exposed_communication_ns", "exposed_copy_ns", *(f"idle_{c}_ns" for c in CAUSES)]
-    one, two = a.select(columns).to_numpy().astype(float), b.select(columns).to_numpy().astype(float)
-    wall_a, wall_b = a["wall_ns"].to_numpy().astype(float), b["wall_ns"].to_numpy().astype(float)
+    columns = ["wall_ns", *_CLASS_OF, *(f"idle_{c}_ns" for c in CAUSES)]
+    one, two = (side.select(columns).to_numpy().astype(float) for side in (a, b))
     if min(len(one), len(two)) < 3:
         notes.append("fewer than three steps on a side: no intervals")
     if len(before.device_keys) > 1 or len(after.device_keys) > 1:
         notes.append("several devices in one trace: the busiest one is compared")
     work = _match_work(before, after, a, b)
-    parts = _parts(columns, one, two, work if before.device_keys or after.device_keys else None)
-    low, high = _interval(wall_a, wall_b)
+    changes = np.column_stack([two.mean(axis=0) - one.mean(axis=0), *_intervals(one, two)]).tolist()
+    parts = _parts(columns[1:], changes[1:], work if before.device_keys or after.device_keys else None)
     return Comparison(
-        float(wall_a.mean()),
-        float(wall_b.mean()),
-        low,
-        high,
-        len(wall_a),
-        len(wall_b),
+        float(one[:, 0].mean()),
+        float(two[:, 0].mean()),
+        *changes[0][1:],
+        len(one),
+        len(two),
         parts,
         work,
         _match_operators(before, after, a, b),
@@ -107,25 +105,24 @@ def _account(trace: Trace, skip: int, wanted: list[int] | None) -> pl.DataFrame:
     return frame
 
 
-def _interval(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """95% bootstrap interval of the difference of means; (nan, nan) with fewer than three steps on a side."""
+def _intervals(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """95% bootstrap intervals of the difference of columns' means, as lows and highs; NaN below three steps a side."""
     if min(len(a), len(b)) < 3:
-        return float("nan"), float("nan")
+        return np.full((2, a.shape[1]), np.nan)
     random = np.random.default_rng(0)
-    left = a[random.integers(0, len(a), (RESAMPLES, len(a)))].mean(axis=1)
-    right = b[random.integers(0, len(b), (RESAMPLES, len(b)))].mean(axis=1)
-    low, high = np.percentile(right - left, [2.5, 97.5])
-    return float(low), float(high)
+    # How often each resample takes each step: nothing here is larger than the steps themselves.
+    left, right = (
+        np.array([np.bincount(random.integers(0, n, n), minlength=n) @ side / n for _ in range(RESAMPLES)])
+        for side, n in ((a, len(a)), (b, len(b)))
+    )
+    ends: npt.NDArray[np.float64] = np.percentile(right - left, [2.5, 97.5], axis=0)
+    return ends
 
 
-def _parts(
-    columns: list[str], one: npt.NDArray[np.float64], two: npt.NDArray[np.float64], work: pl.DataFrame | None
-) -> pl.DataFrame:
-    """The change of each column of the account, split further where there is device work to match."""
+def _parts(columns: list[str], changes: list[list[float]], work: pl.DataFrame | None) -> pl.DataFrame:
+    """The change of each column of the account with its interval, split further where there is device work to match."""
     rows: list[tuple[str, float, float | None, float | None]] = []
-    for i, column in enumerate(columns):
-        change = float(two[:, i].mean() - one[:, i].mean())
-        low, high = _interval(one[:, i], two[:, i])
+    for column, (change, low, high) in zip(columns, changes, strict=True):
         if column in _CLASS_OF and work is not None:
             mine = work.filter(pl.col("class") == _CLASS_OF[column])
             labels = ("slower or faster", "more or fewer launches", "only before or after")
@@ -166,11 +163,8 @@ def _match_work(before: Trace, after: Trace, a: pl.DataFrame, b: pl.DataFrame) -
     names = ("name", "kernel_after", "renamed", "operator", "class", "matched_by")
     changes = ("change_ns", "slower_ns", "launches_ns", "only_ns")
     before_n, after_n = pl.col("count"), pl.col("count_after")
-    both, mean_a, mean_b = (
-        (before_n > 0) & (after_n > 0),
-        pl.col("time_ns") / before_n,
-        pl.col("time_ns_after") / after_n,
-    )
+    both = (before_n > 0) & (after_n > 0)
+    mean_a, mean_b = pl.col("time_ns") / before_n, pl.col("time_ns_after") / after_n
     return (
         frame.with_columns(
             change_ns=pl.col("time_ns_after") - pl.col("time_ns"),

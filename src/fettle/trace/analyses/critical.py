@@ -8,6 +8,8 @@ thread, or a piece of device work. From there the question is what that place it
 - a host thread is never free, so its time counts as it is, until it waits (`stops`): in a call that
   blocks, for the work that ended last inside it; in a launch call while the queue is full, for the work whose begin
   freed a slot; where it shows nothing while autograd's thread works (or the other way round), for that thread.
+
+Over several ranks, where a collective waited, the path goes to the rank that arrived last.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from itertools import chain, product
 import numpy as np
 import polars as pl
 
+from fettle.errors import UsageError
+from fettle.trace.analyses.arrival import clock_offsets, clock_shifts, match_collectives
 from fettle.trace.analyses.kernels import CLASSES, class_of_row
 from fettle.trace.analyses.launches import launch_links
 from fettle.trace.analyses.slots import doubtful_waits
@@ -88,10 +92,7 @@ def window_of(trace: Trace, step: int | None = None) -> tuple[int, int]:
 
 def critical_path(trace: Trace, step: int | None = None) -> CriticalPath:
     """The critical path of one step, or of all steps together."""
-    low, high = window_of(trace, step)
-    walk = _Walk(trace, low, high)
-    walk.run(step_thread(trace))
-    return CriticalPath(low, high, walk.frame())
+    return _Walk(trace, *window_of(trace, step)).run()
 
 
 def path_shares(trace: Trace, path: CriticalPath) -> pl.DataFrame:
@@ -109,9 +110,7 @@ def path_shares(trace: Trace, path: CriticalPath) -> pl.DataFrame:
     doubts = [False, *([True] if np.isin(doubtful_waits(trace)[0], path.pieces["row"].to_numpy()).any() else [])]
     others = [waits, *(waits.preferring(sort) for sort in rivals)]
     for one, doubtful in list(product(others, doubts))[1:]:  # the first is the path itself
-        walk = _Walk(trace, path.start_ns, path.end_ns, one, doubtful)
-        walk.run(step_thread(trace))
-        other = CriticalPath(path.start_ns, path.end_ns, walk.frame())
+        other = _Walk(trace, path.start_ns, path.end_ns, one, doubtful).run()
         shares.append(other.summary().select("category", "share"))
     number = len(shares)
     spread = (
@@ -128,8 +127,6 @@ def path_shares(trace: Trace, path: CriticalPath) -> pl.DataFrame:
 
 
 class _Walk:
-    """State of one backward walk."""
-
     def __init__(self, trace: Trace, low: int, high: int, waits: Waits | None = None, doubtful: bool = False) -> None:
         self.trace, self.low, self.high = trace, low, high
         self.stretches: list[tuple[int, int, int]] = []  # host time: thread, start, end
@@ -160,17 +157,18 @@ class _Walk:
         self.stop_work, self.stop_other = stops.work.tolist(), stops.other.tolist()
         self.stop_when, self.stop_row = stops.when.tolist(), stops.row.tolist()
 
-    def run(self, marks: int) -> None:
+    def run(self) -> CriticalPath:
         """Loop, not recursion: device work and host stretches follow each other until the window's start."""
-        place, time = self.begin(marks), self.high
+        place, time = self.begin(), self.high
         while time > self.low:
             place, time = self.take(place, time)
+        return CriticalPath(self.low, self.high, self.frame())
 
-    def begin(self, marks: int) -> tuple[str, int]:
+    def begin(self) -> tuple[str, int]:
         """Where the walk starts: on what ends last in the window, device work before host calls. A step ends with the
-        thread that marks it (`marks`; -1: no steps), unless work ends at that very moment.
+        thread that marks it, unless work ends at that very moment.
         """
-        trace, rows = self.trace, self.trace.device_rows
+        trace, rows, marks = self.trace, self.trace.device_rows, step_thread(self.trace)
         ends, inside = np.minimum(trace.end, self.high), trace.ts < self.high
         work, host = np.flatnonzero(inside[rows]), np.flatnonzero(inside & trace.is_host)
         last_work = int(work[np.argmin(np.abs(trace.end[rows[work]] - self.high))]) if len(work) else -1
@@ -299,3 +297,71 @@ def path_events(trace: Trace, path: CriticalPath) -> pl.DataFrame:
         .with_columns(share=pl.col("time_ns") / max(path.wall_ns, 1))
         .sort("time_ns", "category", "name", descending=[True, False, False])
     )
+
+
+def critical_path_of_ranks(traces: list[Trace], step: int | None = None) -> CriticalPath:
+    """The critical path of the first rank's window, followed into other ranks through their collectives.
+
+    `pieces` has a further column `rank`; times are on the first rank's clock, clocks aligned by the ends of shared
+    collectives. A path only changes ranks where the last arrival is later than this rank's by more than twice the
+    clocks' uncertainty.
+
+    Raises:
+        UsageError: The ranks share no collectives that can be matched.
+    """
+    matched = match_collectives(traces)
+    if len(traces) < 2 or not matched.height:
+        raise UsageError("these ranks share no collectives that can be matched: ask each rank's own critical path")
+    clocks = clock_offsets(matched)
+    certain = 2 * max(int(clocks["uncertainty_ns"].max()), 0)  # type: ignore[arg-type]
+    offsets = dict(zip(clocks["rank"], clocks["offset_ns"], strict=True))
+    shift = clock_shifts(traces, clocks)
+    low, high = window_of(traces[0], step)
+    walks = {t.rank: _Walk(t, low + shift[t.rank], high + shift[t.rank]) for t in traces}
+    arrivals = _last_arrivals(matched, walks, offsets, certain)
+    _follow(walks, arrivals, traces[0], shift)
+    frames = [
+        walk.frame().with_columns(
+            pl.col("start_ns") - shift[rank], pl.col("end_ns") - shift[rank], rank=pl.lit(rank, dtype=pl.Int64())
+        )
+        for rank, walk in walks.items()
+    ]
+    return CriticalPath(low, high, pl.concat(frames).sort("start_ns"))
+
+
+def _last_arrivals(
+    matched: pl.DataFrame, walks: dict[int, _Walk], offset_of: dict[int, int], certain: int
+) -> dict[tuple[int, int], tuple[int, int]]:
+    """(rank, work) of a collective to (rank, work) of its last arrival, where that is clearly another."""
+    offsets = pl.DataFrame({"rank": list(offset_of), "offset": list(offset_of.values())})
+    aligned = matched.join(offsets, on="rank").with_columns(start_ns=pl.col("start_ns") - pl.col("offset"))
+    position = {rank: {row: i for i, row in enumerate(walk.rows)} for rank, walk in walks.items()}
+    arrivals: dict[tuple[int, int], tuple[int, int]] = {}
+    for _, group in aligned.group_by("key"):
+        rows = group.select("rank", "row", "start_ns").rows()
+        last = max(rows, key=lambda r: r[2])
+        for rank, row, start in rows:
+            if rank != last[0] and last[2] - start > certain:
+                arrivals[(rank, position[rank][row])] = (last[0], position[last[0]][last[1]])
+    return arrivals
+
+
+def _follow(
+    walks: dict[int, _Walk], arrivals: dict[tuple[int, int], tuple[int, int]], first: Trace, shift: dict[int, int]
+) -> None:
+    rank = first.rank
+    walk = walks[rank]
+    place, time = walk.begin(), walk.high
+    while time > walk.low:
+        index = place[1]
+        last = arrivals.get((rank, index)) if place[0] == "device" else None
+        if last is not None and last[1] not in walks[last[0]].seen:
+            walked = walks[last[0]]
+            arrived = walked.start[last[1]] - shift[last[0]] + shift[rank]
+            if walk.start[index] < arrived < time:
+                walk.seen.add(index)
+                walk._add(arrived, time, walk.label[index], walk.rows[index])
+                time = max(arrived, walk.low) - shift[rank] + shift[last[0]]
+                rank, walk, place = last[0], walked, ("device", last[1])
+                continue
+        place, time = walk.take(place, time)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from math import prod
 from typing import Any
 
@@ -106,6 +106,8 @@ _ATTENTION = {
     for kind in ("flash", "efficient", "cudnn")
     for backward in ("", "_backward")
 }
+_MOST = 1 << 60
+"""More FLOPs or elements no call has: a shape that says so is damaged."""
 OPERATORS = frozenset((*_MATRIX, *_ADDED, *_TRANSPOSED, *_ATTENTION, "aten::convolution", "aten::convolution_backward"))
 
 
@@ -122,6 +124,10 @@ def call_cost(operator: str, shapes: Sequence[Any], values: Sequence[str]) -> Co
         except (IndexError, ValueError, RecursionError):
             return None
 
+    def numbers(at: int) -> list[int]:
+        found = value(at)
+        return found if isinstance(found, list) and all(isinstance(one, int) for one in found) else []
+
     if operator in _MATRIX:
         return matrix_cost(*map(shape, _MATRIX[operator]))
     if operator in _ADDED:
@@ -133,16 +139,16 @@ def call_cost(operator: str, shapes: Sequence[Any], values: Sequence[str]) -> Co
         first, products = _ATTENTION[operator]
         return attention_cost(shape(first), shape(first + 1), shape(first + 2), products)
     if operator == "aten::convolution_backward":
-        transposed, groups, wanted = value(7), value(9), value(10)
+        transposed, groups, wanted = value(7), value(9), numbers(10)
         if not isinstance(groups, int):
             return None
         space = shape(1)[2:] if transposed else shape(0)[2:]
         cost = convolution_cost(shape(1), shape(2), space, groups)
-        times = sum(wanted[:2]) if isinstance(wanted, list) and len(wanted) == 3 else 2
+        times = sum(wanted[:2]) if len(wanted) == 3 else 2
         return cost and Cost(cost.batch, cost.m, cost.n, cost.k, times * cost.flops, times * cost.elements)
-    stride, padding, dilation, transposed, groups = (value(at) for at in (3, 4, 5, 6, 8))
-    data, weight = shape(0), shape(1)
-    if not isinstance(groups, int) or not all(isinstance(v, list) and v for v in (stride, padding, dilation)):
+    stride, padding, dilation = map(numbers, (3, 4, 5))
+    transposed, groups, data, weight = value(6), value(8), shape(0), shape(1)
+    if not (isinstance(groups, int) and stride and padding and dilation):
         return None
     wide = len(data) - 2
     stride, padding, dilation = (v * wide if len(v) == 1 else v for v in (stride, padding, dilation))
@@ -228,7 +234,8 @@ def _cost(operator: str, shapes: str, values: Sequence[str]) -> Cost | None:
         recorded = json.loads(shapes or "[]")
     except (ValueError, RecursionError):
         return None
-    return call_cost(operator, recorded, values) if isinstance(recorded, list) else None
+    cost = call_cost(operator, recorded, values) if isinstance(recorded, list) else None
+    return cost if cost is not None and max(astuple(cost)) < _MOST else None
 
 
 def product_summary(table: pl.DataFrame) -> pl.DataFrame:

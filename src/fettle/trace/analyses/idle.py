@@ -230,15 +230,13 @@ def idle_streams(trace: Trace) -> pl.DataFrame:
     has = waits.previous >= 0
     start, free = trace.ts[rows[has]], trace.end[rows[np.maximum(waits.previous, 0)]][has]
     since = np.clip(waits.since[has], np.minimum(free, start), start)
-    rest, held = start - since, waits.held[has]
-    of_cause = {"latency_ns": ("launch_latency",), "gap_ns": ("between_kernels", "inside_graph", "stream_event")}
+    rest, held, cause = start - since, waits.held[has], waits.cause[has]
+    gaps_of = [NUMBER[name] for name in ("between_kernels", "inside_graph", "stream_event")]
     parts = {
         "host_ns": np.where(held == Held.LAUNCH, np.maximum(since - free, 0), 0),
         "event_ns": np.where(held == Held.EVENT, np.maximum(since - free, 0), 0),
-        **{
-            name: np.where(np.isin(waits.cause[has], [NUMBER[c] for c in causes]), rest, 0)
-            for name, causes in of_cause.items()
-        },
+        "latency_ns": np.where(cause == NUMBER["launch_latency"], rest, 0),
+        "gap_ns": np.where(np.isin(cause, gaps_of), rest, 0),
     }
     idle = np.maximum(start - free, 0)
     frame = pl.DataFrame(

@@ -13,7 +13,7 @@ import polars as pl
 
 from fettle.trace.kinds import Kind, is_graph_launch
 from fettle.trace.model import Ints, Trace, per_trace
-from fettle.trace.ordering import order_by
+from fettle.trace.ordering import last_before, order_by
 
 LONG_CALL_NS = 50_000
 LATE_NS = 100_000
@@ -49,12 +49,8 @@ def launch_links(trace: Trace) -> LaunchLinks:
     launch[has] = calls[left[has]]
     several = np.flatnonzero(has & (right - left > 1))
     if len(several):
-        number = np.concatenate([numbers, wanted[several]])
-        time = np.concatenate([trace.ts[calls], trace.ts[device_rows[several]]])
-        order = order_by(number, time, (np.arange(len(number)) >= len(calls)).astype(np.int64))
-        last_call = np.empty(len(order), dtype=np.int64)
-        last_call[order] = np.maximum.accumulate(np.where(order < len(calls), order, -1))
-        launch[several] = calls[np.maximum(last_call[len(calls) :], left[several])]
+        last = last_before(numbers, trace.ts[calls], wanted[several], trace.ts[device_rows[several]])
+        launch[several] = calls[np.where(last >= 0, last, left[several])]
     return LaunchLinks(device_rows, launch)
 
 

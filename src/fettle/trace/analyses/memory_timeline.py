@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import polars as pl
 
@@ -72,16 +74,13 @@ def memory_peak(trace: Trace) -> pl.DataFrame:
                 held[address] = (operator, size)
             else:
                 held.pop(address, None)
-        by_owner: dict[str | None, list[int]] = {}
+        sizes, counts = Counter[str | None](), Counter[str | None]()
         # Without addresses releases cannot be matched, and nothing is said about owners.
         for operator, size in held.values() if (part["address"] != -1).all() else ():
-            cell = by_owner.setdefault(operator, [0, 0])
-            cell[0] += size
-            cell[1] += 1
-        known = sum(cell[0] for cell in by_owner.values())
-        cell = by_owner.setdefault(None, [0, 0])
-        cell[0] += max(peak - known, 0)
-        rows += [(trace.rank, str(key[0]), name, cell[0], cell[1], peak, when) for name, cell in by_owner.items()]
+            sizes[operator] += size
+            counts[operator] += 1
+        sizes[None] += max(peak - sizes.total(), 0)
+        rows += [(trace.rank, str(key[0]), name, size, counts[name], peak, when) for name, size in sizes.items()]
     texts, numbers = {"device": str, "operator": str}, ("bytes", "allocations", "peak_bytes", "peak_at_ns")
     frame = frame_of(rows, rank=int, **texts, **dict.fromkeys(numbers, int))
     return frame.sort("device", "bytes", descending=[False, True])

@@ -31,34 +31,23 @@ def operator_table(trace: Trace) -> pl.DataFrame:
     first.
     """
     rows = np.flatnonzero(trace.kind == Kind.OPERATOR)
-    self_ns = host_stacks(trace).self_ns
-    host = (
-        pl.DataFrame(
-            {
-                "name": trace.column("name")[rows],
-                "shape": trace.column("shape")[rows],
-                "dur": trace.dur[rows],
-                "self": self_ns[rows],
-            }
-        )
-        .group_by("name", "shape")
-        .agg(count=pl.len(), host_ns=pl.col("dur").sum(), self_ns=pl.col("self").sum())
+    work, calls = launch_links(trace).known
+    owner = nearest(trace, trace.kind == Kind.OPERATOR, calls)[calls]
+    work, owner = work[owner >= 0], owner[owner >= 0]
+    device, kernels = np.zeros((2, trace.events.height), dtype=np.int64)
+    np.add.at(device, owner, trace.dur[work])
+    np.add.at(kernels, owner, 1)
+    each = pl.DataFrame(
+        {
+            "name": trace.column("name")[rows],
+            "shape": trace.column("shape")[rows],
+            "host_ns": trace.dur[rows],
+            "self_ns": host_stacks(trace).self_ns[rows],
+            "device_ns": device[rows],
+            "kernels": kernels[rows],
+        }
     )
-    launched, calls = launch_links(trace).known
-    operator = nearest(trace, trace.kind == Kind.OPERATOR, calls)[calls]
-    known = operator >= 0
-    work = (
-        pl.DataFrame(
-            {
-                "name": trace.column("name")[operator[known]],
-                "shape": trace.column("shape")[operator[known]],
-                "dur": trace.dur[launched[known]],
-            }
-        )
-        .group_by("name", "shape")
-        .agg(kernels=pl.len(), device_ns=pl.col("dur").sum())
-    )
-    table = host.join(work, on=["name", "shape"], how="left").with_columns(pl.col("kernels", "device_ns").fill_null(0))
+    table = each.group_by("name", "shape").agg(pl.len().alias("count"), pl.all().sum())
     names = text_column(trace, table["name"].to_numpy()).alias("operator")
     shapes = pl.Series("shapes", trace.shapes, dtype=pl.String()).gather(table["shape"])
     named = table.select(names, shapes, "count", "host_ns", "self_ns", "device_ns", "kernels")
@@ -113,7 +102,7 @@ def call_tree(trace: Trace, *, max_depth: int = 6, python: bool = False) -> pl.D
 def call_blocks(trace: Trace, device: bool, depth: int = 12, python: bool = False) -> pl.DataFrame:
     """`call_tree` as blocks as wide as their device (else host) time, children below their parent from its start on.
 
-    Columns: row (depth), name, start, end, length (ms), kind. Only the paths with the longest times.
+    Columns: row (depth), name, start, end (ms), kind. Only the paths with the longest times.
     """
     cost = "device_ns" if device else "host_ns"
     tree = call_tree(trace, max_depth=depth, python=python).filter(pl.col(cost) > 0)
@@ -131,9 +120,7 @@ def call_blocks(trace: Trace, device: bool, depth: int = 12, python: bool = Fals
         start_of[path], used[parent] = start, used.get(parent, 0.0) + ns
         kind = next((kind for prefix, kind in _PREFIXES.items() if name.startswith(prefix)), "annotation")
         rows.append((level, name[:100], start / 1e6, (start + ns) / 1e6, kind))
-    return frame_of(rows, row=int, name=str, start=float, end=float, kind=str).with_columns(
-        length=pl.col("end") - pl.col("start")
-    )
+    return frame_of(rows, row=int, name=str, start=float, end=float, kind=str)
 
 
 def _merged_names(trace: Trace) -> tuple[Ints, list[str]]:

@@ -270,7 +270,6 @@ class Replay:
     # --- running it ---
 
     def run(self, change: Change | None = None, *, usual: bool = False) -> Run:
-        """Run it with a change."""
         change, calls = change or Change(), self.calls
         length = (self.end - self.start).astype(float)
         durations = (length if change.scale is None else length * change.scale).tolist()
@@ -325,7 +324,6 @@ class Replay:
         left: list[float],
         in_queue: list[float],
     ) -> float:
-        """When a call that waits returns."""
         stops, calls, k = self.stops, self.calls, int(self.calls.stop[call])
         took, begun, why, met = float(calls.end[call] - calls.start[call]), begun_of[call], stops.why[k], stops.met[k]
         after = max(float(stops.end[k] - stops.when[k]), 0.0) if met else min(self.low_return, took)

@@ -105,11 +105,9 @@ def slot_waits(trace: Trace) -> tuple[Ints, Ints]:
     """Rows of the launch calls that waited for a slot, and the work whose begin freed it (position in
     `trace.device_rows`).
     """
-    parts = [(q.calls[q.released >= 0], q.released[q.released >= 0]) for q in queues(trace)]
     nothing = np.zeros(0, dtype=np.int64)
-    if not parts:
-        return nothing, nothing
-    calls, released = (np.concatenate(column) for column in zip(*parts, strict=True))
+    parts = [(q.calls[q.released >= 0], q.released[q.released >= 0]) for q in queues(trace)]
+    calls, released = (np.concatenate(column) for column in zip((nothing, nothing), *parts, strict=True))
     return calls, released
 
 

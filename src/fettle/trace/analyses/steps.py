@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 
 from fettle.errors import UsageError
+from fettle.trace.frames import frame_of, with_rank
 from fettle.trace.intervals import Intervals
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Trace, per_trace
@@ -37,26 +38,17 @@ def steps(trace: Trace, annotation: str | None = None) -> pl.DataFrame:
         raise UsageError(f"no annotation '{annotation}' in {trace.path.name}: it has {', '.join(some) or 'none'}")
     rows = rows[np.argsort(trace.ts[rows], kind="stable")]
     # The same step can be annotated on several threads: the first one counts.
-    starts: list[int] = []
-    ends: list[int] = []
-    numbers: list[int] = []
+    marked: list[tuple[int, int, int]] = []
     for row in rows.tolist():
-        number = wanted[int(codes[row])] if annotation is None else len(numbers)
+        number = wanted[int(codes[row])] if annotation is None else len(marked)
         start, end = int(trace.ts[row]), int(trace.end[row])
-        if (starts and (start < ends[-1] or (annotation is None and number == numbers[-1]))) or end <= start:
-            continue
-        starts.append(start)
-        ends.append(end)
-        numbers.append(number)
-    if not starts:
-        low, high = trace.span
-        starts, ends, numbers = [low], [high], [-1]
-    elif annotation is None and not trace.own_end:
-        ends = [*starts[1:], ends[-1]]
-    return pl.DataFrame(
-        {"rank": [trace.rank] * len(starts), "step": numbers, "start_ns": starts, "end_ns": ends},
-        schema={"rank": pl.Int64(), "step": pl.Int64(), "start_ns": pl.Int64(), "end_ns": pl.Int64()},
-    ).with_columns(wall_ns=pl.col("end_ns") - pl.col("start_ns"))
+        again = marked and (start < marked[-1][2] or (annotation is None and number == marked[-1][0]))
+        if not again and end > start:
+            marked.append((number, start, end))
+    frame = frame_of(marked or [(-1, *trace.span)], step=int, start_ns=int, end_ns=int)
+    if annotation is None and not trace.own_end:
+        frame = frame.with_columns(end_ns=pl.col("start_ns").shift(-1).fill_null(pl.col("end_ns")))
+    return with_rank(trace, frame.with_columns(wall_ns=pl.col("end_ns") - pl.col("start_ns")))
 
 
 def step_windows(trace: Trace, step: int | None = None) -> Intervals:

@@ -14,7 +14,7 @@ from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.intervals import merge
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Bools, Ints, Trace, per_trace
-from fettle.trace.ordering import in_groups
+from fettle.trace.ordering import last_before
 
 # Old versions had no `autograd::engine` range: there the operators themselves show it.
 BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
@@ -134,13 +134,10 @@ def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ..
     stream, correlation = trace.column("stream")[device_rows], trace.column("correlation")
     last_launched = np.searchsorted(called[by_call], trace.ts[calls], side="left") - 1
     last_ended = np.searchsorted(end[by_end], trace.end[calls] + CLOCKS_NS, side="right") - 1
-    own = _launched_last(called, by, by_call, trace.ts[calls], thread[calls])
-    soon = (
-        (called[own] < trace.ts[calls])
-        & (end[own] > trace.ts[calls])
-        & (end[own] <= trace.end[calls])
-        & (trace.end[calls] - end[own] <= CLOCKS_NS)
-    )
+    known = np.flatnonzero(launch >= 0)
+    own = np.append(known, -1)[last_before(by[known], called[known], thread[calls], trace.ts[calls] - 1)]
+    over = end[own]
+    soon = (own >= 0) & (over > trace.ts[calls]) & (over <= trace.end[calls]) & (trace.end[calls] - over <= CLOCKS_NS)
     own = np.where(soon & trace.named(lambda name: "StreamSynchronize" in name, calls), own, -1)
     stops: list[tuple[int, ...]] = []
     each = (calls.tolist(), last_launched.tolist(), last_ended.tolist(), own.tolist())
@@ -168,17 +165,6 @@ def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ..
             if at >= 0 and end[by_call[at]] <= stop:
                 stops.append((*place, int(by_call[at]), Why.SYNC, 0, -1, start, 0, int(whole[call])))
     return stops
-
-
-def _launched_last(called: Ints, by: Ints, by_call: Ints, when: Ints, thread: Ints) -> Ints:
-    """The work that each thread launched last before each time; any other where it launched none."""
-    last = np.zeros(len(when), dtype=np.int64)
-    of_thread = dict(in_groups(by[by_call]))
-    for one, on_thread in in_groups(thread):
-        if one in of_thread:
-            mine = by_call[of_thread[one]]
-            last[on_thread] = mine[np.maximum(np.searchsorted(called[mine], when[on_thread]) - 1, 0)]
-    return last
 
 
 def _recorded_streams(trace: Trace) -> dict[int, int]:

@@ -65,7 +65,6 @@ class WhatIf:
 
     @property
     def answer(self) -> str:
-        """In words."""
         if self.unknown:
             wall = max(self.wall_ns, 1)
             return f"cannot tell, saves {1 - self.high_ns / wall:.1%} to {1 - self.low_ns / wall:.1%}: {self.unknown}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,13 @@ import polars as pl
 
 from fettle.trace.io.decode import Columns, Interner
 from fettle.trace.kinds import DEVICE_KINDS, HOST_KINDS
-from fettle.trace.model import EVENT_COLUMNS, SIDE_TABLES, ReadFacts, Trace
+from fettle.trace.model import EVENT_COLUMNS, SIDE_TABLES, Trace
 
 _WEEK_NS = 7 * 86_400 * 10**9
 _IS_WORK = np.isin(np.arange(256), [*HOST_KINDS, *DEVICE_KINDS])
 
 
-def assemble(path: Path, rank: int | None, columns: Columns, metadata: dict[str, Any], facts: dict[str, Any]) -> Trace:
+def assemble(path: Path, rank: int | None, columns: Columns, metadata: dict[str, Any]) -> Trace:
     """The trace of all decoded columns; lets go of them as it goes."""
     data = {}
     for name, dtype in EVENT_COLUMNS.items():
@@ -31,11 +30,13 @@ def assemble(path: Path, rank: int | None, columns: Columns, metadata: dict[str,
         table: pl.concat(collected[table]) if table in collected else pl.DataFrame(schema=schema)
         for table, schema in SIDE_TABLES.items()
     }
-    tally = columns.tally
     threads = _unify_threads(columns, data, side)
     events = pl.DataFrame(data)
     events, side, outliers = _drop_outliers(events, side)
-    tally.absurd_times += outliers
+    facts = columns.facts
+    facts.absurd_times += outliers
+    facts.unknown_categories = sorted(set(facts.unknown_categories))
+    facts.notes = list(dict.fromkeys(facts.notes))
     return Trace(
         path=path,
         rank=_rank(path, metadata) if rank is None else rank,
@@ -46,12 +47,7 @@ def assemble(path: Path, rank: int | None, columns: Columns, metadata: dict[str,
         side=side,
         metadata=metadata,
         thread_names=columns.thread_names,
-        facts=ReadFacts(
-            **{f.name: getattr(tally, f.name) for f in fields(tally) if f.type == "int"},
-            unknown_categories=tuple(sorted(tally.unknown_categories)),
-            notes=tuple(dict.fromkeys([*tally.notes, *columns.side.notes])),
-            **facts,
-        ),
+        facts=facts,
     )
 
 

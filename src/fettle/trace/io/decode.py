@@ -8,7 +8,6 @@ by event (`mend`), skipping what cannot be read and counting it.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgspec
@@ -30,7 +29,7 @@ from fettle.trace.io.fields import (
 from fettle.trace.io.mend import lenient, read_event_by_event
 from fettle.trace.io.side import SideTables
 from fettle.trace.kinds import DEVICE_KINDS, Kind, kind_of_category
-from fettle.trace.model import EVENT_COLUMNS
+from fettle.trace.model import EVENT_COLUMNS, ReadFacts
 
 MAX_NAME_CHARS = 8192
 MAX_SHAPES = 1_000_000
@@ -41,7 +40,6 @@ _DAY_NS = 86_400 * 10**9
 _EXACT_US = 2.0**43
 _IS_DEVICE = np.isin(np.arange(256), DEVICE_KINDS)
 _IS_OPERATOR = np.isin(np.arange(256), (Kind.OPERATOR, Kind.ANNOTATION))
-_COMPLETE_OR_FLOW = frozenset(("X", "s", "f", "t"))
 _CONTROL = bytes.maketrans(bytes(range(32)), b" " * 32)
 
 
@@ -54,30 +52,6 @@ class Interner(dict[Any, int]):
         return code
 
 
-@dataclass
-class Tally:
-    """What decoding met so far; becomes `ReadFacts`."""
-
-    events_seen: int = 0
-    skipped_events: int = 0
-    repaired_bytes_chunks: int = 0
-    negative_durations: int = 0
-    absurd_times: int = 0
-    missing_duration: int = 0
-    wide_clock_chunks: int = 0
-    flow_events: int = 0
-    unknown_categories: set[str] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
-
-    def add(self, other: Tally) -> None:
-        for field_ in fields(self):
-            mine, theirs = getattr(self, field_.name), getattr(other, field_.name)
-            if isinstance(mine, int):
-                setattr(self, field_.name, mine + theirs)
-        self.unknown_categories |= other.unknown_categories
-        self.notes += [note for note in other.notes if note not in self.notes]
-
-
 class Columns:
     """Grows column arrays chunk by chunk; `side` collects the sparse facts."""
 
@@ -88,11 +62,11 @@ class Columns:
         self.threads = Interner()
         self.shapes = Interner({b"": 0})
         self.chunks: list[dict[str, npt.NDArray[Any]]] = []
-        self.side = SideTables()
         self.names_seen = 0
         self.step_names: list[int] = []
         self.thread_names: dict[str, str] = {}
-        self.tally = Tally()
+        self.facts = ReadFacts()
+        self.side = SideTables(self.facts)
         self.rows = 0
 
     def add(self, chunk: bytes) -> bytes:
@@ -112,7 +86,7 @@ class Columns:
 
     def _mend(self, chunk: bytes) -> tuple[list[Any], bytes, bytes]:
         """The events, the bytes at the end that were not whole ones, and the text that they were read from."""
-        self.tally.repaired_bytes_chunks += 1
+        self.facts.repaired_bytes_chunks += 1
         clean = chunk.decode("utf-8", "replace").encode().translate(_CONTROL)
         try:
             return decode_fast(b"[" + clean + b"]"), b"", clean
@@ -120,23 +94,20 @@ class Columns:
             pass
         events: list[Any] = []
         raw, rest, skipped = read_event_by_event(clean)
-        self.tally.skipped_events += skipped
+        self.facts.skipped_events += skipped
         for item in raw:
             event = lenient(item)
             if event is None:
-                self.tally.skipped_events += 1
+                self.facts.skipped_events += 1
             else:
                 events.append(event)
         return events, rest, clean
 
     def _append(self, events: list[Any], chunk: bytes) -> None:
-        self.tally.events_seen += len(events)
+        self.facts.events_seen += len(events)
         complete = [e for e in events if e.ph == "X"]
         if len(complete) != len(events):
-            others = [e for e in events if e.ph not in _COMPLETE_OR_FLOW]
-            self.tally.flow_events += len(events) - len(complete) - len(others)
-            if others:
-                self._append_others(others)
+            self._append_others([e for e in events if e.ph in ("M", "i")])
         if not complete:
             return
         ts_ns, dur_ns, keep = self._clocks(complete, chunk)
@@ -155,7 +126,7 @@ class Columns:
         keep = None
         if ts.dtype == object or dur.dtype == object:  # some are missing, or wider than 64 bits
             keep = np.array([e.ts is not None and e.dur is not None for e in events])
-            self.tally.missing_duration += int((~keep).sum())
+            self.facts.missing_duration += int((~keep).sum())
             ts, dur = (to_array([0 if v is None else v for v in values.tolist()]) for values in (ts, dur))
         if ts.dtype == np.float64:
             fractional_and_wide = bool(np.any((np.abs(ts) >= _EXACT_US) & np.isfinite(ts)))
@@ -163,33 +134,28 @@ class Columns:
                 exact = self._exact_clocks(chunk, len(events))
                 if exact is not None:
                     ts, dur = exact
-                    self.tally.wide_clock_chunks += 1
+                    self.facts.wide_clock_chunks += 1
         ts_ns, bad_ts = to_ns(ts)
         dur_ns, bad_dur = to_ns(dur)
         bad = bad_ts | bad_dur | (dur_ns > _DAY_NS)
         if bad.any():
-            self.tally.absurd_times += int(bad.sum())
+            self.facts.absurd_times += int(bad.sum())
             keep = ~bad if keep is None else keep & ~bad
         negative = dur_ns < 0
         if negative.any():
-            self.tally.negative_durations += int(negative.sum())
+            self.facts.negative_durations += int(negative.sum())
             dur_ns = np.maximum(dur_ns, 0)
         return ts_ns, dur_ns, keep
 
     def _exact_clocks(self, chunk: bytes, count: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
         try:
             events = [e for e in decode_exact(b"[" + chunk + b"]") if e.ph == "X"]
-        except (msgspec.DecodeError, UnicodeDecodeError, ValueError, ArithmeticError):
-            return None
-        if len(events) != count:
-            return None
-        # Whole nanoseconds as integers; `to_ns` leaves object arrays of this kind alone.
-        try:
+            # Whole nanoseconds as integers; `to_ns` leaves arrays of this kind alone.
             ts = np.array([whole_ns(e.ts) for e in events], dtype=np.int64)
             dur = np.array([whole_ns(e.dur) for e in events], dtype=np.int64)
-        except (OverflowError, ArithmeticError, ValueError):
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError, ArithmeticError):
             return None
-        return ts.view("timedelta64[ns]"), dur.view("timedelta64[ns]")
+        return (ts.view("timedelta64[ns]"), dur.view("timedelta64[ns]")) if len(events) == count else None
 
     def _append_complete(
         self, events: list[Any], ts_ns: npt.NDArray[np.int64], dur_ns: npt.NDArray[np.int64], chunk: bytes
@@ -257,8 +223,8 @@ class Columns:
     def _learn_categories(self) -> None:
         for category in itertools.islice(self.categories, len(self.category_kind), None):
             kind = kind_of_category(category)
-            if kind == Kind.OTHER and category not in ("Trace", "") and len(self.tally.unknown_categories) < 50:
-                self.tally.unknown_categories.add(say(category, 100))
+            if kind == Kind.OTHER and category not in ("Trace", "") and len(self.facts.unknown_categories) < 50:
+                self.facts.unknown_categories.append(say(category, 100))
             self.category_kind.append(int(kind))
 
     def _learn_steps(self) -> None:

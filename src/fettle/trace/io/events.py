@@ -22,19 +22,17 @@ class Args(msgspec.Struct, gc=False):
     sequence: int | None = msgspec.field(name="Sequence number", default=-1)
     stack: Any = msgspec.field(name="Call stack", default=None)
     bytes: Any = None
-    bandwidth: Any = msgspec.field(name="memory bandwidth (GB/s)", default=None)
+    gb_per_s: Any = msgspec.field(name="memory bandwidth (GB/s)", default=None)
     collective: Any = msgspec.field(name="Collective name", default=None)
     group: Any = msgspec.field(name="Process Group Name", default=None)
     group_size: Any = msgspec.field(name="Group size", default=None)
     in_elements: Any = msgspec.field(name="In msg nelems", default=None)
     out_elements: Any = msgspec.field(name="Out msg nelems", default=None)
     dtype: Any = None
-    collective_sequence: Any = msgspec.field(name="Seq", default=None)
     sync: Any = msgspec.field(name="cuda_sync_kind", default=None)
     wait_on_stream: Any = None
     wait_on_record: Any = msgspec.field(name="wait_on_cuda_event_record_corr_id", default=None)
-    kernel_file: Any = None
-    kernel_hash: Any = None
+    file: Any = msgspec.field(name="kernel_file", default=None)
     address: Any = msgspec.field(name="Addr", default=None)
     memory_bytes: Any = msgspec.field(name="Bytes", default=None)
     allocated: Any = msgspec.field(name="Total Allocated", default=None)

@@ -52,8 +52,8 @@ def read_in_parallel(
     max_events: int,
     span_bytes: int = SPAN_BYTES,
     on_progress: Callable[[float], None] | None = None,
-) -> tuple[Columns, dict[str, Any], dict[str, Any]]:
-    """Decode an uncompressed file with `count` processes, this one included."""
+) -> tuple[Columns, dict[str, Any]]:
+    """Decode an uncompressed file with `count` processes, this one included: its columns and its metadata."""
     with path.open("rb") as file:
         header, text, boundary = begin(Counted(file))
         start = size if not text else file.tell() - len(text)
@@ -84,11 +84,11 @@ def read_in_parallel(
         for i in range(len(cuts) - 1):
             if i not in parts:
                 parts[i] = _fetch(Path(scratch), i) or _decode(plan, i)
-        columns, trailer, truncated = _join([parts[i] for i in range(len(cuts) - 1)])
-    if columns.tally.events_seen > max_events:
+        columns, trailer = _join([parts[i] for i in range(len(cuts) - 1)])
+    if columns.facts.events_seen > max_events:
         raise UsageError(f"more than {max_events} events: cut the trace, or raise max_events")
-    metadata = parse_metadata(header, trailer, columns.tally)
-    return columns, metadata, {"file_bytes": size, "text_bytes": size, "truncated": truncated}
+    columns.facts.file_bytes = size
+    return columns, parse_metadata(header, trailer, columns.facts)
 
 
 def help_with(scratch: str) -> None:
@@ -124,7 +124,6 @@ def _fetch(folder: Path, i: int) -> Span | None:
 
 
 def _decode(plan: dict[str, Any], i: int) -> Span:
-    """Decode one span of a file: whole events."""
     start, stop = plan["cuts"][i : i + 2]
     columns, boundary = Columns(), re.compile(bytes.fromhex(plan["pattern"]))
     with open(plan["path"], "rb") as file:
@@ -150,10 +149,11 @@ def _event_start(text: bytes, boundary: re.Pattern[bytes]) -> int | None:
     return None
 
 
-def _join(parts: list[Span]) -> tuple[Columns, bytes, bool]:
-    """Put the spans' columns behind one another, their text numbers translated into common ones."""
-    joined = Columns()
-    trailer, truncated = b"", False
+def _join(parts: list[Span]) -> tuple[Columns, bytes]:
+    """Put the spans' columns behind one another, their text numbers translated into common ones; and what follows the
+    events.
+    """
+    joined, trailer = Columns(), b""
     for part in parts:
         mine = part.columns
         names = np.array([joined.names[n] for n in mine.names], dtype=np.uint32)
@@ -172,10 +172,9 @@ def _join(parts: list[Span]) -> tuple[Columns, bytes, bool]:
                 if "thread" in frame.columns:
                     frame = frame.with_columns(thread=pl.Series(threads[frame["thread"].to_numpy()], dtype=pl.Int32()))
                 joined.side.frames.setdefault(table, []).append(frame)
-        joined.side.notes += mine.side.notes
         joined.rows += mine.rows
         joined.thread_names.update(mine.thread_names)
-        joined.tally.add(mine.tally)
+        joined.facts.add(mine.facts)
         if part.end is not None:
-            trailer, truncated = part.end
-    return joined, trailer, truncated
+            trailer, joined.facts.truncated = part.end
+    return joined, trailer

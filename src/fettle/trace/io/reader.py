@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fettle.errors import UsageError
+from fettle.procs.limits import granted_cores
 from fettle.trace.io import sidecar
 from fettle.trace.io.assemble import assemble
 from fettle.trace.io.decode import Columns
@@ -53,13 +53,13 @@ def load(
         if kept is not None:
             return kept
     try:
-        columns, metadata, facts = _read(path, processes, max_events, on_progress)
+        columns, metadata = _read(path, processes, max_events, on_progress)
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
     except UsageError as error:
         raise UsageError(f"{path.name}: {error}") from error
-    trace = assemble(path, rank, columns, metadata, facts)
-    if key is not None and facts["file_bytes"] > 1 << 20:
+    trace = assemble(path, rank, columns, metadata)
+    if key is not None and trace.facts.file_bytes > 1 << 20:
         sidecar.write(trace, key)
     return trace
 
@@ -102,30 +102,27 @@ def load_all(path: str | Path, *, on_progress: Callable[[float], None] | None = 
 
 
 def _noted(trace: Trace, *notes: str) -> Trace:
-    return replace(trace, facts=replace(trace.facts, notes=(*trace.facts.notes, *notes)))
+    return replace(trace, facts=replace(trace.facts, notes=[*trace.facts.notes, *notes]))
 
 
 def _read(
     path: Path, processes: int | None, max_events: int, on_progress: Callable[[float], None] | None
-) -> tuple[Columns, dict[str, Any], dict[str, Any]]:
-    size = path.stat().st_size
+) -> tuple[Columns, dict[str, Any]]:
+    size, columns = path.stat().st_size, Columns()
+    facts = columns.facts
+    facts.file_bytes = size
     with path.open("rb") as file:
-        compressed = file.read(2) == b"\x1f\x8b"
-    if not compressed and size > PARALLEL_ABOVE_BYTES and processes != 1:
-        count = min(processes or min(os.cpu_count() or 1, 8), max(1, size // (64 << 20)))
-        if count > 1:
-            return read_in_parallel(path, size, count, max_events, on_progress=on_progress)
-    columns = Columns()
-    with path.open("rb") as file:
+        source = text_of(file)
+        if source is file and size > PARALLEL_ABOVE_BYTES and processes != 1:
+            count = min(processes or min(granted_cores()[0], 8), max(1, size // (64 << 20)))
+            if count > 1:
+                return read_in_parallel(path, size, count, max_events, on_progress=on_progress)
         on_read = None if on_progress is None else lambda: on_progress(file.tell() / max(size, 1))
-        counted = Counted(text_of(file), on_read=on_read)
+        counted = Counted(source, on_read=on_read)
         header, text, boundary = begin(counted)
         trailer, truncated = feed(counted, text, boundary, columns, max_events) or (b"", True)
-    metadata = parse_metadata(header, trailer, columns.tally)
-    if columns.tally.events_seen == 0:
+    facts.truncated = truncated or counted.broken
+    metadata = parse_metadata(header, trailer, facts)
+    if facts.events_seen == 0:
         raise UsageError("no trace events in it: is it a profiler trace in Chrome JSON format?")
-    return (
-        columns,
-        metadata,
-        {"file_bytes": size, "text_bytes": counted.bytes, "truncated": truncated or counted.broken},
-    )
+    return columns, metadata

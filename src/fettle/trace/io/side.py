@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,20 +14,31 @@ import polars as pl
 
 from fettle.trace.io.fields import integer, integers, number, say, stream_number
 from fettle.trace.kinds import Kind
-from fettle.trace.model import SIDE_TABLES
+from fettle.trace.model import SIDE_TABLES, ReadFacts
 
-MAX_TEXT_CHARS = 8192
 _FRAME_ROWS = 200_000
+_MOST_CHARS = {"file": 1000, "stack": 8192, "collective": 100, "group": 100, "dtype": 40, "sync": 100}
+
+
+def _text(limit: int, value: Any) -> str:
+    return "" if value is None else say(value, limit)
+
+
+_CONVERT: dict[str, Callable[[Any], Any]] = {
+    **{name: functools.partial(_text, limit) for name, limit in _MOST_CHARS.items()},
+    "wait_on_stream": stream_number,
+}
+"""How an argument becomes a value of its column, where it is not simply a number."""
 
 
 class SideTables:
     """Grows the side tables. Pieces become a frame only now and then: a frame costs more than a chunk's few rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, facts: ReadFacts) -> None:
+        self.facts = facts
         self.frames: dict[str, list[pl.DataFrame]] = {}
         self._pieces: dict[str, list[dict[str, Any]]] = {}
         self._rows: dict[str, int] = {}
-        self.notes: list[str] = []
 
     def put(self, table: str, **values: list[Any] | npt.NDArray[Any]) -> None:
         """Append rows, given column by column."""
@@ -52,84 +65,43 @@ class SideTables:
         self, args: list[Any], kind: npt.NDArray[np.uint8], operators: list[int], chunk: bytes, base: int
     ) -> None:
         """What the complete events of one chunk say; `base` is the row of the first one."""
-        self._operators(args, operators, base)
-        self._device(args, kind, base)
+        numbers = integers([args[i].sequence for i in operators])
+        has = np.flatnonzero(numbers >= 0)
+        self.put("autograd", row=np.array(operators, dtype=np.int64)[has] + base, sequence=numbers[has])
+        # One pass finds the few operators that have any of the rare facts.
+        rare = [
+            i for i in operators if (a := args[i]).stack is not None or a.collective is not None or a.file is not None
+        ]
+        self._arguments("generated", [i for i in rare if args[i].file], args, base)
+        self._arguments("stacks", [i for i in rare if args[i].stack], args, base)
+        copies = np.flatnonzero((kind == Kind.MEMCPY) | (kind == Kind.MEMSET)).tolist()
+        copies = [i for i in copies if args[i].bytes is not None or args[i].gb_per_s is not None]
+        self._arguments("copies", copies, args, base)
+        kernels = np.flatnonzero(kind == Kind.KERNEL).tolist()
+        collectives = [i for i in (*rare, *kernels) if args[i].collective is not None]
+        self._arguments("collectives", collectives, args, base)
+        self._arguments("syncs", np.flatnonzero(kind == Kind.SYNC).tolist(), args, base)
         ranges = np.flatnonzero(kind == Kind.COUNTER_RANGE)
         if len(ranges):
             self._counters(chunk, ranges, base)
 
-    def _operators(self, args: list[Any], rows: list[int], base: int) -> None:
-        chosen = [args[i] for i in rows]
-        numbers = integers([a.sequence for a in chosen])
-        has = np.flatnonzero(numbers >= 0)
-        if len(has):
-            self.put("autograd", row=np.array(rows, dtype=np.int64)[has] + base, sequence=numbers[has])
-        # One pass finds the few operators that have any of the rare facts.
-        rare = [
-            i
-            for i, a in zip(rows, chosen, strict=True)
-            if a.stack is not None or a.collective is not None or a.kernel_file is not None or a.kernel_hash is not None
-        ]
-        if not rare:
-            return
-        some = [i for i in rare if args[i].kernel_file is not None or args[i].kernel_hash is not None]
-        if some:
-            self.put(
-                "generated",
-                row=[base + i for i in some],
-                file=[say(args[i].kernel_file or "", 1000) for i in some],
-                hash=[say(args[i].kernel_hash or "", 200) for i in some],
-            )
-        some = [i for i in rare if args[i].stack]
-        if some:
-            self.put("stacks", row=[base + i for i in some], stack=[say(args[i].stack, MAX_TEXT_CHARS) for i in some])
-        self._collectives([i for i in rare if args[i].collective is not None], args, base)
-
-    def _device(self, args: list[Any], kind: npt.NDArray[np.uint8], base: int) -> None:
-        rows = np.flatnonzero((kind == Kind.MEMCPY) | (kind == Kind.MEMSET)).tolist()
-        some = [i for i in rows if args[i].bytes is not None or args[i].bandwidth is not None]
-        if some:
-            self.put(
-                "copies",
-                row=[base + i for i in some],
-                bytes=[integer(args[i].bytes) for i in some],
-                gb_per_s=[number(args[i].bandwidth) for i in some],
-            )
-        rows = np.flatnonzero(kind == Kind.KERNEL).tolist()
-        self._collectives([i for i in rows if args[i].collective is not None], args, base)
-        some = np.flatnonzero(kind == Kind.SYNC).tolist()
-        if some:
-            self.put(
-                "syncs",
-                row=[base + i for i in some],
-                sync=[say(args[i].sync or "", 100) for i in some],
-                wait_on_stream=[stream_number(args[i].wait_on_stream) for i in some],
-                wait_on_record=[integer(args[i].wait_on_record) for i in some],
-            )
-
-    def _collectives(self, some: list[int], args: list[Any], base: int) -> None:
-        if some:
-            self.put(
-                "collectives",
-                row=[base + i for i in some],
-                collective=[say(args[i].collective, 100) for i in some],
-                group=["" if args[i].group is None else say(args[i].group, 100) for i in some],
-                group_size=[integer(args[i].group_size) for i in some],
-                in_elements=[integer(args[i].in_elements) for i in some],
-                out_elements=[integer(args[i].out_elements) for i in some],
-                dtype=["" if args[i].dtype is None else say(args[i].dtype, 40) for i in some],
-                sequence=[integer(args[i].collective_sequence) for i in some],
-            )
+    def _arguments(self, table: str, some: list[int], args: list[Any], base: int) -> None:
+        """What some events say, in a table whose columns are named as their arguments are."""
+        columns = {"row": [base + i for i in some]}
+        for name, dtype in itertools.islice(SIDE_TABLES[table].items(), 1, None):
+            convert = _CONVERT.get(name) or (number if dtype == pl.Float64() else integer)
+            columns[name] = [convert(getattr(args[i], name)) for i in some]
+        self.put(table, **columns)
 
     def _counters(self, chunk: bytes, rows: npt.NDArray[np.int64], base: int) -> None:
         try:
             events = [e for e in json.loads(b"[" + chunk + b"]") if isinstance(e, dict)]
         except (ValueError, RecursionError):
-            self.notes.append("hardware counters could not be read from one chunk")
+            self.facts.notes.append("hardware counters could not be read from one chunk")
             return
         ranges = [e for e in events if e.get("cat") == "cuda_profiler_range" and e.get("ph") == "X"]
         if len(ranges) != len(rows):
-            self.notes.append("hardware counters could not be matched to their ranges in one chunk")
+            self.facts.notes.append("hardware counters could not be matched to their ranges in one chunk")
             return
         for row, event in zip(rows.tolist(), ranges, strict=True):
             values = event.get("args")

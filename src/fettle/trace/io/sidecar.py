@@ -21,7 +21,7 @@ import polars as pl
 from fettle.files import cache_folder
 from fettle.trace.model import EVENT_COLUMNS, SIDE_TABLES, ReadFacts, Trace
 
-FORMAT = 2
+FORMAT = 3
 KEEP = 30
 _AS_JSON = ("rank", "names", "threads", "shapes", "metadata", "thread_names")
 _WHOLE_BYTES = 64 << 20
@@ -29,7 +29,6 @@ _SAMPLE_BYTES = 1 << 20
 
 
 def folder() -> Path:
-    """Where sidecars live."""
     return cache_folder("traces")
 
 
@@ -73,10 +72,9 @@ def read(path: Path, key: dict[str, Any], rank: int | None) -> Trace | None:
         side = {table: pl.read_ipc(place / f"{table}.arrow") for table in SIDE_TABLES}
         if dict(events.schema) != EVENT_COLUMNS or any(dict(side[t].schema) != s for t, s in SIDE_TABLES.items()):
             return None
-        met = facts["facts"]
-        met["unknown_categories"], met["notes"] = tuple(met["unknown_categories"]), tuple(met["notes"])
+        met = ReadFacts(**{**facts["facts"], "from_sidecar": True})
         kept = {name: facts[name] for name in _AS_JSON} | {"threads": [(p, t) for p, t in facts["threads"]]}
-        trace = Trace(path=path, events=events, side=side, **kept, facts=replace(ReadFacts(**met), from_sidecar=True))
+        trace = Trace(path=path, events=events, side=side, **kept, facts=met)
         return trace if rank is None else replace(trace, rank=rank)
     except (OSError, ValueError, KeyError, TypeError, pl.exceptions.PolarsError):
         return None
@@ -103,7 +101,6 @@ def write(trace: Trace, key: dict[str, Any]) -> None:
 
 
 def _forget_old(root: Path) -> None:
-    """Keep the newest sidecars only."""
     places = [p for p in root.iterdir() if p.is_dir()]
     places.sort(key=lambda p: p.stat().st_mtime, reverse=True)
     for old in places[KEEP:]:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from fettle.errors import UsageError
-from fettle.trace.io.decode import Columns, Tally
+from fettle.trace.io.decode import Columns
 from fettle.trace.io.mend import read_event_by_event
+from fettle.trace.model import ReadFacts
 
 # Small enough that a block, its events and its arrays stay in memory that the process already has: with 8 MiB, handing
 # memory back and taking it again cost as much as decoding.
@@ -135,7 +136,7 @@ def feed(
         if last and to_the_end:
             return last_chunk(chunk, columns)
         rest = columns.add(chunk.rstrip().rstrip(b",") if last else chunk)
-        if columns.tally.events_seen > max_events:
+        if columns.facts.events_seen > max_events:
             raise UsageError(f"more than {max_events} events: cut the trace, or raise max_events")
         if rest.startswith(b"]"):
             return rest + b"," + drain(source), False
@@ -187,7 +188,7 @@ def _last_boundary(text: bytes, boundary: re.Pattern[bytes]) -> tuple[int, int] 
 def last_chunk(chunk: bytes, columns: Columns) -> tuple[bytes, bool]:
     """The last event and what follows the array: returns (text after the array, whether its end is missing)."""
     raw, rest, skipped = read_event_by_event(chunk)
-    columns.tally.skipped_events += skipped
+    columns.facts.skipped_events += skipped
     if raw:
         # From the text itself where possible: decoded numbers would have lost digits of fractional clocks since 1970.
         whole = chunk[: len(chunk) - len(rest)].rstrip().rstrip(b",") if chunk.endswith(rest) and not skipped else b""
@@ -203,7 +204,7 @@ def drain(source: Counted) -> bytes:
     return b"".join(parts)
 
 
-def parse_metadata(header: bytes, trailer: bytes, tally: Tally) -> dict[str, Any]:
+def parse_metadata(header: bytes, trailer: bytes, facts: ReadFacts) -> dict[str, Any]:
     """The top-level keys around the events; {} and a note where they do not parse."""
     merged: dict[str, Any] = {}
     before = _START.sub(b"", header).strip().lstrip(b"\xef\xbb\xbf").rstrip(b"[, \r\n\t")
@@ -213,7 +214,7 @@ def parse_metadata(header: bytes, trailer: bytes, tally: Tally) -> dict[str, Any
             value = json.loads(text.decode("utf-8", "replace"), strict=False)
         except (ValueError, RecursionError):
             if len(text.strip(b"{} \n")) > 0:
-                tally.notes.append("some of the trace's metadata could not be read")
+                facts.notes.append("some of the trace's metadata could not be read")
             continue
         if isinstance(value, dict):
             merged.update(value)

@@ -21,7 +21,6 @@ SHOWN_RANKS = 3
 
 
 def kernels(traces: list[Trace]) -> Section | None:
-    """Kernels by type and name."""
     frame = joined(traces, kernel_table)
     if not frame.height:
         return None
@@ -43,7 +42,6 @@ def kernels(traces: list[Trace]) -> Section | None:
 
 
 def products(traces: list[Trace]) -> Section | None:
-    """FLOPs of products and how near they come to the roofline."""
     table = joined(traces, product_table)
     if not table.height:
         return None
@@ -65,7 +63,6 @@ def products(traces: list[Trace]) -> Section | None:
 
 
 def launches(traces: list[Trace]) -> Section | None:
-    """Launch calls, how long they take, and how long work waits after them."""
     frame = joined(traces, launch_stats)
     if not frame.height:
         return None
@@ -81,7 +78,6 @@ def launches(traces: list[Trace]) -> Section | None:
 
 
 def communication(traces: list[Trace]) -> Section | None:
-    """Overlap, collectives, and which rank the others waited for."""
     hidden = joined(traces, overlap_of)
     if not hidden.height or hidden["communication_ns"].sum() == 0:
         return None
@@ -113,7 +109,6 @@ def communication(traces: list[Trace]) -> Section | None:
 
 
 def queues(traces: list[Trace]) -> Section | None:
-    """Queued work and copies over time."""
     frame = joined(traces, queue_summary)
     copies = joined(traces, bandwidth_summary)
     if not frame.height and not copies.height:

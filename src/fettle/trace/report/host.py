@@ -23,7 +23,6 @@ from fettle.trace.report.section import Section
 
 
 def operators(traces: list[Trace]) -> Section | None:
-    """Operators, modules, lines, annotations, sequences, counters."""
     table = joined(traces, operator_table)
     if not table.height:
         return None
@@ -66,7 +65,6 @@ def operators(traces: list[Trace]) -> Section | None:
 
 
 def host(traces: list[Trace]) -> Section:
-    """Threads, operator overhead, small operators, conversions, data loading."""
     section = Section(
         "The host", "Time of each thread is that of its innermost event; questions do not exclude each other."
     )

@@ -76,7 +76,6 @@ def tiles(traces: list[Trace]) -> list[tuple[str, str, str]]:
 
 
 def account(traces: list[Trace]) -> Section:
-    """Every nanosecond, booked once."""
     whole = joined(traces, time_account)
     section = Section(
         "Where did the time go?",
@@ -107,7 +106,6 @@ def account(traces: list[Trace]) -> Section:
 
 
 def idle(traces: list[Trace]) -> Section | None:
-    """Idle time by cause."""
     frames = [idle_summary(t, d) for t in traces for d in t.device_keys]
     if not frames or not (frame := pl.concat(frames)).height:
         return None
@@ -138,7 +136,6 @@ def idle(traces: list[Trace]) -> Section | None:
 
 
 def health(traces: list[Trace]) -> Section:
-    """What reading met, and which answers that makes uncertain."""
     section = Section("Can the trace be trusted?")
     rows = []
     for trace in traces:

@@ -11,8 +11,7 @@ import polars as pl
 from fettle.errors import UsageError
 from fettle.trace.analyses.arrival import clock_shifts
 from fettle.trace.analyses.compare import Comparison, compare
-from fettle.trace.analyses.critical import critical_path, path_events, path_shares
-from fettle.trace.analyses.critical_ranks import critical_path_of_ranks
+from fettle.trace.analyses.critical import critical_path, critical_path_of_ranks, path_events, path_shares
 from fettle.trace.analyses.kernels import CLASSES, class_of_row
 from fettle.trace.analyses.memory_timeline import memory_peak, memory_timeline
 from fettle.trace.analyses.stacks import host_stacks
@@ -31,7 +30,6 @@ TIMELINE_ROWS = 60
 
 
 def critical(traces: list[Trace]) -> Section:
-    """The critical path and what-if."""
     section = Section(
         "What held the steps up, and what if not?",
         "The critical path covers the wall clock of all steps without a hole. A what-if replays the "
@@ -141,11 +139,8 @@ class Lanes:
         self.titles: list[tuple[int, str, float, float, str]] = []
 
     def frame(self) -> pl.DataFrame:
-        """Columns row, name, start, end, length (ms), kind."""
-        cells = [*self.cells, *self.titles]
-        return frame_of(cells, row=int, name=str, start=float, end=float, kind=str).with_columns(
-            length=pl.col("end") - pl.col("start")
-        )
+        """Columns row, name, start, end (ms), kind."""
+        return frame_of([*self.cells, *self.titles], row=int, name=str, start=float, end=float, kind=str)
 
     def devices(self, trace: Trace, shift: int = 0, prefix: str = "", most: int = TIMELINE_EVENTS) -> None:
         """A row for each stream of each device; `shift` is what the trace's clock is ahead."""
@@ -208,7 +203,6 @@ def _levels(trace: Trace, rows: Ints) -> Ints:
 
 
 def memory(traces: list[Trace]) -> Section | None:
-    """Allocated memory over time, and who held it at the peak."""
     section = Section("Memory over time", "What was taken before the trace began has no owner.")
     for trace in section.first(traces, SHOWN_RANKS, "ranks"):
         frame = memory_timeline(trace)

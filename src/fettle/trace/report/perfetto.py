@@ -50,7 +50,8 @@ def _events(trace: Trace, path: CriticalPath | None) -> Iterator[dict[str, Any]]
     lengths = queue_length(trace).with_columns(name=pl.format("queue length, stream {}", "stream"))
     rates = copy_bandwidth(trace).with_columns(pl.col("gb_per_s").round(3))
     for frame, column, unit in ((lengths, "length", "length"), (rates, "gb_per_s", "GB/s")):
-        for name, device, ts, value in _thinned(frame).select("name", "device", "ts_ns", column).iter_rows():
+        points = frame.select("name", "device", "ts_ns", column).gather_every(max(1, -(-frame.height // MAX_POINTS)))
+        for name, device, ts, value in points.iter_rows():
             yield {"ph": "C", "name": name, "pid": f"fettle: device {device}", "ts": ts / 1000, "args": {unit: value}}
     for row in path.pieces.iter_rows(named=True) if path is not None else ():
         name = trace.names[int(trace.events["name"][row["row"]])] if row["row"] >= 0 else row["category"]
@@ -64,8 +65,3 @@ def _events(trace: Trace, path: CriticalPath | None) -> Iterator[dict[str, Any]]
             "dur": (row["end_ns"] - row["start_ns"]) / 1000,
             "args": {"category": row["category"], "event row": row["row"]},
         }
-
-
-def _thinned(frame: pl.DataFrame) -> pl.DataFrame:
-    """At most a million points: every n-th."""
-    return frame.gather_every(max(1, -(-frame.height // MAX_POINTS))) if frame.height else frame

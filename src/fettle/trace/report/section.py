@@ -76,7 +76,6 @@ def unit(column: pl.Series) -> str:
 
 
 def heading(column: pl.Series) -> str:
-    """A column's title."""
     unit_text, largest = unit(column), column.max() if column.dtype.is_numeric() else 0
     title = _TIME.sub("", column.name).replace("_", " ") + (f" ({unit_text})" if unit_text else "")
     beyond = column.name.endswith("share") and isinstance(largest, (int, float)) and largest > 1.0005
