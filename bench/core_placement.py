@@ -10,6 +10,7 @@ inside the machine shows it. The two take turns, a quarter of a second each.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -66,8 +67,8 @@ def main() -> None:
             two.append(round(turn(model, x, 2), 4))
             watch.mark()
             others.append(watch.load().others)
-    found = {"machine": this_machine().summary, "others had, at most": max(others), "one thread": summary(one), "two": summary(two),
-             "turns of two threads": two}  # fmt: skip
+    found = {"machine": this_machine().summary, "others had, at most": round(max(others), 3),
+             "one thread": summary(one), "two": summary(two), "turns of two threads": two}  # fmt: skip
     options.output.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps({key: value for key, value in found.items() if key != "turns of two threads"}, indent=1))
 
@@ -79,7 +80,7 @@ def summary(times: list[float]) -> dict[str, float]:
     return {
         "turns": len(times), "fastest tenth, ms": fast, "slowest tenth, ms": statistics.quantiles(times, n=10)[-1],
         "share slow": round(sum(slow) / len(slow), 3),
-        "changes": sum(a != b for a, b in zip(slow, slow[1:], strict=False)),
+        "changes": sum(a != b for a, b in itertools.pairwise(slow)),
     }  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """The pages of the reference that are made from the code when the documentation is built (a hook of mkdocs).
 
 `cli.md` from the commands, `json.md` and `schemas/*.json` from the classes whose fields become JSON, `techniques.md`
-from the catalogue, `traces.md` from what the questions about a small trace answer. `contributing.md` is CONTRIBUTING.md,
-which stands where those who read the source look for it.
+from the catalogue, `traces.md` from what the questions about a small trace answer. `contributing.md` is
+CONTRIBUTING.md, which stands where those who read the source look for it.
 """
 
 from __future__ import annotations
