@@ -150,6 +150,14 @@ def test_an_engine_that_answers_otherwise_is_not_used(caplog):
     assert "for other sizes its answer [2, 4, 4] would be wrong" in caplog.text
 
 
+def test_weights_that_inference_mode_made_are_said_to_be_so():
+    with torch.inference_mode():
+        model = torch.nn.Linear(3, 2).eval()
+        run, _ = applied("runtime=openvino", [], model)
+        with pytest.raises(RuntimeError, match=r"made in torch.inference_mode\(\): build it, and call `optimize`"):
+            run(torch.rand(2, 3))
+
+
 class Changing(torch.nn.Module):
     """From some length on it does something else."""
 

@@ -34,7 +34,10 @@ def exported_program(flat: torch.nn.Module, tensors: Any, free: Any = ()) -> Any
     try:
         program = torch.export.export(flat, tuple(tensors), dynamic_shapes=sizes)
     except Exception as error:
-        raise RuntimeError(f"torch.export cannot take this model: {type(error).__name__}: {error}") from error
+        why = f"{type(error).__name__}: {error}"
+        if "inference tensor" in why.lower():
+            why = "it holds tensors made in torch.inference_mode(): build it, and call `optimize`, outside of that"
+        raise RuntimeError(f"torch.export cannot take this model: {why}") from error
     given = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
     for name, dims in zip(program.graph_signature.user_inputs, free, strict=False):
         fixed = [dim for dim in dims if not isinstance(given[name].shape[dim], torch.SymInt)]
