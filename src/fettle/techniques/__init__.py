@@ -32,6 +32,7 @@ from fettle.techniques._catalogue import (
     needs_of,
     preconditions,
     respelled,
+    run_by,
     uses_ranks,
 )
 from fettle.techniques._exported import exported_program
@@ -102,6 +103,7 @@ __all__ = [
     "register",
     "repeated_blocks",
     "respelled",
+    "run_by",
     "source",
     "split_bytes",
     "split_over",
