@@ -25,6 +25,7 @@ from fettle.techniques._base import CATALOGUE
 from fettle.techniques._facts import Facts, Padding
 from fettle.techniques._generation import generation_facts
 from fettle.techniques._host import cpu_flags, installed
+from fettle.techniques._linear import is_conv1d
 from fettle.techniques._pipeline import calls_of_parts, timed_parts
 from fettle.techniques._tiled_attention import with_decomposed_bias
 from fettle.techniques.compile import blocks_of
@@ -103,7 +104,7 @@ def _facts(workload: Workload, allow_batch: bool, forward: tuple[bool, int, int,
         dtype=_commonest(dtypes, "float32"),
         num_parameters=sum(parameter.numel() for parameter in parameters),
         parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        num_linear=_count(module, torch.nn.Linear),
+        num_linear=_count(module, torch.nn.Linear) + sum(map(is_conv1d, module.modules())),
         num_conv=_count(module, torch.nn.Conv2d) + _exported_convolutions(module),
         num_conv_transpose=_count(module, torch.nn.ConvTranspose2d),
         num_4d_inputs=sum(tensor.dim() == 4 and tensor.is_floating_point() for tensor in tensors),
