@@ -18,11 +18,11 @@ import torch
 
 from fettle.machine import measure_peaks
 from fettle.measure._notes import Notes, compile_cache
-from fettle.measure._reference import buffers_kept
 from fettle.measure._trial import Accuracy
 from fettle.measure._waits import Waits, busiest, one_core_each, without_waits
 from fettle.measure.messages import Examine, Examined, MeasurePeaks, Peaks, Prepared, SliceTaken, TakeSlice
 from fettle.procs.limits import pages_fetched, resident_bytes
+from fettle.techniques import buffers_kept
 from fettle.workload import spread, tensors
 
 

@@ -41,7 +41,7 @@ from fettle.techniques._host import cpu_flags, installed
 from fettle.techniques._kept import keep_converted, tally
 from fettle.techniques._openvino import OpenvinoRequest, openvino_model
 from fettle.techniques._openvino_core import openvino_core
-from fettle.techniques._probe import machine_facts, probe_facts, unchanged
+from fettle.techniques._probe import buffers_kept, machine_facts, probe_facts, unchanged
 from fettle.techniques._python import PYTHON
 from fettle.techniques._ranks import modules_by_size, repeated_blocks
 from fettle.techniques._source import load
@@ -67,6 +67,7 @@ __all__ = [
     "OpenvinoRequest",
     "Technique",
     "batch_factor",
+    "buffers_kept",
     "bundles",
     "canonical",
     "changed",
