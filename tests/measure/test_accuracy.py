@@ -29,6 +29,13 @@ def test_equal_outputs_have_no_error() -> None:
     assert found.finite
 
 
+def test_logits_that_are_masked_agree() -> None:
+    masked = {"logits": torch.tensor([[1.0, -math.inf, 0.0], [0.0, 2.0, -math.inf]])}
+    assert compare(masked, masked).agreement == 1
+    nothing = {"logits": torch.full((2, 3), math.nan)}
+    assert math.isnan(compare(nothing, nothing).agreement)
+
+
 def test_relative_error_is_of_the_worst_leaf() -> None:
     reference = {"a": torch.ones(100), "b": torch.full((4,), 2.0)}
     outputs = {"a": torch.ones(100), "b": torch.full((4,), 2.2)}

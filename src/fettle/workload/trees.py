@@ -49,11 +49,13 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def device_of(model: Any, batch: Any) -> str:
-    """Type of the device of a module's first parameter or buffer, else of the batch's first tensor, else ``cpu``."""
+    """Type of the device that a call has to be waited for on: the first but the CPU that a module's parameters and
+    buffers and the batch's tensors lie on."""
     import torch
 
     held = itertools.chain(model.parameters(), model.buffers()) if isinstance(model, torch.nn.Module) else ()
-    return next((str(tensor.device.type) for tensor in itertools.chain(held, tensors(batch))), "cpu")
+    kinds = dict.fromkeys(str(tensor.device.type) for tensor in itertools.chain(held, tensors(batch)))
+    return next((kind for kind in kinds if kind not in ("cpu", "meta")), next(iter(kinds), "cpu"))
 
 
 def map_tensors(change: Any, tree: Any) -> Any:
