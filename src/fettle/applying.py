@@ -57,9 +57,9 @@ def apply(
     optimizer step each time it is asked for the next loss.
 
     The model is changed in place, as by ``model.eval()``; hand over a ``copy.deepcopy`` to keep the original. Load its
-    weights before: what is converted, frozen or packed has its own from then on. Warns
-    when the recipe was measured on another machine, or with another version of torch or of the runtime that it uses:
-    ``fettle check recipe.toml TARGET`` measures it here. Raises `UsageError` when the recipe cannot work on this model or machine.
+    weights before: what is converted, frozen or packed has its own from then on. Warns when the recipe was measured on
+    another machine, or with another version of torch or of the runtime that it uses: ``fettle check recipe.toml
+    TARGET`` measures it here. Raises `UsageError` when the recipe cannot work on this model or machine.
     """
     file = read_recipe(recipe)
     warn_if_foreign(file)

@@ -32,8 +32,8 @@ _ALLOCATORS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """Hardware and software of one machine. `id` is equal where numbers may be compared, but for those of other packages
-    than torch: what ran by one holds for its version (`fettle.measure.Trial.versions`)."""
+    """Hardware and software of one machine. `id` is equal where numbers may be compared; those of what ran by another
+    package than torch hold for its version (`fettle.measure.Trial.versions`)."""
 
     id: str
     cpu: str

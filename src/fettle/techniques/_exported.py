@@ -55,8 +55,8 @@ class Exported:
 
     The first few shapes, `own`, have an engine each, for that is the fastest. All others share one, in which those
     dimensions are free in which shapes have differed so far; its first answer for each size of each of them is held
-    against the model's. Where the model or the runtime allows no such engine, or it is wrong, a shape has its own, `MOST` at a
-    time; where one cannot be built, after others could, the model itself answers.
+    against the model's. Where the model or the runtime allows no such engine, or it is wrong, a shape has its own,
+    `MOST` at a time; where one cannot be built, after others could, the model itself answers.
     """
 
     from threading import RLock
@@ -73,7 +73,7 @@ class Exported:
         self.samples = [self.given(*spread(batch)) for batch in batches]
         self.engines: dict[Any, Any] = {}  # by all that a call is given but the values of tensors
         self.shared: dict[Any, Any] = {}  # by the same without sizes: what is free and the engine; None: there is none
-        self.right: dict[Any, set[Any]] = {}  # by the same: the sizes at which that engine has answered as the model does
+        self.right: dict[Any, set[Any]] = {}  # by the same: sizes at which that engine has answered as the model does
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch.utils import _pytree as pytree
