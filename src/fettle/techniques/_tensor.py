@@ -33,6 +33,8 @@ _MLP: tuple[tuple[tuple[str, ...], str], ...] = (
     (("linear1",), "linear2"),
     (("c_fc",), "c_proj"),
     (("w1", "w3"), "w2"),
+    (("wi_0", "wi_1"), "wo"),
+    (("wi",), "wo"),
 )
 _STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "per head"}
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads")
