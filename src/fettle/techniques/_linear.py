@@ -1,5 +1,7 @@
 """Linear layers that are not torch's own, for the techniques that change the weights of those."""
 
+from typing import Any
+
 import torch
 
 
@@ -10,7 +12,8 @@ def is_conv1d(layer: torch.nn.Module) -> bool:
 
 def linear_of_conv1d(model: torch.nn.Module) -> None:
     """Put torch's linear layers, which answer alike, in the place of those of transformers' GPT-2."""
-    made: dict[torch.nn.Module, torch.nn.Linear] = {}
+    made: dict[Any, torch.nn.Linear] = {}
+    layer: Any
     for parent in list(model.modules()):
         for name, layer in list(parent._modules.items()):
             if layer is not None and is_conv1d(layer):
