@@ -447,6 +447,7 @@ class TestFingerprint:
             torch.eye(3).to_sparse(),
             torch.ones(3, device="meta"),
             torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            np.array(["a text", "another"]),
             object(),
         ],
         ids=lambda value: str(getattr(value, "dtype", "object")),

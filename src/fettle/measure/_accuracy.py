@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fettle.measure._trial import Accuracy
-from fettle.workload import leaves, map_tensors, tensors
+from fettle.workload import is_numbers, leaves, map_tensors, tensors
 
 Outputs = dict[str, torch.Tensor]
 """The tensor leaves of one output by path, on the CPU."""
@@ -28,7 +28,7 @@ def outputs_of(output: Any) -> Outputs:
             outputs[path] = value.to("cpu", copy=True)
         elif isinstance(leaf, (bool, int, float)):
             outputs[path] = torch.tensor(leaf)
-        elif type(leaf).__module__ == "numpy" and getattr(getattr(leaf, "dtype", None), "kind", "") in "biufc":
+        elif is_numbers(leaf):
             outputs[path] = torch.as_tensor(leaf).clone()
     return outputs
 

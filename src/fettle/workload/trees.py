@@ -41,6 +41,11 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path or "output", tree
 
 
+def is_numbers(value: Any) -> bool:
+    """Whether it is an array or a number of NumPy's that torch can take: none of texts or objects."""
+    return type(value).__module__ == "numpy" and getattr(getattr(value, "dtype", None), "kind", "O") in "biufc"
+
+
 def tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves of a pytree."""
     import torch
