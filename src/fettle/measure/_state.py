@@ -26,7 +26,7 @@ from fettle.measure._waits import Waits, busiest, one_core_each, without_waits
 from fettle.measure.messages import Examine, Examined, MeasurePeaks, Peaks, Prepared, SliceTaken, TakeSlice
 from fettle.procs.limits import pages_fetched, resident_bytes
 from fettle.techniques import buffers_kept
-from fettle.workload import spread, tensors
+from fettle.workload import leaves, spread
 
 
 @dataclass
@@ -154,8 +154,12 @@ def one_sample(state: State) -> int:
 
 
 def same_shapes(batches: Iterable[Any]) -> bool:
-    """Whether the tensors of all batches have the same shapes."""
-    return len({tuple(tuple(tensor.shape) for tensor in tensors(batch)) for batch in batches}) == 1
+    """Whether the tensors of all batches lie at the same places and have the same shapes."""
+
+    def shapes(batch: Any) -> tuple[Any, ...]:
+        return tuple((path, leaf.shape) for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+
+    return len(set(map(shapes, batches))) == 1
 
 
 def call(run: Callable[..., Any] | None, batch: Any) -> Any:
