@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from fettle.errors import UsageError, first_line
 from fettle.workload import (
     Target,
     Workload,
+    device_of,
     find_target,
     fingerprint,
     leaves,
@@ -445,6 +447,7 @@ class TestFingerprint:
             torch.eye(3).to_sparse(),
             torch.ones(3, device="meta"),
             torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            np.array(["a text", "another"]),
             object(),
         ],
         ids=lambda value: str(getattr(value, "dtype", "object")),
@@ -469,6 +472,21 @@ def test_tensors_are_changed_wherever_they_lie_and_the_tree_is_left_alone() -> N
     assert (type(changed["e"]), changed["a"][1][1], changed["d"]) == (OrderedDict, "text", None)
     assert torch.equal(one, torch.ones(2))
     assert tree["b"].left is one
+
+
+def test_a_model_on_several_devices_is_waited_for_on_the_one_that_is_not_the_cpu() -> None:
+    class Spread(nn.Module):
+        def __init__(self, *kinds: str) -> None:
+            super().__init__()
+            self.kinds = kinds
+
+        def parameters(self, recurse: bool = True):  # type: ignore[no-untyped-def]
+            return iter([SimpleNamespace(device=torch.device(kind)) for kind in self.kinds])
+
+    batch = torch.ones(2)
+    assert device_of(Spread("cpu", "cuda", "cpu"), batch) == "cuda"
+    assert device_of(Spread("cpu", "meta"), batch) == device_of(Spread(), batch) == "cpu"
+    assert device_of(len, "no tensor") == "cpu"
 
 
 def test_a_line_of_an_error_has_no_colours() -> None:

@@ -24,6 +24,7 @@ from fettle.techniques import (
     keep_converted,
     load,
     probe_facts,
+    run_by,
     source,
 )
 from fettle.train import TrainingWorkload, load_training
@@ -56,9 +57,9 @@ def apply(
     optimizer step each time it is asked for the next loss.
 
     The model is changed in place, as by ``model.eval()``; hand over a ``copy.deepcopy`` to keep the original. Load its
-    weights before: what is converted, frozen or packed has its own from then on. Warns
-    when the recipe was measured on another machine or version of torch: ``fettle check recipe.toml TARGET`` measures it
-    here. Raises `UsageError` when the recipe cannot work on this model or machine.
+    weights before: what is converted, frozen or packed has its own from then on. Warns when the recipe was measured on
+    another machine, or with another version of torch or of the runtime that it uses: ``fettle check recipe.toml
+    TARGET`` measures it here. Raises `UsageError` when the recipe cannot work on this model or machine.
     """
     file = read_recipe(recipe)
     warn_if_foreign(file)
@@ -121,12 +122,19 @@ def _built(target: Target) -> Workload | TrainingWorkload:
 
 
 def warn_if_foreign(recipe: RecipeFile) -> str:
-    """Warn, and return the text, when a recipe was measured on another machine or version of torch."""
-    here = this_machine()
-    then = recipe.machine.get("versions", {}).get("torch")
+    """Warn, and return the text, when a recipe was measured on another machine, or with another version of torch or of
+    what its levels run by."""
+    here, then = this_machine(), recipe.machine.get("versions", {})
     text = ""
     if recipe.machine.get("id") not in (None, here.id):
         where = ", ".join(recipe.machine.get("gpus") or []) or recipe.machine.get("cpu", "another machine")
-        text = f"this recipe was measured on {where} with torch {then}; here is {here.summary}"
+        text = f"this recipe was measured on {where} with torch {then.get('torch')}; here is {here.summary}"
+    else:
+        ran_by = run_by(recipe.recipe, then)
+        moved = {name: there for name, there in ran_by.items() if here.versions.get(name, there) != there}
+        if moved:
+            others = ", ".join(f"{name} {there} (here {here.versions[name]})" for name, there in moved.items())
+            text = f"this recipe was measured with {others}"
+    if text:
         warnings.warn(f"{text}: measure it again with `fettle check recipe.toml TARGET`", stacklevel=3)
     return text

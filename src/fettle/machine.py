@@ -32,7 +32,8 @@ _ALLOCATORS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """Hardware and software of one machine. `id` is equal where numbers may be compared."""
+    """Hardware and software of one machine. `id` is equal where numbers may be compared; those of what ran by another
+    package than torch hold for its version (`fettle.measure.Trial.versions`)."""
 
     id: str
     cpu: str

@@ -23,7 +23,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
@@ -36,9 +36,10 @@ from fettle.errors import UsageError, first_line
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.storage import GRACE_S, ORDERS, OUTAGE_S, hidden, is_server, open_storage, opening, outlast
-from fettle.techniques import Facts, factors, known_levels
+from fettle.techniques import Facts, factors, known_levels, run_by
 
 _WORKLOAD, _TRIAL, _MACHINE, _CODE = "fettle:workload", "fettle", "fettle:machine", "fettle:code"
+_VERSIONS = "fettle:versions"
 _OWNER, _GIVEN_BACK, _HOST = "fettle:worker", "fettle:given back", "fettle:host"
 HEARTBEAT_S = 10
 """How often a worker says that it lives."""
@@ -76,6 +77,9 @@ class Study:
         self._first_seen: dict[int, float] = {}
         """When a claim without a heartbeat was first seen, by the number of its trial."""
         self._ended: threading.Event | None = None
+        self.packages: Mapping[str, str] | None = None
+        """Versions of what is installed here: trials of recipes that run by another one are unknown, as those of other
+        machines are. None: they are known, the newest of each recipe."""
 
     @classmethod
     def open(
@@ -175,7 +179,8 @@ class Study:
                 read = Trial.from_json(json.loads(trial.user_attrs[_TRIAL]))
             except (ValueError, KeyError, msgspec.ValidationError) as error:
                 raise UsageError(f"trial {trial.number} of the study cannot be read: {first_line(error)}") from error
-            by_recipe.setdefault(read.recipe, read)  # whoever was first has measured it
+            if by_recipe.setdefault(read.recipe, read).versions != read.versions:  # else who was first has measured it
+                by_recipe[read.recipe] = read
         return list(by_recipe.values())
 
     def _finished(self) -> list[FrozenTrial]:
@@ -184,7 +189,13 @@ class Study:
     def _ours(self) -> list[FrozenTrial]:
         """All trials of machines like this one, those that are claimed and those that were given up as well."""
         every = self._study.get_trials(deepcopy=False)
-        return [trial for trial in every if trial.user_attrs.get(_MACHINE) == self._machine_id]
+        ours = [trial for trial in every if trial.user_attrs.get(_MACHINE) == self._machine_id]
+        here = self.packages
+        if here is None:
+            return ours
+        ran_by = [trial.user_attrs.get(_VERSIONS, {}) for trial in ours]
+        return [trial for trial, versions in zip(ours, ran_by, strict=True)
+                if all(here.get(name) == version for name, version in versions.items())]  # fmt: skip
 
     @_lasting
     def add(self, trial: Trial, facts: Facts = Facts()) -> None:  # noqa: B008
@@ -194,7 +205,8 @@ class Study:
         values = None if failed else [trial.time_ms / trial.samples, error if math.isfinite(error) else 1e9]
         state = TrialState.FAIL if failed else TrialState.COMPLETE
         summary = {"recipe": str(trial.recipe), "status": trial.status, "reason": trial.reason,
-                   _HOST: platform.node(), _TRIAL: json.dumps(trial.to_json())}  # fmt: skip
+                   _HOST: platform.node(), _VERSIONS: dict(trial.versions),
+                   _TRIAL: json.dumps(trial.to_json())}  # fmt: skip
         # Optuna's own mark for a trial that breaks a constraint: positive means infeasible.
         constraints = [1.0 if trial.status == "rejected" else 0.0]
         if trial.recipe in self._claims:
@@ -233,7 +245,8 @@ class Study:
         self.give_back([recipe for recipe in wanted if recipe not in won])
         for recipe in [recipe for recipe in won if deaths[str(recipe)] >= DEATHS]:
             del won[recipe]
-            self.add(Trial(recipe, "failed", f"the worker that measured it vanished {DEATHS} times"), facts)
+            reason = f"the worker that measured it vanished {DEATHS} times"
+            self.add(Trial(recipe, "failed", reason, versions=run_by(recipe, facts.packages)), facts)
         return list(won), min(won.values(), default=0)
 
     @_lasting
@@ -253,7 +266,8 @@ class Study:
     def _begin(self, recipe: Recipe, facts: Facts) -> None:
         """Claim a recipe: first as waiting, then with a heartbeat, then as running."""
         storage = self._study._storage
-        attrs = {_MACHINE: self._machine_id, _OWNER: self._owner, "recipe": str(recipe)}
+        attrs = {_MACHINE: self._machine_id, _OWNER: self._owner, "recipe": str(recipe),
+                 _VERSIONS: run_by(recipe, facts.packages)}  # fmt: skip
         waiting = create_trial(state=TrialState.WAITING, **_levels(recipe, facts), user_attrs=attrs)
         number = self._claims[recipe] = storage.create_new_trial(self._study._study_id, waiting)
         self._heart.record_heartbeat(number)

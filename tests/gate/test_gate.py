@@ -361,6 +361,25 @@ def test_a_bisection_on_made_up_times(git: Git, monkeypatch: pytest.MonkeyPatch,
     assert says in found.sentence
 
 
+def test_a_bisection_takes_no_answers_of_one_that_asked_less_strictly(git: Git, monkeypatch, tmp_path: Path) -> None:
+    raced: list[int] = []
+
+    class Counted(_MadeUp):
+        def race(self, sides, rules) -> list[Trial]:
+            raced.append(len(sides))
+            return super().race(sides, rules)
+
+    monkeypatch.setattr(racing, "Ground", Counted)
+    monkeypatch.setattr(history, "page", lambda entries: "")
+    for settings, anew in (
+        (Settings(confidence=0.8), True), (Settings(confidence=0.8), False), (Settings(confidence=0.99), True),
+        (Settings(confidence=0.8, under_load=True), True), (Settings(confidence=0.99), False),
+    ):  # fmt: skip
+        raced.clear()
+        assert bisecting.bisect("model.py", "v1", "v4", settings).found
+        assert bool(raced) == anew
+
+
 def test_a_page_and_a_comment_escape_what_they_show(tmp_path: Path) -> None:
     trials = [Trial(Recipe(), "measured", time_ms=1.0, processes=4) for _ in range(2)]
     judged = [judge("time", Interval(1.0, 0.95, 1.05), 0.03, 4)]

@@ -4,6 +4,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import numpy
 import pytest
 import torch
 
@@ -26,6 +27,13 @@ def test_equal_outputs_have_no_error() -> None:
     assert found.cosine == pytest.approx(1)
     assert found.agreement == 1
     assert found.finite
+
+
+def test_logits_that_are_masked_agree() -> None:
+    masked = {"logits": torch.tensor([[1.0, -math.inf, 0.0], [0.0, 2.0, -math.inf]])}
+    assert compare(masked, masked).agreement == 1
+    nothing = {"logits": torch.full((2, 3), math.nan)}
+    assert math.isnan(compare(nothing, nothing).agreement)
 
 
 def test_relative_error_is_of_the_worst_leaf() -> None:
@@ -108,9 +116,17 @@ def test_growing_a_batch_and_cutting_its_output_back() -> None:
     assert torch.equal(first_rows({".y": grown["x"]}, 4, reference)[".y"], batch["x"])
 
 
+def test_a_batch_with_other_rows_than_were_counted_grows_as_well() -> None:
+    """The last one of a loader, or where `samples` are frames: one that stays as it is would be fast for its size."""
+    assert repeat_rows({"scale": torch.tensor(2.0), "x": torch.ones(3, 2)}, 4, 8)["x"].shape == (12, 2)
+    with pytest.raises(RuntimeError, match="no rows that could be repeated"):
+        repeat_rows(torch.tensor(2.0), 4, 1)
+
+
 def test_odd_containers_give_their_tensors() -> None:
     tree = OrderedDict(a=torch.ones(2), b=[{"c": torch.zeros(1)}, None, 3, "text"])
     assert set(outputs_of(tree)) == {".a", ".b[0].c", ".b[2]"}
+    assert set(outputs_of([numpy.ones(2), numpy.array(["a name"]), numpy.float32(1)])) == {"[0]", "[2]"}
 
 
 def test_a_model_that_writes_into_its_input_has_a_reference_and_no_noise(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fettle.measure._clock import Clock
+from fettle.measure._inference import rotation
 
 
 def test_work_on_another_accelerator_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,3 +26,11 @@ def test_work_on_another_accelerator_is_waited_for(monkeypatch: pytest.MonkeyPat
 def test_a_cpu_is_not_asked_whether_there_is_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: pytest.fail("asked"))
     assert Clock("cpu").time_ns(lambda: None) >= 0
+
+
+def test_batches_of_another_structure_are_one_sample_together() -> None:
+    """A call with a mask may take longer than one without: the median of both would be either's by chance."""
+    x, longer = torch.ones(2, 3), torch.ones(2, 4)
+    assert rotation([{"x": x}, {"x": x}]) == [[{"x": x}], [{"x": x}]]
+    for other in ({"x": longer}, {"x": x, "mask": x}, {"y": x}, (x,)):
+        assert len(rotation([{"x": x}, other])) == 1

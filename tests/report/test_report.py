@@ -115,6 +115,21 @@ def test_a_start_that_finds_what_was_kept_is_a_second_figure() -> None:
     assert from_json(json.loads(json.dumps(to_json(warm)))).winner.startup.warm_s == 1.5  # type: ignore[union-attr]
     goal = dataclasses.replace(warm, goal="warm-startup")
     assert "warm start-up time is 1.50 s" in verdict(goal)
+    assert "read from a further start of each: how far two such readings differ is not known" in verdict(goal)
+
+
+def test_a_gain_in_what_has_no_interval_says_what_is_known_of_its_spread() -> None:
+    result = dataclasses.replace(resnet(), goal="memory")
+    assert result.winner is not None
+    assert "read from one process of each: how far" in verdict(result)
+    given, winner = (
+        dataclasses.replace(one, peaks_bytes=tuple(mib * 2**20 for mib in peaks))
+        for one, peaks in ((resnet().trials[0], (810, 820)), (result.winner, (512, 512, 512)))
+    )
+    several = dataclasses.replace(result, trials=[given, *result.trials[1:]], winner=winner, baseline_again=given)
+    assert "falls from 820 MiB to 512 MiB (1.60x less)" in verdict(several)
+    assert verdict(several).endswith("a peak of its own: 512 MiB with it, 810 MiB to 820 MiB as given.")
+    assert "read from the first start of each, once: how far" in verdict(dataclasses.replace(result, goal="startup"))
 
 
 def test_a_log_is_told_once_that_it_waits(capsys: pytest.CaptureFixture[str]) -> None:

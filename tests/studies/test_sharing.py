@@ -122,6 +122,21 @@ def test_other_machines_have_claims_and_figures_of_their_own(two):
     assert first.trials() == []
 
 
+def test_what_ran_by_another_version_of_a_runtime_is_measured_anew(two):
+    first, second = two
+    fast = Recipe.parse("runtime=openvino")
+    for worker, version, ms in ((first, "1", 3.0), (second, "2", 2.0)):
+        worker.packages = {"openvino": version, "onnx": version}
+        facts = room.Facts(packages=worker.packages)
+        assert worker.claim([fast], 1, facts)[0] == [fast]
+        worker.add(Trial(fast, "measured", time_ms=ms, versions={"openvino": version}), facts)
+        assert worker.claim([fast], 1, facts)[0] == []
+    first.add(Trial(ONE, "measured", time_ms=1.0))  # torch's own, and what earlier versions of fettle kept
+    assert [trial.time_ms for trial in first.trials()] == [3.0, 1.0]
+    assert [trial.time_ms for trial in second.trials()] == [2.0, 1.0]
+    assert [trial.time_ms for trial in first.on("here").trials()] == [2.0, 1.0]  # who only reads sees the newest
+
+
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 WORK = """

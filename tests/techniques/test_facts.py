@@ -138,6 +138,26 @@ def test_a_model_that_changes_its_buffers_is_not_exported():
         assert not probe_facts(Workload(steady, [batch])).changes_buffers
 
 
+class Graph(nn.Module):
+    """A sparse buffer, and one that is made anew in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("neighbours", torch.eye(4).to_sparse())
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.neighbours @ x
+
+
+def test_buffers_that_are_sparse_or_made_anew_are_left_as_they_were():
+    model = Graph().eval()
+    assert probe_facts(Workload(model, [torch.rand(4, 3)])).changes_buffers
+    assert model.calls == 0
+    assert torch.equal(model.neighbours.to_dense(), torch.eye(4))
+
+
 class Keeping(nn.Module):
     """It keeps its sums in what it is given."""
 

@@ -65,6 +65,17 @@ def test_names_of_bert() -> None:
     assert plan.attentions == ("encoder.layer.*.attention.self",)
 
 
+@pytest.mark.parametrize(("kind", "ups"), [("relu", ["wi"]), ("gated-gelu", ["wi_0", "wi_1"])])
+def test_the_mlps_of_t5(kind: str, ups: list[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4, "vocab_size": 64}
+    plan = tensor_plan(transformers.T5Model(transformers.T5Config(**sizes, feed_forward_proj=kind)))
+    inside = [f"{half}.layer.{place}.DenseReluDense" for half, place in (("encoder.block.*", 1), ("decoder.block.*", 2))]
+    assert plan.columns == tuple(f"{name}.{up}" for name in inside for up in ups)
+    assert plan.rows == tuple(f"{name}.wo" for name in inside)
+    assert plan.counts == {"the 48 features inside an MLP": 48}
+
+
 def test_only_complete_pairs_are_split() -> None:
     model = blocks()
     del model[1].attn.v_proj

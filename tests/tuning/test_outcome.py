@@ -9,13 +9,13 @@ from fettle import comparing
 from fettle.comparing import Comparison
 from fettle.errors import UsageError
 from fettle.machine import this_machine
-from fettle.measure import Interval, Trial
+from fettle.measure import Accuracy, Interval, Trial
 from fettle.measure.messages import Built
 from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile
 from fettle.techniques import Facts
 from fettle.tuning import Options, Session
-from fettle.tuning._outcome import _beside, _remarks
+from fettle.tuning._outcome import _beside, _remarks, pick_winner
 from fettle.workload import Target
 
 WINNER = Trial(Recipe({"precision": "bf16"}), "measured", time_ms=5.0, speedup=Interval(2.0, 1.9, 2.1))
@@ -41,6 +41,20 @@ def test_what_a_level_of_the_winner_means_for_its_user_is_said_once(tmp_path):
     assert _remarks(session, None) == []
     session.facts = Facts(new_tokens=3)
     assert _remarks(session, won) == []
+
+
+@pytest.mark.parametrize(("peaks", "wins"), [((90, 99), True), ((90, 101), False), ((101, 104), False)])
+def test_memory_is_saved_where_each_process_takes_less_than_any_as_given(peaks, wins, tmp_path):
+    session = Session(Target("made/up.py:workload"), Options(goal="memory", output=tmp_path), lambda event: None)
+    session.facts = Facts()
+    right = Accuracy(error=0.0, finite=True)
+    given, saving = (
+        replace(one, peaks_bytes=each, peak_bytes=max(each), accuracy=right)
+        for one, each in ((replace(GIVEN, speedup=Interval(1.0, 1.0, 1.0)), (100, 110)), (WINNER, peaks))
+    )
+    session.standings.known = {one.recipe: one for one in (given, saving)}
+    winner, _ = pick_winner(session, [given, saving])
+    assert (winner.recipe == saving.recipe) == wins
 
 
 @pytest.mark.parametrize(("goal", "seconds"), [("energy", 0.5), ("throughput", 0.08)])

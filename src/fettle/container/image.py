@@ -14,8 +14,9 @@ from fettle.container.lock import OWN, closure, locks, torch_index
 from fettle.errors import UsageError
 from fettle.files import write_text
 from fettle.package.manifest import open_package
+from fettle.recipe import Recipe
 from fettle.recipe_file import load_recipe
-from fettle.techniques import CATALOGUE
+from fettle.techniques import changed
 
 _LIBRARIES = {"jemalloc": ("libjemalloc2", "libjemalloc.so.2"),
               "tcmalloc": ("libtcmalloc-minimal4", "libtcmalloc_minimal.so.4")}  # fmt: skip
@@ -241,14 +242,8 @@ spec:
 
 def _libraries(levels: Mapping[str, str]) -> list[str]:
     """Distributions that the recipe's levels need, of those that their techniques look for and that are here."""
-    used = [technique for technique in CATALOGUE if levels.get(technique.name, technique.default) != technique.default]
     installed = {dist.metadata["Name"].lower().replace("_", "-") for dist in metadata.distributions()}
-    packages = [package for technique in used for package in technique.packages]
-    runtime = levels.get("runtime", "")
-    if runtime:  # it looks for all runtimes: only what belongs to this one
-        kind = "openvino" if runtime.startswith("openvino") else "onnx" if runtime.startswith("onnx") else ""
-        others = {"openvino": ("openvino", "nncf"), "onnx": ("onnx", "onnxruntime", "onnxscript")}
-        packages = [name for name in packages if not any(name in names for key, names in others.items() if key != kind)]
+    packages = [name for technique, level in changed(Recipe(levels)) for name in technique.packages_of(level)]
     return [name for name in dict.fromkeys(packages) if name.replace("_", "-") in installed]
 
 

@@ -125,12 +125,15 @@ class _Search:
         )  # fmt: skip
 
     def ask(self, commit: str, sides: Sequence[Side], answer: Any) -> Step:
-        """Race the sides until the answer is certain, or the looks are used up. Known answers are not asked again."""
-        name, machine = self.repository.name(commit), this_machine().id
+        """Race the sides until the answer is certain, or the looks are used up. What was answered to the same question,
+        asked as strictly, is not asked again."""
+        name, settings = self.repository.name(commit), self.ground.settings
+        asked = (self.target, this_machine().id, f"{self.good}..{self.bad}", commit,
+                 settings.fail_slower, settings.confidence, settings.under_load)  # fmt: skip
         for entry in history.read(self.ground.folder):
-            same = (entry.target, entry.machine, entry.bisect) == (self.target, machine, f"{self.good}..{self.bad}")
-            known = same and entry.verdict in ("slow", "fast") and entry.new_commit == commit
-            if known and entry.limit == self.ground.settings.fail_slower:
+            answered = (entry.target, entry.machine, entry.bisect, entry.new_commit,
+                        entry.limit, entry.confidence, entry.under_load)  # fmt: skip
+            if answered == asked and entry.verdict in ("slow", "fast"):
                 return Step(commit, name, entry.time, entry.verdict)
         change, verdict = None, "cannot tell"
         for processes in LOOKS:
@@ -197,6 +200,7 @@ class _Search:
             history.now(), self.target, this_machine().id, self.repository.name(self.good), name, verdict,
             round(old.time_ms, 6), round(new.time_ms, 6), change, limit=self.ground.settings.fail_slower,
             processes=new.processes, old_commit=self.good, new_commit=commit, bisect=f"{self.good}..{self.bad}",
+            confidence=self.ground.settings.confidence, under_load=self.ground.settings.under_load,
         )  # fmt: skip
 
 

@@ -41,7 +41,11 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     old_commit: str = ""
     new_commit: str = ""
     bisect: str = ""
-    """Where it was a step of a bisection: its range, ``GOOD..BAD`` as commits."""
+    """Where it was a step of a bisection: its range, ``GOOD..BAD`` as commits,"""
+    confidence: float = 0.0
+    """the confidence of the whole search, 0 where an earlier version kept it,"""
+    under_load: bool = False
+    """and whether time was taken beside whatever else the machine did."""
     reason: str = ""
 
 

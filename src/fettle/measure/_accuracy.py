@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 from fettle.measure._trial import Accuracy
-from fettle.workload import leaves, map_tensors
+from fettle.workload import is_numbers, leaves, map_tensors, tensors
 
 Outputs = dict[str, torch.Tensor]
 """The tensor leaves of one output by path, on the CPU."""
 
 
 def outputs_of(output: Any) -> Outputs:
-    """Copy the tensor leaves of an output to the CPU; numbers count as tensors, other leaves are passed over."""
+    """Copy the tensor leaves of an output to the CPU; numbers and NumPy's arrays of such count as tensors, other leaves
+    are passed over."""
     outputs: Outputs = {}
     for path, leaf in leaves(output):
         if isinstance(leaf, torch.Tensor):
@@ -27,7 +28,7 @@ def outputs_of(output: Any) -> Outputs:
             outputs[path] = value.to("cpu", copy=True)
         elif isinstance(leaf, (bool, int, float)):
             outputs[path] = torch.tensor(leaf)
-        elif type(leaf).__module__ == "numpy":
+        elif is_numbers(leaf):
             outputs[path] = torch.as_tensor(leaf).clone()
     return outputs
 
@@ -63,7 +64,7 @@ def compare(outputs: Outputs, reference: Outputs) -> Accuracy:
         if norm > 0 and size > 0:
             angle = float(torch.dot(y.reshape(-1), r.reshape(-1))) / (norm * size)
             cosine = angle if math.isnan(cosine) else min(cosine, angle)
-        if looks_like_logits(path, wanted, len(reference)) and finite.all():
+        if looks_like_logits(path, wanted, len(reference)) and not wanted.isnan().any():
             same = _real(got).argmax(-1) == _real(wanted).argmax(-1)
             share = same.double().mean().item()
             agreement = share if math.isnan(agreement) else min(agreement, share)
@@ -116,7 +117,17 @@ def with_metric(accuracy: Accuracy, metric: Callable[[Any], float] | None, run: 
 
 
 def repeat_rows(batch: Any, factor: int, rows: int) -> Any:
-    """The batch `factor` times over: every tensor with `rows` in its first dimension is repeated along it."""
+    """The batch `factor` times over: every tensor with `rows` in its first dimension is repeated along it. Of a batch
+    with other rows than the first one, or where the user counts something else, it is as many as its first tensor has.
+
+    Raises where nothing can be repeated: the batch would be taken for a larger one.
+    """
+    if factor == 1:
+        return batch
+    sizes = [tensor.size(0) for tensor in tensors(batch) if tensor.dim()]
+    if not sizes:
+        raise RuntimeError("a batch has no rows that could be repeated")
+    rows = rows if rows in sizes else sizes[0]
 
     def grow(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor] * factor) if tensor.dim() and tensor.shape[0] == rows else tensor

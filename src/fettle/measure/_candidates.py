@@ -319,9 +319,8 @@ class Start:
         )  # fmt: skip
         with _usage_as_failure(candidate):
             answer = worker.ask(request, Prepared, self._timeout_s())
-        rejected = ""
-        if self.judging.path and not (self.judging.exempt_baseline and not candidate.recipe.levels):
-            rejected = self.judging.reason(answer.accuracy)
+        judged = self.judging.path and candidate.recipe.levels  # as given it is measured whatever its answers
+        rejected = self.judging.reason(answer.accuracy) if judged else ""
         return Runner(candidate, worker, answer, rejected, began, process=f"{self.race}:{worker.pid}")
 
 

@@ -16,7 +16,7 @@ from fettle.measure import _generation, _meters
 from fettle.measure._accuracy import compare, first_rows, outputs_of, repeat_rows, with_metric, worst
 from fettle.measure._clock import Clock, synchronize
 from fettle.measure._notes import compiler_notes, notes_kept
-from fettle.measure._reference import buffers_kept, read_reference, write_reference
+from fettle.measure._reference import read_reference, write_reference
 from fettle.measure._state import State, call, examine, peaks, prepared, rebase, same_shapes, settled, take_slice
 from fettle.measure.messages import (
     Answer,
@@ -35,7 +35,7 @@ from fettle.measure.messages import (
     WriteReference,
 )
 from fettle.structure import structure
-from fettle.techniques import keep_converted, load, probe_facts
+from fettle.techniques import buffers_kept, keep_converted, load, probe_facts
 from fettle.workload import Workload, device_of, fingerprint, map_tensors, tensors
 
 
@@ -113,7 +113,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
         rows = state.workload.samples or 1
         first_call_s, judged = 0.0, []
         for index, batch in enumerate(batches):
-            grown = repeat_rows(batch, request.factor, rows) if request.factor > 1 else batch
+            grown = repeat_rows(batch, request.factor, rows)
             torch.manual_seed(0)
             started = time.perf_counter()
             output = call(run, grown)

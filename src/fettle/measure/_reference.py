@@ -19,6 +19,7 @@ import torch
 from fettle.errors import UsageError, first_line
 from fettle.measure._accuracy import Outputs, compare, outputs_of, user_metric, worst
 from fettle.measure.messages import Reference
+from fettle.techniques import buffers_kept
 from fettle.workload import Workload, map_tensors
 
 SECONDS = 60.0
@@ -122,21 +123,6 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
         metric_problem=problem,
         seconds=time.perf_counter() - started,
     )
-
-
-@contextlib.contextmanager
-def buffers_kept(model: Any) -> Iterator[None]:
-    """Put a module's buffers back as they were: calls in train mode, and caches, change them."""
-    module = model if isinstance(model, torch.nn.Module) else None
-    saved = {name: value.clone() for name, value in module.named_buffers()} if module is not None else {}
-    try:
-        yield
-    finally:
-        if module is not None:
-            with torch.no_grad():
-                for name, value in module.named_buffers():
-                    if name in saved and saved[name].shape == value.shape:
-                        value.copy_(saved[name])
 
 
 @contextlib.contextmanager

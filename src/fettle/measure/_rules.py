@@ -122,8 +122,6 @@ class Judge:
     reference_metric: float = math.nan
     exact: bool = False
     """Text must be the reference's, token by token."""
-    exempt_baseline: bool = True
-    """The workload as given is measured also where its train mode makes its answers wrong."""
 
     def reason(self, accuracy: Accuracy) -> str:
         """Why an accuracy is outside the limits, one phrase; empty when it is inside. NaN is never inside."""

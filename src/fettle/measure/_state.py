@@ -17,13 +17,16 @@ import msgspec
 import torch
 
 from fettle.machine import measure_peaks
+from fettle.measure import _meters
+from fettle.measure._clock import warm_up
+from fettle.measure._lockstep import agreed, slowest
 from fettle.measure._notes import Notes, compile_cache
-from fettle.measure._reference import buffers_kept
 from fettle.measure._trial import Accuracy
 from fettle.measure._waits import Waits, busiest, one_core_each, without_waits
 from fettle.measure.messages import Examine, Examined, MeasurePeaks, Peaks, Prepared, SliceTaken, TakeSlice
 from fettle.procs.limits import pages_fetched, resident_bytes
-from fettle.workload import spread, tensors
+from fettle.techniques import buffers_kept
+from fettle.workload import leaves, spread
 
 
 @dataclass
@@ -80,8 +83,6 @@ def examine(state: State, request: Examine) -> Examined:
 
 def rebase(state: State) -> None:
     """Take what the process holds now, without the model's weights, as what memory is counted from."""
-    from fettle.measure import _meters
-
     _meters.trim()
     state.base_bytes = resident_bytes() - weight_bytes(state.workload.model)
 
@@ -92,9 +93,6 @@ def settled(
     """Call until the time is steady; the peak of memory meanwhile, where it was reset and can be known.
 
     `first` makes the first calls: their nanoseconds, and whether they were steady already."""
-    from fettle.measure import _meters
-    from fettle.measure._clock import warm_up
-
     state.waits.refresh()
     before = state.waits.by_thread()
     samples, steady = first()
@@ -140,8 +138,6 @@ def _gpu_uuid() -> str:
 
 def one_sample(state: State) -> int:
     """Time one call; where batches differ in shape, one round through all of them, as the time of a mean call."""
-    from fettle.measure._lockstep import slowest
-
     assert state.cycle is not None
     group = next(state.cycle)
     state.group = len(group)
@@ -158,8 +154,12 @@ def one_sample(state: State) -> int:
 
 
 def same_shapes(batches: Iterable[Any]) -> bool:
-    """Whether the tensors of all batches have the same shapes."""
-    return len({tuple(tuple(tensor.shape) for tensor in tensors(batch)) for batch in batches}) == 1
+    """Whether the tensors of all batches lie at the same places and have the same shapes."""
+
+    def shapes(batch: Any) -> tuple[Any, ...]:
+        return tuple((path, leaf.shape) for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+
+    return len(set(map(shapes, batches))) == 1
 
 
 def call(run: Callable[..., Any] | None, batch: Any) -> Any:
@@ -187,9 +187,6 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
 
     With `request.apart` the threads that compute have a core each meanwhile (`one_core_each`).
     """
-    from fettle.measure import _meters
-    from fettle.measure._lockstep import agreed
-
     wanted_ns = int(request.seconds * 1e9)
     # All that this process has taken since its last slice: what is not said here is taken for others'.
     if state.told_s is None:

@@ -58,7 +58,7 @@ from fettle.train import (
     training_fingerprint,
 )
 from fettle.train.facts import MOST_BATCHES
-from fettle.workload import Target
+from fettle.workload import Target, device_of
 
 _TIMELINE_STEPS = 3
 _HEADROOM = 0.9
@@ -72,7 +72,7 @@ def build(state: State, request: Build) -> Built:
     workload = state.workload = load_training(state.target, made=state.made)
     state.load_s = time.perf_counter() - started
     state.fingerprint = training_fingerprint(workload)
-    state.device = next(workload.model.parameters()).device.type
+    state.device = device_of(workload.model, None)
     rebase(state)
     return Built(
         load_s=state.load_s,

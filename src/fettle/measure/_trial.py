@@ -192,6 +192,9 @@ class Trial:
     """What the recipe really did: layers matched, graph breaks, recompiles, graphs skipped."""
     learned: Mapping[str, Any] = field(default_factory=dict)
     """What its levels found out and hand on, see `fettle.techniques.Learned`."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of the packages beside torch that the recipe's levels ran by; empty where there are none, and in studies of
+    earlier versions."""
     seconds: float = 0.0
     """What the trial cost in all."""
     start_s: float = math.nan

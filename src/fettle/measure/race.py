@@ -79,18 +79,19 @@ def race(
         on_progress(Progress("trial", candidates[index].recipe, trial=trials[index]))
 
     rest = list(candidates[max(trials, default=-1) + 1 :])
-    done = [trials[index] for index in sorted(trials)]
     if not rest or anchor is None or rules.is_stopped or time.monotonic() > rules.deadline:
-        return done
+        return [trials[index] for index in sorted(trials)]
     # What did not fit into memory beside the others runs in a race of its own, the anchor in it again.
     if held is not None:
         held.keep({anchor.first.candidate.recipe})
-    last = max((one.round for trial in done for one in trial.slices), default=before)
+    last = max((one.round for trial in trials.values() for one in trial.slices), default=before)
     candidates = [candidates[baseline], *rest]
     later = race(target, fingerprint, candidates, judging, rules, log_folder=log_folder, environment=environment,
                  on_progress=on_progress, number=number, seed=seed + 1, held=held, nodes=nodes, patience=patience,
                  before=last)  # fmt: skip
-    return done + later[1:]
+    if later and baseline in trials:  # what ties those that ran there to those that ran here
+        trials[baseline] = replace(trials[baseline], slices=(*trials[baseline].slices, *later[0].slices))
+    return [*(trials[index] for index in sorted(trials)), *later[1:]]
 
 
 def _with_rows(trial: Trial, tokens_per_s: Mapping[str, float]) -> Trial:

@@ -215,10 +215,31 @@ def _other_goal(result: Outcome, winner: Trial, how: str, answers: str) -> str:
     pace = f"in speed it is {_pace(winner.speedup)}"
     if before is None or after is None:
         return f"The winner is {how}, but its {noun} cannot be compared with the model as given; {pace}, {answers}."
-    name = noun[0].upper() + noun[1:]
+    name, known = noun[0].upper() + noun[1:], _readings(result, winner)
     if after < before:
-        return f"{name} falls from {show(before)} to {show(after)} ({before / after:.2f}x less); {pace}, {answers}."
-    return f"No gain: {noun} is {show(after)} with {how} and {show(before)} as given; {pace}, {answers}."
+        fell = f"{name} falls from {show(before)} to {show(after)} ({before / after:.2f}x less)"
+        return f"{fell}; {pace}, {answers}. {known}"
+    return f"No gain: {noun} is {show(after)} with {how} and {show(before)} as given; {pace}, {answers}. {known}"
+
+
+def _readings(result: Outcome, winner: Trial) -> str:
+    """What is known of how far two readings of the goal's figure differ, a sentence: it has no interval."""
+    given = result.baseline
+    if result.goal == "memory" and given is not None and min(len(winner.peaks_bytes), len(given.peaks_bytes)) > 1:
+        return f"Each process has a peak of its own: {_range(winner)} with it, {_range(given)} as given."
+    further = winner.processes - 1
+    times = "" if further < 2 else f", the median of {further}"
+    what = {
+        "memory": "one process of each", "startup": "the first start of each, once",
+        "energy": f"the median slice of {winner.processes} process{'es' * (winner.processes > 1)} of each",
+        "warm-startup": f"a further start of each{times}",
+    }[result.goal]  # fmt: skip
+    return f"That was read from {what}: how far two such readings differ is not known."
+
+
+def _range(trial: Trial) -> str:
+    low, high = fmt.size(min(trial.peaks_bytes)), fmt.size(max(trial.peaks_bytes))
+    return low if low == high else f"{low} to {high}"
 
 
 def _goal_values(result: Outcome) -> tuple[float | None, float | None]:

@@ -32,6 +32,7 @@ from fettle.techniques._catalogue import (
     needs_of,
     preconditions,
     respelled,
+    run_by,
     uses_ranks,
 )
 from fettle.techniques._exported import exported_program
@@ -40,7 +41,7 @@ from fettle.techniques._host import cpu_flags, installed
 from fettle.techniques._kept import keep_converted, tally
 from fettle.techniques._openvino import OpenvinoRequest, openvino_model
 from fettle.techniques._openvino_core import openvino_core
-from fettle.techniques._probe import machine_facts, probe_facts, unchanged
+from fettle.techniques._probe import buffers_kept, machine_facts, probe_facts, unchanged
 from fettle.techniques._python import PYTHON
 from fettle.techniques._ranks import modules_by_size, repeated_blocks
 from fettle.techniques._source import load
@@ -66,6 +67,7 @@ __all__ = [
     "OpenvinoRequest",
     "Technique",
     "batch_factor",
+    "buffers_kept",
     "bundles",
     "canonical",
     "changed",
@@ -102,6 +104,7 @@ __all__ = [
     "register",
     "repeated_blocks",
     "respelled",
+    "run_by",
     "source",
     "split_bytes",
     "split_over",

@@ -182,6 +182,10 @@ class Technique:
         are part of another technique's lines, which look for `level`."""
         return Code()
 
+    def packages_of(self, level: str) -> Sequence[str]:
+        """Those of its `packages` that `level` runs by: other versions of these are other times."""
+        return self.packages
+
     # -- what a search tries -----------------------------------------------------------------------------------------
 
     def level_cost(self, level: str) -> int:

@@ -210,6 +210,12 @@ def batch_factor(recipe: Recipe) -> int:
     return max((technique.batch_factor(level) for technique, level in changed(recipe)), default=1)
 
 
+def run_by(recipe: Recipe, packages: Mapping[str, str]) -> dict[str, str]:
+    """Those of `packages`, versions by name, that the levels of a recipe run by."""
+    names = (name for technique, level in changed(recipe) for name in technique.packages_of(level))
+    return {name: packages[name] for name in names if name in packages}
+
+
 def uses_ranks(recipe: Recipe) -> bool:
     """Whether it runs on all ranks that a study may use, and not on one."""
     return any(technique.uses_ranks(level) for technique, level in changed(recipe))

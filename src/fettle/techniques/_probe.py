@@ -25,6 +25,7 @@ from fettle.techniques._base import CATALOGUE
 from fettle.techniques._facts import Facts, Padding
 from fettle.techniques._generation import generation_facts
 from fettle.techniques._host import cpu_flags, installed
+from fettle.techniques._linear import is_conv1d
 from fettle.techniques._pipeline import calls_of_parts, timed_parts
 from fettle.techniques._tiled_attention import with_decomposed_bias
 from fettle.techniques.compile import blocks_of
@@ -103,7 +104,7 @@ def _facts(workload: Workload, allow_batch: bool, forward: tuple[bool, int, int,
         dtype=_commonest(dtypes, "float32"),
         num_parameters=sum(parameter.numel() for parameter in parameters),
         parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        num_linear=_count(module, torch.nn.Linear),
+        num_linear=_count(module, torch.nn.Linear) + sum(map(is_conv1d, module.modules())),
         num_conv=_count(module, torch.nn.Conv2d) + _exported_convolutions(module),
         num_conv_transpose=_count(module, torch.nn.ConvTranspose2d),
         num_4d_inputs=sum(tensor.dim() == 4 and tensor.is_floating_point() for tensor in tensors),
@@ -224,7 +225,10 @@ def _forward_facts(workload: Workload) -> tuple[bool, int, int, bool, bool, bool
                 before = _copies(module)
                 differs = _distance(given, outputs()) > 4 * noise + 1e-6 or differs
             after = dict(module.named_buffers())
-            changes = any(not torch.equal(value, after[name]) for name, value in before.items() if name in after)
+            changes = any(
+                not _same(value, after[name]) for name, value in before.items()
+                if name in after and value.layout == torch.strided
+            )  # fmt: skip
             if not _is_transformers(module):  # those have implementations to choose from
                 model_in_eval = module.eval()  # with dropout on, nothing could be rewritten
                 manual = count_manual_attention(model_in_eval, outputs)
@@ -270,18 +274,34 @@ def _random_or_batch_dependent(layer: torch.nn.Module) -> bool:
 def unchanged(workload: Workload, module: torch.nn.Module) -> Iterator[Any]:
     """The model, free to be run and switched: buffers, modes and the random state are put back at the end."""
     modes = [(child, child.training) for child in module.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), buffers_kept(module):
         try:
             yield workload.model
         finally:
             for child, training in modes:
                 child.training = training
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    if not torch.equal(buffer, value):
-                        buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def buffers_kept(model: Any) -> Iterator[None]:
+    """Put a module's buffers back as they were: calls in train mode, and caches, change them. One whose shape has
+    changed stays so."""
+    module = model if isinstance(model, torch.nn.Module) else torch.nn.Module()
+    before = _copies(module)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, value in module.named_buffers():
+                if name in before and before[name].shape == value.shape and not _same(value, before[name]):
+                    value.copy_(before[name])
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two dense tensors are equal; others may not be compared."""
+    alike = one.dtype == other.dtype and one.device == other.device and one.layout == other.layout == torch.strided
+    return alike and torch.equal(one, other)
 
 
 def _distance(one: Any, other: Any) -> float:

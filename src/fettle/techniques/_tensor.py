@@ -33,6 +33,8 @@ _MLP: tuple[tuple[tuple[str, ...], str], ...] = (
     (("linear1",), "linear2"),
     (("c_fc",), "c_proj"),
     (("w1", "w3"), "w2"),
+    (("wi_0", "wi_1"), "wo"),
+    (("wi",), "wo"),
 )
 _STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "per head"}
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads")
@@ -200,9 +202,22 @@ def _patterns(names: Sequence[str], modules: Mapping[str, nn.Module]) -> tuple[s
     """`names` with a star for the numbers of blocks, where that means the same modules."""
     chosen: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        chosen[re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)].append(name)
+        chosen[_starred(name, modules)].append(name)
     found: list[str] = []
     for pattern, members in chosen.items():
         same = {name for name in modules if is_named(name, (pattern,))} == set(members)
         found += [pattern] if same else members
     return tuple(found)
+
+
+def _starred(name: str, modules: Mapping[str, nn.Module]) -> str:
+    """A name with a star for each number that may be any of its neighbours': torch warns where one has no such
+    module."""
+    tokens = name.split(".")
+    starred = tokens[:]
+    for place, token in enumerate(tokens[:-1]):
+        before, after = tokens[:place], tokens[place + 1 :]
+        beside = [child for child, _ in modules[".".join(before)].named_children()]
+        if token.isdigit() and all(".".join([*before, child, *after]) in modules for child in beside):
+            starred[place] = "*"
+    return ".".join(starred)

@@ -47,16 +47,12 @@ class ChannelsLast(Technique):
         return ""
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        # `model.to(memory_format=...)` raises where a 3-D convolution has weights beside these.
+        prepare, helpers = ["model._apply(channels_last)"], (map_tensors, channels_last)
         if facts.mode == "training":
-            batch = ("batch = channels_last(batch)",) if facts.num_4d_inputs else ()
-            prepare = ["model.to(memory_format=torch.channels_last)"]
             if recipe.levels.get("precision") == "bf16-master":  # else each step copies from one layout to the other
                 prepare += ["for master in parameters:", "    master.data = channels_last(master.data)"]
-            used = batch or len(prepare) > 1
-            return Code(helpers=(map_tensors, channels_last) if used else (), prepare=tuple(prepare), batch=batch)
+            batch = ("batch = channels_last(batch)",) if facts.num_4d_inputs else ()
+            return Code(helpers=helpers, prepare=tuple(prepare), batch=batch)
         inputs = ("args, kwargs = channels_last(args), channels_last(kwargs)",) if facts.num_4d_inputs else ()
-        return Code(
-            helpers=(map_tensors, channels_last) if inputs else (),
-            prepare=("model.to(memory_format=torch.channels_last)",),
-            inputs=inputs,
-        )
+        return Code(helpers=helpers, prepare=tuple(prepare), inputs=inputs)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
+from fettle.techniques._linear import is_conv1d, linear_of_conv1d
 from fettle.techniques.compile import FROZEN
 from fettle.techniques.runtime import AS_GIVEN
 from fettle.workload import spread
@@ -51,6 +52,7 @@ def quantize_linear(model: torch.nn.Module, config: str, label: str, batches: An
     # By default a config also flips compiler flags of the whole process; those are not part of quantising.
     fields = getattr(cls, "__dataclass_fields__", {})
     made = cls(**({"set_inductor_config": False} if "set_inductor_config" in fields else {}))
+    linear_of_conv1d(model)
     linear = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
     kinds = [type(layer.weight.data) for layer in linear]
     rows = rows_of_linear(model, batches)
@@ -176,7 +178,7 @@ class Quantize(Technique):
             )
         seen = ", batches" if facts.device == "cuda" and level == "int8-dynamic" and not facts.custom_call else ""
         return Code(
-            helpers=(quiet_torchao, spread, rows_of_linear, quantize_linear),
+            helpers=(quiet_torchao, spread, is_conv1d, linear_of_conv1d, rows_of_linear, quantize_linear),
             prepare=(f'quantize_linear(model, "{_CONFIGS[level]}", "{level}"{seen})',),
         )
 

@@ -124,6 +124,11 @@ STATEFUL_WEIGHTS = {"as-given": (0, 0), "int8": (8, 0), "int8-dynamic": (8, 32),
 _LAYERS = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]], msgspec.Meta(max_length=1 << 16)]
 """Layers by their place in the graph."""
 _OPENVINO = frozenset({"openvino", "openvino-bf16", "openvino-bf16-sums", "openvino-int8", "openvino-int8-part"})
+_RUN_BY = {
+    "openvino": ("openvino", "nncf"), "onnxruntime": ("onnxruntime", "onnxruntime-gpu", "onnx", "onnxscript"),
+    "tensorrt": ("torch_tensorrt",),
+}  # fmt: skip
+"""Packages by the kind of runtime."""
 _OWN_SHAPES = 4
 """From more shapes on that are known beforehand one engine is built for any size, and none for each shape."""
 _SHARE = 0.9
@@ -149,16 +154,7 @@ class Runtime(Technique):
         "Inputs of another shape are converted when they first come, which takes about as long as the first start; "
         "after four shapes one program answers all others.",
     )
-    packages = (
-        "onnxruntime",
-        "onnxruntime-gpu",
-        "onnx",
-        "onnxscript",
-        "openvino",
-        "nncf",
-        "torch_tensorrt",
-        "transformers",
-    )
+    packages = (*(name for names in _RUN_BY.values() for name in names), "transformers")
 
     def levels(self, facts: Facts) -> list[Level]:
         cannot, text = "", "" if facts.generates else NO_TEXT
@@ -226,6 +222,9 @@ class Runtime(Technique):
 
     def kind(self, level: str) -> str:
         return level.partition("-")[0]
+
+    def packages_of(self, level: str) -> tuple[str, ...]:
+        return (*_RUN_BY.get(self.kind(level), ()), "transformers")
 
     def bundles(self, facts: Facts) -> list[Bundle]:
         if facts.generates:

@@ -6,12 +6,14 @@ from typing import ClassVar
 import torch
 
 from fettle.techniques._base import Code, Facts, Level, Recipe, Technique, register
+from fettle.techniques._linear import is_conv1d, linear_of_conv1d
 
 
 def sparsify(model: torch.nn.Module) -> None:
     """Prune every linear layer that the sparse kernels can take to 2:4, by magnitude, and pack it."""
     import logging
 
+    linear_of_conv1d(model)
     layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
     done = 0
     for layer in layers:
@@ -60,4 +62,4 @@ class Sparsity(Technique):
         return ""
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        return Code(helpers=(sparsify,), prepare=("sparsify(model)",))
+        return Code(helpers=(is_conv1d, linear_of_conv1d, sparsify), prepare=("sparsify(model)",))

@@ -13,6 +13,7 @@ import torch
 
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._generation import NO_TEXT
+from fettle.techniques._linear import is_conv1d, linear_of_conv1d
 from fettle.techniques.runtime import STATEFUL, STATEFUL_WEIGHTS
 
 
@@ -100,13 +101,13 @@ def few_bits(model: torch.nn.Module, bits: int, parts: int = 0) -> None:
 
     ask: Any = getattr(model, "get_output_embeddings", None)
     head = ask() if ask is not None else None
+    linear_of_conv1d(model)
     found = total = 0
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
-            turned = type(layer).__name__ == "Conv1D"  # transformers' own linear layer, whose weight is [in, out]
-            if not turned and getattr(type(layer), "forward", None) is not torch.nn.Linear.forward:
+            if getattr(type(layer), "forward", None) is not torch.nn.Linear.forward:
                 continue  # one with an adapter, say, computes more than its weight
-            weight: Any = layer.weight.T if turned else layer.weight
+            weight: Any = layer.weight
             total += 1
             if weight.shape[1] % 32 == 0 and weight.is_floating_point():
                 setattr(parent, name, FewBits(weight, layer.bias, 8 if layer is head else bits, parts))
@@ -174,4 +175,4 @@ class Weights(Technique):
         if recipe.levels.get("runtime") == STATEFUL:
             return Code()  # the runtime's own
         bits = {"int8": "8", "int8-dynamic": "8, parts=1", "int8-16": "8, parts=2", "int4": "4"}[level]
-        return Code(helpers=(FewBits, few_bits), prepare=(f"few_bits(model, {bits})",))
+        return Code(helpers=(is_conv1d, linear_of_conv1d, FewBits, few_bits), prepare=(f"few_bits(model, {bits})",))

@@ -13,7 +13,6 @@ from fettle.search import Space
 from fettle.techniques import find
 from fettle.tuning._budget import MOST_REPLICATES, REPLICATES_S, plan_final_race, race_s
 from fettle.tuning.session import Session
-from fettle.tuning.standings import read_trials
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ def final_race(session: Session, space: Space) -> FinalRace:
     leader, baseline = session.standings.best(), session.standings.known.get(Recipe())
     if leader is None or baseline is None or not leader.recipe.levels:
         return FinalRace()
-    kept = [session.standings.judged(trial) for trial in read_trials(session.study.note("final race"))]  # earlier
+    kept = [session.standings.judged(trial) for trial in session.standings.raced(session.study.note("final race"))]
     earlier = FinalRace()
     if any(trial.recipe == leader.recipe and trial.status != "failed" for trial in kept):
         earlier = FinalRace(session.standings.confirmed(kept))

@@ -33,7 +33,7 @@ from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
 from fettle.storage import storage_url
 from fettle.study import Study
-from fettle.techniques import PYTHON, batch_factor, canonical, environment, is_calibrated, source, uses_ranks
+from fettle.techniques import PYTHON, batch_factor, canonical, environment, is_calibrated, run_by, source, uses_ranks
 from fettle.tuning._baseline import how_it_swings
 from fettle.tuning._budget import Budget
 from fettle.tuning._costs import Costs
@@ -192,6 +192,7 @@ class Session:
         limits = self.standings.limits
         allowed = limits.above(probed.reference.noise).max_error
         facts = replace(probed.facts, ranks=self._ranks, nodes=self._node_count)
+        self.study.packages = facts.packages
         self.probed, self.facts = probed, judged_by(facts, allowed, limits.max_metric_drop is not None)
         self.rules = replace(self.rules, abreast=abreast(self.facts))
         self.standings.judge = Judge(
@@ -262,7 +263,7 @@ class Session:
             deadline = self.costs.deadline() if self.standings.known else math.inf
         for recipe in recipes:
             if problem := self._problem(recipe):
-                self.keep([Trial(recipe, "failed", problem, race=self._race)])
+                self.keep([Trial(recipe, "failed", problem, race=self._race, versions=self._versions(recipe))])
         candidates = [recipe for recipe in recipes if recipe.levels and not self._problem(recipe)]
         candidates = candidates[: self.costs.how_many_fit(candidates, self.costs.left_s(deadline))]
         if candidates or not self.standings.known:
@@ -294,7 +295,7 @@ class Session:
             nodes=self._nodes,
             patience=self.patience,
         )
-        return [self._with_first_start(trial) for trial in trials]
+        return [self._with_first_start(replace(trial, versions=self._versions(trial.recipe))) for trial in trials]
 
     def _with_first_start(self, trial: Trial) -> Trial:
         """With the start of the recipe's first process of all; those that a later race started are warm ones."""
@@ -366,6 +367,10 @@ class Session:
             variables = {**variables, **interpreter.variables, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
         return Candidate(recipe, lines, variables, factor, is_calibrated(recipe), ranks,
                          python=interpreter.path if interpreter is not None else "")  # fmt: skip
+
+    def _versions(self, recipe: Recipe) -> Mapping[str, str]:
+        """Of the packages that a recipe runs by here; those of another environment belong to its name."""
+        return {} if self._where(recipe) else run_by(recipe, self.facts.packages)
 
     def _where(self, recipe: Recipe) -> Interpreter | None:
         """The environment that a recipe runs in; None for ours."""

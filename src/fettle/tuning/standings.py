@@ -62,10 +62,15 @@ class Standings:
         for trial in trials:
             self.known[trial.recipe] = self.judged(trial)
         again = study.notes("again in race ")  # what was known by then ran in these
-        kept = [trial for note in (*again, study.note("final race"), study.note("last race"))
-                for trial in read_trials(note)]  # fmt: skip
+        kept = self.raced(*again, study.note("final race"), study.note("last race"))
         self.add([*self.known.values(), *kept])
         return trials
+
+    def raced(self, *notes: Any) -> list[Trial]:
+        """Trials that were kept as notes of a study, but for those of recipes that run by other versions today."""
+        kept = [trial for note in notes for trial in read_trials(note)]
+        today = {recipe: trial.versions for recipe, trial in self.known.items()}
+        return [trial for trial in kept if not trial.versions or today.get(trial.recipe) in ({}, trial.versions)]
 
     def confirmed(self, trials: Sequence[Trial]) -> list[Trial]:
         """The final race's trials with what this race alone says of them, processes spread as in the whole study."""

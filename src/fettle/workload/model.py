@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fettle.batches import read_batches
 from fettle.errors import UsageError
-from fettle.workload.trees import Batch, leaves, map_tensors, spread
+from fettle.workload.trees import Batch, is_numbers, leaves, map_tensors, spread
 
 if TYPE_CHECKING:
     import torch
@@ -183,7 +183,7 @@ def fingerprint(workload: Workload) -> str:
         digest.update(f"padding {workload.padding}".encode())
     for name, value in tensors:
         digest.update(name.encode())
-        if type(value).__module__ == "numpy":
+        if is_numbers(value):
             value = torch.as_tensor(value)
         if not isinstance(value, torch.Tensor):
             digest.update(repr(value).encode() if isinstance(value, (str, int, float, bool)) else b"?")

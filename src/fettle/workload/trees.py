@@ -42,6 +42,11 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path or "output", tree
 
 
+def is_numbers(value: Any) -> bool:
+    """Whether it is an array or a number of NumPy's that torch can take: none of texts or objects."""
+    return type(value).__module__ == "numpy" and getattr(getattr(value, "dtype", None), "kind", "O") in "biufc"
+
+
 def tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves of a pytree."""
     import torch
@@ -60,11 +65,13 @@ def again(batch: Any) -> Any:
 
 
 def device_of(model: Any, batch: Any) -> str:
-    """Type of the device of a module's first parameter or buffer, else of the batch's first tensor, else ``cpu``."""
+    """Type of the device that a call has to be waited for on: the first but the CPU that a module's parameters and
+    buffers and the batch's tensors lie on."""
     import torch
 
     held = itertools.chain(model.parameters(), model.buffers()) if isinstance(model, torch.nn.Module) else ()
-    return next((str(tensor.device.type) for tensor in itertools.chain(held, tensors(batch))), "cpu")
+    kinds = dict.fromkeys(str(tensor.device.type) for tensor in itertools.chain(held, tensors(batch)))
+    return next((kind for kind in kinds if kind not in ("cpu", "meta")), next(iter(kinds), "cpu"))
 
 
 def map_tensors(change: Any, tree: Any) -> Any:

@@ -1,0 +1,43 @@
+"""Linear layers of transformers' GPT-2, whose weights lie the other way round, are quantised like torch's own."""
+
+import logging
+
+import pytest
+import torch
+
+from fettle.recipe import Recipe
+from fettle.techniques import Facts, load, probe_facts, source
+from fettle.techniques._linear import is_conv1d, linear_of_conv1d
+from fettle.workload import Workload
+
+transformers = pytest.importorskip("transformers")
+TOKENS = torch.arange(12).view(2, 6)
+
+
+@pytest.fixture
+def gpt2():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=50, n_embd=64, n_layer=2, n_head=4, n_positions=32)
+    return transformers.GPT2Model(config).eval()
+
+
+def answer(model):
+    with torch.no_grad():
+        return model(TOKENS).last_hidden_state
+
+
+def test_they_are_counted_and_replaced_by_layers_that_answer_alike(gpt2):
+    assert probe_facts(Workload(gpt2, [{"input_ids": TOKENS}])).num_linear == 8
+    wanted, gpt2.again = answer(gpt2), gpt2.h[0].attn.c_attn
+    linear_of_conv1d(gpt2)
+    assert not any(map(is_conv1d, gpt2.modules()))
+    assert gpt2.again is gpt2.h[0].attn.c_attn
+    torch.testing.assert_close(answer(gpt2), wanted)
+
+
+def test_all_of_them_are_quantised(gpt2, caplog):
+    wanted = answer(gpt2)
+    with caplog.at_level(logging.INFO, logger="optimized"):
+        load(source(Recipe.parse("quantize=int8-weight"), Facts(num_linear=8)), "quantised")(gpt2, [])
+    assert "int8-weight: 8 of 8 linear layers" in caplog.text
+    assert 0 < (answer(gpt2) - wanted).norm() < 0.02 * wanted.norm()
