@@ -158,25 +158,6 @@ def test_weights_that_inference_mode_made_are_said_to_be_so():
             run(torch.rand(2, 3))
 
 
-def test_sizes_that_were_right_apart_are_not_asked_of_the_model_together():
-    checked = []
-
-    class Counted(Exported):
-        def check(self, made, leaves, spec):
-            checked.append(tuple(leaves[0].shape))
-            super().check(made, leaves, spec)
-
-    def build(flat, tensors, samples, free):
-        flat(*tensors)
-        return lambda values: list(flat(*values))
-
-    model = Pooled().eval()
-    run = Counted(model, build, own=1)
-    for rows, length in ((2, 3), (3, 4), (2, 4), (3, 3), (2, 5), (3, 5), (4, 3), (4, 5), (4, 4)):
-        agree(run, model, batch(rows, length))
-    assert checked == [(3, 4), (2, 4), (3, 3), (2, 5), (4, 3)]
-
-
 class Changing(torch.nn.Module):
     """From some length on it does something else."""
 

@@ -54,9 +54,9 @@ class Exported:
     `batches` that the engine is for. `free` has for each tensor the dimensions that may have any size.
 
     The first few shapes, `own`, have an engine each, for that is the fastest. All others share one, in which those
-    dimensions are free in which shapes have differed so far; its first answer for each size of each of them is held
-    against the model's. Where the model or the runtime allows no such engine, or it is wrong, a shape has its own,
-    `MOST` at a time; where one cannot be built, after others could, the model itself answers.
+    dimensions are free in which shapes have differed so far; its first answer for each shape is held against the
+    model's. Where the model or the runtime allows no such engine, or it is wrong, a shape has its own, `MOST` at a
+    time; where one cannot be built, after others could, the model itself answers.
     """
 
     from threading import RLock
@@ -73,7 +73,7 @@ class Exported:
         self.samples = [self.given(*spread(batch)) for batch in batches]
         self.engines: dict[Any, Any] = {}  # by all that a call is given but the values of tensors
         self.shared: dict[Any, Any] = {}  # by the same without sizes: what is free and the engine; None: there is none
-        self.right: dict[Any, set[Any]] = {}  # by the same: sizes at which that engine has answered as the model does
+        self.right: set[Any] = set()  # keys of inputs that the shared engine has answered as the model does
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch.utils import _pytree as pytree
@@ -119,12 +119,6 @@ class Exported:
         sizes = zip(*([item[0] for item in key if isinstance(item, tuple)] for key in keys), strict=True)
         return [[dim for dim, each in enumerate(zip(*shapes, strict=True)) if len({*each}) > 1] for shapes in sizes]
 
-    @staticmethod
-    def sizes(key: Any, free: list[list[int]]) -> set[Any]:
-        """The sizes of the free dimensions, with the places of tensor and dimension."""
-        shapes = [item[0] for item in key if isinstance(item, tuple)]
-        return {(place, dim, shapes[place][dim]) for place, dims in enumerate(free) for dim in dims}
-
     def find(self, leaves: list[Any], spec: Any, key: Any) -> Any:
         """The engine for inputs like `leaves`, with the structure of its output."""
         kind = self.kind(key)
@@ -137,10 +131,11 @@ class Exported:
             shared = self.shared.get(kind, ([[]] * len(free), None))
             if shared and any({*new} - {*old} for new, old in zip(free, shared[0], strict=True)):
                 shared = self.shared[kind] = self.free_engine(alike, spec, free)
-                self.right[kind] = self.sizes(key, free)
-            sizes = self.sizes(key, shared[0]) if shared else set()
-            if shared and (sizes <= self.right[kind] or self.is_right(shared[1], leaves, spec)):
-                self.right[kind] |= sizes
+                self.right.clear()
+            elif shared and key not in self.right and not self.is_right(shared[1], leaves, spec):
+                shared = None
+            if shared:
+                self.right.add(key)
                 return shared[1]
         try:
             return self.make(leaves, spec, like_it, [])
@@ -151,8 +146,8 @@ class Exported:
             return None, (), spec
 
     def is_right(self, made: Any, leaves: list[Any], spec: Any) -> bool:
-        """Whether the shared engine answers inputs of a new size as the model does, which may do something else from
-        some size on: an engine has the one way that its example took."""
+        """Whether the shared engine answers inputs of a size that is new as the model does: a model may do something
+        else from some size on, and an engine has the one way that its example took."""
         try:
             self.check(made, leaves, spec)
         except Exception as error:
