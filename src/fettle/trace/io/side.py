@@ -87,7 +87,7 @@ class SideTables:
 
     def _arguments(self, table: str, some: list[int], args: list[Any], base: int) -> None:
         """What some events say, in a table whose columns are named as their arguments are."""
-        columns = {"row": [base + i for i in some]}
+        columns: dict[str, list[Any]] = {"row": [base + i for i in some]}
         for name, dtype in itertools.islice(SIDE_TABLES[table].items(), 1, None):
             convert = _CONVERT.get(name) or (number if dtype == pl.Float64() else integer)
             columns[name] = [convert(getattr(args[i], name)) for i in some]
