@@ -187,8 +187,7 @@ def _runs(name: str, table: Table, group: str, lead: Analysis | None) -> Figure 
         ).properties(width="container", height=180)
     )  # fmt: skip
     words = f"What the fit leaves over of {len(rows)} experiments in their order, {min(off):+.0f}% to {max(off):+.0f}%."
-    title = f"Off the fit, in the order of the table{_of(group)}"
-    return Figure(name, title, words, as_spec(chart))
+    return Figure(name, f"Off the fit, in the order of the table{_of(group)}", words, as_spec(chart))
 
 
 def _rounds(name: str, table: Table, group: str, timed: Sequence[Experiment]) -> Figure:

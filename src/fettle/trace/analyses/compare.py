@@ -80,12 +80,12 @@ def compare(
     work = _match_work(before, after, a, b)
     changes = np.column_stack([two.mean(axis=0) - one.mean(axis=0), *_intervals(one, two)]).tolist()
     parts = _parts(columns[1:], changes[1:], work if before.device_keys or after.device_keys else None)
-    _, low_ns, high_ns = changes[0]
+    _, low, high = changes[0]
     return Comparison(
         float(one[:, 0].mean()),
         float(two[:, 0].mean()),
-        low_ns,
-        high_ns,
+        low,
+        high,
         len(one),
         len(two),
         parts,
