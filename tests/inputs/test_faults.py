@@ -19,6 +19,7 @@ from fettle.inputs.race import Race
 from fettle.inputs.setting import Room, Slice, room
 from fettle.journal import Journal
 
+pytestmark = pytest.mark.usefixtures("forks")
 HERE = Path(__file__).parent
 LOADERS = HERE / "loaders.py"
 COMMAND = [sys.executable, "-c", "from fettle.cli import main; main()", "data"]
