@@ -443,7 +443,7 @@ def test_recipes_are_packaged_and_what_cannot_be_is_a_failure(tmp_path):
     assert math.isfinite(again[0].error)
 
 
-def test_recipes_of_a_study(tmp_path):
+def test_recipes_of_a_study(tmp_path, forks):
     import torch
 
     from fettle.machine import this_machine
