@@ -102,7 +102,7 @@ class _Source:
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._turn = threading.Lock()
         with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno()), *modules]
+            command = [sys.executable, __file__, str(theirs.fileno()), ",".join(modules)]
             self._process = subprocess.Popen(
                 command, env=variables, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -141,7 +141,7 @@ def _serve() -> None:
     """What a `_Source` does: a number asks how that child has ended, anything else for another child."""
     link = socket.socket(fileno=int(sys.argv[1]))
     del sys.path[0]  # this file's folder
-    for name in sys.argv[2:]:
+    for name in sys.argv[2].split(","):
         importlib.import_module(name)
     gc.freeze()
     while True:
