@@ -37,6 +37,7 @@ _READ_AT_START = ("DNNL_", "GLIBC_", "GOMP_", "KINETO_", "KMP_", "LD_", "MALLOC_
 """Variables that are read when a process starts or imports torch; of all others a fork has its own."""
 _FORKABLE = {"KINETO_LOG_LEVEL", "OMP_NUM_THREADS", "PYTHONUNBUFFERED"}
 """Those of them that children may have otherwise than this process, and be forked."""
+_CAN_FORK = sys.platform == "linux"
 _MESSAGE = 1 << 18
 _sources = dict[tuple[str, ...], "_Source"]()
 
@@ -70,7 +71,13 @@ def forked(*also: str) -> Iterator[None]:
 
 
 def run_script(script: Path, variables: Mapping[str, str]) -> tuple[int, str, str]:
-    """Run a script that imports torch in a fork: its exit code, and what it printed to standard output and error."""
+    """Run a script that imports torch, its exit code, and what it printed to standard output and error.
+
+    One that sets variables starts as itself, all others as forks.
+    """
+    if "os.environ" in script.read_text() or not _CAN_FORK:
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=variables, timeout=300)
+        return done.returncode, done.stdout, done.stderr
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         fork = _Fork(_source(["torch"], variables), [str(script)], variables, [out.fileno(), err.fileno()])
         code = fork.wait(300)
@@ -85,7 +92,7 @@ def _read_at_start(variables: Mapping[str, str]) -> dict[str, str]:
 
 def _is_forkable(variables: Mapping[str, str]) -> bool:
     changed = {name for name, value in _read_at_start(variables).items() if os.environ.get(name) != value}
-    return not changed - _FORKABLE
+    return _CAN_FORK and not changed - _FORKABLE
 
 
 def _source(modules: Sequence[str], variables: Mapping[str, str]) -> "_Source":

@@ -194,11 +194,7 @@ def check(recipe: Recipe, target: Path, folder: Path) -> None:
     save = f"\n    torch.save([run(**batch) for batch in batches], {str(saved)!r})\n"
     script.write_text(text + save)
     environment = {**os.environ, "PYTHONPATH": str(target.parent)}
-    if "os.environ" in text:  # it sets what is read when torch is imported
-        done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=300)
-        code, out, err = done.returncode, done.stdout, done.stderr
-    else:
-        code, out, err = run_script(script, environment)
+    code, out, err = run_script(script, environment)
     assert code == 0, err[-2000:]
     assert "later calls:" in out
 
