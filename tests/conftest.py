@@ -10,6 +10,12 @@ from typing import Any
 
 # Threads that wait by spinning would take the core from the other half of the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Where Triton is installed every process that compiles would start another one to compile with it.
+os.environ.setdefault("TORCH_WARM_POOL", "0")
+# How quick the code around compiled kernels is tells no test anything.
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+# What one child has compiled of fettle's own files the next need not.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # What is printed depends on none of what a terminal or a build server says of itself.
 os.environ["_TYPER_FORCE_DISABLE_TERMINAL"] = "1"
 os.environ["COLUMNS"] = "80"
@@ -28,6 +34,7 @@ from fettle.cli import main
 from fettle.gate import racing
 from fettle.measure import Rules
 from fettle.tuning import Effort, session
+from tests.forking import forked
 
 # What one run of the tests compiled or read, the next must not find.
 _CACHE = tempfile.TemporaryDirectory(prefix="fettle-cache-")
@@ -75,7 +82,8 @@ def _settings_stay():
 _LONG = (
     "tuning/test_tuning.py", "techniques/test_contract.py", "diagnose/test_diagnose.py", "serve/test_server.py",
     "measure/test_race.py", "slo/test_search.py", "train/test_tune_training.py", "inputs/test_faults.py",
-    "serve/engine/test_scale.py", "workloads/test_workloads.py",
+    "serve/engine/test_scale.py", "workloads/test_workloads.py", "package/test_cache.py", "tuning/test_face.py",
+    "test_docs.py", "train/test_training_techniques.py",
 )  # fmt: skip
 
 
@@ -84,6 +92,13 @@ def pytest_collection_modifyitems(items):
     items.sort(
         key=lambda item: next((n for n, name in enumerate(_LONG) if item.nodeid.startswith(f"tests/{name}")), 99)
     )
+
+
+@pytest.fixture
+def forks() -> Iterator[None]:
+    """Children begin as forks of a process that has imported torch."""
+    with forked():
+        yield
 
 
 QUICK = Effort(slice_s=0.05, rounds=4, replicates=1)

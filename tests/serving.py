@@ -14,6 +14,7 @@ from fettle.recipe import Recipe
 from fettle.serve.engine.registry import Options
 from fettle.serve.server import Address, Server
 from fettle.workload import Workload
+from tests.forking import forked
 
 SMALL = ServeSettings(max_rows=8, threads=1)
 
@@ -76,7 +77,7 @@ def until(condition):
 
 
 @contextmanager
-def running(packages, options=None, **address):
+def running(packages, options=None, *, workers_begin=forked, **address):
     """A server in a thread of its own; gives it with `call`, which runs a coroutine there."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -89,13 +90,14 @@ def running(packages, options=None, **address):
         return Server(Address(port=0, **address), options or Options())
 
     server = call(make())
-    try:
-        call(server.start(packages))
-        server.url = f"http://127.0.0.1:{server.ports[0]}"
-        server.call = call
-        yield server
-    finally:
-        call(server.close())
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
-        loop.close()
+    with workers_begin():
+        try:
+            call(server.start(packages))
+            server.url = f"http://127.0.0.1:{server.ports[0]}"
+            server.call = call
+            yield server
+        finally:
+            call(server.close())
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(10)
+            loop.close()

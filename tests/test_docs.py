@@ -21,6 +21,7 @@ from fettle.errors import UsageError
 from fettle.report import Result
 from fettle.tuning import options
 from tests.conftest import quick_comparisons, quick_studies
+from tests.forking import forked
 from tests.tuning.test_tuning import FEW
 
 ROOT = Path(__file__).parent.parent
@@ -48,7 +49,7 @@ TEXTS = [(str(path.relative_to(ROOT)), path.read_text()) for path in PAGES] + li
 @pytest.fixture
 def quick() -> Iterator[None]:
     """A study of few recipes and rounds: what a page shows is run as it is written, and takes seconds."""
-    with quick_studies(techniques=FEW), quick_comparisons():
+    with quick_studies(techniques=FEW), quick_comparisons(), forked():
         yield
 
 

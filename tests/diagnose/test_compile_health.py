@@ -9,6 +9,8 @@ import torch
 from fettle.diagnose import compile_health, watch_compile
 from fettle.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> None:

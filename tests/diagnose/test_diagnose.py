@@ -26,6 +26,7 @@ from tests.conftest import Run
 from tests.memory.memory_machine import healthy_training
 from tests.trace.build import Build
 
+pytestmark = pytest.mark.usefixtures("forks")
 HEAD = """
 import time
 import torch

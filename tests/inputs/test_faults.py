@@ -19,6 +19,7 @@ from fettle.inputs.race import Race
 from fettle.inputs.setting import Room, Slice, room
 from fettle.journal import Journal
 
+pytestmark = pytest.mark.usefixtures("forks")
 HERE = Path(__file__).parent
 LOADERS = HERE / "loaders.py"
 COMMAND = [sys.executable, "-c", "from fettle.cli import main; main()", "data"]
@@ -143,7 +144,7 @@ def test_a_source_that_is_used_up_after_one_epoch_is_told() -> None:
 def test_a_search_that_is_killed_goes_on_and_leaves_no_process(tmp_path: Path, monkeypatch) -> None:
     kept = tmp_path / "kept"
     target = f"{LOADERS}:waiting"
-    process = subprocess.Popen([*COMMAND, target, "--slice", "0.2s", "--keep", str(kept), "--json", "--no-lints"],
+    process = subprocess.Popen([*COMMAND, target, "--slice", "0.1s", "--keep", str(kept), "--json", "--no-lints"],
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
     try:
         assert by_then(lambda: kept.exists() and kept.read_bytes().count(b"\n") >= 9)
@@ -172,7 +173,7 @@ def test_a_search_that_is_killed_goes_on_and_leaves_no_process(tmp_path: Path, m
         return put(self, key, *said, **more)
 
     monkeypatch.setattr(Journal, "put", noted)
-    found = measure_and_search(target, slice_s=0.2, keep=kept, lints=False)
+    found = measure_and_search(target, slice_s=0.1, keep=kept, lints=False)
     assert found.reused == len(known)
     assert not known & set(measured)  # nothing is measured twice
     assert "facts" not in asked
@@ -201,7 +202,7 @@ def test_a_pipeline_that_waits_gets_workers() -> None:
 def test_ctrl_c_shows_what_is_known_and_keeps_it(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     process = subprocess.Popen(
-        [*COMMAND, f"{LOADERS}:waiting", "--slice", "0.2s", "--keep", str(kept), "--json", "--no-lints"],
+        [*COMMAND, f"{LOADERS}:waiting", "--slice", "0.1s", "--keep", str(kept), "--json", "--no-lints"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert by_then(lambda: kept.exists() and kept.read_bytes().count(b"\n") >= 9)

@@ -1,8 +1,6 @@
 """What a person sees of a search: rows, page, curve, JSON; and what a trace says of the waiting."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +12,10 @@ from fettle.inputs.from_trace import compare_text, waits_in_trace
 from fettle.inputs.lint import Lint
 from fettle.inputs.report import as_data, curve, facts, page, rows, write_report
 from fettle.page import drawn
+from tests.conftest import Run
 from tests.inputs.test_search import MadeUp
 
 HERE = Path(__file__).parent
-COMMAND = [sys.executable, "-c", "from fettle.cli import main; main()", "data"]
 
 
 @pytest.fixture(scope="module")
@@ -81,15 +79,12 @@ def test_a_report_that_cannot_be_is_refused_before_the_search(tmp_path: Path) ->
         drawn.check_path(tmp_path / "file" / "curve.svg")
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, run_fettle: Run, forks: None) -> None:
     curve_path = tmp_path / "page.html"
-    target = f"{HERE / 'loaders.py'}:quick"
-    done = subprocess.run(
-        [*COMMAND, target, "--slice", "0.2s", "--json", "-o", str(curve_path), "--keep", str(tmp_path / "kept")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    words = ["--slice", "0.2s", "--json", "-o", curve_path, "--keep", tmp_path / "kept"]
+    said = run_fettle("data", f"{HERE / 'loaders.py'}:quick", *words)
+    assert said.code == 0, said.err
+    told = json.loads(said.out)
     assert told["verdict"].endswith(".")  # which one, from which numbers, is in `test_search`
     assert 1 <= told["bound"] < 2  # beside a step of 150 ms a batch is next to nothing
     assert curve_path.read_text().startswith("<!doctype html>")

@@ -318,6 +318,7 @@ def test_rounds_are_bounded() -> None:
     assert max(len(item.slices) for item in found.settings if item.setting.num_workers > 4) <= ROUNDS + 3 * PAIRS
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_row_that_raises_at_once_is_counted_and_is_no_bad_usage() -> None:
     with pytest.raises(RowRaises) as caught:
         measure_and_search(f"{HERE / 'loaders.py'}:bad_item", slice_s=0.1)
@@ -326,6 +327,7 @@ def test_a_row_that_raises_at_once_is_counted_and_is_no_bad_usage() -> None:
     assert caught.value.exit_code == 1
 
 
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize(
     ("factory", "words"),
     [("number", "returned a int"), ("raising", "raised KeyError"), ("empty", "gives no batch"),

@@ -77,6 +77,13 @@ def room_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_candidates, "_memory_is_short", lambda running: False)
 
 
+@pytest.fixture(autouse=True)
+def quick_starts(request: pytest.FixtureRequest) -> None:
+    """Workers begin as forks, but for those whose start or command line is looked at."""
+    if request.function not in (test_a_race_ranks_rejects_and_survives, test_a_worker_is_ended_when_its_time_is_over):
+        request.getfixturevalue("forks")
+
+
 @pytest.fixture(scope="module")
 def builder() -> Iterator[Worker]:
     """One process for all that only see how it answers a target that cannot be built."""

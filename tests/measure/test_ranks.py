@@ -24,6 +24,7 @@ from fettle.recipe import Recipe
 from fettle.techniques import Facts, conflict, source
 from fettle.train import load_training, training_facts
 from fettle.workload import Target, find_target
+from tests.forking import forked
 from tests.processes import alive, left_behind
 
 TRAIN = Path(__file__).parent.parent / "train"
@@ -47,7 +48,10 @@ def raced(where: str, *recipes: str, timeout_s: float = 120, nodes: Nodes | None
         recipe = Recipe.parse(text)
         assert not conflict(recipe, facts)
         candidates.append(Candidate(recipe, source(recipe, facts), ranks=facts.ranks))
-    return race(target(where), "", candidates, Judge(), Rules(max_rounds=3, prepare_timeout_s=timeout_s), nodes=nodes)
+    with forked("torch._dynamo"):  # the baseline, which is no rank
+        return race(
+            target(where), "", candidates, Judge(), Rules(max_rounds=3, prepare_timeout_s=timeout_s), nodes=nodes
+        )
 
 
 def test_two_ranks_train_as_one_process_does():

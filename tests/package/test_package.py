@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import py_compile
+import shutil
 import stat
 import zipfile
 from dataclasses import replace
@@ -88,9 +89,15 @@ def test_what_exists_is_not_overwritten(tmp_path):
         write_package(odd(), Recipe(), tmp_path / "odd", name="odd")
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    return write_package(odd(), Recipe(), tmp_path_factory.mktemp("odd") / "odd", name="odd")
+
+
 @pytest.fixture
-def sound(tmp_path):
-    return write_package(odd(), Recipe(), tmp_path / "odd", name="odd")
+def sound(written, tmp_path):
+    """A package of the test's own, which it may damage."""
+    return open_package(shutil.copytree(written.folder, tmp_path / "odd"))
 
 
 @pytest.mark.parametrize("file", ["graph.json", "weights.safetensors", "serve.toml", "samples.safetensors"])
@@ -250,10 +257,9 @@ def test_an_archive_that_was_written_anew_is_not_served_as_it_was(tmp_path):
         open_package(tmp_path / "p.zip")
 
 
-def test_answers_are_of_the_type_that_the_manifest_says(tmp_path):
-    package = write_package(odd(), Recipe(), tmp_path / "odd", name="odd")
-    outputs = tuple(msgspec.structs.replace(spec, datatype="FP64") for spec in package.manifest.outputs)
-    runner = ModelRunner(replace(package, manifest=msgspec.structs.replace(package.manifest, outputs=outputs)))
+def test_answers_are_of_the_type_that_the_manifest_says(sound):
+    outputs = tuple(msgspec.structs.replace(spec, datatype="FP64") for spec in sound.manifest.outputs)
+    runner = ModelRunner(replace(sound, manifest=msgspec.structs.replace(sound.manifest, outputs=outputs)))
     assert {str(answer.dtype) for answer in runner.run([runner.sample(2)], 2)} == {"float64"}
 
 
@@ -276,11 +282,10 @@ def test_of_a_handler_its_source_runs_and_no_bytecode_that_was_laid_beside_it(tm
         find_handler(package, None, digest)
 
 
-def test_what_python_or_a_desktop_leaves_in_a_package_is_no_part_of_it(tmp_path):
-    package = write_package(odd(), Recipe(), tmp_path / "odd", name="odd")
-    (package.folder / "__pycache__").mkdir()
-    (package.folder / ".DS_Store").touch()
-    assert write_settings(package, ServeSettings(max_rows=4)).settings.max_rows == 4
+def test_what_python_or_a_desktop_leaves_in_a_package_is_no_part_of_it(sound):
+    (sound.folder / "__pycache__").mkdir()
+    (sound.folder / ".DS_Store").touch()
+    assert write_settings(sound, ServeSettings(max_rows=4)).settings.max_rows == 4
 
 
 class Positions(torch.nn.Module):
@@ -315,13 +320,11 @@ def test_a_folder_that_another_package_was_unpacked_to_is_not_taken_for_this_one
         write_package(odd(), Recipe(), path, name="odd", version="2")
 
 
-def test_what_a_handler_left_beside_the_packages_files_is_none_of_them(tmp_path):
-    package = write_package(odd(), Recipe(), tmp_path / "odd", name="odd")
-    (package.folder / "__pycache__").mkdir()
-    (package.folder / ".DS_Store").write_text("")
-    assert write_settings(package, msgspec.structs.replace(package.settings, max_rows=2)).manifest.files.keys() == {
-        *package.manifest.files
-    }
+def test_what_a_handler_left_beside_the_packages_files_is_none_of_them(sound):
+    (sound.folder / "__pycache__").mkdir()
+    (sound.folder / ".DS_Store").write_text("")
+    changed = write_settings(sound, msgspec.structs.replace(sound.settings, max_rows=2))
+    assert changed.manifest.files.keys() == {*sound.manifest.files}
 
 
 def test_a_damaged_archive_is_one_line(tmp_path):

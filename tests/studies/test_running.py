@@ -186,6 +186,7 @@ def test_values_of_a_factor_are_what_python_reads():
     assert msgspec.json.decode(msgspec.json.encode(target), type=Target).arguments == values
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_factory_without_that_argument_fails_in_one_line(work: Path, tmp_path: Path):
     with pytest.raises(UsageError, match="has no parameter 'size'"):
         study([str(work)], Settings(arguments={"size": ["1", "2"]}, output=tmp_path), lambda event: None)
@@ -253,6 +254,7 @@ def slow():
     assert time_of["dominant"][0] == "python"
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_study_of_more_than_an_hour_asks_first(work: Path, tmp_path: Path, monkeypatch, run_fettle: Run):
     from fettle.studies import designs
 

@@ -35,6 +35,7 @@ from fettle.techniques.cuda_graphs import Graphed
 from fettle.techniques.precision import to_16_bits
 from fettle.tuning._arguments import check_techniques
 from fettle.workload import Workload, leaves, spread
+from tests.forking import run_script
 
 WORKLOAD = '''
 from dataclasses import dataclass
@@ -193,9 +194,9 @@ def check(recipe: Recipe, target: Path, folder: Path) -> None:
     save = f"\n    torch.save([run(**batch) for batch in batches], {str(saved)!r})\n"
     script.write_text(text + save)
     environment = {**os.environ, "PYTHONPATH": str(target.parent)}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "later calls:" in done.stdout
+    code, out, err = run_script(script, environment)
+    assert code == 0, err[-2000:]
+    assert "later calls:" in out
 
     workload = build(target)
     with torch.no_grad():

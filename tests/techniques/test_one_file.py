@@ -77,6 +77,7 @@ def technique(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     CATALOGUE.remove(find("in_place_relu"))
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_technique_in_one_new_file_goes_all_the_way(technique, tmp_path: Path, monkeypatch) -> None:
     orders = [each.order for each in CATALOGUE]
     assert orders == sorted(orders)

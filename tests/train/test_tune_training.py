@@ -18,6 +18,7 @@ from fettle.errors import UsageError
 from fettle.procs.rendezvous import free_ports
 from fettle.report import load_result, save
 from tests.conftest import quick_studies
+from tests.forking import forked
 
 TINY = Path(__file__).parent / "tiny_loop.py"
 FEW = {
@@ -31,7 +32,7 @@ BUDGET_S = 1800
 
 @pytest.fixture(autouse=True)
 def quick():
-    with quick_studies():
+    with quick_studies(), forked("torch._dynamo"):  # which every optimizer imports
         yield
 
 

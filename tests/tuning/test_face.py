@@ -18,6 +18,7 @@ from fettle.report import load_result, save
 from fettle.study import Study
 from tests.conftest import quick_comparisons, quick_studies
 
+pytestmark = pytest.mark.usefixtures("forks")
 TINY = Path(__file__).parents[1] / "train" / "tiny_loop.py"
 GIVEN = {**FEW, "precision": ["fp32"], "grad": ["grad", "inference_mode"]}
 

@@ -41,6 +41,7 @@ def other():
     model, batches = workload()
     return model, [2 * batch for batch in batches]
 """
+pytestmark = pytest.mark.usefixtures("forks")  # not yet where `tuned` is made: its processes start as themselves
 BUDGET_S = 1800
 FEW = {
     "grad": ["grad"],
@@ -161,14 +162,16 @@ def test_tighter_limits_judge_the_kept_trials_anew(tuned) -> None:
     assert all(trial.status == "rejected" for trial in result.trials if "bf16" in str(trial.recipe))
 
 
-def test_killed_at_any_moment_the_same_command_goes_on(work: Path, tmp_path: Path) -> None:
+def test_killed_at_any_moment_the_same_command_goes_on(work: Path, tmp_path: Path, run_fettle: Run) -> None:
     out = tmp_path / "out"
     options = [f"--technique={name}={','.join(levels)}" for name, levels in FEW.items()]
     program = (
         "from fettle.cli import main\nfrom tests.conftest import quick_studies\nwith quick_studies():\n    main()\n"
     )
-    command = [sys.executable, "-c", program, "tune", str(work), "-o", str(out), *options, "--budget", f"{BUDGET_S}s"]
-    first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    command = ["tune", str(work), "-o", str(out), *options, "--budget", f"{BUDGET_S}s"]
+    first = subprocess.Popen(
+        [sys.executable, "-c", program, *command], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     assert first.stderr is not None
     for line in first.stderr:
         if " ms " in line and "mode=eval" in line:  # a trial beyond the baseline is done
@@ -179,8 +182,8 @@ def test_killed_at_any_moment_the_same_command_goes_on(work: Path, tmp_path: Pat
     first.wait()
     before = _recipes(out)
     assert before
-    second = subprocess.run(command, capture_output=True, text=True)
-    assert second.returncode == 0, second.stderr
+    second = run_fettle(*command)
+    assert second.code == 0, second.err
     after = _recipes(out)
     assert len(after) == len(set(after)), "a finished trial was measured again"
     assert after[: len(before)] == before

@@ -40,6 +40,7 @@ def ends():
 """
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_leak_has_its_line_from_the_memory_recording_and_the_files_are_kept(tmp_path: Path) -> None:
     (tmp_path / "keeps.py").write_text(KEEPS)
     report = tmp_path / "out.html"
@@ -70,6 +71,7 @@ def test_a_leak_has_its_line_from_the_memory_recording_and_the_files_are_kept(tm
     assert any(finding.rule == "leak" for finding in of_snapshot(Path(memory.path)).findings)
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_collector_that_ends_its_process_is_a_line_in_the_report(tmp_path: Path) -> None:
     (tmp_path / "keeps.py").write_text(KEEPS)
     found = diagnose(f"{tmp_path / 'keeps.py'}:ends", seconds=0.2, compile_check=False)

@@ -1,6 +1,7 @@
 """A worker that is started ahead of everything: taken once, by whoever it fits, or ended."""
 
 import ast
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -56,7 +57,7 @@ def test_a_worker_inherits_how_memory_and_kernels_are_set(monkeypatch):
 def test_a_worker_does_not_inherit_what_is_secret(store, monkeypatch):
     for name in ("DATABASE_PASSWORD", "FETTLE_TOKEN", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "secret" * 8)
-    with running([open_package(store / "net-1")]) as server:
+    with running([open_package(store / "net-1")], workers_begin=nullcontext) as server:  # not as forks
         seen = psutil.Process(server.registry.choose("net").pool.workers[0].pid).environ()
     assert "PATH" in seen
     assert not [name for name, value in seen.items() if "secret" in value]
