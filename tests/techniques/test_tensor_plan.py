@@ -70,9 +70,7 @@ def test_the_mlps_of_t5(kind: str, ups: list[str]) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4, "vocab_size": 64}
     plan = tensor_plan(transformers.T5Model(transformers.T5Config(**sizes, feed_forward_proj=kind)))
-    inside = [
-        f"{half}.layer.{place}.DenseReluDense" for half, place in (("encoder.block.*", 1), ("decoder.block.*", 2))
-    ]
+    inside = [f"{half}.block.*.layer.{place}.DenseReluDense" for half, place in (("encoder", 1), ("decoder", 2))]
     assert plan.columns == tuple(f"{name}.{up}" for name in inside for up in ups)
     assert plan.rows == tuple(f"{name}.wo" for name in inside)
     assert plan.counts == {"the 48 features inside an MLP": 48}
@@ -83,7 +81,7 @@ def test_only_complete_pairs_are_split() -> None:
     del model[1].attn.v_proj
     plan = tensor_plan(model)
     assert plan.columns[:2] == ("0.attn.q_proj", "2.attn.q_proj")  # a star would mean the middle one's too
-    assert plan.columns[-1] == "*.mlp.fc1"
+    assert "*.mlp.fc1" in plan.columns
     shared = blocks()
     for block in shared:
         block.mlp["fc2"].weight = block.mlp["fc1"].weight = nn.Parameter(torch.zeros(48, 48))

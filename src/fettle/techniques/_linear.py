@@ -18,8 +18,8 @@ def linear_of_conv1d(model: torch.nn.Module) -> None:
         for name, layer in list(parent._modules.items()):
             if layer is not None and is_conv1d(layer):
                 if layer not in made:
-                    rows, columns = layer.weight.shape
-                    made[layer] = torch.nn.Linear(rows, columns, device="meta").train(layer.training)
+                    inputs, outputs = layer.weight.shape
+                    made[layer] = torch.nn.Linear(inputs, outputs, device="meta").train(layer.training)
                     weight = layer.weight.detach().T.contiguous()
                     made[layer].weight = torch.nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
                     made[layer].bias = layer.bias
