@@ -207,7 +207,7 @@ def test_layers_are_chosen_once_and_carried(work: Path, tmp_path: Path) -> None:
     assert result.facts.learned["int8_layers"] == layers
     assert result.facts.max_error >= 0.05
     code = source(trial.recipe, result.facts)
-    assert f"part = {{'layers': {layers}," in code
+    assert f"'layers': {layers}," in code
     # as if it had won: what is handed out holds the choice, and comes to the same answers
     won = replace(result, winner=trial, code=code)
     save(won, tmp_path / "won")
