@@ -250,6 +250,8 @@ def test_the_journal(tmp_path: Path) -> None:
     assert changed.get("one") is None
     changed.close(delete=True)
     assert not path.exists()
+    Journal(tmp_path / "a new folder/kept").close()
+    assert (tmp_path / "a new folder/kept").exists()
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="cannot be kept there"):
