@@ -10,10 +10,6 @@ from typing import Any
 
 # Threads that wait by spinning would take the core from the other half of the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Where Triton is installed every process that compiles would start another one to compile with it.
-os.environ.setdefault("TORCH_WARM_POOL", "0")
-# How quick the code around compiled kernels is tells no test anything.
-os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 # What one child has compiled of fettle's own files the next need not.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # What is printed depends on none of what a terminal or a build server says of itself.
