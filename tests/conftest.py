@@ -1,6 +1,7 @@
 """What one test sets for the whole process, the next must not find. Tests run two at a time, see the Makefile."""
 
 import contextlib
+import gc
 import os
 import sys
 import tempfile
@@ -10,10 +11,6 @@ from typing import Any
 
 # Threads that wait by spinning would take the core from the other half of the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Where Triton is installed every process that compiles would start another one to compile with it.
-os.environ.setdefault("TORCH_WARM_POOL", "0")
-# How quick the code around compiled kernels is tells no test anything.
-os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 # What one child has compiled of fettle's own files the next need not.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # What is printed depends on none of what a terminal or a build server says of itself.
@@ -99,6 +96,12 @@ def forks() -> Iterator[None]:
     """Children begin as forks of a process that has imported torch."""
     with forked():
         yield
+
+
+def pytest_collection_finish():
+    """What collecting has made stays to the end: looking at it again took every collection of garbage half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 QUICK = Effort(slice_s=0.05, rounds=4, replicates=1)

@@ -18,14 +18,14 @@ RECIPE = Recipe.parse("compile=default freeze=on grad=inference_mode precision=b
 
 
 class Scores(torch.nn.Module):
-    """Two inputs whose rows and lengths move, and two outputs."""
+    """Two inputs whose rows and lengths move, up to sixteen places, and two outputs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(8, 4)
+        self.layer, self.places = torch.nn.Linear(8, 4), torch.nn.Parameter(torch.randn(16, 8))
 
     def forward(self, x, mask):
-        scores = self.layer(x).relu() * mask[..., None]
+        scores = self.layer(x + self.places[: x.shape[1]]).relu() * mask[..., None]
         return {"scores": scores, "sum": scores.sum(1)}
 
 
@@ -51,7 +51,7 @@ def test_one_library_answers_any_number_of_rows_and_any_length(written, caplog):
     model, package = written
     run, text = said(caplog, package)
     assert "compiled before: loaded" in text
-    for rows, length in ((1, 5), (2, 7), (6, 3), (3, 1)):
+    for rows, length in ((1, 5), (2, 7), (6, 3), (3, 1), (2, 16)):
         x, mask = torch.randn(rows, length, 8), torch.ones(rows, length)
         with torch.inference_mode():
             scores, total = run(x, mask)
@@ -69,6 +69,8 @@ def test_inputs_may_lie_in_memory_as_they_like_and_are_no_larger_than_the_model_
         assert (run(x, mask)[0] - wanted).norm() <= 0.02 * wanted.norm()
         with pytest.raises(RuntimeError, match="unmatched dim value"):
             run(torch.randn(3, 5, 9), mask)
+        with pytest.raises(RuntimeError, match="16"):  # the model has no more places
+            run(torch.randn(3, 17, 8), torch.ones(3, 17))
 
 
 def test_a_process_that_loads_it_imports_no_compiler(written):
