@@ -115,6 +115,11 @@ class Point(Proven):
     """Whether no other point is better in one respect and no worse in the others."""
 
     @property
+    def lowest(self) -> float:
+        """The lowest rate that was tested."""
+        return min((test.rate for test in self.tests), default=math.nan)
+
+    @property
     def p99_at_measured_ms(self) -> float:
         """In the test that showed the measured capacity; infinite where there was none."""
         shown = [test.run["latency_ms"]["p99"] for test in self.tests if test.held and test.rate == self.measured]

@@ -250,7 +250,7 @@ class _Search:
                     await self._prove(point, shown)
             # Where no test kept the limit the capacity is below the lowest rate: the least that the prediction was off.
             off = {
-                p.setting.branch: p.predicted / (p.measured or min(test.rate for test in p.tests))
+                p.setting.branch: p.predicted / (p.measured or p.lowest)
                 for p in todo
                 if p.measured or (p.tests and p.measured is not None)
             }
