@@ -64,7 +64,7 @@ def _table(result: SearchResult, most: int = 12) -> Table:
 def _cells(point: Point, several: bool) -> list[str]:
     measured = "" if point.measured is None else f"{point.measured:.4g}"
     if point.measured == 0:
-        measured = f"under {min((test.rate for test in point.tests), default=0.0):.4g}"
+        measured = f"under {point.lowest:.4g}"
     return [
         f"{point.predicted:.4g}",
         measured,
