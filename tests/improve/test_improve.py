@@ -1,6 +1,7 @@
 """The guided run: its steps one by one with the commands behind them replaced, and once whole."""
 
 import json
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -209,6 +210,9 @@ def test_a_file_that_is_none_is_begun_anew(tmp_path: Path) -> None:
     assert set(recall(path, {"target": "x"})) == set(STEPS) - {"data"}
     assert recall(path, {"target": "x"})["tune"].speedup == Interval(2.0, 1.9, 2.1)
     assert recall(path, {"target": "y"}) == {}
+    unknown = Step(name="data", says="More.", lines=[], files=[], speedup=Interval(1.5, 0.0, math.inf))
+    keep(path, {"target": "x"}, [unknown])
+    assert recall(path, {"target": "x"}) == {"data": unknown}
     for text in ("", "{}", "[1]", '{"made_for": {}, "steps": [{"name": 3}]}'):
         path.write_text(text)
         assert recall(path, {"target": "x"}) == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +37,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Kept(msgspec.Struct):
     made_for: dict[str, Any]
-    steps: list[Step]
+    steps: list[Any]
 
 
 def recall(path: Path, made_for: Mapping[str, Any]) -> dict[str, Step]:
@@ -44,12 +45,21 @@ def recall(path: Path, made_for: Mapping[str, Any]) -> dict[str, Step]:
     try:
         if path.stat().st_size > _LARGEST:
             return {}
-        kept = msgspec.json.decode(path.read_bytes(), type=_Kept, strict=False)
+        kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
+        steps = [_step(data) for data in kept.steps]
     except (OSError, msgspec.DecodeError):
         return {}
     if kept.made_for != msgspec.json.decode(msgspec.json.encode(made_for)):
         return {}
-    return {step.name: step for step in kept.steps if step.status == "done"}
+    return {step.name: step for step in steps if step.status == "done"}
+
+
+def _step(data: Any) -> Step:
+    """A step as written; JSON has null for the end of an interval that is not known."""
+    match data:
+        case {"speedup": {"high": None, **others}}:
+            data = {**data, "speedup": {**others, "high": math.inf}}
+    return msgspec.convert(data, Step, strict=False)
 
 
 def keep(path: Path, made_for: Mapping[str, Any], steps: Sequence[Step]) -> None:
