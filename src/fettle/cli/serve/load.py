@@ -91,7 +91,7 @@ def command(
 
       fettle serve load http://127.0.0.1:8080/predictions/bert --body request.json --rate 50
 
-      fettle serve load http://127.0.0.1:8080/v1 --rate 2 --ttft 500ms --itl 50ms --output-tokens lognormal:100:0.8
+      fettle serve load http://127.0.0.1:8080/v1 --rate 2 --ttft 500ms --itl 50ms --output-tokens lognormal:120:0.8
 
       fettle serve load http://127.0.0.1:8080/v1 -c 1 -c 8 -c 32 --ttft 500ms --itl 50ms -o report.html
 
