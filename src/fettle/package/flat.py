@@ -14,7 +14,7 @@ from fettle.errors import UsageError
 from fettle.package.model_runner import as_array
 from fettle.package.tensors import FROM_NUMPY, TensorSpec
 from fettle.recipe import Recipe
-from fettle.workload import Workload, leaves, map_tensors
+from fettle.workload import Workload, device_of, leaves, map_tensors
 
 BEFORE_EXPORT = ("attention", "mode")
 """Techniques that rewrite the model's own modules, which an exported program no longer has."""
@@ -38,6 +38,8 @@ class Flat(torch.nn.Module):
         rows = workload.samples or int(batches[0][0].shape[0] if batches[0][0].dim() else 1)
         self.rows, self.batches = rows, batches
         self.samples = batches[0]
+        self.device = device_of(self.inner, first)
+        """Type of the device that the model lies on."""
         self.names = _input_names(self.inner, first, paths)
         self.shapes = [_dynamic(index, batches, rows) for index in range(len(paths))]
         self.paths: list[str] = []

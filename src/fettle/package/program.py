@@ -8,6 +8,7 @@ string of the graph is checked here before torch sees it, and only computing ope
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import operator
 import re
@@ -123,13 +124,17 @@ def _two_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def save_program(program: torch.export.ExportedProgram, folder: Path) -> None:
-    """Write ``graph.json`` and ``weights.safetensors``."""
+    """Write ``graph.json`` and ``weights.safetensors``, as for the CPU, wherever the model lies."""
     from safetensors.torch import save_file
     from torch._export.serde.serialize import serialize
+    from torch.export.passes import move_to_device_pass
 
-    data = serialize(
-        program, serialize_state_dict=False, serialize_constants=False, serialize_example_inputs=False
-    ).exported_program
+    held = (*program.state_dict.values(), *program.constants.values())
+    if any(isinstance(one, torch.Tensor) and one.device.type != "cpu" for one in held):
+        program = move_to_device_pass(program, "cpu")
+    parts = ("serialize_state_dict", "serialize_constants", "serialize_example_inputs")  # torch 2.11 has no such choice
+    without: Any = {part: False for part in parts if part in inspect.signature(serialize).parameters}
+    data = serialize(program, **without).exported_program
     graph = _plain(json.loads(data))
     _check(graph)  # what could not be read again is better known now
     parameters = set(program.graph_signature.parameters)
