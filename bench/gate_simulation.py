@@ -55,10 +55,12 @@ class Simulated:
         self._start(old, new, rules.replicates)
         self._rounds(old, new, rules, 0)
         verdict = self._verdict(old, new, rules)
-        if verdict == "cannot tell" and rules.most_replicates > rules.replicates:
+        for wanted in rules.further:
+            if verdict != "cannot tell":
+                break
             done = max(one.round for one in old.first.slices)
             old.live = new.live = True
-            self._start(old, new, rules.most_replicates)
+            self._start(old, new, wanted)
             self._rounds(old, new, rules, done)
             verdict = self._verdict(old, new, rules)
         processes = len(old.runners)
@@ -103,7 +105,8 @@ def main() -> None:
             rows.append({
                 "case": name, "spread of processes": spread, "gates": options.gates,
                 **{verdict: round(said[verdict] / options.gates, 4) for verdict in ("worse", "within", "cannot tell")},
-                "eight processes": round(sum(count > 4 for _, count, _ in found) / options.gates, 3),
+                "eight processes": round(sum(count == 8 for _, count, _ in found) / options.gates, 3),
+                "sixteen": round(sum(count == 16 for _, count, _ in found) / options.gates, 3),
                 "seconds, mean": round(sum(seconds for _, _, seconds in found) / options.gates, 1),
             })  # fmt: skip
             print(rows[-1], flush=True)

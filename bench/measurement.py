@@ -53,7 +53,7 @@ def workload():
     torch.manual_seed(0)
     return Stack().eval(), [torch.randn(64, 256) for _ in range(4)]
 """
-RULES = Rules(settle_verdicts=True, replicates=REPLICATES, most_replicates=MOST_REPLICATES, abreast=2)
+RULES = Rules(settle_verdicts=True, replicates=REPLICATES, further=(MOST_REPLICATES,), abreast=2)
 SAME = "def optimize(model, batches):\n    return model\n"
 SLOW = "def optimize(model, batches):\n    model.depth = 103\n    return model\n"
 

@@ -59,7 +59,7 @@ def embedding_bag():
 
 def compiled():
     net = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval()
-    return torch.compile(_eval(net), backend="aot_eager"), [torch.randn(256, 256) for _ in range(3)]
+    return _eval(torch.compile(net, backend="aot_eager")), [torch.randn(256, 256) for _ in range(3)]
 
 
 def training_step():

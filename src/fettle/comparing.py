@@ -95,7 +95,7 @@ def bench(
     several = [recipes] if isinstance(recipes, (Recipe, RecipeFile, str, Path)) else recipes
     rules = Rules(
         confidence=confidence, settle_verdicts=settle, max_rounds=max_rounds, slice_s=slice_s, replicates=REPLICATES,
-        most_replicates=MOST_REPLICATES if settle else REPLICATES, under_load=under_load,
+        further=(MOST_REPLICATES,) if settle else (), under_load=under_load,
         may_go_first=may_go_first() and not polite,
     )  # fmt: skip
     return _race(workload_of(model, inputs, call, metric, mode), several, rules, limits, budget_s, "", on_progress)
@@ -123,7 +123,7 @@ def check(
     limits = (
         None if kept is None else Limits(**{name: kept.get(name) for name in _JUDGED}, exact=bool(kept.get("exact")))
     )
-    rules = Rules(settle_verdicts=True, max_rounds=48, replicates=REPLICATES, most_replicates=MOST_REPLICATES)
+    rules = Rules(settle_verdicts=True, max_rounds=48, replicates=REPLICATES, further=(MOST_REPLICATES,))
     fingerprint = "" if force else file.workload.get("fingerprint", "")
     return _race(
         workload_of(model, inputs, call, None, mode), [file], rules, limits, budget_s, fingerprint, on_progress

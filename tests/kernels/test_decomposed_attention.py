@@ -23,6 +23,8 @@ def interpreted(by_chance: int) -> dict[str, float]:
         [sys.executable, "-m", "tests.kernels.interpreted", str(by_chance)],
         cwd=ROOT, env=environment, capture_output=True, text=True,
     )  # fmt: skip
+    if "only 0-dimensional arrays can be converted" in done.stderr:
+        pytest.skip("this Triton's interpreter is older than this NumPy")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -556,7 +556,7 @@ def test_a_process_that_is_slow_for_life_brings_in_more(target: Target, tmp_path
         _candidate("tenth", "model.delay = 0.002"),
     ]
     candidates.append(replace(_candidate("once", "model.delay = 0.01"), once=True))
-    rules = Rules(slice_s=0.02, max_rounds=4, settle_verdicts=True, replicates=2, most_replicates=5, replicate_s=600)
+    rules = Rules(slice_s=0.02, max_rounds=4, settle_verdicts=True, replicates=2, further=(5,), replicate_s=600)
     told: list[str] = []
     trials = race(target, fingerprint, candidates, judging, rules, on_progress=lambda event: told.append(event.stage))
     other, once = trials[1], trials[3]
@@ -604,7 +604,7 @@ def test_a_further_process_that_dies_fails_its_recipe(
     monkeypatch.setattr(_candidates, "Worker", Mortal)
     lottery = f"import os\nmodel.delay = 0.02 + 0.02 * os.path.exists({str(tmp_path / 'mark')!r})\n"
     lottery += f"open({str(tmp_path / 'mark')!r}, 'w').close()"
-    rules = Rules(slice_s=0.05, max_rounds=3, settle_verdicts=True, replicates=2, most_replicates=3, replicate_s=600)
+    rules = Rules(slice_s=0.05, max_rounds=3, settle_verdicts=True, replicates=2, further=(3,), replicate_s=600)
     base, other = race(target, fingerprint, [_candidate("baseline"), _candidate("other", lottery)], judging, rules)
     assert base.ok
     assert other.status == "failed"

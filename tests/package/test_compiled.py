@@ -67,9 +67,9 @@ def test_inputs_may_lie_in_memory_as_they_like_and_are_no_larger_than_the_model_
     with torch.inference_mode():
         wanted = model(x, mask)["scores"]
         assert (run(x, mask)[0] - wanted).norm() <= 0.02 * wanted.norm()
-        with pytest.raises(RuntimeError, match="unmatched dim value|API call failed"):  # torch 2.11 prints the reason
+        with pytest.raises(RuntimeError, match=r"unmatched dim value|API call failed"):  # torch 2.11 prints the reason
             run(torch.randn(3, 5, 9), mask)
-        with pytest.raises(RuntimeError, match="16|API call failed"):  # the model has no more places
+        with pytest.raises(RuntimeError, match=r"16|API call failed"):  # the model has no more places
             run(torch.randn(3, 17, 8), torch.ones(3, 17))
 
 

@@ -45,7 +45,12 @@ def distance(one, other):
 def static(tmp_path_factory):
     """A package in int8 of a model with one channel, for which torch cannot compile any number of rows."""
     work, path = conv(channels=1), tmp_path_factory.mktemp("int8") / "conv"
-    fast = tuned(work, STATIC)
+    try:
+        fast = tuned(work, STATIC)
+    except RuntimeError as error:
+        if "0 of 2 layers matched" in str(error) and torch.__version__ < "2.13":
+            pytest.skip("this torchao quantises nothing under this torch")
+        raise
     return work, fast, write_package(work, STATIC, path, name="conv", settings=ServeSettings(max_rows=4))
 
 

@@ -30,8 +30,8 @@ from fettle.recipe import Recipe
 from fettle.tuning import Event, OnProgress
 from fettle.workload import AUTO, Target, check_mode, find_target
 
-PROCESSES, MORE_PROCESSES = 4, 8
-"""Processes of each side, and how many where those do not decide."""
+PROCESSES = (4, 8, 16)
+"""Processes of each side, and how many where those before do not decide."""
 _WAIT_S, _LONGEST_WAIT_S = 10.0, 1.0
 """How long a race waits for a quiet machine, all its slices together and at once: what others do to a slice is done to
 both sides, so that little is won by sitting it out."""
@@ -55,7 +55,7 @@ class Settings:
     fail_memory: float | None = None
     """The same of peak memory; None: not judged."""
     processes: int | None = None
-    """Processes of each side; None for 4, and 8 where those do not decide."""
+    """Processes of each side; None for as many of `PROCESSES` as it takes."""
     confidence: float = 0.95
     max_rounds: int = 48
     budget_s: float | None = None
@@ -157,11 +157,10 @@ class Ground:
 
     def gate_rules(self) -> Rules:
         """How a gate's race is run: in the number of processes that the settings ask for, or in a few and, where those
-        do not decide, in more. That is two looks at what the race says, and each has half of the error rate."""
-        limit, processes = self.settings.fail_slower, self.settings.processes
+        do not decide, in more. Each step is a look at what the race says, with its share of the error rate."""
+        first, *further = self._steps
         return replace(
-            self.rules(processes or PROCESSES), most_replicates=processes or MORE_PROCESSES, confidence=1 - self._alpha,
-            narrow=limit / 2,
+            self.rules(first), further=tuple(further), confidence=1 - self._alpha, narrow=self.settings.fail_slower / 2,
             is_enough=lambda trials: overall(self.judged(trials)) != "cannot tell",
         )  # fmt: skip
 
@@ -179,8 +178,12 @@ class Ground:
 
     @property
     def _alpha(self) -> float:
-        """Error rate of one look of a gate."""
-        return (1 - self.settings.confidence) / (1 if self.settings.processes else 2)
+        """Error rate of one look of a gate: Bonferroni."""
+        return (1 - self.settings.confidence) / len(self._steps)
+
+    @property
+    def _steps(self) -> tuple[int, ...]:
+        return (self.settings.processes,) if self.settings.processes else PROCESSES
 
     def rules(self, processes: int) -> Rules:
         """How a race of so many processes of each side is run."""

@@ -207,7 +207,7 @@ def explain(error: BaseException, ended: str = "") -> Failure:
         text = ended
     text = re.sub(r"\s+", " ", text)[:400]
     memory = isinstance(error, MemoryError) or any(word in text for word in _MEMORY)
-    if any(word in text for word in ("No space left", "Bus error", "SIGBUS")):
+    if any(word in text for word in ("No space left", "unable to allocate shared memory", "Bus error", "SIGBUS")):
         text = f"/dev/shm is full: {text}"
     elif "SIGKILL" in text:
         text = f"out of memory, or killed from outside: {text}"

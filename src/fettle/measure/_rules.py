@@ -73,17 +73,18 @@ class Rules:
     """Go on until each candidate's verdict against the baseline is known, not only the leader: what `bench` wants."""
     replicates: int = 1
     """Processes for each candidate, as far as `replicate_s` allows."""
-    most_replicates: int = 1
-    """Processes for each candidate where a speed-up is still vague after the rounds (`is_vague`), if these are more."""
+    further: tuple[int, ...] = ()
+    """Processes for each candidate where a speed-up is still vague after the rounds (`is_vague`), one step after the
+    other."""
     is_enough: Callable[[Sequence[Trial]], bool] | None = None
     """Whether the trials need no more processes, in place of `is_vague`. What looks at more than an interval's width
-    looks twice, and `confidence` must leave each look its share."""
+    looks once more for each step, and `confidence` must leave each look its share."""
     narrow: float = 0.0
     """Where each has several processes, no more rounds than would make the interval over them narrower, or half of it
     this narrow (`is_exhausted`). 0: until the rounds alone are as precise as is asked for."""
     replicate_s: float = 60.0
     """What starting the second and further processes of all candidates may take together, in seconds; as much again for
-    those of candidates that are still vague."""
+    each step of `further`."""
     abreast: int = 1
     """Processes that import and build the workload side by side. Only that: what is timed is done by one at a time."""
     under_load: bool = False

@@ -69,7 +69,11 @@ def race(
             rounds = Rounds(rules, random.Random(seed * 1000 + number), on_progress, patience or Patience())
             rounds.run(list(running.values()), anchor, before)
             ended = {index: _trial(started, anchor, start, rounds) for index, started in running.items()}
-            ended |= _go_on(start, rounds, running, ended, anchor, stack, on_progress)
+            for wanted in rules.further:
+                more = _go_on(start, rounds, running, ended, anchor, wanted, stack, on_progress)
+                if not more:
+                    break
+                ended |= more
             if baseline not in running:
                 ended = {index: replace(trial, speedup=None, elapsed_speedup=None) for index, trial in ended.items()}
             trials |= {index: _with_rows(trial, start.row_rates(running[index])) for index, trial in ended.items()}
@@ -108,16 +112,17 @@ def _go_on(
     running: Mapping[int, Started],
     ended: Mapping[int, Trial],
     anchor: Started,
+    wanted: int,
     stack: ExitStack,
     on_progress: OnProgress,
 ) -> dict[int, Trial]:
     """Where a speed-up is vague: more processes of all that have several, as many rounds again, and what is known then.
 
-    How wide an interval is decides this, not what it says, and it is done once: the error rate stays what it was. Rules
-    that do look at what it says have their own `is_enough`, and a confidence for two looks.
+    How wide an interval is decides this, not what it says: the error rate stays what it was. Rules that do look at what
+    it says have their own `is_enough`, and a confidence for that many looks.
     """
     rules, had = start.rules, len(anchor.runners)
-    if rules.is_stopped or anchor.failure or had >= rules.most_replicates:
+    if rules.is_stopped or anchor.failure or had >= wanted:
         return {}
     if not _is_vague(list(ended.values()), rules):
         return {}
@@ -125,7 +130,7 @@ def _go_on(
     again = {index: running[index] for index, trial in ended.items() if trial.ok and trial.processes > 1}
     for started in again.values():
         started.live = True
-    start.replicate(again, rules.most_replicates, stack, on_progress)
+    start.replicate(again, wanted, stack, on_progress)
     if len(anchor.runners) == had:
         return {}
     rounds.run(list(again.values()), anchor, max(one.round for runner in anchor.runners for one in runner.slices))

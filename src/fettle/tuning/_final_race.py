@@ -52,7 +52,7 @@ def final_race(session: Session, space: Space) -> FinalRace:
     session.be_patient(plan.spare_s)
     share_s = REPLICATES_S if budget.seconds is None else min(REPLICATES_S, max(0.0, budget.left_s))
     rules = replace(session.rules, deadline=budget.end, grace_s=budget.grace_s,
-                    precision=0.05, replicates=plan.replicates, most_replicates=MOST_REPLICATES,
+                    precision=0.05, replicates=plan.replicates, further=(MOST_REPLICATES,),
                     replicate_s=share_s, rows=session.facts.row_counts)  # fmt: skip
     trials = session.run([Recipe(), *again, *cheap], rules, session.held, once=cheap)
     session.held.close()
