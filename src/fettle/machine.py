@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import platform
 import re
@@ -13,11 +14,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from fettle.procs.limits import affinity_cores
+
+if TYPE_CHECKING:
+    import torch
 
 _PACKAGES = (
     "torch", "torchao", "onnxruntime", "openvino", "triton", "transformers", "diffusers", "numpy", "torch-fettle",
@@ -116,39 +120,51 @@ def find_libraries() -> dict[str, str]:
 def measure_peaks(device: str) -> Mapping[str, float]:
     """What the device reaches in a large matrix product per dtype (FLOP/s) and in a copy (bytes/s, both ways).
 
-    Measured once in a process; the best of a few runs, as a ceiling should be. A dtype that the device cannot multiply
-    is left out.
+    Measured once in a process; the best of a few runs, as a ceiling should be. What the device cannot do, or has no
+    memory left for beside the model, is left out.
     """
     import torch
 
-    size = 8192 if device == "cuda" else 1536
     peaks: dict[str, float] = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         if device == "cpu" and dtype == torch.float16:
             continue  # emulated, and very slow, on most CPUs
-        try:
-            a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-            seconds = _best_s(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
-        except RuntimeError:
-            continue
-        peaks[f"matmul_{str(dtype).removeprefix('torch.')}"] = 2 * size**3 / seconds
+        with contextlib.suppress(RuntimeError):
+            peaks[f"matmul_{str(dtype).removeprefix('torch.')}"] = _product_flops(dtype, device)
+    with contextlib.suppress(RuntimeError):
+        peaks["copy"] = _copy_bytes_per_s(device)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return peaks
+
+
+def _product_flops(dtype: torch.dtype, device: str) -> float:
+    import torch
+
+    size = 8192 if device == "cuda" else 1536
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / _best_s(lambda: a @ b, device)
+
+
+def _copy_bytes_per_s(device: str) -> float:
+    import torch
+
     source = torch.empty((1 << 30) if device == "cuda" else (1 << 28), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    peaks["copy"] = 2 * source.numel() / _best_s(lambda: target.copy_(source), device)
-    return peaks
+    return 2 * source.numel() / _best_s(lambda: target.copy_(source), device)
 
 
 def _best_s(run: Callable[[], Any], device: str) -> float:
     import torch
 
+    has_queue = device != "cpu" and torch.accelerator.is_available()
+    wait: Callable[[], Any] = torch.accelerator.synchronize if has_queue else lambda: None
     best = float("inf")
     for _ in range(4):
-        if device == "cuda":
-            torch.cuda.synchronize()
+        wait()
         start = time.perf_counter()
         run()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        wait()
         best = min(best, time.perf_counter() - start)
     return best
 
