@@ -132,8 +132,11 @@ def with_gpu(load: Load, uuid: str, own: Collection[int]) -> Load:
                 busiest[sample.pid] = max(busiest.get(sample.pid, 0.0), sample.smUtil / 100)
         others = max([sum(busiest.values()), *([others] if others > 0 else [])])
     try:
-        idle = pynvml.nvmlClocksThrottleReasonGpuIdle | pynvml.nvmlClocksThrottleReasonApplicationsClocksSetting
-        slowed = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(device) & ~idle
+        usual = (
+            pynvml.nvmlClocksThrottleReasonGpuIdle | pynvml.nvmlClocksThrottleReasonApplicationsClocksSetting
+            | pynvml.nvmlClocksThrottleReasonSwPowerCap  # the recipe's own draw, and no neighbour's doing
+        )  # fmt: skip
+        slowed = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(device) & ~usual
         now, most = (get(device, pynvml.NVML_CLOCK_SM)
                      for get in (pynvml.nvmlDeviceGetClockInfo, pynvml.nvmlDeviceGetMaxClockInfo))  # fmt: skip
     except Exception:
