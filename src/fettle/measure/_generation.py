@@ -61,7 +61,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
         while later:
             later.pop()()
 
-        state.run, state.clock = run, Clock(state.device)
+        state.run, state.clock = run, Clock(state.device, state.gpus)
         tokens, temperature = int(workload.new_tokens), float(workload.temperature)
         state.watcher = watcher = Watcher(tokens, request.part or "text", temperature)
         numbered = list(enumerate(workload.inputs))

@@ -17,7 +17,18 @@ from fettle.measure._accuracy import compare, first_rows, outputs_of, repeat_row
 from fettle.measure._clock import Clock, synchronize
 from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._reference import read_reference, write_reference
-from fettle.measure._state import State, call, examine, peaks, prepared, rebase, same_shapes, settled, take_slice
+from fettle.measure._state import (
+    State,
+    call,
+    examine,
+    locate,
+    peaks,
+    prepared,
+    rebase,
+    same_shapes,
+    settled,
+    take_slice,
+)
 from fettle.measure.messages import (
     Answer,
     Asked,
@@ -36,7 +47,7 @@ from fettle.measure.messages import (
 )
 from fettle.structure import structure
 from fettle.techniques import buffers_kept, keep_converted, load, probe_facts
-from fettle.workload import Workload, device_of, fingerprint, map_tensors, tensors
+from fettle.workload import Workload, fingerprint, map_tensors, tensors
 
 
 def build(state: State, request: Build) -> Built:
@@ -49,7 +60,7 @@ def build(state: State, request: Build) -> Built:
     state.derived_check = len(made.inputs) == 1 and not made.check_inputs
     state.load_s = time.perf_counter() - started
     state.fingerprint = fingerprint(state.workload)
-    state.device = device_of(state.workload.model, state.workload.inputs[0])
+    locate(state, state.workload.inputs[0])
     rebase(state)
     return Built(
         load_s=state.load_s,
@@ -127,7 +138,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
             later.pop()()
         accuracy = with_metric(worst(judged), state.workload.metric, run)
 
-        state.run, state.clock = run, Clock(state.device)
+        state.run, state.clock = run, Clock(state.device, state.gpus)
         timed = [repeat_rows(batch, request.factor, rows) for batch in state.workload.inputs]
         state.cycle = itertools.cycle(rotation(timed))
         _meters.trim()

@@ -22,7 +22,7 @@ from fettle.measure._accuracy import user_metric, with_metric
 from fettle.measure._clock import Clock
 from fettle.measure._lockstep import mean
 from fettle.measure._notes import compiler_notes, notes_kept
-from fettle.measure._state import State, examine, peaks, prepared, rebase, same_shapes, settled, take_slice
+from fettle.measure._state import State, examine, locate, peaks, prepared, rebase, same_shapes, settled, take_slice
 from fettle.measure._trial import Accuracy
 from fettle.measure.messages import (
     Answer,
@@ -58,7 +58,7 @@ from fettle.train import (
     training_fingerprint,
 )
 from fettle.train.facts import MOST_BATCHES
-from fettle.workload import Target, device_of
+from fettle.workload import Target
 
 _TIMELINE_STEPS = 3
 _HEADROOM = 0.9
@@ -72,7 +72,7 @@ def build(state: State, request: Build) -> Built:
     workload = state.workload = load_training(state.target, made=state.made)
     state.load_s = time.perf_counter() - started
     state.fingerprint = training_fingerprint(workload)
-    state.device = device_of(workload.model, None)
+    locate(state)
     rebase(state)
     return Built(
         load_s=state.load_s,
@@ -136,6 +136,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
         torch.manual_seed(0)
         _meters.trim()
         steps = Steps(train, workload, mean=mean)
+        state.run, state.clock = lambda _: steps.step(), Clock(state.device, state.gpus)
         has_peak = _meters.reset_peak(state.device)
         optimize_s = time.perf_counter() - started
 
@@ -150,7 +151,6 @@ def prepare(state: State, request: Prepare) -> Prepared:
         if not accuracy.problem:
             accuracy = with_metric(accuracy, workload.metric, workload.model)
 
-        state.run, state.clock = lambda _: steps.step(), Clock(state.device)
         group = [None] * _pass_length(workload)
         state.cycle = itertools.repeat(group)
         peak = settled(state, has_peak, notes.lines)
