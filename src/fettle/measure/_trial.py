@@ -133,7 +133,7 @@ def by_round(slices: Sequence[Slice], *, elapsed: bool = False) -> dict[int, flo
     times = {}
     for one in slices:
         ms = one.ms if elapsed else one.best_ms
-        if ms is not None and ms > 0:
+        if ms is not None and 0 < ms < math.inf:
             times[one.round if one.quiet else -one.round] = ms
     return times if times or elapsed else by_round(slices, elapsed=True)
 
@@ -226,8 +226,12 @@ class Trial:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trial:
-        """The inverse of `to_json`. Raises `msgspec.ValidationError` for anything else."""
-        return msgspec.convert(typed(data, cls), cls)
+        """The inverse of `to_json`. Raises `msgspec.ValidationError` or `ValueError` for anything else."""
+        trial = msgspec.convert(typed(data, cls), cls)
+        gain = 1.0 if trial.speedup is None else trial.speedup.estimate
+        if any(number <= 0 for number in (trial.samples, trial.peak_bytes or 1, trial.energy_j or 1.0, gain)):
+            raise ValueError("a figure of it is not above 0")
+        return trial
 
 
 def typed(value: Any, kind: Any, unknown: Callable[[str], None] = lambda name: None) -> Any:
