@@ -59,11 +59,11 @@ def workload_of(
 
 
 def target_of(workload: Target | Workload | TrainingWorkload, folder: Path) -> Target:
-    """The target from which worker processes build it; live objects are written to ``folder/cache``."""
+    """The target from which worker processes build it; live objects are written to `folder`."""
     if isinstance(workload, Target):
         return workload
     mode = "training" if isinstance(workload, TrainingWorkload) else "inference"
-    return replace(target_from_objects(workload, folder / "cache"), mode=mode)
+    return replace(target_from_objects(workload, folder), mode=mode)
 
 
 def check_options(options: Options) -> None:
