@@ -40,7 +40,7 @@ class Candidate:
 
 @dataclass
 class Stop:
-    """Ends a race early, with what has been measured."""
+    """Ends a race early, with what has been measured. So does an interrupt of its rounds: `asked` says it came."""
 
     asked: bool = False
     rounds_began: bool = False

@@ -13,7 +13,6 @@ import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from fettle.measure import _statistics
 from fettle.measure._candidates import Held, Runner, Start, Started
 from fettle.measure._fetching import fetching
 from fettle.measure._load import mean_load
+from fettle.measure._process import Worker, close_each
 from fettle.measure._rounds import Rounds, log_ratios
 from fettle.measure._rules import Candidate, Judge, OnProgress, Progress, Rules
 from fettle.measure._trial import Interval, Startup, Trial
@@ -61,20 +61,23 @@ def race(
     start = Start(target, fingerprint, judging, rules, log_folder, environment or {}, number, held, nodes)
     baseline = next((index for index, one in enumerate(candidates) if not one.recipe.levels), 0)
     trials: dict[int, Trial] = {}
-    with ExitStack() as stack:
-        running = start.line_up(candidates, trials, stack, on_progress)
-        start.replicate(running, rules.replicates, stack, on_progress)
+    workers: list[Worker] = []
+    try:
+        running = start.line_up(candidates, trials, workers, on_progress)
+        start.replicate(running, rules.replicates, workers, on_progress)
         anchor = running.get(baseline) or next(iter(running.values()), None)
         if anchor is not None:
             rounds = Rounds(rules, random.Random(seed * 1000 + number), on_progress, patience or Patience())
-            rounds.run(list(running.values()), anchor, before)
+            _run(rounds, list(running.values()), anchor, before, held)
             ended = {index: _trial(started, anchor, start, rounds) for index, started in running.items()}
-            ended |= _go_on(start, rounds, running, ended, anchor, stack, on_progress)
+            ended |= _go_on(start, rounds, running, ended, anchor, workers, on_progress)
             if baseline not in running:
                 ended = {index: replace(trial, speedup=None, elapsed_speedup=None) for index, trial in ended.items()}
             trials |= {index: _with_rows(trial, start.row_rates(running[index])) for index, trial in ended.items()}
             if held is not None:
                 held.keep({e.first.candidate.recipe for e in running.values() if not e.failure})
+    finally:
+        close_each(workers)
     for index in sorted(running):
         on_progress(Progress("trial", candidates[index].recipe, trial=trials[index]))
 
@@ -94,6 +97,19 @@ def race(
     return [*(trials[index] for index in sorted(trials)), *later[1:]]
 
 
+def _run(rounds: Rounds, running: Sequence[Started], anchor: Started, before: int, held: Held | None) -> None:
+    """The rounds. An interrupt after the first few ends them with what they have shown, and is told by `Rules.stop`."""
+    try:
+        rounds.run(running, anchor, before)
+    except KeyboardInterrupt:
+        if held is not None:
+            held.close()  # in the middle of a slice, whose answer is still to come
+        stop, shown = rounds.rules.stop, len({one.round for one in anchor.first.slices})
+        if stop is None or stop.asked or shown < _statistics.LOOKS[0]:
+            raise
+        stop.asked = True
+
+
 def _with_rows(trial: Trial, tokens_per_s: Mapping[str, float]) -> Trial:
     """The same with tokens a second at further numbers of rows."""
     known = trial.generation
@@ -108,7 +124,7 @@ def _go_on(
     running: Mapping[int, Started],
     ended: Mapping[int, Trial],
     anchor: Started,
-    stack: ExitStack,
+    workers: list[Worker],
     on_progress: OnProgress,
 ) -> dict[int, Trial]:
     """Where a speed-up is vague: more processes of all that have several, as many rounds again, and what is known then.
@@ -125,10 +141,11 @@ def _go_on(
     again = {index: running[index] for index, trial in ended.items() if trial.ok and trial.processes > 1}
     for started in again.values():
         started.live = True
-    start.replicate(again, rules.most_replicates, stack, on_progress)
+    start.replicate(again, rules.most_replicates, workers, on_progress)
     if len(anchor.runners) == had:
         return {}
-    rounds.run(list(again.values()), anchor, max(one.round for runner in anchor.runners for one in runner.slices))
+    before = max(one.round for runner in anchor.runners for one in runner.slices)
+    _run(rounds, list(again.values()), anchor, before, start.held)
     trials = {}
     for index, started in again.items():
         if started.failure:
