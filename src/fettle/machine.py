@@ -14,14 +14,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from fettle.procs.limits import affinity_cores
-
-if TYPE_CHECKING:
-    import torch
 
 _PACKAGES = (
     "torch", "torchao", "onnxruntime", "openvino", "triton", "transformers", "diffusers", "numpy", "torch-fettle",
@@ -106,12 +103,9 @@ def find_libraries() -> dict[str, str]:
     libraries = {library: version} if library == "glibc" else {}
     for name, files in _ALLOCATORS.items():
         for file in files:
-            path = cache.get(file) or next(
-                (str(p) for p in [Path(sys.prefix, "lib", file)] if p.is_file()),
-                "",
-            )
-            if path:
-                libraries[name] = path
+            own = Path(sys.prefix, "lib", file)
+            if file in cache or own.is_file():
+                libraries[name] = cache.get(file, str(own))
                 break
     return libraries
 
@@ -125,33 +119,28 @@ def measure_peaks(device: str) -> Mapping[str, float]:
     """
     import torch
 
+    size, copied = (8192, 1 << 30) if device == "cuda" else (1536, 1 << 28)
+
+    def product_flops(dtype: torch.dtype) -> float:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        return 2 * size**3 / _best_s(lambda: a @ b, device)
+
+    def copy_bytes_per_s() -> float:
+        source = torch.empty(copied, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        return 2 * copied / _best_s(lambda: target.copy_(source), device)
+
     peaks: dict[str, float] = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         if device == "cpu" and dtype == torch.float16:
             continue  # emulated, and very slow, on most CPUs
         with contextlib.suppress(RuntimeError):
-            peaks[f"matmul_{str(dtype).removeprefix('torch.')}"] = _product_flops(dtype, device)
+            peaks[f"matmul_{str(dtype).removeprefix('torch.')}"] = product_flops(dtype)
     with contextlib.suppress(RuntimeError):
-        peaks["copy"] = _copy_bytes_per_s(device)
+        peaks["copy"] = copy_bytes_per_s()
     if device == "cuda":
         torch.cuda.empty_cache()
     return peaks
-
-
-def _product_flops(dtype: torch.dtype, device: str) -> float:
-    import torch
-
-    size = 8192 if device == "cuda" else 1536
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / _best_s(lambda: a @ b, device)
-
-
-def _copy_bytes_per_s(device: str) -> float:
-    import torch
-
-    source = torch.empty((1 << 30) if device == "cuda" else (1 << 28), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / _best_s(lambda: target.copy_(source), device)
 
 
 def _best_s(run: Callable[[], Any], device: str) -> float:

@@ -140,6 +140,7 @@ def test_odd_containers_give_their_tensors() -> None:
     tree = OrderedDict(a=torch.ones(2), b=[{"c": torch.zeros(1)}, None, 3, "text"])
     assert set(outputs_of(tree)) == {".a", ".b[0].c", ".b[2]"}
     assert set(outputs_of([numpy.ones(2), numpy.array(["a name"]), numpy.float32(1)])) == {"[0]", "[2]"}
+    assert outputs_of(numpy.arange(3)[::-1])["output"].tolist() == [2, 1, 0]
 
 
 def test_a_model_that_writes_into_its_input_has_a_reference_and_no_noise(tmp_path):

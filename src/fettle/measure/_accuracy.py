@@ -29,7 +29,7 @@ def outputs_of(output: Any) -> Outputs:
         elif isinstance(leaf, (bool, int, float)):
             outputs[path] = torch.tensor(leaf)
         elif is_numbers(leaf):
-            outputs[path] = torch.as_tensor(leaf).clone()
+            outputs[path] = torch.as_tensor(leaf.copy())  # torch takes no array that runs backwards
     return outputs
 
 

@@ -18,12 +18,6 @@ import torch
 from fettle.measure._lockstep import agreed
 
 
-def synchronize(device: str) -> None:
-    """Wait until a device, by its type, has done everything that it was given."""
-    if device != "cpu" and torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-
-
 class Clock:
     """Times calls on a device, or on several `gpus`. `time_ns(function)` returns nanoseconds of one call."""
 
@@ -54,14 +48,14 @@ class Clock:
         function()
         self._end.record()
         self._end.synchronize()
-        return int(self._start.elapsed_time(self._end) * 1e6)
+        return max(1, int(self._start.elapsed_time(self._end) * 1e6))  # of nothing it may be 0
 
     def synchronize(self) -> None:
         """Wait until the device has done everything it was given."""
         for gpu in self._gpus:
             torch.cuda.synchronize(gpu)
-        if not self._gpus:
-            synchronize(self._device)
+        if not self._gpus and self._device != "cpu" and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
 
 
 def warm_up(

@@ -113,7 +113,8 @@ class Rounds:
 
     def _slice(self, runner: Runner, number: int, first: bool) -> Load:
         began, apart = time.monotonic(), self._is_busy() and not first
-        timeout_s = self.rules.call_timeout_s + 20 * runner.answer.call_ns / 1e9 + self.rules.slice_s
+        sample_s = runner.answer.calls * runner.answer.call_ns / 1e9
+        timeout_s = self.rules.call_timeout_s + 20 * sample_s + self.rules.slice_s
         if not first:
             self._nobody_first()
         elif runner.worker.pid not in self._first:

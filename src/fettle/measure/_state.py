@@ -145,6 +145,7 @@ def prepared(
         device=state.device,
         gpu=_meters.uuid_of(state.gpus[0]) if state.gpus else "",
         call_ns=state.call_ns,
+        calls=state.calls,
         samples=samples,
         notes=list(dict.fromkeys(notes.lines)),
         learned=notes.learned,
@@ -167,6 +168,11 @@ def one_sample(state: State) -> int:
     for batch in group:
         total += state.clock.time_ns(lambda batch=batch: call(state.run, batch))
     return slowest(total // len(group))
+
+
+def rotation(batches: Sequence[Any]) -> list[list[Any]]:
+    """Batches grouped into samples: each alone where they have one shape, all together where they differ."""
+    return [[batch] for batch in batches] if same_shapes(batches) else [list(batches)]
 
 
 def same_shapes(batches: Iterable[Any]) -> bool:
