@@ -6,7 +6,6 @@ probe (facts, reference) -> space of recipes -> design -> races -> trials in the
 from __future__ import annotations
 
 import functools
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from fettle.tuning._arguments import (
     check_options,
     check_ranks,
     check_techniques,
+    live_folder,
     open_nodes,
     target_of,
     workload_of,
@@ -88,8 +88,7 @@ def tune(
     subject = workload_of(model, inputs, call, metric, options.mode)
     machine = this_machine()
     with ExitStack() as ends:
-        # Another study may have other live objects in the same folder at the same time.
-        live = folder / "cache" / f"live-{secrets.token_hex(4)}"
+        live = live_folder(folder / "cache")
         ends.callback(shutil.rmtree, live, ignore_errors=True)
         target = check_ranks(options, target_of(subject, live))
         others = open_nodes(options, target)
