@@ -86,10 +86,8 @@ def installed() -> dict[str, str]:
     """Versions of the libraries that decide what is measured, of those that are installed. None is imported."""
     versions = {}
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from fettle.measure._load import nvml_of
+
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _RAPL = Path("/sys/class/powercap")
@@ -40,12 +42,10 @@ def peak_bytes(device: str) -> int | None:
     """The peak since `reset_peak`: the CUDA allocator's on all GPUs, or the resident set's high-water mark."""
     if device == "cuda":
         return sum(torch.cuda.max_memory_allocated(gpu) for gpu in range(torch.cuda.device_count()))
-    try:
+    with contextlib.suppress(OSError):
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    except OSError:
-        pass
     return None
 
 
@@ -65,11 +65,8 @@ def energy_j(gpus: Sequence[int]) -> float | None:
     """A running total of energy in joules, or None: NVML for GPUs; RAPL packages for a CPU, where there are none."""
     if gpus:
         try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid_of(gpu)) for gpu in gpus]
-            return float(sum(map(pynvml.nvmlDeviceGetTotalEnergyConsumption, handles))) / 1e3
+            devices = [nvml_of(uuid_of(gpu)) for gpu in gpus]
+            return float(sum(nvml.nvmlDeviceGetTotalEnergyConsumption(device) for nvml, device in devices)) / 1e3
         except Exception:  # NVML raises its own types, and may be absent altogether
             return None
     try:
