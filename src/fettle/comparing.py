@@ -20,7 +20,7 @@ from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile, read_recipe
 from fettle.result import Limits
 from fettle.techniques import canonical, conflict
-from fettle.tuning import WAITING, OnProgress, Options, Session, check_limits, target_of, workload_of
+from fettle.tuning import WAITING, OnProgress, Options, Session, check_options, target_of, workload_of
 from fettle.workload import AUTO
 
 REPLICATES = 4
@@ -152,7 +152,7 @@ def _race(
         )  # fmt: skip
         if limits is not None:
             options = replace(options, limits=limits, max_spread=limits.max_error, max_kl=limits.max_error)
-        check_limits(options.limits)
+        check_options(options)
         session = Session(target_of(workload, folder), options, on_progress)
         try:
             session.report("building the workload and its reference")
