@@ -154,7 +154,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     wide = own.to(torch.float64)
     if not own.is_floating_point() or own.element_size() == 1:
         return wide
-    masked = wide.abs() >= min(torch.finfo(own.dtype).max, torch.finfo(torch.bfloat16).max)
+    masked = own.abs() >= min(torch.finfo(own.dtype).max, torch.finfo(torch.bfloat16).max)
     return wide * torch.where(masked, math.inf, 1.0) if masked.any() else wide
 
 
