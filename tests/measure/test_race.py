@@ -42,7 +42,7 @@ from fettle.measure import (
 )
 from fettle.measure._clock import Clock
 from fettle.measure._process import close_each
-from fettle.measure._state import State, take_slice
+from fettle.measure._state import State, settled, take_slice
 from fettle.measure.messages import (
     Answer,
     Asked,
@@ -691,6 +691,14 @@ def test_slices_account_for_all_of_their_process() -> None:
         run(torch.ones(1))  # between two slices
     unknown_s = spent_s() - before_s - sum(told)
     assert unknown_s < 0.1 * sum(told)
+
+
+def test_what_the_clock_holds_is_no_memory_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_meters, "peak_bytes", lambda device: 150)
+    batches = itertools.cycle([[torch.ones(1)]])
+    state = State(run=lambda batch: time.sleep(0.01), clock=Clock("cpu"), cycle=batches)
+    state.clock.held_bytes = 100
+    assert settled(state, True, []) == 50
 
 
 def test_energy_is_that_of_one_call_where_batches_differ_in_shape(monkeypatch: pytest.MonkeyPatch) -> None:
