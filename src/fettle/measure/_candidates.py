@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from fettle.measure._load import gpu_memory
 from fettle.measure._priority import READY, prefer
 from fettle.measure._process import Worker, WorkerError, close_each
 from fettle.measure._rules import Candidate, Judge, OnProgress, Progress, Rules
-from fettle.measure._trial import Slice, Trial, by_round
+from fettle.measure._trial import Slice, Trial, log_times
 from fettle.measure.messages import Build, Built, MeasureRows, Prepare, Prepared, Probe, Probed, RowsMeasured
 from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
@@ -77,9 +76,9 @@ class Runner:
     """How texts came, where the workload writes some."""
     failure: str = ""
 
-    def times_ms(self, *, elapsed: bool = False) -> dict[int, float]:
-        """Time of a call by round, `elapsed` with the waiting in it: see `by_round`."""
-        return by_round(self.slices, elapsed=elapsed)
+    def log_times(self, *, elapsed: bool) -> dict[int, float]:
+        """Log time of one row by round, `elapsed` with the waiting in it."""
+        return log_times(self.slices, self.answer.samples, elapsed=elapsed)
 
 
 @dataclass
@@ -105,12 +104,7 @@ class Started:
 
     def process_logs(self) -> list[dict[int, float]]:
         """Log time of one row by round, for each process that has been timed."""
-        logs = []
-        for runner in self.runners:
-            times = runner.times_ms(elapsed=self.elapsed)
-            if times:
-                logs.append({key: math.log(ms / runner.answer.samples) for key, ms in times.items()})
-        return logs
+        return [log for runner in self.runners if (log := runner.log_times(elapsed=self.elapsed))]
 
     @property
     def per_sample(self) -> dict[int, float]:

@@ -138,13 +138,17 @@ def by_round(slices: Sequence[Slice], *, elapsed: bool = False) -> dict[int, flo
     return times if times or elapsed else by_round(slices, elapsed=True)
 
 
+def log_times(slices: Sequence[Slice], samples: int, *, elapsed: bool = False) -> dict[int, float]:
+    """Log time of one row by round (see `by_round`), of the slices of one process."""
+    return {number: math.log(ms / samples) for number, ms in by_round(slices, elapsed=elapsed).items()}
+
+
 def process_logs(trial: Trial, *, elapsed: bool = False) -> list[dict[int, float]]:
-    """Log time of one row by round (see `by_round`), for each process of a trial that has been timed."""
+    """`log_times` of each process of a trial that has been timed."""
     slices: dict[str, list[Slice]] = {}
     for one in trial.slices:
         slices.setdefault(one.process, []).append(one)
-    times = [by_round(each, elapsed=elapsed) for each in slices.values()]
-    return [{key: math.log(ms / trial.samples) for key, ms in each.items()} for each in times if each]
+    return [log for each in slices.values() if (log := log_times(each, trial.samples, elapsed=elapsed))]
 
 
 @dataclass(frozen=True)

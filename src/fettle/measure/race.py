@@ -188,10 +188,9 @@ def _speedup(anchor: Started, started: Started, rules: Rules) -> Interval | None
 def _elapsed_speedup(anchor: Started, started: Started, rules: Rules) -> Interval | None:
     """The ratio of times elapsed over the rounds in which others had the machine."""
     slower, faster = (
-        {-number: math.log(ms / runner.answer.samples)
-         for runner in each.runners for number, ms in runner.times_ms(elapsed=True).items() if number < 0}
+        {-key: log for runner in each.runners for key, log in runner.log_times(elapsed=True).items() if key < 0}
         for each in (anchor, started)
-    )  # fmt: skip
+    )
     ratios = _statistics.paired(slower, faster)
     return _statistics.exp(_statistics.log_interval(ratios, rules.alpha)) if len(ratios) > 1 else None
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fettle.measure import ENOUGH, Interval, Slice, Trial, by_round, paired, places
+from fettle.measure import ENOUGH, Interval, Slice, Trial, log_times, paired, places
 from fettle.recipe import Recipe
 
 Numbers = NDArray[np.floating[Any]]
@@ -147,9 +147,8 @@ def points_of(race: int, trials: Sequence[Trial], *, elapsed: bool = False) -> l
             recipes[one.process] = trial.recipe
     samples = {trial.recipe: trial.samples for trial in trials}
     for process, turns in slices.items():
-        times = by_round(turns, elapsed=elapsed)
-        if times:
-            logs[process] = {number: math.log(ms / samples[recipes[process]]) for number, ms in times.items()}
+        if log := log_times(turns, samples[recipes[process]], elapsed=elapsed):
+            logs[process] = log
     names, points = list(logs), []
     for number, party in enumerate(places(list(logs.values()))):
         if len(party) == 1 and len(logs) > 1:  # it met nobody, and says nothing
