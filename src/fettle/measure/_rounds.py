@@ -58,8 +58,6 @@ class Rounds:
 
     def _run(self, running: Sequence[Started], anchor: Started, before: int) -> None:
         rules = self.rules
-        if rules.stop is not None:
-            rules.stop.rounds_began = True
         self.watch.restart()
         self.own |= {runner.worker.pid for started in running for runner in started.runners}
         for count in range(1, (rules.equal_rounds or rules.max_rounds) + 1):

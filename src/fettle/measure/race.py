@@ -12,7 +12,8 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,9 +69,11 @@ def race(
         anchor = running.get(baseline) or next(iter(running.values()), None)
         if anchor is not None:
             rounds = Rounds(rules, random.Random(seed * 1000 + number), on_progress, patience or Patience())
-            _run(rounds, list(running.values()), anchor, before, held)
+            with _ended_by_interrupt(start, running.values()):
+                rounds.run(list(running.values()), anchor, before)
             ended = {index: _trial(started, anchor, start, rounds) for index, started in running.items()}
-            ended |= _go_on(start, rounds, running, ended, anchor, workers, on_progress)
+            with _ended_by_interrupt(start, running.values()):
+                ended |= _go_on(start, rounds, running, ended, anchor, workers, on_progress)
             if baseline not in running:
                 ended = {index: replace(trial, speedup=None, elapsed_speedup=None) for index, trial in ended.items()}
             trials |= {index: _with_rows(trial, start.row_rates(running[index])) for index, trial in ended.items()}
@@ -88,24 +91,27 @@ def race(
     if held is not None:
         held.keep({anchor.first.candidate.recipe})
     last = max((one.round for trial in trials.values() for one in trial.slices), default=before)
-    candidates = [candidates[baseline], *rest]
-    later = race(target, fingerprint, candidates, judging, rules, log_folder=log_folder, environment=environment,
-                 on_progress=on_progress, number=number, seed=seed + 1, held=held, nodes=nodes, patience=patience,
-                 before=last)  # fmt: skip
+    candidates, later = [candidates[baseline], *rest], list[Trial]()
+    with _ended_by_interrupt(start, running.values()):
+        later = race(target, fingerprint, candidates, judging, rules, log_folder=log_folder, environment=environment,
+                     on_progress=on_progress, number=number, seed=seed + 1, held=held, nodes=nodes, patience=patience,
+                     before=last)  # fmt: skip
     if later and baseline in trials:  # what ties those that ran there to those that ran here
         trials[baseline] = replace(trials[baseline], slices=(*trials[baseline].slices, *later[0].slices))
     return [*(trials[index] for index in sorted(trials)), *later[1:]]
 
 
-def _run(rounds: Rounds, running: Sequence[Started], anchor: Started, before: int, held: Held | None) -> None:
-    """The rounds. An interrupt after the first few ends them with what they have shown, and is told by `Rules.stop`."""
+@contextmanager
+def _ended_by_interrupt(start: Start, running: Iterable[Started]) -> Iterator[None]:
+    """Let an interrupt end what runs inside, where there is something to show; see `Stop`."""
     try:
-        rounds.run(running, anchor, before)
+        yield
     except KeyboardInterrupt:
-        if held is not None:
-            held.close()  # in the middle of a slice, whose answer is still to come
-        stop, shown = rounds.rules.stop, len({one.round for one in anchor.first.slices})
-        if stop is None or stop.asked or shown < _statistics.LOOKS[0]:
+        if start.held is not None:
+            start.held.close()  # in the middle of a slice, whose answer is still to come
+        rounds = [len({one.round for one in each.first.slices}) for each in running if not each.failure]
+        stop = start.rules.stop
+        if stop is None or stop.asked or min(rounds, default=0) < stop.fewest_rounds:
             raise
         stop.asked = True
 
@@ -144,8 +150,7 @@ def _go_on(
     start.replicate(again, rules.most_replicates, workers, on_progress)
     if len(anchor.runners) == had:
         return {}
-    before = max(one.round for runner in anchor.runners for one in runner.slices)
-    _run(rounds, list(again.values()), anchor, before, start.held)
+    rounds.run(list(again.values()), anchor, max(one.round for runner in anchor.runners for one in runner.slices))
     trials = {}
     for index, started in again.items():
         if started.failure:
