@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fettle.measure import ENOUGH, Interval, Slice, Trial, log_times, paired, places
+from fettle.measure import ENOUGH, Interval, Slice, Trial, log_times, paired, places, student
 from fettle.recipe import Recipe
 
 Numbers = NDArray[np.floating[Any]]
@@ -99,7 +99,7 @@ class Fit:
             return None
         estimate = float(contrast @ self.effects)
         error = math.sqrt(max(0.0, float(contrast @ self.covariance @ contrast)))
-        half = _student(self.freedom, confidence) * error
+        half = student(self.freedom, 1 - confidence) * error
         return Interval(estimate, estimate - half, estimate + half)
 
 
@@ -274,9 +274,3 @@ def _taken_out(slices: Sequence[Slice]) -> float:
         return 0.0
     logs = [math.log(one.ms / one.best_ms) for one in slices if not one.quiet and one.best_ms]
     return max(_SOMETHING, statistics.median(logs)) if logs else _NOTHING_TAKEN_OUT
-
-
-def _student(freedom: float, confidence: float) -> float:
-    from scipy.special import stdtrit  # scipy.stats takes a second more to import
-
-    return float(stdtrit(freedom, 0.5 + confidence / 2))
