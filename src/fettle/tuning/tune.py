@@ -89,7 +89,7 @@ def tune(
     machine = this_machine()
     with ExitStack() as ends:
         live = live_folder(folder / "cache")
-        ends.callback(shutil.rmtree, live, ignore_errors=True)
+        ends.callback(lambda: shutil.rmtree(live, ignore_errors=True))
         target = check_ranks(options, target_of(subject, live))
         others = open_nodes(options, target)
         if others is not None:
