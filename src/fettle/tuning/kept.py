@@ -43,8 +43,8 @@ def studies_in(storage: str, names: Collection[str] | None = None) -> Iterator[t
     for study in studies:
         for key, value in study.user_attrs.items():
             if key.startswith(_MACHINE):
-                kept = Study(study, key.removeprefix(_MACHINE))
-                yield kept, _read(value, Machine, kept)
+                seen = Study(study, key.removeprefix(_MACHINE))
+                yield seen, _read(value, Machine, seen)
 
 
 def _rows(study: Study, machine: Machine, family: str) -> list[Row]:

@@ -93,7 +93,8 @@ def _utilisation(on_gpu: bool) -> Iterator[list[float]]:
         return
     import torch
 
-    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # this thread's; another begins with 0
+    # This thread's; another begins with the first.
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
     stop = threading.Event()
 
     def ask() -> None:
