@@ -74,8 +74,12 @@ def test_a_study_of_a_version_with_fewer_levels_goes_on(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"samples": 0}, {"peak_bytes": -1}, {"speedup": {"estimate": 0, "low": 0, "high": 1}}, {"slices": 3}]
-)
+    "changed",
+    [
+        {"samples": 0}, {"peak_bytes": -1}, {"speedup": {"estimate": 0, "low": 0, "high": 1}}, {"slices": 3},
+        {"learned": {"int8_layers": 3}},
+    ],
+)  # fmt: skip
 def test_a_trial_that_somebody_changed_is_one_line(tmp_path, changed):
     url = f"sqlite:///{tmp_path / 'study.db'}"
     study, trial = Study.open("net", url, "weights", "here"), ran("baseline", 1, 8.0)
