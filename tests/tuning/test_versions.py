@@ -4,17 +4,18 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from simulated import World, made_up_space, session_in
 
 from fettle import study as room
 from fettle.errors import UsageError
-from fettle.measure import Slice, Trial, by_round
+from fettle.measure import Slice, Trial, by_round, messages
 from fettle.recipe import Recipe
 from fettle.result import Limits
 from fettle.study import Study
-from fettle.techniques import run_by
-from fettle.tuning import studies_in
+from fettle.techniques import Facts, run_by
+from fettle.tuning import _probe, studies_in
 from fettle.tuning.model import Races
 from fettle.tuning.standings import Standings
 
@@ -87,6 +88,15 @@ def test_a_trial_that_somebody_changed_is_one_line(tmp_path, changed):
     study.add(written)
     with pytest.raises(UsageError, match="trial 0 of the study cannot be read"):
         study.trials()
+
+
+def test_what_goes_into_code_is_not_taken_from_a_probe_that_somebody_changed():
+    facts = Facts(learned={"int8_layers": "__import__('os')"})
+    probe = _probe._Kept(facts, False, {}, (), messages.Reference(dtype="float64", seconds=1.0))
+    study: Any = SimpleNamespace(note=lambda key: msgspec.to_builtins(probe))
+    found = _probe._recalled(study)
+    assert found is not None
+    assert found.facts.learned == {}
 
 
 def test_a_study_whose_machine_somebody_changed_is_one_line(tmp_path):

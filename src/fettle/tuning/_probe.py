@@ -107,7 +107,7 @@ def judged_by(facts: Facts, max_error: float | None, has_metric: bool) -> Facts:
 
 
 def _recalled(study: Study) -> _Kept | None:
-    """What an earlier run found, with what is installed today."""
+    """What an earlier run found, with what is installed today. A probe learns nothing: that comes of trials, checked."""
     try:
         kept = msgspec.convert(study.note("probe"), _Kept)
     except msgspec.ValidationError:  # none yet, or another version's
@@ -116,7 +116,7 @@ def _recalled(study: Study) -> _Kept | None:
 
     def today(facts: Facts) -> Facts:
         parts = {name: today(part) for name, part in facts.parts.items()}
-        return replace(facts, packages=here.packages, libraries=here.libraries, parts=parts)
+        return replace(facts, packages=here.packages, libraries=here.libraries, learned={}, parts=parts)
 
     return replace(kept, facts=today(kept.facts))
 
