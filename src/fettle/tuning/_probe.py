@@ -107,7 +107,7 @@ def judged_by(facts: Facts, max_error: float | None, has_metric: bool) -> Facts:
 
 
 def _recalled(study: Study) -> _Kept | None:
-    """What an earlier run found, with what is installed today. A probe learns nothing: that comes of trials, checked."""
+    """What an earlier run found, with what is installed today. What levels learned is for trials to say."""
     try:
         kept = msgspec.convert(study.note("probe"), _Kept)
     except msgspec.ValidationError:  # none yet, or another version's
