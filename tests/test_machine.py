@@ -1,9 +1,12 @@
-"""How a processor is named: those that a virtual machine hides are told apart."""
+"""How a processor is named: those that a virtual machine hides are told apart. What a device reaches."""
 
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from fettle import machine
 from fettle.machine import cpu_name
 
 
@@ -22,3 +25,23 @@ def test_a_name_without_a_number_is_told_with_its_family_and_model(monkeypatch, 
 def test_one_that_tells_no_family_keeps_its_name(monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda self, **options: "processor\t: 0\nmodel name\t: ARMv8\n")
     assert cpu_name() == "ARMv8"
+
+
+def test_a_device_without_room_for_them_has_no_peaks(monkeypatch):
+    def full(run, device):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(machine, "_best_s", full)
+    assert machine.measure_peaks.__wrapped__("cpu") == {}
+
+
+def test_peaks_of_any_accelerator_are_of_work_that_is_done(monkeypatch):
+    pending = []
+
+    def wait():
+        while pending:
+            time.sleep(pending.pop())
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", wait)
+    assert machine._best_s(lambda: pending.append(0.02), "mps") >= 0.02

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile, read_recipe
 from fettle.result import Limits
 from fettle.techniques import canonical, conflict
-from fettle.tuning import WAITING, OnProgress, Options, Session, check_limits, target_of, workload_of
+from fettle.tuning import WAITING, OnProgress, Options, Session, check_options, target_of, workload_of
 from fettle.workload import AUTO
 
 REPLICATES = 4
@@ -152,7 +149,7 @@ def _race(
         )  # fmt: skip
         if limits is not None:
             options = replace(options, limits=limits, max_spread=limits.max_error, max_kl=limits.max_error)
-        check_limits(options.limits)
+        check_options(options)
         session = Session(target_of(workload, folder), options, on_progress)
         try:
             session.report("building the workload and its reference")
@@ -167,9 +164,8 @@ def _race(
             rules = replace(rules, abreast=session.rules.abreast)
             if budget_s:
                 rules = replace(rules, deadline=time.monotonic() + budget_s)
-            stop = Stop()
-            with _stops_at_interrupt(stop):
-                trials = session.run([Recipe(), *wanted], replace(rules, stop=stop))
+            stop = Stop(fewest_rounds=1)
+            trials = session.run([Recipe(), *wanted], replace(rules, stop=stop))
             if not trials:
                 raise UsageError("there was no time to start the workload as given: give the race a larger `budget`")
         finally:
@@ -190,25 +186,6 @@ def _learned(files: Sequence[RecipeFile]) -> dict[str, Any]:
         if learned.setdefault(key, found) != found:
             raise UsageError(f"two of the recipes hold different {key}: compare each with the workload as given alone")
     return learned
-
-
-@contextlib.contextmanager
-def _stops_at_interrupt(stop: Stop) -> Iterator[None]:
-    """The first Ctrl-C ends a race whose rounds have begun with what it has; the second ends everything."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: object) -> None:
-        if stop.asked or not stop.rounds_began:
-            raise KeyboardInterrupt
-        stop.asked = True
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:

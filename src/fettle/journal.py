@@ -45,10 +45,15 @@ class Journal:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self.close()
             raise UsageError(f"{path}: another {writer} writes there; wait for it, or give `keep`") from None
         except OSError as error:
             raise UsageError(f"{path}: the measurements cannot be kept there ({error.strerror}); give `keep`") from None
-        self._read(made_for)
+        try:
+            self._read(made_for)
+        except BaseException:
+            self.close()
+            raise
 
     def get(self, key: str) -> Line | None:
         """What is known of a question."""

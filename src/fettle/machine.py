@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import platform
 import re
@@ -85,10 +86,8 @@ def installed() -> dict[str, str]:
     """Versions of the libraries that decide what is measured, of those that are installed. None is imported."""
     versions = {}
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -102,12 +101,9 @@ def find_libraries() -> dict[str, str]:
     libraries = {library: version} if library == "glibc" else {}
     for name, files in _ALLOCATORS.items():
         for file in files:
-            path = cache.get(file) or next(
-                (str(p) for p in [Path(sys.prefix, "lib", file)] if p.is_file()),
-                "",
-            )
-            if path:
-                libraries[name] = path
+            own = Path(sys.prefix, "lib", file)
+            if file in cache or own.is_file():
+                libraries[name] = cache.get(file, str(own))
                 break
     return libraries
 
@@ -116,39 +112,46 @@ def find_libraries() -> dict[str, str]:
 def measure_peaks(device: str) -> Mapping[str, float]:
     """What the device reaches in a large matrix product per dtype (FLOP/s) and in a copy (bytes/s, both ways).
 
-    Measured once in a process; the best of a few runs, as a ceiling should be. A dtype that the device cannot multiply
-    is left out.
+    Measured once in a process; the best of a few runs, as a ceiling should be. What the device cannot do, or has no
+    memory left for beside the model, is left out.
     """
     import torch
 
-    size = 8192 if device == "cuda" else 1536
+    size, copied = (8192, 1 << 30) if device == "cuda" else (1536, 1 << 28)
+
+    def product_flops(dtype: torch.dtype) -> float:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        return 2 * size**3 / _best_s(lambda: a @ b, device)
+
+    def copy_bytes_per_s() -> float:
+        source = torch.empty(copied, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        return 2 * copied / _best_s(lambda: target.copy_(source), device)
+
     peaks: dict[str, float] = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         if device == "cpu" and dtype == torch.float16:
             continue  # emulated, and very slow, on most CPUs
-        try:
-            a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-            seconds = _best_s(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
-        except RuntimeError:
-            continue
-        peaks[f"matmul_{str(dtype).removeprefix('torch.')}"] = 2 * size**3 / seconds
-    source = torch.empty((1 << 30) if device == "cuda" else (1 << 28), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    peaks["copy"] = 2 * source.numel() / _best_s(lambda: target.copy_(source), device)
+        with contextlib.suppress(RuntimeError):
+            peaks[f"matmul_{str(dtype).removeprefix('torch.')}"] = product_flops(dtype)
+    with contextlib.suppress(RuntimeError):
+        peaks["copy"] = copy_bytes_per_s()
+    if device == "cuda":
+        torch.cuda.empty_cache()
     return peaks
 
 
 def _best_s(run: Callable[[], Any], device: str) -> float:
     import torch
 
+    has_queue = device != "cpu" and torch.accelerator.is_available()
+    wait: Callable[[], Any] = torch.accelerator.synchronize if has_queue else lambda: None
     best = float("inf")
     for _ in range(4):
-        if device == "cuda":
-            torch.cuda.synchronize()
+        wait()
         start = time.perf_counter()
         run()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        wait()
         best = min(best, time.perf_counter() - start)
     return best
 

@@ -177,7 +177,7 @@ class Study:
         for trial in self._finished():
             try:
                 read = Trial.from_json(json.loads(trial.user_attrs[_TRIAL]))
-            except (ValueError, KeyError, msgspec.ValidationError) as error:
+            except (ValueError, KeyError, RecursionError, msgspec.ValidationError) as error:
                 raise UsageError(f"trial {trial.number} of the study cannot be read: {first_line(error)}") from error
             if by_recipe.setdefault(read.recipe, read).versions != read.versions:  # else who was first has measured it
                 by_recipe[read.recipe] = read
@@ -218,7 +218,7 @@ class Study:
                 storage.set_trial_state_values(number, state, values)
             del self._claims[trial.recipe]
             return
-        kept = create_trial(state=state, values=values, **_levels(trial.recipe, facts),
+        kept = create_trial(state=state, values=values, **self._levels(trial.recipe, facts),
                             user_attrs={**summary, _MACHINE: self._machine_id},
                             system_attrs={"constraints": constraints})  # fmt: skip
         if kept.datetime_complete and math.isfinite(trial.seconds):  # a timeline without this has points, not bars
@@ -268,7 +268,7 @@ class Study:
         storage = self._study._storage
         attrs = {_MACHINE: self._machine_id, _OWNER: self._owner, "recipe": str(recipe),
                  _VERSIONS: run_by(recipe, facts.packages)}  # fmt: skip
-        waiting = create_trial(state=TrialState.WAITING, **_levels(recipe, facts), user_attrs=attrs)
+        waiting = create_trial(state=TrialState.WAITING, **self._levels(recipe, facts), user_attrs=attrs)
         number = self._claims[recipe] = storage.create_new_trial(self._study._study_id, waiting)
         self._heart.record_heartbeat(number)
         with contextlib.suppress(UpdateFinishedTrialError):  # this process was stopped here for so long that it lost it
@@ -321,6 +321,23 @@ class Study:
                     self._study._storage.set_trial_user_attr(trial._trial_id, _GIVEN_BACK, True)
                     self._study._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
 
+    def _levels(self, recipe: Recipe, facts: Facts) -> dict[str, Any]:
+        """A recipe as Optuna has it: what may be set on such a workload, and what is. Optuna's choices are fixed: a
+        technique that another version of fettle began the study with, and that has other levels now, is left out."""
+        params: dict[str, Any] = {}
+        distributions: dict[str, optuna.distributions.BaseDistribution] = {}
+        known = known_levels()  # the same on every machine: a storage is shared
+        fixed = {
+            name: choices for trial in self._study.get_trials(deepcopy=False)
+            for name, choices in trial.distributions.items()
+        }  # fmt: skip
+        for name, technique, _ in factors(facts):
+            choices = optuna.distributions.CategoricalDistribution(known[technique.name])
+            if facts.mode in technique.modes and fixed.get(name, choices) == choices:
+                params[name] = recipe.levels.get(name, technique.default)
+                distributions[name] = choices
+        return {"params": params, "distributions": distributions}
+
     # -- notes -------------------------------------------------------------------------------------------------------
 
     @_lasting
@@ -353,15 +370,3 @@ def _begun(kept: RDBStorage, name: str, url: str, fingerprint: str) -> optuna.St
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             study.set_metric_names(["ms per sample", "relative error"])
     return study
-
-
-def _levels(recipe: Recipe, facts: Facts) -> dict[str, Any]:
-    """A recipe as Optuna has it: what may be set on such a workload, and what is."""
-    params: dict[str, Any] = {}
-    distributions: dict[str, optuna.distributions.BaseDistribution] = {}
-    known = known_levels()  # the same on every machine: a storage is shared, and Optuna's choices are fixed
-    for name, technique, _ in factors(facts):
-        if facts.mode in technique.modes:
-            params[name] = recipe.levels.get(name, technique.default)
-            distributions[name] = optuna.distributions.CategoricalDistribution(known[technique.name])
-    return {"params": params, "distributions": distributions}

@@ -43,10 +43,11 @@ def verify(
     on_progress(f"racing {len(able)} fixes against the workload as given")
     recipes = list(dict.fromkeys([first, *able] if first.levels else able))
     trials = bench(target, recipes, limits=Limits(max_error=None), budget_s=budget_s, max_rounds=20).trials[1:]
-    trial_of = dict(zip(recipes, trials, strict=True))
+    trial_of = dict(zip(recipes, trials, strict=False))  # the last ones are left out where there was no time for them
     for recipe, finding in able.items():
         beside = first if recipe != first else Recipe()
-        answers.append(_verified(finding, trial_of[recipe], str(beside) if beside.levels else "", trial_of.get(beside)))
+        trial = trial_of.get(recipe, Trial(recipe, "failed", "there was no time for it"))
+        answers.append(_verified(finding, trial, str(beside) if beside.levels else "", trial_of.get(beside)))
     return answers
 
 

@@ -56,6 +56,19 @@ def test_infinity_where_the_reference_has_it_is_right() -> None:
     assert compare({"y": torch.tensor([1.0, 3.0])}, reference).problem
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_masks_of_the_least_number_of_a_type_hide_no_error(dtype: torch.dtype) -> None:
+    """In float64 it is so large that its square is infinite, and an error that is no number was none."""
+
+    def masked(scores: list[float], kind: torch.dtype) -> dict[str, torch.Tensor]:
+        return {"logits": torch.tensor([[*scores, torch.finfo(kind).min]], dtype=kind)}
+
+    reference = masked([1.0, 2.0], torch.float64)
+    assert compare(masked([1.0, 2.0], dtype), reference).error == 0
+    assert compare(masked([5.0, -7.0], dtype), reference).error > 1
+    assert compare({"logits": torch.tensor([[1.0, 2.0, 3.0]], dtype=dtype)}, reference).problem
+
+
 def test_a_missing_leaf_or_another_shape_never_passes() -> None:
     reference = {"y": torch.ones(3)}
     assert "no y" in compare({}, reference).problem
@@ -127,6 +140,7 @@ def test_odd_containers_give_their_tensors() -> None:
     tree = OrderedDict(a=torch.ones(2), b=[{"c": torch.zeros(1)}, None, 3, "text"])
     assert set(outputs_of(tree)) == {".a", ".b[0].c", ".b[2]"}
     assert set(outputs_of([numpy.ones(2), numpy.array(["a name"]), numpy.float32(1)])) == {"[0]", "[2]"}
+    assert outputs_of(numpy.arange(3)[::-1])["output"].tolist() == [2, 1, 0]
 
 
 def test_a_model_that_writes_into_its_input_has_a_reference_and_no_noise(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fettle.measure._clock import Clock
-from fettle.measure._inference import rotation
+from fettle.measure._state import rotation
 
 
 def test_work_on_another_accelerator_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch._subclasses import FakeTensorMode
 
+from fettle.measure import _meters
+from fettle.measure._clock import Clock
 from fettle.measure._load import Load, gpu_memory, with_gpu
+from fettle.measure._state import gpus_of
 
 
 def nvml(monkeypatch, *, running=(1,), utilisation=(), reasons=0, now=1500, missing=""):
@@ -29,6 +34,8 @@ def nvml(monkeypatch, *, running=(1,), utilisation=(), reasons=0, now=1500, miss
         "nvmlDeviceGetMaxClockInfo": lambda device, which: 2000,
         "nvmlClocksThrottleReasonGpuIdle": 1,
         "nvmlClocksThrottleReasonApplicationsClocksSetting": 2,
+        "nvmlClocksThrottleReasonSwPowerCap": 4,
+        "nvmlDeviceGetTotalEnergyConsumption": lambda device: 7000,
         "NVML_CLOCK_SM": 1,
     }
     if missing:
@@ -60,6 +67,31 @@ def test_a_clock_below_its_best_counts_only_where_something_throttles(monkeypatc
     assert with_gpu(Load(), "GPU-1", {1}).is_quiet
     nvml(monkeypatch, reasons=8)
     assert with_gpu(Load(), "GPU-1", {1}).clock == 0.75
+
+
+def test_what_a_recipe_itself_draws_is_no_neighbour(monkeypatch):
+    """A GPU at its power limit is slowed for as long as the recipe runs: waiting for it to be quiet never ends."""
+    nvml(monkeypatch, reasons=4)
+    assert with_gpu(Load(), "GPU-1", {1}).is_quiet
+
+
+def test_energy_is_that_of_the_gpus_which_the_model_lies_on(monkeypatch):
+    """NVML numbers them otherwise where CUDA_VISIBLE_DEVICES names some of them."""
+    nvml(monkeypatch)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda gpu: SimpleNamespace(uuid=gpu + 1))
+    assert _meters.energy_j([0]) == 7.0
+    assert _meters.energy_j([1]) is None
+
+
+def test_where_a_model_lies_decides_which_gpus_are_waited_for(monkeypatch):
+    with FakeTensorMode():
+        model = torch.nn.ParameterList([torch.empty(2, device="cuda:1")])
+        assert gpus_of(model, (torch.empty(2, device="cuda:3"), {"x": torch.empty(2)})) == [1, 3]
+    waited = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.synchronize", waited.append)
+    assert Clock("cuda", [1, 3]).time_ns(lambda: None) > 0  # no events: they are those of one GPU
+    assert waited == [1, 3, 1, 3]
 
 
 @pytest.mark.parametrize(

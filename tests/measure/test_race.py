@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -34,12 +35,14 @@ from fettle.measure import (
     WorkerError,
     _candidates,
     _inference,
+    _meters,
     _rounds,
     messages,
     race,
 )
 from fettle.measure._clock import Clock
-from fettle.measure._state import State, take_slice
+from fettle.measure._process import close_each
+from fettle.measure._state import State, settled, take_slice
 from fettle.measure.messages import (
     Answer,
     Asked,
@@ -255,6 +258,17 @@ def test_a_factory_that_runs_out_of_memory_costs_a_trial_and_not_the_study(tmp_p
     with pytest.raises(WorkerError, match="out of memory: RuntimeError: CUDA out of memory") as caught:
         builder.ask(Build(target), Built, 60)
     assert caught.value.kind == "memory"
+
+
+def test_all_processes_are_told_to_end_before_one_is_waited_for() -> None:
+    """A GPU's driver takes its time to let go of each."""
+    told: list[str] = []
+    workers: Any = [
+        SimpleNamespace(kill=partial(told.append, f"kill {n}"), close=partial(told.append, f"close {n}"))
+        for n in range(2)
+    ]
+    close_each(iter(workers))
+    assert told == ["kill 0", "kill 1", "close 0", "close 1"]
 
 
 def test_a_process_that_died_while_it_waited_is_started_anew() -> None:
@@ -677,6 +691,22 @@ def test_slices_account_for_all_of_their_process() -> None:
         run(torch.ones(1))  # between two slices
     unknown_s = spent_s() - before_s - sum(told)
     assert unknown_s < 0.1 * sum(told)
+
+
+def test_what_the_clock_holds_is_no_memory_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_meters, "peak_bytes", lambda device: 150)
+    batches = itertools.cycle([[torch.ones(1)]])
+    state = State(run=lambda batch: time.sleep(0.01), clock=Clock("cpu"), cycle=batches)
+    state.clock.held_bytes = 100
+    assert settled(state, True, []) == 50
+
+
+def test_energy_is_that_of_one_call_where_batches_differ_in_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    joules, calls = iter((0.0, 100.0)), list[torch.Tensor]()
+    monkeypatch.setattr(_meters, "energy_j", lambda gpus: next(joules))
+    batches = itertools.cycle([[torch.ones(1), torch.ones(2)]])
+    state = State(run=calls.append, clock=Clock("cpu"), cycle=batches, call_ns=1_000_000_000)
+    assert take_slice(state, TakeSlice(0.01)).energy_j == pytest.approx(100 / len(calls))
 
 
 def test_a_process_that_measures_imports_no_compiler() -> None:

@@ -78,7 +78,7 @@ def run(monkeypatch, busy, *, patience_s=0.0, may_go_first=False, under_load=Fal
     monkeypatch.setattr(_rounds, "time", clock)
     monkeypatch.setattr(_watch, "time", clock)
     monkeypatch.setattr(_rounds, "going_first", machine.going_first)
-    answer = SimpleNamespace(samples=1, call_ns=10_000_000, gpu="")
+    answer = SimpleNamespace(samples=1, call_ns=10_000_000, calls=1, gpu="")
     running = [
         Started([Runner(Candidate(Recipe(levels), ""), Worker(machine), answer, "", 0.0, process=str(levels))])
         for levels in ({}, {"precision": "bf16"})
@@ -95,6 +95,19 @@ def test_on_a_quiet_machine_each_slice_is_taken_once(monkeypatch):
     assert {(one.process, one.round) for one in slices}
     assert len(slices) == len({(s.process, s.round) for s in slices})
     assert set(machine.asked) == {(False, False)}
+
+
+def test_a_slice_may_take_as_long_as_a_call_on_each_of_its_batches(monkeypatch):
+    """Batches that differ in shape are one sample together: a hundred of five seconds take longer than twenty calls."""
+
+    def ask(self, request, answer, timeout_s):
+        raise WorkerError(f"{timeout_s:.0f}")
+
+    monkeypatch.setattr(Worker, "ask", ask)
+    answer = SimpleNamespace(call_ns=5_000_000_000, calls=100, gpu="")
+    started = Started([Runner(Candidate(Recipe(), ""), Worker(Machine(lambda now: 0.0)), answer, "", 0.0)])
+    Rounds(Rules(), random.Random(0), lambda progress: None).run([started], started)
+    assert float(started.failure) > 500
 
 
 def test_a_disturbed_slice_is_kept_and_made_again_when_the_machine_is_quiet(monkeypatch):

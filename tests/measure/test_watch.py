@@ -10,6 +10,7 @@ from fettle.measure._load import QUIET_OTHERS, Load, mean_load
 from fettle.measure._meters import spent
 from fettle.measure._waits import Waits, busiest, without_waits
 from fettle.measure._watch import Patience, Reading, Watch, read_machine
+from fettle.procs import limits
 
 START = Reading(at_s=100.0, boot_s=500.0, busy_s=40.0, steal_s=0.0, pressure_s=1.0, throttled_s=0.0, cores=2)
 
@@ -119,20 +120,22 @@ def test_this_machine_can_be_read():
 def test_sources_that_are_not_there_are_none(tmp_path, monkeypatch):
     nothing = tmp_path / "nothing"
     monkeypatch.setattr(_watch, "_STAT", nothing)
-    monkeypatch.setattr(_watch, "_pressure_files", lambda: [nothing])
-    monkeypatch.setattr(_watch, "_throttle_files", lambda: [(nothing, 1e-6)])
+    monkeypatch.setattr(_watch, "_PRESSURE", nothing)
+    monkeypatch.setattr(_watch, "_own_files", lambda name: [nothing])
     monkeypatch.setattr(_watch, "_clock_files", lambda: [nothing])
     read = read_machine()
     assert (read.busy_s, read.steal_s, read.pressure_s, read.throttled_s, read.clock_mhz) == (None,) * 5
 
 
-@pytest.mark.parametrize("text", ["", "cpu", "cpu a b c d e f g h\n", "cpu 1 2 3\n", "\0\0\n"])
+@pytest.mark.parametrize(
+    "text", ["", "cpu", "cpu a b c d e f g h\n", "cpu 1 2 3\n", "\0\0\n", "throttled_usec never\n"]
+)
 def test_sources_that_say_nonsense_are_none(tmp_path, monkeypatch, text):
     file = tmp_path / "file"
     file.write_text(text)
     monkeypatch.setattr(_watch, "_STAT", file)
-    monkeypatch.setattr(_watch, "_pressure_files", lambda: [file])
-    monkeypatch.setattr(_watch, "_throttle_files", lambda: [(file, 1e-6)])
+    monkeypatch.setattr(_watch, "_PRESSURE", file)
+    monkeypatch.setattr(_watch, "_own_files", lambda name: [file])
     read = read_machine()
     assert (read.busy_s, read.pressure_s, read.throttled_s) == (None, None, None)
 
@@ -146,15 +149,22 @@ def test_pressure_is_our_cgroups_where_it_tells_and_else_the_machines(tmp_path, 
     pressure(tmp_path / "machine", 7_000_000)
     (tmp_path / "cgroup").write_text("3:memory:/other\nnonsense\n0::/box/ours\n")
     monkeypatch.setattr(_watch, "_PRESSURE", tmp_path / "machine")
-    monkeypatch.setattr(_watch, "_GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(_watch, "_OWN_GROUPS", tmp_path / "cgroup")
-    _watch._pressure_files.cache_clear()
-    try:
-        assert read_machine().pressure_s == 7.0
-        pressure(tmp_path / "groups" / unified / "box" / "ours" / "cpu.pressure", 2_000_000)
-        assert read_machine().pressure_s == 2.0
-    finally:
-        _watch._pressure_files.cache_clear()
+    monkeypatch.setattr(limits, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(limits, "_OWN", tmp_path / "cgroup")
+    monkeypatch.setattr(_watch, "_own_files", _watch._own_files.__wrapped__)  # anew each time
+    assert read_machine().pressure_s == 7.0
+    pressure(tmp_path / "groups" / unified / "box" / "ours" / "cpu.pressure", 2_000_000)
+    assert read_machine().pressure_s == 2.0
+
+
+@pytest.mark.parametrize(("said", "seconds"), [
+    ("usage_usec 9\nthrottled_usec 1500000\n", 1.5), ("nr_throttled 3\nthrottled_time 2500000000\n", 2.5),
+    ("usage_usec 9\n", None),
+])  # fmt: skip
+def test_what_a_quota_stopped_is_told_in_either_version_of_cgroups(tmp_path, monkeypatch, said, seconds):
+    (tmp_path / "cpu.stat").write_text(said)
+    monkeypatch.setattr(_watch, "_own_files", lambda name: [tmp_path / name])
+    assert read_machine().throttled_s == seconds
 
 
 class Clock:

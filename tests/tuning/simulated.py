@@ -54,6 +54,9 @@ class World:
         self.slices = 0
         self.others_s = self.own_s = 0.0
         self.compiled: set[str] = set()
+        self.alive: set[int] = set()
+        self.room = math.inf
+        """Processes that fit into memory."""
 
     def install(self, monkeypatch) -> None:
         """Let the rooms of measuring and tuning live in this world."""
@@ -80,18 +83,23 @@ class _Worker:
         self.world = world
         self.luck = world.random.gauss(0, world.luck)
         self.pid = next(_PIDS)
+        world.alive.add(self.pid)
 
     def send(self, request: Asked) -> None:
         pass
 
     def finish(self, answer: type[Built], timeout_s: float) -> Built:
-        self.world.now += self.world.process_s
+        self.world.now += min(self.world.process_s, timeout_s)
+        if self.world.process_s > timeout_s:
+            raise WorkerError("timed out", "timeout")
         return Built(load_s=0.1, fingerprint="made up", structure="", name="made up", mode="inference")
 
     def ask(self, request: Prepare | TakeSlice, answer: type, timeout_s: float):
         world = self.world
         if isinstance(request, Prepare):
             self.recipe = Recipe.parse(request.label)
+            if len(world.alive) > world.room:
+                raise WorkerError("out of memory: CUDA out of memory", "memory")
             world.started.append(request.label)
             self.ms = world.time_ms(self.recipe)
             warm = request.label in world.compiled
@@ -130,8 +138,11 @@ class _Worker:
     def wait(self, timeout_s: float) -> None:
         """It has not ended."""
 
+    def kill(self) -> None:
+        self.world.alive.discard(self.pid)
+
     def close(self) -> None:
-        pass
+        self.kill()
 
 
 class _Study:

@@ -162,6 +162,11 @@ def test_bad_arguments_of_the_function(folder: Path, arguments: dict, words: str
     assert "\n" not in str(caught.value)
 
 
+def test_a_comparison_with_an_impossible_confidence_is_not_begun(folder: Path) -> None:
+    with pytest.raises(fettle.UsageError, match="confidence"):
+        fettle.bench("work.py", "baseline", confidence=95)
+
+
 def test_live_objects_that_are_no_model(folder: Path) -> None:
     import torch
 

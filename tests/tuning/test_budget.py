@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated import World, made_up_space, session_in, study
 
-from fettle.measure import Interval, Startup, Trial
+from fettle.measure import Interval, Startup, Stop, Trial
 from fettle.recipe import Recipe
 from fettle.search import auto
 from fettle.tuning._budget import FEWEST_ROUNDS, Budget, plan_final_race, race_s, replicates_s, start_s, turn_s
@@ -80,6 +80,64 @@ def test_one_recipe_is_tried_where_there_is_time_for_no_more(tmp_path, monkeypat
     assert "runtime" in session.standings.best().recipe.levels
     assert not last.unconfirmed
     assert world.now <= 330
+
+
+def test_a_build_that_hangs_ends_with_the_budget(tmp_path, monkeypatch):
+    """Weights on a disk that is slow all at once: a trial may take a quarter of an hour, the study a minute."""
+    world = World(time_ms(5), ready_s(1.0))
+    world.install(monkeypatch)
+    space, facts = made_up_space()
+    session = session_in(world, tmp_path, 60, facts)
+    session.measure([Recipe()])
+    world.process_s = 500.0
+    study(world, session, space, auto)
+    assert world.now <= 1.1 * 60 + 10
+
+
+def test_an_interrupt_keeps_what_the_rounds_have_shown(tmp_path, monkeypatch):
+    heard = []
+
+    def interrupt(event):
+        heard.append(event.doing)
+        if event.doing == last:
+            raise KeyboardInterrupt
+
+    world, last = World(time_ms(5), ready_s(1.0)), ""
+    world.install(monkeypatch)
+    session = session_in(world, tmp_path, None, made_up_space()[1], on_progress=interrupt)
+    session.measure([Recipe()])
+    fast, none = Recipe.parse("precision=bf16"), Recipe.parse("channels_last=on")
+    for recipe, last in ((fast, "round 3, 2 in the race"), (none, "round 2, 3 in the race")):
+        with pytest.raises(KeyboardInterrupt):
+            session.measure([recipe])
+        assert last in heard
+    assert session.standings.known[fast].rounds == 3
+    assert session.standings.known[fast].speedup.estimate > 1.2
+    assert none not in session.standings.known  # too few to say anything
+    assert not session.held.runners  # they were in the middle of a slice
+
+
+def test_an_interrupt_of_the_final_race_leaves_what_it_has_shown(tmp_path, monkeypatch):
+    def interrupt(event):
+        if final and event.doing.startswith("round 4"):
+            raise KeyboardInterrupt
+        final.extend([event.doing] * event.doing.startswith("final race"))
+
+    world, final = World(time_ms(5), ready_s(1.0)), []
+    world.install(monkeypatch)
+    space, facts = made_up_space()
+    last = study(world, session_in(world, tmp_path, None, facts, on_progress=interrupt), space, auto)
+    assert last.interrupted
+    assert max(trial.rounds for trial in last.trials) == 4
+
+
+def test_further_processes_are_not_started_for_a_race_that_was_ended(tmp_path, monkeypatch):
+    world = World(time_ms(5), ready_s(1.0))
+    world.install(monkeypatch)
+    session = session_in(world, tmp_path, None, made_up_space()[1])
+    rules = replace(session.rules, replicates=2, stop=Stop(asked=True))
+    trials = session.run([Recipe(), Recipe.parse("precision=bf16")], rules)
+    assert [trial.processes for trial in trials] == [1, 1]
 
 
 def test_without_a_budget_the_final_race_is_whole(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Which of the trials a result is made of."""
 
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile
 from fettle.techniques import Facts
 from fettle.tuning import Options, Session
+from fettle.tuning._arguments import live_folder
 from fettle.tuning._outcome import _beside, _remarks, pick_winner
 from fettle.workload import Target
 
@@ -82,6 +84,16 @@ def test_what_is_measured_in_another_way_has_a_study_of_its_own(options, name, t
     built = Built(load_s=1.0, fingerprint="f" * 16, structure="s", name="", mode="inference")
     session._open_study(built, this_machine())
     assert session.study.name == name
+
+
+def test_live_objects_of_a_process_that_was_killed_are_deleted(tmp_path):
+    mine = live_folder(tmp_path)
+    dead = tmp_path / mine.name.replace(f"-{os.getpid()}-", f"-{2**22 + 1}-")  # above the largest number of a process
+    elsewhere = tmp_path / "live-another-machine-1-00"
+    for folder in (mine, dead, elsewhere):
+        folder.mkdir()
+    assert live_folder(tmp_path) != mine
+    assert sorted(tmp_path.iterdir()) == sorted([mine, elsewhere])
 
 
 def test_recipes_that_hold_different_choices_are_not_raced_as_one():

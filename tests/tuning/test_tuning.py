@@ -231,8 +231,10 @@ def test_live_objects_work_and_what_cannot_be_pickled_is_one_line(tmp_path: Path
             return {"y": self.layer(x)}
 
     model, batches = Local().eval(), [torch.randn(4, 8) for _ in range(2)]
-    result = fettle.tune(model, batches, techniques=FEW, budget_s=BUDGET_S, output=tmp_path / "out")
+    result = fettle.tune(model, batches, techniques=FEW, budget_s=BUDGET_S, output=tmp_path / "out", confidence=0.9)
     assert result.winner is not None
+    assert result.confidence == 0.9  # what the report says of the intervals
+    assert not list(tmp_path.rglob("*.pkl"))  # a copy of the weights, which nobody needs any more
     assert result.apply(model, batches)(batches[0])["y"].shape == (4, 8)
     import threading
 

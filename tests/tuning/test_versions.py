@@ -1,14 +1,21 @@
 """Figures of a recipe that runs by another package than torch hold for its version."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import pytest
 from simulated import World, made_up_space, session_in
 
-from fettle.measure import Slice, Trial
+from fettle import study as room
+from fettle.errors import UsageError
+from fettle.measure import Slice, Trial, by_round, messages
 from fettle.recipe import Recipe
 from fettle.result import Limits
-from fettle.techniques import run_by
+from fettle.study import Study
+from fettle.techniques import Facts, run_by
+from fettle.tuning import _probe, studies_in
 from fettle.tuning.model import Races
 from fettle.tuning.standings import Standings
 
@@ -38,6 +45,69 @@ def test_trials_keep_the_versions_that_they_ran_by(tmp_path, monkeypatch):
 def ran(text: str, race: int, ms: float, **versions: str) -> Trial:
     slices = [Slice(f"{race}:{text}", turn, ms) for turn in range(1, 7)]
     return Trial(Recipe.parse(text), "measured", time_ms=ms, slices=slices, race=race, versions=versions)
+
+
+def test_what_only_another_version_of_fettle_has_is_not_known():
+    """A level that is gone, or that is not there yet: whatever it costs or conflicts with nobody can say."""
+    kept = [ran("baseline", 1, 8.0), ran("precision=bf16", 1, 4.0)]
+    odd = [ran("warp=on", 1, 1.0), ran("precision=bf17", 1, 2.0)]
+    notes = [[trial.to_json() for trial in odd]]
+    study: Any = SimpleNamespace(trials=lambda: [*kept, *odd], notes=lambda start: notes, note=lambda key: None)
+    found = Standings("throughput", Limits(max_error=None), Races())
+    found.recall(study)
+    assert list(found.known) == [trial.recipe for trial in kept]
+    assert found.fit is not None
+    assert set(found.fit.recipes) == set(found.known)
+
+
+def test_a_study_of_a_version_with_fewer_levels_goes_on(tmp_path, monkeypatch):
+    """Optuna's choices are fixed by the first trial."""
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    known = room.known_levels()
+    monkeypatch.setattr(room, "known_levels", lambda: {**known, "precision": known["precision"][:-1]})
+    Study.open("net", url, "weights", "here").add(ran("baseline", 1, 8.0))
+    monkeypatch.undo()
+    again = Study.open("net", url, "weights", "here")
+    again.add(ran("precision=bf16", 1, 4.0))
+    assert again.claim([Recipe.parse("grad=no_grad")], 1)[0]
+    again.give_back()
+    assert [str(trial.recipe) for trial in again.trials()] == ["baseline", "precision=bf16"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"samples": 0}, {"peak_bytes": -1}, {"speedup": {"estimate": 0, "low": 0, "high": 1}}, {"slices": 3},
+        {"learned": {"int8_layers": 3}},
+    ],
+)  # fmt: skip
+def test_a_trial_that_somebody_changed_is_one_line(tmp_path, changed):
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    study, trial = Study.open("net", url, "weights", "here"), ran("baseline", 1, 8.0)
+    written: Any = SimpleNamespace(**vars(trial), to_json=lambda: {**trial.to_json(), **changed})
+    study.add(written)
+    with pytest.raises(UsageError, match="trial 0 of the study cannot be read"):
+        study.trials()
+
+
+def test_what_goes_into_code_is_not_taken_from_a_probe_that_somebody_changed():
+    facts = Facts(learned={"int8_layers": "__import__('os')"})
+    probe = _probe._Kept(facts, False, {}, (), messages.Reference(dtype="float64", seconds=1.0))
+    study: Any = SimpleNamespace(note=lambda key: msgspec.to_builtins(probe))
+    found = _probe._recalled(study)
+    assert found is not None
+    assert found.facts.learned == {}
+
+
+def test_a_study_whose_machine_somebody_changed_is_one_line(tmp_path):
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    Study.open("net", url, "weights", "here").set_note("machine", 3)
+    with pytest.raises(UsageError, match="the study 'net' cannot be read"):
+        list(studies_in(url))
+
+
+def test_a_time_that_is_no_number_is_no_slice():
+    assert by_round([Slice("a", 1, math.inf), Slice("a", 2, math.nan), Slice("a", 3, 2.0)]) == {3: 2.0}
 
 
 def test_a_race_with_another_version_says_nothing_of_todays():

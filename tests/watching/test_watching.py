@@ -14,6 +14,7 @@ import fettle
 from fettle.errors import UsageError
 from fettle.watching import StepReport, Steps, watch
 from fettle.watching.slow import write_samples
+from fettle.watching.watch import _utilisation
 
 
 class Slow(torch.utils.data.Dataset):
@@ -203,6 +204,25 @@ def test_bad_usage_is_one_line(tmp_path: Path) -> None:
         pass
     with watch(to=None), pytest.raises(UsageError, match="one at a time"), watch():
         pass
+
+
+def test_it_is_the_loops_own_gpu_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread has a current GPU of its own, and the thread that asks begins with the first."""
+    asked: list[int | None] = []
+    told = threading.Event()
+
+    def utilization(device: int | None = None) -> int:
+        asked.append(device)
+        told.set()
+        return 40
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    with _utilisation(True) as shares:
+        assert told.wait(60)
+    assert set(asked) == {3}
+    assert shares[0] == 0.4
 
 
 @pytest.mark.gpu

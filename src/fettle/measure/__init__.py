@@ -17,15 +17,16 @@ from fettle.measure._statistics import (
     pareto,
     places,
     ratio_interval,
+    student,
     verdict,
 )
-from fettle.measure._trial import Accuracy, Interval, Slice, Startup, Trial, by_round, process_logs, typed
+from fettle.measure._trial import Accuracy, Interval, Slice, Startup, Trial, by_round, log_times, process_logs, typed
 from fettle.measure._watch import Patience, Surroundings
 from fettle.measure.race import race
 
 __all__ = [
     "ENOUGH", "READY", "Accuracy", "Candidate", "Held", "Interval", "Judge", "Load", "Patience", "Progress", "Rules",
     "Slice", "Startup", "Stop", "Surroundings", "Trial", "Worker", "WorkerError", "by_round", "close_all",
-    "contrast_interval", "fetching", "log_interval", "may_go_first", "paired", "pareto", "places", "prefer",
-    "process_logs", "race", "ratio_interval", "typed", "verdict",
+    "contrast_interval", "fetching", "log_interval", "log_times", "may_go_first", "paired", "pareto", "places",
+    "prefer", "process_logs", "race", "ratio_interval", "student", "typed", "verdict",
 ]  # fmt: skip

@@ -29,7 +29,7 @@ def outputs_of(output: Any) -> Outputs:
         elif isinstance(leaf, (bool, int, float)):
             outputs[path] = torch.tensor(leaf)
         elif is_numbers(leaf):
-            outputs[path] = torch.as_tensor(leaf).clone()
+            outputs[path] = torch.as_tensor(leaf.copy())  # torch takes no array that runs backwards
     return outputs
 
 
@@ -148,8 +148,14 @@ def first_rows(outputs: Outputs, factor: int, reference: Outputs) -> Outputs:
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    wide = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return wide.to(torch.float64)
+    """In float64, complex numbers as pairs. The largest number of a type, which masks are filled with and which is
+    another one in each type, is infinity."""
+    own = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    wide = own.to(torch.float64)
+    if not own.is_floating_point() or own.element_size() == 1:
+        return wide
+    masked = own.abs() >= min(torch.finfo(own.dtype).max, torch.finfo(torch.bfloat16).max)
+    return wide * torch.where(masked, math.inf, 1.0) if masked.any() else wide
 
 
 def _least(values: Sequence[float]) -> float:

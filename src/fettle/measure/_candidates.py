@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +16,9 @@ from fettle.errors import UsageError
 from fettle.generate.speed import Came
 from fettle.measure._load import gpu_memory
 from fettle.measure._priority import READY, prefer
-from fettle.measure._process import Worker, WorkerError
+from fettle.measure._process import Worker, WorkerError, close_each
 from fettle.measure._rules import Candidate, Judge, OnProgress, Progress, Rules
-from fettle.measure._trial import Slice, Trial, by_round
+from fettle.measure._trial import Slice, Trial, log_times
 from fettle.measure.messages import Build, Built, MeasureRows, Prepare, Prepared, Probe, Probed, RowsMeasured
 from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
@@ -49,8 +48,8 @@ class Held:
 
     def keep(self, recipes: Collection[Recipe]) -> None:
         """End all processes but those of these recipes."""
-        for recipe in [recipe for recipe in self.runners if recipe not in recipes]:
-            self.runners.pop(recipe).worker.close()
+        over = [recipe for recipe in self.runners if recipe not in recipes]
+        close_each(self.runners.pop(recipe).worker for recipe in over)
 
     def close(self) -> None:
         """End the processes."""
@@ -77,9 +76,9 @@ class Runner:
     """How texts came, where the workload writes some."""
     failure: str = ""
 
-    def times_ms(self, *, elapsed: bool = False) -> dict[int, float]:
-        """Time of a call by round, `elapsed` with the waiting in it: see `by_round`."""
-        return by_round(self.slices, elapsed=elapsed)
+    def log_times(self, *, elapsed: bool) -> dict[int, float]:
+        """Log time of one row by round, `elapsed` with the waiting in it."""
+        return log_times(self.slices, self.answer.samples, elapsed=elapsed)
 
 
 @dataclass
@@ -105,12 +104,7 @@ class Started:
 
     def process_logs(self) -> list[dict[int, float]]:
         """Log time of one row by round, for each process that has been timed."""
-        logs = []
-        for runner in self.runners:
-            times = runner.times_ms(elapsed=self.elapsed)
-            if times:
-                logs.append({key: math.log(ms / runner.answer.samples) for key, ms in times.items()})
-        return logs
+        return [log for runner in self.runners if (log := runner.log_times(elapsed=self.elapsed))]
 
     @property
     def per_sample(self) -> dict[int, float]:
@@ -148,53 +142,50 @@ class Start:
         self,
         candidates: Sequence[Candidate],
         trials: dict[int, Trial],
-        stack: ExitStack,
+        workers: list[Worker],
         on_progress: OnProgress,
     ) -> dict[int, Started]:
-        """Start the workers one after the other; failures go into `trials`. Stops at the deadline, and when memory
-        runs short: the candidates after the last one touched have not been begun."""
+        """Start the workers one after the other; failures go into `trials`, processes that nobody holds to `workers`.
+        Stops at the deadline, and when memory runs short or runs out beside the others: the candidates after the last
+        one touched have not been begun."""
         running: dict[int, Started] = {}
         queue = [(candidate, f"{index:02d}") for index, candidate in enumerate(candidates) if not self._held(candidate)]
         with closing(self._built(queue)) as line:
-            self._line_up(candidates, trials, running, line, stack, on_progress)
+            for index, candidate in enumerate(candidates):
+                if index and time.monotonic() > self.rules.deadline:
+                    break
+                waiting = self._held(candidate)
+                if waiting is not None:
+                    running[index] = Started([waiting], elapsed=self.rules.under_load)
+                    continue
+                on_progress(Progress("start", candidate.recipe, candidate.label))
+                began = time.monotonic()
+                try:
+                    runner = self._ready(next(line), candidate)
+                except WorkerError as error:
+                    if self._is_late(error) or (error.kind == "memory" and len(running) > 1):
+                        break  # that says nothing about the recipe: beside fewer it may fit
+                    trials[index] = Trial(
+                        candidate.recipe, "failed", str(error), seconds=time.monotonic() - began, race=self.race
+                    )
+                    on_progress(Progress("trial", candidate.recipe, trial=trials[index]))
+                    continue
+                running[index] = Started([runner], elapsed=self.rules.under_load)
+                on_progress(Progress("built", candidate.recipe, candidate.label, runner.worker.name))
+                if self.held is not None:
+                    self.held.runners[candidate.recipe] = runner
+                else:
+                    workers.append(runner.worker)
+                if _memory_is_short(running.values()) and len(running) > 1:
+                    break
         return running
-
-    def _line_up(
-        self, candidates: Sequence[Candidate], trials: dict[int, Trial], running: dict[int, Started],
-        line: Generator[WithWorkload, None, None], stack: ExitStack, on_progress: OnProgress,
-    ) -> None:  # fmt: skip
-        for index, candidate in enumerate(candidates):
-            if index and time.monotonic() > self.rules.deadline:
-                break
-            waiting = self._held(candidate)
-            if waiting is not None:
-                running[index] = Started([waiting], elapsed=self.rules.under_load)
-                continue
-            on_progress(Progress("start", candidate.recipe, candidate.label))
-            began = time.monotonic()
-            try:
-                runner = self._ready(next(line), candidate)
-            except WorkerError as error:
-                if error.kind == "timeout" and time.monotonic() > self.rules.deadline:
-                    break  # the budget ended it, not its own time limit: that says nothing about the recipe
-                trials[index] = Trial(
-                    candidate.recipe, "failed", str(error), seconds=time.monotonic() - began, race=self.race
-                )
-                on_progress(Progress("trial", candidate.recipe, trial=trials[index]))
-                continue
-            running[index] = Started([runner], elapsed=self.rules.under_load)
-            on_progress(Progress("built", candidate.recipe, candidate.label, runner.worker.name))
-            if self.held is not None:
-                self.held.runners[candidate.recipe] = runner
-            else:
-                stack.callback(runner.worker.close)
-            if _memory_is_short(running.values()) and len(running) > 1:
-                break
 
     def _held(self, candidate: Candidate) -> Runner | None:
         return self.held.take(candidate.recipe) if self.held is not None else None
 
-    def replicate(self, running: Mapping[int, Started], wanted: int, stack: ExitStack, on_progress: OnProgress) -> None:
+    def replicate(
+        self, running: Mapping[int, Started], wanted: int, workers: list[Worker], on_progress: OnProgress
+    ) -> None:
         """Start the further processes of each candidate that may win, a whole set at a time, until each has `wanted`,
         as far as time and memory allow."""
         able = {
@@ -205,21 +196,23 @@ class Start:
         left_s = min(self.rules.replicate_s, self.rules.deadline - time.monotonic())
         for copy in range(min((len(started.runners) for started in able.values()), default=wanted), wanted):
             cost_s = sum(started.first.started_s for started in able.values())
-            if len(able) < 2 or cost_s > left_s or _memory_is_short(running.values()):
+            if len(able) < 2 or cost_s > left_s:
                 return
             began = time.monotonic()
             queue = [(started.first.candidate, f"{index:02d}-{copy}") for index, started in able.items()]
             with closing(self._built(queue)) as line:
                 for started in able.values():
+                    if self.rules.is_stopped or _memory_is_short(running.values()):
+                        return
                     on_progress(Progress("start", started.first.candidate.recipe, started.first.candidate.label))
                     try:
                         runner = self._ready(next(line), started.first.candidate)
                     except WorkerError as error:
-                        if error.kind == "timeout" and time.monotonic() > self.rules.deadline:
-                            return  # the budget ended it: those that run already go on
+                        if self._is_late(error) or error.kind == "memory":
+                            return  # those that run already go on
                         started.first.failure, started.live = f"its process {copy + 1}: {error}", False
                         continue
-                    stack.callback(runner.worker.close)
+                    workers.append(runner.worker)
                     started.runners.append(runner)
             able = {index: started for index, started in able.items() if started.live}
             left_s -= time.monotonic() - began
@@ -233,8 +226,7 @@ class Start:
                 while built:
                     yield built.pop(0)
             finally:
-                for one in built:
-                    one.worker.close()
+                close_each(one.worker for one in built)
 
     def _build(self, group: Sequence[tuple[Candidate, str]]) -> list[WithWorkload]:
         began = time.monotonic()
@@ -254,15 +246,14 @@ class Start:
             failures = [failure or _failure(partial(self._finish, worker, candidate))
                         for worker, failure, (candidate, _) in zip(workers, failures, group, strict=True)]  # fmt: skip
         except BaseException:
-            for worker in workers:
-                worker.close()
+            close_each(workers)
             raise
         build_s = (time.monotonic() - began) / len(group)
         return [WithWorkload(worker, build_s, failure) for worker, failure in zip(workers, failures, strict=True)]
 
     def _finish(self, worker: Worker, candidate: Candidate) -> None:
         with _usage_as_failure(candidate):
-            built = worker.finish(Built, self.rules.prepare_timeout_s)
+            built = worker.finish(Built, self._timeout_s())
         worker.fingerprint, worker.name = built.fingerprint, built.name
         worker.pause()
         if self.fingerprint and built.fingerprint != self.fingerprint:
@@ -278,7 +269,8 @@ class Start:
         these runs any more."""
         runner, left_s = started.first, self.rules.deadline + self.rules.grace_s - time.monotonic()
         known = runner.answer.generation
-        if known is None or started.rejected or started.failure or runner.candidate.once or not runner.turns_s:
+        able = not (started.rejected or started.failure or self.rules.is_stopped)
+        if known is None or not able or runner.candidate.once or not runner.turns_s:
             return {}
         wanted = tuple(count for count in self.rules.rows if count != known.rows)
         if _ROWS_TURNS * len(wanted) * statistics.fmean(runner.turns_s) > left_s:
@@ -290,38 +282,37 @@ class Start:
             return {}
         return measured.tokens_per_s
 
+    def _is_late(self, error: WorkerError) -> bool:
+        """Whether it was the budget that ended a process, and not its own time limit."""
+        return error.kind == "timeout" and time.monotonic() > self.rules.deadline
+
     def _timeout_s(self) -> float:
         left_s = self.rules.deadline - time.monotonic() + self.rules.grace_s
         return max(10.0, min(self.rules.prepare_timeout_s, left_s))
 
     def _ready(self, built: WithWorkload, candidate: Candidate) -> Runner:
         """Apply the recipe in a process that was built, and pause it. Raises `WorkerError`, the process gone."""
-        began = time.monotonic() - built.build_s
+        began, worker = time.monotonic() - built.build_s, built.worker
         try:
             if built.failure is not None:
                 raise built.failure
-            runner = self._prepared(built.worker, candidate, began)
-        except BaseException:
-            built.worker.close()
-            raise
-        built.worker.pause()
-        runner.started_s = time.monotonic() - began
-        return runner
-
-    def _prepared(self, worker: Worker, candidate: Candidate, began: float) -> Runner:
-        if candidate.source is None:
             with _usage_as_failure(candidate):
-                facts = worker.ask(Probe(), Probed, self._timeout_s()).facts
-            candidate = replace(candidate, source=source(candidate.recipe, facts))
-        request = Prepare(
-            candidate.source or "", str(candidate.recipe), self.judging.path, candidate.factor, candidate.calibrated,
-            self.rules.part, self.judging.exact, as_given=not candidate.recipe.levels,
-        )  # fmt: skip
-        with _usage_as_failure(candidate):
-            answer = worker.ask(request, Prepared, self._timeout_s())
+                if candidate.source is None:
+                    facts = worker.ask(Probe(), Probed, self._timeout_s()).facts
+                    candidate = replace(candidate, source=source(candidate.recipe, facts))
+                request = Prepare(
+                    candidate.source or "", str(candidate.recipe), self.judging.path, candidate.factor,
+                    candidate.calibrated, self.rules.part, self.judging.exact, as_given=not candidate.recipe.levels,
+                )  # fmt: skip
+                answer = worker.ask(request, Prepared, self._timeout_s())
+        except BaseException:
+            worker.close()
+            raise
+        worker.pause()
         judged = self.judging.path and candidate.recipe.levels  # as given it is measured whatever its answers
         rejected = self.judging.reason(answer.accuracy) if judged else ""
-        return Runner(candidate, worker, answer, rejected, began, process=f"{self.race}:{worker.pid}")
+        return Runner(candidate, worker, answer, rejected, began, process=f"{self.race}:{worker.pid}",
+                      started_s=time.monotonic() - began)  # fmt: skip
 
 
 @contextmanager

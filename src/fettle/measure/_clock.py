@@ -3,7 +3,8 @@
 CPU work is timed by the wall clock, and so is that of accelerators other than NVIDIA's and AMD's GPUs, which are waited
 for before and after a call. GPU work is timed with CUDA events around each call, the device idle before and
 after it, so host time that the device waits for counts; the L2 cache is flushed before each call, because in service
-a model does not find its last input there.
+a model does not find its last input there. A model that lies on several GPUs is timed by the wall clock, for events are
+those of one.
 """
 
 from __future__ import annotations
@@ -17,22 +18,19 @@ import torch
 from fettle.measure._lockstep import agreed
 
 
-def synchronize(device: str) -> None:
-    """Wait until a device, by its type, has done everything that it was given."""
-    if device != "cpu" and torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-
-
 class Clock:
-    """Times calls on one device. `time_ns(function)` returns nanoseconds of one call."""
+    """Times calls on a device, or on several `gpus`. `time_ns(function)` returns nanoseconds of one call."""
 
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self._has_events = device == "cuda" and torch.cuda.is_available()
+    def __init__(self, device: str, gpus: Sequence[int] = ()) -> None:
+        self._device, self._gpus = device, gpus
+        self.held_bytes = 0
+        """What it holds of the device's memory."""
+        self._has_events = device == "cuda" and len(gpus) < 2 and torch.cuda.is_available()
         if self._has_events:
             properties = torch.cuda.get_device_properties(torch.cuda.current_device())
             size = max(int(getattr(properties, "L2_cache_size", 0)), 1 << 20)
-            self._flush = torch.empty(2 * size, dtype=torch.int8, device="cuda")
+            self.held_bytes = 2 * size
+            self._flush = torch.empty(self.held_bytes, dtype=torch.int8, device="cuda")
             self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
@@ -50,11 +48,14 @@ class Clock:
         function()
         self._end.record()
         self._end.synchronize()
-        return int(self._start.elapsed_time(self._end) * 1e6)
+        return max(1, int(self._start.elapsed_time(self._end) * 1e6))  # of nothing it may be 0
 
     def synchronize(self) -> None:
         """Wait until the device has done everything it was given."""
-        synchronize(self._device)
+        for gpu in self._gpus:
+            torch.cuda.synchronize(gpu)
+        if not self._gpus and self._device != "cpu" and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
 
 
 def warm_up(

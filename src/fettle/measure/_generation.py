@@ -18,7 +18,7 @@ from fettle.generate.quality import Closeness, astray, closeness, read_pieces, s
 from fettle.generate.speed import Generation, Watcher, tokens_per_s
 from fettle.measure import _meters
 from fettle.measure._accuracy import user_metric, with_metric
-from fettle.measure._clock import Clock, is_steady, synchronize
+from fettle.measure._clock import Clock, is_steady
 from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._state import State, prepared, settled
 from fettle.measure._trial import Accuracy
@@ -50,6 +50,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
     """Apply a recipe's source, judge what it writes, warm up, and report what that took."""
     workload = state.workload
     calibration = list(workload.calibration) or list(workload.inputs[:1])
+    state.clock = Clock(state.device, state.gpus)
     with notes_kept() as notes:
         started = time.perf_counter()
         later: list[Callable[[], None]] = []
@@ -61,7 +62,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
         while later:
             later.pop()()
 
-        state.run, state.clock = run, Clock(state.device)
+        state.run = run
         tokens, temperature = int(workload.new_tokens), float(workload.temperature)
         state.watcher = watcher = Watcher(tokens, request.part or "text", temperature)
         numbered = list(enumerate(workload.inputs))
@@ -135,7 +136,7 @@ def scored(state: State, run: Any, request: Prepare, unseen: int) -> tuple[Score
         for call in calls:
             started = time.perf_counter_ns()
             scores.append(call())
-            synchronize(state.device)
+            state.clock.synchronize()
             took_ns = took_ns or time.perf_counter_ns() - started
     if not pieces:
         return None, took_ns

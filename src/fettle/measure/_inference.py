@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,34 +12,18 @@ import torch
 
 from fettle.errors import UsageError, first_line, place
 from fettle.generate import GenerationWorkload, brief
-from fettle.measure import _generation, _meters
+from fettle.measure import _generation, _meters, messages
 from fettle.measure._accuracy import compare, first_rows, outputs_of, repeat_rows, with_metric, worst
-from fettle.measure._clock import Clock, synchronize
+from fettle.measure._clock import Clock
 from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._reference import read_reference, write_reference
-from fettle.measure._state import State, call, examine, peaks, prepared, rebase, same_shapes, settled, take_slice
-from fettle.measure.messages import (
-    Answer,
-    Asked,
-    Build,
-    Built,
-    Examine,
-    MeasurePeaks,
-    MeasureRows,
-    Prepare,
-    Prepared,
-    Probe,
-    Probed,
-    Reference,
-    TakeSlice,
-    WriteReference,
-)
+from fettle.measure._state import State, call, examine, locate, peaks, prepared, rebase, rotation, settled, take_slice
 from fettle.structure import structure
 from fettle.techniques import buffers_kept, keep_converted, load, probe_facts
-from fettle.workload import Workload, device_of, fingerprint, map_tensors, tensors
+from fettle.workload import Workload, fingerprint, map_tensors, tensors
 
 
-def build(state: State, request: Build) -> Built:
+def build(state: State, request: messages.Build) -> messages.Built:
     """Build the workload, with the same seed in every worker."""
     started = time.perf_counter()
     torch.manual_seed(0)
@@ -49,9 +33,9 @@ def build(state: State, request: Build) -> Built:
     state.derived_check = len(made.inputs) == 1 and not made.check_inputs
     state.load_s = time.perf_counter() - started
     state.fingerprint = fingerprint(state.workload)
-    state.device = device_of(state.workload.model, state.workload.inputs[0])
+    locate(state, state.workload.inputs[0])
     rebase(state)
-    return Built(
+    return messages.Built(
         load_s=state.load_s,
         fingerprint=state.fingerprint,
         structure=structure(made.model, made.call, made.metric),
@@ -69,7 +53,7 @@ def hides_text(workload: Workload) -> bool:
     return "generate" in names and callable(getattr(workload.model, "generate", None))
 
 
-def probe(state: State, request: Probe) -> Probed:
+def probe(state: State, request: messages.Probe) -> messages.Probed:
     """See that the model takes its inputs, and gather the facts."""
     check_inputs(brief(state.workload))
     with buffers_kept(state.workload.model):  # the reference starts from them
@@ -78,22 +62,23 @@ def probe(state: State, request: Probe) -> Probed:
         parts = {name: replace(part, calibration_batches=0) for name, part in facts.parts.items()}
         facts = replace(facts, calibration_batches=0, parts=parts)
     rebase(state)  # looking has imported modules
-    return Probed(facts=facts, has_metric=state.workload.metric is not None)
+    return messages.Probed(facts=facts, has_metric=state.workload.metric is not None)
 
 
-def reference(state: State, request: WriteReference) -> Reference:
+def reference(state: State, request: messages.WriteReference) -> messages.Reference:
     """Compute the reference outputs and write them to `request.path`."""
     if state.writes:
         return _generation.reference(state, request)
     return write_reference(state.workload, request.path, derived_check=state.derived_check)
 
 
-def prepare(state: State, request: Prepare) -> Prepared:
+def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
     """Apply a recipe's source, judge its first answers, warm up, and report what that took."""
     if state.writes:
         return _generation.prepare(state, request)
     workload = state.workload
     calibration = list(workload.calibration) or list(workload.inputs[:1])
+    state.clock = Clock(state.device, state.gpus)
     with notes_kept() as notes:
         started = time.perf_counter()
         later: list[Callable[[], None]] = []
@@ -117,7 +102,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
             torch.manual_seed(0)
             started = time.perf_counter()
             output = call(run, grown)
-            synchronize(state.device)
+            state.clock.synchronize()
             first_call_s += time.perf_counter() - started if index < len(state.workload.inputs) else 0.0
             if wanted is not None and index in unseen:
                 answers = outputs_of(state.workload.judged(output, grown))
@@ -127,7 +112,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
             later.pop()()
         accuracy = with_metric(worst(judged), state.workload.metric, run)
 
-        state.run, state.clock = run, Clock(state.device)
+        state.run = run
         timed = [repeat_rows(batch, request.factor, rows) for batch in state.workload.inputs]
         state.cycle = itertools.cycle(rotation(timed))
         _meters.trim()
@@ -135,11 +120,6 @@ def prepare(state: State, request: Prepare) -> Prepared:
         peak = settled(state, has_peak, notes.lines)
         notes.lines += compiler_notes()
     return prepared(state, optimize_s, first_call_s, accuracy, peak, rows * request.factor, notes)
-
-
-def rotation(batches: Sequence[Any]) -> list[list[Any]]:
-    """Batches grouped into samples: each alone where they have one shape, all together where they differ."""
-    return [[batch] for batch in batches] if same_shapes(batches) else [list(batches)]
 
 
 def with_check(workload: Any) -> Any:
@@ -184,13 +164,13 @@ def check_inputs(workload: Any) -> None:
         raise UsageError(f"the model does not take the inputs: {first_line(error)}{place(error)}") from error
 
 
-ACTIONS: Mapping[type[Asked], Callable[[State, Any], Answer]] = {
-    Build: build,
-    Examine: examine,
-    Probe: probe,
-    MeasurePeaks: peaks,
-    WriteReference: reference,
-    Prepare: prepare,
-    MeasureRows: _generation.measure_rows,
-    TakeSlice: take_slice,
+ACTIONS: Mapping[type[messages.Asked], Callable[[State, Any], messages.Answer]] = {
+    messages.Build: build,
+    messages.Examine: examine,
+    messages.Probe: probe,
+    messages.MeasurePeaks: peaks,
+    messages.WriteReference: reference,
+    messages.Prepare: prepare,
+    messages.MeasureRows: _generation.measure_rows,
+    messages.TakeSlice: take_slice,
 }

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 QUIET_WAITS = 0.03
 """Waiting for a core, in seconds a second, up to which a slice is quiet: a call may take so much longer. Chosen, not
@@ -89,13 +90,19 @@ def mean_load(loads: Iterable[Load]) -> Load:
     return Load(**{name: round(mean(name), 4) for name in names}, slept=slept, cores=cores)
 
 
+def nvml_of(uuid: str) -> tuple[Any, Any]:
+    """NVML, and the GPU of this `uuid` in it. Raises whatever NVML raises, and where it is absent altogether."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
+
+
 def gpu_memory(uuid: str) -> tuple[float, float]:
     """Free bytes of the GPU of this `uuid`, and all that it has; no end of the one where NVML does not say."""
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(uuid))
+        nvml, device = nvml_of(uuid)
+        memory = nvml.nvmlDeviceGetMemoryInfo(device)
         return memory.free, memory.total
     except Exception:  # NVML raises its own types, and may be absent altogether
         return math.inf, 0.0
@@ -112,18 +119,15 @@ def with_gpu(load: Load, uuid: str, own: Collection[int]) -> Load:
     container): where none of ours is on the device by its account, nothing is said of the others.
     """
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        device = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        running = {process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(device)}
-    except Exception:  # NVML raises its own types, and may be absent altogether
+        nvml, device = nvml_of(uuid)
+        running = {process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(device)}
+    except Exception:
         return load
     others = load.others
     if running & set(own):
         try:
             since = int(time.time() * 1e6) - _LOOK_BACK_US
-            samples = pynvml.nvmlDeviceGetProcessUtilization(device, since)
+            samples = nvml.nvmlDeviceGetProcessUtilization(device, since)
         except Exception:  # no samples since then: nobody used it
             samples = []
         busiest: dict[int, float] = {}
@@ -132,10 +136,13 @@ def with_gpu(load: Load, uuid: str, own: Collection[int]) -> Load:
                 busiest[sample.pid] = max(busiest.get(sample.pid, 0.0), sample.smUtil / 100)
         others = max([sum(busiest.values()), *([others] if others > 0 else [])])
     try:
-        idle = pynvml.nvmlClocksThrottleReasonGpuIdle | pynvml.nvmlClocksThrottleReasonApplicationsClocksSetting
-        slowed = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(device) & ~idle
-        now, most = (get(device, pynvml.NVML_CLOCK_SM)
-                     for get in (pynvml.nvmlDeviceGetClockInfo, pynvml.nvmlDeviceGetMaxClockInfo))  # fmt: skip
+        usual = (
+            nvml.nvmlClocksThrottleReasonGpuIdle | nvml.nvmlClocksThrottleReasonApplicationsClocksSetting
+            | nvml.nvmlClocksThrottleReasonSwPowerCap  # the recipe's own draw, and no neighbour's doing
+        )  # fmt: skip
+        slowed = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device) & ~usual
+        now, most = (get(device, nvml.NVML_CLOCK_SM)
+                     for get in (nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo))  # fmt: skip
     except Exception:
         return replace(load, others=others)
     return replace(load, others=others, clock=now / most if slowed and most else load.clock)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
+from fettle.measure._load import nvml_of
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -22,9 +25,11 @@ def trim() -> None:
 
 
 def reset_peak(device: str) -> bool:
-    """Start a new peak; False where the machine cannot."""
+    """Start a new peak; False where the machine cannot. A GPU's free memory goes back first: the others need it."""
     if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.empty_cache()
+        for gpu in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(gpu)
         return True
     try:
         _CLEAR.write_text("5")  # Linux: set the high-water mark of the resident set to its present size
@@ -34,15 +39,13 @@ def reset_peak(device: str) -> bool:
 
 
 def peak_bytes(device: str) -> int | None:
-    """The peak since `reset_peak`: the CUDA allocator's, or the resident set's high-water mark."""
+    """The peak since `reset_peak`: the CUDA allocator's on all GPUs, or the resident set's high-water mark."""
     if device == "cuda":
-        return int(torch.cuda.max_memory_allocated())
-    try:
+        return sum(torch.cuda.max_memory_allocated(gpu) for gpu in range(torch.cuda.device_count()))
+    with contextlib.suppress(OSError):
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    except OSError:
-        pass
     return None
 
 
@@ -53,15 +56,17 @@ def spent(before_j: float | None, after_j: float | None, calls: int) -> float | 
     return (after_j - before_j) / calls
 
 
-def energy_j(device: str) -> float | None:
-    """A running total of energy in joules, or None: NVML for a GPU, RAPL packages for a CPU."""
-    if device == "cuda":
-        try:
-            import pynvml
+def uuid_of(gpu: int) -> str:
+    """As NVML names a GPU, which it numbers otherwise where a process sees only some of them."""
+    return f"GPU-{torch.cuda.get_device_properties(gpu).uuid}"
 
-            pynvml.nvmlInit()
-            handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
-            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+
+def energy_j(gpus: Sequence[int]) -> float | None:
+    """A running total of energy in joules, or None: NVML for GPUs; RAPL packages for a CPU, where there are none."""
+    if gpus:
+        try:
+            devices = [nvml_of(uuid_of(gpu)) for gpu in gpus]
+            return float(sum(nvml.nvmlDeviceGetTotalEnergyConsumption(device) for nvml, device in devices)) / 1e3
         except Exception:  # NVML raises its own types, and may be absent altogether
             return None
     try:

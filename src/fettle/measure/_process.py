@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,7 +11,7 @@ from fettle.procs.child import ChildError as WorkerError
 from fettle.procs.nodes import Nodes
 from fettle.procs.ranks import Ranks
 
-__all__ = ["Worker", "WorkerError", "close_all"]
+__all__ = ["Worker", "WorkerError", "close_all", "close_each"]
 
 A = TypeVar("A", bound=Answer)
 
@@ -55,7 +55,15 @@ class Worker(Ranks):
 _LIVE: set[Worker] = set()
 
 
+def close_each(workers: Iterable[Worker]) -> None:
+    """Kill several workers, all before the first is waited for: a GPU takes its time to let go of a process."""
+    ended = list(workers)
+    for worker in ended:
+        worker.kill()
+    for worker in ended:
+        worker.close()
+
+
 def close_all() -> None:
     """Kill every worker that is still alive: for an interrupt that comes from anywhere."""
-    for worker in list(_LIVE):
-        worker.close()
+    close_each(_LIVE)

@@ -58,8 +58,6 @@ class Rounds:
 
     def _run(self, running: Sequence[Started], anchor: Started, before: int) -> None:
         rules = self.rules
-        if rules.stop is not None:
-            rules.stop.rounds_began = True
         self.watch.restart()
         self.own |= {runner.worker.pid for started in running for runner in started.runners}
         for count in range(1, (rules.equal_rounds or rules.max_rounds) + 1):
@@ -113,7 +111,8 @@ class Rounds:
 
     def _slice(self, runner: Runner, number: int, first: bool) -> Load:
         began, apart = time.monotonic(), self._is_busy() and not first
-        timeout_s = self.rules.call_timeout_s + 20 * runner.answer.call_ns / 1e9 + self.rules.slice_s
+        sample_s = runner.answer.calls * runner.answer.call_ns / 1e9
+        timeout_s = self.rules.call_timeout_s + 20 * sample_s + self.rules.slice_s
         if not first:
             self._nobody_first()
         elif runner.worker.pid not in self._first:

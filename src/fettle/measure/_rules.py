@@ -40,11 +40,12 @@ class Candidate:
 
 @dataclass
 class Stop:
-    """Ends a race early, with what has been measured."""
+    """Ends a race early, with what has been measured: when it is `asked`, or by Ctrl-C once there is something to show,
+    which asks it. A second Ctrl-C ends everything."""
 
     asked: bool = False
-    rounds_began: bool = False
-    """Only then is there anything to show."""
+    fewest_rounds: int = LOOKS[0]
+    """Rounds that show something."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from fettle.measure._waits import Waits, busiest, one_core_each, without_waits
 from fettle.measure.messages import Examine, Examined, MeasurePeaks, Peaks, Prepared, SliceTaken, TakeSlice
 from fettle.procs.limits import pages_fetched, resident_bytes
 from fettle.techniques import buffers_kept
-from fettle.workload import leaves, spread
+from fettle.workload import device_of, leaves, spread, tensors
 
 
 @dataclass
@@ -47,11 +47,15 @@ class State:
     """What takes the time of a text apart."""
     base_bytes: int = 0
     device: str = "cpu"
+    gpus: Sequence[int] = ()
+    """Those that the model and its inputs lie on, by torch's numbers."""
     run: Callable[..., Any] | None = None
     clock: Any = None
     cycle: Iterator[Any] | None = None
-    group: int = 1
+    calls: int = 1
     """Calls in one sample, which is the time of a mean one."""
+    group: int = 1
+    """What the waiting in a sample is divided by: its calls, unless only a part of each is timed."""
     call_ns: int = 0
     padding: Any = None
     waits: Waits = field(default_factory=Waits)
@@ -81,6 +85,21 @@ def examine(state: State, request: Examine) -> Examined:
     return Examined(evidence=msgspec.Raw(msgspec.msgpack.encode(evidence)), load_s=state.load_s)
 
 
+def locate(state: State, batch: Any = None) -> None:
+    """Find out where the model and a batch lie; what is asked of the current GPU is asked of that one from now on."""
+    model = state.workload.model
+    state.device, state.gpus = device_of(model, batch), gpus_of(model, batch)
+    if state.gpus:
+        torch.cuda.set_device(state.gpus[0])
+
+
+def gpus_of(model: Any, batch: Any) -> list[int]:
+    """The numbers of the CUDA devices that a module's parameters and buffers and a batch's tensors lie on."""
+    held = itertools.chain(model.parameters(), model.buffers()) if isinstance(model, torch.nn.Module) else ()
+    places = dict.fromkeys(tensor.device for tensor in itertools.chain(held, tensors(batch)))
+    return [place.index for place in places if place.type == "cuda"]
+
+
 def rebase(state: State) -> None:
     """Take what the process holds now, without the model's weights, as what memory is counted from."""
     _meters.trim()
@@ -101,6 +120,8 @@ def settled(
     state.waits.refresh()
     state.computing = busiest(before, state.waits.by_thread())
     peak = _meters.peak_bytes(state.device) if has_peak else None
+    if peak is not None:
+        peak = max(0, peak - state.clock.held_bytes)
     state.call_ns = sorted(samples)[len(samples) // 2]
     if not steady:
         notes.append("the time was still falling after 10 s of warm-up")
@@ -122,8 +143,9 @@ def prepared(
         accuracy=accuracy,
         peak_bytes=peak,
         device=state.device,
-        gpu=_gpu_uuid() if state.device == "cuda" else "",
+        gpu=_meters.uuid_of(state.gpus[0]) if state.gpus else "",
         call_ns=state.call_ns,
+        calls=state.calls,
         samples=samples,
         notes=list(dict.fromkeys(notes.lines)),
         learned=notes.learned,
@@ -131,16 +153,11 @@ def prepared(
     )
 
 
-def _gpu_uuid() -> str:
-    """As NVML names the current device."""
-    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-
-
 def one_sample(state: State) -> int:
     """Time one call; where batches differ in shape, one round through all of them, as the time of a mean call."""
     assert state.cycle is not None
     group = next(state.cycle)
-    state.group = len(group)
+    state.calls = state.group = len(group)
     total = 0
     if state.writes:
         began = time.perf_counter_ns()
@@ -151,6 +168,11 @@ def one_sample(state: State) -> int:
     for batch in group:
         total += state.clock.time_ns(lambda batch=batch: call(state.run, batch))
     return slowest(total // len(group))
+
+
+def rotation(batches: Sequence[Any]) -> list[list[Any]]:
+    """Batches grouped into samples: each alone where they have one shape, all together where they differ."""
+    return [[batch] for batch in batches] if same_shapes(batches) else [list(batches)]
 
 
 def same_shapes(batches: Iterable[Any]) -> bool:
@@ -204,7 +226,7 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
         if state.call_ns * 5 < wanted_ns:
             one_sample(state)
         state.waits.refresh()
-        energy = _meters.energy_j(state.device)
+        energy = _meters.energy_j(state.gpus)
         waited_ns, pages = state.waits.total_ns(), pages_fetched()
         started = chunk = time.perf_counter_ns()
         count = 0
@@ -215,7 +237,7 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
                 chunks.append(_chunk(state, samples[count:], before, waited_ns))
                 count, chunk = len(samples), time.perf_counter_ns()
     pages = pages_fetched() - pages
-    after = _meters.energy_j(state.device)
+    after = _meters.energy_j(state.gpus)
     if count < len(samples):
         chunks.append(_chunk(state, samples[count:], waited_ns, state.waits.total_ns()))
     if state.call_ns > 10 * wanted_ns:  # SAM's encoder keeps 3 GiB for its next call, which the others may need now
@@ -227,8 +249,8 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
         unhindered_ns=without_waits(chunks),
         waits=sum(waited) / sum(samples) if len(waited) == len(chunks) else math.nan,
         cpu_s=state.told_s - before_s,
-        pages=pages / len(samples) / state.group,
-        energy_j=_meters.spent(energy, after, len(samples)),
+        pages=pages / len(samples) / state.calls,
+        energy_j=_meters.spent(energy, after, len(samples) * state.calls),
         texts=state.watcher.take() if state.writes else (),
     )
 

@@ -58,11 +58,16 @@ def log_interval(observations: Sequence[float], alpha: float) -> Interval:
     rank = _signed_rank_quantile(n, alpha)
     if rank > 0:
         return Interval(estimate, float(walsh[rank - 1]), float(walsh[len(walsh) - rank]))
-    from scipy.special import stdtrit  # Student's quantile; scipy.stats takes a second more to import
-
-    half = float(stdtrit(n - 1, 1 - alpha / 2) * values.std(ddof=1) / math.sqrt(n))
+    half = student(n - 1, alpha) * float(values.std(ddof=1)) / math.sqrt(n)
     centre = float(values.mean())
     return Interval(estimate, min(centre - half, estimate), max(centre + half, estimate))
+
+
+def student(freedom: float, alpha: float) -> float:
+    """Student's quantile for a two-sided interval of level 1 - `alpha`."""
+    from scipy.special import stdtrit  # scipy.stats takes a second more to import
+
+    return float(stdtrit(freedom, 1 - alpha / 2))
 
 
 def replicate_interval(
@@ -93,8 +98,6 @@ def contrast_interval(
     same trimming and the degrees of freedom of Welch and Satterthwaite, or with a spread that all share where a group
     has two only. At least two processes a group; the weights add up to 0.
     """
-    from scipy.special import stdtrit  # scipy.stats takes a second more to import
-
     estimate, parts = 0.0, []
     fewest, each_units = min(map(len, groups)), _units(groups)
     if each_units is None:
@@ -113,7 +116,7 @@ def contrast_interval(
     if variance <= 0:  # all equal to the last bit
         return Interval(estimate, estimate, estimate)
     freedom = degrees if fewest == 2 else variance**2 / sum(part**2 / free for part, free in each)
-    half = float(stdtrit(freedom, 1 - alpha / 2)) * math.sqrt(variance)
+    half = student(freedom, alpha) * math.sqrt(variance)
     return Interval(estimate, estimate - half, estimate + half)
 
 

@@ -17,30 +17,13 @@ import psutil
 import torch
 
 from fettle.errors import UsageError, first_line, place
-from fettle.measure import _meters
+from fettle.measure import _meters, messages
 from fettle.measure._accuracy import user_metric, with_metric
 from fettle.measure._clock import Clock
 from fettle.measure._lockstep import mean
 from fettle.measure._notes import compiler_notes, notes_kept
-from fettle.measure._state import State, examine, peaks, prepared, rebase, same_shapes, settled, take_slice
+from fettle.measure._state import State, examine, locate, peaks, prepared, rebase, same_shapes, settled, take_slice
 from fettle.measure._trial import Accuracy
-from fettle.measure.messages import (
-    Answer,
-    Asked,
-    Build,
-    Built,
-    Examine,
-    MakePlan,
-    MeasurePeaks,
-    Planned,
-    Prepare,
-    Prepared,
-    Probe,
-    Probed,
-    Reference,
-    TakeSlice,
-    WriteReference,
-)
 from fettle.procs.limits import resident_bytes
 from fettle.recipe import Recipe
 from fettle.structure import structure
@@ -58,23 +41,23 @@ from fettle.train import (
     training_fingerprint,
 )
 from fettle.train.facts import MOST_BATCHES
-from fettle.workload import Target, device_of
+from fettle.workload import Target
 
 _TIMELINE_STEPS = 3
 _HEADROOM = 0.9
 """Share of free memory that a larger batch may take."""
 
 
-def build(state: State, request: Build) -> Built:
+def build(state: State, request: messages.Build) -> messages.Built:
     """Build the workload, with the same seed in every worker."""
     started = time.perf_counter()
     state.target = request.target
     workload = state.workload = load_training(state.target, made=state.made)
     state.load_s = time.perf_counter() - started
     state.fingerprint = training_fingerprint(workload)
-    state.device = device_of(workload.model, None)
+    locate(state)
     rebase(state)
-    return Built(
+    return messages.Built(
         load_s=state.load_s,
         fingerprint=state.fingerprint,
         structure=structure(workload.model, workload.loss, workload.metric),
@@ -83,17 +66,17 @@ def build(state: State, request: Build) -> Built:
     )
 
 
-def probe(state: State, request: Probe) -> Probed:
+def probe(state: State, request: messages.Probe) -> messages.Probed:
     """Make one step as given, and gather the facts."""
     workload = state.workload
     facts = training_facts(workload, allow_batch=request.allow_batch)
     _check_step(workload, facts)
     if request.allow_batch:
         facts = replace(facts, largest_batch=_largest_batch(load_training(state.target), facts))
-    return Probed(facts=facts, has_metric=workload.metric is not None)
+    return messages.Probed(facts=facts, has_metric=workload.metric is not None)
 
 
-def reference(state: State, request: WriteReference) -> Reference:
+def reference(state: State, request: messages.WriteReference) -> messages.Reference:
     """Train the baseline from seed 0 and from other seeds, and write their curves to `request.path`."""
     started = time.perf_counter()
     clip = state.workload.max_grad_norm
@@ -117,7 +100,7 @@ def reference(state: State, request: WriteReference) -> Reference:
         )
     with open(request.path, "wb") as file:
         file.write(msgspec.json.encode(asdict(band)))
-    return Reference(
+    return messages.Reference(
         dtype="float32",
         metric=metric if math.isfinite(metric) else None,
         metric_problem=problem,
@@ -127,7 +110,7 @@ def reference(state: State, request: WriteReference) -> Reference:
     )
 
 
-def prepare(state: State, request: Prepare) -> Prepared:
+def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
     """Train with a recipe's source from seed 0, judge its losses, warm up, and report what that took."""
     workload: TrainingWorkload = state.workload
     with notes_kept() as notes:
@@ -136,6 +119,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
         torch.manual_seed(0)
         _meters.trim()
         steps = Steps(train, workload, mean=mean)
+        state.run, state.clock = lambda _: steps.step(), Clock(state.device, state.gpus)
         has_peak = _meters.reset_peak(state.device)
         optimize_s = time.perf_counter() - started
 
@@ -150,7 +134,6 @@ def prepare(state: State, request: Prepare) -> Prepared:
         if not accuracy.problem:
             accuracy = with_metric(accuracy, workload.metric, workload.model)
 
-        state.run, state.clock = lambda _: steps.step(), Clock(state.device)
         group = [None] * _pass_length(workload)
         state.cycle = itertools.repeat(group)
         peak = settled(state, has_peak, notes.lines)
@@ -159,23 +142,23 @@ def prepare(state: State, request: Prepare) -> Prepared:
     return prepared(state, optimize_s, first_call_s, accuracy, peak, workload.rows * request.factor, notes, phases)
 
 
-def plan(state: State, request: MakePlan) -> Planned:
+def plan(state: State, request: messages.MakePlan) -> messages.Planned:
     """The memory plan of the strategies that a study of so many ranks would try, from fake tensors."""
     from fettle.parallel.study import plan_for_study
 
     plan, note = plan_for_study(state.target, request.ranks, request.device_memory_bytes or None, request.nodes)
-    return Planned(plan=msgspec.Raw(msgspec.msgpack.encode(plan)), note=note)
+    return messages.Planned(plan=msgspec.Raw(msgspec.msgpack.encode(plan)), note=note)
 
 
-ACTIONS: Mapping[type[Asked], Callable[[State, Any], Answer]] = {
-    Build: build,
-    Examine: examine,
-    Probe: probe,
-    MeasurePeaks: peaks,
-    MakePlan: plan,
-    WriteReference: reference,
-    Prepare: prepare,
-    TakeSlice: take_slice,
+ACTIONS: Mapping[type[messages.Asked], Callable[[State, Any], messages.Answer]] = {
+    messages.Build: build,
+    messages.Examine: examine,
+    messages.Probe: probe,
+    messages.MeasurePeaks: peaks,
+    messages.MakePlan: plan,
+    messages.WriteReference: reference,
+    messages.Prepare: prepare,
+    messages.TakeSlice: take_slice,
 }
 
 
@@ -222,7 +205,7 @@ def _collectives(steps: Steps) -> list[str]:
     return [f"collectives a step: {counts or 'none seen'}"]
 
 
-def _accuracy(curve: Curve, request: Prepare) -> Accuracy:
+def _accuracy(curve: Curve, request: messages.Prepare) -> Accuracy:
     losses = tuple(loss for loss in curve.losses if math.isfinite(loss))
     if not request.path:
         return Accuracy(finite=len(losses) == len(curve.losses), losses=losses)

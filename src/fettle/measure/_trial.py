@@ -133,18 +133,22 @@ def by_round(slices: Sequence[Slice], *, elapsed: bool = False) -> dict[int, flo
     times = {}
     for one in slices:
         ms = one.ms if elapsed else one.best_ms
-        if ms is not None and ms > 0:
+        if ms is not None and 0 < ms < math.inf:
             times[one.round if one.quiet else -one.round] = ms
     return times if times or elapsed else by_round(slices, elapsed=True)
 
 
+def log_times(slices: Sequence[Slice], samples: int, *, elapsed: bool = False) -> dict[int, float]:
+    """Log time of one row by round (see `by_round`), of the slices of one process."""
+    return {number: math.log(ms / samples) for number, ms in by_round(slices, elapsed=elapsed).items()}
+
+
 def process_logs(trial: Trial, *, elapsed: bool = False) -> list[dict[int, float]]:
-    """Log time of one row by round (see `by_round`), for each process of a trial that has been timed."""
+    """`log_times` of each process of a trial that has been timed."""
     slices: dict[str, list[Slice]] = {}
     for one in trial.slices:
         slices.setdefault(one.process, []).append(one)
-    times = [by_round(each, elapsed=elapsed) for each in slices.values()]
-    return [{key: math.log(ms / trial.samples) for key, ms in each.items()} for each in times if each]
+    return [log for each in slices.values() if (log := log_times(each, trial.samples, elapsed=elapsed))]
 
 
 @dataclass(frozen=True)
@@ -226,8 +230,14 @@ class Trial:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trial:
-        """The inverse of `to_json`. Raises `msgspec.ValidationError` for anything else."""
-        return msgspec.convert(typed(data, cls), cls)
+        """The inverse of `to_json`. Raises `msgspec.ValidationError` or `ValueError` for anything else."""
+        trial = msgspec.convert(typed(data, cls), cls)
+        gain = 1.0 if trial.speedup is None else trial.speedup.estimate
+        if any(number <= 0 for number in (trial.samples, trial.peak_bytes or 1, trial.energy_j or 1.0, gain)):
+            raise ValueError("a figure of it is not above 0")
+        for name, kind in learned_types(trial.learned).items():
+            msgspec.convert(trial.learned[name], kind)
+        return trial
 
 
 def typed(value: Any, kind: Any, unknown: Callable[[str], None] = lambda name: None) -> Any:

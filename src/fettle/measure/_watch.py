@@ -21,11 +21,11 @@ from pathlib import Path
 import psutil
 
 from fettle.measure._load import Load
+from fettle.procs.limits import control_groups
 
 _WINDOW_S = 0.5
 _TICKS = 100.0  # USER_HZ of /proc/stat
 _STAT, _PRESSURE = Path("/proc/stat"), Path("/proc/pressure/cpu")
-_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _CLOCKS = Path("/sys/devices/system/cpu")
 
 
@@ -173,54 +173,28 @@ def _cpu_times() -> tuple[float | None, float | None]:
 
 def _pressure_s() -> float | None:
     """Seconds in which a task of our cgroup, or else of the machine, waited for a core."""
-    for path in _pressure_files():
-        try:
+    for path in (*_own_files("cpu.pressure"), _PRESSURE):
+        with contextlib.suppress(OSError, ValueError, IndexError):
             words = path.read_bytes().split(b"\n", 1)[0].split()
             return int(words[-1].partition(b"total=")[2]) / 1e6
-        except (OSError, ValueError, IndexError):
-            continue
     return None
-
-
-@lru_cache(maxsize=1)
-def _pressure_files() -> list[Path]:
-    mounts = (_GROUPS, _GROUPS / "unified")
-    own = [mount / group / "cpu.pressure" for names, group in _own_groups() if names == "" for mount in mounts]
-    return [*own, _PRESSURE]
 
 
 def _throttled_s() -> float | None:
     """Seconds that our cgroup's quota has stopped its processes."""
-    for path, unit in _throttle_files():
-        try:
-            for line in path.read_text().splitlines():
-                name, _, value = line.partition(" ")
-                if name in ("throttled_usec", "throttled_time"):
-                    return int(value) * unit
-        except (OSError, ValueError):
-            continue
+    for path in _own_files("cpu.stat"):
+        with contextlib.suppress(OSError, ValueError):
+            counts = dict(line.split(" ", 1) for line in path.read_text().splitlines())
+            for name, unit in (("throttled_usec", 1e-6), ("throttled_time", 1e-9)):  # version 2, and 1
+                if name in counts:
+                    return int(counts[name]) * unit
     return None
 
 
-@lru_cache(maxsize=1)
-def _throttle_files() -> list[tuple[Path, float]]:
-    files = []
-    for names, group in _own_groups():
-        if names == "":
-            files.append((_GROUPS / group / "cpu.stat", 1e-6))
-        elif "cpu" in names.split(","):
-            files.append((_GROUPS / "cpu" / group / "cpu.stat", 1e-9))
-    return files
-
-
-def _own_groups() -> list[tuple[str, str]]:
-    """Controllers and path of each cgroup that this process is in; no controllers' names in version 2."""
-    try:
-        lines = _OWN_GROUPS.read_text().splitlines()
-    except OSError:
-        return []
-    parts = [line.split(":", 2) for line in lines]
-    return [(part[1], part[2].lstrip("/")) for part in parts if len(part) == 3]
+@lru_cache(maxsize=2)
+def _own_files(name: str) -> list[Path]:
+    """The files of this name in the cgroups that this process is in, the innermost first."""
+    return [path for folder in control_groups("cpu") if (path := folder / name).is_file()]
 
 
 def _clock_mhz() -> float | None:

@@ -188,6 +188,8 @@ class Prepared(Answer, frozen=True, kw_only=True):
     gpu: str
     """As NVML names it; empty on a CPU."""
     call_ns: int
+    calls: int = 1
+    """Calls in one sample of time, which are made however short a slice is."""
     samples: int
     """Rows in one call."""
     notes: Sequence[str]

@@ -12,8 +12,8 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from fettle.measure import _statistics
 from fettle.measure._candidates import Held, Runner, Start, Started
 from fettle.measure._fetching import fetching
 from fettle.measure._load import mean_load
+from fettle.measure._process import Worker, close_each
 from fettle.measure._rounds import Rounds, log_ratios
 from fettle.measure._rules import Candidate, Judge, OnProgress, Progress, Rules
 from fettle.measure._trial import Interval, Startup, Trial
@@ -61,24 +62,29 @@ def race(
     start = Start(target, fingerprint, judging, rules, log_folder, environment or {}, number, held, nodes)
     baseline = next((index for index, one in enumerate(candidates) if not one.recipe.levels), 0)
     trials: dict[int, Trial] = {}
-    with ExitStack() as stack:
-        running = start.line_up(candidates, trials, stack, on_progress)
-        start.replicate(running, rules.replicates, stack, on_progress)
+    workers: list[Worker] = []
+    try:
+        running = start.line_up(candidates, trials, workers, on_progress)
+        start.replicate(running, rules.replicates, workers, on_progress)
         anchor = running.get(baseline) or next(iter(running.values()), None)
         if anchor is not None:
             rounds = Rounds(rules, random.Random(seed * 1000 + number), on_progress, patience or Patience())
-            rounds.run(list(running.values()), anchor, before)
+            with _ended_by_interrupt(start, running.values()):
+                rounds.run(list(running.values()), anchor, before)
             ended = {index: _trial(started, anchor, start, rounds) for index, started in running.items()}
-            for wanted in rules.further:
-                more = _go_on(start, rounds, running, ended, anchor, wanted, stack, on_progress)
-                if not more:
-                    break
-                ended |= more
+            with _ended_by_interrupt(start, running.values()):
+                for wanted in rules.further:
+                    more = _go_on(start, rounds, running, ended, anchor, wanted, workers, on_progress)
+                    if not more:
+                        break
+                    ended |= more
             if baseline not in running:
                 ended = {index: replace(trial, speedup=None, elapsed_speedup=None) for index, trial in ended.items()}
             trials |= {index: _with_rows(trial, start.row_rates(running[index])) for index, trial in ended.items()}
             if held is not None:
                 held.keep({e.first.candidate.recipe for e in running.values() if not e.failure})
+    finally:
+        close_each(workers)
     for index in sorted(running):
         on_progress(Progress("trial", candidates[index].recipe, trial=trials[index]))
 
@@ -89,13 +95,29 @@ def race(
     if held is not None:
         held.keep({anchor.first.candidate.recipe})
     last = max((one.round for trial in trials.values() for one in trial.slices), default=before)
-    candidates = [candidates[baseline], *rest]
-    later = race(target, fingerprint, candidates, judging, rules, log_folder=log_folder, environment=environment,
-                 on_progress=on_progress, number=number, seed=seed + 1, held=held, nodes=nodes, patience=patience,
-                 before=last)  # fmt: skip
+    candidates, later = [candidates[baseline], *rest], list[Trial]()
+    with _ended_by_interrupt(start, running.values()):
+        later = race(target, fingerprint, candidates, judging, rules, log_folder=log_folder, environment=environment,
+                     on_progress=on_progress, number=number, seed=seed + 1, held=held, nodes=nodes, patience=patience,
+                     before=last)  # fmt: skip
     if later and baseline in trials:  # what ties those that ran there to those that ran here
         trials[baseline] = replace(trials[baseline], slices=(*trials[baseline].slices, *later[0].slices))
     return [*(trials[index] for index in sorted(trials)), *later[1:]]
+
+
+@contextmanager
+def _ended_by_interrupt(start: Start, running: Iterable[Started]) -> Iterator[None]:
+    """Let an interrupt end what runs inside, where there is something to show; see `Stop`."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if start.held is not None:
+            start.held.close()  # in the middle of a slice, whose answer is still to come
+        rounds = [len({one.round for one in each.first.slices}) for each in running if not each.failure]
+        stop = start.rules.stop
+        if stop is None or stop.asked or min(rounds, default=0) < stop.fewest_rounds:
+            raise
+        stop.asked = True
 
 
 def _with_rows(trial: Trial, tokens_per_s: Mapping[str, float]) -> Trial:
@@ -113,7 +135,7 @@ def _go_on(
     ended: Mapping[int, Trial],
     anchor: Started,
     wanted: int,
-    stack: ExitStack,
+    workers: list[Worker],
     on_progress: OnProgress,
 ) -> dict[int, Trial]:
     """Where a speed-up is vague: more processes of all that have several, as many rounds again, and what is known then.
@@ -130,7 +152,7 @@ def _go_on(
     again = {index: running[index] for index, trial in ended.items() if trial.ok and trial.processes > 1}
     for started in again.values():
         started.live = True
-    start.replicate(again, wanted, stack, on_progress)
+    start.replicate(again, wanted, workers, on_progress)
     if len(anchor.runners) == had:
         return {}
     rounds.run(list(again.values()), anchor, max(one.round for runner in anchor.runners for one in runner.slices))
@@ -176,10 +198,9 @@ def _speedup(anchor: Started, started: Started, rules: Rules) -> Interval | None
 def _elapsed_speedup(anchor: Started, started: Started, rules: Rules) -> Interval | None:
     """The ratio of times elapsed over the rounds in which others had the machine."""
     slower, faster = (
-        {-number: math.log(ms / runner.answer.samples)
-         for runner in each.runners for number, ms in runner.times_ms(elapsed=True).items() if number < 0}
+        {-key: log for runner in each.runners for key, log in runner.log_times(elapsed=True).items() if key < 0}
         for each in (anchor, started)
-    )  # fmt: skip
+    )
     ratios = _statistics.paired(slower, faster)
     return _statistics.exp(_statistics.log_interval(ratios, rules.alpha)) if len(ratios) > 1 else None
 

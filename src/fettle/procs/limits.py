@@ -38,7 +38,7 @@ def granted_memory_bytes() -> int:
     import psutil
 
     memory = int(psutil.virtual_memory().available)
-    for folder in _folders("memory"):
+    for folder in control_groups("memory"):
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
         used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
         if limit is not None and limit < 1 << 60:
@@ -80,12 +80,8 @@ def affinity_cores() -> int:
 
 def quota_cores() -> float:
     """Cores whose time the control groups grant; infinity where they do not limit it."""
-    return min(_quotas(), default=math.inf)
-
-
-def _quotas() -> list[float]:
-    """Cores that each control group above this process grants, where it limits them."""
-    return [quota for folder in _folders("cpu") if (quota := _quota(folder)) is not None]
+    quotas = (_quota(folder) for folder in control_groups("cpu"))
+    return min((quota for quota in quotas if quota is not None), default=math.inf)
 
 
 def _quota(folder: Path) -> float | None:
@@ -109,7 +105,7 @@ def scheduled_s(path: Path = Path("/proc/thread-self/schedstat")) -> tuple[float
         return 0.0, 0.0
 
 
-def _folders(controller: str) -> Iterator[Path]:
+def control_groups(controller: str) -> Iterator[Path]:
     """The control groups of this process that count for a controller, innermost first, in either version's layout."""
     try:
         lines = _OWN.read_text().splitlines()
@@ -119,7 +115,8 @@ def _folders(controller: str) -> Iterator[Path]:
     for line in lines:
         _, _, rest = line.partition(":")
         names, _, path = rest.partition(":")
-        if not names:
+        if not names:  # in a place of its own beside version 1
+            roots.insert(0, (_GROUPS / "unified", path))
             roots.insert(0, (_GROUPS, path))
         elif controller in names.split(","):
             roots.insert(0, (_GROUPS / names, path))

@@ -43,7 +43,7 @@ class Process:
             if self._log is not None:
                 self._log.close()
             raise
-        self._paused = self._closed = False
+        self._paused = self._killed = self._closed = False
 
     @property
     def pid(self) -> int:
@@ -110,26 +110,30 @@ class Process:
         lines = [line.strip() for line in self.printed().splitlines() if line.strip()]
         return lines[-1][:400] if lines else ""
 
-    def close(self) -> None:
-        """Kill it with all its descendants. Safe to call again."""
-        # Before the kill: orphans are no longer found through their parent.
-        self._end(self.tree() if not self._closed and self._process.poll() is None else [])
-
-    def close_group(self) -> None:
-        """Kill it with its process group only, for where there is no time to look at every process of the machine."""
-        self._end([])
-
-    def _end(self, tree: Iterable[psutil.Process]) -> None:
-        if self._closed:
+    def kill(self, *, whole_tree: bool = True) -> None:
+        """Kill its process group and all its descendants, whose end `close` waits for."""
+        if self._killed:
             return
-        self._closed = True
+        self._killed = True
+        # Before the kill: orphans are no longer found through their parent.
+        tree = self.tree() if whole_tree and self._process.poll() is None else []
         self._signal(signal.SIGKILL, {self.pid})
         for process in tree:
             with contextlib.suppress(Exception):  # psutil's own: it has ended
                 process.kill()
+
+    def close(self) -> None:
+        """Kill it with all its descendants. Safe to call again."""
+        self.kill()
+        self._closed = True
         self._process.wait()
         if self._log is not None:
             self._log.close()
+
+    def close_group(self) -> None:
+        """Kill it with its process group only, for where there is no time to look at every process of the machine."""
+        self.kill(whole_tree=False)
+        self.close()
 
     def __enter__(self) -> Self:
         return self

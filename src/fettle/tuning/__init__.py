@@ -3,7 +3,7 @@
 Other rooms use `tune` with its `Options`, the `Session` that a study measures with, and what reads a caller's workload.
 """
 
-from fettle.tuning._arguments import check_limits, check_techniques, target_of, workload_of, writable
+from fettle.tuning._arguments import check_limits, check_options, check_techniques, target_of, workload_of, writable
 from fettle.tuning.kept import atlas_rows, recalled, studies_in
 from fettle.tuning.options import Effort, Options
 from fettle.tuning.session import WAITING, Event, OnProgress, Session
@@ -11,6 +11,7 @@ from fettle.tuning.space import space_for
 from fettle.tuning.tune import guide_for, tune
 
 __all__ = [
-    "WAITING", "Effort", "Event", "OnProgress", "Options", "Session", "atlas_rows", "check_limits", "check_techniques",
-    "guide_for", "recalled", "space_for", "studies_in", "target_of", "tune", "workload_of", "writable",
+    "WAITING", "Effort", "Event", "OnProgress", "Options", "Session", "atlas_rows", "check_limits", "check_options",
+    "check_techniques", "guide_for", "recalled", "space_for", "studies_in", "target_of", "tune", "workload_of",
+    "writable",
 ]  # fmt: skip

@@ -6,10 +6,15 @@ Arguments are named in back-quotes, as a caller in Python writes them; the comma
 from __future__ import annotations
 
 import os
+import platform
+import secrets
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
+
+import psutil
 
 from fettle.errors import UsageError
 from fettle.measure import Worker, WorkerError, messages
@@ -59,11 +64,22 @@ def workload_of(
 
 
 def target_of(workload: Target | Workload | TrainingWorkload, folder: Path) -> Target:
-    """The target from which worker processes build it; live objects are written to ``folder/cache``."""
+    """The target from which worker processes build it; live objects are written to `folder`."""
     if isinstance(workload, Target):
         return workload
     mode = "training" if isinstance(workload, TrainingWorkload) else "inference"
-    return replace(target_from_objects(workload, folder / "cache"), mode=mode)
+    return replace(target_from_objects(workload, folder), mode=mode)
+
+
+def live_folder(cache: Path) -> Path:
+    """A new folder for live objects: other studies may have theirs beside it at the same time. What processes of this
+    machine that were killed have left there is deleted."""
+    ours = f"live-{platform.node()}-"
+    for left in cache.glob("live-*"):
+        pid = left.name.removeprefix(ours).partition("-")[0]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+    return cache / f"{ours}{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def check_options(options: Options) -> None:

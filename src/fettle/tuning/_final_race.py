@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fettle.measure import Trial, verdict
+from fettle.measure import Stop, Trial, verdict
 from fettle.recipe import Recipe
 from fettle.result import TIMES
 from fettle.search import Space
@@ -22,6 +22,8 @@ class FinalRace:
     trials: Sequence[Trial] = ()
     unconfirmed: str = ""
     """Why the leader was not measured again, one sentence; empty where it was, or where nothing had to be."""
+    interrupted: bool = False
+    """More rounds were to come."""
 
 
 def final_race(session: Session, space: Space) -> FinalRace:
@@ -51,7 +53,8 @@ def final_race(session: Session, space: Space) -> FinalRace:
     session.held.keep({Recipe()})  # nobody picked its process for having been fast
     session.be_patient(plan.spare_s)
     share_s = REPLICATES_S if budget.seconds is None else min(REPLICATES_S, max(0.0, budget.left_s))
-    rules = replace(session.rules, deadline=budget.end, grace_s=budget.grace_s,
+    stop = Stop()
+    rules = replace(session.rules, deadline=budget.end, grace_s=budget.grace_s, stop=stop,
                     precision=0.05, replicates=plan.replicates, further=(MOST_REPLICATES,),
                     replicate_s=share_s, rows=session.facts.row_counts)  # fmt: skip
     trials = session.run([Recipe(), *again, *cheap], rules, session.held, once=cheap)
@@ -65,11 +68,13 @@ def final_race(session: Session, space: Space) -> FinalRace:
         if trial.recipe in cheap:
             session.remember(trial)
     trials = session.standings.confirmed(trials)
-    with contextlib.suppress(KeyboardInterrupt):  # what is announced is known
-        _show_expensive(
-            session, [recipe for recipe in rungs if recipe not in session.standings.known and recipe not in cheap]
-        )
-    return FinalRace(trials)
+    expensive = [recipe for recipe in rungs if recipe not in session.standings.known and recipe not in cheap]
+    # For the ladder alone, and only where there is time for all of them and for the leader's new process beside them.
+    field = [leader.recipe, *expensive]
+    if expensive and not stop.asked and session.costs.how_many_fit(field, budget.left_s) == len(field):
+        with contextlib.suppress(KeyboardInterrupt):  # what is announced is known
+            session.race_unknown(expensive, budget.end)
+    return FinalRace(trials, interrupted=stop.asked)
 
 
 def _is_settled(session: Session, last: FinalRace, recipe: Recipe) -> bool:
@@ -85,20 +90,6 @@ def climb(recipe: Recipe) -> list[Recipe]:
         levels[name] = level
         steps.append(Recipe(levels))
     return steps
-
-
-def _show_expensive(session: Session, rungs: list[Recipe]) -> None:
-    """Measure the rungs that take long to start, for the ladder alone: only where there is time for all of them."""
-    if rungs and _cost_s(session) * (len(rungs) + 1) < session.budget.left_s:
-        session.race_unknown(rungs, session.budget.end)
-
-
-def _cost_s(session: Session) -> float:
-    """What a recipe that takes long to start has typically cost."""
-    expensive = sorted(trial.seconds for trial in session.standings.known.values() if trial.startup.total_s > 5) or [
-        30.0
-    ]
-    return expensive[len(expensive) // 2]
 
 
 def _too_small(session: Session, needed_s: float) -> FinalRace:

@@ -43,6 +43,9 @@ def outcome(
     again = _beside(winner, last.trials)
     session.study.set_note("seconds", session.seconds)
     trials = [trial for trial in session.standings.known.values() if session.standings.allowed(trial.recipe)]
+    baseline = again or session.standings.known.get(Recipe())
+    notes = [*session.notes, session.plan.note, _threads_under_load(session, winner), *_remarks(session, winner),
+             depends_on_memory(baseline, winner, session.facts)]  # fmt: skip
     return Result(
         name=session.target.name,
         target=session.target.reference,
@@ -56,7 +59,7 @@ def outcome(
         winner=winner,
         verdict=claim,
         baseline_again=again,
-        ladder=_ladder(session, winner, again) if winner else (),
+        ladder=_ladder(session, winner, baseline) if winner and baseline else (),
         advice=with_gains(session.probed.advice, trials),
         left_out=left_out,
         nearest=() if winner else _nearest(session),
@@ -66,20 +69,10 @@ def outcome(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         interrupted=interrupted,
         unconfirmed=last.unconfirmed,
-        notes=tuple(
-            filter(
-                None,
-                (
-                    *session.notes,
-                    session.plan.note,
-                    _threads_under_load(session, winner),
-                    *_remarks(session, winner),
-                    depends_on_memory(again or session.standings.known.get(Recipe()), winner, session.facts),
-                ),
-            )
-        ),
+        notes=tuple(filter(None, notes)),
         plan=session.plan.rows(),
         under_load=session.rules.under_load,
+        confidence=session.rules.confidence,
     )
 
 
@@ -169,11 +162,8 @@ def _nearest(session: Session) -> list[Trial]:
     return sorted(ran, key=lambda trial: (distance(trial, limits), trial.time_ms))[:3]
 
 
-def _ladder(session: Session, winner: Trial, again: Trial | None) -> tuple[Rung, ...]:
+def _ladder(session: Session, winner: Trial, baseline: Trial) -> tuple[Rung, ...]:
     """The rungs from the baseline to the winner that were measured."""
-    baseline = again or session.standings.known.get(Recipe())
-    if baseline is None:
-        return ()
     rungs, last = [Rung("as given", baseline)], Recipe()
     for recipe in climb(winner.recipe):
         trial = winner if recipe == winner.recipe else session.standings.known.get(recipe)

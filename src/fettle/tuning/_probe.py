@@ -107,7 +107,7 @@ def judged_by(facts: Facts, max_error: float | None, has_metric: bool) -> Facts:
 
 
 def _recalled(study: Study) -> _Kept | None:
-    """What an earlier run found, with what is installed today."""
+    """What an earlier run found, with what is installed today. What levels learned is for trials to say."""
     try:
         kept = msgspec.convert(study.note("probe"), _Kept)
     except msgspec.ValidationError:  # none yet, or another version's
@@ -116,7 +116,7 @@ def _recalled(study: Study) -> _Kept | None:
 
     def today(facts: Facts) -> Facts:
         parts = {name: today(part) for name, part in facts.parts.items()}
-        return replace(facts, packages=here.packages, libraries=here.libraries, parts=parts)
+        return replace(facts, packages=here.packages, libraries=here.libraries, learned={}, parts=parts)
 
     return replace(kept, facts=today(kept.facts))
 
@@ -176,18 +176,20 @@ def plan_memory(
     study.set_note("nodes", nodes)
     memory = device_memory_bytes or _memory_of_rank(device, ranks // nodes)
     key = f"plan {ranks} {memory}" if device_memory_bytes else f"plan {ranks}"
-    kept = study.note(key)
-    if kept is None:
-        on_progress(f"planning the memory of {ranks} ranks")
-        try:
-            planned = worker.ask(messages.MakePlan(ranks, nodes, memory), messages.Planned, 300.0)
-            kept = {"plan": msgspec.msgpack.decode(planned.plan), "note": planned.note}
-        except (WorkerError, UsageError) as error:
-            kept = {"plan": None, "note": f"the memory could not be planned: {error}"}
-        study.set_note(key, kept)
     from fettle.parallel.plan import Plan
 
-    return MemoryPlan(msgspec.convert(kept["plan"], Plan | None), kept["note"])
+    try:
+        kept = study.note(key)
+        return MemoryPlan(msgspec.convert(kept["plan"], Plan | None), kept["note"])
+    except (TypeError, KeyError, msgspec.ValidationError):  # none yet, or another version's
+        on_progress(f"planning the memory of {ranks} ranks")
+    try:
+        planned = worker.ask(messages.MakePlan(ranks, nodes, memory), messages.Planned, 300.0)
+        plan = MemoryPlan(msgspec.msgpack.decode(planned.plan, type=Plan), planned.note)
+    except (WorkerError, UsageError) as error:
+        plan = MemoryPlan(None, f"the memory could not be planned: {error}")
+    study.set_note(key, {"plan": msgspec.to_builtins(plan.made), "note": plan.note})
+    return plan
 
 
 def _memory_of_rank(device: str, each: int) -> int:

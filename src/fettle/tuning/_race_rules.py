@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import psutil
+import torch
 
-from fettle.measure import Rules
+from fettle.measure import Rules, may_go_first
 from fettle.techniques import Facts
 from fettle.tuning.options import Options
 
@@ -19,23 +18,23 @@ _SMALL_SHARE = 1 / 32
 
 def rules_of(options: Options) -> Rules:
     """What the options, the goal above all, ask of every race."""
-    effort = options.effort
-    rules = Rules(
-        effort.slice_s, effort.rounds, options.confidence, prepare_timeout_s=options.trial_timeout_s,
+    effort, goal = options.effort, options.goal
+    return Rules(
+        slice_s=_ENERGY_SLICE_S if goal == "energy" else effort.slice_s,
+        max_rounds=effort.rounds,
+        confidence=options.confidence,
+        prepare_timeout_s=options.trial_timeout_s,
+        may_go_first=may_go_first() and not options.polite,
         under_load=options.under_load,
-    )  # fmt: skip
-    if options.polite:
-        rules = replace(rules, may_go_first=False)
-    if options.goal in ("ttft", "tpot"):
-        rules = replace(rules, part=options.goal)
-    if options.goal == "warm-startup":
-        rules = replace(rules, replicates=2)
-    if options.goal == "energy":
-        rules = replace(rules, slice_s=_ENERGY_SLICE_S)
-    return rules
+        part=goal if goal in ("ttft", "tpot") else "",
+        replicates=2 if goal == "warm-startup" else 1,
+    )
 
 
 def abreast(facts: Facts) -> int:
     """How many processes import and build side by side: two of a small workload, where there are cores for it."""
-    small = facts.parameter_bytes <= _SMALL_SHARE * psutil.virtual_memory().total
+    memory = psutil.virtual_memory().total
+    if facts.device == "cuda" and torch.cuda.is_available():
+        memory = min(memory, torch.cuda.get_device_properties(0).total_memory)
+    small = facts.parameter_bytes <= _SMALL_SHARE * memory
     return 2 if facts.ranks == 1 and facts.physical_cores > 1 and small else 1

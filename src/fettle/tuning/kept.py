@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 import optuna
 
 from fettle.atlas import Row, rows_of, subject
-from fettle.errors import UsageError
+from fettle.errors import UsageError, first_line
 from fettle.machine import Machine
 from fettle.measure import Trial
 from fettle.result import Limits
@@ -19,6 +20,7 @@ from fettle.tuning.model import Races
 from fettle.tuning.standings import Standings
 
 _MACHINE = "fettle:machine:"
+T = TypeVar("T")
 
 
 def atlas_rows(storage: str, *, family: str = "") -> list[Row]:
@@ -41,7 +43,8 @@ def studies_in(storage: str, names: Collection[str] | None = None) -> Iterator[t
     for study in studies:
         for key, value in study.user_attrs.items():
             if key.startswith(_MACHINE):
-                yield Study(study, key.removeprefix(_MACHINE)), msgspec.convert(value, Machine)
+                seen = Study(study, key.removeprefix(_MACHINE))
+                yield seen, _read(value, Machine, seen)
 
 
 def _rows(study: Study, machine: Machine, family: str) -> list[Row]:
@@ -49,9 +52,16 @@ def _rows(study: Study, machine: Machine, family: str) -> list[Row]:
     if not isinstance(probed, Mapping) or "facts" not in probed:
         return []
     trials = recalled(study, Limits(max_error=None))
-    about = subject(study.name, study.fingerprint, msgspec.convert(probed["facts"], Facts),
+    about = subject(study.name, study.fingerprint, _read(probed["facts"], Facts, study),
                     probed.get("features", {}), machine, probed.get("peaks", {}), family)  # fmt: skip
     return rows_of(about, trials)
+
+
+def _read(value: Any, kind: type[T], study: Study) -> T:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"the study {study.name!r} cannot be read: {first_line(error)}") from error
 
 
 def recalled(study: Study, limits: Limits, environments: Collection[str] | None = ()) -> list[Trial]:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fettle.measure import ENOUGH, Interval, Slice, Trial, by_round, paired, places
+from fettle.measure import ENOUGH, Interval, Slice, Trial, log_times, paired, places, student
 from fettle.recipe import Recipe
 
 Numbers = NDArray[np.floating[Any]]
@@ -99,7 +99,7 @@ class Fit:
             return None
         estimate = float(contrast @ self.effects)
         error = math.sqrt(max(0.0, float(contrast @ self.covariance @ contrast)))
-        half = _student(self.freedom, confidence) * error
+        half = student(self.freedom, 1 - confidence) * error
         return Interval(estimate, estimate - half, estimate + half)
 
 
@@ -147,9 +147,8 @@ def points_of(race: int, trials: Sequence[Trial], *, elapsed: bool = False) -> l
             recipes[one.process] = trial.recipe
     samples = {trial.recipe: trial.samples for trial in trials}
     for process, turns in slices.items():
-        times = by_round(turns, elapsed=elapsed)
-        if times:
-            logs[process] = {number: math.log(ms / samples[recipes[process]]) for number, ms in times.items()}
+        if log := log_times(turns, samples[recipes[process]], elapsed=elapsed):
+            logs[process] = log
     names, points = list(logs), []
     for number, party in enumerate(places(list(logs.values()))):
         if len(party) == 1 and len(logs) > 1:  # it met nobody, and says nothing
@@ -275,9 +274,3 @@ def _taken_out(slices: Sequence[Slice]) -> float:
         return 0.0
     logs = [math.log(one.ms / one.best_ms) for one in slices if not one.quiet and one.best_ms]
     return max(_SOMETHING, statistics.median(logs)) if logs else _NOTHING_TAKEN_OUT
-
-
-def _student(freedom: float, confidence: float) -> float:
-    from scipy.special import stdtrit  # scipy.stats takes a second more to import
-
-    return float(stdtrit(freedom, 0.5 + confidence / 2))

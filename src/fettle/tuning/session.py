@@ -21,6 +21,7 @@ from fettle.measure import (
     Patience,
     Progress,
     Rules,
+    Stop,
     Trial,
     Worker,
     WorkerError,
@@ -124,24 +125,14 @@ class Session:
                     raise UsageError("the recipe is for another workload: its weights or inputs differ from this one's")
                 self._built_as(built)
                 self._open_study(built, machine)
-                probed = probe(
-                    worker,
-                    self.study,
-                    self._folder("cache") / f"reference-{built.fingerprint}-{built.structure[:8]}.pt",
-                    built.fingerprint,
-                    self.options.allow_batch and self.options.goal != "latency",
-                    timeout_s,
-                    look_s=math.inf if self.budget.seconds is None else 0.1 * self.budget.seconds,
-                )
+                path = self._folder("cache") / f"reference-{built.fingerprint}-{built.structure[:8]}.pt"
+                allow_batch = self.options.allow_batch and self.options.goal != "latency"
+                look_s = math.inf if self.budget.seconds is None else 0.1 * self.budget.seconds
+                probed = probe(worker, self.study, path, built.fingerprint, allow_batch, timeout_s, look_s)
                 self.plan = plan_memory(
-                    worker,
-                    self.study,
-                    self._ranks,
-                    self._node_count,
-                    probed.facts.device,
-                    self.options.device_memory_bytes,
-                    self.report,
-                )
+                    worker, self.study, self._ranks, self._node_count, probed.facts.device,
+                    self.options.device_memory_bytes, self.report,
+                )  # fmt: skip
             except WorkerError as error:
                 raise UsageError(f"the workload could not be probed: {error}") from error
         self.study.set_note("machine", msgspec.to_builtins(machine))
@@ -149,7 +140,8 @@ class Session:
         if self.standings.limits.max_metric_drop is not None and not probed.has_metric:
             raise UsageError("`max_metric_drop` needs a metric: give the workload one, Workload(..., metric=function)")
         self.refresh()
-        self._earlier_s = float(self.study.note("seconds") or 0.0)
+        seconds = self.study.note("seconds")
+        self._earlier_s = float(seconds) if isinstance(seconds, (int, float)) else 0.0
 
     def _built_as(self, built: messages.Built) -> None:
         """Take what the workload is for what it is judged by."""
@@ -196,13 +188,9 @@ class Session:
         self.probed, self.facts = probed, judged_by(facts, allowed, limits.max_metric_drop is not None)
         self.rules = replace(self.rules, abreast=abreast(self.facts))
         self.standings.judge = Judge(
-            str(probed.reference_path),
-            allowed,
-            limits.min_agreement,
-            limits.max_metric_drop,
-            probed.reference.metric,
+            str(probed.reference_path), allowed, limits.min_agreement, limits.max_metric_drop, probed.reference.metric,
             limits.exact,
-        )
+        )  # fmt: skip
 
     def refresh(self) -> None:
         """Know what the study knows by now, no more and no less."""
@@ -267,11 +255,14 @@ class Session:
         candidates = [recipe for recipe in recipes if recipe.levels and not self._problem(recipe)]
         candidates = candidates[: self.costs.how_many_fit(candidates, self.costs.left_s(deadline))]
         if candidates or not self.standings.known:
-            rules = replace(self.rules, deadline=deadline, grace_s=0.0,
+            stop = Stop()
+            rules = replace(self.rules, deadline=deadline, grace_s=0.0, stop=stop,
                             indifference=max(self.rules.indifference, _SCREENING_INDIFFERENCE))  # fmt: skip
             leader = self.standings.best()
             again = [leader.recipe] if leader is not None and leader.recipe.levels else []
             self.keep(self.run(list(dict.fromkeys([Recipe(), *again, *candidates])), rules, self.held))
+            if stop.asked:
+                raise KeyboardInterrupt
             leader = self.standings.best()
             self.held.keep({Recipe()} | ({leader.recipe} if leader is not None else set()))
 
@@ -281,20 +272,12 @@ class Session:
         """Race `recipes` as they are, known or not, in fresh processes (but for what is `held`), and keep nothing.
         Those in `once` have one process whatever the rules say."""
         self._race += 1
+        candidates = [replace(self._candidate(recipe), once=recipe in once) for recipe in recipes]
         trials = race(
-            self.target,
-            self.probed.fingerprint,
-            [replace(self._candidate(recipe), once=recipe in once) for recipe in recipes],
-            self.standings.judge,
-            rules,
-            log_folder=self._folder("logs"),
-            environment=self._environment(),
-            on_progress=self._pass_on,
-            number=self._race,
-            held=held,
-            nodes=self._nodes,
-            patience=self.patience,
-        )
+            self.target, self.probed.fingerprint, candidates, self.standings.judge, rules,
+            log_folder=self._folder("logs"), environment=self._environment(), on_progress=self._pass_on,
+            number=self._race, held=held, nodes=self._nodes, patience=self.patience,
+        )  # fmt: skip
         return [self._with_first_start(replace(trial, versions=self._versions(trial.recipe))) for trial in trials]
 
     def _with_first_start(self, trial: Trial) -> Trial:

@@ -4,7 +4,7 @@ goal and the limits as numbers."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,10 +12,10 @@ import msgspec
 
 from fettle.generate.speed import Generation
 from fettle.measure import Judge, Trial
-from fettle.recipe import Recipe
+from fettle.recipe import Recipe, technique_and_part
 from fettle.result import TIMES, Goal, Limits
 from fettle.study import Study
-from fettle.techniques import PYTHON, batch_factor, find, kind_of
+from fettle.techniques import PYTHON, batch_factor, find, kind_of, known_levels
 from fettle.tuning.model import Fit, Races
 
 FINALISTS = 4
@@ -56,7 +56,7 @@ class Standings:
     def recall(self, study: Study, environments: Collection[str] | None = ()) -> list[Trial]:
         """Take what earlier runs of a study measured, and return its trials; those of other environments only as far as
         they are named, or all."""
-        trials, named = study.trials(), (PYTHON.default, *(environments or ()))
+        trials, named = _in_catalogue(study.trials()), (PYTHON.default, *(environments or ()))
         if environments is not None:
             trials = [trial for trial in trials if trial.recipe.levels.get(PYTHON.name, PYTHON.default) in named]
         for trial in trials:
@@ -68,7 +68,7 @@ class Standings:
 
     def raced(self, *notes: Any) -> list[Trial]:
         """Trials that were kept as notes of a study, but for those of recipes that run by other versions today."""
-        kept = [trial for note in notes for trial in read_trials(note)]
+        kept = _in_catalogue(trial for note in notes for trial in read_trials(note))
         today = {recipe: trial.versions for recipe, trial in self.known.items()}
         return [trial for trial in kept if not trial.versions or today.get(trial.recipe) in ({}, trial.versions)]
 
@@ -154,6 +154,16 @@ class Standings:
         return replace(trial, status="rejected" if reason else "measured", reason=reason)
 
 
+def _in_catalogue(trials: Iterable[Trial]) -> list[Trial]:
+    """Those whose techniques and levels this version of fettle has: another one may have worked at the study."""
+    known = known_levels()
+    return [
+        trial for trial in trials
+        if all(name == PYTHON.name or level in known.get(technique_and_part(name)[0], ())
+               for name, level in trial.recipe.levels.items())
+    ]  # fmt: skip
+
+
 def read_trials(notes: Any) -> list[Trial]:
     """Trials that were kept as a note of the study; none where there is none or it cannot be read."""
     try:
@@ -181,48 +191,32 @@ def score_of(trial: Trial, goal: Goal) -> float:
 
 def misses_of(trial: Trial, limits: Limits) -> str:
     """Which limit on time or memory a trial breaks, as a phrase; empty when it keeps them."""
-    latency, memory, least = limits.max_latency_ms, limits.max_memory_bytes, limits.min_throughput
-    if latency is not None and not trial.time_ms <= latency:
-        return f"{trial.time_ms:.3g} ms is above {latency:g} ms"
-    if memory is not None and not (trial.peak_bytes is not None and trial.peak_bytes <= memory):
-        return f"{(trial.peak_bytes or 0) / 2**20:.0f} MiB is above {memory / 2**20:.0f} MiB"
-    if broken := _misses_of_text(trial, limits):
-        return broken
-    rate = _rate(trial)
-    if least is not None and not rate >= least:
-        return f"{rate:.3g} {'tokens' if trial.generation else 'samples'} a second are below {least:g}"
-    return ""
-
-
-def _rate(trial: Trial) -> float:
-    """Samples a second; tokens of whole texts where those are written, whatever part of them the race went by."""
-    return trial.generation.throughput if trial.generation else trial.throughput
-
-
-def _misses_of_text(trial: Trial, limits: Limits) -> str:
-    text = trial.generation or Generation()
-    for name, took, most in (("to the first token", text.ttft_ms, limits.max_ttft_ms),
-                             ("per output token", text.tpot_ms, limits.max_tpot_ms)):  # fmt: skip
-        if most is not None and not took <= most:
-            return f"{took:.3g} ms {name} are above {most:g} ms"
-    return ""
+    return next((phrase for factor, phrase in _beside_limits(trial, limits) if not factor <= 1), "")
 
 
 def distance(trial: Trial, limits: Limits) -> float:
     """How far a trial is from keeping the limits: the log of the largest factor that one is missed by; 0 for none."""
-    error = math.inf if math.isnan(trial.accuracy.error) else trial.accuracy.error
-    factors = [1.0]
+    factors = [1.0, *(factor for factor, _ in _beside_limits(trial, limits))]
     if limits.max_error is not None:
-        factors.append(error / limits.max_error)
-    if limits.max_latency_ms is not None:
-        factors.append(trial.time_ms / limits.max_latency_ms)
-    text = trial.generation or Generation()
-    if limits.max_ttft_ms is not None and text.ttft_ms > 0:
-        factors.append(text.ttft_ms / limits.max_ttft_ms)
-    if limits.max_tpot_ms is not None and text.tpot_ms > 0:
-        factors.append(text.tpot_ms / limits.max_tpot_ms)
-    if limits.min_throughput is not None and _rate(trial) > 0:
-        factors.append(limits.min_throughput / _rate(trial))
-    if limits.max_memory_bytes is not None:
-        factors.append((trial.peak_bytes or 1) / limits.max_memory_bytes)
-    return math.log(max(factors))
+        factors.append(trial.accuracy.error / limits.max_error)
+    return math.log(max(math.inf if math.isnan(factor) else factor for factor in factors))
+
+
+def _beside_limits(trial: Trial, limits: Limits) -> Iterator[tuple[float, str]]:
+    """For each limit on time or memory: by which factor a trial is beyond it, up to 1 where it keeps it and NaN where
+    that is not known, and what to say of it."""
+    text, mib, peak = trial.generation or Generation(), 2**20, trial.peak_bytes
+    if (most := limits.max_latency_ms) is not None:
+        yield trial.time_ms / most, f"{trial.time_ms:.3g} ms is above {most:g} ms"
+    if (most := limits.max_memory_bytes) is not None and peak is None:
+        yield math.nan, "its peak memory is not known"
+    elif most is not None and peak is not None:
+        yield peak / most, f"{peak / mib:.0f} MiB is above {most / mib:.0f} MiB"
+    if (most := limits.max_ttft_ms) is not None:
+        yield text.ttft_ms / most, f"{text.ttft_ms:.3g} ms to the first token are above {most:g} ms"
+    if (most := limits.max_tpot_ms) is not None:
+        yield text.tpot_ms / most, f"{text.tpot_ms:.3g} ms per output token are above {most:g} ms"
+    if (least := limits.min_throughput) is not None:
+        # Of whole texts, whatever part of them the race went by.
+        rate, unit = (text.throughput, "tokens") if trial.generation else (trial.throughput, "samples")
+        yield least / rate if rate > 0 else math.nan, f"{rate:.3g} {unit} a second are below {least:g}"

@@ -6,6 +6,7 @@ probe (facts, reference) -> space of recipes -> design -> races -> trials in the
 from __future__ import annotations
 
 import functools
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -24,11 +25,13 @@ from fettle.tuning._arguments import (
     check_options,
     check_ranks,
     check_techniques,
+    live_folder,
     open_nodes,
     target_of,
     workload_of,
     writable,
 )
+from fettle.tuning._budget import ROUNDS
 from fettle.tuning._final_race import FinalRace, final_race
 from fettle.tuning._outcome import outcome
 from fettle.tuning.options import Keywords, Options, options_of
@@ -83,14 +86,18 @@ def tune(
     folder = writable(options.output)
     options = replace(options, output=folder)
     subject = workload_of(model, inputs, call, metric, options.mode)
-    target = check_ranks(options, target_of(subject, folder))
     machine = this_machine()
-
-    watched = ExitStack()
-    on_progress = on_progress or watched.enter_context(progress(lines=False))
-    others = open_nodes(options, target)
-    session = Session(target, options, on_progress, nodes=others, started=started)
-    try:
+    with ExitStack() as ends:
+        live = live_folder(folder / "cache")
+        ends.callback(lambda: shutil.rmtree(live, ignore_errors=True))
+        target = check_ranks(options, target_of(subject, live))
+        others = open_nodes(options, target)
+        if others is not None:
+            ends.callback(others.close)
+        on_progress = on_progress or ends.enter_context(progress(lines=False))
+        session = Session(target, options, on_progress, nodes=others, started=started)
+        ends.callback(session.let_go)
+        ends.callback(close_all)
         if others is not None:
             others.gather(session.report)
         session.report("building the workload and its reference")
@@ -108,16 +115,11 @@ def tune(
             else:
                 DESIGNS[options.design](space, session)
             last = final_race(session, space)
+            interrupted = last.interrupted
         except KeyboardInterrupt:
             interrupted = True  # what is done is kept, and shown
         machine = replace(machine, peaks=session.probed.peaks)
         result = outcome(session, last, left_out, machine, command, interrupted)
-    finally:
-        close_all()
-        session.let_go()
-        if others is not None:
-            others.close()
-        watched.close()
     object.__setattr__(result, "workload", subject)
     return result
 
@@ -131,8 +133,6 @@ def _advised(session: Session, first: Sequence[str]) -> list[str]:
     return [name for one in wanted for name, technique in known if one in (name, technique)]
 
 
-_ROUNDS = 6
-"""Rounds that a trial typically takes part in."""
 _TIMES = ("throughput", "latency")
 
 
@@ -160,4 +160,4 @@ def _predictor(session: Session, rows: Sequence[Row], machine: Machine) -> Predi
     facts = session.facts
     judged = facts.mode == "inference" and not facts.by_metric
     return Predictor(rows, about, max_error=facts.max_error if judged else None,
-                     guess_s=lambda recipe: session.costs.seconds_for(recipe, _ROUNDS))  # fmt: skip
+                     guess_s=lambda recipe: session.costs.seconds_for(recipe, ROUNDS))  # fmt: skip

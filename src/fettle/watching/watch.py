@@ -88,18 +88,20 @@ def step_timer(iterable: Iterable[T], **options: Any) -> Iterator[T]:
 def _utilisation(on_gpu: bool) -> Iterator[list[float]]:
     """NVML's utilisation, asked twice a second: shares of its last period in which a kernel ran; none without NVML."""
     shares: list[float] = []
-    stop = threading.Event()
-
-    def ask() -> None:
-        import torch
-
-        with contextlib.suppress(Exception):  # no NVML, or no right to ask it: the rest of the account stands without
-            while not stop.wait(0.5):
-                shares.append(torch.cuda.utilization() / 100)
-
     if not on_gpu:
         yield shares
         return
+    import torch
+
+    # This thread's; another begins with the first.
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+    stop = threading.Event()
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # no NVML, or no right to ask it: the rest of the account stands without
+            while not stop.wait(0.5):
+                shares.append(torch.cuda.utilization(gpu) / 100)
+
     thread = threading.Thread(target=ask, name="fettle-nvml", daemon=True)
     thread.start()
     try:

@@ -289,8 +289,10 @@ def test_what_advice_brought_is_read_from_two_trials_that_differ_by_it_alone() -
 class TestVerify:
     """Fixes raced in a comparison that is made up here."""
 
-    def race(self, monkeypatch: pytest.MonkeyPatch, times: dict[str, float], given: Facts) -> dict[str, Verified]:
-        """`verify`, where a recipe takes its share of the time as given."""
+    def race(
+        self, monkeypatch: pytest.MonkeyPatch, times: dict[str, float], given: Facts, most: int = 99
+    ) -> dict[str, Verified]:
+        """`verify`, where a recipe takes its share of the time as given, and there is time for `most` trials."""
 
         def bench(target: str, recipes: list[Recipe], **options: object) -> SimpleNamespace:
             def trial(recipe: Recipe) -> Trial:
@@ -299,7 +301,7 @@ class TestVerify:
                 speedup = 1 / times[str(recipe)]
                 return Trial(recipe, "measured", speedup=Interval(speedup, 0.99 * speedup, 1.01 * speedup))
 
-            return SimpleNamespace(trials=[trial(recipe) for recipe in [Recipe(), *recipes]])
+            return SimpleNamespace(trials=[trial(recipe) for recipe in [Recipe(), *recipes][:most]])
 
         monkeypatch.setattr("fettle.verifying.bench", bench)
         found = [
@@ -330,6 +332,12 @@ class TestVerify:
         assert found["float32"].saved == pytest.approx(0.25)
         assert found["float32"].bound_kept
         assert found["grad"].bound_kept is False  # 0.3 of the call as given
+
+    def test_a_fix_for_which_there_was_no_time_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = self.race(monkeypatch, {"": 1.0, "mode=eval": 0.9}, Facts(is_module=True, training=True), most=2)
+        assert found["train-mode"].saved == pytest.approx(0.1)
+        assert found["float32"].speedup is None
+        assert found["float32"].problem == "there was no time for it"
 
     def test_a_fix_that_does_not_run_says_why(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = self.race(monkeypatch, {"mode=eval": 0.8}, Facts(is_module=True, training=True))
