@@ -27,17 +27,13 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     return list(blocks.values())
 
 
-def compile_blocks(model: torch.nn.Module, **options: Any) -> int:
-    """Compile the repeated blocks of a model one by one, and return how many there were.
-
-    Blocks of a class share their code, so it is compiled once.
-    """
+def compile_blocks(model: torch.nn.Module, **options: Any) -> None:
+    """Compile the repeated blocks of a model one by one. Those of a class share their code, which is compiled once."""
     blocks = blocks_of(model)
     for block in blocks:
         block.compile(**options)
     if not blocks:
         raise RuntimeError("regional compilation found no repeated blocks")
-    return len(blocks)
 
 
 _SCRIPTED = "the model is TorchScript, which torch.compile does not take"
@@ -100,21 +96,16 @@ class Compile(Technique):
         return ""
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        options: dict[str, str] = {}
-        helpers: tuple[Any, ...] = ()
-        inductor = mode_options(level)
-        shapes = recipe.levels.get("shapes")
-        if shapes:
-            options["dynamic"] = str(shapes == "dynamic")
+        shapes, inductor = recipe.levels.get("shapes", "auto"), mode_options(level)
+        options = [] if shapes == "auto" else [f"dynamic={shapes == 'dynamic'}"]
         if inductor:  # a mode is a bundle of options, and torch takes one or the other
-            options["options"] = repr(inductor)
-        arguments = ", ".join(f"{name}={value}" for name, value in options.items())
-        separator = ", " if arguments else ""
-        line = f"model.compile({arguments})"
+            options.append(f"options={inductor}")
+        helpers: tuple[Any, ...] = ()
+        line = f"model.compile({', '.join(options)})"
         if recipe.levels.get("region") == "blocks":
-            helpers, line = (blocks_of, compile_blocks), f"compile_blocks(model{separator}{arguments})"
+            helpers, line = (blocks_of, compile_blocks), f"compile_blocks({', '.join(['model', *options])})"
         elif not facts.is_module:
-            line = f"model = torch.compile(model{separator}{arguments})"
+            line = f"model = torch.compile({', '.join(['model', *options])})"
         if inductor.get("triton.cudagraphs") and facts.device == "cuda" and facts.mode == "inference":
             copied = "output = map_tensors(torch.clone, output)  # the next call writes into the same memory"
             return Code(helpers=(*helpers, map_tensors), prepare=(line,), outputs=(copied,))
