@@ -390,6 +390,22 @@ def test_a_recipe_that_is_applied_in_inference_mode_leaves_weights_that_can_be_e
     assert not model.weight.is_inference()
 
 
+@pytest.mark.parametrize(("shapes", "limit"), [("static", 64), ("dynamic", torch._dynamo.config.recompile_limit)])
+def test_each_shape_has_a_graph_in_calls_of_the_recipe_only(shapes, limit):
+    seen, before = [], torch._dynamo.config.recompile_limit
+
+    class Looks(torch.nn.Module):
+        def forward(self, x):
+            seen.append(torch._dynamo.config.recompile_limit)
+            return x
+
+    text = source(Recipe.parse(f"compile=default shapes={shapes}"), Facts(num_input_shapes=9))
+    with torch.compiler.set_stance("force_eager"):
+        load(text, shapes)(Looks(), [])(torch.rand(2))
+    assert seen == [limit]
+    assert torch._dynamo.config.recompile_limit == before
+
+
 def test_a_default_that_is_written_out_is_the_default():
     text = source(Recipe.parse("compile=default shapes=auto region=whole"), FACTS)
     assert "    model.compile()\n" in text

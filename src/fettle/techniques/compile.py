@@ -106,10 +106,14 @@ class Compile(Technique):
             helpers, line = (blocks_of, compile_blocks), f"compile_blocks({', '.join(['model', *options])})"
         elif not facts.is_module:
             line = f"model = torch.compile({', '.join(['model', *options])})"
+        outputs: tuple[str, ...] = ()
         if inductor.get("triton.cudagraphs") and facts.device == "cuda" and facts.mode == "inference":
-            copied = "output = map_tensors(torch.clone, output)  # the next call writes into the same memory"
-            return Code(helpers=(*helpers, map_tensors), prepare=(line,), outputs=(copied,))
-        return Code(helpers=helpers, prepare=(line,))
+            helpers = (*helpers, map_tensors)
+            outputs = ("output = map_tensors(torch.clone, output)  # the next call writes into the same memory",)
+        if shapes != "static":
+            return Code(helpers=helpers, prepare=(line,), outputs=outputs)
+        many = "many = torch._dynamo.config.patch(recompile_limit=64)  # the ninth shape would be left uncompiled"
+        return Code(helpers=helpers, setup=(many,), prepare=(line,), contexts=("many",), outputs=outputs)
 
 
 def mode_options(level: str) -> dict[str, object]:
