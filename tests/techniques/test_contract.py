@@ -31,6 +31,7 @@ from fettle.techniques import (
     probe_facts,
     source,
 )
+from fettle.techniques.compile import During
 from fettle.techniques.cuda_graphs import Graphed
 from fettle.techniques.precision import to_16_bits
 from fettle.tuning._arguments import check_techniques
@@ -388,6 +389,16 @@ def test_a_recipe_that_is_applied_in_inference_mode_leaves_weights_that_can_be_e
         fettle.apply(model, "precision=bf16", [torch.rand(2, 3)])
     assert model.weight.dtype == torch.bfloat16
     assert not model.weight.is_inference()
+
+
+def test_several_threads_may_be_where_a_setting_is_another():
+    config = SimpleNamespace(freezing=False)
+    frozen = During(config, "freezing", True)
+    with frozen:  # one thread comes, then another; the first one goes, and then the other
+        frozen.__enter__()
+        assert config.freezing
+    frozen.__exit__()
+    assert not config.freezing
 
 
 @pytest.mark.parametrize(("shapes", "limit"), [("static", 64), ("dynamic", torch._dynamo.config.recompile_limit)])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fettle.techniques._base import TRAINING, Bundle, Code, Facts, Level, Recipe, Technique, register
-from fettle.techniques.compile import blocks_of
+from fettle.techniques.compile import During, blocks_of
 from fettle.techniques.precision import autocast
 
 
@@ -70,8 +70,9 @@ class Checkpointing(Technique):
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if level.startswith("budget"):
             # Around the call, in which the loss is compiled: other models of the process keep what they had.
-            budget = f"budget = functorch.patch(activation_memory_budget={level.removeprefix('budget-')})"
-            return Code(setup=("from torch._functorch import config as functorch", budget), contexts=("budget",))
+            budget = f'budget = During(functorch, "activation_memory_budget", {level.removeprefix("budget-")})'
+            lines = ("from torch._functorch import config as functorch", budget)
+            return Code(helpers=(During,), setup=lines, contexts=("budget",))
         if level == "selective":
             return Code(
                 helpers=(blocks_of, keep_products, checkpoint_blocks),

@@ -36,12 +36,25 @@ def compile_blocks(model: torch.nn.Module, **options: Any) -> None:
         raise RuntimeError("regional compilation found no repeated blocks")
 
 
+class During:
+    """A context in which a setting of torch has another value. `config.patch` of torch 2.11 takes one thread only."""
+
+    def __init__(self, config: Any, name: str, value: Any) -> None:
+        self.config, self.name, self.value, self.before = config, name, value, getattr(config, name)
+
+    def __enter__(self) -> None:
+        setattr(self.config, self.name, self.value)
+
+    def __exit__(self, *_: Any) -> None:
+        setattr(self.config, self.name, self.before)
+
+
 _SCRIPTED = "the model is TorchScript, which torch.compile does not take"
 FROZEN = {"compile": "default", "freeze": "on"}
 # No option of the compile call: tracing asks for it too, and with the option alone the weights stay inputs of the graph
 # (torch 2.13, torch._dynamo.utils.is_parameter_freezing). Nor for good: other models of the process would be frozen,
 # too, and answer with the weights of their first call ever after.
-FREEZING = ("from torch._inductor import config as inductor", "frozen = inductor.patch(freezing=True)")
+FREEZING = ("from torch._inductor import config as inductor", 'frozen = During(inductor, "freezing", True)')
 
 
 @register
@@ -112,7 +125,8 @@ class Compile(Technique):
             outputs = ("output = map_tensors(torch.clone, output)  # the next call writes into the same memory",)
         if shapes != "static":
             return Code(helpers=helpers, prepare=(line,), outputs=outputs)
-        many = "many = torch._dynamo.config.patch(recompile_limit=64)  # the ninth shape would be left uncompiled"
+        many = 'many = During(torch._dynamo.config, "recompile_limit", 64)  # the ninth shape would be left uncompiled'
+        helpers = (*helpers, During)
         return Code(helpers=helpers, setup=(many,), prepare=(line,), contexts=("many",), outputs=outputs)
 
 
@@ -147,7 +161,7 @@ class Freeze(Technique):
         return ""
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        return Code(setup=FREEZING, contexts=("frozen",))
+        return Code(helpers=(During,), setup=FREEZING, contexts=("frozen",))
 
 
 class _Within(Technique):

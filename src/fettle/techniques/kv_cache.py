@@ -12,7 +12,7 @@ import torch
 from fettle.generate.decoding import Kept
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._generation import NO_TEXT
-from fettle.techniques.compile import FREEZING
+from fettle.techniques.compile import FREEZING, During
 from fettle.techniques.runtime import STATEFUL
 
 BLOCK = 64
@@ -183,7 +183,7 @@ class KvCache(Technique):
         frozen = level == "static-frozen"
         prompts = ", prompts=True" if level == "static-prompts" else ""
         return Code(
-            helpers=(attention_of_few, compiled, Static),
+            helpers=(attention_of_few, compiled, Static, *((During,) if frozen else ())),
             setup=(limit, *(FREEZING if frozen else ())),
             contexts=("frozen",) if frozen else (),
             decoder=f"Static(model, {tokens}, compile={options}, compiled={ahead}{prompts})",

@@ -305,9 +305,7 @@ class Streams(Technique):
             why_not = "there is one core"
         return [
             Level("one", "all cores work on each operator of the whole batch"),
-            Level(
-                "per-core", "the batch is cut into as many parts as there are threads, each on its own core", why_not
-            ),
+            Level("per-core", "the batch is cut into a part for each thread, computed on its own core", why_not),
         ]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
