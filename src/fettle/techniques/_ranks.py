@@ -141,9 +141,7 @@ def share_inputs(model: torch.nn.Module, columns: tuple[str, ...], mesh: Any) ->
             layer.register_forward_pre_hook(before, prepend=True)
 
     for name, module in model.named_modules():
-        beside = [
-            child for own, child in module.named_children() if is_named(f"{name}.{own}" if name else own, columns)
-        ]
+        beside = [child for own, child in module.named_children() if is_named(f"{name}.{own}".lstrip("."), columns)]
         if len(beside) > 1:
             share(beside)
 
