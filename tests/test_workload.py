@@ -462,13 +462,16 @@ class TestFingerprint:
 def test_tensors_are_changed_wherever_they_lie_and_the_tree_is_left_alone() -> None:
     one = torch.ones(2)
     tree = {"a": (one, [one, "text"]), "b": Pair(one, {"c": Point(one, 3)}), "d": None, "e": OrderedDict(f=one)}
+    tree["g"] = UserDict(h=one)  # as tokenizers of transformers return
     changed = map_tensors(lambda tensor: tensor * 2, tree)
     doubled = [leaf for _, leaf in leaves(changed) if isinstance(leaf, torch.Tensor)]
-    assert len(doubled) == 5
+    assert len(doubled) == 6
     assert all(torch.equal(leaf, torch.full((2,), 2.0)) for leaf in doubled)
     assert isinstance(changed["b"], Pair)
     assert isinstance(changed["b"].right["c"], Point)
     assert changed["b"].right["c"].y == 3
+    assert type(changed["g"]) is UserDict
+    assert tree["g"]["h"] is one
     assert (type(changed["e"]), changed["a"][1][1], changed["d"]) == (OrderedDict, "text", None)
     assert torch.equal(one, torch.ones(2))
     assert tree["b"].left is one

@@ -17,7 +17,7 @@ from fettle.files import write_text
 
 FORMAT = 1
 _NAME = re.compile(r"[a-z0-9][a-z0-9_:.+-]{0,63}")
-_FACTOR = re.compile(r"([a-z0-9][a-z0-9_:.+-]{0,63})(?:\[([A-Za-z_][A-Za-z0-9_.]{0,127})\])?")
+_FACTOR = re.compile(r"([a-z0-9][a-z0-9_:.+-]{0,63})(?:\[([A-Za-z0-9_][A-Za-z0-9_.-]{0,127})\])?")
 
 
 def factor_name(technique: str, part: str) -> str:

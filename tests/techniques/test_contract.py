@@ -31,6 +31,7 @@ from fettle.techniques import (
     probe_facts,
     source,
 )
+from fettle.techniques.compile import During
 from fettle.techniques.cuda_graphs import Graphed
 from fettle.techniques.precision import to_16_bits
 from fettle.tuning._arguments import check_techniques
@@ -343,6 +344,30 @@ def test_a_file_for_live_objects_says_how_to_use_it(capsys):
     assert "from optimized import optimize" in capsys.readouterr().out
 
 
+LOADS = """
+import torch
+
+def workload():
+    data = torch.utils.data.TensorDataset(torch.rand(8, 3), torch.rand(8, 3))
+    return torch.nn.Bilinear(3, 3, 2), torch.utils.data.DataLoader(data, batch_size=2)
+"""
+
+
+def test_a_script_takes_batches_out_of_a_loader(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "workload_file", None)  # gone afterwards
+    (tmp_path / "loads.py").write_text(LOADS)
+    text = source(Recipe({"mode": "eval"}), Facts(training=True), target=(str(tmp_path / "loads.py"), "workload"))
+    exec(compile(text, "optimized.py", "exec"), {"__name__": "__main__"})
+    assert "later calls: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
+def test_a_script_times_what_a_device_does_and_not_its_launches(device):
+    text = source(Recipe({"grad": "no_grad"}), Facts(device=device), target=("/a.py", "workload"))
+    assert ("torch.accelerator.synchronize()\n        times.append(" in text) == (device != "cpu")
+
+
 def test_weights_are_frozen_in_calls_of_the_recipe_only():
     seen = []
 
@@ -364,6 +389,37 @@ def test_a_recipe_that_is_applied_in_inference_mode_leaves_weights_that_can_be_e
         fettle.apply(model, "precision=bf16", [torch.rand(2, 3)])
     assert model.weight.dtype == torch.bfloat16
     assert not model.weight.is_inference()
+
+
+def test_several_threads_may_be_where_a_setting_is_another():
+    config = SimpleNamespace(freezing=False)
+    frozen = During(config, "freezing", True)
+    with frozen:  # one thread comes, then another; the first one goes, and then the other
+        frozen.__enter__()
+        assert config.freezing
+    frozen.__exit__()
+    assert not config.freezing
+
+
+@pytest.mark.parametrize(("shapes", "limit"), [("static", 64), ("dynamic", torch._dynamo.config.recompile_limit)])
+def test_each_shape_has_a_graph_in_calls_of_the_recipe_only(shapes, limit):
+    seen, before = [], torch._dynamo.config.recompile_limit
+
+    class Looks(torch.nn.Module):
+        def forward(self, x):
+            seen.append(torch._dynamo.config.recompile_limit)
+            return x
+
+    text = source(Recipe.parse(f"compile=default shapes={shapes}"), Facts(num_input_shapes=9))
+    with torch.compiler.set_stance("force_eager"):
+        load(text, shapes)(Looks(), [])(torch.rand(2))
+    assert seen == [limit]
+    assert torch._dynamo.config.recompile_limit == before
+
+
+def test_a_default_that_is_written_out_is_the_default():
+    text = source(Recipe.parse("compile=default shapes=auto region=whole"), FACTS)
+    assert "    model.compile()\n" in text
 
 
 @pytest.mark.parametrize("level", ["reduce-overhead", "max-autotune", "default"])

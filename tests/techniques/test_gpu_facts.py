@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fettle.recipe import Recipe
-from fettle.techniques import CATALOGUE, Facts, _probe, conflict, find, source
+from fettle.techniques import CATALOGUE, Facts, _probe, bundles, conflict, find, load, source
 from fettle.techniques.quantize import quantize_linear, rows_of_linear
 
 GPU = Facts(device="cuda", cuda_capability=(9, 0), uses_sdpa=True, num_linear=3, packages={"torchao": "0.18.0"})
@@ -87,3 +87,55 @@ def test_the_architecture_of_an_amd_gpu_is_read(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     assert _probe._gpu(True) == {"amd": "gfx942"}
     assert _probe._gpu(False) == {}
+
+
+def test_int8_looks_at_batches_in_the_type_that_the_model_has() -> None:
+    net, batches = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8)).eval(), [torch.randn(40, 32)]
+    wanted = net(batches[0])
+    recipe = Recipe.parse("precision=bf16 quantize=int8-dynamic grad=inference_mode")
+    found = load(source(recipe, GPU), str(recipe))(net, batches)(batches[0])
+    assert (found - wanted).norm() < 0.1 * wanted.norm()
+
+
+@pytest.mark.parametrize("name", ["matmul=high", "channels_last=on", "cudnn_benchmark=on", "sdpa_backend=math"])
+def test_an_exported_graph_goes_by_the_settings_of_torch_and_tensorrt_does_not(name: str) -> None:
+    facts = replace(GPU, num_conv=9, packages={"torch_tensorrt": "2.9"})
+    assert conflict(Recipe.parse(f"runtime=exported grad=inference_mode {name}"), facts) == ""
+    assert "another runtime" in conflict(Recipe.parse(f"runtime=tensorrt {name}"), facts)
+
+
+@pytest.mark.parametrize("num_conv", [0, 9])
+def test_other_runtimes_are_tried_early(num_conv: int) -> None:
+    """With convolutions the usual levels are those of torch's own, which another runtime does not take."""
+    facts = replace(GPU, num_conv=num_conv, num_4d_inputs=1, uneven_sdpa=2, packages={"torch_tensorrt": "2.9"})
+    assert {"exported", "tensorrt"} <= {recipe.levels.get("runtime") for recipe in bundles(facts)}
+
+
+def test_what_a_gpu_makes_of_float32_products() -> None:
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    told = {level.name: level.summary for level in find("matmul").levels(GPU)}
+    assert told["medium"].startswith("TF32")
+
+
+def test_a_kernel_of_attention_is_offered_where_it_is_called() -> None:
+    manual = replace(GPU, uses_sdpa=False, manual_attention=2, decomposed_bias=2, packages={"triton": "3.5"})
+    for attention in ("as-is", "fused"):
+        assert "does not call" in conflict(Recipe.parse(f"sdpa_backend=math attention={attention}"), manual)
+    assert conflict(Recipe.parse("sdpa_backend=math attention=sdpa"), manual) == ""
+    ranks = replace(GPU, mode="training", ranks=2, samples=4)
+    assert conflict(Recipe.parse("sdpa_backend=flash parallel=zero3 mixed_precision=bf16"), ranks) == ""
+
+
+def test_a_device_of_another_kind_is_not_taken_for_a_cpu() -> None:
+    facts = Facts(device="xpu", packages={"onnx": "1", "onnxscript": "1", "onnxruntime": "1"})
+    assert "the work is on xpu" in conflict(Recipe.parse("runtime=onnxruntime"), facts)
+
+
+def test_a_part_whose_shapes_change_with_the_input_is_not_recorded() -> None:
+    recipe = Recipe.parse("cuda_graphs=on grad=inference_mode")
+    assert conflict(recipe, GPU) == ""
+    assert "in other shapes" in conflict(recipe, replace(GPU, shapes_vary=True))

@@ -120,3 +120,16 @@ def test_the_file_that_is_handed_over_keeps_nothing():
     lines = source(fettle.Recipe.parse("runtime=openvino"), Facts())
     assert "fettle" not in lines
     assert "openvino_converted" in lines
+
+
+def test_what_the_lines_say_is_heard_where_nobody_listened_before():
+    logger, said = logging.getLogger("optimized"), []
+    logger.setLevel(logging.WARNING)
+    try:
+        logger.info("not heard, and remembered as such")
+        with _kept._listening(said):
+            logger.info("heard")
+        assert logger.level == logging.WARNING
+    finally:
+        logger.setLevel(logging.NOTSET)
+    assert said == [{"text": "heard", "learned": None}]

@@ -175,6 +175,15 @@ def test_applied_each_part_in_its_place(build, text):
         assert made.model.decoder["net"][0].weight.dtype == torch.float32
 
 
+def test_parts_of_any_name(build):
+    names = ["0", "un-et", "un_et"]
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in names}).eval()
+    work = Workload(model, [torch.rand(3, 2)], lambda model, x: sum(model[name](x) for name in names), parts=names)
+    fast = fettle.apply(work, "precision[0]=bf16 precision[un-et]=bf16 precision[un_et]=autocast-bf16")
+    fast(work.inputs[0])
+    assert [model[name].weight.dtype for name in names] == [torch.bfloat16, torch.bfloat16, torch.float32]
+
+
 def test_a_live_model_needs_no_list_of_parts(build):
     made = build()
     fast = fettle.apply(made.model, "mode=eval precision[encoder]=bf16", made.inputs, call=made.call)

@@ -87,6 +87,16 @@ def test_which_steps_are_whole_and_what_the_others_are_given() -> None:
     assert call(100, torch.rand(2, 4)) is None  # another number of rows
 
 
+def test_a_timestep_for_each_row_is_one_step() -> None:
+    def forward(sample: Any, timestep: Any) -> None: ...
+
+    steps = StepCache(SimpleNamespace(forward=forward), 2)
+    for time, is_whole in ((900, True), (800, False), (700, True)):
+        given = steps.before((torch.rand(2, 4), torch.tensor([time, time])), {})
+        assert ("deep" not in given) == is_whole
+        steps.after(("answer", torch.ones(1) if is_whole else None))
+
+
 def test_answers_of_steps_left_out_lie_on_the_line_through_the_last_two() -> None:
     asked = []
 

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import UserDict
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,11 @@ import torch
 
 from fettle.recipe import Recipe
 from fettle.techniques import CATALOGUE, Facts, bundles, conflict, find, load, source
+from fettle.techniques._ranks import join_ranks, own_rows
+from fettle.techniques.accumulate import split
+from fettle.techniques.batch import joined
 from fettle.techniques.convolution import convolutions_by_products, the_faster
+from fettle.techniques.loading import with_workers
 from fettle.techniques.optimizer import compile_update
 from fettle.techniques.precision import gradients_to_masters, masters_to_weights
 from fettle.train import Steps, TrainingWorkload, load_training, training_facts
@@ -383,3 +388,75 @@ def test_workers_that_would_each_give_all_rows_are_not_offered(given, why):
     assert why in levels["workers-4"]
     assert bool(levels["workers-4"]) == bool(why)
     assert levels["workers-1"] == ""
+
+
+class Encoded(UserDict):
+    """As tokenizers of transformers return batches."""
+
+
+def test_the_rows_of_batches_of_any_kind_are_cut_and_joined():
+    batch = Encoded({"ids": torch.arange(8).view(4, 2), "places": torch.arange(2), "name": "a"})
+    twice = next(joined([batch], 2))
+    assert type(twice) is Encoded
+    assert twice["ids"].tolist() == [*batch["ids"].tolist()] * 2
+    assert twice["places"].tolist() == [0, 1]
+    assert [part["ids"].tolist() for part in split(batch, 2)] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert next(own_rows([batch], 1, 2))["ids"].tolist() == [[4, 5], [6, 7]]
+    assert batch["ids"].shape == (4, 2)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda one: next(joined([one], 2)), lambda one: split(one, 2), lambda one: next(own_rows([one], 0, 2))]
+)
+def test_a_batch_in_which_no_rows_are_found_is_no_larger_one(change):
+    with pytest.raises(ValueError, match="SimpleNamespace has no tensor with rows"):
+        change(SimpleNamespace(ids=torch.rand(4, 2)))
+
+
+def test_a_loader_with_other_workers_keeps_what_it_was_told():
+    data = torch.utils.data.DataLoader
+    given = {"prefetch_factor": 5, "timeout": 7, "multiprocessing_context": "spawn", "in_order": False}
+    loader = data(torch.arange(6), batch_size=2, num_workers=1, **given)
+    more = with_workers(loader, 2)
+    assert (more.num_workers, more.prefetch_factor, more.timeout, more.in_order) == (2, 5, 7, False)
+    assert more.multiprocessing_context is loader.multiprocessing_context
+    assert [batch.tolist() for batch in with_workers(loader, 0)] == [[0, 1], [2, 3], [4, 5]]
+
+    class Moves(data):
+        def __iter__(self):
+            return (batch.double() for batch in super().__iter__())
+
+    with pytest.raises(RuntimeError, match="a Moves does more with its batches"):
+        with_workers(Moves(torch.arange(6)), 1)
+
+
+def test_the_compiler_keeps_half_of_the_activations_of_this_model_only():
+    from torch._functorch import config
+
+    seen = []
+
+    def loss(model, batch):
+        seen.append(config.activation_memory_budget)
+        return model(batch).sum()
+
+    text = source(Recipe.parse("checkpoint=budget-0.5 compile=default"), FACTS)
+    with torch.compiler.set_stance("force_eager"):
+        train = load(text, "budget")
+        next(train(torch.nn.Linear(2, 2), lambda parameters: torch.optim.SGD(parameters), loss, [torch.rand(3, 2)]))
+    assert seen == [0.5]
+    assert config.activation_memory_budget == 1
+
+
+def test_ranks_talk_by_what_is_made_for_their_device(monkeypatch):
+    used = []
+    for name, fake in {
+        "is_initialized": lambda: False, "init_process_group": used.append, "get_rank": lambda: 0,
+        "get_world_size": lambda: 2,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.distributed, name, fake)
+    assert {join_ranks(device) for device in ("cpu", "cuda", "xpu")} == {(0, 2)}
+    assert used == ["gloo", "nccl", "xccl"]
+    join_ranks("cuda", offloaded=True)
+    assert used[-1] == "cpu:gloo,cuda:nccl"
+    text = source(Recipe.parse("parallel=zero3 offload=cpu"), replace(FACTS, ranks=2, device="cuda"))
+    assert 'join_ranks("cuda", offloaded=True)' in text

@@ -166,10 +166,12 @@ def launch_decomposed_attention(
     def grid(chosen: Any) -> tuple[int]:
         return (-(-tokens // chosen["BLOCK_M"]) * batch * heads,)
 
-    kernel[grid](
-        *tensors, out, scale, *strides, heads, tokens, height, WIDTH=width, PADDED=1 << (width - 1).bit_length(),
-        CHANNELS=channels, FIRST=first, REST=rest, PRECISION=precision, enable_fp_fusion=True, **blocks,
-    )  # fmt: skip
+    on: Any = torch.cuda.device_of  # Triton launches on the current device
+    with on(query):
+        kernel[grid](
+            *tensors, out, scale, *strides, heads, tokens, height, WIDTH=width, PADDED=1 << (width - 1).bit_length(),
+            CHANNELS=channels, FIRST=first, REST=rest, PRECISION=precision, enable_fp_fusion=True, **blocks,
+        )  # fmt: skip
     return out
 
 

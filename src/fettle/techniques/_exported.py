@@ -80,17 +80,20 @@ class Exported:
 
         leaves, spec = self.given(args, kwargs)
         key = self.key(leaves, spec)
-        found = self.engines.get(key)
-        if found is None:
-            with self.BUILDING:
-                found = self.engines.get(key) or self.find(leaves, spec, key)
-                while len(self.engines) >= self.MOST:
-                    del self.engines[next(iter(self.engines))]
-                self.engines[key] = found
-        engine, parts, out_spec = found
-        if engine is None:
-            return self.model(*args, **kwargs)
-        results = engine([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        on: Any = torch.cuda.device  # engines are loaded and launched on the current device
+        with on(next((tensor.device for tensor in tensors if tensor.is_cuda), -1)):
+            found = self.engines.get(key)
+            if found is None:
+                with self.BUILDING:
+                    found = self.engines.get(key) or self.find(leaves, spec, key)
+                    while len(self.engines) >= self.MOST:
+                        del self.engines[next(iter(self.engines))]
+                    self.engines[key] = found
+            engine, parts, out_spec = found
+            if engine is None:
+                return self.model(*args, **kwargs)
+            results = engine(tensors)
         return pytree.tree_unflatten([results[part] if isinstance(part, int) else part[0] for part in parts], out_spec)
 
     def given(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:

@@ -164,6 +164,10 @@ class Facts:
     share: float = 1.0
     """and that as a share of the whole call's time."""
 
+    def uneven(self, parts: int) -> str:
+        """Why a batch cannot be cut into so many equal parts, as a phrase; empty where it can."""
+        return f"a batch of {self.samples} rows cannot be cut into {parts} equal parts" if self.samples % parts else ""
+
     @property
     def generates(self) -> bool:
         """Whether the workload writes text."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from fettle.generate import GenerationWorkload
 from fettle.generate.decoding import Kept, chances, decoder_of, part, pick, score, write
-from fettle.techniques._base import Code, Facts
+from fettle.techniques._base import Code
 from fettle.workload import Workload
 
 NO_TEXT = "the workload is no fettle.GenerationWorkload"
@@ -41,7 +41,7 @@ def _can_be_static(model: Any) -> bool:
     return whole and not getattr(model.config, "is_encoder_decoder", False)
 
 
-def writing(codes: Sequence[Code], facts: Facts) -> Code:
+def writing(codes: Sequence[Code]) -> Code:
     """What the recipe writes with: the last technique's decoder and writer, else the plain ones."""
     decoder = next((code.decoder for code in reversed(codes) if code.decoder), "decoder_of(model)")
     writer = next((code.writer for code in reversed(codes) if code.writer), "write")

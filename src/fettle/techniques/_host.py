@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_bf16", "amx_int8", "neon", "sve")
-_CAPABILITIES = {"avx512f": "avx512_f"}
-"""Names in /proc/cpuinfo that torch spells otherwise."""
 _OTHER_DISTRIBUTIONS = {"onnxruntime": "onnxruntime-gpu"}
 
 
@@ -19,7 +17,7 @@ def cpu_flags() -> tuple[str, ...]:
     """Those vector and matrix instructions that this CPU has and the system lets torch use."""
     present = set(_cpuinfo_flags())
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    present |= {flag for flag in _FLAGS if capabilities.get(_CAPABILITIES.get(flag, flag))}
+    present |= {flag for flag in _FLAGS if capabilities.get(flag.replace("512f", "512_f"))}  # as torch spells it
     if "asimd" in present or platform.machine() in ("arm64", "aarch64"):
         present.add("neon")
     if not getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)():  # the kernel must grant the tiles

@@ -182,7 +182,8 @@ def _listening(said: list[dict[str, Any]]) -> Iterator[None]:
             said.append({"text": record.getMessage(), "learned": getattr(record, "learned", None)})
 
     handler, logger = Listener(), logging.getLogger("optimized")
-    level, logger.level = logger.level, logging.INFO
+    level = logger.level
+    logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     try:
         yield

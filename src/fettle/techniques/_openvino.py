@@ -110,9 +110,7 @@ def openvino_bf16_sums(model: Any) -> None:
     model.validate_nodes_and_infer_types()
 
 
-def openvino_converted(
-    flat: torch.nn.Module, tensors: Any, samples: Any, level: str, free: Any, part: Any
-) -> Any:  # fmt: skip
+def openvino_converted(flat: torch.nn.Module, tensors: Any, samples: Any, level: str, free: Any, part: Any) -> Any:
     """The model as OpenVINO's, made for `level` of the technique runtime."""
     return openvino_model(exported_program(flat, tensors, free), samples, level, part)
 

@@ -114,9 +114,7 @@ def openvino_joined(graph: Any) -> Any:
     for nodes in alike.values():
         if len(nodes) > 1:
             weights = [node.input_value(1).get_node().data for node in nodes]
-            product = opset13.matmul(
-                nodes[0].input_value(0), opset13.constant(numpy.concatenate(weights)), False, True
-            )  # fmt: skip
+            product = opset13.matmul(nodes[0].input_value(0), opset13.constant(numpy.concatenate(weights)), False, True)
             lengths = opset13.constant(numpy.array([len(rows) for rows in weights]))
             parts = opset13.variadic_split(product, opset13.constant(numpy.int64(-1)), lengths)
             for node, part in zip(nodes, parts.outputs(), strict=True):

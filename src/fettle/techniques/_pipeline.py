@@ -88,11 +88,11 @@ def timed_parts(
     """The cost of each part while `run()` runs the pipeline, and the seconds of the whole."""
     costs = {name: Cost() for name in names}
     began: dict[str, float] = {}
-    on_gpu = any(parameter.is_cuda for parameter in model.parameters())
+    devices = [parameter.device for parameter in model.parameters() if parameter.device.type not in ("cpu", "meta")]
 
     def now() -> float:
-        if on_gpu:
-            torch.cuda.synchronize()
+        if devices:
+            torch.accelerator.synchronize(devices[0])
         return time.perf_counter()
 
     def before(name: str) -> Any:

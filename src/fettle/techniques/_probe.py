@@ -12,12 +12,13 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from fettle.errors import UsageError
-from fettle.generate import brief
+from fettle.generate import GenerationWorkload, brief
 from fettle.machine import find_libraries
 from fettle.procs.limits import usable_cores
 from fettle.techniques._attention_rewrite import count_manual_attention
@@ -35,8 +36,6 @@ from fettle.techniques.step_cache import is_unet
 from fettle.workload import Workload, leaves
 
 T = TypeVar("T")
-_DROPOUT = (torch.nn.modules.dropout._DropoutNd,)
-_BATCH_NORM = (torch.nn.modules.batchnorm._BatchNorm,)
 
 
 def probe_facts(workload: Workload, *, allow_batch: bool = False) -> Facts:
@@ -77,27 +76,25 @@ def _pipeline_facts(workload: Workload, allow_batch: bool) -> Facts:
         child.training and _random_or_batch_dependent(child) for child in module.modules()
     )
     changes = any(one.changes_buffers for one in found.values())
-    whole = _facts(workload, allow_batch, (False, 0, 0, differs, changes, False))
+    whole = _facts(workload, allow_batch, {"train_mode_differs": differs, "changes_buffers": changes})
     return replace(whole, parts=found, seconds=seconds)
 
 
-def _facts(workload: Workload, allow_batch: bool, forward: tuple[bool, int, int, bool, bool, bool]) -> Facts:
+def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Facts:
+    """All facts, of which `forward` has those that calls of the model have shown."""
     model = workload.model
     module = model if isinstance(model, torch.nn.Module) else torch.nn.Module()
     tensors = [leaf for _, leaf in _tensors(workload.inputs[0])]
     parameters = list(module.parameters())
     device = _commonest([tensor.device.type for tensor in [*parameters, *module.buffers(), *tensors]], "cpu")
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in parameters if tensor.is_floating_point()]
-    uses_sdpa, uneven_sdpa, manual_attention, train_mode_differs, changes_buffers, changes_inputs = forward
     generation = generation_facts(workload)
     return Facts(
         device=device,
         is_module=isinstance(model, torch.nn.Module),
         is_scripted=isinstance(model, torch.jit.ScriptModule),
         training=bool(_in_train_mode(workload)),
-        train_mode_differs=train_mode_differs,
-        changes_buffers=changes_buffers,
-        changes_inputs=changes_inputs,
+        **forward,
         custom_call=workload.call is not None or bool(generation),
         **generation,
         calibration_batches=len(workload.calibration),
@@ -113,12 +110,9 @@ def _facts(workload: Workload, allow_batch: bool, forward: tuple[bool, int, int,
         padding=None if generation else _padding(workload),
         block_classes=_block_classes(module),
         hf_attention=_hf_attention(module, device),
-        manual_attention=0 if generation else manual_attention,
         decomposed_bias=len(with_decomposed_bias(module)),
         is_unet=is_unet(module),
         denoiser=denoiser_of(module),
-        uses_sdpa=uses_sdpa,
-        uneven_sdpa=uneven_sdpa,
         physical_cores=usable_cores(),
         threads=torch.get_num_threads(),
         cpu_flags=cpu_flags(),
@@ -198,9 +192,8 @@ class _SeesSdpa(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _forward_facts(workload: Workload) -> tuple[bool, int, int, bool, bool, bool]:
-    """Whether SDPA is called, how often between few tokens and many, how many modules write attention out, whether
-    train mode changes the answers, whether eval mode changes buffers, and whether a call changes its inputs."""
+def _forward_facts(workload: Workload) -> dict[str, Any]:
+    """Those fields of `Facts` that calls of the model show."""
     module = workload.model if isinstance(workload.model, torch.nn.Module) else torch.nn.Module()
     training = _in_train_mode(workload)
     differs = any(_random_or_batch_dependent(child) for child in training)
@@ -229,12 +222,15 @@ def _forward_facts(workload: Workload) -> tuple[bool, int, int, bool, bool, bool
                 not _same(value, after[name]) for name, value in before.items()
                 if name in after and value.layout == torch.strided
             )  # fmt: skip
-            if not _is_transformers(module):  # those have implementations to choose from
-                model_in_eval = module.eval()  # with dropout on, nothing could be rewritten
-                manual = count_manual_attention(model_in_eval, outputs)
+            # transformers' models have implementations to choose from
+            if not (_is_transformers(module) or isinstance(workload, GenerationWorkload)):
+                manual = count_manual_attention(module.eval(), outputs)  # with dropout nothing could be rewritten
     except Exception:  # the baseline trial will say what is wrong with it
         pass
-    return watch.seen, watch.uneven, manual, differs, changes, writes
+    return {
+        "uses_sdpa": watch.seen, "uneven_sdpa": watch.uneven, "manual_attention": manual,
+        "train_mode_differs": differs, "changes_buffers": changes, "changes_inputs": writes,
+    }  # fmt: skip
 
 
 def _in_train_mode(workload: Workload) -> list[torch.nn.Module]:
@@ -265,9 +261,8 @@ def _copies(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _random_or_batch_dependent(layer: torch.nn.Module) -> bool:
-    if isinstance(layer, _DROPOUT):
-        return layer.p > 0
-    return isinstance(layer, _BATCH_NORM)
+    drops = isinstance(layer, torch.nn.modules.dropout._DropoutNd) and layer.p > 0
+    return drops or isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)
 
 
 @contextlib.contextmanager
@@ -353,13 +348,9 @@ def _hf_attention(module: torch.nn.Module, device: str) -> tuple[str, ...]:
         return (in_use,)  # chosen when it was built: a switch would change a word of the configuration and nothing else
     if not _quietly(lambda: bool(model._can_set_attn_implementation()), False):
         return (in_use,)
-    wanted = ["sdpa", "eager", *(["flash_attention_2"] if device == "cuda" else [])]
-
-    def works(name: str) -> bool:
-        model.get_correct_attn_implementation(name)
-        return True
-
-    return (in_use, *(name for name in wanted if name != in_use and _quietly(lambda: works(name), False)))  # noqa: B023
+    others = ("sdpa", "eager", *(["flash_attention_2"] if device == "cuda" else []))
+    works = (name for name in others if _quietly(partial(model.get_correct_attn_implementation, name), ""))
+    return (in_use, *(name for name in works if name != in_use))
 
 
 def _looks_up_attention(kind: type) -> bool:

@@ -7,30 +7,28 @@ from typing import Any
 
 import torch
 
+from fettle.techniques._rows import rows_in, share_of
 
-def join_ranks(device_type: str) -> tuple[int, int]:
-    """Join the process group that torchrun describes, and return this rank and how many there are."""
+
+def join_ranks(device_type: str, offloaded: bool = False) -> tuple[int, int]:
+    """Join the process group that torchrun describes, and return this rank and how many there are. Where parameters
+    are `offloaded` to host memory, the norm of their gradients is added up there."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+        backend = dist.get_default_backend_for_device(device_type)
+        dist.init_process_group(f"cpu:gloo,{device_type}:{backend}" if offloaded else backend)
     return dist.get_rank(), dist.get_world_size()
 
 
 def own_rows(data: Any, rank: int, world: int) -> Any:
     """The rank's rows of every batch of `data`, without end: all ranks together train on the batches as given."""
-    from torch.utils import _pytree as pytree
-
     while True:
         for batch in data:
-            leaves, structure = pytree.tree_flatten(batch)
-            rows = next(len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
+            rows = rows_in(batch)
             if rows < world:
                 raise ValueError(f"a batch of {rows} rows cannot be spread over {world} ranks")
-            yield pytree.tree_unflatten(
-                [leaf.tensor_split(world)[rank] if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == rows
-                 else leaf for leaf in leaves], structure
-            )  # fmt: skip
+            yield share_of(batch, rank, world)
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -143,9 +141,7 @@ def share_inputs(model: torch.nn.Module, columns: tuple[str, ...], mesh: Any) ->
             layer.register_forward_pre_hook(before, prepend=True)
 
     for name, module in model.named_modules():
-        beside = [
-            child for own, child in module.named_children() if is_named(f"{name}.{own}" if name else own, columns)
-        ]
+        beside = [child for own, child in module.named_children() if is_named(f"{name}.{own}".lstrip("."), columns)]
         if len(beside) > 1:
             share(beside)
 

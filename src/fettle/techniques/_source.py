@@ -10,6 +10,7 @@ import ast
 import hashlib
 import inspect
 import linecache
+import re
 import sys
 import textwrap
 import types
@@ -17,8 +18,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from fettle.batches import FROM_LOADER
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Technique
+from fettle.techniques._base import Code, Facts
 from fettle.techniques._catalogue import changed, changed_by_part
 from fettle.techniques._generation import writing
 from fettle.techniques._pipeline import Part, calls_of_parts, put_part
@@ -45,6 +47,7 @@ def load():
     import inspect
     import sys
     from collections import UserDict
+    from itertools import islice
 
 {path}{load}
     factory = module.{factory}
@@ -55,6 +58,8 @@ def load():
         model, batches, call = made["model"], made["inputs"], made.get("call")
     else:
         model, batches, call = made.model, made.inputs, made.call
+    if isinstance(batches, torch.utils.data.DataLoader):  # a list in it was a tuple before it was collated
+        batches = [tuple(batch) if type(batch) is list else batch for batch in islice(batches, {most})]
     batches = list(batches) if isinstance(batches, list) else [batches]
     batches = [dict(batch) if isinstance(batch, UserDict) else batch for batch in batches]
     return model, batches, call
@@ -66,25 +71,20 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     model, batches, call = load()
     run = optimize(model, batches[:{calibration}]{call})
-    batch, times = batches[0], []
+    (args, kwargs), times = spread(batches[0]), []
     while len(times) < 2 or (len(times) < 50 and sum(times[1:]) < 1):  # about a second after the first
         start = time.perf_counter()
-        if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
-            output = run(*batch)
-        elif type(batch) is dict:
-            output = run(**batch)
-        else:
-            output = run(batch)
-        times.append(time.perf_counter() - start)
+        run(*args, **kwargs)
+{wait}        times.append(time.perf_counter() - start)
     later = sorted(times[1:])
     print(f"first call: {{times[0] * 1e3:.1f}} ms")
     print(f"later calls: {{later[len(later) // 2] * 1e3:.3g}} ms (median of {{len(later)}})")
 '''
 
 
-def codes(recipe: Recipe, facts: Facts) -> list[tuple[Technique, str, Code]]:
-    """The techniques that a recipe changes with their lines, in catalogue order."""
-    return [(technique, level, technique.code(level, recipe, facts)) for technique, level in changed(recipe)]
+def codes(recipe: Recipe, facts: Facts) -> list[tuple[str, Code]]:
+    """The lines of all that a recipe changes, each with a title, in catalogue order."""
+    return [(f"{one.title}: {level}", one.code(level, recipe, facts)) for one, level in changed(recipe)]
 
 
 def render(
@@ -98,34 +98,46 @@ def render(
     """The source of ``optimized.py`` for `recipe`.
 
     `target` is (location, factory) of the workload; with it the file runs as it stands, and without it says how to use
-    it. `calibration` is how many of
-    the workload's first batches are handed to ``optimize``.
+    it. `calibration` is how many of the workload's first batches are handed to ``optimize``.
     """
-    if facts.parts:
-        return _render_pipeline(recipe, facts, heading, target, calibration)
-    parts = codes(recipe, facts)
-    writes = [writing([code for _, _, code in parts], facts)] if facts.generates else []
-    lines = preamble(heading or f"Optimised for inference: {recipe}.", [*writes, *(code for _, _, code in parts)])
-    lines += ["", *_optimize(parts, facts)]
+    helpers = Code(helpers=(spread,) if target is not None else ())
+    title = heading or f"Optimised for inference: {recipe}."
+    lines = (_pipeline if facts.parts else _whole)(recipe, facts, title, helpers)
     if target is not None:
-        lines += [_main(target, facts, calibration)]
+        path, load_lines = module_lines(target[0])
+        wait = "" if facts.device == "cpu" else "        torch.accelerator.synchronize()\n"
+        lines += [
+            _MAIN.format(
+                path=path, load=load_lines, factory=target[1], calibration=max(1, calibration), call=_call(facts),
+                most=FROM_LOADER, wait=wait,
+            )
+        ]  # fmt: skip
     elif heading:
         lines += [_USE.format(call=_call(facts))]
     return text_of(lines)
 
 
-def _render_pipeline(
-    recipe: Recipe, facts: Facts, heading: str, target: tuple[str, str] | None, calibration: int
-) -> str:
+def _whole(recipe: Recipe, facts: Facts, heading: str, more: Code) -> list[str]:
+    """One function for the whole model."""
+    titled = codes(recipe, facts)
+    found = [code for _, code in titled]
+    writes = [writing(found)] if facts.generates else []
+    return [*preamble(heading, [more, *writes, *found]), "", *_optimize(titled, facts)]
+
+
+def _pipeline(recipe: Recipe, facts: Facts, heading: str, more: Code) -> list[str]:
     """A function for each part that changes, and one that puts them into their places."""
-    by_part: dict[str, list[tuple[Technique, str, Code]]] = {"": []}
+    by_part: dict[str, list[tuple[str, Code]]] = {"": []}
     facts_of = {name: replace(own, learned=facts.learned) for name, own in facts.parts.items()}
     for part, technique, level in changed_by_part(recipe):
         own, seen = (facts_of[part], recipe.of_part(part)) if part else (facts, recipe)
-        by_part.setdefault(part, []).append((technique, level, technique.code(level, seen, own)))
+        by_part.setdefault(part, []).append((f"{technique.title}: {level}", technique.code(level, seen, own)))
     whole = by_part.pop("")
     if by_part:  # after the mode, before the call
-        names = {part: f"optimize_{part.replace('.', '_')}" for part in by_part}
+        names: dict[str, str] = {}
+        for part in by_part:
+            name = re.sub(r"\W", "_", f"optimize_{part}")
+            names[part] = name if name not in names.values() else f"{name}_{len(names)}"
         places: list[str] = []
         helpers: list[Callable[..., Any]] = [Part, put_part]
         looked_at = [part for part, codes in by_part.items() if _looks_at_batches(codes)]
@@ -143,30 +155,15 @@ def _render_pipeline(
         for part, name in names.items():
             batches = f'seen["{part}"]' if part in looked_at else "[]"
             places.append(f'put_part(model, "{part}", {name}(model.get_submodule("{part}"), {batches}))')
-        whole.append((_PARTS, ", ".join(by_part), Code(helpers=tuple(helpers), prepare=tuple(places))))
-    everything = [code for found in (whole, *by_part.values()) for _, _, code in found]
-    lines = preamble(heading or f"Optimised for inference: {recipe}.", everything)
+        whole.append((f"parts: {', '.join(by_part)}", Code(helpers=tuple(helpers), prepare=tuple(places))))
+    lines = preamble(heading, [more, *(code for found in (whole, *by_part.values()) for _, code in found)])
     for part, found in by_part.items():
         lines += ["", *_optimize(found, facts.parts[part], names[part], f"The part {part}: change it in place"), ""]
-    lines += ["", *_optimize(whole, facts)]
-    if target is not None:
-        lines += [_main(target, facts, calibration)]
-    elif heading:
-        lines += [_USE.format(call=_call(facts))]
-    return text_of(lines)
+    return [*lines, "", *_optimize(whole, facts)]
 
 
-class _Parts(Technique):
-    """The title of the lines that put parts into their places."""
-
-    title = "parts"
-
-
-_PARTS = _Parts()
-
-
-def _looks_at_batches(found: Sequence[tuple[Technique, str, Code]]) -> bool:
-    return any(_uses_name(line, "batches") for _, _, code in found for line in code.prepare)
+def _looks_at_batches(found: Sequence[tuple[str, Code]]) -> bool:
+    return any(_uses_name(line, "batches") for _, code in found for line in code.prepare)
 
 
 def text_of(lines: Iterable[str]) -> str:
@@ -226,25 +223,23 @@ def load(source: str, label: str) -> Callable[..., Callable[..., Any]]:
 
 
 def _optimize(
-    parts: list[tuple[Technique, str, Code]], facts: Facts, name: str = "optimize",
-    does: str = "Change `model` in place",
-) -> list[str]:  # fmt: skip
+    titled: list[tuple[str, Code]], facts: Facts, name: str = "optimize", does: str = "Change `model` in place"
+) -> list[str]:
+    found = [code for _, code in titled]
     body = [
         f"def {name}(model, batches{_call(facts)}):",
         f'    """{does} and return the fast callable, which {TAKES[facts.generates]}."""',
     ]
-    for _, _, code in parts:
-        if code.setup:
-            body += [f"    {line}" for line in code.setup]
-    for technique, level, code in parts:
+    body += [f"    {line}" for code in found for line in code.setup]
+    for title, code in titled:
         if code.prepare:
-            body += ["", f"    # {technique.title}: {level}"] + [f"    {line}" for line in code.prepare]
-    inputs = [line for _, _, code in parts for line in code.inputs]
-    outputs = [line for _, _, code in reversed(parts) for line in code.outputs]
-    contexts = [context for _, _, code in parts for context in code.contexts]
+            body += ["", f"    # {title}"] + [f"    {line}" for line in code.prepare]
+    inputs = [line for code in found for line in code.inputs]
+    outputs = [line for code in reversed(found) for line in code.outputs]
+    contexts = [context for code in found for context in code.contexts]
     invoke = "call(model, *args, **kwargs)" if facts.custom_call else "model(*args, **kwargs)"
     if facts.generates:
-        code = writing([code for _, _, code in parts], facts)
+        code = writing(found)
         body += ["", f"    decoder = {code.decoder}"]
         inputs = [f'kwargs.setdefault("new_tokens", {facts.new_tokens})', *inputs]
         invoke = f"{code.writer}(decoder, *args, **kwargs)"
@@ -273,17 +268,6 @@ TAKES = {False: "takes what the call took", True: "takes a prompt and writes aft
 def _call(facts: Facts) -> str:
     """The parameter for a call of the workload's own."""
     return ", call" if facts.custom_call and not facts.generates else ""
-
-
-def _main(target: tuple[str, str], facts: Facts, calibration: int) -> str:
-    path, load_lines = module_lines(target[0])
-    return _MAIN.format(
-        path=path,
-        load=load_lines,
-        factory=target[1],
-        calibration=max(1, calibration),
-        call=_call(facts),
-    )
 
 
 def module_lines(location: str) -> tuple[str, str]:

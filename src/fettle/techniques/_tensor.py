@@ -152,7 +152,8 @@ def _within(module: nn.Module, prefix: str, modules: Mapping[str, nn.Module]) ->
 
 def _counts(pair: _Pair, modules: Mapping[str, nn.Module], uses: Mapping[int, int]) -> dict[str, int]:
     """What the number of ranks must divide. Raises ValueError where the pair cannot be split."""
-    columns, row = [_linear(modules[name]) for name in pair.columns], _linear(modules[pair.row])
+    columns: list[Any] = [modules[name] for name in pair.columns]
+    row: Any = modules[pair.row]
     if any(uses[id(layer.weight)] > 1 for layer in (*columns, row)):
         raise ValueError("the matrices to split are shared with other layers")
     if not pair.attention:
@@ -191,11 +192,6 @@ def _heads(attention: nn.Module, columns: Sequence[nn.Linear]) -> tuple[int, int
 def _own_count(holder: Any, names: Sequence[str]) -> int:
     values = (getattr(holder, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), 0)
-
-
-def _linear(module: nn.Module) -> nn.Linear:
-    assert isinstance(module, nn.Linear)
-    return module
 
 
 def _patterns(names: Sequence[str], modules: Mapping[str, nn.Module]) -> tuple[str, ...]:

@@ -120,8 +120,8 @@ def with_decomposed_bias(model: torch.nn.Module) -> list[Any]:
     return found
 
 
-def change_attention(model: torch.nn.Module, attention: Any) -> int:
-    """Let `attention` compute attention with a decomposed relative-position bias; how many modules there were."""
+def change_attention(model: torch.nn.Module, attention: Any) -> None:
+    """Let `attention` compute attention with a decomposed relative-position bias."""
     import functools
 
     found = with_decomposed_bias(model)
@@ -129,7 +129,6 @@ def change_attention(model: torch.nn.Module, attention: Any) -> int:
         raise RuntimeError("no attention with a decomposed relative-position bias was found")
     for module, in_tuple in found:  # a partial function, whose copy belongs to the module's copy
         module.forward = functools.partial(attend_to_square, module, module.forward, attention, in_tuple)
-    return len(found)
 
 
 DECOMPOSED = (

@@ -7,7 +7,7 @@ asked for the next loss.
 from __future__ import annotations
 
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Technique
+from fettle.techniques._base import Code, Facts
 from fettle.techniques._catalogue import batch_factor, uses_ranks
 from fettle.techniques._source import codes, module_lines, preamble, text_of
 from fettle.techniques.batch import endless
@@ -68,7 +68,7 @@ def render_training(
 
     With `target` the file runs as it stands; without it says how to use it.
     """
-    parts = codes(recipe, facts)
+    titled = codes(recipe, facts)
     over_ranks = uses_ranks(recipe)
     title = heading or f"A training loop: {recipe}."
     if over_ranks:
@@ -76,8 +76,8 @@ def render_training(
         each = f"{several if facts.nodes > 1 else ''} --nproc-per-node {facts.ranks // facts.nodes}"
         where = ", on each node" if facts.nodes > 1 else ""
         title = f"{title.rstrip()}\n\nStart it with{where}: torchrun{each} optimized.py\n"
-    lines = preamble(title, [Code(helpers=(endless,)), *(code for _, _, code in parts)])
-    lines += ["", *_train(parts, facts)]
+    lines = preamble(title, [Code(helpers=(endless,)), *(code for _, code in titled)])
+    lines += ["", *_train(titled, facts)]
     if target is not None:
         path, load_lines = module_lines(target[0])
         device = '    torch.cuda.set_device(int(__import__("os").environ["LOCAL_RANK"]))\n'
@@ -97,17 +97,17 @@ def render_training(
     return text_of(lines)
 
 
-def _train(parts: list[tuple[Technique, str, Code]], facts: Facts) -> list[str]:
-    found = [code for _, _, code in parts]
+def _train(titled: list[tuple[str, Code]], facts: Facts) -> list[str]:
+    found = [code for _, code in titled]
     body = [
         "def train(model, make_optimizer, loss, data):",
         '    """Train `model` in place, without end: yield the mean loss of each step, a tensor, after the step."""',
         *(f"    {line}" for code in found for line in code.setup),
         "    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]",
     ]
-    for technique, level, code in parts:
+    for title, code in titled:
         if code.prepare:
-            body += ["", f"    # {technique.title}: {level}"] + [f"    {line}" for line in code.prepare]
+            body += ["", f"    # {title}"] + [f"    {line}" for line in code.prepare]
     body += ["", "    optimizer = make_optimizer(parameters)"]
     body += [f"    {line}" for code in found for line in code.optimizer]
     body += ["    for batch in endless(data):"]

@@ -48,18 +48,13 @@ class Allocator(Technique):
 
     def levels(self, facts: Facts) -> list[Level]:
         gpu = "" if facts.device == "cpu" else "the work is on a GPU"
-        found = [
+        cpu = "" if facts.device == "cuda" else "the work is not on a CUDA device"
+        return [
             Level("default", "the C library's own"),
             Level("keep", "the C library's own, which keeps what is freed for what comes next",
                   gpu or ("" if "glibc" in facts.libraries else "the C library is not glibc")),
-        ]  # fmt: skip
-        found += [
-            Level(name, f"{name}, preloaded", gpu or ("" if name in facts.libraries else f"{name} was not found"))
-            for name in ("jemalloc", "tcmalloc")
-        ]
-        cpu = "" if facts.device == "cuda" else "the work is not on a CUDA device"
-        return [
-            *found,
+            *(Level(name, f"{name}, preloaded", gpu or ("" if name in facts.libraries else f"{name} was not found"))
+              for name in ("jemalloc", "tcmalloc")),
             *(Level(name, summary, cpu or facts.not_nvidia * (name == "cuda-async"))
               for name, (summary, _) in _DEVICE.items()),
         ]  # fmt: skip

@@ -1,5 +1,7 @@
 """Which implementation computes attention."""
 
+from typing import Any
+
 from fettle.kernels import DECOMPOSED_ATTENTION
 from fettle.techniques._attention_rewrite import REWRITE
 from fettle.techniques._base import Code, Facts, Level, Recipe, Technique, register
@@ -62,17 +64,13 @@ class Attention(Technique):
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         runtime = recipe.levels.get("runtime", "torch")
-        if level == "tiled" and runtime != "torch":
-            return f"runtime={runtime} would write out a loop over tiles"
+        if runtime != "torch" and level in _MADE:
+            return f"runtime={runtime} {_MADE[level][1]}"
         if level == "flex":
-            if runtime != "torch":
-                return f"runtime={runtime} has its own attention"
             if recipe.levels.get("grad", "grad") == "grad":
                 return "FlexAttention is for calls without autograd here: needs grad=inference_mode or no_grad"
             if facts.device == "cpu" and recipe.levels.get("compile", "off") != "off":
                 return "on a CPU Inductor cannot compile FlexAttention inside a model, only alone"
-        if level == "fused" and runtime != "torch":
-            return f"runtime={runtime} does not have this kernel"
         half = recipe.levels.get("precision", "fp32") != "fp32" or facts.dtype in ("bfloat16", "float16")
         if level == "hf-flash_attention_2" and not half:
             return "flash attention computes in 16 bits: needs precision=bf16 or fp16"
@@ -82,13 +80,9 @@ class Attention(Technique):
         return ""
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        if level == "tiled":
-            return Code(helpers=DECOMPOSED, prepare=("change_attention(model, torch.compiler.disable(in_tiles))",))
-        if level == "flex":
-            return Code(helpers=DECOMPOSED, prepare=("change_attention(model, by_flex_attention())",))
-        if level == "fused":
-            helpers = (*DECOMPOSED, *DECOMPOSED_ATTENTION)
-            return Code(helpers=helpers, prepare=("change_attention(model, decomposed_attention())",))
+        if level in _MADE:
+            helpers: tuple[Any, ...] = (*DECOMPOSED, *(DECOMPOSED_ATTENTION if level == "fused" else ()))
+            return Code(helpers=helpers, prepare=(f"change_attention(model, {_MADE[level][0]})",))
         if level == "sdpa":
             invoke = "call(model, *args, **kwargs)" if facts.custom_call else "model(*args, **kwargs)"
             lines = ("args, kwargs = spread(batches[0])", f"rewrite_attention(model, lambda: {invoke})")
@@ -96,6 +90,12 @@ class Attention(Technique):
         return Code(helpers=(set_attention,), prepare=(f'set_attention(model, "{level.removeprefix("hf-")}")',))
 
 
+_MADE = {
+    "tiled": ("torch.compiler.disable(in_tiles)", "would write out a loop over tiles"),
+    "flex": ("by_flex_attention()", "has its own attention"),
+    "fused": ("decomposed_attention()", "does not have this kernel"),
+}
+"""What computes attention with a bias by row and column, and why another runtime does not."""
 _NO_BIAS = "no attention with a decomposed relative-position bias was found"
 
 

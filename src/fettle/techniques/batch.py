@@ -5,6 +5,8 @@ from typing import Any
 import torch
 
 from fettle.techniques._base import BOTH, Code, Facts, Level, Recipe, Technique, register
+from fettle.techniques._rows import ROWS, rows_in, tensors_in
+from fettle.workload import map_tensors
 
 
 def endless(data: Any) -> Any:
@@ -14,17 +16,14 @@ def endless(data: Any) -> Any:
 
 
 def joined(data: Any, count: int) -> Any:
-    """The batches of `data` without end, `count` of them joined into one along the first dimension."""
-    from torch.utils import _pytree as pytree
-
+    """The batches of `data` without end, the rows of `count` of them joined into one batch."""
     source = endless(data)
     while True:
         batches = [next(source) for _ in range(count)]
-        leaves, structure = zip(*(pytree.tree_flatten(batch) for batch in batches), strict=True)
-        yield pytree.tree_unflatten(
-            [torch.cat(same) if isinstance(same[0], torch.Tensor) and same[0].dim() else same[0]
-             for same in zip(*leaves, strict=True)], structure[0]
-        )  # fmt: skip
+        rows = rows_in(batches[0])
+        columns = zip(*map(tensors_in, batches), strict=True)
+        tensors = (torch.cat(same) if same[0].dim() and len(same[0]) == rows else same[0] for same in columns)
+        yield map_tensors(lambda _, tensors=tensors: next(tensors), batches[0])
 
 
 FACTORS = (2, 4, 8, 16, 32)
@@ -63,5 +62,5 @@ class BatchSize(Technique):
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if facts.mode == "training":
-            return Code(helpers=(endless, joined), prepare=(f"data = joined(data, {level.removeprefix('x')})",))
+            return Code(helpers=(*ROWS, endless, joined), prepare=(f"data = joined(data, {level.removeprefix('x')})",))
         return Code(prepare=(f"# call it with batches {level.removeprefix('x')} times as large",))

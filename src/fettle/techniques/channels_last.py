@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from fettle.techniques._base import BOTH, Code, Facts, Level, Recipe, Technique, register
+from fettle.techniques.runtime import computes_in_torch
 from fettle.workload import map_tensors
 
 
@@ -42,7 +43,7 @@ class ChannelsLast(Technique):
         return "on" if facts.num_conv else self.default
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == "on" and recipe.levels.get("runtime", "torch") not in ("torch", "aoti"):
+        if level == "on" and not computes_in_torch(recipe):
             return "another runtime chooses its own layout"
         return ""
 

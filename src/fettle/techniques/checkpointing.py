@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fettle.techniques._base import TRAINING, Bundle, Code, Facts, Level, Recipe, Technique, register
-from fettle.techniques.compile import blocks_of
+from fettle.techniques.compile import During, blocks_of
 from fettle.techniques.precision import autocast
 
 
@@ -22,8 +22,8 @@ def keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpoint_blocks(model: torch.nn.Module, policy: Any = None) -> int:
-    """Checkpoint the repeated blocks of a model, and return how many there were."""
+def checkpoint_blocks(model: torch.nn.Module, policy: Any = None) -> None:
+    """Checkpoint the repeated blocks of a model."""
     import functools
 
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -36,7 +36,6 @@ def checkpoint_blocks(model: torch.nn.Module, policy: Any = None) -> int:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
     if not blocks:
         raise RuntimeError("checkpointing found no repeated blocks")
-    return len(blocks)
 
 
 @register
@@ -70,9 +69,10 @@ class Checkpointing(Technique):
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if level.startswith("budget"):
-            config = "torch._functorch.config"
-            budget = f"{config}.activation_memory_budget = {level.removeprefix('budget-')}"
-            return Code(setup=(f"import {config}", budget))
+            # Around the call, in which the loss is compiled: other models of the process keep what they had.
+            budget = f'budget = During(functorch, "activation_memory_budget", {level.removeprefix("budget-")})'
+            lines = ("from torch._functorch import config as functorch", budget)
+            return Code(helpers=(During,), setup=lines, contexts=("budget",))
         if level == "selective":
             return Code(
                 helpers=(blocks_of, keep_products, checkpoint_blocks),

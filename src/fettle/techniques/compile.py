@@ -27,17 +27,26 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     return list(blocks.values())
 
 
-def compile_blocks(model: torch.nn.Module, **options: Any) -> int:
-    """Compile the repeated blocks of a model one by one, and return how many there were.
-
-    Blocks of a class share their code, so it is compiled once.
-    """
+def compile_blocks(model: torch.nn.Module, **options: Any) -> None:
+    """Compile the repeated blocks of a model one by one. Those of a class share their code, which is compiled once."""
     blocks = blocks_of(model)
     for block in blocks:
         block.compile(**options)
     if not blocks:
         raise RuntimeError("regional compilation found no repeated blocks")
-    return len(blocks)
+
+
+class During:
+    """A context in which a setting of torch has another value. `config.patch` of torch 2.11 takes one thread only."""
+
+    def __init__(self, config: Any, name: str, value: Any) -> None:
+        self.config, self.name, self.value, self.before = config, name, value, getattr(config, name)
+
+    def __enter__(self) -> None:
+        setattr(self.config, self.name, self.value)
+
+    def __exit__(self, *_: Any) -> None:
+        setattr(self.config, self.name, self.before)
 
 
 _SCRIPTED = "the model is TorchScript, which torch.compile does not take"
@@ -45,7 +54,7 @@ FROZEN = {"compile": "default", "freeze": "on"}
 # No option of the compile call: tracing asks for it too, and with the option alone the weights stay inputs of the graph
 # (torch 2.13, torch._dynamo.utils.is_parameter_freezing). Nor for good: other models of the process would be frozen,
 # too, and answer with the weights of their first call ever after.
-FREEZING = ("from torch._inductor import config as inductor", "frozen = inductor.patch(freezing=True)")
+FREEZING = ("from torch._inductor import config as inductor", 'frozen = During(inductor, "freezing", True)')
 
 
 @register
@@ -100,25 +109,25 @@ class Compile(Technique):
         return ""
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        options: dict[str, str] = {}
-        helpers: tuple[Any, ...] = ()
-        inductor = mode_options(level)
-        shapes = recipe.levels.get("shapes")
-        if shapes:
-            options["dynamic"] = str(shapes == "dynamic")
+        shapes, inductor = recipe.levels.get("shapes", "auto"), mode_options(level)
+        options = [] if shapes == "auto" else [f"dynamic={shapes == 'dynamic'}"]
         if inductor:  # a mode is a bundle of options, and torch takes one or the other
-            options["options"] = repr(inductor)
-        arguments = ", ".join(f"{name}={value}" for name, value in options.items())
-        separator = ", " if arguments else ""
-        line = f"model.compile({arguments})"
+            options.append(f"options={inductor}")
+        helpers: tuple[Any, ...] = ()
+        line = f"model.compile({', '.join(options)})"
         if recipe.levels.get("region") == "blocks":
-            helpers, line = (blocks_of, compile_blocks), f"compile_blocks(model{separator}{arguments})"
+            helpers, line = (blocks_of, compile_blocks), f"compile_blocks({', '.join(['model', *options])})"
         elif not facts.is_module:
-            line = f"model = torch.compile(model{separator}{arguments})"
+            line = f"model = torch.compile({', '.join(['model', *options])})"
+        outputs: tuple[str, ...] = ()
         if inductor.get("triton.cudagraphs") and facts.device == "cuda" and facts.mode == "inference":
-            copied = "output = map_tensors(torch.clone, output)  # the next call writes into the same memory"
-            return Code(helpers=(*helpers, map_tensors), prepare=(line,), outputs=(copied,))
-        return Code(helpers=helpers, prepare=(line,))
+            helpers = (*helpers, map_tensors)
+            outputs = ("output = map_tensors(torch.clone, output)  # the next call writes into the same memory",)
+        if shapes != "static":
+            return Code(helpers=helpers, prepare=(line,), outputs=outputs)
+        many = 'many = During(torch._dynamo.config, "recompile_limit", 64)  # the ninth shape would be left uncompiled'
+        helpers = (*helpers, During)
+        return Code(helpers=helpers, setup=(many,), prepare=(line,), contexts=("many",), outputs=outputs)
 
 
 def mode_options(level: str) -> dict[str, object]:
@@ -152,7 +161,7 @@ class Freeze(Technique):
         return ""
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        return Code(setup=FREEZING, contexts=("frozen",))
+        return Code(helpers=(During,), setup=FREEZING, contexts=("frozen",))
 
 
 class _Within(Technique):

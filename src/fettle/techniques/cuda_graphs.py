@@ -24,7 +24,9 @@ class Graphed:
 
         leaves, spec = flatten((args, kwargs))
         key = (spec, *((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves))
-        with self.lock:
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda), -1)
+        on: Any = torch.cuda.device  # what runs on another than the current one would not be recorded
+        with self.lock, on(device):
             if key not in self.graphs:
                 self.graphs[key] = self.record(leaves, spec)
             graph, inputs, outputs, out_spec = self.graphs[key]
@@ -73,6 +75,8 @@ class CudaGraphs(Technique):
             why_not = "the workload has a call of its own, and a graph holds one forward"
         elif facts.changes_buffers:
             why_not = "the model changes its own buffers when it is called, and recording calls it several times"
+        elif facts.shapes_vary:
+            why_not = "each input calls it in other shapes, and a graph has one"
         else:
             why_not = facts.no_copies
         return [Level("off", "as given"), Level("on", "the forward pass is recorded and replayed", why_not)]

@@ -1,6 +1,7 @@
 """cuDNN measures its convolution algorithms at the first call of each shape and keeps the fastest."""
 
 from fettle.techniques._base import BOTH, Code, Facts, Level, Recipe, Technique, register
+from fettle.techniques.runtime import computes_in_torch
 
 
 @register
@@ -24,7 +25,7 @@ class CudnnBenchmark(Technique):
         return "on" if facts.device == "cuda" and facts.num_conv else self.default
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == "on" and recipe.levels.get("runtime", "torch") not in ("torch", "aoti"):
+        if level == "on" and not computes_in_torch(recipe):
             return "another runtime chooses its own convolutions"
         return ""
 

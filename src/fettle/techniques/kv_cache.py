@@ -12,7 +12,7 @@ import torch
 from fettle.generate.decoding import Kept
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._generation import NO_TEXT
-from fettle.techniques.compile import FREEZING
+from fettle.techniques.compile import FREEZING, During
 from fettle.techniques.runtime import STATEFUL
 
 BLOCK = 64
@@ -178,18 +178,15 @@ class KvCache(Technique):
         tokens = -(-(facts.prompt_tokens + facts.new_tokens + ahead) // BLOCK) * BLOCK
         if level == "static":
             return Code(helpers=(Static,), decoder=f"Static(model, {tokens})")
-        options: dict[str, Any] = {}
-        if facts.device == "cuda":
-            options["mode"] = "reduce-overhead"
-        setup = ("torch._dynamo.config.recompile_limit = 64  # a graph for each number of rows",)
+        options = {"mode": "reduce-overhead"} if facts.device == "cuda" else {}
+        limit = "torch._dynamo.config.recompile_limit = 64  # a graph for each number of rows"
         frozen = level == "static-frozen"
         prompts = ", prompts=True" if level == "static-prompts" else ""
-        decoder = f"Static(model, {tokens}, compile={options}, compiled={ahead}{prompts})"
         return Code(
-            helpers=(attention_of_few, compiled, Static),
-            setup=(*setup, *(FREEZING if frozen else ())),
+            helpers=(attention_of_few, compiled, Static, *((During,) if frozen else ())),
+            setup=(limit, *(FREEZING if frozen else ())),
             contexts=("frozen",) if frozen else (),
-            decoder=decoder,
+            decoder=f"Static(model, {tokens}, compile={options}, compiled={ahead}{prompts})",
         )
 
 

@@ -9,14 +9,22 @@ from fettle.techniques._base import TRAINING, Code, Facts, Level, Recipe, Techni
 
 def with_workers(loader: torch.utils.data.DataLoader, count: int) -> torch.utils.data.DataLoader:  # type: ignore[type-arg]
     """The same loader with `count` worker processes that live from one epoch to the next."""
-    batches: dict[str, Any] = {"batch_sampler": loader.batch_sampler} if loader.batch_sampler is not None else {
-        "batch_size": loader.batch_size, "sampler": loader.sampler, "drop_last": loader.drop_last
-    }  # fmt: skip
+    if type(loader).__iter__ is not torch.utils.data.DataLoader.__iter__:
+        raise RuntimeError(f"loading: a {type(loader).__name__} does more with its batches than a DataLoader")
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        batches = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        options: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    elif loader.batch_sampler is not None:
+        options = {"batch_sampler": loader.batch_sampler}
+    else:
+        options = {"batch_size": None, "sampler": loader.sampler}
+    if count > 0:
+        options |= {
+            "persistent_workers": True, "prefetch_factor": loader.prefetch_factor, "timeout": loader.timeout,
+            "multiprocessing_context": loader.multiprocessing_context, "in_order": loader.in_order,
+        }  # fmt: skip
     return torch.utils.data.DataLoader(
         loader.dataset, num_workers=count, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory,
-        worker_init_fn=loader.worker_init_fn, generator=loader.generator, persistent_workers=count > 0, **batches,
+        worker_init_fn=loader.worker_init_fn, generator=loader.generator, **options,
     )  # fmt: skip
 
 

@@ -1,8 +1,10 @@
 """Precision of float32 products inside the libraries. On a CPU, medium means bfloat16 inside oneDNN, which converts on
-its way through: no cast is an operation of its own, and weights and activations stay float32."""
+its way through: no cast is an operation of its own, and weights and activations stay float32. On a GPU torch takes both
+levels for TF32."""
 
 from fettle.techniques._base import BOTH, Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques.precision import computes_in_bf16
+from fettle.techniques.runtime import computes_in_torch
 
 
 @register
@@ -18,16 +20,17 @@ class Matmul(Technique):
         why_not = ""
         if facts.dtype != "float32":
             why_not = f"the weights are {facts.dtype}, so no float32 product is made"
-        elif facts.device == "cpu" and "amx_bf16" not in facts.cpu_flags and "avx512_bf16" not in facts.cpu_flags:
+        elif not computes_in_bf16(facts):
             why_not = "this CPU has no bfloat16 instructions"
         elif facts.not_nvidia:
             why_not = facts.not_nvidia
         elif facts.device == "cuda" and facts.cuda_capability < (8, 0):
             why_not = "TF32 needs compute capability 8.0"
         high = "TF32 on a GPU has it" if facts.device == "cpu" else ""
+        medium = "TF32, as high," if facts.device == "cuda" else "bfloat16"
         return [
-            Level("highest", "float32 throughout"),
-            Level("medium", "bfloat16 inside float32 products", why_not),
+            Level("highest", "as given"),
+            Level("medium", f"{medium} inside float32 products", why_not),
             Level("high", "TF32 inside float32 products", why_not or high),
         ]
 
@@ -35,7 +38,7 @@ class Matmul(Technique):
         precision = recipe.levels.get("precision", "")
         if level != self.default and precision in ("bf16", "fp16"):
             return f"precision={precision} leaves no float32 product"
-        if level != self.default and recipe.levels.get("runtime", "torch") not in ("torch", "aoti"):
+        if level != self.default and not computes_in_torch(recipe):
             return "another runtime does not read torch's settings"
         return ""
 

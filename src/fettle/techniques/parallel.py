@@ -22,6 +22,7 @@ from fettle.techniques._ranks import (
     share_inputs,
     split_state,
 )
+from fettle.techniques._rows import ROWS
 from fettle.techniques.precision import autocast
 
 REPLICATED, TENSOR = ("ddp", "zero1"), ("tensor", "zero3-tensor")
@@ -44,16 +45,11 @@ def _no_mesh(facts: Facts) -> str:
     return "" if facts.ranks % 2 == 0 else f"{facts.ranks} ranks cannot form a mesh of two dimensions"
 
 
-def _uneven(facts: Facts, parts: int) -> str:
-    uneven = f"a batch of {facts.samples} rows cannot be cut into {parts} equal parts"
-    return uneven if facts.samples % parts else ""
-
-
 def _tensor_mesh(facts: Facts) -> str:
     """Why there is no mesh of shards and of slices, each over two ranks or more."""
     few = f"{facts.ranks} ranks on {facts.nodes} nodes" if facts.nodes > 1 else f"{facts.ranks} ranks"
     problem = _no_mesh(facts) or ("" if _inner(facts) > 1 else f"{few} cannot form a mesh of two dimensions")
-    return problem or facts.tensor.why_not_over(_inner(facts)) or _uneven(facts, facts.ranks // _inner(facts))
+    return problem or facts.tensor.why_not_over(_inner(facts)) or facts.uneven(facts.ranks // _inner(facts))
 
 
 @register
@@ -68,7 +64,7 @@ class Parallel(Technique):
 
     def levels(self, facts: Facts) -> list[Level]:
         alone = _alone(facts)
-        rows = alone or _uneven(facts, facts.ranks)
+        rows = alone or facts.uneven(facts.ranks)
         return [
             Level("single", "one process, as given"),
             Level("ddp", "DistributedDataParallel: every rank holds all", rows),
@@ -120,7 +116,7 @@ class Parallel(Technique):
         lines += _HOOKS[recipe.levels.get("ddp_compress", "none")]
         zero1 = level == "zero1"
         return Code(
-            helpers=(join_ranks, own_rows, *((split_state,) if zero1 else ())),
+            helpers=(join_ranks, *ROWS, own_rows, *((split_state,) if zero1 else ())),
             prepare=tuple(lines),
             optimizer=("optimizer = split_state(optimizer)",) if zero1 else (),
         )
@@ -132,9 +128,10 @@ def _on_mesh(level: str, recipe: Recipe, facts: Facts) -> Code:
     dimensions = {"hsdp": ("replicate", "shard"), "tensor": ("tensor",), "zero3-tensor": ("shard", "tensor")}
     names = dimensions.get(level, ("shard",))
     shape = f"(world // {_inner(facts)}, {_inner(facts)})" if len(names) == 2 else "(world,)"
+    offloaded = ", offloaded=True" if recipe.levels.get("offload") == "cpu" and facts.device != "cpu" else ""
     lines = [
         "from torch.distributed.device_mesh import init_device_mesh",
-        f'rank, world = join_ranks("{facts.device}")',
+        f'rank, world = join_ranks("{facts.device}"{offloaded})',
         f'mesh = init_device_mesh("{facts.device}", {shape}, mesh_dim_names={_tuple(names)})',
     ]
     helpers: list[Callable[..., Any]] = [join_ranks]
@@ -145,7 +142,7 @@ def _on_mesh(level: str, recipe: Recipe, facts: Facts) -> Code:
         rows = 'mesh["shard"].get_local_rank(), mesh["shard"].size()' if level in TENSOR else "rank, world"
         over = 'mesh["shard"]' if level in TENSOR else "mesh"
         sharded, used = _sharded(level, recipe, facts, over)
-        lines, helpers = [*lines, f"data = own_rows(data, {rows})", *sharded], [*helpers, own_rows, *used]
+        lines, helpers = [*lines, f"data = own_rows(data, {rows})", *sharded], [*helpers, *ROWS, own_rows, *used]
     lines.append("parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]")
     return Code(helpers=tuple(helpers), prepare=tuple(lines))
 

@@ -1,5 +1,6 @@
 """Arithmetic in 16 bits: autocast keeps float32 weights, the plain levels convert them."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from fettle.techniques.allocator import kept
 from fettle.techniques.convolution import products
 from fettle.workload import map_tensors
 
-_DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
@@ -113,28 +114,25 @@ class Precision(Technique):
         return found
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        dtype = _DTYPES[level.removeprefix("autocast-").removesuffix("-master")]
+        dtype = DTYPES[level.removeprefix("autocast-").removesuffix("-master")]
         if level == "bf16-master":
             prepare = (
                 "weights, parameters = parameters, [torch.nn.Parameter(w.detach().clone()) for w in parameters]",
                 f"to_16_bits(model, {dtype})",
             )
-            batch = (f"batch = cast(batch, {dtype})",)
-            if recipe.levels.get("optimizer") == "compiled":  # what goes between weights and masters is in its update
-                return Code(
-                    helpers=(map_tensors, cast, to_dtype, to_16_bits),
-                    prepare=prepare,
-                    batch=batch,
-                    clipped="weights",
-                    after_step=("for weight in weights:", "    weight.grad = None"),
-                )
-            return Code(
-                helpers=(map_tensors, cast, to_dtype, to_16_bits, gradients_to_masters, masters_to_weights),
+            common = (map_tensors, cast, to_dtype, to_16_bits)
+            masters = Code(
+                helpers=(*common, gradients_to_masters, masters_to_weights),
                 prepare=prepare,
-                batch=batch,
+                batch=(f"batch = cast(batch, {dtype})",),
                 before_step=("gradients_to_masters(weights, parameters)",),
                 after_step=("masters_to_weights(parameters, weights)",),
             )
+            if recipe.levels.get("optimizer") != "compiled":
+                return masters
+            # What goes between weights and masters is in the compiled update.
+            forget = ("for weight in weights:", "    weight.grad = None")
+            return replace(masters, helpers=common, before_step=(), after_step=forget, clipped="weights")
         if level == "autocast-fp16" and facts.mode == "training":
             # Small gradients are zero in float16: the loss is scaled up, and the gradients down again.
             return Code(

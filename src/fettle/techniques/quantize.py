@@ -8,8 +8,9 @@ import torch
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._linear import is_conv1d, linear_of_conv1d
 from fettle.techniques.compile import FROZEN
+from fettle.techniques.precision import DTYPES, cast
 from fettle.techniques.runtime import AS_GIVEN
-from fettle.workload import spread
+from fettle.workload import map_tensors, spread
 
 
 def quiet_torchao() -> None:
@@ -176,11 +177,12 @@ class Quantize(Technique):
                 helpers=(quiet_torchao, spread, quantize_static, quantize_exported),
                 prepare=("model = quantize_static(model, batches)",),
             )
-        seen = ", batches" if facts.device == "cuda" and level == "int8-dynamic" and not facts.custom_call else ""
-        return Code(
-            helpers=(quiet_torchao, spread, is_conv1d, linear_of_conv1d, rows_of_linear, quantize_linear),
-            prepare=(f'quantize_linear(model, "{_CONFIGS[level]}", "{level}"{seen})',),
-        )
+        helpers: tuple[Any, ...] = (quiet_torchao, spread, is_conv1d, linear_of_conv1d, rows_of_linear, quantize_linear)
+        seen, dtype = "", DTYPES.get(recipe.levels.get("precision", "fp32"))
+        if facts.device == "cuda" and level == "int8-dynamic" and not facts.custom_call:
+            seen = f", cast(batches, {dtype})" if dtype else ", batches"
+            helpers = (map_tensors, cast, *helpers) if dtype else helpers
+        return Code(helpers=helpers, prepare=(f'quantize_linear(model, "{_CONFIGS[level]}", "{level}"{seen})',))
 
 
 def _static(facts: Facts) -> str:

@@ -186,8 +186,9 @@ def padding_of(model: torch.nn.Module, run: Callable[[], Any]) -> Padding | None
         named = {n: cut_to(value, at.get(n, 1), rows, places, index, half) for n, value in kwargs.items()}
         return [leaf.shape for leaf in flatten(model(*some, **named))[0] if isinstance(leaf, torch.Tensor)]
 
-    if any(_differ(two, one) != (0,) for two, one in zip(shapes(2), shapes(1), strict=True)):
-        return None
+    for two, one in zip(shapes(2), shapes(1), strict=True):
+        if [axis for axis, (a, b) in enumerate(zip(two, one, strict=True)) if a != b] != [0]:
+            return None
     has = mask != 0
     return Padding(name, tuple(at.items()), 1 - float(has.float().mean()), int(has.sum(1).max()) / places)
 
@@ -205,7 +206,3 @@ def _is_mask(value: Any) -> bool:
         return False
     has = value != 0
     return bool(((value == 1) == has).all() and has[:, 0].all() and (has[:, :-1] >= has[:, 1:]).all() and not has.all())
-
-
-def _differ(one: torch.Size, other: torch.Size) -> tuple[int, ...]:
-    return tuple(axis for axis, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)

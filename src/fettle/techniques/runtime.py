@@ -73,8 +73,9 @@ def onnxruntime_engine(flat: torch.nn.Module, tensors: Any, free: Any) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
-    cuda = any(tensor.is_cuda for tensor in tensors)
-    providers = ["CUDAExecutionProvider"] if cuda else ["CPUExecutionProvider"]
+    cuda = next((tensor.device.index for tensor in tensors if tensor.is_cuda), None)
+    gpu: Any = ("CUDAExecutionProvider", {"device_id": cuda})
+    providers = ["CPUExecutionProvider"] if cuda is None else [gpu]
     with tempfile.TemporaryDirectory() as folder:
         onnx_files(flat, tensors, free, {"optimize": True}, folder)
         session = onnxruntime.InferenceSession(f"{folder}/model.onnx", options, providers=providers)
@@ -92,12 +93,17 @@ def onnxruntime_engine(flat: torch.nn.Module, tensors: Any, free: Any) -> Any:
         for name, value in zip(names, kept, strict=True):
             binding.bind_ortvalue_input(name, onnxruntime.OrtValue.from_dlpack(value.__dlpack__()))
         for item in session.get_outputs():
-            binding.bind_output(item.name, "cuda")
+            binding.bind_output(item.name, "cuda", cuda)
         torch.cuda.current_stream().synchronize()  # the session has a stream of its own
         session.run_with_iobinding(binding)
         return [torch.utils.dlpack.from_dlpack(value.to_dlpack()) for value in binding.get_outputs()]
 
-    return run_cuda if cuda else run
+    return run if cuda is None else run_cuda
+
+
+def computes_in_torch(recipe: Recipe) -> bool:
+    """Whether the kernels are torch's own, which go by its settings, or another runtime's."""
+    return recipe.levels.get("runtime", "torch") in ("torch", "aoti", "exported")
 
 
 def openvino_precision(level: str, cpu_flags: Collection[str]) -> str:
@@ -116,8 +122,8 @@ def int8_part(facts: Facts) -> dict[str, Any]:
     }
 
 
-AS_GIVEN = {"attention": "as-is", "channels_last": "off"}
-"""Another runtime has its own attention and its own layout: the usual levels of both are kept out of its bundles."""
+AS_GIVEN = {"attention": "as-is", "channels_last": "off", "cudnn_benchmark": "off"}
+"""Another runtime has its own attention, layout and choice of kernels: the usual levels are kept out of its bundles."""
 STATEFUL = "openvino-stateful"
 STATEFUL_WEIGHTS = {"as-given": (0, 0), "int8": (8, 0), "int8-dynamic": (8, 32), "int4": (4, 32)}
 """The levels of the technique weights that it has: bits, and how many numbers of a token are rounded by one scale."""
@@ -179,7 +185,7 @@ class Runtime(Technique):
         stateful = text or cpu or _missing(facts, "openvino")
         bf16 = "" if facts.has_bf16 else "this CPU has no bfloat16 instructions"
         data = "" if facts.calibration_batches else "no batches to calibrate on: give at least two"
-        onnx = facts.not_nvidia or (_missing(facts, "onnxruntime-gpu") if facts.device == "cuda" else "")
+        onnx = facts.not_nvidia or (_missing(facts, "onnxruntime-gpu") if facts.device == "cuda" else cpu)
         onnx = onnx or (_missing(facts, "onnxruntime") if "onnxruntime-gpu" not in facts.packages else "")
         onnx = onnx or _missing(facts, "onnx") or _missing(facts, "onnxscript")
         return [
@@ -233,7 +239,7 @@ class Runtime(Technique):
                 Bundle(place, {"runtime": STATEFUL, "weights": level, **AS_GIVEN}) for level, place in places.items()
             ]
         if facts.device == "cuda":
-            return [Bundle(70, {"runtime": "tensorrt"})]
+            return [Bundle(70, {"runtime": "tensorrt", **AS_GIVEN})]
         places = {"openvino": 10, "openvino-int8": 40, "openvino-int8-part": 50, "onnxruntime": 70}
         if facts.has_bf16:
             places = {"openvino-bf16": 10, "openvino-int8-part": 20, "openvino-bf16-sums": 40, "openvino-int8": 50}
@@ -247,46 +253,35 @@ class Runtime(Technique):
         return [*found, frozen] if facts.has_bf16 else found
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        shared: tuple[Any, ...] = (spread, flatten, exported_program, Exported)
-        many = facts.num_input_shapes > _OWN_SHAPES
-        own = ", batches, own=1" if many else ""
-        flat = "flat"
-        if recipe.levels.get("algebra", "as-given") != "as-given":
-            shared, flat = (*shared, *ALGEBRA), "fewer_products(flat, tensors)"
-        if level == "aoti":
-            options = {"freezing": True} if recipe.levels.get("freeze") == "on" else {}
-            build = f"lambda flat, tensors, samples, free: aoti_engine({flat}, tensors, free, {options})"
-            return Code(helpers=(*shared, aoti_files, aoti_engine), prepare=(f"model = Exported(model, {build}{own})",))
-        if level == "exported":
-            graphs = "reduce-overhead" if recipe.levels.get("cuda_graphs", "off") == "off" else "default"
-            build = (
-                f"lambda flat, tensors, samples, free: exported_engine({flat}, tensors, free, {mode_options(graphs)})"
-            )
-            return Code(helpers=(*shared, exported_engine), prepare=(f"model = Exported(model, {build})",))
+        hint = openvino_precision(level, facts.cpu_flags)
         if level == STATEFUL:
             bits, group = STATEFUL_WEIGHTS[recipe.levels.get("weights", "as-given")]
-            hint = openvino_precision(level, facts.cpu_flags)
             kept = ", few_bits_kept=True" if recipe.levels.get("kv_cache") == "int8" else ""
             return Code(helpers=TEXT, decoder=f'OpenvinoText(model, "{hint}", bits={bits}, group={group}{kept})')
-        if level.startswith("openvino"):
-            hint = openvino_precision(level, facts.cpu_flags)
-            own = ", batches" if level in self.calibrated and not many else own
+        fewer = recipe.levels.get("algebra", "as-given") != "as-given"
+        shared: tuple[Any, ...] = (spread, flatten, exported_program, Exported, *(ALGEBRA if fewer else ()))
+        flat, part = "fewer_products(flat, tensors)" if fewer else "flat", ""
+        own = ", batches, own=1" if facts.num_input_shapes > _OWN_SHAPES else ""
+        engines: tuple[Any, ...]  # the last of them builds the engine, and is given `more`
+        if level == "aoti":
+            options = {"freezing": True} if recipe.levels.get("freeze") == "on" else {}
+            engines, more = (aoti_files, aoti_engine), f"free, {options}"
+        elif level == "exported":
+            graphs = "reduce-overhead" if recipe.levels.get("cuda_graphs", "off") == "off" else "default"
+            engines, more, own = (exported_engine,), f"free, {mode_options(graphs)}", ""
+        elif level == "tensorrt":
+            engines, more = (tensorrt_files, tensorrt_runner, tensorrt_engine), "free"
+        elif level == "onnxruntime":
+            engines, more = (onnx_files, onnxruntime_engine), "free"
+        else:
             engine: Any = openvino_streams_engine if recipe.levels.get("streams") == "per-core" else openvino_engine
-            chosen = level == "openvino-int8-part"
-            given = f'{flat}, tensors, "{hint}", samples, "{level}", free{", part" if chosen else ""}'
-            build = f"lambda flat, tensors, samples, free: {engine.__name__}({given})"
-            return Code(
-                helpers=(*shared, *MODEL, *(CHOOSING if chosen else ()), engine),
-                prepare=(
-                    *([f"part = {int8_part(facts)}"] if chosen else []),
-                    f"model = Exported(model, {build}{own})",
-                ),
-            )
-        engines: Any = (onnx_files, onnxruntime_engine)
-        if level == "tensorrt":
-            engines = (tensorrt_files, tensorrt_runner, tensorrt_engine)
-        build = f"lambda flat, tensors, samples, free: {engines[-1].__name__}({flat}, tensors, free)"
-        return Code(helpers=(*shared, *engines), prepare=(f"model = Exported(model, {build}{own})",))
+            engines, more = (*MODEL, engine), f'"{hint}", samples, "{level}", free'
+            own = own or (", batches" if level in self.calibrated else "")
+            if level == "openvino-int8-part":
+                engines, more, part = (*CHOOSING, *engines), f"{more}, part", f"part = {int8_part(facts)}"
+        build = f"lambda flat, tensors, samples, free: {engines[-1].__name__}({flat}, tensors, {more})"
+        made = f"model = Exported(model, {build}{own})"
+        return Code(helpers=(*shared, *engines), prepare=(part, made) if part else (made,))
 
 
 @register
@@ -310,9 +305,7 @@ class Streams(Technique):
             why_not = "there is one core"
         return [
             Level("one", "all cores work on each operator of the whole batch"),
-            Level(
-                "per-core", "the batch is cut into as many parts as there are threads, each on its own core", why_not
-            ),
+            Level("per-core", "the batch is cut into a part for each thread, computed on its own core", why_not),
         ]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
@@ -320,8 +313,6 @@ class Streams(Technique):
             return "only OpenVINO runs several parts of a batch at once here: needs runtime=openvino..."
         if level == "per-core" and recipe.levels.get("runtime") == STATEFUL:
             return "a text is written by one request"
-        if level == "per-core" and recipe.levels.get("threads") == "1":
-            return "one thread runs one stream"
         return ""
 
     def bundles(self, facts: Facts) -> list[Bundle]:

@@ -4,6 +4,7 @@ It need not be the fastest: on a CPU the backward pass of flash attention in bfl
 """
 
 from fettle.techniques._base import BOTH, Code, Facts, Level, Recipe, Technique, register
+from fettle.techniques.runtime import computes_in_torch
 
 _BACKENDS = {
     "flash": ("FLASH_ATTENTION", "flash attention"),
@@ -39,14 +40,13 @@ class SdpaBackend(Technique):
         if level == self.default:
             return ""
         attention = recipe.levels.get("attention", "as-is")
-        if attention in ("hf-eager", "hf-flash_attention_2"):
+        if attention not in ("sdpa", "hf-sdpa") and (not facts.uses_sdpa or attention.startswith("hf-")):
             return f"attention={attention} does not call scaled_dot_product_attention"
-        if not facts.uses_sdpa and attention == "as-is":
-            return "attention as given does not call scaled_dot_product_attention"
         half = recipe.levels.get("precision", "fp32") != "fp32" or facts.dtype in ("bfloat16", "float16")
+        half = half or recipe.levels.get("mixed_precision") == "bf16"
         if facts.device == "cuda" and level in ("flash", "cudnn") and not half:
             return f"{_BACKENDS[level][1]} on a GPU takes 16-bit numbers only"
-        if recipe.levels.get("runtime", "torch") not in ("torch", "aoti"):
+        if not computes_in_torch(recipe):
             return "another runtime has its own attention"
         return ""
 

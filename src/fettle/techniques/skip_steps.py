@@ -39,7 +39,7 @@ class SkippedSteps(Steps):
 
         sample = args[0] if args else kwargs[self.name]
         time = kwargs["timestep"] if "timestep" in kwargs else args[self.at]
-        expected = self.expected(sample, float(torch.as_tensor(time).reshape(-1)[0]))
+        expected = self.expected(sample, time)
         if expected is not None:
             parts = expected.split(self.sizes)
             return pytree.tree_unflatten(

@@ -103,9 +103,10 @@ class Steps:
         self.sample: Any = None
         self.found: dict[int, Any] = {}
 
-    def expected(self, sample: Any, time: float) -> Any:
+    def expected(self, sample: Any, timestep: Any) -> Any:
         """What this call should find, on the line through what the last two found in its place; None in a step that
-        computes everything."""
+        computes everything. A timestep is a number, or a tensor with one for all rows or for each."""
+        time = float(torch.as_tensor(timestep).reshape(-1)[0])
         same = self.sample is not None and sample.shape == self.sample.shape
         if same and time == self.time and torch.equal(sample, self.sample):
             self.place += 1
@@ -144,7 +145,7 @@ class StepCache(Steps):
     def before(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """What the model is called with: with `deep` in a step in between."""
         given = self.given(args, kwargs)
-        deep = self.expected(given["sample"], float(given["timestep"]))
+        deep = self.expected(given["sample"], given["timestep"])
         return given if deep is None else {**given, "deep": deep}
 
     def after(self, output: Any) -> Any:

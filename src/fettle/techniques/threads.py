@@ -19,9 +19,10 @@ class Threads(Technique):
 
     def levels(self, facts: Facts) -> list[Level]:
         counts = sorted({1, facts.physical_cores // 2, facts.physical_cores} - {0})
-        why_not = "the work is on a GPU" if facts.device != "cpu" else ""
+        gpu = "the work is on a GPU" if facts.device != "cpu" else ""
+        same = {facts.threads: "it is what torch chooses here"}
         return [Level("as-given", "torch's own choice")] + [
-            Level(str(count), f"torch.set_num_threads({count})", why_not or _is_given(count, facts)) for count in counts
+            Level(str(count), f"torch.set_num_threads({count})", gpu or same.get(count, "")) for count in counts
         ]
 
     def why_not(self, level: str, facts: Facts) -> str:
@@ -39,7 +40,3 @@ class Threads(Technique):
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         # OMP_NUM_THREADS too: Inductor and MKL size their pools by it when the process starts.
         return Code(environment={"OMP_NUM_THREADS": level}, setup=(f"torch.set_num_threads({level})",))
-
-
-def _is_given(count: int, facts: Facts) -> str:
-    return "it is what torch chooses here" if count == facts.threads else ""

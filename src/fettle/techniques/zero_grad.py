@@ -14,10 +14,9 @@ class ZeroGrad(Technique):
     changes_memory = False
 
     def levels(self, facts: Facts) -> list[Level]:
-        masters = "" if facts.mode == "training" else "it is for training"
         return [
             Level("none", "set_to_none=True, torch's default: the next backward pass writes instead of adding"),
-            Level("zeros", "set_to_none=False: buffers stay where they are", masters),
+            Level("zeros", "set_to_none=False: buffers stay where they are"),
         ]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:

@@ -75,9 +75,10 @@ def device_of(model: Any, batch: Any) -> str:
 
 
 def map_tensors(change: Any, tree: Any) -> Any:
-    """A copy of a tree with every tensor changed: tuples, lists, dicts, dataclasses, and what torch knows as a tree."""
+    """A copy of a tree with every tensor changed: sequences, mappings, dataclasses, and what torch knows as a tree."""
     import copy  # in the body: this source is copied into optimized.py
     import dataclasses
+    from collections.abc import MutableMapping
 
     import torch
 
@@ -96,6 +97,13 @@ def map_tensors(change: Any, tree: Any) -> Any:
         return changed
 
     def inside(item: Any) -> Any:
-        return item if item is tree else map_tensors(change, item)
+        if item is not tree:
+            return map_tensors(change, item)
+        if not isinstance(tree, MutableMapping):
+            return tree
+        changed: Any = copy.copy(tree)  # a dict in all but its type, such as what transformers' tokenizers return
+        for key, value in tree.items():
+            changed[key] = map_tensors(change, value)
+        return changed
 
     return torch.utils._pytree.tree_map(inside, tree, is_leaf=lambda item: item is not tree)

@@ -1,0 +1,95 @@
+"""A recipe works on the device that the inputs lie on, whichever is the current one: shown without any such device."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fettle.kernels.decomposed_attention import launch_decomposed_attention
+from fettle.techniques._exported import Exported
+from fettle.techniques._pipeline import timed_parts
+from fettle.techniques.cuda_graphs import Graphed
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it lies on the second GPU."""
+
+    device, is_cuda = torch.device("cuda:1"), True
+
+
+def on_gpu(*shape: int) -> torch.Tensor:
+    return torch.ones(shape).as_subclass(OnGpu)
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The devices that were made the current one, the one that is so now last; -1 while none was chosen."""
+    devices = [-1]
+
+    @contextmanager
+    def on(device: Any) -> Iterator[None]:
+        devices.append(device if isinstance(device, int) else device.index)
+        yield
+        devices.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: on(tensor.device))
+    return devices
+
+
+def test_an_engine_is_built_and_run_there(current: list[int]) -> None:
+    seen = []
+
+    def build(flat: Any, tensors: Any, samples: Any, free: Any) -> Any:
+        def run(values: Any) -> Any:
+            seen.append(current[-1])
+            return values
+
+        flat(*tensors)
+        return run(tensors) and run
+
+    Exported(torch.nn.Identity(), build)(on_gpu(2, 3))
+    assert seen == [1, 1]
+    assert current == [-1]
+
+
+def test_a_graph_is_recorded_there(current: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    still, seen = SimpleNamespace(wait_stream=lambda other: None), []
+    graph = SimpleNamespace(replay=lambda: seen.append(current[-1]))
+    for name, fake in {
+        "Stream": lambda: still, "current_stream": lambda: still, "stream": lambda one: nullcontext(),
+        "CUDAGraph": lambda: graph, "graph": lambda one: nullcontext(),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        seen.append(current[-1])
+        return x + 1
+
+    Graphed(model)(on_gpu(2, 3))
+    assert seen == [1] * 5  # three to settle, one recorded, one replayed
+
+
+def test_a_kernel_is_launched_there(current: list[int]) -> None:
+    seen = []
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **settings: seen.append(current[-1])
+
+    query, bias = on_gpu(1, 2, 4, 16), on_gpu(1, 2, 4, 2)
+    launch_decomposed_attention(Kernel(), query, query, query, bias, bias, 1.0)
+    assert seen == [1]
+
+
+def test_the_clock_of_parts_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    model = torch.nn.ModuleDict({"part": torch.nn.Linear(2, 2)})
+    model["part"].weight = torch.nn.Parameter(on_gpu(2, 2))
+    costs, _ = timed_parts(model, ["part"], lambda: model["part"](torch.ones(3, 2)))
+    assert costs["part"].calls == 1
+    assert waited == [torch.device("cuda:1")] * 4  # before and after the part, and the whole
