@@ -202,6 +202,9 @@ def test_log_probabilities_are_of_the_tokens_of_the_text(client, model, tokenize
     found = client.completions.create(model="tiny", prompt=prompt, max_tokens=24, temperature=0, logprobs=2)
     assert found.choices[0].finish_reason == "stop"
     assert len(found.choices[0].logprobs.tokens) == found.usage.completion_tokens == len(tokens)
+    drawn = client.completions.create(model="tiny", prompt="a", max_tokens=12, temperature=2, seed=5, logprobs=1)
+    told = drawn.choices[0].logprobs
+    assert all(token in top for token, top in zip(told.tokens, told.top_logprobs, strict=True))
 
 
 @pytest.mark.parametrize(

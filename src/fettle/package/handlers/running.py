@@ -202,7 +202,9 @@ class Running:
         own, best = log_probabilities(scores, token, most)
 
         def name(one: int) -> str:
-            return str(self.handler.tokenizer.decode([one], skip_special_tokens=False))
+            """As it stands within a text: at the beginning of one many tokenizers leave out the space before a word."""
+            once, twice = (self.handler.tokenizer.decode([one] * n, skip_special_tokens=False) for n in (1, 2))
+            return str(twice[len(once) :])
 
         return TokenLogprob(name(token), own, tuple((name(other), value) for other, value in best))
 

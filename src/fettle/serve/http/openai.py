@@ -273,7 +273,7 @@ class _Answer:
             self.offsets[index] += len(one.token)
         return {
             "tokens": [one.token for one in likely], "token_logprobs": [one.logprob for one in likely],
-            "top_logprobs": [dict(one.top) for one in likely], "text_offset": offsets,
+            "top_logprobs": [dict([*one.top, (one.token, one.logprob)]) for one in likely], "text_offset": offsets,
         }  # fmt: skip
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
