@@ -225,6 +225,12 @@ def test_a_recipe_is_judged_by_divergence_and_not_by_its_free_text(tmp_path) -> 
     assert quality.unequal(forced, [forced[0] + 1]) == 1
 
 
+def test_texts_are_judged_where_the_prompts_lie() -> None:
+    work = fettle.GenerationWorkload(Echo(), [ids(1, 5).to("meta")], new_tokens=2, texts=[ids(1, 9)])
+    [text] = [(prompt["input_ids"], text) for prompt, text in quality._what_is_judged(work) if text is not None]
+    assert {tensor.device.type for tensor in text} == {"meta"}
+
+
 def test_divergence_and_perplexity_are_those_of_the_textbook() -> None:
     p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
     forced = torch.tensor([[0] * 32])

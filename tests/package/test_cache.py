@@ -186,6 +186,21 @@ def test_a_model_that_keeps_something_else_runs_the_whole_text(odd):
     assert set(plain.inputs[0]) == {"input_ids", "attention_mask", "last"}
 
 
+def test_samples_are_made_where_the_model_lies():
+    """And not on the default device, which here has no values."""
+    work = workload(llama())
+    with torch.device("meta"):
+        kept, plain = generating(work)
+    made = [tensor for batch in (*kept.inputs, *plain.inputs) for tensor in batch.values()]
+    assert {tensor.device.type for tensor in made} == {"cpu"}
+
+
+def test_an_encoder_with_a_decoder_is_refused_in_a_line():
+    config = transformers.T5Config(vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
+    with pytest.raises(UsageError, match="encoder with a decoder"):
+        generating(workload(transformers.T5ForConditionalGeneration(config)))
+
+
 def test_a_text_is_no_longer_than_the_model_has_positions():
     assert of_model(llama(max_position_embeddings=64)) == {"max_tokens": 64, "max_new_tokens": 64}
     assert of_model(llama(max_position_embeddings=512)) == {"max_tokens": 512, "max_new_tokens": 256}

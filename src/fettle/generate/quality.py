@@ -112,7 +112,8 @@ def read_pieces(path: str) -> list[Piece]:
 def _what_is_judged(workload: GenerationWorkload) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
     for prompt in [*workload.inputs, *workload.check_inputs]:
         yield prompt, None
-    for text in workload.texts:
+    device = next(iter(workload.inputs[0].values())).device
+    for text in (given.to(device) for given in workload.texts):
         yield {"input_ids": text[:, :1]}, text[:, 1:]
 
 

@@ -94,8 +94,8 @@ def cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor) -> W
             past = torch.cat([past, step(**before)[FRESH].float()], 4)
             seen = torch.cat([seen, before["attention_mask"]], 1)
         return {
-            "input_ids": new, "attention_mask": mask, LAST: torch.full((len(ids),), end - cut - 1), SEEN: seen,
-            PAST: past,
+            "input_ids": new, "attention_mask": mask, LAST: new.new_full((len(ids),), end - cut - 1),
+            SEEN: seen, PAST: past,
         }  # fmt: skip
 
     with torch.no_grad():
@@ -105,7 +105,7 @@ def cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor) -> W
                 return None
             kept: Any = made.layers
             keys = kept[0].keys[:, :, :1]
-            nothing = torch.zeros(len(ids), len(kept), 2, *keys.shape[1:])
+            nothing = torch.zeros(len(ids), len(kept), 2, *keys.shape[1:], device=keys.device)
             # Sizes that differ from each other, else the exporter takes two for one.
             batches = [sample(2, length, 2 if length == 5 else 1), sample(length - 1, length, 1)]
             batches.append(sample(0, length - 1, 1))

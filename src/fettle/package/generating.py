@@ -42,6 +42,8 @@ def generating(workload: Workload) -> list[Workload]:
     batch = workload.inputs[0]
     model = workload.model
     assert isinstance(model, torch.nn.Module)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise UsageError("the generate handler is for causal models: this one is an encoder with a decoder")
     if isinstance(batch, Mapping):
         names = tuple(name for name, value in batch.items() if isinstance(value, torch.Tensor))
         if "input_ids" not in names or set(names) - {"input_ids", "attention_mask"}:
@@ -59,7 +61,7 @@ def generating(workload: Workload) -> list[Workload]:
 
     def sample(length: int) -> dict[str, torch.Tensor]:
         cut = ids[:, :length].contiguous()
-        made = {"input_ids": cut, LAST: torch.full((len(cut),), length - 1)}
+        made = {"input_ids": cut, LAST: cut.new_full((len(cut),), length - 1)}
         return {**made, "attention_mask": torch.ones_like(cut)} if "attention_mask" in names else made
 
     short, whole = sample(ids.shape[1] // 2), sample(ids.shape[1])
