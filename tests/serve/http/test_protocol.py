@@ -1,9 +1,11 @@
 """The Open Inference Protocol: what a client may say, and what happens to everything else."""
 
+import asyncio
 import contextlib
 import gzip
 import json
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fettle.package.tensors import TO_NUMPY, TensorSpec
+from fettle.serve.http import protocol
+from fettle.serve.http.aside import LARGE, aside
 from fettle.serve.http.protocol import Malformed, inflate, read_request, write_answer
 
 X = (TensorSpec("x", "FP32", (-1, 4)),)
@@ -55,6 +59,38 @@ def test_what_does_not_fit_is_a_sentence(changes):
 def test_what_is_no_request(body):
     with pytest.raises(Malformed):
         read(body)
+
+
+@pytest.mark.parametrize("datatype", ["FP32", "INT64", "BOOL"])
+def test_large_arrays_are_read_piece_by_piece(monkeypatch, datatype):
+    monkeypatch.setattr(protocol, "LARGE", 16)
+    spec = TensorSpec("x", datatype, (-1, 3, 5))
+    array = np.random.default_rng(0).integers(-9, 9, (2, 3, 5)).astype(spec.kind)
+    flat = array.ravel().tolist()
+
+    def found(data, indent=None):
+        tensor = {"name": "x", "datatype": datatype, "shape": array.shape, "data": data}
+        return read(json.dumps({"inputs": [tensor]}, indent=indent).encode(), None, (spec,)).arrays[0]
+
+    for data in (flat, array.tolist(), array.reshape(6, 5).tolist(), array[None].tolist()):
+        for indent in (None, 1):
+            assert np.array_equal(found(data, indent), array)
+            assert found(data, indent).dtype == spec.kind
+    ragged = [[flat[:6], flat[6:10], flat[10:15]], array[1].tolist()]
+    for data in (ragged, flat[1:], [*flat, flat[0]], [*flat[1:], None], [*flat[1:], "1"], [*flat[1:], [flat[0]]]):
+        with pytest.raises(Malformed):
+            found(data)
+    with pytest.raises(Malformed):
+        found([*flat[1:], 2 if datatype == "BOOL" else True])
+
+
+def test_a_large_body_is_read_in_a_thread():
+    async def threads():
+        return [await aside(size, threading.current_thread) for size in (LARGE - 1, LARGE, 2 * LARGE)]
+
+    small, large, another = asyncio.run(threads())
+    assert small is threading.current_thread()
+    assert large is another is not small
 
 
 def binary(tensors, rows, extra=b"", **parameters):
