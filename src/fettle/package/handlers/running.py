@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from fettle.package.handlers.cache import Cache
+from fettle.package.handlers.detokenizer import Detokenizer
 from fettle.package.handlers.generate import Ask, Piece, TokenLogprob
 from fettle.package.handlers.parts import LAST
 from fettle.package.handlers.sampling import choose, log_probabilities
-from fettle.package.handlers.writing import Writing
 
 if TYPE_CHECKING:
     from fettle.package.handlers.generate import Handler
@@ -41,7 +41,7 @@ class _Text:
     left: int
     """Tokens that may still come."""
     ask: Ask
-    writing: Writing
+    detokenizer: Detokenizer
     random: np.random.Generator
     kept: int = 0
     """Tokens whose keys and values are there."""
@@ -86,8 +86,8 @@ class Running:
         handler = self.handler
         prompt = handler.prompt(ask)
         left = handler.room(prompt, ask)
-        writing = Writing(handler.tokenizer, prompt, ask.sampling.stop)
-        written = _Text(number, prompt, len(prompt), left, ask, writing, np.random.default_rng(ask.sampling.seed))
+        detokenizer = Detokenizer(handler.tokenizer, prompt, ask.sampling.stop)
+        written = _Text(number, prompt, len(prompt), left, ask, detokenizer, np.random.default_rng(ask.sampling.seed))
         self.texts.append(written)
         if self.cache is None or len(prompt) == 1:
             self._begin_to_write(len(self.texts) - 1)
@@ -185,11 +185,11 @@ class Running:
             text.reason = "stop"
         else:
             text.ids.append(token)
-            characters = text.writing.add(token)
-            text.reason = "stop" if text.writing.stopped else "" if text.left else "length"
+            characters = text.detokenizer.add(token)
+            text.reason = "stop" if text.detokenizer.stopped else "" if text.left else "length"
         if text.reason:
-            characters += text.writing.end()
-            if text.writing.stopped:  # by what was held back
+            characters += text.detokenizer.end()
+            if text.detokenizer.stopped:  # by what was held back
                 text.reason = "stop"
         logprobs: tuple[TokenLogprob, ...] = ()
         if sampling.logprobs is not None and not is_end:
