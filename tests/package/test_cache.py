@@ -169,14 +169,30 @@ def test_compiled_ahead_of_time_it_reads_the_cache_where_it_lies(tmp_path, monke
     assert kind == torch.bfloat16 or [text for text, *_ in found] == wanted  # 16 bits are rounded otherwise
 
 
+def sliding(window):
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        initializer_range=1.0, sliding_window=window, **SIZES,
+    )  # fmt: skip
+    return transformers.MistralForCausalLM(config).eval()
+
+
+def test_a_window_as_long_as_a_text_may_be_leaves_nothing_out(tmp_path):
+    model = sliding(100)
+    running = find_handler(package := packaged(tmp_path / "m", model), ModelRunner(package), "").running(3, 0, 8)
+    found = written(running, asks(PROMPTS[2:6], [90, 6, 7, 30]))
+    assert [text for text, *_ in found] == [
+        expected(model, prompt, most) for prompt, most in zip(PROMPTS[2:6], [90, 6, 7, 30], strict=True)
+    ]
+    assert running.cache is not None
+    assert len(generating(workload(model), 101)) == 1
+
+
 @pytest.mark.parametrize("odd", ["window", "eager", "positions"])
 def test_a_model_that_keeps_something_else_runs_the_whole_text(odd):
     if odd == "window":
-        config = transformers.MistralConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            sliding_window=4, **SIZES,
-        )  # fmt: skip
-        model = transformers.MistralForCausalLM(config).eval()
+        model = sliding(4)
     elif odd == "eager":
         model = llama(attn_implementation="eager")
     else:  # ALiBi: how far two tokens are apart is read off their places

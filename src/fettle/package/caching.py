@@ -69,19 +69,25 @@ class CachedNextToken(torch.nn.Module):
         return {LOGITS: chosen if head is None else head(chosen), FRESH: torch.stack(fresh, 1)}
 
 
-def cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor) -> Workload | None:
+def cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor, most: int) -> Workload | None:
     """The workload of a model that keeps keys and values; None where it cannot be had.
 
-    It can for models of transformers whose layers all attend to all tokens before, by SDPA, and take positions.
-    `wanted` [rows, vocabulary] are the model's scores after the tokens `ids` [rows, tokens], which must come out.
+    It can for models of transformers that take positions and whose layers all attend by SDPA, in a text of `most` tokens
+    to all tokens before. `wanted` [rows, vocabulary] are the model's scores after the tokens `ids` [rows, tokens], which
+    must come out.
     """
     try:
         from transformers import DynamicCache, PreTrainedModel
-        from transformers.cache_utils import DynamicLayer
+        from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
     except ImportError:
         return None
     if not isinstance(model, PreTrainedModel) or model.config._attn_implementation != "sdpa":
         return None
+
+    def sees_all(layer: Any) -> bool:
+        sliding = type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= most
+        return sliding or type(layer) is DynamicLayer
+
     step, length = CachedNextToken(model, head_once=_ends_with_head(model, ids)).eval(), ids.shape[1]
 
     def sample(cut: int, end: int, empty: int) -> dict[str, torch.Tensor]:
@@ -101,7 +107,7 @@ def cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor) -> W
     with torch.no_grad():
         try:
             made: Any = model(input_ids=ids, use_cache=True).past_key_values
-            if not isinstance(made, DynamicCache) or any(type(one) is not DynamicLayer for one in made.layers):
+            if not isinstance(made, DynamicCache) or not all(map(sees_all, made.layers)):
                 return None
             kept: Any = made.layers
             keys = kept[0].keys[:, :, :1]

@@ -34,10 +34,11 @@ class NextToken(torch.nn.Module):
         return {LOGITS: logits.gather(1, place)[:, 0]}
 
 
-def generating(workload: Workload) -> list[Workload]:
+def generating(workload: Workload, max_tokens: int | None = None) -> list[Workload]:
     """Workloads of the next token's scores, the best first: with keys and values kept where that can be, and without.
 
-    Raises `UsageError` where the model is not a causal language model.
+    No text will have more than `max_tokens`; None: than the handler's usual. Raises `UsageError` where the model is not
+    a causal language model.
     """
     batch = workload.inputs[0]
     model = workload.model
@@ -72,7 +73,7 @@ def generating(workload: Workload) -> list[Workload]:
     if not torch.allclose(early, alone, rtol=1e-2, atol=1e-2 * float(alone.abs().max())):
         raise UsageError("the model looks at later tokens, so it cannot generate one after the other")
     plain = Workload(wrapped, [whole, short], name=workload.name, samples=len(ids))
-    kept = cached(model, ids, scores) if workload.call is None and names else None
+    kept = cached(model, ids, scores, max_tokens or Settings().max_tokens) if workload.call is None and names else None
     return [kept, plain] if kept is not None else [plain]
 
 
