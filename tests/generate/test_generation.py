@@ -109,6 +109,15 @@ def test_text_is_what_transformers_generates(make) -> None:
     assert torch.equal(write(decoder_of(model), prompt, new_tokens=7), wanted)
 
 
+def test_text_begins_with_the_token_that_generate_begins_with() -> None:
+    model, prompt = t5(), ids(2, 9)
+    before = write(decoder_of(model), prompt, new_tokens=7)
+    model.generation_config.decoder_start_token_id = 3
+    wanted = model.generate(prompt, do_sample=False, max_new_tokens=7, min_new_tokens=7)[:, -7:]
+    assert not torch.equal(before, wanted)
+    assert torch.equal(write(decoder_of(model), prompt, new_tokens=7), wanted)
+
+
 def test_an_encoder_of_sound_has_no_tokens_to_begin_with() -> None:
     model, sound = whisper(), torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(0))
     text = write(decoder_of(model), input_features=sound, new_tokens=5)
@@ -125,6 +134,15 @@ def test_rows_of_unequal_length_write_what_each_writes_alone(make) -> None:
     both = write(decoder_of(model), padded, attention_mask=mask, new_tokens=6)
     assert torch.equal(both[:1], write(decoder_of(model), long, new_tokens=6))
     assert torch.equal(both[1:], write(decoder_of(model), short, new_tokens=6))
+
+
+def test_an_encoders_rows_may_be_filled_up_on_their_right() -> None:
+    model, long, short = t5(), ids(1, 9), ids(1, 5, 2)
+    padded = torch.cat([long, torch.cat([short, torch.zeros(1, 4).long()], 1)])
+    prompt = {"input_ids": padded, "attention_mask": (padded != 0).long()}
+    work = fettle.GenerationWorkload(model, [prompt], new_tokens=6)
+    both = work.run(model, work.inputs[0])
+    assert torch.equal(both, torch.cat([write(decoder_of(model), alone, new_tokens=6) for alone in (long, short)]))
 
 
 def test_forced_scores_are_those_of_one_whole_pass() -> None:

@@ -52,7 +52,7 @@ class Kept:
         states = self.model.get_encoder()(**prompt, **masked)
         self.mask, self.given = None, {"encoder_outputs": states, **masked}
         rows = len(next(iter(prompt.values())))
-        start = torch.full((rows, 1), self.config.decoder_start_token_id, device=self.model.device)
+        start = torch.full((rows, 1), self.start_token(), device=self.model.device)
         return self.ahead(start, 1)[:, -1]
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -69,6 +69,12 @@ class Kept:
             self.past.crop(-count)
         else:  # tuples of keys and values [rows, heads, tokens, size]
             self.past = tuple(tuple(kept[..., :-count, :] for kept in layer[:2]) + layer[2:] for layer in self.past)
+
+    def start_token(self) -> Any:
+        """The token that an encoder's decoder begins with, as transformers' `generate` chooses it."""
+        known = (getattr(self.model, "generation_config", None), self.config)
+        tokens = [getattr(one, name, None) for name in ("decoder_start_token_id", "bos_token_id") for one in known]
+        return next(token for token in tokens if token is not None)
 
     def new_cache(self, room: int, **prompt: Any) -> Any:
         """None: the model makes its own."""
