@@ -62,7 +62,7 @@ def test_what_is_no_request(body):
 
 
 @pytest.mark.parametrize("datatype", ["FP32", "INT64", "BOOL"])
-def test_large_arrays_are_read_piece_by_piece(monkeypatch, datatype):
+def test_large_arrays_are_read_and_written_piece_by_piece(monkeypatch, datatype):
     monkeypatch.setattr(protocol, "LARGE", 16)
     spec = TensorSpec("x", datatype, (-1, 3, 5))
     array = np.random.default_rng(0).integers(-9, 9, (2, 3, 5)).astype(spec.kind)
@@ -76,6 +76,8 @@ def test_large_arrays_are_read_piece_by_piece(monkeypatch, datatype):
         for indent in (None, 1):
             assert np.array_equal(found(data, indent), array)
             assert found(data, indent).dtype == spec.kind
+    text, _ = write_answer("", "m", "1", [(spec, array, False), (spec, array[:1, :1, :2], False)])
+    assert [output["data"] for output in json.loads(text)["outputs"]] == [flat, flat[:2]]
     ragged = [[flat[:6], flat[6:10], flat[10:15]], array[1].tolist()]
     for data in (ragged, flat[1:], [*flat, flat[0]], [*flat[1:], None], [*flat[1:], "1"], [*flat[1:], [flat[0]]]):
         with pytest.raises(Malformed):
@@ -84,7 +86,7 @@ def test_large_arrays_are_read_piece_by_piece(monkeypatch, datatype):
         found([*flat[1:], 2 if datatype == "BOOL" else True])
 
 
-def test_a_large_body_is_read_in_a_thread():
+def test_a_large_body_is_the_work_of_a_thread():
     async def threads():
         return [await aside(size, threading.current_thread) for size in (LARGE - 1, LARGE, 2 * LARGE)]
 

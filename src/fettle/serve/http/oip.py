@@ -50,7 +50,10 @@ async def infer(call: Call) -> Reply | None:
     else:
         outputs = [(pool.output_specs[index], answered.outputs[index], binary) for index, binary in inference.wanted]
     manifest = version.package.manifest
-    body, json_length = protocol.write_answer(inference.id, manifest.name, manifest.version, outputs)
+    body, json_length = await aside(
+        sum(array.nbytes for _, array, binary in outputs if not binary),
+        lambda: protocol.write_answer(inference.id, manifest.name, manifest.version, outputs),
+    )
     if json_length is None:
         return Reply(200, body, answer=answered)
     more = ((b"inference-header-content-length", str(json_length).encode()),)

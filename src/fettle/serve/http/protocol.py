@@ -273,10 +273,19 @@ def write_answer(
             raw.append(np.ascontiguousarray(array).tobytes())
             tensor.parameters = {"binary_data_size": len(raw[-1])}
         else:
-            tensor.data = array.ravel().tolist()
+            tensor.data = _data(array)
         tensors.append(tensor)
     text = msgspec.json.encode(Outputs(model, version, tensors, request_id))
     return b"".join([text, *raw]), len(text) if raw else None
+
+
+def _data(array: Array) -> Any:
+    """An array's values for msgspec to encode; many are encoded piece by piece, as `_values` reads them."""
+    flat, some = array.ravel(), LARGE // 8
+    if flat.size <= some:
+        return flat.tolist()
+    pieces = [msgspec.json.encode(flat[begin : begin + some].tolist()) for begin in range(0, flat.size, some)]
+    return msgspec.Raw(b"[%b]" % b",".join(piece[1:-1] for piece in pieces))
 
 
 def inflate(body: bytes, encoding: str, most: int) -> bytes:
