@@ -149,7 +149,7 @@ def test_a_stop_string_ends_a_text_also_across_tokens(client, model, tokenizer):
 
 def test_samples_follow_their_seed_and_choices_differ(client):
     asked = {"model": "tiny", "prompt": "emoji", "max_tokens": 12, "temperature": 2, "seed": 5, "n": 3}
-    asked["extra_body"] = {"top_k": 50, "ignore_eos": True}
+    asked["extra_body"] = {"top_k": 50, "ignore_eos": True, "repetition_penalty": 1.0}
     one, other = (client.completions.create(**asked) for _ in range(2))
     texts = [choice.text for choice in one.choices]
     assert texts == [choice.text for choice in other.choices]
@@ -212,6 +212,7 @@ def test_log_probabilities_are_of_the_tokens_of_the_text(client, model, tokenize
     [
         ({"prompt": "a", "temperature": 3}, "temperature"),
         ({"prompt": "a", "top_q": 1}, "top_q"),
+        ({"prompt": "a", "repetition_penalty": 1.1}, "repetition_penalty"),
         ({"prompt": "a", "n": 0}, "n"),
         ({"prompt": "a", "stop": [""]}, "stop"),
         ({"prompt": "a", "echo": True}, "echo"),

@@ -51,9 +51,12 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
+    service_tier: str | None = None
 
     top_k: Annotated[int, Meta(ge=0)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=1, le=1)] | None = None
+    """As vLLM's own benchmark sends it; none is applied."""
     ignore_eos: bool | None = None
 
 
