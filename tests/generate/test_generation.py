@@ -243,6 +243,21 @@ def test_a_recipe_is_judged_by_divergence_and_not_by_its_free_text(tmp_path) -> 
     assert quality.unequal(forced, [forced[0] + 1]) == 1
 
 
+def test_no_more_of_a_long_text_is_scored_than_is_kept(monkeypatch, tmp_path) -> None:
+    fed = []
+
+    class Listening(Echo):
+        def decode(self, tokens: torch.Tensor) -> torch.Tensor:
+            fed.append(tokens.shape[1])
+            return super().decode(tokens)
+
+    monkeypatch.setattr(quality, "_MOST_BYTES", 20 * 4 * WORDS)
+    work = fettle.GenerationWorkload(Listening(), [ids(1, 5)], new_tokens=4, texts=[ids(1, 200)])
+    pieces = quality.write_pieces(work, str(tmp_path / "reference.pt"))
+    assert [piece.forced.shape[1] for piece in pieces] == [4, 16]
+    assert sum(fed) == 3 + 15
+
+
 def test_texts_are_judged_where_the_prompts_lie() -> None:
     work = fettle.GenerationWorkload(Echo(), [ids(1, 5).to("meta")], new_tokens=2, texts=[ids(1, 9)])
     [text] = [(prompt["input_ids"], text) for prompt, text in quality._what_is_judged(work) if text is not None]
