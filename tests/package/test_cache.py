@@ -9,6 +9,7 @@ from fettle.errors import UsageError
 from fettle.package.export import write_package
 from fettle.package.generating import generating, of_model
 from fettle.package.handler import find_handler
+from fettle.package.handlers import cache
 from fettle.package.handlers.generate import Ask
 from fettle.package.handlers.sampling import Sampling
 from fettle.package.model_runner import ModelRunner
@@ -132,13 +133,19 @@ def test_what_prompts_begin_with_is_computed_once(package):
     assert running.cache.reuse(0, [9] * 40) == 0
 
 
-def test_the_cache_has_a_bound(package):
+def test_the_cache_has_a_bound(package, monkeypatch):
     handler = find_handler(package, ModelRunner(package), "")
     row = 2 * 2 * 32 * 4 * 100  # layers, keys and values, width, bytes, tokens
     running = handler.running(8, 3 * row + 17, 256)
     assert (running.rows, running.cache.nbytes) == (3, 3 * row)
     with pytest.raises(UsageError, match="no text fits"):
         handler.running(8, row - 1, 256)
+    monkeypatch.setattr(cache, "granted_memory_bytes", lambda: 2 * row)
+    assert handler.running(8, 0, 256).rows == 1
+    assert [cache.usual_bytes("cpu", workers) for workers in (1, 4)] == [row, row // 4]
+    monkeypatch.setattr(cache, "granted_memory_bytes", lambda: 16)
+    with pytest.raises(UsageError, match="no text fits into 8 B"):
+        handler.running(8, 0, 256)
 
 
 @pytest.mark.parametrize(
