@@ -102,6 +102,14 @@ def test_completions_are_the_models_own_texts_and_counted(client, model, tokeniz
     assert client.models.retrieve("tiny").owned_by == "fettle"
 
 
+def test_where_no_number_of_tokens_is_asked_for_there_are_as_many_as_fit(client):
+    asked = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
+    found = [client.completions.create(**asked, prompt=[5] * length).usage for length in (8, 120)]
+    assert [usage.completion_tokens for usage in found] == [16, 8]
+    with pytest.raises(openai.BadRequestError, match="too many"):
+        client.completions.create(**asked, prompt=[5] * 120, max_tokens=16)
+
+
 def test_a_stream_holds_back_characters_until_they_are_whole(client, model, tokenizer):
     wanted, _ = alone(model, tokenizer, tokenizer.encode("naïve").ids, 60)
     stream = client.completions.create(

@@ -160,7 +160,8 @@ async def _completions(call: Call) -> Reply:
     wanted = _read(call, Completions)
     version = _version(call, wanted.model)
     sampling = _sampling(wanted, wanted.logprobs, wanted.max_tokens or 16)
-    asks = [msgspec.structs.replace(ask, sampling=sampling, strict=True) for ask in _prompts(wanted.prompt)]
+    strict = wanted.max_tokens is not None  # fewer than the protocol's usual 16 are no error
+    asks = [msgspec.structs.replace(ask, sampling=sampling, strict=strict) for ask in _prompts(wanted.prompt)]
     return await _Answer(call, version, wanted, asks, chat=False).reply()
 
 
