@@ -72,9 +72,9 @@ class CachedNextToken(torch.nn.Module):
 def cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor, most: int) -> Workload | None:
     """The workload of a model that keeps keys and values; None where it cannot be had.
 
-    It can for models of transformers that take positions and whose layers all attend by SDPA, in a text of `most` tokens
-    to all tokens before. `wanted` [rows, vocabulary] are the model's scores after the tokens `ids` [rows, tokens], which
-    must come out.
+    It can for models of transformers that take positions and whose layers all attend by SDPA, in a text of `most`
+    tokens to all tokens before. `wanted` [rows, vocabulary] are the model's scores after the tokens `ids` [rows,
+    tokens], which must come out.
     """
     try:
         from transformers import DynamicCache, PreTrainedModel
