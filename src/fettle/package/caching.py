@@ -85,8 +85,9 @@ def cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor, most
         return None
 
     def sees_all(layer: Any) -> bool:
-        sliding = type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= most
-        return sliding or type(layer) is DynamicLayer
+        if type(layer) is DynamicSlidingWindowLayer:
+            return bool(layer.sliding_window >= most)
+        return type(layer) is DynamicLayer
 
     step, length = CachedNextToken(model, head_once=_ends_with_head(model, ids)).eval(), ids.shape[1]
 
