@@ -191,6 +191,19 @@ def test_log_probabilities_name_tokens_as_they_stand_in_the_text(folder):
     assert "".join(one.token for piece in said for one in piece.logprobs) == expected([1, 2], 5)
 
 
+def test_a_token_that_was_added_for_the_tokenizer_alone_is_no_part_of_a_prompt(folder, tmp_path):
+    made = pytest.importorskip("tokenizers").Tokenizer.from_str(tokenizer()["tokenizer.json"].decode())
+    made.add_tokens(["<image>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    handler = Handler(Settings())
+    handler.initialize(Context(tmp_path, open_package(folder).manifest, None))
+    assert handler.prompt(Ask(text="1 2")) == [1, 2]
+    with pytest.raises(UsageError, match="that the model does not: <image>"):
+        handler.prompt(Ask(text="1 <image>"))
+    with pytest.raises(UsageError, match="from 0 to 9"):
+        handler.prompt(Ask(tokens=(10,)))
+
+
 @pytest.mark.parametrize(
     ("settings", "stop"),
     [({"stop_tokens": (8,)}, {8}), ({"stop_tokens": (8,), "eos_token": "9"}, {8, 9}), ({"eos_token": "9"}, {9})],

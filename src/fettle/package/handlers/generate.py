@@ -116,9 +116,11 @@ class Handler:
         self.tokenizer = read_tokenizer(context.folder)
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
-        words, known = self.tokenizer.get_vocab_size(), self.outputs[self.place].shape[-1]
-        if words > known:
-            raise UsageError(f"the tokenizer has {words} tokens and the model {known}: it is another model's")
+        self.vocabulary = self.outputs[self.place].shape[-1]
+        # Tokens that were added may be more than the model has: Gemma 3's of pictures, many a one for padding.
+        words = self.tokenizer.get_vocab_size(with_added_tokens=False)
+        if words > self.vocabulary:
+            raise UsageError(f"the tokenizer has {words} tokens and the model {self.vocabulary}: it is another model's")
         ends = [self.settings.eos_token, *(() if self.settings.stop_tokens else _ENDS)]
         named = {self.tokenizer.token_to_id(token) for token in ends} - {None}
         self.stop = {*self.settings.stop_tokens, *named}
@@ -134,7 +136,7 @@ class Handler:
     def prompt(self, ask: Ask) -> list[int]:
         """The tokens of a prompt. Raises `UsageError`."""
         if ask.tokens is not None:
-            size = self.tokenizer.get_vocab_size()
+            size = min(self.tokenizer.get_vocab_size(), self.vocabulary)
             if not all(0 <= token < size for token in ask.tokens):
                 raise UsageError(f"the prompt's tokens are from 0 to {size - 1}")
             return list(ask.tokens)
@@ -143,7 +145,11 @@ class Handler:
             text, special = self._chatted(ask.messages), False  # the template writes them itself
         if len(text) > self.settings.max_characters:
             raise TooLong(f"a prompt may have at most {self.settings.max_characters} characters")
-        return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+        tokens = list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+        if max(tokens, default=0) >= self.vocabulary:
+            name = self.tokenizer.id_to_token(max(tokens))
+            raise UsageError(f"the prompt has a token that the model does not: {name}")
+        return tokens
 
     def room(self, prompt: Sequence[int], ask: Ask) -> int:
         """How many tokens may follow. Raises `TooLong`."""
