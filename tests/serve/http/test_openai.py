@@ -196,6 +196,28 @@ def test_a_stream_counts_each_prompt_once_whatever_ends_first():
     assert usage == {"prompt_tokens": 30, "completion_tokens": 4, "total_tokens": 34}
 
 
+def test_a_stream_begins_with_the_first_choice():
+    class Waiting:
+        def __init__(self, first):
+            self.first = first
+
+        async def begin(self):
+            if not self.first:
+                await asyncio.Event().wait()
+
+        def stop(self):
+            pass
+
+    async def begun():
+        async with asyncio.timeout(60):
+            return await answer.reply()
+
+    answer = _Answer.__new__(_Answer)
+    answer.wanted, answer.count = Completions(model="m", prompt="a", n=2, stream=True), 2
+    answer.writings = [Waiting(True), Waiting(False)]
+    assert asyncio.run(begun()).status == 200
+
+
 def test_a_prompt_that_no_model_takes_is_not_multiplied():
     version = SimpleNamespace(pool=None, package=SimpleNamespace(manifest=SimpleNamespace(handler=Settings())))
     with pytest.raises(Rejected, match="longer than this model takes") as refused:
