@@ -136,6 +136,22 @@ def test_rows_of_unequal_length_write_what_each_writes_alone(make) -> None:
     assert torch.equal(both[1:], write(decoder_of(model), short, new_tokens=6))
 
 
+def test_a_wrapper_hands_on_what_it_does_not_name() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.config = inner, inner.config
+
+        def forward(self, input_ids: torch.Tensor | None = None, **given: torch.Tensor) -> object:
+            return self.inner(input_ids=input_ids, **given)
+
+    model, prompt = llama(), ids(2, 9)
+    mask = torch.tensor([[1] * 9, [0] * 4 + [1] * 5])
+    for given in ({}, {"attention_mask": mask}):
+        wanted = write(decoder_of(model), prompt, new_tokens=6, **given)
+        assert torch.equal(write(decoder_of(Wrapper(model)), prompt, new_tokens=6, **given), wanted)
+
+
 def test_an_encoders_rows_may_be_filled_up_on_their_right() -> None:
     model, long, short = t5(), ids(1, 9), ids(1, 5, 2)
     padded = torch.cat([long, torch.cat([short, torch.zeros(1, 4).long()], 1)])

@@ -32,6 +32,8 @@ class Kept:
         self.model: Any = model
         self.config: Any = getattr(model, "config", None)
         self.takes = set(inspect.signature(model.forward).parameters)
+        if "past_key_values" not in self.takes:  # a wrapper that hands on what it does not name, as PEFT's
+            self.takes |= {"past_key_values", "use_cache", "return_dict", "attention_mask", "position_ids"}
         self.two_parts = bool(getattr(self.config, "is_encoder_decoder", False))
         self.past: Any = None
         self.mask: Any = None
