@@ -53,8 +53,8 @@ class Kept:
         masked = {} if mask is None else {"attention_mask": mask}
         states = self.model.get_encoder()(**prompt, **masked)
         self.mask, self.given = None, {"encoder_outputs": states, **masked}
-        rows = len(next(iter(prompt.values())))
-        start = torch.full((rows, 1), self.start_token(), device=self.model.device)
+        first = next(iter(prompt.values()))
+        start = torch.full((len(first), 1), self.start_token(), device=first.device)
         return self.ahead(start, 1)[:, -1]
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
