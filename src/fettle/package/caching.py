@@ -1,7 +1,8 @@
-"""A language model of transformers as new tokens and kept keys and values in, scores and fresh keys and values out.
+"""A language model of transformers with its KV cache outside: new tokens and kept keys and values in, scores and fresh
+keys and values out.
 
-So each token costs one token's work, not the whole text's. One exported program does the prompt and every token after
-it: how many tokens are new, and how many are kept, may be any number from 1.
+So each token costs one token's work, not the whole text's. One exported program does prefill and decode: how many
+tokens are new, and how many are kept, may be any number from 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The keys and values of the texts that are being written: a row of fixed length for each, and a bound on all."""
+"""The KV cache of the texts that are being written: a row of fixed length for each, and a bound on all."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The texts that a model writes at the same time: one joins or leaves between any two tokens.
+"""Continuous batching: texts that a model writes together, of which one joins or leaves between any two tokens.
 
-Each step gives every text that is being written its next token, by one call of the model, and then computes the
-prompts of those that joined, `prefill_tokens` of them at most: a long prompt makes the others wait for a part of it,
-never for all. What a prompt begins with is not computed again where a row of the cache has it.
+A step gives every text that is being written its next token, by one call of the model (decode), and then computes
+prompts of those that joined (prefill), `prefill_tokens` of them at most, so that a long prompt makes the others wait
+for a part of it only. What a prompt begins with is not computed again where a row of the KV cache has it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Text:
     kept: int = 0
     """Tokens whose keys and values are there."""
     writes: bool = False
-    """Whether only its last token is not computed yet, so that one call gives the next."""
+    """Whether its prompt is through: each step gives it a token."""
     reason: str = ""
 
 
