@@ -41,6 +41,17 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config).eval()
 
 
+def gemma() -> nn.Module:
+    """Every other layer sees the last six tokens only."""
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, sliding_window=6, bos_token_id=None,
+        eos_token_id=None, pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    return transformers.Gemma2ForCausalLM(config).eval()
+
+
 def t5() -> nn.Module:
     torch.manual_seed(0)
     config = transformers.T5Config(vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
@@ -102,7 +113,7 @@ class Plain(nn.Module):
 # -- writing ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [llama, gpt2, t5])
+@pytest.mark.parametrize("make", [llama, gpt2, gemma, t5])
 def test_text_is_what_transformers_generates(make) -> None:
     model, prompt = make(), ids(2, 9)
     wanted = model.generate(prompt, do_sample=False, max_new_tokens=7, min_new_tokens=7)[:, -7:]
@@ -123,7 +134,7 @@ def test_an_encoder_of_sound_has_no_tokens_to_begin_with() -> None:
     assert torch.equal(alone.argmax(-1), text)
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("make", [llama, gpt2, gemma])
 def test_rows_of_unequal_length_write_what_each_writes_alone(make) -> None:
     model, long, short = make(), ids(1, 9), ids(1, 5, 2)
     padded = torch.cat([long, torch.cat([torch.zeros(1, 4).long(), short], 1)])
