@@ -540,6 +540,19 @@ def test_a_draft_guesses_and_the_text_is_the_models_own(agrees, steps, more) -> 
         assert len(heard) == steps if agrees else len(heard) > 6
 
 
+def test_guesses_that_are_wrong_are_forgotten_behind_a_sliding_window() -> None:
+    class Wrong(Lookup):
+        def guess(self, text: torch.Tensor, ahead: int, *how: object) -> tuple:
+            return torch.full((len(text), ahead), 5), None
+
+    prompt = ids(2, 9)
+    wanted = write(decoder_of(gemma()), prompt, new_tokens=12)
+    text = write_guessing(decoder_of(gemma()), prompt, new_tokens=12, ahead=3, guesses=Wrong())
+    assert torch.equal(text, wanted)
+    work = fettle.GenerationWorkload(llama(), [prompt], new_tokens=12, draft=gemma())
+    assert torch.equal(runs(work, guessing="draft")(prompt), write(decoder_of(work.model), prompt, new_tokens=12))
+
+
 class Chain:
     """A model whose next token depends on the last one alone."""
 

@@ -2,7 +2,8 @@
 
 A *decoder* has two methods: ``prefill(room=n, **prompt)`` reads a prompt and returns the scores [rows, vocabulary] of
 the first new token, with room for n more; ``decode(tokens)`` takes the next tokens [rows, k] and returns the scores
-[rows, k, vocabulary] of the token after each. Guessing ahead also needs ``crop(k)``, which forgets the last k tokens.
+[rows, k, vocabulary] of the token after each. Guessing ahead also needs ``crop(k)``, which forgets the last k tokens,
+and says so after a prompt by ``will_crop()`` where there is one.
 
 The sources of these functions are copied into ``optimized.py``: they use builtins, torch and each other only.
 """
@@ -60,6 +61,11 @@ class Kept:
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Go on with `tokens` [rows, k]: scores [rows, k, vocabulary] of the token after each."""
         return self.ahead(tokens, 0)
+
+    def will_crop(self) -> None:
+        """To be called after `prefill` by who calls `crop`: a layer with a sliding window keeps what it needs then."""
+        if hasattr(self.past, "activate_past_recording"):
+            self.past.activate_past_recording()
 
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens."""
