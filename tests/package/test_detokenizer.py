@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fettle.package.handlers.detokenizer import Detokenizer
-from fettle.package.handlers.sampling import Sampling, choose, log_probabilities
+from fettle.package.handlers.sampling import Sampling, choose, log_probabilities, nucleus
 
 
 class Bytes:
@@ -63,6 +63,19 @@ def test_tokens_are_drawn_by_what_is_left_of_their_distribution():
     assert penalised == pytest.approx(shares / shares.sum(), abs=0.04)
     greedy = Sampling(presence_penalty=2.0)
     assert choose(LOGITS, greedy, np.random.default_rng(0), [1]) == 2
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 3.0])
+def test_of_a_large_vocabulary_the_fewest_likeliest_are_drawn_from(spread):
+    scores = spread * np.random.default_rng(0).standard_normal(2000)
+    shares = np.exp(scores) / np.exp(scores).sum()
+    ordered = np.sort(shares)[::-1]
+    for top_p in (1e-9, 0.1003, 0.5003, 0.9003, 0.99987):
+        found = nucleus(shares, top_p)
+        assert len(set(found.tolist())) == len(found) == (ordered.cumsum() - ordered < top_p).sum()
+        assert shares[found] == pytest.approx(ordered[: len(found)])
+    drawn = choose(scores, Sampling(temperature=1.0, top_k=7, top_p=0.9), np.random.default_rng(1), ())
+    assert shares[drawn] >= ordered[6]
 
 
 def test_log_probabilities_are_the_models_own():
