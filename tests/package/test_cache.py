@@ -188,9 +188,9 @@ def sliding(window):
 def test_a_window_as_long_as_a_text_may_be_leaves_nothing_out(tmp_path):
     model = sliding(100)
     running = find_handler(package := packaged(tmp_path / "m", model), ModelRunner(package), "").running(3, 0, 8)
-    found = written(running, asks(PROMPTS[2:6], [90, 6, 7, 30]))
+    found = written(running, asks(PROMPTS[2:6], [50, 6, 7, 30]))
     assert [text for text, *_ in found] == [
-        expected(model, prompt, most) for prompt, most in zip(PROMPTS[2:6], [90, 6, 7, 30], strict=True)
+        expected(model, prompt, most) for prompt, most in zip(PROMPTS[2:6], [50, 6, 7, 30], strict=True)
     ]
     assert running.cache is not None
     assert len(generating(workload(model), 101)) == 1
