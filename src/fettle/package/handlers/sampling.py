@@ -11,8 +11,7 @@ from msgspec import Meta
 
 from fettle.package.handlers.parts import Array, softmax
 
-
-_FEW = 256
+_FEW = 1024
 """Tokens that nearly always hold what `top_p` asks for."""
 
 
@@ -59,7 +58,7 @@ def choose(logits: Array, wanted: Sampling, random: np.random.Generator, written
         scores[tokens] -= wanted.presence_penalty + wanted.frequency_penalty * counts
     if wanted.temperature == 0:
         return int(scores.argmax())
-    kept: Any = np.arange(len(scores))
+    kept: Any = None
     if 0 < wanted.top_k < len(scores):
         kept = np.argpartition(-scores, wanted.top_k)[: wanted.top_k]
         scores = scores[kept]
@@ -70,9 +69,10 @@ def choose(logits: Array, wanted: Sampling, random: np.random.Generator, written
     probabilities = softmax(scores)
     if wanted.top_p < 1:
         likeliest = nucleus(probabilities, wanted.top_p)
-        kept, probabilities = kept[likeliest], probabilities[likeliest]
-        probabilities /= probabilities.sum()
-    return int(random.choice(kept, p=probabilities))
+        kept = likeliest if kept is None else kept[likeliest]
+        probabilities = probabilities[likeliest] / probabilities[likeliest].sum()
+    place = random.choice(len(probabilities), p=probabilities)
+    return int(place if kept is None else kept[place])
 
 
 def nucleus(probabilities: Array, top_p: float) -> Array:
