@@ -41,6 +41,17 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config).eval()
 
 
+def gemma() -> nn.Module:
+    """Every other layer sees the last six tokens only."""
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, sliding_window=6, bos_token_id=None,
+        eos_token_id=None, pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    return transformers.Gemma2ForCausalLM(config).eval()
+
+
 def t5() -> nn.Module:
     torch.manual_seed(0)
     config = transformers.T5Config(vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
@@ -102,11 +113,18 @@ class Plain(nn.Module):
 # -- writing ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [llama, gpt2, t5])
+@pytest.mark.parametrize("make", [llama, gpt2, gemma, t5])
 def test_text_is_what_transformers_generates(make) -> None:
     model, prompt = make(), ids(2, 9)
     wanted = model.generate(prompt, do_sample=False, max_new_tokens=7, min_new_tokens=7)[:, -7:]
     assert torch.equal(write(decoder_of(model), prompt, new_tokens=7), wanted)
+
+
+def test_text_begins_with_the_token_that_generate_begins_with() -> None:
+    model, prompt = t5(), ids(2, 9)
+    model.generation_config.decoder_start_token_id = 3
+    wanted = model(input_ids=prompt, decoder_input_ids=torch.full((2, 1), 3)).logits[:, -1]
+    assert torch.allclose(decoder_of(model).prefill(input_ids=prompt), wanted, atol=1e-5)
 
 
 def test_an_encoder_of_sound_has_no_tokens_to_begin_with() -> None:
@@ -116,7 +134,7 @@ def test_an_encoder_of_sound_has_no_tokens_to_begin_with() -> None:
     assert torch.equal(alone.argmax(-1), text)
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("make", [llama, gpt2, gemma])
 def test_rows_of_unequal_length_write_what_each_writes_alone(make) -> None:
     model, long, short = make(), ids(1, 9), ids(1, 5, 2)
     padded = torch.cat([long, torch.cat([torch.zeros(1, 4).long(), short], 1)])
@@ -125,6 +143,31 @@ def test_rows_of_unequal_length_write_what_each_writes_alone(make) -> None:
     both = write(decoder_of(model), padded, attention_mask=mask, new_tokens=6)
     assert torch.equal(both[:1], write(decoder_of(model), long, new_tokens=6))
     assert torch.equal(both[1:], write(decoder_of(model), short, new_tokens=6))
+
+
+def test_a_wrapper_hands_on_what_it_does_not_name() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.config = inner, inner.config
+
+        def forward(self, input_ids: torch.Tensor | None = None, **given: torch.Tensor) -> object:
+            return self.inner(input_ids=input_ids, **given)
+
+    model, prompt = llama(), ids(2, 9)
+    mask = torch.tensor([[1] * 9, [0] * 4 + [1] * 5])
+    for given in ({}, {"attention_mask": mask}):
+        wanted = write(decoder_of(model), prompt, new_tokens=6, **given)
+        assert torch.equal(write(decoder_of(Wrapper(model)), prompt, new_tokens=6, **given), wanted)
+
+
+def test_an_encoders_rows_may_be_filled_up_on_their_right() -> None:
+    model, long, short = t5(), ids(1, 9), ids(1, 5, 2)
+    padded = torch.cat([long, torch.cat([short, torch.zeros(1, 4).long()], 1)])
+    prompt = {"input_ids": padded, "attention_mask": (padded != 0).long()}
+    work = fettle.GenerationWorkload(model, [prompt], new_tokens=6)
+    both = work.run(model, work.inputs[0])
+    assert torch.equal(both, torch.cat([write(decoder_of(model), alone, new_tokens=6) for alone in (long, short)]))
 
 
 def test_forced_scores_are_those_of_one_whole_pass() -> None:
@@ -223,6 +266,27 @@ def test_a_recipe_is_judged_by_divergence_and_not_by_its_free_text(tmp_path) -> 
     forced = [piece.forced for piece in again]
     assert quality.unequal(forced, forced[:2]) == 0
     assert quality.unequal(forced, [forced[0] + 1]) == 1
+
+
+def test_no_more_of_a_long_text_is_scored_than_is_kept(monkeypatch, tmp_path) -> None:
+    fed = []
+
+    class Listening(Echo):
+        def decode(self, tokens: torch.Tensor) -> torch.Tensor:
+            fed.append(tokens.shape[1])
+            return super().decode(tokens)
+
+    monkeypatch.setattr(quality, "_MOST_BYTES", 20 * 4 * WORDS)
+    work = fettle.GenerationWorkload(Listening(), [ids(1, 5)], new_tokens=4, texts=[ids(1, 200)])
+    pieces = quality.write_pieces(work, str(tmp_path / "reference.pt"))
+    assert [piece.forced.shape[1] for piece in pieces] == [4, 16]
+    assert sum(fed) == 3 + 15
+
+
+def test_texts_are_judged_where_the_prompts_lie() -> None:
+    work = fettle.GenerationWorkload(Echo(), [ids(1, 5).to("meta")], new_tokens=2, texts=[ids(1, 9)])
+    [text] = [(prompt["input_ids"], text) for prompt, text in quality._what_is_judged(work) if text is not None]
+    assert {tensor.device.type for tensor in text} == {"meta"}
 
 
 def test_divergence_and_perplexity_are_those_of_the_textbook() -> None:
@@ -474,6 +538,19 @@ def test_a_draft_guesses_and_the_text_is_the_models_own(agrees, steps, more) -> 
         assert torch.equal(text, write(decoder_of(work.model), **prompt, new_tokens=12))
         assert sum(heard) == 12
         assert len(heard) == steps if agrees else len(heard) > 6
+
+
+def test_guesses_that_are_wrong_are_forgotten_behind_a_sliding_window() -> None:
+    class Wrong(Lookup):
+        def guess(self, text: torch.Tensor, ahead: int, *how: object) -> tuple:
+            return torch.full((len(text), ahead), 5), None
+
+    prompt = ids(2, 9)
+    wanted = write(decoder_of(gemma()), prompt, new_tokens=12)
+    text = write_guessing(decoder_of(gemma()), prompt, new_tokens=12, ahead=3, guesses=Wrong())
+    assert torch.equal(text, wanted)
+    work = fettle.GenerationWorkload(llama(), [prompt], new_tokens=12, draft=gemma())
+    assert torch.equal(runs(work, guessing="draft")(prompt), write(decoder_of(work.model), prompt, new_tokens=12))
 
 
 class Chain:

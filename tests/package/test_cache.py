@@ -9,6 +9,7 @@ from fettle.errors import UsageError
 from fettle.package.export import write_package
 from fettle.package.generating import generating, of_model
 from fettle.package.handler import find_handler
+from fettle.package.handlers import cache
 from fettle.package.handlers.generate import Ask
 from fettle.package.handlers.sampling import Sampling
 from fettle.package.model_runner import ModelRunner
@@ -132,13 +133,19 @@ def test_what_prompts_begin_with_is_computed_once(package):
     assert running.cache.reuse(0, [9] * 40) == 0
 
 
-def test_the_cache_has_a_bound(package):
+def test_the_cache_has_a_bound(package, monkeypatch):
     handler = find_handler(package, ModelRunner(package), "")
     row = 2 * 2 * 32 * 4 * 100  # layers, keys and values, width, bytes, tokens
     running = handler.running(8, 3 * row + 17, 256)
     assert (running.rows, running.cache.nbytes) == (3, 3 * row)
     with pytest.raises(UsageError, match="no text fits"):
         handler.running(8, row - 1, 256)
+    monkeypatch.setattr(cache, "granted_memory_bytes", lambda: 2 * row)
+    assert handler.running(8, 0, 256).rows == 1
+    assert [cache.usual_bytes("cpu", workers) for workers in (1, 4)] == [row, row // 4]
+    monkeypatch.setattr(cache, "granted_memory_bytes", lambda: 16)
+    with pytest.raises(UsageError, match="no text fits into 8 B"):
+        handler.running(8, 0, 256)
 
 
 @pytest.mark.parametrize(
@@ -169,14 +176,30 @@ def test_compiled_ahead_of_time_it_reads_the_cache_where_it_lies(tmp_path, monke
     assert kind == torch.bfloat16 or [text for text, *_ in found] == wanted  # 16 bits are rounded otherwise
 
 
+def sliding(window):
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        initializer_range=1.0, sliding_window=window, **SIZES,
+    )  # fmt: skip
+    return transformers.MistralForCausalLM(config).eval()
+
+
+def test_a_window_as_long_as_a_text_may_be_leaves_nothing_out(tmp_path):
+    model = sliding(100)
+    running = find_handler(package := packaged(tmp_path / "m", model), ModelRunner(package), "").running(3, 0, 8)
+    found = written(running, asks(PROMPTS[2:6], [50, 6, 7, 30]))
+    assert [text for text, *_ in found] == [
+        expected(model, prompt, most) for prompt, most in zip(PROMPTS[2:6], [50, 6, 7, 30], strict=True)
+    ]
+    assert running.cache is not None
+    assert len(generating(workload(model), 101)) == 1
+
+
 @pytest.mark.parametrize("odd", ["window", "eager", "positions"])
 def test_a_model_that_keeps_something_else_runs_the_whole_text(odd):
     if odd == "window":
-        config = transformers.MistralConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            sliding_window=4, **SIZES,
-        )  # fmt: skip
-        model = transformers.MistralForCausalLM(config).eval()
+        model = sliding(4)
     elif odd == "eager":
         model = llama(attn_implementation="eager")
     else:  # ALiBi: how far two tokens are apart is read off their places
@@ -184,6 +207,21 @@ def test_a_model_that_keeps_something_else_runs_the_whole_text(odd):
         model = transformers.BloomForCausalLM(config).eval()
     [plain] = generating(workload(model))
     assert set(plain.inputs[0]) == {"input_ids", "attention_mask", "last"}
+
+
+def test_samples_are_made_where_the_model_lies():
+    """And not on the default device, which here has no values."""
+    work = workload(llama())
+    with torch.device("meta"):
+        kept, plain = generating(work)
+    made = [tensor for batch in (*kept.inputs, *plain.inputs) for tensor in batch.values()]
+    assert {tensor.device.type for tensor in made} == {"cpu"}
+
+
+def test_an_encoder_with_a_decoder_is_refused_in_a_line():
+    config = transformers.T5Config(vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
+    with pytest.raises(UsageError, match="encoder with a decoder"):
+        generating(workload(transformers.T5ForConditionalGeneration(config)))
 
 
 def test_a_text_is_no_longer_than_the_model_has_positions():

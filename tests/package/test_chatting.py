@@ -6,7 +6,7 @@ import pytest
 
 from fettle.errors import UsageError
 from fettle.package.chatting import read_chat
-from fettle.package.handlers.generate import CHAT
+from fettle.package.handlers.generate import CHAT, Handler, Settings, chat_template
 
 
 def folder(path, **config):
@@ -31,3 +31,25 @@ def test_what_is_no_template_is_one_line_or_nothing(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("[")
     with pytest.raises(UsageError, match="cannot be read"):
         read_chat(tmp_path)
+
+
+def test_a_template_finds_what_transformers_gives_it():
+    """Tools that are none, today's date, JSON as Python writes it, and marks for training, which change nothing."""
+    rendering = pytest.importorskip("transformers.utils.chat_template_utils")
+    text = """{%- if tools is not none or documents is not none %}tools{% endif %}
+{{ strftime_now("%Y") }}{% set last = "none" %}
+{% for message in messages %}
+    {% if message.role == "assistant" %}
+        {% generation %}
+{{ message.content }}{{ eos_token }}
+        {% endgeneration %}
+    {% else %}
+{{ message | tojson }}{{ message | tojson(indent=2) }}
+    {% endif %}
+{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+    messages = [{"role": "user", "content": "é <b>"}, {"role": "assistant", "content": "a"}]
+    handler = Handler(Settings(bos_token="<s>", eos_token="</s>"))
+    handler.chat = chat_template(text)
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    [wanted], _ = rendering.render_jinja_template([messages], chat_template=text, add_generation_prompt=True, **special)
+    assert handler._chatted(messages) == wanted

@@ -11,8 +11,8 @@ import torch
 
 from fettle.errors import UsageError
 from fettle.package.export import write_package
-from fettle.package.handler import find_handler
-from fettle.package.handlers.generate import Ask, Piece
+from fettle.package.handler import Context, find_handler
+from fettle.package.handlers.generate import Ask, Handler, Piece, Settings
 from fettle.package.handlers.sampling import Sampling
 from fettle.package.manifest import open_package
 from fettle.package.model_runner import ModelRunner
@@ -180,6 +180,38 @@ def test_sampling_follows_its_seed_and_temperature(folder):
     assert answer(temperature=100.0, top_k=1) == answer() == expected([1, 2], 20)
     assert answer(temperature=1e-300, seed=1) == answer(temperature=100.0, top_p=1e-9, seed=1) == answer()
     assert answer(temperature=1.0, min_p=0.9, seed=3) == answer()
+
+
+def test_log_probabilities_name_tokens_as_they_stand_in_the_text(folder):
+    running, said = handler_of(open_package(folder)).running(1, 0, 256), []
+    running.add(0, Ask(text="1 2", sampling=Sampling(max_tokens=5, logprobs=1)))
+    while running.texts:
+        running.step(lambda _, piece: said.append(piece))
+    assert "".join(piece.text for piece in said) == expected([1, 2], 5)
+    assert "".join(one.token for piece in said for one in piece.logprobs) == expected([1, 2], 5)
+
+
+def test_a_token_that_was_added_for_the_tokenizer_alone_is_no_part_of_a_prompt(folder, tmp_path):
+    made = pytest.importorskip("tokenizers").Tokenizer.from_str(tokenizer()["tokenizer.json"].decode())
+    made.add_tokens(["<image>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    handler = Handler(Settings())
+    handler.initialize(Context(tmp_path, open_package(folder).manifest, None))
+    assert handler.prompt(Ask(text="1 2")) == [1, 2]
+    with pytest.raises(UsageError, match="that the model does not: <image>"):
+        handler.prompt(Ask(text="1 <image>"))
+    with pytest.raises(UsageError, match="from 0 to 9"):
+        handler.prompt(Ask(tokens=(10,)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "stop"),
+    [({"stop_tokens": (8,)}, {8}), ({"stop_tokens": (8,), "eos_token": "9"}, {8, 9}), ({"eos_token": "9"}, {9})],
+)
+def test_a_text_ends_with_the_tokenizers_own_end_too(folder, settings, stop):
+    handler = Handler(Settings(**settings))
+    handler.initialize(Context(folder, open_package(folder).manifest, None))
+    assert handler.stop == stop
 
 
 def test_texts_join_and_leave_between_two_tokens(folder):

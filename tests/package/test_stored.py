@@ -54,6 +54,25 @@ def static(tmp_path_factory):
     return work, fast, write_package(work, STATIC, path, name="conv", settings=ServeSettings(max_rows=4))
 
 
+@torch.library.custom_op("fettle_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@doubled.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_an_operator_of_ones_own_is_refused_in_a_line(tmp_path):
+    class Own(torch.nn.Module):
+        def forward(self, x):
+            return doubled(x)
+
+    with pytest.raises(UsageError, match="doubled.* may not be in a package"):
+        write_package(Workload(Own(), [torch.randn(4, 3)]), Recipe(), tmp_path / "m", name="own")
+
+
 def test_int8_that_was_calibrated_answers_as_the_tuned_model_did(static):
     work, fast, package = static
     manifest = package.manifest

@@ -146,6 +146,14 @@ def test_foreach_on_cuda_needs_more_than_a_loop() -> None:
     assert foreach["single"].peak_bytes >= loop["single"].peak_bytes
 
 
+def test_an_optimizer_that_takes_nothing_but_matrices_is_planned() -> None:
+    work = fettle.TrainingWorkload(
+        model=torch.nn.Linear(8, 8, bias=False), optimizer=torch.optim.Muon, data=[torch.ones(4, 8)],
+        loss=lambda model, batch: model(batch).mean(),
+    )  # fmt: skip
+    assert plan(work, 2, strategies=[Strategy()], device="cpu").optimizer == "Muon"
+
+
 def test_a_step_that_needs_values_says_so() -> None:
     workload, mode, _ = build_fake(find_target(f"{HERE}:needs_values"))
     with pytest.raises(UsageError, match="needs values"):

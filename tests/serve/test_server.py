@@ -26,7 +26,8 @@ from fettle.errors import UsageError
 from fettle.package.manifest import open_package
 from fettle.package.settings import ServeSettings
 from fettle.serve.engine.registry import Options
-from fettle.serve.http import Limits
+from fettle.serve.http import Limits, protocol
+from fettle.serve.http.aside import LARGE
 from fettle.serve.server import Address, token_from
 from tests.serving import net, running, until
 
@@ -74,6 +75,25 @@ def test_tensors_come_back_as_the_model_gives_them(server):
     assert (status, headers["content-type"]) == (200, "application/json")
     assert (answer["model_name"], answer["model_version"], answer["id"]) == ("net", "1", "a")
     np.testing.assert_allclose(values(answer), net()(torch.from_numpy(rows)).detach(), atol=1e-6)
+
+
+def test_others_are_answered_while_a_large_body_is_read(server, monkeypatch):
+    began, answered, read = threading.Event(), threading.Event(), protocol.read_request
+
+    def slowly(*request):
+        began.set()
+        assert answered.wait(60)
+        return read(*request)
+
+    monkeypatch.setattr(protocol, "read_request", slowly)
+    tensor = {"name": "input", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
+    body = json.dumps({"inputs": [tensor]}).encode() + b" " * LARGE
+    with ThreadPoolExecutor(1) as threads:
+        large = threads.submit(ask, server.url + "/v2/models/net/infer", body)
+        assert began.wait(60)
+        assert ask(server.url + "/v2/health/live")[0] == 200
+        answered.set()
+        assert large.result()[0] == 200
 
 
 def test_the_file_of_a_form_is_what_the_handler_gets(server):

@@ -8,7 +8,7 @@ from torch import nn
 
 import fettle
 from fettle.errors import UsageError
-from fettle.train import load_training, training_fingerprint
+from fettle.train import Steps, load_training, training_fingerprint
 from fettle.workload import find_target
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -77,6 +77,30 @@ def short():
 def other():
     return torch.nn.Linear(2, 2), [torch.ones(1, 2)]
 """
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_grad_scaler_leaves_out_has_no_gradient_norm(fused):
+    """A scale that is too large in the beginning is nothing that a recipe is refused for."""
+
+    def train(model, make_optimizer, loss, data):
+        optimizer = make_optimizer(list(model.parameters()))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1e38, backoff_factor=1e-30)
+        while True:
+            value = loss(model, data[0])
+            scaler.scale(value).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            yield value.detach()
+
+    torch.manual_seed(0)
+    optimizer = functools.partial(torch.optim.SGD, lr=1e-6, fused=fused)
+    work = made(optimizer=optimizer, data=[(torch.ones(4, 3), torch.full((4, 1), 100.0))])
+    error = float(work.model(torch.ones(1, 3)).detach() - 100)
+    curve = Steps(train, work).curve(3)
+    assert len(curve.losses) == 3
+    assert curve.grad_norms == pytest.approx([4 * abs(error)] * 2, rel=1e-3)  # 2 * error for three weights and a bias
 
 
 def test_a_factory_is_given_the_seed(tmp_path):

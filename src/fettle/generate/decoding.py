@@ -2,7 +2,8 @@
 
 A *decoder* has two methods: ``prefill(room=n, **prompt)`` reads a prompt and returns the scores [rows, vocabulary] of
 the first new token, with room for n more; ``decode(tokens)`` takes the next tokens [rows, k] and returns the scores
-[rows, k, vocabulary] of the token after each. Guessing ahead also needs ``crop(k)``, which forgets the last k tokens.
+[rows, k, vocabulary] of the token after each. Guessing ahead also needs ``crop(k)``, which forgets the last k tokens,
+and says so after a prompt by ``will_crop()`` where there is one.
 
 The sources of these functions are copied into ``optimized.py``: they use builtins, torch and each other only.
 """
@@ -32,6 +33,8 @@ class Kept:
         self.model: Any = model
         self.config: Any = getattr(model, "config", None)
         self.takes = set(inspect.signature(model.forward).parameters)
+        if "past_key_values" not in self.takes:  # a wrapper that hands on what it does not name, as PEFT's
+            self.takes |= {"past_key_values", "use_cache", "return_dict", "attention_mask", "position_ids"}
         self.two_parts = bool(getattr(self.config, "is_encoder_decoder", False))
         self.past: Any = None
         self.mask: Any = None
@@ -51,13 +54,18 @@ class Kept:
         masked = {} if mask is None else {"attention_mask": mask}
         states = self.model.get_encoder()(**prompt, **masked)
         self.mask, self.given = None, {"encoder_outputs": states, **masked}
-        rows = len(next(iter(prompt.values())))
-        start = torch.full((rows, 1), self.config.decoder_start_token_id, device=self.model.device)
+        first = next(iter(prompt.values()))
+        start = torch.full((len(first), 1), self.start_token(), device=first.device)
         return self.ahead(start, 1)[:, -1]
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Go on with `tokens` [rows, k]: scores [rows, k, vocabulary] of the token after each."""
         return self.ahead(tokens, 0)
+
+    def will_crop(self) -> None:
+        """To be called after `prefill` by who calls `crop`: a layer with a sliding window keeps what it needs then."""
+        if hasattr(self.past, "activate_past_recording"):
+            self.past.activate_past_recording()
 
     def crop(self, count: int) -> None:
         """Forget the last `count` tokens."""
@@ -69,6 +77,12 @@ class Kept:
             self.past.crop(-count)
         else:  # tuples of keys and values [rows, heads, tokens, size]
             self.past = tuple(tuple(kept[..., :-count, :] for kept in layer[:2]) + layer[2:] for layer in self.past)
+
+    def start_token(self) -> Any:
+        """The token that an encoder's decoder begins with, as transformers' `generate` chooses it."""
+        known = (getattr(self.model, "generation_config", None), self.config)
+        tokens = [getattr(one, name, None) for name in ("decoder_start_token_id", "bos_token_id") for one in known]
+        return next(token for token in tokens if token is not None)
 
     def new_cache(self, room: int, **prompt: Any) -> Any:
         """None: the model makes its own."""

@@ -78,15 +78,17 @@ def write_pieces(workload: GenerationWorkload, path: str) -> list[Piece]:
     decoder = decoder_of(workload.model)
     if isinstance(workload.model, torch.nn.Module):
         workload.model.float().eval()
-    pieces, left = [], _MOST_BYTES
+    pieces, left, row_bytes = [], _MOST_BYTES, 0
     for prompt, text in _what_is_judged(workload):
         if left <= 0:
             break
         if text is None:
             forced, scores = _written(decoder, prompt, int(workload.new_tokens))
-        else:
-            forced, scores = text, score(decoder, text, STRIDE, **prompt)
-        keep = max(1, left // (4 * scores.shape[0] * scores.shape[2]))
+        else:  # after the inputs, which told how large the vocabulary is: no more of it is scored than is kept
+            forced = text[:, : max(1, left // (len(text) * row_bytes))]
+            scores = score(decoder, forced, STRIDE, **prompt)
+        row_bytes = 4 * scores.shape[2]
+        keep = max(1, left // (len(scores) * row_bytes))
         piece = Piece(prompt, forced[:, :keep].cpu(), scores[:, :keep].log_softmax(-1).cpu(), text is not None)
         pieces.append(piece)
         left -= piece.log_p.numel() * 4
@@ -112,7 +114,8 @@ def read_pieces(path: str) -> list[Piece]:
 def _what_is_judged(workload: GenerationWorkload) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
     for prompt in [*workload.inputs, *workload.check_inputs]:
         yield prompt, None
-    for text in workload.texts:
+    device = next(iter(workload.inputs[0].values())).device
+    for text in (given.to(device) for given in workload.texts):
         yield {"input_ids": text[:, :1]}, text[:, 1:]
 
 

@@ -22,7 +22,7 @@ class GenerationWorkload(Workload):
     `model` is causal or encoder-decoder and takes and returns `past_key_values` as those of transformers do, or is any
     object with ``prefill`` and ``decode`` (`fettle.generate.decoding`). `inputs` are prompts, of several lengths where
     the lengths differ in service: integers [rows, tokens], or dicts with ``input_ids`` (or what an encoder takes) and
-    ``attention_mask``, shorter rows filled up on their left.
+    ``attention_mask``, shorter rows filled up on their left (those of an encoder on either side).
     """
 
     new_tokens: int = 32
@@ -63,9 +63,9 @@ class GenerationWorkload(Workload):
             raise UsageError(f"the workload's batches are {self.batches!r}: give numbers of rows, such as (1, 2, 4)")
         read = read_batches(self.inputs)
         object.__setattr__(self, "inputs_taken_for", read.taken_for)
-        object.__setattr__(self, "inputs", [_prompt(item) for item in read.items])
+        object.__setattr__(self, "inputs", [_prompt(item, self.is_two_parts) for item in read.items])
         check = [] if _is_empty(self.check_inputs) else read_batches(self.check_inputs).items
-        object.__setattr__(self, "check_inputs", [_prompt(item) for item in check])
+        object.__setattr__(self, "check_inputs", [_prompt(item, self.is_two_parts) for item in check])
         object.__setattr__(self, "texts", _texts(self.texts))
         if self.texts and (self.is_two_parts or (speaks and not hasattr(model, "crop"))):
             raise UsageError("texts are for causal models: an encoder-decoder's answers are judged on its prompts")
@@ -105,7 +105,7 @@ def brief(workload: Workload) -> Workload:
     return replace(workload, new_tokens=2) if isinstance(workload, GenerationWorkload) else workload
 
 
-def _prompt(batch: Any) -> dict[str, torch.Tensor]:
+def _prompt(batch: Any, to_encoder: bool) -> dict[str, torch.Tensor]:
     """A prompt as keyword arguments. Raises `UsageError` for anything else than tokens or what an encoder takes."""
     if isinstance(batch, tuple) and len(batch) == 1:
         batch = batch[0]
@@ -122,7 +122,7 @@ def _prompt(batch: Any) -> dict[str, torch.Tensor]:
         if mask.shape != ids.shape:
             raise UsageError(f"the attention_mask {list(mask.shape)} is not of the shape of input_ids, "
                              f"{list(ids.shape)}")  # fmt: skip
-        if not bool(mask[:, -1].all()):
+        if not to_encoder and not bool(mask[:, -1].all()):
             raise UsageError("prompts of unequal length are filled up on their left: a row's last token is masked")
     return dict(batch)
 

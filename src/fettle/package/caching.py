@@ -1,7 +1,8 @@
-"""A language model of transformers as new tokens and kept keys and values in, scores and fresh keys and values out.
+"""A language model of transformers with its KV cache outside: new tokens and kept keys and values in, scores and fresh
+keys and values out.
 
-So each token costs one token's work, not the whole text's. One exported program does the prompt and every token after
-it: how many tokens are new, and how many are kept, may be any number from 1.
+So each token costs one token's work, not the whole text's. One exported program does prefill and decode: how many
+tokens are new, and how many are kept, may be any number from 1.
 """
 
 from __future__ import annotations
@@ -69,19 +70,26 @@ class CachedNextToken(torch.nn.Module):
         return {LOGITS: chosen if head is None else head(chosen), FRESH: torch.stack(fresh, 1)}
 
 
-def cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor) -> Workload | None:
+def cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor, most: int) -> Workload | None:
     """The workload of a model that keeps keys and values; None where it cannot be had.
 
-    It can for models of transformers whose layers all attend to all tokens before, by SDPA, and take positions.
-    `wanted` [rows, vocabulary] are the model's scores after the tokens `ids` [rows, tokens], which must come out.
+    It can for models of transformers that take positions and whose layers all attend by SDPA, in a text of `most`
+    tokens to all tokens before. `wanted` [rows, vocabulary] are the model's scores after the tokens `ids` [rows,
+    tokens], which must come out.
     """
     try:
         from transformers import DynamicCache, PreTrainedModel
-        from transformers.cache_utils import DynamicLayer
+        from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
     except ImportError:
         return None
     if not isinstance(model, PreTrainedModel) or model.config._attn_implementation != "sdpa":
         return None
+
+    def sees_all(layer: Any) -> bool:
+        if type(layer) is DynamicSlidingWindowLayer:
+            return bool(layer.sliding_window >= most)
+        return type(layer) is DynamicLayer
+
     step, length = CachedNextToken(model, head_once=_ends_with_head(model, ids)).eval(), ids.shape[1]
 
     def sample(cut: int, end: int, empty: int) -> dict[str, torch.Tensor]:
@@ -94,18 +102,18 @@ def cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor) -> W
             past = torch.cat([past, step(**before)[FRESH].float()], 4)
             seen = torch.cat([seen, before["attention_mask"]], 1)
         return {
-            "input_ids": new, "attention_mask": mask, LAST: torch.full((len(ids),), end - cut - 1), SEEN: seen,
-            PAST: past,
+            "input_ids": new, "attention_mask": mask, LAST: new.new_full((len(ids),), end - cut - 1),
+            SEEN: seen, PAST: past,
         }  # fmt: skip
 
     with torch.no_grad():
         try:
             made: Any = model(input_ids=ids, use_cache=True).past_key_values
-            if not isinstance(made, DynamicCache) or any(type(one) is not DynamicLayer for one in made.layers):
+            if not isinstance(made, DynamicCache) or not all(map(sees_all, made.layers)):
                 return None
             kept: Any = made.layers
             keys = kept[0].keys[:, :, :1]
-            nothing = torch.zeros(len(ids), len(kept), 2, *keys.shape[1:])
+            nothing = torch.zeros(len(ids), len(kept), 2, *keys.shape[1:], device=keys.device)
             # Sizes that differ from each other, else the exporter takes two for one.
             batches = [sample(2, length, 2 if length == 5 else 1), sample(length - 1, length, 1)]
             batches.append(sample(0, length - 1, 1))

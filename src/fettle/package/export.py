@@ -92,8 +92,8 @@ def write_package(
         on_progress("exporting the model")
         choices = [workload]
         if handler == "generate":
-            choices = generating(workload)
             handler_settings = {**of_model(workload.model), **(handler_settings or {})}
+            choices = generating(workload, handler_settings.get("max_tokens"))
         flat, program, most = _exported(choices, recipe, settings.max_rows)
         on_progress("storing it with its recipe")
         kept = _store(program, flat, served, most, scratch, evidence or {})

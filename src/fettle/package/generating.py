@@ -34,14 +34,17 @@ class NextToken(torch.nn.Module):
         return {LOGITS: logits.gather(1, place)[:, 0]}
 
 
-def generating(workload: Workload) -> list[Workload]:
+def generating(workload: Workload, max_tokens: int | None = None) -> list[Workload]:
     """Workloads of the next token's scores, the best first: with keys and values kept where that can be, and without.
 
-    Raises `UsageError` where the model is not a causal language model.
+    No text will have more than `max_tokens`; None: than the handler's usual. Raises `UsageError` where the model is not
+    a causal language model.
     """
     batch = workload.inputs[0]
     model = workload.model
     assert isinstance(model, torch.nn.Module)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise UsageError("the generate handler is for causal models: this one is an encoder with a decoder")
     if isinstance(batch, Mapping):
         names = tuple(name for name, value in batch.items() if isinstance(value, torch.Tensor))
         if "input_ids" not in names or set(names) - {"input_ids", "attention_mask"}:
@@ -59,7 +62,7 @@ def generating(workload: Workload) -> list[Workload]:
 
     def sample(length: int) -> dict[str, torch.Tensor]:
         cut = ids[:, :length].contiguous()
-        made = {"input_ids": cut, LAST: torch.full((len(cut),), length - 1)}
+        made = {"input_ids": cut, LAST: cut.new_full((len(cut),), length - 1)}
         return {**made, "attention_mask": torch.ones_like(cut)} if "attention_mask" in names else made
 
     short, whole = sample(ids.shape[1] // 2), sample(ids.shape[1])
@@ -70,7 +73,7 @@ def generating(workload: Workload) -> list[Workload]:
     if not torch.allclose(early, alone, rtol=1e-2, atol=1e-2 * float(alone.abs().max())):
         raise UsageError("the model looks at later tokens, so it cannot generate one after the other")
     plain = Workload(wrapped, [whole, short], name=workload.name, samples=len(ids))
-    kept = cached(model, ids, scores) if workload.call is None and names else None
+    kept = cached(model, ids, scores, max_tokens or Settings().max_tokens) if workload.call is None and names else None
     return [kept, plain] if kept is not None else [plain]
 
 

@@ -136,7 +136,10 @@ def save_program(program: torch.export.ExportedProgram, folder: Path) -> None:
     without: Any = {part: False for part in parts if part in inspect.signature(serialize).parameters}
     data = serialize(program, **without).exported_program
     graph = _plain(json.loads(data))
-    _check(graph)  # what could not be read again is better known now
+    try:
+        _check(graph)  # what could not be read again is better known now
+    except ValueError as error:
+        raise UsageError(f"the model cannot be packaged: {error}") from error
     parameters = set(program.graph_signature.parameters)
     weights = {
         f"{'parameter' if name in parameters else 'buffer'}:{name}": tensor

@@ -70,7 +70,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker that has grown beyond this is replaced between two batches; 0: never."""
     cache_bytes: int = 0
     """For a model that writes texts, the most that each worker keeps of keys and values. Fewer texts are written at
-    once than `max_rows` where they do not fit. 0: half of the memory that is free when it is loaded."""
+    once than `max_rows` where they do not fit. 0: half of the memory that is free when it is loaded, divided among the
+    workers of its device."""
     prefill_tokens: int = 256
     """Tokens of prompts that are computed before the texts that are being written go on."""
     limit_ms: float = 0.0

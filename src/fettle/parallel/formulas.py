@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from fettle.parallel import formulas
 from fettle.parallel.strategies import Strategy
 from fettle.parallel.timeline import Collective, Timeline
 
@@ -129,7 +128,7 @@ def _bucket_views(trained: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     for dtype in {p.dtype for p in trained}:
         same = [p for p in trained if p.dtype == dtype]
         left = list(reversed(same))
-        for size in formulas.bucket_sizes([p.numel() * p.element_size() for p in same]):
+        for size in bucket_sizes([p.numel() * p.element_size() for p in same]):
             flat = torch.empty(size // left[0].element_size(), dtype=dtype)
             offset = 0
             while offset < flat.numel():
@@ -146,7 +145,7 @@ def collectives_of_ddp(model: torch.nn.Module, strategy: Strategy) -> list[Colle
     trained = [p for p in model.parameters() if p.requires_grad]
     sizes = [p.numel() * p.element_size() for p in trained]
     divisor = 2 if strategy.compress == "fp16" and trained[0].element_size() == 4 else 1
-    made = [Collective("all_reduce", size // divisor) for size in formulas.bucket_sizes(sizes)]
+    made = [Collective("all_reduce", size // divisor) for size in bucket_sizes(sizes)]
     if strategy.kind == "zero1":  # the owner of each parameter sends its new value to all
         made += [Collective("broadcast", size) for size in sizes]
     return made

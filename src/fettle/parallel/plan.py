@@ -136,7 +136,7 @@ def plan(
     if device_memory_bytes is not None:
         most = device_memory_bytes * (1 - headroom)
         plans = [item if item.failed else replace(item, fits=item.peak_bytes <= most) for item in plans]
-    optimizer = workload.optimizer([torch.nn.Parameter(torch.zeros(1))])
+    optimizer = workload.optimizer(list(workload.model.parameters()))
     return Plan(
         name=workload.name or type(workload.model).__name__,
         world_size=world_size,

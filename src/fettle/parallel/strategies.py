@@ -19,7 +19,6 @@ from fettle.errors import UsageError
 from fettle.techniques import modules_by_size, repeated_blocks, split_over, tensor_plan
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
 KINDS = ("single", "ddp", "zero1", "zero2", "zero3", "hsdp", "tensor", "zero3-tensor")

@@ -54,6 +54,8 @@ class Draft:
 
     def begin(self, room: int, **prompt: Any) -> None:
         self.decoder.prefill(room=room, **prompt)
+        if hasattr(self.decoder, "will_crop"):
+            self.decoder.will_crop()
         self.read = prompt["input_ids"].shape[1]
 
     def guess(self, text: torch.Tensor, ahead: int, temperature: float, top_p: float, generator: Any) -> Any:
@@ -115,6 +117,8 @@ def write_guessing(
             temperature=temperature, top_p=top_p, generator=generator, **prompt,
         )  # fmt: skip
     scores = decoder.prefill(room=new_tokens + ahead, input_ids=input_ids, **prompt)
+    if hasattr(decoder, "will_crop"):
+        decoder.will_crop()
     text = torch.cat([input_ids, pick(scores, *how)], 1)
     end = input_ids.shape[1] + new_tokens
     if on_tokens is not None:

@@ -169,7 +169,8 @@ class Steps:
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._watching:
             self._enter("optimizer")
-        if self._norms is not None:
+        found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer leaves the step out by itself
+        if self._norms is not None and not (found_inf is not None and bool(found_inf)):
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
             gradients = [p.grad for p in stepped if p.grad is not None] or [
                 # a compiled update takes them from the model's weights itself

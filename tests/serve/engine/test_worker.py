@@ -3,6 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -307,6 +308,31 @@ def test_one_text_that_fails_disturbs_no_other_and_a_lost_worker_fails_each():
     assert failed == [[texts[1]], [texts[0]], [texts[2]]]
     assert worker.free_texts == 0
     worker.close()
+
+
+def test_a_worker_knows_how_many_share_its_device(monkeypatch):
+    class Link(Process):
+        def __init__(self, *heard):
+            super().__init__()
+
+        async def start(self, spawned):
+            pass
+
+    monkeypatch.setattr("fettle.serve.engine.worker.WorkerLink", Link)
+    monkeypatch.setattr("fettle.serve.engine.worker.spawn", lambda threads: None)
+
+    async def told():
+        made = Pool(spare=None, package=SimpleNamespace(folder="f"), trust="", explains=False, joining=[])
+        made.settings = msgspec.structs.replace(SETTINGS, workers=3, devices=("cpu", "cuda:0"))
+        made.workers = [Worker(made, index, 1) for index in range(3)]
+        starting = [asyncio.ensure_future(worker.start()) for worker in made.workers]
+        await asyncio.sleep(0)
+        for worker in made.workers:
+            worker.close()
+        await asyncio.gather(*starting)
+        return [worker._process.sent[0][0].sharing for worker in made.workers]
+
+    assert asyncio.run(told()) == [2, 1, 2]
 
 
 class Waiting(Texts):

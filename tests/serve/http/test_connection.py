@@ -414,3 +414,32 @@ def test_behind_another_server_the_same_limits_hold(pieces: tuple, status: int |
     if status == 200:
         found = json.loads(said_back[1]["body"])
         assert (found["target"], found["sent"]) == ("/a?b=c", 5)
+
+
+def test_behind_another_server_a_stream_hears_that_its_client_has_gone() -> None:
+    came: list[bytes] = []
+
+    class Endless(Echo):
+        async def answer(self, call: Call) -> Reply:
+            async def events():
+                while not call.gone():
+                    yield b"more"
+                    await asyncio.sleep(0)
+
+            return Reply(200, events=events())
+
+    async def receive():
+        if not came:
+            return {"type": "http.request", "body": b"x"}
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        came.append(message.get("body", b""))
+
+    async def whole() -> None:
+        scope = {"type": "http", "method": "POST", "path": "/a", "headers": [(b"host", b"a")]}
+        async with asyncio.timeout(60):
+            await Asgi(Endless(Limits()))(scope, receive, send)
+
+    run(whole())
+    assert b"more" in came

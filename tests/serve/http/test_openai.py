@@ -102,6 +102,14 @@ def test_completions_are_the_models_own_texts_and_counted(client, model, tokeniz
     assert client.models.retrieve("tiny").owned_by == "fettle"
 
 
+def test_where_no_number_of_tokens_is_asked_for_there_are_as_many_as_fit(client):
+    asked = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
+    found = [client.completions.create(**asked, prompt=[5] * length).usage for length in (8, 120)]
+    assert [usage.completion_tokens for usage in found] == [16, 8]
+    with pytest.raises(openai.BadRequestError, match="too many"):
+        client.completions.create(**asked, prompt=[5] * 120, max_tokens=16)
+
+
 def test_a_stream_holds_back_characters_until_they_are_whole(client, model, tokenizer):
     wanted, _ = alone(model, tokenizer, tokenizer.encode("naïve").ids, 60)
     stream = client.completions.create(
@@ -149,7 +157,7 @@ def test_a_stop_string_ends_a_text_also_across_tokens(client, model, tokenizer):
 
 def test_samples_follow_their_seed_and_choices_differ(client):
     asked = {"model": "tiny", "prompt": "emoji", "max_tokens": 12, "temperature": 2, "seed": 5, "n": 3}
-    asked["extra_body"] = {"top_k": 50, "ignore_eos": True}
+    asked["extra_body"] = {"top_k": 50, "ignore_eos": True, "repetition_penalty": 1.0}
     one, other = (client.completions.create(**asked) for _ in range(2))
     texts = [choice.text for choice in one.choices]
     assert texts == [choice.text for choice in other.choices]
@@ -188,6 +196,28 @@ def test_a_stream_counts_each_prompt_once_whatever_ends_first():
     assert usage == {"prompt_tokens": 30, "completion_tokens": 4, "total_tokens": 34}
 
 
+def test_a_stream_begins_with_the_first_choice():
+    class Waiting:
+        def __init__(self, first):
+            self.first = first
+
+        async def begin(self):
+            if not self.first:
+                await asyncio.Event().wait()
+
+        def stop(self):
+            pass
+
+    async def begun():
+        async with asyncio.timeout(60):
+            return await answer.reply()
+
+    answer = _Answer.__new__(_Answer)
+    answer.wanted, answer.count = Completions(model="m", prompt="a", n=2, stream=True), 2
+    answer.writings = [Waiting(True), Waiting(False)]
+    assert asyncio.run(begun()).status == 200
+
+
 def test_a_prompt_that_no_model_takes_is_not_multiplied():
     version = SimpleNamespace(pool=None, package=SimpleNamespace(manifest=SimpleNamespace(handler=Settings())))
     with pytest.raises(Rejected, match="longer than this model takes") as refused:
@@ -202,6 +232,9 @@ def test_log_probabilities_are_of_the_tokens_of_the_text(client, model, tokenize
     found = client.completions.create(model="tiny", prompt=prompt, max_tokens=24, temperature=0, logprobs=2)
     assert found.choices[0].finish_reason == "stop"
     assert len(found.choices[0].logprobs.tokens) == found.usage.completion_tokens == len(tokens)
+    drawn = client.completions.create(model="tiny", prompt="a", max_tokens=12, temperature=2, seed=5, logprobs=1)
+    told = drawn.choices[0].logprobs
+    assert all(token in top for token, top in zip(told.tokens, told.top_logprobs, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -209,6 +242,7 @@ def test_log_probabilities_are_of_the_tokens_of_the_text(client, model, tokenize
     [
         ({"prompt": "a", "temperature": 3}, "temperature"),
         ({"prompt": "a", "top_q": 1}, "top_q"),
+        ({"prompt": "a", "repetition_penalty": 1.1}, "repetition_penalty"),
         ({"prompt": "a", "n": 0}, "n"),
         ({"prompt": "a", "stop": [""]}, "stop"),
         ({"prompt": "a", "echo": True}, "echo"),

@@ -1,9 +1,11 @@
 """The Open Inference Protocol: what a client may say, and what happens to everything else."""
 
+import asyncio
 import contextlib
 import gzip
 import json
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fettle.package.tensors import TO_NUMPY, TensorSpec
+from fettle.serve.http import protocol
+from fettle.serve.http.aside import LARGE, aside
 from fettle.serve.http.protocol import Malformed, inflate, read_request, write_answer
 
 X = (TensorSpec("x", "FP32", (-1, 4)),)
@@ -37,7 +41,8 @@ def test_flat_and_nested_values_are_one():
         {"name": "z"}, {"datatype": "FP64"}, {"datatype": "BYTES"}, {"shape": [1, 5]}, {"shape": [4]},
         {"shape": [0, 4]}, {"data": None},
         {"shape": [-1, 4]}, {"shape": [10**18, 4]}, {"shape": [9, 4]}, {"shape": [1] * 40}, {"data": [1, 2, 3]},
-        {"data": "1234"}, {"data": [[1, 2], [3, 4, 5]]}, {"data": [1, 2, 3, "x"]}, {"data": [1, 2, 3, None]},
+        {"data": "1234"}, {"data": [[1, 2], [3, 4]]}, {"data": [[1, 2], [3, 4, 5]]},
+        {"data": [1, 2, 3, "x"]}, {"data": [1, 2, 3, None]},
         {"data": {"a": 1}}, {"data": [1e999, 1, 1, 1]}, {"data": [1e300, 1, 1, 1]}, {"data": [True] * 4},
         {"parameters": {"shared_memory_region": "a"}}, {"parameters": {"binary_data_size": 16}},
     ],
@@ -55,6 +60,41 @@ def test_what_does_not_fit_is_a_sentence(changes):
 def test_what_is_no_request(body):
     with pytest.raises(Malformed):
         read(body)
+
+
+@pytest.mark.parametrize("datatype", ["FP32", "INT64", "BOOL"])
+def test_large_arrays_are_read_and_written_piece_by_piece(monkeypatch, datatype):
+    monkeypatch.setattr(protocol, "LARGE", 16)
+    spec = TensorSpec("x", datatype, (-1, 3, 5))
+    array = np.random.default_rng(0).integers(-9, 9, (2, 3, 5)).astype(spec.kind)
+    flat = array.ravel().tolist()
+
+    def found(data, indent=None):
+        tensor = {"name": "x", "datatype": datatype, "shape": array.shape, "data": data}
+        return read(json.dumps({"inputs": [tensor]}, indent=indent).encode(), None, (spec,)).arrays[0]
+
+    for data in (flat, array.tolist()):
+        for indent in (None, 1):
+            assert np.array_equal(found(data, indent), array)
+            assert found(data, indent).dtype == spec.kind
+    text, _ = write_answer("", "m", "1", [(spec, array, False), (spec, array[:1, :1, :2], False)])
+    assert [output["data"] for output in json.loads(text)["outputs"]] == [flat, flat[:2]]
+    ragged = [[flat[:6], flat[6:10], flat[10:15]], array[1].tolist()]
+    otherwise = [array.reshape(6, 5).tolist(), array[None].tolist(), array.reshape(5, 3, 2).tolist(), [*flat[1:], [1]]]
+    for data in (ragged, *otherwise, flat[1:], [*flat, flat[0]], [*flat[1:], None], [*flat[1:], "1"]):
+        with pytest.raises(Malformed):
+            found(data)
+    with pytest.raises(Malformed):
+        found([*flat[1:], 2 if datatype == "BOOL" else True])
+
+
+def test_a_large_body_is_the_work_of_a_thread():
+    async def threads():
+        return [await aside(size, threading.current_thread) for size in (LARGE - 1, LARGE, 2 * LARGE)]
+
+    small, large, another = asyncio.run(threads())
+    assert small is threading.current_thread()
+    assert large is another is not small
 
 
 def binary(tensors, rows, extra=b"", **parameters):

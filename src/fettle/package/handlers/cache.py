@@ -1,4 +1,4 @@
-"""The keys and values of the texts that are being written: a row of fixed length for each, and a bound on all."""
+"""The KV cache of the texts that are being written: a row of fixed length for each, and a bound on all."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Cache:
         with torch.inference_mode():
             dtype = self._call(0, [[0]], [0])[self.fresh].dtype  # as the model computes, which its recipe may change
         token = layers * 2 * heads * size * dtype.itemsize
-        self.rows = min(rows, (most_bytes or int(_SHARE * _free_bytes(runner.device))) // (token * length))
+        most_bytes = most_bytes or usual_bytes(runner.device)
+        self.rows = min(rows, most_bytes // (token * length))
         if self.rows < 1:
             raise UsageError(
                 f"no text fits into {size_text(most_bytes)} of cache: {length} tokens take "
@@ -128,7 +129,7 @@ def _common(one: Sequence[int], other: Sequence[int], most: int) -> int:
     return next((place for place in range(most) if one[place] != other[place]), most)
 
 
-def _free_bytes(device: str) -> int:
-    if device.startswith("cuda"):
-        return int(torch.cuda.mem_get_info(device)[0])
-    return granted_memory_bytes()
+def usual_bytes(device: str, sharing: int = 1) -> int:
+    """What the cache of each of so many workers on one device may take where its size is not set."""
+    free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else granted_memory_bytes()
+    return int(_SHARE * free / sharing)

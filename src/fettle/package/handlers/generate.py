@@ -6,7 +6,9 @@ step runs the whole text, so that a text of n tokens costs n calls that grow wit
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -36,11 +38,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     max_new_tokens: Annotated[int, Meta(ge=1)] = 256
     """The most tokens of an answer; a request may ask for fewer."""
     stop_tokens: tuple[int, ...] = ()
-    """An answer ends before one of these. Empty: the tokenizer's usual end."""
+    """An answer ends before one of these, or before `eos_token`. Empty: the tokenizer's usual end."""
     max_characters: Annotated[int, Meta(ge=1)] = 200_000
     bos_token: str = ""
     eos_token: str = ""
-    """What the chat template may name."""
+    """What the chat template may name, as the tokenizer's own settings say."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens > self.max_tokens:
@@ -114,11 +116,14 @@ class Handler:
         self.tokenizer = read_tokenizer(context.folder)
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
-        words, known = self.tokenizer.get_vocab_size(), self.outputs[self.place].shape[-1]
-        if words > known:
-            raise UsageError(f"the tokenizer has {words} tokens and the model {known}: it is another model's")
-        usual = [self.tokenizer.token_to_id(token) for token in _ENDS]
-        self.stop = set(self.settings.stop_tokens) or {token for token in usual if token is not None}
+        self.vocabulary = self.outputs[self.place].shape[-1]
+        # Tokens that were added may be more than the model has: Gemma 3's of pictures, many a one for padding.
+        words = self.tokenizer.get_vocab_size(with_added_tokens=False)
+        if words > self.vocabulary:
+            raise UsageError(f"the tokenizer has {words} tokens and the model {self.vocabulary}: it is another model's")
+        ends = [self.settings.eos_token, *(() if self.settings.stop_tokens else _ENDS)]
+        named = {self.tokenizer.token_to_id(token) for token in ends} - {None}
+        self.stop = {*self.settings.stop_tokens, *named}
         path = context.folder / CHAT
         self.chat = chat_template(read_text(path, MAX_CHAT_BYTES)) if path.is_file() else None
 
@@ -131,7 +136,7 @@ class Handler:
     def prompt(self, ask: Ask) -> list[int]:
         """The tokens of a prompt. Raises `UsageError`."""
         if ask.tokens is not None:
-            size = self.tokenizer.get_vocab_size()
+            size = min(self.tokenizer.get_vocab_size(), self.vocabulary)
             if not all(0 <= token < size for token in ask.tokens):
                 raise UsageError(f"the prompt's tokens are from 0 to {size - 1}")
             return list(ask.tokens)
@@ -140,7 +145,11 @@ class Handler:
             text, special = self._chatted(ask.messages), False  # the template writes them itself
         if len(text) > self.settings.max_characters:
             raise TooLong(f"a prompt may have at most {self.settings.max_characters} characters")
-        return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+        tokens = list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+        if max(tokens, default=0) >= self.vocabulary:
+            name = self.tokenizer.id_to_token(max(tokens))
+            raise UsageError(f"the prompt has a token that the model does not: {name}")
+        return tokens
 
     def room(self, prompt: Sequence[int], ask: Ask) -> int:
         """How many tokens may follow. Raises `TooLong`."""
@@ -164,8 +173,8 @@ class Handler:
         try:
             return str(
                 self.chat.render(
-                    messages=list(messages), add_generation_prompt=True, bos_token=settings.bos_token,
-                    eos_token=settings.eos_token,
+                    messages=list(messages), tools=None, documents=None, add_generation_prompt=True,
+                    bos_token=settings.bos_token, eos_token=settings.eos_token,
                 )
             )  # fmt: skip
         except Exception as error:  # whatever the template raises about these messages
@@ -173,20 +182,33 @@ class Handler:
 
 
 def chat_template(text: str) -> Any:
-    """A chat template, which is a program: it runs where it can reach nothing. Raises `UsageError`."""
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
+    """A chat template, which is a program: it runs where it can reach nothing, and finds there what transformers gives
+    to templates. Raises `UsageError`."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %}``, which marks the assistant's own words for training: here it changes nothing."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
 
     def refuse(message: str) -> None:
         raise ValueError(message)
 
-    def to_json(value: Any, **how: Any) -> str:
-        return msgspec.json.encode(value).decode()
+    def to_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
 
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    extensions: list[Any] = [loopcontrols, Generation]
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     made.filters["tojson"] = to_json
     made.globals["raise_exception"] = refuse
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
         return made.from_string(text)
     except TemplateError as error:

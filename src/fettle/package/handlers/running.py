@@ -1,8 +1,8 @@
-"""The texts that a model writes at the same time: one joins or leaves between any two tokens.
+"""Continuous batching: texts that a model writes together, of which one joins or leaves between any two tokens.
 
-Each step gives every text that is being written its next token, by one call of the model, and then computes the
-prompts of those that joined, `prefill_tokens` of them at most: a long prompt makes the others wait for a part of it,
-never for all. What a prompt begins with is not computed again where a row of the cache has it.
+A step gives every text that is being written its next token, by one call of the model (decode), and then computes
+prompts of those that joined (prefill), `prefill_tokens` of them at most, so that a long prompt makes the others wait
+for a part of it only. What a prompt begins with is not computed again where a row of the KV cache has it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from fettle.package.handlers.cache import Cache
+from fettle.package.handlers.detokenizer import Detokenizer
 from fettle.package.handlers.generate import Ask, Piece, TokenLogprob
 from fettle.package.handlers.parts import LAST
 from fettle.package.handlers.sampling import choose, log_probabilities
-from fettle.package.handlers.writing import Writing
 
 if TYPE_CHECKING:
     from fettle.package.handlers.generate import Handler
@@ -41,12 +41,12 @@ class _Text:
     left: int
     """Tokens that may still come."""
     ask: Ask
-    writing: Writing
+    detokenizer: Detokenizer
     random: np.random.Generator
     kept: int = 0
     """Tokens whose keys and values are there."""
     writes: bool = False
-    """Whether only its last token is not computed yet, so that one call gives the next."""
+    """Whether its prompt is through: each step gives it a token."""
     reason: str = ""
 
 
@@ -86,8 +86,8 @@ class Running:
         handler = self.handler
         prompt = handler.prompt(ask)
         left = handler.room(prompt, ask)
-        writing = Writing(handler.tokenizer, prompt, ask.sampling.stop)
-        written = _Text(number, prompt, len(prompt), left, ask, writing, np.random.default_rng(ask.sampling.seed))
+        detokenizer = Detokenizer(handler.tokenizer, prompt, ask.sampling.stop)
+        written = _Text(number, prompt, len(prompt), left, ask, detokenizer, np.random.default_rng(ask.sampling.seed))
         self.texts.append(written)
         if self.cache is None or len(prompt) == 1:
             self._begin_to_write(len(self.texts) - 1)
@@ -185,11 +185,11 @@ class Running:
             text.reason = "stop"
         else:
             text.ids.append(token)
-            characters = text.writing.add(token)
-            text.reason = "stop" if text.writing.stopped else "" if text.left else "length"
+            characters = text.detokenizer.add(token)
+            text.reason = "stop" if text.detokenizer.stopped else "" if text.left else "length"
         if text.reason:
-            characters += text.writing.end()
-            if text.writing.stopped:  # by what was held back
+            characters += text.detokenizer.end()
+            if text.detokenizer.stopped:  # by what was held back
                 text.reason = "stop"
         logprobs: tuple[TokenLogprob, ...] = ()
         if sampling.logprobs is not None and not is_end:
@@ -202,7 +202,9 @@ class Running:
         own, best = log_probabilities(scores, token, most)
 
         def name(one: int) -> str:
-            return str(self.handler.tokenizer.decode([one], skip_special_tokens=False))
+            """As it stands within a text: at the beginning of one many tokenizers leave out the space before a word."""
+            once, twice = (self.handler.tokenizer.decode([one] * n, skip_special_tokens=False) for n in (1, 2))
+            return str(twice[len(once) :])
 
         return TokenLogprob(name(token), own, tuple((name(other), value) for other, value in best))
 

@@ -11,6 +11,9 @@ from msgspec import Meta
 
 from fettle.package.handlers.parts import Array, softmax
 
+_FEW = 1024
+"""Tokens that nearly always hold what `top_p` asks for."""
+
 
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How a text is to be written. What is left out of the distribution is left out in the order of these fields."""
@@ -55,19 +58,33 @@ def choose(logits: Array, wanted: Sampling, random: np.random.Generator, written
         scores[tokens] -= wanted.presence_penalty + wanted.frequency_penalty * counts
     if wanted.temperature == 0:
         return int(scores.argmax())
+    kept: Any = None
+    if 0 < wanted.top_k < len(scores):
+        kept = np.argpartition(-scores, wanted.top_k)[: wanted.top_k]
+        scores = scores[kept]
     with np.errstate(over="ignore"):  # the least temperatures: the likeliest stays at 0, all others at -infinity
         scores = (scores - scores.max()) / wanted.temperature
     if wanted.min_p:
         scores[scores < np.log(wanted.min_p)] = -np.inf
-    if 0 < wanted.top_k < len(scores):
-        scores[np.argpartition(-scores, wanted.top_k)[wanted.top_k :]] = -np.inf
     probabilities = softmax(scores)
     if wanted.top_p < 1:
-        order = np.argsort(-probabilities, kind="stable")
-        before = probabilities[order].cumsum() - probabilities[order]
-        probabilities[order[before >= wanted.top_p]] = 0  # the likeliest has nothing before it, and stays
-        probabilities /= probabilities.sum()
-    return int(random.choice(len(probabilities), p=probabilities))
+        likeliest = nucleus(probabilities, wanted.top_p)
+        kept = likeliest if kept is None else kept[likeliest]
+        probabilities = probabilities[likeliest] / probabilities[likeliest].sum()
+    place = random.choice(len(probabilities), p=probabilities)
+    return int(place if kept is None else kept[place])
+
+
+def nucleus(probabilities: Array, top_p: float) -> Array:
+    """The fewest likeliest tokens whose probabilities add up to `top_p`, the likeliest first."""
+    for most in (_FEW, len(probabilities)):  # to sort a vocabulary takes as long as a step of a small model
+        most = min(most, len(probabilities))
+        best = np.argpartition(-probabilities, most - 1)[:most]
+        best = best[np.argsort(-probabilities[best], kind="stable")]
+        sums = probabilities[best].cumsum()
+        if sums[-1] >= top_p:
+            break
+    return best[: int(np.searchsorted(sums, top_p)) + 1]
 
 
 def log_probabilities(logits: Array, token: int, most: int) -> tuple[float, list[tuple[int, float]]]:

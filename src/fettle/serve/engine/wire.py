@@ -50,6 +50,8 @@ class Load(_Message):
     cache_bytes: int = 0
     prefill_tokens: int = 256
     """For a model that writes texts, how many at once, as `ServeSettings` says."""
+    sharing: int = 1
+    """Workers on its device, which share the memory that is free."""
 
 
 class Run(_OfCall):

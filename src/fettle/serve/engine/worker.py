@@ -86,6 +86,7 @@ class Worker:
         process.write(wire.Load(
             str(pool.package.folder), sizes, self.threads, self.cores, pool.trust, self.device, pool.explains,
             settings.max_rows, settings.cache_bytes, settings.prefill_tokens,
+            sum(other.device == self.device for other in (*pool.workers, *pool.joining)),
         ))  # fmt: skip
         await self._loaded
 

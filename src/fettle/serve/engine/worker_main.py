@@ -72,6 +72,7 @@ class _Worker:
         import torch
 
         from fettle.package.handler import find_handler
+        from fettle.package.handlers.cache import usual_bytes
         from fettle.package.manifest import open_package
         from fettle.package.model_runner import ModelRunner
 
@@ -83,7 +84,8 @@ class _Worker:
         self.one = len(inputs) == 1 and inputs[0].batched
         self.runner = ModelRunner(package, load.device)
         self.handler = find_handler(package, self.runner, load.trust)
-        self.running = self.handler.running(load.rows, load.cache_bytes, load.prefill_tokens)
+        cache_bytes = load.cache_bytes or usual_bytes(load.device, load.sharing)
+        self.running = self.handler.running(load.rows, cache_bytes, load.prefill_tokens)
         self.texts = self.running.rows if self.running is not None else 0
         self._said_at = 0.0
         if load.explain:  # the server lets no explanation through without it

@@ -12,6 +12,7 @@ from fettle.serve.engine.refusal import NoSuchPath, Refusal
 from fettle.serve.engine.registry import Registry
 from fettle.serve.engine.spans import Spans
 from fettle.serve.http import about, generation, management, oip, openai, torchserve
+from fettle.serve.http.aside import aside
 from fettle.serve.http.call import Call, Limits, path_parts
 from fettle.serve.http.guard import Guard
 from fettle.serve.http.protocol import inflate
@@ -68,7 +69,7 @@ class App:
     async def answer(self, call: Call) -> Reply:
         """The answer to a request that is whole and was not refused. Raises nothing."""
         try:
-            self._unpack(call)
+            await self._unpack(call)
             reply = await self._route(call)
         except Refusal as refusal:
             return self.refused(call, refusal)
@@ -78,13 +79,14 @@ class App:
             reply = json_reply({"error": f"internal error, request {number}"}, 500)
         return self._noted(call, reply)
 
-    def _unpack(self, call: Call) -> None:
+    async def _unpack(self, call: Call) -> None:
         """Unpack a body that was sent compressed. It counts among the unanswered ones as large as it is now."""
         encoding = call.header(b"content-encoding").lower()
         if encoding in ("", "identity"):
             return
         packed = len(call.sent)
-        call.sent = inflate(call.sent, encoding, self.limits.max_body)
+        most = self.limits.max_body
+        call.sent = await aside(most, lambda: inflate(call.sent, encoding, most))
         self.unanswered += len(call.sent) - packed
         if self.unanswered > self.limits.max_unanswered:
             raise self.limits.too_much()

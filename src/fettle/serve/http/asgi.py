@@ -35,13 +35,20 @@ class Asgi:
             target = scope.get("raw_path") or scope["path"].encode()
             query = scope.get("query_string", b"")
             method = scope["method"].replace("HEAD", "GET")  # the server around us leaves the body out
+            gone = asyncio.Event()
             call = self._app.call(method, target + (b"?" + query if query else b""), dict(scope["headers"]),
-                                  lambda: False)  # fmt: skip
+                                  gone.is_set)  # fmt: skip
             call.began = time.perf_counter()
             with contextlib.suppress(_Gone):
-                await _send(await self._reply(call, receive), send)
+                refused = await self._refused(call, receive)
+                watching = asyncio.ensure_future(_watch(receive, gone))
+                try:
+                    await _send(refused or await self._answer(call), send)
+                finally:
+                    watching.cancel()
 
-    async def _reply(self, call: Call, receive: Receive) -> Reply:
+    async def _refused(self, call: Call, receive: Receive) -> Reply | None:
+        """Read the body: the answer to a request that is refused by its head or its body, None for the others."""
         refused = self._app.refusal(call)
         if refused is not None:
             return refused
@@ -52,11 +59,22 @@ class Asgi:
             return self._app.refused(call, Malformed("the body took too long to arrive", 408))
         except Malformed as error:
             return self._app.refused(call, error)
+        return None
+
+    async def _answer(self, call: Call) -> Reply:
         self._app.unanswered += len(call.sent)
         try:
             return await self._app.answer(call)
         finally:
             self._app.unanswered -= len(call.sent)
+
+
+async def _watch(receive: Receive, gone: asyncio.Event) -> None:
+    """Note that the client goes away, which is all that can come after the body."""
+    with contextlib.suppress(Exception):  # of the server around us
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone.set()
 
 
 async def _read(call: Call, receive: Receive) -> bytes:

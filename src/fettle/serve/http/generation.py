@@ -70,15 +70,19 @@ class Writing:
         self.answer = self._pool.submit(self._request)
         self.answer.add_done_callback(lambda _: self._came.put_nowait(None))
         self._first: bytes | None = None
+        self._begun = False
 
     async def begin(self) -> None:
         """Wait for the first piece: what is refused is refused by its status, before a stream has begun."""
-        self._first = await self._came.get()
+        if self._begun:
+            return
+        self._first, self._begun = await self._came.get(), True
         if self._first is None:
             await self.answer
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """All of them, after `begin`; fewer where the client goes. Raises `Refusal` where the writing breaks off."""
+        """All of them; fewer where the client goes. Raises `Refusal` where the writing breaks off."""
+        await self.begin()
         piece = self._first
         while piece is not None:
             if self._gone():
@@ -92,7 +96,6 @@ class Writing:
     async def whole(self) -> list[Piece]:
         """All pieces. Raises `Refusal`."""
         try:
-            await self.begin()
             pieces = [piece async for piece in self.pieces()]
         finally:
             self.stop()

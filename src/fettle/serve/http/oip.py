@@ -12,6 +12,7 @@ from fettle.serve.engine.refusal import Malformed, Refusal, Rejected
 from fettle.serve.engine.registry import Registry, Version
 from fettle.serve.engine.request import Request
 from fettle.serve.http import protocol
+from fettle.serve.http.aside import aside
 from fettle.serve.http.call import Call
 from fettle.serve.http.openapi import OBJECT, operation, ref
 from fettle.serve.http.reply import Reply, json_reply
@@ -29,9 +30,11 @@ async def infer(call: Call) -> Reply | None:
     version = call.choose(name, number)
     pool = version.pool
     pool.admit()
-    inference = protocol.read_request(
-        call.sent, _header_length(call), pool.specs, pool.output_specs, pool.settings.max_rows
-    )  # fmt: skip
+    json_bytes = _header_length(call)
+    inference = await aside(
+        len(call.sent) if json_bytes is None else json_bytes,
+        lambda: protocol.read_request(call.sent, json_bytes, pool.specs, pool.output_specs, pool.settings.max_rows),
+    )
     key = _key(inference, pool.specs)
     request = Request(inference.rows, key, inference.arrays, gone=call.gone, explain=explain)
     if explain:
@@ -47,7 +50,10 @@ async def infer(call: Call) -> Reply | None:
     else:
         outputs = [(pool.output_specs[index], answered.outputs[index], binary) for index, binary in inference.wanted]
     manifest = version.package.manifest
-    body, json_length = protocol.write_answer(inference.id, manifest.name, manifest.version, outputs)
+    body, json_length = await aside(
+        sum(array.nbytes for _, array, binary in outputs if not binary),
+        lambda: protocol.write_answer(inference.id, manifest.name, manifest.version, outputs),
+    )
     if json_length is None:
         return Reply(200, body, answer=answered)
     more = ((b"inference-header-content-length", str(json_length).encode()),)

@@ -51,9 +51,12 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
+    service_tier: str | None = None
 
     top_k: Annotated[int, Meta(ge=0)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=1, le=1)] | None = None
+    """As vLLM's own benchmark sends it; none is applied."""
     ignore_eos: bool | None = None
 
 
@@ -157,7 +160,8 @@ async def _completions(call: Call) -> Reply:
     wanted = _read(call, Completions)
     version = _version(call, wanted.model)
     sampling = _sampling(wanted, wanted.logprobs, wanted.max_tokens or 16)
-    asks = [msgspec.structs.replace(ask, sampling=sampling, strict=True) for ask in _prompts(wanted.prompt)]
+    strict = wanted.max_tokens is not None  # fewer than the protocol's usual 16 are no error
+    asks = [msgspec.structs.replace(ask, sampling=sampling, strict=strict) for ask in _prompts(wanted.prompt)]
     return await _Answer(call, version, wanted, asks, chat=False).reply()
 
 
@@ -239,8 +243,8 @@ class _Answer:
             kind = "chat.completion" if self.chat else "text_completion"
             ends = [pieces[-1] for pieces in texts]
             return json_reply({**self.head, "object": kind, "choices": choices, "usage": self._usage(ends)})
-        try:
-            await asyncio.gather(*(writing.begin() for writing in self.writings))
+        try:  # one choice of each prompt: the others may wait until it is whole
+            await asyncio.gather(*(writing.begin() for writing in self.writings[:: self.count]))
         except BaseException:
             self.stop()
             raise
@@ -273,7 +277,7 @@ class _Answer:
             self.offsets[index] += len(one.token)
         return {
             "tokens": [one.token for one in likely], "token_logprobs": [one.logprob for one in likely],
-            "top_logprobs": [dict(one.top) for one in likely], "text_offset": offsets,
+            "top_logprobs": [dict([*one.top, (one.token, one.logprob)]) for one in likely], "text_offset": offsets,
         }  # fmt: skip
 
     async def _events(self) -> AsyncGenerator[bytes, None]:

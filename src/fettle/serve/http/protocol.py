@@ -7,6 +7,7 @@ Source: the KServe "open inference protocol" and Triton's binary tensor data ext
 
 from __future__ import annotations
 
+import contextlib
 import math
 import zlib
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ import numpy as np
 
 from fettle.package.tensors import TensorSpec
 from fettle.serve.engine.refusal import Malformed
+from fettle.serve.http.aside import LARGE
 
 Array = np.ndarray[Any, Any]
 MAX_DIMS = 16
@@ -64,12 +66,12 @@ class Outputs(msgspec.Struct, omit_defaults=True):
 
 _requests = msgspec.json.Decoder(_Request)
 _ints = msgspec.json.Decoder(list[int])
-_flat: dict[str, msgspec.json.Decoder[Any]] = {
+_lists: dict[str, msgspec.json.Decoder[Any]] = {
     "f": msgspec.json.Decoder(list[float]), "i": _ints, "u": _ints, "b": msgspec.json.Decoder(list[bool])
 }  # fmt: skip
-_LEAVES: dict[str, tuple[type, ...]] = {"f": (int, float), "i": (int,), "u": (int,), "b": (bool,)}
-"""By numpy's letter for a dtype: how flat values are read, and the types that nested ones may have."""
-_nested = msgspec.json.Decoder(list[Any])
+"""By numpy's letter for a dtype: how flat values are read."""
+_VALUES = b"0123456789+-.eEtruefals \t\r\n"
+"""The bytes of numbers, true, false and white space."""
 _UNSUPPORTED = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset", "classification")
 
 
@@ -163,29 +165,46 @@ def _from_json(tensor: _Input, spec: TensorSpec, shape: tuple[int, ...]) -> Arra
     if count > len(data):
         raise Malformed(f"the input {spec.name} has fewer values than its shape {list(shape)}")
     try:
-        try:
-            values = _flat[spec.kind.kind].decode(data)
-        except msgspec.ValidationError:
-            values = _flattened(data, _LEAVES[spec.kind.kind])
-    except (msgspec.MsgspecError, RecursionError, ValueError):
-        raise Malformed(f"the input {spec.name} is not an array of {spec.datatype}") from None
-    try:
         with np.errstate(over="raise"):
-            wide = np.array(values, np.float64 if spec.kind.kind == "f" else spec.kind).astype(spec.kind)
-    except (ValueError, TypeError, OverflowError, FloatingPointError):
+            array = _values(data, spec, shape)
+    except (OverflowError, FloatingPointError):
         raise Malformed(f"the input {spec.name} holds a number that no {spec.datatype} can be") from None
-    if wide.size != count:
-        raise Malformed(f"the input {spec.name} has {wide.size} values; its shape {list(shape)} needs {count}")
-    return wide.reshape(shape)
+    except msgspec.MsgspecError:
+        raise Malformed(f"the input {spec.name} is not an array of {spec.datatype}") from None
+    if array.size != count:
+        raise Malformed(f"the input {spec.name} has {array.size} values; its shape {list(shape)} needs {count}")
+    return array.reshape(shape)
 
 
-def _flattened(data: bytes, allowed: tuple[type, ...]) -> list[Any]:
-    """The leaves of nested lists, in order. ValueError unless all rows are alike and all leaves of these types."""
-    array = np.array(_nested.decode(data), dtype=object)
-    flat: list[Any] = array.ravel().tolist()
-    if not all(type(value) in allowed for value in flat):
-        raise ValueError
-    return flat
+def _values(data: bytes, spec: TensorSpec, shape: tuple[int, ...]) -> Array:
+    """The values of flat or nested JSON, in order. Large data are decoded piece by piece: decoding one is a single call
+    into C, during which no other thread can run."""
+    decode = _lists[spec.kind.kind].decode
+    if len(data) < LARGE:
+        with contextlib.suppress(msgspec.ValidationError):  # nested
+            return _as_array(decode(data), spec)
+    arrays, brackets, begin = [], [], 0
+    while begin < len(data):
+        end = data.find(b",", begin + LARGE)
+        piece = data[begin : end if end >= 0 else len(data)]
+        arrays.append(_as_array(decode(b"[%b]" % piece.translate(None, b"[]")), spec))
+        brackets.append(piece.translate(None, _VALUES))
+        begin += len(piece) + 1
+    if b",".join(brackets) not in (_brackets(shape), _brackets((math.prod(shape),))):
+        raise Malformed(f"the input {spec.name} has other values than its shape {list(shape)}, flat or nested like it")
+    return np.concatenate(arrays)
+
+
+def _as_array(values: list[Any], spec: TensorSpec) -> Array:
+    return np.array(values, np.float64 if spec.kind.kind == "f" else spec.kind).astype(spec.kind)
+
+
+def _brackets(shape: tuple[int, ...]) -> bytes:
+    """What is left of an array of this shape, as JSON, without its values: ``[[,,],[,,]]``."""
+    left = b""
+    for size in reversed(shape):
+        left = b"[%b]" % ((left + b",") * (size - 1) + left)
+    return left
 
 
 def _raw_request(body: bytes, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Inference:
@@ -243,10 +262,19 @@ def write_answer(
             raw.append(np.ascontiguousarray(array).tobytes())
             tensor.parameters = {"binary_data_size": len(raw[-1])}
         else:
-            tensor.data = array.ravel().tolist()
+            tensor.data = _data(array)
         tensors.append(tensor)
     text = msgspec.json.encode(Outputs(model, version, tensors, request_id))
     return b"".join([text, *raw]), len(text) if raw else None
+
+
+def _data(array: Array) -> Any:
+    """An array's values for msgspec to encode; many are encoded piece by piece, as `_values` reads them."""
+    flat, some = array.ravel(), LARGE // 8
+    if flat.size <= some:
+        return flat.tolist()
+    pieces = [msgspec.json.encode(flat[begin : begin + some].tolist()) for begin in range(0, flat.size, some)]
+    return msgspec.Raw(b"[%b]" % b",".join(piece[1:-1] for piece in pieces))
 
 
 def inflate(body: bytes, encoding: str, most: int) -> bytes:

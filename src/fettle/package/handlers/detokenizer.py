@@ -1,4 +1,4 @@
-"""One text that grows by tokens, told as characters: whole ones only, and nothing that a stop string may still take."""
+"""Incremental detokenization: tokens in, whole characters out, and none of those that may begin a stop string."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _BEFORE = 6
 """Tokens of the prompt that are decoded with the first new ones: whether a space stands between depends on them."""
 
 
-class Writing:
-    """Tokens in, text out. The pieces add up to the decoded text, cut before the first of the stop strings."""
+class Detokenizer:
+    """One text. Its pieces add up to the decoded text, cut before the first of the stop strings."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._decode, self._stop = tokenizer.decode, stop
