@@ -90,6 +90,8 @@ def _print(console: Console, analysis: Analysis, difference: Difference | None) 
     if difference is None:
         _print_analysis(console, analysis)
         return
+    if (fit := analysis.fit) is not None:
+        console.print(f"Would {size_text(fit.request_bytes)} more have fitted in the first? {escape(fit.sentence)}")
     for note in difference.notes:
         console.print(f"[yellow]note:[/] {escape(note)}")
     for table in tables.changes(difference):
