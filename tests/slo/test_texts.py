@@ -245,6 +245,8 @@ def test_the_command_says_what_is_wrong(run_fettle, store, tmp_path, monkeypatch
         (("a.py:b", "--ttft", "1s"), "need a package"), ((store / "net-1", "--itl", "0ms"), "more than 0"),
         ((store / "net-1", "--itl", "1s", "--p99", "1s"), "without --p99"),
         ((store / "net-1", "--itl", "1s", "--prompt-tokens", "x"), "not a length"),
+        ((store / "net-1", "--itl", "1s", "-o", "load.csv"), "name a folder"),
+        (("a.py:b", "--p99", "1s", "--study", "night"), "--storage"),
     ):  # fmt: skip
         found = run_fettle("serve", "slo", *given)
         assert (found.code, said in found.err) == (2, True), found.err

@@ -111,6 +111,8 @@ def command(
     token = read_text(token_file).strip() if token_file is not None else ""
     limits = TextLimits(_options.duration_s(ttft or "0", "--ttft"), _options.duration_s(itl or "0", "--itl"))
     if _of_texts(url):
+        if body is not None:
+            raise UsageError("--body is for other URLs: prompts for /v1 are made up, or those of --texts FILE")
         lines = text_lines(prompt_tokens, output_tokens, texts, seed=seed)
         requests = text_requests(url, lines, model=model, seed=seed, token=token)
     elif ttft or itl or texts:
@@ -294,5 +296,6 @@ def _changes(changes: list[Change]) -> Table:
 
 
 def _markdown(runs: list[Run]) -> str:
-    rows = [_COLUMNS, ["---"] * len(_COLUMNS), *(_row(run) for run in runs)]
+    cells = ([" ".join(cell.split()).replace("|", "\\|") for cell in _row(run)] for run in runs)
+    rows = [_COLUMNS, ["---"] * len(_COLUMNS), *cells]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"

@@ -116,6 +116,8 @@ def command(
     from fettle.package import host
     from fettle.report import write_slo_report
 
+    if study and storage is None:
+        raise UsageError("--study is the name of a study in a --storage: name that, too")
     if ttft or itl:
         if p99 is not None or storage is not None or recipe or price:
             raise UsageError("--ttft and --itl are for a package that writes texts, without --p99, recipes and prices")
