@@ -18,13 +18,14 @@ from rich.console import Console
 from fettle.errors import UsageError
 from fettle.measure import Interval
 from fettle.report import _format as fmt
-from fettle.report import cell, load_result, page, print_result, progress, save, to_json, write_charts
+from fettle.report import cell, load_result, page, print_result, progress, save, save_result, to_json, write_charts
 from fettle.report._facts import checks, front_trials, levers, ranked, status_of
 from fettle.report._ladder import throughput_rows
 from fettle.report._verdict import headline, verdict
 from fettle.report.data import from_json
 from fettle.result import Reference, Rung
 from fettle.tuning import Event
+from tests.conftest import Run
 from tests.report.made_up import BEST, EVAL, HOSTILE, degenerate, resnet, trial
 
 ALL = {"full": resnet(), **degenerate()}
@@ -375,3 +376,9 @@ def test_where_the_finalists_fell_in_the_final_race_it_does_not_say_that_none_ke
     said = verdict(dataclasses.replace(result, limits=resnet().limits, nearest=[fine]))
     assert "final race" in said
     assert "no recipe keeps the limits" not in said
+
+
+def test_nothing_is_printed_where_the_page_cannot_be_written(tmp_path: Path, run_fettle: Run) -> None:
+    save_result(resnet(), tmp_path / "result.json")
+    said = run_fettle("report", tmp_path, "--json", "--output", tmp_path / "result.json" / "page.html")
+    assert (said.code, said.out) == (2, "")
