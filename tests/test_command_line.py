@@ -4,14 +4,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fettle
-from fettle.cli import COMMANDS, _options
+from fettle.cli import COMMANDS, _options, _show
+from fettle.cli._console import console
 from fettle.cli._old_spellings import as_options, renewed
 from fettle.errors import UsageError
+from fettle.page import Table
+from fettle.techniques import Level
 
 
 def test_the_versions(run_fettle) -> None:
@@ -112,6 +116,7 @@ def step():
         ["plan", "loud.py", "--world-size", "2", "--strategy", "ddp", "--json"],
         ["serve", "package", "loud.py:served", "--json"],
         ["trace", "record", "loud.py:step", "--active", "1", "--warmup", "1", "--json"],
+        ["doctor", "loud.py", "--fail-on", "never", "--json"],
     ],
 )
 def test_what_libraries_print_does_not_reach_the_terminal(tmp_path: Path, arguments: list[str]) -> None:
@@ -153,6 +158,35 @@ def test_shares_devices_and_outputs_have_one_form() -> None:
     ):  # fmt: skip
         with pytest.raises(UsageError):
             wrong()
+
+
+def test_a_files_name_is_no_folder(run_fettle, tmp_path: Path) -> None:
+    for wrong in (["tune", "m.py"], ["improve", "m.py"], ["study", "m.py"], ["container", "r.toml"],
+                  ["bench", "m.py", "--against", "main"]):  # fmt: skip
+        said = run_fettle(*wrong, "--output", "out.html")
+        assert (said.code, said.err.count("\n")) == (2, 1)
+        assert "a folder" in said.err
+    (tmp_path / "old.html").mkdir()
+    for folder in (Path("run-1.5"), tmp_path / "old.html"):
+        assert _options.output_folder(folder) == folder
+
+
+TRICKY = "a:100:b[bold]c[/x]"
+"""What rich would read as an emoji, a style, and the end of one that never began."""
+
+
+def test_texts_are_printed_as_they_are(run_fettle, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    assert run_fettle("diagnose", f"{TRICKY}.json").err == f"fettle: no such trace file: {TRICKY}.json\n"
+    _show.print_table(console(), Table([f"column {TRICKY}"], [[f"cell {TRICKY}"]]), f"title {TRICKY}")
+    printed = capsys.readouterr().out
+    assert all(f"{part} {TRICKY}" in printed for part in ("title", "column", "cell"))
+    levels = [Level("fast", f"summary {TRICKY}", f"needs {TRICKY}")]
+    made_up = SimpleNamespace(name="made-up", title="", default="off", modes=("inference",), levels=lambda _: levels)
+    monkeypatch.setattr("fettle.techniques.CATALOGUE", [made_up])
+    monkeypatch.setenv("COLUMNS", "120")
+    said = run_fettle("techniques").out
+    assert f"summary {TRICKY}" in said
+    assert f"needs {TRICKY}" in said
 
 
 def test_an_error_of_the_file_system_is_one_line(run_fettle) -> None:

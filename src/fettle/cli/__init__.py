@@ -13,11 +13,11 @@ import sys
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 import fettle
 from fettle.cli import _old_spellings, _quiet
+from fettle.cli._console import console
 from fettle.cli._lazy import SETTINGS, LazyGroup
 from fettle.errors import UsageError
 
@@ -131,5 +131,5 @@ def main() -> None:
 
 def _fail(message: str, code: int = 2) -> NoReturn:
     line = escape(" ".join(message.split()))  # a message may hold brackets: [batch], torch-fettle[ray]
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]fettle:[/] {line}")
+    console(error=True, soft_wrap=True).print(f"[bold red]fettle:[/] {line}")
     sys.exit(code)

@@ -16,6 +16,8 @@ from fettle.files import write_text
 
 _DURATION = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]*)?|\.[0-9]+)\s*(ms|s|m|min|h)?\s*")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_OF_FILES = {".html", ".csv", ".parquet", ".json", ".md", ".png", ".svg", ".pdf", ".toml"}
+"""Suffixes by which somebody means a file, where another command, or this one for something else, writes such files."""
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 
 Target = Annotated[str, typer.Argument(help="path/to/file.py:factory or package.module:factory")]
@@ -92,16 +94,23 @@ def one_device(text: str, also: Sequence[str] = ()) -> str:
 
 def outputs(paths: Sequence[Path] | None, *suffixes: str, folder: bool = False) -> dict[str, Path]:
     """What each ``--output`` is for, by suffix; without any it is the `folder` (key ``""``), if there can be one."""
-    known = (*suffixes, *([""] if folder else []))
     by_suffix: dict[str, Path] = {}
     for path in paths or ():
-        suffix = path.suffix.lower() if path.suffix.lower() in suffixes or not folder else ""
-        if suffix not in known:
-            raise UsageError(f"--output {path}: name a file that ends in {' or '.join(suffixes)}")
+        suffix = path.suffix.lower()
+        if folder and suffix not in suffixes and (suffix not in _OF_FILES or path.is_dir()):
+            suffix = ""
+        elif suffix not in suffixes:
+            known = [*([f"a file that ends in {' or '.join(suffixes)}"] if suffixes else []), *["a folder"] * folder]
+            raise UsageError(f"--output {path}: name {' or '.join(known)}")
         if suffix in by_suffix:
             raise UsageError(f"--output {path}: {by_suffix[suffix]} is named for that already")
         by_suffix[suffix] = path
     return by_suffix
+
+
+def output_folder(path: Path) -> Path:
+    """The folder of an ``--output``. Raises `UsageError` where a file's name was given."""
+    return outputs([path], folder=True)[""]
 
 
 def technique_levels(options: Sequence[str]) -> dict[str, list[str]]:

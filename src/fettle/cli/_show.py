@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table as RichTable
 
+from fettle.cli._console import console
 from fettle.files import plain
 
 if TYPE_CHECKING:
@@ -28,11 +29,11 @@ _STYLES = {"winner": "green", "failed": "red"}
 @contextmanager
 def telling(first: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
     """A line that says what is going on, and changes in place: on standard error, where that is a terminal."""
-    console = Console(file=sys.stderr, highlight=False)  # this one, also while a factory has another
-    if quiet or not console.is_terminal:
+    out = console(file=sys.stderr)  # this one, also while a factory has another
+    if quiet or not out.is_terminal:
         yield lambda text: None
         return
-    with console.status(escape(first)) as status:
+    with out.status(escape(first)) as status:
         yield lambda text: status.update(escape(text))
 
 
@@ -60,15 +61,15 @@ def bar(first: str, *, quiet: bool = False, lines: bool = False) -> Iterator[Cal
 
     Elsewhere nothing, or with `lines` one for each.
     """
-    console = Console(file=sys.stderr, highlight=False)
-    if quiet or not (console.is_terminal or lines):
+    out = console(file=sys.stderr)
+    if quiet or not (out.is_terminal or lines):
         yield lambda doing, done, of: None
-    elif not console.is_terminal:
-        yield lambda doing, done, of: console.print(f"[{done}/{of}] {doing}", markup=False)
+    elif not out.is_terminal:
+        yield lambda doing, done, of: out.print(f"[{done}/{of}] {doing}", markup=False)
     else:
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=18), TimeElapsedColumn(), TextColumn("left"),
                    TimeRemainingColumn())  # fmt: skip
-        with Progress(*columns, console=console, transient=True) as progress:
+        with Progress(*columns, console=out, transient=True) as progress:
             task = progress.add_task(escape(first), total=None)
             yield lambda doing, done, of: progress.update(
                 task, description=escape(doing[:70]), completed=done, total=of
@@ -82,10 +83,10 @@ def answer(
     if as_json:
         print(json.dumps(plain(data())))
         return
-    console = Console(highlight=False)
-    say(console)
+    out = console()
+    say(out)
     if report is not None:
-        console.print(f"\nreport: {escape(str(report))}", soft_wrap=True)
+        out.print(f"\nreport: {escape(str(report))}", soft_wrap=True)
 
 
 def leave(*, interrupted: bool = False, missed: bool = False) -> None:
@@ -105,7 +106,7 @@ def print_comparison(console: Console, comparison: Comparison, under_load: bool 
     for recipe in comparison.left_out:
         console.print(f"There was no time for {recipe}: give a larger --budget.", markup=False)
     for line in load_lines(comparison.trials, under_load):
-        console.print(line)
+        console.print(line, markup=False)
     if (fetched := fetching(comparison.trials[0].slices)) is not None:
         console.print(f"The model as given takes {fetched}.", markup=False)
 
@@ -122,14 +123,14 @@ def print_table(console: Console, table: Table, title: str = "", without: Collec
     needed = [_least_width(name, texts, name in table.numbers) for name, texts in columns]
     gap = 2 if sum(needed) + 2 * len(needed) <= console.width else 1
     shown = RichTable(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim", title_justify="left",
-                      title=title or table.caption, title_style="bold")  # fmt: skip
+                      title=escape(title or table.caption), title_style="bold")  # fmt: skip
     fit = max(1, sum(sum(needed[: i + 1]) + gap * i < console.width for i in range(len(columns))))
     room = console.width - sum(needed[:fit]) - gap * fit
     for (name, texts), width in zip(columns[:fit], needed, strict=False):  # what room is left goes to them in order
         more = max(0, min(room, max(map(len, (name, *texts))) - width))
         room -= more
         right = name in table.numbers
-        shown.add_column(name, justify="right" if right else "left", overflow="fold", width=width + more)
+        shown.add_column(escape(name), justify="right" if right else "left", overflow="fold", width=width + more)
     for number, kind in enumerate(table.kinds or [""] * len(rows)):
         shown.add_row(*(escape(texts[number]) for _, texts in columns[:fit]), style=_STYLES.get(kind, ""))
     console.print()

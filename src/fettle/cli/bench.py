@@ -98,7 +98,7 @@ def command(
             3e-2 if fail_slower is None else _options.share(fail_slower, "--fail-slower"),
             None if fail_memory is None else _options.share(fail_memory, "--fail-memory"),
             processes, confidence, rounds, _options.duration_s(budget, "--budget") or None, mode, tuple(link or ()),
-            same_environment, output or _OUTPUT, under_load, polite,
+            same_environment, _options.output_folder(output or _OUTPUT), under_load, polite,
         )  # fmt: skip
         with _ended_in_order():
             if bisect:

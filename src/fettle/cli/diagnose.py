@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from fettle.cli import _options, _show
+from fettle.cli._console import console
 from fettle.errors import UsageError
 from fettle.files import check_writable
 
@@ -64,7 +65,7 @@ def command(
     """
     from fettle.diagnose import diagnose, diagnosis_json
 
-    allowed = _allowed(fail_on)
+    allowed, budget_s = _allowed(fail_on), _options.duration_s(budget, "--budget")
     check_writable(output)
     with _show.telling("starting", quiet=as_json) as show:
         diagnosis = diagnose(
@@ -76,18 +77,16 @@ def command(
             mode=mode,
             on_progress=show,
         )
-        checked = _verified(diagnosis, target, _options.duration_s(budget, "--budget"), show) if verify else []
+        checked = _verified(diagnosis, target, budget_s, show) if verify else []
         if output is not None:
             from fettle.diagnose.report import write_report
 
             write_report(diagnosis, checked, output, shlex.join(["fettle", *sys.argv[1:]]))
     over = _over(diagnosis, allowed)
     more = {"verified": [_verified_json(item) for item in checked], "over_the_limit": over}
-    _show.answer(
-        as_json, lambda: diagnosis_json(diagnosis) | more, lambda console: _print(diagnosis, checked, console), output
-    )
+    _show.answer(as_json, lambda: diagnosis_json(diagnosis) | more, lambda out: _print(diagnosis, checked, out), output)
     for line in () if as_json else over:
-        Console(stderr=True, highlight=False).print(f"[bold red]limit not kept[/]: {line}")
+        console(error=True).print(f"[bold red]limit not kept[/]: {line}")
     _show.leave(missed=bool(over))
 
 

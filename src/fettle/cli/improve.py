@@ -52,7 +52,7 @@ def command(
     settings = Settings(
         data=data, skip=tuple(skip or ()), budget_s=_options.duration_s(budget, "--budget"),
         limits=Limits(max_error=max_error), techniques=_options.technique_levels(technique or []), atlas=atlas,
-        mode=mode, output=output,
+        mode=mode, output=_options.output_folder(output),
     )  # fmt: skip
     with progress(quiet=as_json) as show:
         improvement = improve(target, settings, show, quietly=_quiet.users_code_quiet,

@@ -95,6 +95,7 @@ def command(
     for name in allow or ():
         if name != "batch-size":
             raise UsageError(f"--allow {name}: fettle can be allowed to change batch-size")
+    output = _options.output_folder(output)
     limits = Limits(
         max_error=error_limit(max_error, max_metric_drop),
         min_agreement=min_agreement,

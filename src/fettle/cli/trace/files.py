@@ -93,7 +93,7 @@ def augment(
     added = T.augment(trace, target, path=T.critical_path(trace))
     data = {"file": str(target), "added_events": added}
     text = f"wrote {target}: {count_text(added, 'event')} added"
-    _show.answer(as_json, lambda: data, lambda console: console.print(text))
+    _show.answer(as_json, lambda: data, lambda console: console.print(text, markup=False, soft_wrap=True))
 
 
 @app.command()
@@ -118,7 +118,7 @@ def report(
     failed = T.write_report(open_traces(source, fresh, own_end), output, before=earlier)
     text = f"wrote {output}" + "".join(f"\nnot answered: {line}" for line in failed)
     data = {"file": str(output), "not_answered": failed}
-    _show.answer(as_json, lambda: data, lambda console: console.print(text, markup=False))
+    _show.answer(as_json, lambda: data, lambda console: console.print(text, markup=False, soft_wrap=True))
 
 
 @app.command()
@@ -160,4 +160,4 @@ def record(
                     )
                 profiler.step()
     data = {"file": str(output), "steps": active}
-    _show.answer(as_json, lambda: data, lambda console: console.print(f"wrote {output}"))
+    _show.answer(as_json, lambda: data, lambda console: console.print(f"wrote {output}", markup=False, soft_wrap=True))

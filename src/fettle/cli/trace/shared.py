@@ -16,12 +16,12 @@ from rich.markup import escape
 
 from fettle import trace as T
 from fettle.cli import _show
+from fettle.cli._console import console
+from fettle.cli._lazy import SETTINGS
 from fettle.files import plain
 from fettle.trace.model import Trace
 
-app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode="rich", help="Analyse profiler traces: where the time went, and why."
-)
+app = typer.Typer(help="Analyse profiler traces: where the time went, and why.", **SETTINGS)
 
 Source = Annotated[
     Path, typer.Argument(help="a trace (.json, .json.gz), or a folder with one trace a rank", show_default=False)
@@ -99,16 +99,14 @@ def read_traces(path: Path, fresh: bool = False) -> list[Trace]:
 
 def open_traces(path: Path, fresh: bool = False, own_end: bool = False) -> list[Trace]:
     """Read a trace or a folder, and say what was left out of it and which answers are uncertain."""
-    console = Console(stderr=True, highlight=False)
+    out = console(error=True)
     traces = [replace(trace, own_end=own_end) for trace in read_traces(path, fresh)]
     for trace in traces:
         for note in trace.facts.notes:
-            console.print(f"[yellow]rank {trace.rank}: {escape(note)}[/]")
+            out.print(f"[yellow]rank {trace.rank}: {escape(note)}[/]")
         uncertain = T.trace_health(trace).uncertain
         if uncertain:
-            console.print(
-                f"[yellow]rank {trace.rank}: uncertain: {', '.join(uncertain)}; see 'fettle trace health'[/]",
-            )
+            out.print(f"[yellow]rank {trace.rank}: uncertain: {', '.join(uncertain)}; see 'fettle trace health'[/]")
     return traces
 
 
@@ -136,14 +134,14 @@ def show(
             data["uncertain"] = known | {rank: [*known.get(rank, []), *more] for rank, more in more_doubts.items()}
         print(json.dumps(plain(data), default=str))
         return
-    console = Console(highlight=False)
+    out = console()
     for key, value in (notes or {}).items():
-        console.print(f"{key}: {value}", markup=False)
+        out.print(f"{key}: {value}", markup=False)
     for name, frame in frames.items():
         if frame.height:
-            _print_table(console, name.replace("_", " "), frame, rows)
+            _print_table(out, name.replace("_", " "), frame, rows)
         else:
-            console.print(f"{name.replace('_', ' ')}: nothing")
+            out.print(f"{name.replace('_', ' ')}: nothing")
 
 
 def doubts(traces: dict[str, Trace]) -> dict[str, list[str]]:
@@ -155,7 +153,7 @@ def doubts(traces: dict[str, Trace]) -> dict[str, list[str]]:
 _CLOCK = ("start_ns", "end_ns", "ts_ns", "first_ns")
 
 
-def _print_table(console: Console, title: str, frame: pl.DataFrame, rows: int) -> None:
+def _print_table(out: Console, title: str, frame: pl.DataFrame, rows: int) -> None:
     """One table; columns that say nothing are left out."""
     from fettle.trace.report.section import as_table, cell
 
@@ -167,9 +165,9 @@ def _print_table(console: Console, title: str, frame: pl.DataFrame, rows: int) -
     empty = [c for c in frame.columns if c.startswith("idle_") and frame[c].dtype.is_numeric() and not frame[c].sum()]
     shared = ", ".join(f"{c} {frame[c][0]}" for c in same if frame[c][0] != -1)
     table = as_table(frame.drop(same, empty), rows, title + (f" ({shared})" if shared else ""), cell)
-    _show.print_table(console, table, escape(table.caption))
+    _show.print_table(out, table)
     if frame.height > rows:
-        console.print(f"{frame.height - rows} more rows: --rows {frame.height}")
+        out.print(f"{frame.height - rows} more rows: --rows {frame.height}")
 
 
 def write_chart(path: Path | None, make: Callable[[Any], Any]) -> None:
@@ -178,4 +176,4 @@ def write_chart(path: Path | None, make: Callable[[Any], Any]) -> None:
         from fettle.trace.report import charts
 
         charts.save(make(charts), path)
-        Console(stderr=True, highlight=False).print(f"wrote {path}")
+        console(error=True).print(f"wrote {path}", markup=False, soft_wrap=True)
