@@ -35,6 +35,9 @@ StudyOutput = Annotated[
 TrialTimeout = Annotated[str, typer.Option(help="longest time for one recipe to get ready")]
 UnderLoad = Annotated[bool, typer.Option(help="measure while the machine does other work, by elapsed time")]
 Polite = Annotated[bool, typer.Option(help="never take priority over other processes")]
+LatencyLimit = Annotated[
+    str | None, typer.Option("--p99", help="latency limit for 99% of the requests, for example 100ms")
+]
 FirstToken = Annotated[
     str | None, typer.Option(help="text: limit for 99% of the times to the first token, for example 500ms")
 ]

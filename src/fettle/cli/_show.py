@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
+import signal
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,16 +80,45 @@ def bar(first: str, *, quiet: bool = False, lines: bool = False) -> Iterator[Cal
 
 
 def answer(
-    as_json: bool, data: Callable[[], Any], say: Callable[[Console], object], report: Path | None = None
+    as_json: bool,
+    data: Callable[[], Any],
+    say: Callable[[Console], object],
+    report: Path | None = None,
+    wrote: Sequence[Path] = (),
 ) -> None:
-    """What a command found: as JSON for machines, else said to people, with the place of its report."""
+    """What a command found: as JSON for machines, else said to people, with the place of its report or all it wrote."""
     if as_json:
         print(json.dumps(plain(data())))
         return
     out = console()
     say(out)
     if report is not None:
-        out.print(f"\nreport: {escape(str(report))}", soft_wrap=True)
+        out.print(f"\nreport: {report}", markup=False, soft_wrap=True)
+    if wrote:
+        out.print(f"\nwrote {', '.join(map(str, wrote))}", markup=False, soft_wrap=True)
+
+
+def command_line() -> str:
+    """The command as it was typed, for what is written."""
+    return shlex.join(["fettle", *sys.argv[1:]])
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """SIGTERM, which a cluster or a CI system sends before it takes the machine away, is an interrupt: what is known is
+    written, and what was begun is given back, on the way out."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def leave(*, interrupted: bool = False, missed: bool = False) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -81,7 +79,7 @@ def command(
         if output is not None:
             from fettle.diagnose.report import write_report
 
-            write_report(diagnosis, checked, output, shlex.join(["fettle", *sys.argv[1:]]))
+            write_report(diagnosis, checked, output, _show.command_line())
     over = _over(diagnosis, allowed)
     more = {"verified": [_verified_json(item) for item in checked], "over_the_limit": over}
     _show.answer(as_json, lambda: diagnosis_json(diagnosis) | more, lambda out: _print(diagnosis, checked, out), output)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,7 +54,7 @@ def command(
     )  # fmt: skip
     with progress(quiet=as_json) as show:
         improvement = improve(target, settings, show, quietly=_quiet.users_code_quiet,
-                              command=shlex.join(["fettle", *sys.argv[1:]]))  # fmt: skip
+                              command=_show.command_line())  # fmt: skip
     shown = {name: getattr(improvement, name) for name in ("target", "headline", "interrupted", "steps")}
     _show.answer(
         as_json, lambda: shown, lambda console: _print(improvement, console), improvement.folder / "improve.html"

@@ -37,6 +37,4 @@ def command(
     page = wanted.get(".html", path.parent / "report.html")
     write_report(result, page)
     written = [page, *(write_charts(result, wanted[""]) if "" in wanted else [])]
-    _show.answer(as_json, lambda: to_json(result), lambda console: print_result(result, console))
-    if not as_json:
-        print("\nwrote " + ", ".join(str(item) for item in written))
+    _show.answer(as_json, lambda: to_json(result), lambda console: print_result(result, console), wrote=written)

@@ -216,9 +216,8 @@ def show(
         as_json,
         lambda: study_json(table, analyses, done, theirs),
         lambda console: _print(console, table, analyses, done, theirs),
+        wrote=paths,
     )
-    if not as_json:
-        print("\nwrote " + ", ".join(str(path) for path in paths))
     _show.leave(interrupted=done is not None and done.interrupted)
 
 
@@ -307,7 +306,9 @@ def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Gr
     from fettle.studies.ladder_chart import beside
     from fettle.units import size_text
 
-    grid = Grid(title=name, box=None, title_justify="left", title_style="bold", header_style="dim", pad_edge=False)
+    grid = Grid(
+        title=escape(name), box=None, title_justify="left", title_style="bold", header_style="dim", pad_edge=False
+    )
     grid.add_column("step")
     grown = any(rung.grown for rung in rungs)
     for column in ("per second", "speed-up", *(["published"] if theirs else []), "memory", "error",

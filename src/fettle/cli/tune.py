@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -130,14 +128,8 @@ def command(
         polite=polite,
     )
     with progress(quiet=as_json) as show:
-        result = tune(
-            target,
-            options=options,
-            on_progress=_show.after_spoilers(show),
-            command=shlex.join(["fettle", *sys.argv[1:]]),
-        )
+        on_progress = _show.after_spoilers(show)
+        result = tune(target, options=options, on_progress=on_progress, command=_show.command_line())
     paths = save(result, output)
-    _show.answer(as_json, lambda: to_json(result), lambda console: print_result(result, console))
-    if not as_json:
-        print("\nwrote " + ", ".join(str(path) for path in paths))
+    _show.answer(as_json, lambda: to_json(result), lambda console: print_result(result, console), wrote=paths)
     _show.leave(interrupted=result.interrupted, missed=result.winner is None)

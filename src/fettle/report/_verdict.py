@@ -202,16 +202,15 @@ def _unchanged(result: Outcome) -> str:
     goals = {"memory": "needs less memory", "energy": "needs less energy", "startup": "starts sooner",
              "warm-startup": "starts sooner"}  # fmt: skip
     what = goals.get(result.goal, "is certainly faster")
-    tried = "the one other recipe" if others == 1 else f"none of the {others} other recipes"
     if others == 1:
-        return f"Leave it as it is: {tried} that was tried is not one that {what} and keeps the limits."
-    return f"Leave it as it is: {tried} tried {what} and keeps the limits."
+        return f"Leave it as it is: the one other recipe that was tried is not one that {what} and keeps the limits."
+    return f"Leave it as it is: none of the {others} other recipes tried {what} and keeps the limits."
 
 
 def _other_goal(result: Outcome, winner: Trial, how: str, answers: str) -> str:
     noun = _GOAL_NOUN[result.goal]
     before, after = _goal_values(result)
-    show = {"memory": fmt.size, "energy": fmt.joules, "startup": fmt.seconds}.get(result.goal, fmt.seconds)
+    show = {"memory": fmt.size, "energy": fmt.joules}.get(result.goal, fmt.seconds)
     pace = f"in speed it is {_pace(winner.speedup)}"
     if before is None or after is None:
         return f"The winner is {how}, but its {noun} cannot be compared with the model as given; {pace}, {answers}."

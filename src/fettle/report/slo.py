@@ -1,6 +1,6 @@
 """The report of a search for a service level: one HTML file that needs no network.
 
-It reads the plain data of the search (`fettle.slo.outcome.plain`), which is also what ``result.json`` holds.
+It reads the plain data of the search (`fettle.slo.outcome.as_data`), which is also what ``result.json`` holds.
 """
 
 from __future__ import annotations
@@ -88,9 +88,6 @@ def slo_figures(data: Data) -> list[Figure]:
     return [Figure(name, title, words, as_spec(chart)) for name, title, words, chart in drawn if chart is not None]
 
 
-# -- capacity ---------------------------------------------------------------------------------------------------------
-
-
 def _branch_of(point: Data) -> tuple[Any, ...]:
     return (point["workers"], point["threads"], point["device"], point["variant"])
 
@@ -148,9 +145,6 @@ def _capacity_words(data: Data) -> str:
     return "Lines: " + "; ".join(f"up to {row['rows']} rows {row['capacity']:.4g}/s" for row in rows) + "."
 
 
-# -- cost -------------------------------------------------------------------------------------------------------------
-
-
 def _cost_rows(data: Data) -> Rows:
     return [
         {"branch": branch["branch"], **entry, "row_ms": entry["median_ms"] / entry["rows"],
@@ -181,9 +175,6 @@ def cost(data: Data) -> Drawn | None:
 def _cost_words(data: Data) -> str:
     main = [row for row in _cost_rows(data) if row["main"]]
     return "Line: " + "; ".join(f"{row['rows']} rows {_ms(row['median_ms'])}" for row in main) + "."
-
-
-# -- prediction -------------------------------------------------------------------------------------------------------
 
 
 def _prediction_rows(data: Data) -> Rows:
@@ -224,9 +215,6 @@ def _prediction_words(data: Data) -> str:
     return (
         f"{len(rows)} load tests; the median distance from the prediction is {off[len(off) // 2]:.0%}." if off else ""
     )
-
-
-# -- front ------------------------------------------------------------------------------------------------------------
 
 
 def _front_rows(data: Data) -> Rows:
@@ -270,9 +258,6 @@ def _front_words(data: Data) -> str:
     rows = [row for row in _front_rows(data) if row["front"]]
     listed = "; ".join(f"{row['setting']}: {row['capacity']:.4g}/s" for row in rows[:8])
     return f"{len(rows)} settings that no other beats in every respect: {listed}."
-
-
-# -- words ------------------------------------------------------------------------------------------------------------
 
 
 def _nice(low: float, high: float) -> list[float]:

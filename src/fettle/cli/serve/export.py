@@ -25,7 +25,7 @@ def ray(
     max_replicas: Annotated[int, typer.Option(min=1, help="the most replicas that autoscaling may start")] = 4,
     trust: Annotated[str, typer.Option(help="SHA-256 of the package's handler.py, to let it run")] = "",
     device: Annotated[str, typer.Option(help="cpu, or cuda: one GPU for each replica")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="say in JSON what was written")] = False,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Write a Ray Serve application: the same runner and batcher in each replica, for many machines.
 

@@ -47,9 +47,7 @@ def command(
     duration: Annotated[
         str, typer.Option("--duration", "-d", help="length of each run, for example 20s or 2m")
     ] = "20s",
-    p99: Annotated[
-        str | None, typer.Option("--p99", help="latency limit for 99% of the requests, for example 100ms")
-    ] = None,
+    p99: _options.LatencyLimit = None,
     ttft: _options.FirstToken = None,
     itl: _options.BetweenTokens = None,
     prompt_tokens: _options.PromptTokens = "128",

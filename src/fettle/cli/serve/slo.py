@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 
 def command(
     target: Annotated[str, typer.Argument(help="a package, or path/to/file.py:factory, which is packaged first")],
-    p99: Annotated[
-        str | None, typer.Option("--p99", help="latency limit for 99% of the requests, for example 100ms")
-    ] = None,
+    p99: _options.LatencyLimit = None,
     rate: Annotated[float, typer.Option(min=0.0, help="requests a second to be served; 0: as many as possible")] = 0.0,
     headroom: Annotated[
         str, typer.Option(help="share of the capacity to leave free at that rate, for example 20%")

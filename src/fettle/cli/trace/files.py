@@ -89,6 +89,7 @@ def augment(
 
       fettle trace augment trace.json.gz for-perfetto.json
     """
+    check_writable(target)
     trace = open_traces(source, fresh)[0]
     added = T.augment(trace, target, path=T.critical_path(trace))
     data = {"file": str(target), "added_events": added}

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from fettle import trace as T
-from fettle.cli import _show
+from fettle.cli import _options, _show
 from fettle.cli._console import console
 from fettle.cli._lazy import SETTINGS
-from fettle.files import plain
+from fettle.files import check_writable, plain
 from fettle.trace.model import Trace
 
 app = typer.Typer(help="Analyse profiler traces: where the time went, and why.", **SETTINGS)
@@ -26,7 +26,7 @@ app = typer.Typer(help="Analyse profiler traces: where the time went, and why.",
 Source = Annotated[
     Path, typer.Argument(help="a trace (.json, .json.gz), or a folder with one trace a rank", show_default=False)
 ]
-Json = Annotated[bool, typer.Option("--json", help="print JSON for machines instead of tables")]
+Json = _options.AsJson
 Rows = Annotated[int, typer.Option("--rows", min=1, help="how many rows of each table to show")]
 Chart = Annotated[Path | None, typer.Option("--chart", help="write a chart to this file: .html, .png, .svg or .json")]
 Fresh = Annotated[
@@ -68,6 +68,7 @@ def question(look: Callable[..., Answer], *, charted: bool = True) -> Callable[.
 
     @functools.wraps(look)
     def command(**options: Any) -> None:
+        check_writable(options.get("chart"))
         traces = open_traces(options["source"], options["fresh"], options.get("own_end", False))
         answer = look(traces, **{name: options[name] for name in own})
         if answer.chart is not None:
