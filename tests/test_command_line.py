@@ -217,6 +217,15 @@ def test_an_empty_target_is_not_this_folder(run_fettle) -> None:
     assert "is not a target" in said.err
 
 
+def test_a_full_disk_is_one_line(run_fettle, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fettle.report.load_result", full)
+    said = run_fettle("report", "anywhere")
+    assert (said.code, said.out, said.err.strip()) == (2, "", "fettle: cannot write: No space left on device")
+
+
 def test_an_interrupt_is_one_line(run_fettle, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

@@ -418,5 +418,5 @@ def test_the_commands(server, store, tmp_path, run_fettle):
 
 
 def test_a_note_does_not_break_the_markdown_table(monkeypatch):
-    monkeypatch.setattr(load, "_row", lambda run: [*["1"] * 18, "said a | b\nand c"])
-    assert load._markdown([None]).splitlines()[2:] == ["| " + "1 | " * 18 + r"said a \| b and c |"]
+    monkeypatch.setattr(load, "_cells", lambda run: {"load": "80/s", "note": "said a | b\nand c"})
+    assert load._markdown([None]).splitlines() == ["| load | note |", "| --- | --- |", r"| 80/s | said a \| b and c |"]

@@ -21,8 +21,9 @@ from fettle.report import _format as fmt
 from fettle.report import cell, load_result, page, print_result, progress, save, save_result, to_json, write_charts
 from fettle.report._facts import checks, front_trials, levers, ranked, status_of
 from fettle.report._ladder import throughput_rows
-from fettle.report._verdict import headline, verdict
+from fettle.report._verdict import headline, payback, verdict
 from fettle.report.data import from_json
+from fettle.report.slo import front
 from fettle.result import Reference, Rung
 from fettle.tuning import Event
 from tests.conftest import Run
@@ -376,6 +377,26 @@ def test_where_the_finalists_fell_in_the_final_race_it_does_not_say_that_none_ke
     said = verdict(dataclasses.replace(result, limits=resnet().limits, nearest=[fine]))
     assert "final race" in said
     assert "no recipe keeps the limits" not in said
+
+
+def test_what_is_paid_back_is_counted_in_what_the_workload_does() -> None:
+    made = resnet()
+    assert " calls, which take" in payback(made)
+    training = dataclasses.replace(made, facts=dataclasses.replace(made.facts, mode="training"))
+    assert " steps, which take" in payback(training)
+    limited = dataclasses.replace(training, limits=dataclasses.replace(made.limits, max_latency_ms=100.0))
+    assert made.winner is not None
+    assert "time of a step" in [check.name for check in checks(limited, made.winner)]
+
+
+def test_what_was_measured_is_told_from_what_was_predicted_on_the_front_of_a_service_level() -> None:
+    point = {"setting": "a", "predicted": 9.0, "measured": None, "p99_ms": 5.0, "memory_bytes": 1 << 20, "front": True,
+             "error": 0.0}  # fmt: skip
+    data = {"points": [point, {**point, "measured": 8.0}], "limit_ms": 9.0, "reference_rate": 4.0, "best": 1}
+    chart = front(data)
+    assert chart is not None
+    dots = chart.to_dict()["layer"][0]["encoding"]
+    assert dots["shape"]["scale"] == {"domain": ["measured", "predicted"], "range": ["diamond", "circle"]}
 
 
 def test_nothing_is_printed_where_the_page_cannot_be_written(tmp_path: Path, run_fettle: Run) -> None:

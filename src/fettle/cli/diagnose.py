@@ -124,17 +124,9 @@ def _verified(diagnosis: Diagnosis, target: str, budget_s: float, show: Callable
 
 
 def _verified_json(item: Verified) -> dict[str, object]:
-    return {
-        "rule": item.finding.rule,
-        "recipe": item.recipe,
-        "beside": item.beside,
-        "speedup": item.speedup,
-        "saved": item.saved,
-        "speedup_at_most": item.finding.speedup,
-        "bound_kept": item.bound_kept,
-        "problem": item.problem,
-        "load": item.load,
-    }
+    names = ("recipe", "beside", "speedup", "saved", "bound_kept", "problem", "load")
+    own = {name: getattr(item, name) for name in names}
+    return {"rule": item.finding.rule, "speedup_at_most": item.finding.speedup, **own}
 
 
 def _print(diagnosis: Diagnosis, checked: Sequence[Verified], console: Console) -> None:

@@ -271,13 +271,14 @@ def _write(
     steps = dict(done.steps) if done is not None else {}
     drawn = figures(table, analyses, steps, theirs)
     notes = [*table.notes, *(done.notes if done is not None else ())]
-    written = [folder / "study.html", folder / "study.json", folder / "study.csv"]
-    write_text(written[0], page(name, table, analyses, drawn, notes, steps))
-    write_text(written[1], json.dumps(study_json(table, analyses, done, theirs), indent=1))
-    for path in [written[2], *(path for suffix, path in wanted.items() if suffix)]:
+    texts, tables = [folder / "study.html", folder / "study.json"], [folder / "study.csv"]
+    tables += [path for suffix, path in wanted.items() if suffix]
+    write_text(texts[0], page(name, table, analyses, drawn, notes, steps))
+    write_text(texts[1], json.dumps(study_json(table, analyses, done, theirs), indent=1))
+    for path in tables:
         write_table(table, path)
     write_pictures(drawn, folder / "pictures")
-    return [*written, *(path for suffix, path in wanted.items() if suffix), folder / "pictures"]
+    return [*texts, *tables, folder / "pictures"]
 
 
 def _print(

@@ -246,6 +246,8 @@ def front(data: Data) -> Drawn | None:
         size=alt.Size("memory:Q", title="memory, MiB", scale=alt.Scale(range=[50, 420], zero=True),
                       legend=alt.Legend(tickCount=3)),
         order=alt.Order("front:N"),
+        shape=alt.Shape("kind:N", title=None, scale=alt.Scale(domain=["measured", "predicted"],
+                                                              range=["diamond", "circle"])),
         tooltip=[alt.Tooltip("setting:N"), alt.Tooltip("capacity:Q", format=".4~g"), alt.Tooltip("kind:N"),
                  alt.Tooltip("p99:Q", title="p99, ms", format=".4~g"),
                  alt.Tooltip("memory:Q", title="memory, MiB", format=".0f"), alt.Tooltip("error:N")],

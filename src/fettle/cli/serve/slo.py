@@ -131,10 +131,12 @@ def command(
         raise UsageError(
             "say what limit to keep: --p99 100ms, or for a model that writes texts --ttft 500ms --itl 50ms"
         )
+    if not (limit_s := _options.duration_s(p99, "--p99")):
+        raise UsageError("--p99 must be more than 0")
     wanted = _options.outputs(output, ".csv", folder=True)
     check_writable(csv_file := wanted.get(".csv", csv_file))
     options: dict[str, Any] = {
-        "limit_s": _limit_s(p99), "rate": rate, "headroom": _options.share(headroom, "--headroom"),
+        "limit_s": limit_s, "rate": rate, "headroom": _options.share(headroom, "--headroom"),
         "most_rows": max_rows, "cores": cores or host.cores(), "confirm": confirm, "prices": _prices(price or []),
         "devices": _options.devices(device) or host.devices(), "seconds": _options.duration_s(seconds, "--seconds"),
     }  # fmt: skip
@@ -205,13 +207,6 @@ def _finish(
     _show.leave(interrupted=result.interrupted, missed=not result.met)
 
 
-def _limit_s(p99: str) -> float:
-    limit_s = _options.duration_s(p99, "--p99")
-    if limit_s <= 0:
-        raise UsageError("--p99 must be more than 0")
-    return limit_s
-
-
 @dataclass
 class _Work:
     """What is to be served: a package, or a target with its recipes."""
@@ -268,12 +263,7 @@ class _Work:
         if not variants:
             raise UsageError("; ".join(f"{failure.what}: {failure.why}" for failure in failures))
         return await search(
-            variants,
-            keep=folder / "measured.jsonl",
-            failures=failures,
-            on_progress=progress,
-            stop=stop,
-            **options,
+            variants, keep=folder / "measured.jsonl", failures=failures, on_progress=progress, stop=stop, **options
         )
 
     def variants(
