@@ -124,7 +124,7 @@ def show(
     traces: Sequence[Trace] = (),
     more_doubts: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
-    """Print frames as JSON ({name: rows}) or as tables, times in milliseconds.
+    """Print frames as JSON ({name: rows}) or as tables for people.
 
     JSON also says which answers are uncertain for each of the `traces` (people saw it when they were opened).
     """
