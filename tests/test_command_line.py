@@ -147,6 +147,7 @@ def test_a_bare_delay_is_in_milliseconds_as_it_was() -> None:
 
 def test_shares_devices_and_outputs_have_one_form() -> None:
     assert _options.share("20%", "--headroom") == _options.share("0.2", "--headroom") == 0.2
+    assert _options.share("150%", "--fail-memory", below=10) == 1.5
     assert _options.devices(["cpu,cuda:0", "cuda:1"]) == ["cpu", "cuda:0", "cuda:1"]
     assert _options.one_device("cuda:3") == "cuda:3"
     paths = _options.outputs([Path("a.csv"), Path("folder")], ".csv", folder=True)
@@ -169,6 +170,15 @@ def test_a_files_name_is_no_folder(run_fettle, tmp_path: Path) -> None:
     (tmp_path / "old.html").mkdir()
     for folder in (Path("run-1.5"), tmp_path / "old.html"):
         assert _options.output_folder(folder) == folder
+
+
+def test_a_page_takes_no_place_of_a_model_a_trace_or_a_snapshot(run_fettle, tmp_path: Path) -> None:
+    for command in (["diagnose"], ["memory"], ["trace", "report"]):
+        source = tmp_path / f"{command[0]}.py"
+        source.write_text("mine")
+        said = run_fettle(*command, source, "--output", source)
+        assert (said.code, "name a file that ends in .html" in said.err) == (2, True)
+        assert source.read_text() == "mine"
 
 
 TRICKY = "a:100:b[bold]c[/x]"

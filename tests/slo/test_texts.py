@@ -252,6 +252,17 @@ def test_the_command_says_what_is_wrong(run_fettle, store, tmp_path, monkeypatch
         assert (found.code, said in found.err) == (2, True), found.err
 
 
+def test_a_folder_that_is_no_package_is_not_replaced(run_fettle, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.py").write_text("def workload():\n    raise AssertionError\n")
+    mine = tmp_path / "package" / "mine.py"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    found = run_fettle("serve", "slo", "m.py", "--p99", "1s", "--output", ".")
+    assert (found.code, "exists already and is not a package: give another --output" in found.err) == (2, True)
+    assert mine.read_text() == "mine"
+
+
 TARGET = """
 import torch, transformers
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from fettle.errors import UsageError
-from fettle.files import write_text
+from fettle.files import check_writable, write_text
 
 _DURATION = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]*)?|\.[0-9]+)\s*(ms|s|m|min|h)?\s*")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -66,13 +66,13 @@ def milliseconds(text: str | None, option: str) -> float | None:
     return None if text is None else duration_s(text, option) * 1e3
 
 
-def share(text: str, option: str) -> float:
-    """``20%`` or ``0.2`` as a number from 0 to below 0.95."""
+def share(text: str, option: str, below: float = 0.95) -> float:
+    """``20%`` or ``0.2`` as a number from 0 to `below`."""
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         value = -1.0
-    if not 0 <= value < 0.95:
+    if not 0 <= value < below:
         raise UsageError(f"{option}: {text!r} is not a share, for example 20% or 0.2")
     return value
 
@@ -114,6 +114,12 @@ def outputs(paths: Sequence[Path] | None, *suffixes: str, folder: bool = False) 
 def output_folder(path: Path) -> Path:
     """The folder of an ``--output``. Raises `UsageError` where a file's name was given."""
     return outputs([path], folder=True)[""]
+
+
+def check_page(path: Path | None) -> None:
+    """Raise `UsageError` for an ``--output`` that is not a page, such as the model that it is about, or cannot be one."""
+    outputs([] if path is None else [path], ".html")
+    check_writable(path)
 
 
 def technique_levels(options: Sequence[str]) -> dict[str, list[str]]:

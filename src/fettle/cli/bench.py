@@ -91,8 +91,8 @@ def command(
         from fettle.gate import Settings
 
         settings = Settings(
-            3e-2 if fail_slower is None else _options.share(fail_slower, "--fail-slower"),
-            None if fail_memory is None else _options.share(fail_memory, "--fail-memory"),
+            3e-2 if fail_slower is None else _options.share(fail_slower, "--fail-slower", below=10),
+            None if fail_memory is None else _options.share(fail_memory, "--fail-memory", below=10),
             processes, confidence, rounds, _options.duration_s(budget, "--budget") or None, mode, tuple(link or ()),
             same_environment, _options.output_folder(output or _OUTPUT), under_load, polite,
         )  # fmt: skip

@@ -14,7 +14,6 @@ from rich.markup import escape
 from fettle.cli import _options, _show
 from fettle.cli._console import console
 from fettle.errors import UsageError
-from fettle.files import check_writable
 
 if TYPE_CHECKING:
     from fettle.diagnose import Diagnosis, Verified
@@ -64,7 +63,7 @@ def command(
     from fettle.diagnose import diagnose, diagnosis_json
 
     allowed, budget_s = _allowed(fail_on), _options.duration_s(budget, "--budget")
-    check_writable(output)
+    _options.check_page(output)
     with _show.telling("starting", quiet=as_json) as show:
         diagnosis = diagnose(
             target,

@@ -144,6 +144,8 @@ def command(
     if from_csv is not None:
         if targets:
             raise UsageError("`from_csv` reads what was measured: leave the targets out, or the table")
+        if from_csv.resolve() in {path.resolve() for path in (folder / "study.csv", *wanted.values())}:
+            raise UsageError(f"{from_csv} would be written over: give another `output`")
         table = read_csv(from_csv, response=response or (), factors=factors or (), group_by=group_by or ())
     else:
         if response or factors or group_by:

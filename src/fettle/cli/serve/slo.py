@@ -112,6 +112,7 @@ def command(
     from fettle.loop import run
     from fettle.measure import Surroundings
     from fettle.package import host
+    from fettle.package.manifest import check_place
     from fettle.report import write_slo_report
 
     if study and storage is None:
@@ -142,6 +143,8 @@ def command(
     }  # fmt: skip
     work = _Work.of(target, recipe or [], storage, study, recipes)
     folder = wanted.get("", Path(f"slo-{work.name}"))
+    if work.package is None:
+        check_place(folder / "package")
     around = Surroundings()
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
         result = run(work.search(folder, max_error, options, progress))

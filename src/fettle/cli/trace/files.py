@@ -7,7 +7,7 @@ import polars as pl
 import typer
 
 from fettle import trace as T
-from fettle.cli import _quiet, _show
+from fettle.cli import _options, _quiet, _show
 from fettle.cli.trace.shared import (
     Answer,
     Fresh,
@@ -114,7 +114,7 @@ def report(
 
       fettle trace report after.json.gz --before before.json.gz
     """
-    check_writable(output)
+    _options.check_page(output)
     earlier = open_traces(before, fresh, own_end)[0] if before is not None else None
     failed = T.write_report(open_traces(source, fresh, own_end), output, before=earlier)
     text = f"wrote {output}" + "".join(f"\nnot answered: {line}" for line in failed)
