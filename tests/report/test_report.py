@@ -23,7 +23,8 @@ from fettle.report._facts import checks, front_trials, levers, ranked, status_of
 from fettle.report._ladder import throughput_rows
 from fettle.report._verdict import headline, payback, verdict
 from fettle.report.data import from_json
-from fettle.report.slo import front
+from fettle.report.load_page import _KINDS, _figure
+from fettle.report.slo import front, prediction
 from fettle.result import Reference, Rung
 from fettle.tuning import Event
 from tests.conftest import Run
@@ -397,6 +398,23 @@ def test_what_was_measured_is_told_from_what_was_predicted_on_the_front_of_a_ser
     assert chart is not None
     dots = chart.to_dict()["layer"][0]["encoding"]
     assert dots["shape"]["scale"] == {"domain": ["measured", "predicted"], "range": ["diamond", "circle"]}
+
+
+def test_charts_of_load_draw_the_intervals_that_are_known() -> None:
+    run = {"latency_ms": {"p50": 10.0, "p99": 20.0}, "intervals_ms": {"p50": [9.0, 11.0], "p99": None}, "limit_ms": 0}
+    figure = _figure([run], ["80/s"], *_KINDS[2])
+    assert figure is not None
+    whiskers = [layer["encoding"] for layer in figure.spec["layer"] if layer["mark"]["type"] == "rule"]
+    assert [(one["y"]["field"], one["y2"]["field"]) for one in whiskers] == [("low", "high")]
+    assert figure.svg()
+    tested = {"latency_ms": {"p99": 10.0}, "p99_interval_ms": [8.0, 12.0]}
+    first = {"predicted_p99_ms": 9.0, "run": tested, "held": True, "rate": 4.0}
+    tests = [first, {**first, "run": {**tested, "p99_interval_ms": None}}]
+    drawn = prediction({"points": [{"setting": "a", "tests": tests}], "limit_ms": 9.0})
+    assert drawn is not None
+    chart = drawn.to_dict()
+    assert chart["layer"][1]["encoding"]["y2"]["field"] == "high"
+    assert chart["layer"][1]["encoding"]["y"]["scale"]["domain"] == [8.0 / 1.15, 12.0 * 1.15]
 
 
 def test_nothing_is_printed_where_the_page_cannot_be_written(tmp_path: Path, run_fettle: Run) -> None:

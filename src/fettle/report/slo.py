@@ -180,7 +180,8 @@ def _cost_words(data: Data) -> str:
 def _prediction_rows(data: Data) -> Rows:
     return [
         {"setting": point["setting"], "rate": test["rate"], "predicted": test["predicted_p99_ms"],
-         "measured": test["run"]["latency_ms"]["p99"], "held": "limit kept" if test["held"] else "limit missed"}
+         "measured": test["run"]["latency_ms"]["p99"], "held": "limit kept" if test["held"] else "limit missed",
+         **dict(zip(("low", "high"), test["run"].get("p99_interval_ms") or (None, None), strict=True))}
         for point in data["points"] for test in point["tests"]
         if test["predicted_p99_ms"] and test["run"]["latency_ms"]["p99"]
     ]  # fmt: skip
@@ -191,7 +192,8 @@ def prediction(data: Data) -> Drawn | None:
     rows = _prediction_rows(data)
     if not rows:
         return None
-    values = [row[name] for row in rows for name in ("predicted", "measured")] + [data["limit_ms"]]
+    values = [row[name] for row in rows for name in ("predicted", "measured", "low", "high") if (row[name] or 0) > 0]
+    values.append(data["limit_ms"])
     ends = [min(values) / 1.15, max(values) * 1.15]
     scale = alt.Scale(type="log", domain=ends, nice=False)
     axis = alt.Axis(values=_nice(*ends), format="~g")
@@ -199,14 +201,17 @@ def prediction(data: Data) -> Drawn | None:
     y = alt.Y("measured:Q", title="measured p99, ms (log)", scale=scale, axis=axis)
     line = alt.Chart(theme.data([{"v": ends[0]}, {"v": ends[1]}])).mark_line(color=QUIET, strokeDash=[3, 3])
     line = line.encode(x=alt.X("v:Q", scale=scale, title="predicted p99, ms (log)"), y=alt.Y("v:Q", scale=scale))
-    dots = alt.Chart(theme.data(rows)).mark_point(filled=True, size=90, opacity=0.85).encode(
+    base = alt.Chart(theme.data(rows)).encode(
         x=x, y=y,
         color=alt.Color("held:N", title=None, scale=alt.Scale(domain=["limit kept", "limit missed"],
                                                               range=[ACCENT, WARN])),
         tooltip=[alt.Tooltip("setting:N"), alt.Tooltip("rate:Q", title="requests/s", format=".4~g"),
                  alt.Tooltip("predicted:Q", format=".4~g"), alt.Tooltip("measured:Q", format=".4~g")],
     )  # fmt: skip
-    return sized(_HEIGHT, dots, line, rule("y", data["limit_ms"], scale=scale))
+    dots = base.mark_point(filled=True, size=90, opacity=0.85)
+    whiskers = base.transform_filter("datum.low > 0").mark_rule(strokeWidth=1.5)
+    whiskers = whiskers.encode(y=alt.Y("low:Q", scale=scale, axis=axis, title="measured p99, ms (log)"), y2="high:Q")
+    return sized(_HEIGHT, dots, whiskers, line, rule("y", data["limit_ms"], scale=scale))
 
 
 def _prediction_words(data: Data) -> str:
