@@ -1,5 +1,6 @@
 """What to ask first: can the trace be trusted, where did the time go, why was the device idle."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import polars as pl
@@ -42,18 +43,19 @@ def health(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
       fettle trace health ranks/ --json
     """
     healths = [T.trace_health(t, replayed=True) for t in read_traces(source, fresh)]
-    _show.answer(as_json, lambda: [one.as_dict() for one in healths], lambda _: [_show_health(one) for one in healths])
+    _show.answer(as_json, lambda: [one.as_dict() for one in healths], lambda _: _show_healths(healths))
 
 
-def _show_health(one: Health) -> None:
-    rows = [(f.severity, f.what, f.count, f.means) for f in one.findings]
-    frame = pl.DataFrame(rows, schema=["severity", "what", "count", "means"], orient="row")
-    notes = {
-        "trace": f"{one.path}, rank {one.rank}: {one.kept:,} of {one.events:,} events kept, "
-        f"{one.span_ns / 1e6:,.3f} ms, devices {list(one.devices)}",
-        "uncertain": ", ".join(one.uncertain) or "nothing",
-    }
-    show({"findings": frame}, False, 100, notes)
+def _show_healths(healths: Sequence[Health]) -> None:
+    for one in healths:
+        rows = [(f.severity, f.what, f.count, f.means) for f in one.findings]
+        frame = pl.DataFrame(rows, schema=["severity", "what", "count", "means"], orient="row")
+        notes = {
+            "trace": f"{one.path}, rank {one.rank}: {one.kept:,} of {one.events:,} events kept, "
+            f"{one.span_ns / 1e6:,.3f} ms, devices {list(one.devices)}",
+            "uncertain": ", ".join(one.uncertain) or "nothing",
+        }
+        show({"findings": frame}, False, 100, notes)
 
 
 @listing
