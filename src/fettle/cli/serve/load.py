@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import signal
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -176,9 +174,9 @@ async def _all(
     requests: Any, plans: list[tuple[str, Any]], seconds: float, limit_s: float, limits: TextLimits, show: Any
 ) -> list[Run]:
     from fettle.load.loops import closed_loop, open_loop
+    from fettle.loop import stopped_by_interrupt
 
-    stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+    stop = stopped_by_interrupt()
     runs = []
     for number, (mode, plan) in enumerate(plans, 1):
         end = seconds if mode == "closed" else float(plan[-1])

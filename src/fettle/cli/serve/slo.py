@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import shutil
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +162,7 @@ def _of_texts(
     **options: Any,
 ) -> None:  # fmt: skip
     """The same for a package that writes texts."""
-    from fettle.loop import run
+    from fettle.loop import run, stopped_by_interrupt
     from fettle.measure import Surroundings
     from fettle.package.manifest import open_package, write_settings
     from fettle.package.requires import check_here
@@ -181,10 +180,9 @@ def _of_texts(
     around = Surroundings()
 
     async def search(progress: Callable[[str], None]) -> TextSearch:
-        stop = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
         return await search_texts(
-            package, lines, limits, keep=folder / "measured.jsonl", on_progress=progress, stop=stop, **options
+            package, lines, limits, keep=folder / "measured.jsonl", on_progress=progress, stop=stopped_by_interrupt(),
+            **options,
         )  # fmt: skip
 
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
@@ -252,11 +250,11 @@ class _Work:
         self, folder: Path, max_error: float, options: dict[str, Any], progress: Callable[[str], None]
     ) -> SearchResult:
         """Make the packages, and find the best setting as `fettle.slo.search` does; Ctrl-C ends it early."""
+        from fettle.loop import stopped_by_interrupt
         from fettle.slo.calibrate import Stopped
         from fettle.slo.search import search
 
-        stop = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+        stop = stopped_by_interrupt()
         try:
             variants, failures = await asyncio.to_thread(
                 self.variants, folder, options["most_rows"], max_error, progress, stop.is_set
