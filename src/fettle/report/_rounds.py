@@ -9,6 +9,7 @@ from fettle.measure import Slice, Trial
 from fettle.page import theme
 from fettle.page.theme import ACCENT, QUIET, WARN, Drawn, sized
 from fettle.report import _format as fmt
+from fettle.report._facts import unit_name
 from fettle.result import Outcome
 
 GIVEN, WINNER, BUSY = "as given", "winner", "taken while others were busy"
@@ -30,7 +31,8 @@ def rounds(result: Outcome) -> Drawn | None:
     ]  # fmt: skip
     base = alt.Chart(theme.data(rows)).encode(
         x=alt.X("round:Q", title="round", scale=alt.Scale(nice=False, padding=8), axis=alt.Axis(tickMinStep=1)),
-        y=alt.Y("ms:Q", title="ms a call (log)", scale=alt.Scale(type="log"), axis=alt.Axis(format="~g", tickCount=5)),
+        y=alt.Y("ms:Q", title=f"ms a {unit_name(result)} (log)", scale=alt.Scale(type="log"),
+                axis=alt.Axis(format="~g", tickCount=5)),
         color=alt.Color("series:N", scale=alt.Scale(domain=[GIVEN, WINNER], range=[QUIET, ACCENT]),
                         legend=alt.Legend(title=None)),
         detail="process:N",
@@ -49,9 +51,9 @@ def words(result: Outcome) -> str:
         timed = _timed(trial)
         low, high = min(one.ms for one in timed), max(one.ms for one in timed)
         busy = sum(not one.quiet for one in timed)
-        span = f"{fmt.milliseconds(low)} to {fmt.milliseconds(high)} a call"
+        span = f"{fmt.milliseconds(low)} to {fmt.milliseconds(high)} a {unit_name(result)}"
         parts.append(f"{name} {span} in {len(timed)} slices, {busy or 'none'} of them {BUSY} (rings)")
-    return f"Time of a call by round: {'; '.join(parts)}."
+    return f"Time of a {unit_name(result)} by round: {'; '.join(parts)}."
 
 
 def _shown(result: Outcome) -> dict[str, Trial]:
