@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from fettle.errors import UsageError
-from fettle.measure import Interval
+from fettle.measure import Interval, Slice
 from fettle.report import _format as fmt
 from fettle.report import cell, load_result, page, print_result, progress, save, save_result, to_json, write_charts
 from fettle.report._facts import checks, front_trials, levers, ranked, status_of
 from fettle.report._ladder import throughput_rows
+from fettle.report._rounds import rounds
 from fettle.report._verdict import headline, payback, verdict
 from fettle.report.data import from_json
 from fettle.report.load_page import _KINDS, _figure
@@ -398,6 +399,18 @@ def test_what_was_measured_is_told_from_what_was_predicted_on_the_front_of_a_ser
     assert chart is not None
     dots = chart.to_dict()["layer"][0]["encoding"]
     assert dots["shape"]["scale"] == {"domain": ["measured", "predicted"], "range": ["diamond", "circle"]}
+
+
+def test_rounds_of_a_larger_batch_are_compared_row_by_row() -> None:
+    made = resnet()
+    assert made.winner is not None
+    assert made.baseline is not None
+    slices = [Slice("a", number, 10.0) for number in range(3)]
+    given = dataclasses.replace(made.baseline, slices=slices, samples=8)
+    larger = dataclasses.replace(made.winner, slices=[dataclasses.replace(one, ms=20.0) for one in slices], samples=32)
+    drawn = rounds(dataclasses.replace(made, winner=larger, baseline_again=given))
+    assert drawn is not None
+    assert set(re.findall(r'"ms": ([0-9.]+)', json.dumps(drawn.to_dict()))) == {"10.0", "5.0"}
 
 
 def test_charts_of_load_draw_the_intervals_that_are_known() -> None:

@@ -3,9 +3,11 @@ others' work disturbed."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import altair as alt
 
-from fettle.measure import Slice, Trial
+from fettle.measure import Slice
 from fettle.page import theme
 from fettle.page.theme import ACCENT, QUIET, WARN, Drawn, sized
 from fettle.report import _format as fmt
@@ -26,8 +28,8 @@ def rounds(result: Outcome) -> Drawn | None:
             "kind": "quiet" if one.quiet else BUSY,
             "others": "not known" if one.others is None else f"{one.others:.0%} of the cores",
         }
-        for name, trial in shown.items()
-        for one in sorted(_timed(trial), key=lambda one: one.round)
+        for name, timed in shown.items()
+        for one in sorted(timed, key=lambda one: one.round)
     ]  # fmt: skip
     base = alt.Chart(theme.data(rows)).encode(
         x=alt.X("round:Q", title="round", scale=alt.Scale(nice=False, padding=8), axis=alt.Axis(tickMinStep=1)),
@@ -47,8 +49,7 @@ def rounds(result: Outcome) -> Drawn | None:
 def words(result: Outcome) -> str:
     """The same for those who cannot see it."""
     parts = []
-    for name, trial in _shown(result).items():
-        timed = _timed(trial)
+    for name, timed in _shown(result).items():
         low, high = min(one.ms for one in timed), max(one.ms for one in timed)
         busy = sum(not one.quiet for one in timed)
         span = f"{fmt.milliseconds(low)} to {fmt.milliseconds(high)} a {unit_name(result)}"
@@ -56,14 +57,14 @@ def words(result: Outcome) -> str:
     return f"Time of a {unit_name(result)} by round: {'; '.join(parts)}."
 
 
-def _shown(result: Outcome) -> dict[str, Trial]:
-    """The two whose ratio is announced; nothing where no recipe won or nobody kept the rounds."""
+def _shown(result: Outcome) -> dict[str, list[Slice]]:
+    """The slices of the two whose ratio is announced, in the time of as many rows as the workload has as given; nothing
+    where no recipe won or nobody kept the rounds."""
     baseline, winner = result.baseline, result.winner
     if baseline is None or winner is None or not winner.recipe.levels:
         return {}
-    both = {GIVEN: baseline, WINNER: winner}
-    return both if all(len(_timed(trial)) > 1 for trial in both.values()) else {}
-
-
-def _timed(trial: Trial) -> list[Slice]:
-    return [one for one in trial.slices if one.ms > 0]
+    both = {
+        name: [replace(one, ms=one.ms * (baseline.samples / trial.samples)) for one in trial.slices if one.ms > 0]
+        for name, trial in ((GIVEN, baseline), (WINNER, winner))
+    }
+    return both if all(len(timed) > 1 for timed in both.values()) else {}
