@@ -401,6 +401,22 @@ def test_what_was_measured_is_told_from_what_was_predicted_on_the_front_of_a_ser
     assert dots["shape"]["scale"] == {"domain": ["measured", "predicted"], "range": ["diamond", "circle"]}
 
 
+def test_the_lines_of_the_payback_cross_where_it_is_paid_back() -> None:
+    made = resnet()
+    assert made.winner is not None
+    assert made.baseline is not None
+    larger = dataclasses.replace(made, winner=dataclasses.replace(made.winner, samples=4 * made.winner.samples))
+    for result in (made, larger):
+        winner, calls = result.winner, result.payback_calls
+        assert winner is not None
+        assert calls is not None
+        ends = [
+            trial.startup.total_s + calls * trial.time_ms / 1e3 * made.baseline.samples / trial.samples
+            for trial in (made.baseline, winner)
+        ]
+        assert ends[0] == pytest.approx(ends[1])
+
+
 def test_rounds_of_a_larger_batch_are_compared_row_by_row() -> None:
     made = resnet()
     assert made.winner is not None

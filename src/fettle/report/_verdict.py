@@ -57,7 +57,7 @@ def payback(result: Outcome) -> str:
         return f"It starts in {fmt.seconds(winner.startup.total_s)}{cache}; no time is saved per {unit} to pay that back."
     if extra <= 0 or calls < 1:
         return f"It starts in {fmt.seconds(winner.startup.total_s)}{cache}, and pays from the first {unit} on."
-    spent = calls * winner.time_ms / 1e3
+    spent = calls * winner.time_ms / 1e3 * baseline.samples / winner.samples
     return (
         f"It starts {fmt.seconds(extra)} later than the model as given{cache}; that is paid back after "
         f"{fmt.count(calls)} {unit}s, which take about {fmt.seconds(spent)} at the new speed.{_warm_payback(result)}"
