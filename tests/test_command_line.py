@@ -67,6 +67,11 @@ def test_old_spellings_work_and_say_how_they_are_written_now(old: str, new: str,
     assert renewed(found) == (found, [])
 
 
+def test_a_job_of_workers_is_no_old_spelling() -> None:
+    for words in (["export", "ray", "m.py", "--study", "night"], ["export", "ray", "--storage=postgresql://db/studies"]):
+        assert renewed(words) == (words, [])
+
+
 def test_serve_with_a_package_runs_it() -> None:
     assert renewed(["serve", "digits-1", "--port", "0"]) == (["serve", "run", "digits-1", "--port", "0"], [])
     assert renewed(["serve", "--store", "models"]) == (["serve", "run", "--store", "models"], [])
