@@ -44,7 +44,7 @@ def headline(result: Outcome) -> str:
 
 
 def payback(result: Outcome) -> str:
-    """After how many calls (steps, texts) the winner's start-up cost is paid back, as a sentence; empty without a changed winner."""
+    """After how many calls (steps, texts) the winner's start-up cost is paid back, as a sentence; empty where none won."""
     winner, baseline = result.winner, result.baseline
     if winner is None or not winner.recipe.levels or baseline is None:
         return ""
@@ -54,7 +54,9 @@ def payback(result: Outcome) -> str:
     calls, unit = result.payback_calls, unit_name(result)
     cache = f", with a {winner.startup.cache} compile cache" if winner.startup.cache else ""
     if calls is None or not math.isfinite(calls):
-        return f"It starts in {fmt.seconds(winner.startup.total_s)}{cache}; no time is saved per {unit} to pay that back."
+        return (
+            f"It starts in {fmt.seconds(winner.startup.total_s)}{cache}; no time is saved per {unit} to pay that back."
+        )
     if extra <= 0 or calls < 1:
         return f"It starts in {fmt.seconds(winner.startup.total_s)}{cache}, and pays from the first {unit} on."
     spent = calls * winner.time_ms / 1e3 * baseline.samples / winner.samples
