@@ -244,8 +244,8 @@ class Outcome:
 
     @property
     def payback_calls(self) -> float | None:
-        """After how many calls, of as many rows as the workload has as given, the winner's start-up cost is paid back by
-        its speed; None when it never is."""
+        """After how many calls, of as many rows as they have as given, the winner's start-up cost is paid back by its
+        speed; None when it never is."""
         if self.winner is None or self.baseline is None:
             return None
         return self._payback(self.winner.startup.total_s - self.baseline.startup.total_s)

@@ -117,7 +117,7 @@ def output_folder(path: Path) -> Path:
 
 
 def check_page(path: Path | None) -> None:
-    """Raise `UsageError` for an ``--output`` that is not a page (it may be the model that it is about) or cannot be one."""
+    """Raise `UsageError` for an ``--output`` that is no page (it may be the model itself) or cannot be written."""
     outputs([] if path is None else [path], ".html")
     check_writable(path)
 

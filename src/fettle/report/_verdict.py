@@ -44,7 +44,7 @@ def headline(result: Outcome) -> str:
 
 
 def payback(result: Outcome) -> str:
-    """After how many calls (steps, texts) the winner's start-up cost is paid back, as a sentence; empty where none won."""
+    """After how many calls, steps or texts the winner's start-up cost is paid back, as a sentence; may be empty."""
     winner, baseline = result.winner, result.baseline
     if winner is None or not winner.recipe.levels or baseline is None:
         return ""
