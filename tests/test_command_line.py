@@ -4,14 +4,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fettle
-from fettle.cli import COMMANDS, _options
+from fettle.cli import COMMANDS, _options, _show
+from fettle.cli._console import console
 from fettle.cli._old_spellings import as_options, renewed
 from fettle.errors import UsageError
+from fettle.page import Table
+from fettle.techniques import Level
 
 
 def test_the_versions(run_fettle) -> None:
@@ -63,6 +67,11 @@ def test_old_spellings_work_and_say_how_they_are_written_now(old: str, new: str,
     assert renewed(found) == (found, [])
 
 
+def test_a_job_of_workers_is_no_old_spelling() -> None:
+    for words in ("export ray m.py --study night", "export ray --storage=postgresql://db/studies"):
+        assert renewed(words.split()) == (words.split(), [])
+
+
 def test_serve_with_a_package_runs_it() -> None:
     assert renewed(["serve", "digits-1", "--port", "0"]) == (["serve", "run", "digits-1", "--port", "0"], [])
     assert renewed(["serve", "--store", "models"]) == (["serve", "run", "--store", "models"], [])
@@ -112,6 +121,7 @@ def step():
         ["plan", "loud.py", "--world-size", "2", "--strategy", "ddp", "--json"],
         ["serve", "package", "loud.py:served", "--json"],
         ["trace", "record", "loud.py:step", "--active", "1", "--warmup", "1", "--json"],
+        ["doctor", "loud.py", "--fail-on", "never", "--json"],
     ],
 )
 def test_what_libraries_print_does_not_reach_the_terminal(tmp_path: Path, arguments: list[str]) -> None:
@@ -142,6 +152,7 @@ def test_a_bare_delay_is_in_milliseconds_as_it_was() -> None:
 
 def test_shares_devices_and_outputs_have_one_form() -> None:
     assert _options.share("20%", "--headroom") == _options.share("0.2", "--headroom") == 0.2
+    assert _options.share("150%", "--fail-memory", below=10) == 1.5
     assert _options.devices(["cpu,cuda:0", "cuda:1"]) == ["cpu", "cuda:0", "cuda:1"]
     assert _options.one_device("cuda:3") == "cuda:3"
     paths = _options.outputs([Path("a.csv"), Path("folder")], ".csv", folder=True)
@@ -153,6 +164,44 @@ def test_shares_devices_and_outputs_have_one_form() -> None:
     ):  # fmt: skip
         with pytest.raises(UsageError):
             wrong()
+
+
+def test_a_files_name_is_no_folder(run_fettle, tmp_path: Path) -> None:
+    for wrong in (["tune", "m.py"], ["improve", "m.py"], ["study", "m.py"], ["container", "r.toml"],
+                  ["bench", "m.py", "--against", "main"]):  # fmt: skip
+        said = run_fettle(*wrong, "--output", "out.html")
+        assert (said.code, said.err.count("\n")) == (2, 1)
+        assert "a folder" in said.err
+    (tmp_path / "old.html").mkdir()
+    for folder in (Path("run-1.5"), tmp_path / "old.html"):
+        assert _options.output_folder(folder) == folder
+
+
+def test_a_page_takes_no_place_of_a_model_a_trace_or_a_snapshot(run_fettle, tmp_path: Path) -> None:
+    for command in (["diagnose"], ["memory"], ["trace", "report"]):
+        source = tmp_path / f"{command[0]}.py"
+        source.write_text("mine")
+        said = run_fettle(*command, source, "--output", source)
+        assert (said.code, "name a file that ends in .html" in said.err) == (2, True)
+        assert source.read_text() == "mine"
+
+
+TRICKY = "a:100:b[bold]c[/x]"
+"""What rich would read as an emoji, a style, and the end of one that never began."""
+
+
+def test_texts_are_printed_as_they_are(run_fettle, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    assert run_fettle("diagnose", f"{TRICKY}.json").err == f"fettle: no such trace file: {TRICKY}.json\n"
+    _show.print_table(console(), Table([f"column {TRICKY}"], [[f"cell {TRICKY}"]]), f"title {TRICKY}")
+    printed = capsys.readouterr().out
+    assert all(f"{part} {TRICKY}" in printed for part in ("title", "column", "cell"))
+    levels = [Level("fast", f"summary {TRICKY}", f"needs {TRICKY}")]
+    made_up = SimpleNamespace(name="made-up", title="", default="off", modes=("inference",), levels=lambda _: levels)
+    monkeypatch.setattr("fettle.techniques.CATALOGUE", [made_up])
+    monkeypatch.setenv("COLUMNS", "120")
+    said = run_fettle("techniques").out
+    assert f"summary {TRICKY}" in said
+    assert f"needs {TRICKY}" in said
 
 
 def test_an_error_of_the_file_system_is_one_line(run_fettle) -> None:
@@ -181,6 +230,15 @@ def test_an_empty_target_is_not_this_folder(run_fettle) -> None:
     said = run_fettle("diagnose", "")
     assert said.code == 2
     assert "is not a target" in said.err
+
+
+def test_a_full_disk_is_one_line(run_fettle, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fettle.report.load_result", full)
+    said = run_fettle("report", "anywhere")
+    assert (said.code, said.out, said.err.strip()) == (2, "", "fettle: cannot write: No space left on device")
 
 
 def test_an_interrupt_is_one_line(run_fettle, monkeypatch: pytest.MonkeyPatch) -> None:

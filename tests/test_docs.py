@@ -131,6 +131,7 @@ def test_the_examples_of_every_command_are_parsed() -> None:
             _parsed(_words(line))
             count += 1
         assert "fettle" in command.help, f"{path} shows no example"
+        assert not re.search(r"\S\n\S", command.help), f"{path} breaks its lines, whatever the width of the terminal"
     assert count > 60
 
 

@@ -71,6 +71,7 @@ def test_every_command_and_option_is_on_the_page(pages: ModuleType) -> None:
     for path, command, _ in pages.commands():
         section = text.partition(f"\n## {path}\n")[2].partition("\n## ")[0]
         assert "```text" in section, path
+        assert "```console\n$ " in section, path
         for param in command.params:
             if getattr(param, "hidden", False):  # an earlier spelling
                 continue

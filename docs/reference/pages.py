@@ -69,12 +69,12 @@ def cli() -> str:
         "What `--help` says of each command, on one page. [What they have in common](../commands.md).",
     ]
     for path, command, context in commands():
-        text, _, examples = inspect.cleandoc(_unmarked(command.help)).partition("Examples\n")
+        text, *examples = re.split(r"\nExamples?\n", inspect.cleandoc(_unmarked(command.help)), maxsplit=1)
         arguments = [param for param in command.params if param.param_type_name == "argument"]
         usage = " ".join([path, *map(_argument, arguments), "[OPTIONS]"])
         parts += ["", f"## {path}", "", text.strip(), "", "```text", usage, "```"]
         if examples:
-            lines = [line.strip() for line in examples.splitlines() if line.strip()]
+            lines = [line.strip() for line in examples[0].splitlines() if line.strip()]
             parts += ["", "```console", *(f"$ {line}" for line in lines), "```"]
         rows = [record for param in command.params if (record := _record(param, context))]
         if rows:

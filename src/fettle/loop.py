@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import signal
 import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -28,6 +29,13 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(work)
     made: T = uvloop.run(work)
     return made
+
+
+def stopped_by_interrupt() -> asyncio.Event:
+    """An event that Ctrl-C sets from now on, in place of ending the program."""
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+    return stop
 
 
 class _Time(ctypes.Structure):

@@ -244,7 +244,8 @@ class Outcome:
 
     @property
     def payback_calls(self) -> float | None:
-        """After how many calls the winner's start-up cost is paid back by its speed; None when it never is."""
+        """After how many calls, of as many rows as they have as given, the winner's start-up cost is paid back by its
+        speed; None when it never is."""
         if self.winner is None or self.baseline is None:
             return None
         return self._payback(self.winner.startup.total_s - self.baseline.startup.total_s)
@@ -263,7 +264,7 @@ class Outcome:
         assert self.winner is not None
         assert self.baseline is not None
         rows = self.winner.samples / self.baseline.samples
-        saved_s = (self.baseline.time_ms * rows - self.winner.time_ms) / 1e3
+        saved_s = (self.baseline.time_ms - self.winner.time_ms / rows) / 1e3
         if not saved_s > 0:
             return None
         return max(0.0, extra_s / saved_s)

@@ -85,6 +85,13 @@ def storage_url(storage: str | None, folder: Path) -> str:
     return f"sqlite:///{(folder / 'study.db').resolve()}"
 
 
+def check_there(url: str) -> None:
+    """Raise `UsageError` for a SQLite file that is not there: who only reads it would make an empty one."""
+    scheme, file, path = url.partition("sqlite:///")
+    if file and not scheme and not Path(path.partition("?")[0]).is_file():
+        raise UsageError(f"no such storage: {path}")
+
+
 def hidden(url: str) -> str:
     """A storage URL without its password."""
     scheme, separator, rest = url.partition("://")

@@ -75,12 +75,14 @@ def test_bad_input_is_one_line(tmp_path: Path, run_fettle: Run) -> None:
     for words, says in (
         (["atlas", "show", tmp_path / "a.parquet"], "is not a Parquet file"),
         (["atlas", "add", tmp_path / "b.parquet", tmp_path], "there is no study.db in"),
+        (["atlas", "add", tmp_path / "b.parquet", f"sqlite:///{tmp_path}/typo.db"], "no such storage"),
         (["tune", "w.py", "--atlas", tmp_path / "a.parquet"], "is not a Parquet file"),
         (["tune", "w.py", "--design=ladder", "--atlas", tmp_path / "a.parquet"], "--atlas tells the design auto"),
     ):
         said = run_fettle(*words)
         assert (said.code, len(said.err.splitlines())) == (2, 1), said.err
         assert says in said.err
+    assert not (tmp_path / "typo.db").exists()
 
 
 WORK = """

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -102,6 +103,18 @@ def test_what_does_not_fit_is_one_line(recipe: Path, wheel: Path, no_index: None
         assert (said.code, said.out) == (2, "")
         assert says in said.err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_is_no_package_is_not_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    manifest = SimpleNamespace(recipe={}, machine={}, name="net", requires=[])
+    monkeypatch.setattr(image, "open_package", lambda path: SimpleNamespace(folder=path, manifest=manifest))
+    mine = tmp_path / "model" / "net.py"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    (tmp_path / "net-1").mkdir()
+    with pytest.raises(UsageError, match="exists already and is not a package"):
+        write_image(tmp_path / "net-1", tmp_path)
+    assert mine.read_text() == "mine"
 
 
 def test_torch_is_from_the_index_of_its_build_and_nothing_else_is(no_index: None) -> None:

@@ -17,7 +17,7 @@ from typing import ClassVar
 import pytest
 
 from fettle.errors import UsageError
-from fettle.gate import Settings, bisecting, gating, history, judge, markdown, racing
+from fettle.gate import Settings, bisecting, bisection_markdown, gating, history, judge, markdown, racing
 from fettle.gate.gating import Gate
 from fettle.gate.judging import more_memory, percent, slowdown
 from fettle.gate.revisions import at, repository_of
@@ -391,6 +391,10 @@ def test_a_page_and_a_comment_escape_what_they_show(tmp_path: Path) -> None:
     assert "`abc <script>alert(1)</script> '@all' / x`" in text
     assert "about 12 processes a side" in text
     assert "(--processes 12, about 3.0 minutes)" in text
+    step = bisecting.Step("c", "c", None, "left out: <b>`@all` | x")
+    text = bisection_markdown(bisecting.Bisection("a", "b", 2, None, [step], ["c"], "It is c.", "5%", ["a *note*"]))
+    assert r"| left out: \<b\>\`@&#8203;all\` \| x |" in text
+    assert r"Note: a \*note\*." in text
     entry = history.entry_of(found, "model.py", "abc")
     shown = history.page([entry])
     assert "<script>alert(1)" not in shown

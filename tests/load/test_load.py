@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fettle.cli.serve import load
 from fettle.errors import UsageError
 from fettle.load import loops
 from fettle.load.arrivals import constant, poisson, read_schedule
@@ -405,6 +406,7 @@ def test_the_commands(server, store, tmp_path, run_fettle):
                   [str(tmp_path)], [package, "--host", "0.0.0.0"], [package, "--delay", "soon"],
                   ["package", "nothing.py"], ["load", url, "-c", "1", "--output", str(tmp_path)],
                   ["load", url, "-c", "1", "--baseline", str(tmp_path / "none")],
+                  ["load", f"{url}/v1", "-c", "1", "--body", __file__],
                   ["load", url, "-c", "1", "--token-file", str(tmp_path / "token")],
                   ["slo", package, "--p99", "1s", "--recipe", "precision=bf16"],
                   ["slo", package, "--p99", "1s", "--headroom", "120%"],
@@ -413,3 +415,8 @@ def test_the_commands(server, store, tmp_path, run_fettle):
         done = run_fettle("serve", *wrong)
         assert done.code == 2, (wrong, done.err)
         assert len(done.err.strip().splitlines()) == 1, done.err
+
+
+def test_a_note_does_not_break_the_markdown_table(monkeypatch):
+    monkeypatch.setattr(load, "_cells", lambda run: {"load": "80/s", "note": "said a | b\nand c"})
+    assert load._markdown([None]).splitlines() == ["| load | note |", "| --- | --- |", r"| 80/s | said a \| b and c |"]

@@ -130,6 +130,8 @@ def test_the_command_compares_two(tmp_path: Path, run_fettle) -> None:
     result = json.loads(run_fettle("memory", first, second, "--json").out)
     assert result["difference"]["at_end"][0]["own_line"] == "model.py:77 in new"
     assert "model.py:77 in new" in run_fettle("memory", first, second).out
+    asked = run_fettle("memory", first, second, "--request", "3GiB", "--device-free", "0")
+    assert "Would 3.00 GiB more have fitted in the first? " in asked.out
 
 
 @pytest.mark.parametrize(

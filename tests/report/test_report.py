@@ -16,15 +16,19 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from fettle.errors import UsageError
-from fettle.measure import Interval
+from fettle.measure import Interval, Slice
 from fettle.report import _format as fmt
-from fettle.report import cell, load_result, page, print_result, progress, save, to_json, write_charts
+from fettle.report import cell, load_result, page, print_result, progress, save, save_result, to_json, write_charts
 from fettle.report._facts import checks, front_trials, levers, ranked, status_of
 from fettle.report._ladder import throughput_rows
-from fettle.report._verdict import headline, verdict
+from fettle.report._rounds import rounds
+from fettle.report._verdict import headline, payback, verdict
 from fettle.report.data import from_json
+from fettle.report.load_page import _KINDS, _figure
+from fettle.report.slo import front, prediction
 from fettle.result import Reference, Rung
 from fettle.tuning import Event
+from tests.conftest import Run
 from tests.report.made_up import BEST, EVAL, HOSTILE, degenerate, resnet, trial
 
 ALL = {"full": resnet(), **degenerate()}
@@ -375,3 +379,74 @@ def test_where_the_finalists_fell_in_the_final_race_it_does_not_say_that_none_ke
     said = verdict(dataclasses.replace(result, limits=resnet().limits, nearest=[fine]))
     assert "final race" in said
     assert "no recipe keeps the limits" not in said
+
+
+def test_what_is_paid_back_is_counted_in_what_the_workload_does() -> None:
+    made = resnet()
+    assert " calls, which take" in payback(made)
+    training = dataclasses.replace(made, facts=dataclasses.replace(made.facts, mode="training"))
+    assert " steps, which take" in payback(training)
+    limited = dataclasses.replace(training, limits=dataclasses.replace(made.limits, max_latency_ms=100.0))
+    assert made.winner is not None
+    assert "time of a step" in [check.name for check in checks(limited, made.winner)]
+
+
+def test_what_was_measured_is_told_from_what_was_predicted_on_the_front_of_a_service_level() -> None:
+    point = {"setting": "a", "predicted": 9.0, "measured": None, "p99_ms": 5.0, "memory_bytes": 1 << 20, "front": True,
+             "error": 0.0}  # fmt: skip
+    data = {"points": [point, {**point, "measured": 8.0}], "limit_ms": 9.0, "reference_rate": 4.0, "best": 1}
+    chart = front(data)
+    assert chart is not None
+    dots = chart.to_dict()["layer"][0]["encoding"]
+    assert dots["shape"]["scale"] == {"domain": ["measured", "predicted"], "range": ["diamond", "circle"]}
+
+
+def test_the_lines_of_the_payback_cross_where_it_is_paid_back() -> None:
+    made = resnet()
+    assert made.winner is not None
+    assert made.baseline is not None
+    larger = dataclasses.replace(made, winner=dataclasses.replace(made.winner, samples=4 * made.winner.samples))
+    for result in (made, larger):
+        winner, calls = result.winner, result.payback_calls
+        assert winner is not None
+        assert calls is not None
+        ends = [
+            trial.startup.total_s + calls * trial.time_ms / 1e3 * made.baseline.samples / trial.samples
+            for trial in (made.baseline, winner)
+        ]
+        assert ends[0] == pytest.approx(ends[1])
+
+
+def test_rounds_of_a_larger_batch_are_compared_row_by_row() -> None:
+    made = resnet()
+    assert made.winner is not None
+    assert made.baseline is not None
+    slices = [Slice("a", number, 10.0) for number in range(3)]
+    given = dataclasses.replace(made.baseline, slices=slices, samples=8)
+    larger = dataclasses.replace(made.winner, slices=[dataclasses.replace(one, ms=20.0) for one in slices], samples=32)
+    drawn = rounds(dataclasses.replace(made, winner=larger, baseline_again=given))
+    assert drawn is not None
+    assert set(re.findall(r'"ms": ([0-9.]+)', json.dumps(drawn.to_dict()))) == {"10.0", "5.0"}
+
+
+def test_charts_of_load_draw_the_intervals_that_are_known() -> None:
+    run = {"latency_ms": {"p50": 10.0, "p99": 20.0}, "intervals_ms": {"p50": [9.0, 11.0], "p99": None}, "limit_ms": 0}
+    figure = _figure([run], ["80/s"], *_KINDS[2])
+    assert figure is not None
+    whiskers = [layer["encoding"] for layer in figure.spec["layer"] if layer["mark"]["type"] == "rule"]
+    assert [(one["y"]["field"], one["y2"]["field"]) for one in whiskers] == [("low", "high")]
+    assert figure.svg()
+    tested = {"latency_ms": {"p99": 10.0}, "p99_interval_ms": [8.0, 12.0]}
+    first = {"predicted_p99_ms": 9.0, "run": tested, "held": True, "rate": 4.0}
+    tests = [first, {**first, "run": {**tested, "p99_interval_ms": None}}]
+    drawn = prediction({"points": [{"setting": "a", "tests": tests}], "limit_ms": 9.0})
+    assert drawn is not None
+    chart = drawn.to_dict()
+    assert chart["layer"][1]["encoding"]["y2"]["field"] == "high"
+    assert chart["layer"][1]["encoding"]["y"]["scale"]["domain"] == [8.0 / 1.15, 12.0 * 1.15]
+
+
+def test_nothing_is_printed_where_the_page_cannot_be_written(tmp_path: Path, run_fettle: Run) -> None:
+    save_result(resnet(), tmp_path / "result.json")
+    said = run_fettle("report", tmp_path, "--json", "--output", tmp_path / "result.json" / "page.html")
+    assert (said.code, said.out) == (2, "")

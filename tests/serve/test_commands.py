@@ -1,9 +1,13 @@
 """fettle package with handlers, import-mar, export: what people type, what they get, one line where it is wrong."""
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from fettle.cli.serve import run
+from fettle.errors import UsageError
 from tests.compat.test_mar import mar, net, saved
 
 TARGET = """
@@ -83,3 +87,27 @@ def test_what_is_wrong_is_one_line_and_leaves_nothing(fettle, tmp_path, argument
     code, _, errors = fettle("serve", *arguments)
     assert (code, len(errors)) == (2, 1)
     assert [path for path in sorted(tmp_path.iterdir()) if path.name != "__pycache__"] == before
+
+
+def test_json_of_a_server_that_is_tuned_first_is_json_alone(monkeypatch, run_fettle, tmp_path):
+    (tmp_path / "p").mkdir()
+    package = SimpleNamespace(folder=tmp_path / "p", manifest=SimpleNamespace(max_rows=8))
+    monkeypatch.setattr("fettle.package.manifest.open_package", lambda path: package)
+    monkeypatch.setattr("fettle.cli.serve.slo.command", lambda *_, **__: print("a table"))
+    monkeypatch.setattr("fettle.serve.server.serve", lambda *_: None)
+    monkeypatch.setattr("fettle.loop.run", lambda _: print("{}"))
+    said = run_fettle("serve", "run", tmp_path / "p", "--p99", "1s", "--json")
+    assert (said.code, said.out, said.err) == (0, "{}\n", "a table\n")
+
+
+def test_what_a_server_would_ignore_is_refused(fettle, tmp_path):
+    code, _, errors = fettle("serve", "run", "m.py", "--rate", "5")
+    assert (code, "--p99" in errors[0]) == (2, True)
+    with pytest.raises(UsageError, match="packaged with its recipe"):
+        run._packaged(str(tmp_path), Path("recipe.toml"))
+
+
+def test_an_address_of_ipv6_is_in_brackets(capsys):
+    server = SimpleNamespace(ports=[8080], registry=SimpleNamespace(versions=list))
+    run._say_where(server, SimpleNamespace(host="::1", certificate=None), True)
+    assert json.loads(capsys.readouterr().out)["url"] == "http://[::1]:8080"

@@ -245,9 +245,22 @@ def test_the_command_says_what_is_wrong(run_fettle, store, tmp_path, monkeypatch
         (("a.py:b", "--ttft", "1s"), "need a package"), ((store / "net-1", "--itl", "0ms"), "more than 0"),
         ((store / "net-1", "--itl", "1s", "--p99", "1s"), "without --p99"),
         ((store / "net-1", "--itl", "1s", "--prompt-tokens", "x"), "not a length"),
+        ((store / "net-1", "--itl", "1s", "-o", "load.csv"), "name a folder"),
+        (("a.py:b", "--p99", "1s", "--study", "night"), "--storage"),
     ):  # fmt: skip
         found = run_fettle("serve", "slo", *given)
         assert (found.code, said in found.err) == (2, True), found.err
+
+
+def test_a_folder_that_is_no_package_is_not_replaced(run_fettle, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.py").write_text("def workload():\n    raise AssertionError\n")
+    mine = tmp_path / "package" / "mine.py"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    found = run_fettle("serve", "slo", "m.py", "--p99", "1s", "--output", ".")
+    assert (found.code, "exists already and is not a package: give another --output" in found.err) == (2, True)
+    assert mine.read_text() == "mine"
 
 
 TARGET = """

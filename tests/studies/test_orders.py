@@ -64,6 +64,9 @@ def test_names_that_belong_to_something_else_are_refused(begun: Settings) -> Non
         settings_of(replace(begun, name="nigth"))
     with pytest.raises(UsageError, match="letters, digits"):
         settings_of(replace(begun, name="a b"))
+    with pytest.raises(UsageError, match="no such storage"):
+        settings_of(replace(begun, storage=str(begun.output / "typo.db")))
+    assert not (begun.output / "typo.db").exists()
 
 
 @pytest.mark.parametrize(

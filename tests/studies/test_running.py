@@ -295,3 +295,12 @@ def test_a_table_of_somebody_else_becomes_a_page(tmp_path: Path, run_fettle: Run
     assert "--parquet is now --output" in said.err
     assert (tmp_path / "out" / "study.html").is_file()
     assert (tmp_path / "t.parquet").is_file()
+
+
+def test_a_table_is_not_written_over_by_what_is_read_of_it(tmp_path: Path, run_fettle: Run):
+    table = tmp_path / "study.csv"
+    table.write_text("a,y\n0,1\n1,2\n")
+    for over in (table, tmp_path):
+        said = run_fettle("study", "--from-csv", table, "--response", "y", "--output", over)
+        assert (said.code, "would be written over: give another --output" in said.err) == (2, True)
+    assert table.read_text() == "a,y\n0,1\n1,2\n"

@@ -54,6 +54,21 @@ def test_json_says_which_answers_are_uncertain(tmp_path: Path, run_fettle: Run) 
     assert list(compared["uncertain"]) == ["after"]
 
 
+def test_names_and_paths_are_printed_as_they_are(tmp_path: Path, run_fettle: Run, monkeypatch) -> None:
+    path = training(3, name="gemm:100:x").write(tmp_path / "t.json")
+    monkeypatch.chdir(tmp_path)
+    said = run_fettle("trace", "kernels", path, "--chart", "c[/x].json")
+    assert (said.code, said.err.splitlines()[-1]) == (0, "wrote c[/x].json")
+    assert ":100:" in said.out
+    assert "[bold]n" in run_fettle("trace", "sql", path, 'select name as "[bold]n" from events').out
+    assert run_fettle("trace", "augment", path, "a[b].json").out.startswith("wrote a[b].json: ")
+
+
+def test_a_factor_without_kernels_is_refused(tmp_path: Path, run_fettle: Run) -> None:
+    said = run_fettle("trace", "whatif", training(3).write(tmp_path / "t.json"), "--factor", "0.5")
+    assert (said.code, "--kernels" in said.err) == (2, True)
+
+
 def test_other_commands(tmp_path: Path, run_fettle: Run) -> None:
     path = training(3).write(tmp_path / "t.json")
     other = training(3, kernel=35).write(tmp_path / "u.json")

@@ -370,3 +370,9 @@ def test_in_a_browser_the_page_changes_while_a_study_runs(tmp_path: Path, monkey
         server.shutdown()
         thread.join()
     assert "before: 4 trials (1 failed, 1 rejected, 1 valid, 1 being measured)" in done.stdout, done.stderr
+
+
+def test_a_command_can_be_copied_whatever_the_path() -> None:
+    assert listing._command("trace", Path("/a b/t.json")) == "fettle trace report '/a b/t.json'"
+    assert listing._command("package", Path("/p/manifest.json")) == "fettle serve /p"
+    assert listing._command("report", Path("/r.html")) == ""

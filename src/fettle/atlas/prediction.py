@@ -184,10 +184,8 @@ class Predictor:
 
     def _weights(self, asked: Numbers) -> Numbers:
         """By recipe asked for and row: how alike recipe and model are."""
-        both = asked @ self._levels.T
-        either = asked.sum(axis=1)[:, None] + self._levels.sum(axis=1)[None, :] - both
-        close = np.divide(both, either, out=np.zeros_like(both), where=either > 0) ** 4
-        return np.asarray(close * np.maximum(0.05, np.exp(-0.5 * self._far[self._whose]))[None, :])
+        of_model = np.maximum(0.05, np.exp(-0.5 * self._far[self._whose]))
+        return np.asarray(_close(asked, self._levels) * of_model[None, :])
 
     def _works(self, asked: Numbers, trials: Sequence[Trial]) -> Numbers:
         """The chance that it runs and keeps the limit on the error."""
@@ -195,10 +193,7 @@ class Predictor:
         able = np.array([self._is_able(row.status, row.error) for row in self._rows], dtype=float)
         total, good = weights.sum(axis=1) + 1, weights @ able + _WORKS
         if trials:
-            mine = self._one_hot([trial.recipe for trial in trials])
-            both = asked @ mine.T
-            either = asked.sum(axis=1)[:, None] + mine.sum(axis=1)[None, :] - both
-            close = 3 * np.divide(both, either, out=np.zeros_like(both), where=either > 0) ** 4
+            close = 3 * _close(asked, self._one_hot([trial.recipe for trial in trials]))
             total = total + close.sum(axis=1)
             good = good + close @ np.array([trial.ok for trial in trials], dtype=float)
         return np.asarray(good / total, dtype=np.float64)
@@ -231,6 +226,13 @@ def _alike(apart: Numbers, same: Numbers, numbers: _Numbers) -> Numbers:
 def _shared(one: Numbers, other: Numbers, numbers: _Numbers) -> Numbers:
     levels = one @ other.T
     return np.asarray(numbers.scale**2 * (levels + numbers.pairs * levels * (levels - 1) / 2))
+
+
+def _close(one: Numbers, other: Numbers) -> Numbers:
+    """By pair of recipes: the fourth power of the share of their levels that both have."""
+    both = one @ other.T
+    either = one.sum(axis=1)[:, None] + other.sum(axis=1)[None, :] - both
+    return np.asarray(np.divide(both, either, out=np.zeros_like(both), where=either > 0) ** 4)
 
 
 def _distance(one: Subject, other: Subject) -> float:

@@ -6,6 +6,7 @@ raises `UsageError` for what the caller can fix (one line, exit code 2) and `typ
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import signal
@@ -13,11 +14,11 @@ import sys
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 import fettle
 from fettle.cli import _old_spellings, _quiet
+from fettle.cli._console import console
 from fettle.cli._lazy import SETTINGS, LazyGroup
 from fettle.errors import UsageError
 
@@ -124,12 +125,13 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        _fail(f"{error.filename}: {error.strerror}")  # a name that is too long, a disk that fails
+        # a name that is too long, a disk that fails, or is full while a table is written to it
+        _fail(f"{error.filename or 'cannot write'}: {error.strerror}")
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:
     line = escape(" ".join(message.split()))  # a message may hold brackets: [batch], torch-fettle[ray]
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]fettle:[/] {line}")
+    console(error=True, soft_wrap=True).print(f"[bold red]fettle:[/] {line}")
     sys.exit(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -16,6 +17,15 @@ SETTINGS: dict[str, Any] = {
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
 """What every application of Typer here is made with."""
+
+
+def _reflowed(command: Any) -> Any:
+    """The command, each paragraph of its help on one line: rich keeps the breaks of the source, whatever the terminal's
+    width. Examples stand apart."""
+    command.help = re.sub(r"(?<=\S)\n(?=\S)", " ", command.help or "")
+    for inner in getattr(command, "commands", {}).values():
+        _reflowed(inner)
+    return command
 
 
 class LazyGroup(TyperGroup):
@@ -46,7 +56,7 @@ class LazyGroup(TyperGroup):
             around.add_typer(module.app, name=cmd_name)
         else:
             around.command(cmd_name)(module.command)
-        return typer.main.get_group(around).commands[cmd_name]
+        return _reflowed(typer.main.get_group(around).commands[cmd_name])
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """The help of the group."""

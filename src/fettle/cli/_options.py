@@ -12,10 +12,12 @@ from typing import Annotated, Any
 import typer
 
 from fettle.errors import UsageError
-from fettle.files import write_text
+from fettle.files import check_writable, write_text
 
 _DURATION = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]*)?|\.[0-9]+)\s*(ms|s|m|min|h)?\s*")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_OF_FILES = {".html", ".csv", ".parquet", ".json", ".md", ".png", ".svg", ".pdf", ".toml"}
+"""Suffixes by which somebody means a file, where another command, or this one for something else, writes such files."""
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 
 Target = Annotated[str, typer.Argument(help="path/to/file.py:factory or package.module:factory")]
@@ -33,6 +35,9 @@ StudyOutput = Annotated[
 TrialTimeout = Annotated[str, typer.Option(help="longest time for one recipe to get ready")]
 UnderLoad = Annotated[bool, typer.Option(help="measure while the machine does other work, by elapsed time")]
 Polite = Annotated[bool, typer.Option(help="never take priority over other processes")]
+LatencyLimit = Annotated[
+    str | None, typer.Option("--p99", help="latency limit for 99% of the requests, for example 100ms")
+]
 FirstToken = Annotated[
     str | None, typer.Option(help="text: limit for 99% of the times to the first token, for example 500ms")
 ]
@@ -61,13 +66,13 @@ def milliseconds(text: str | None, option: str) -> float | None:
     return None if text is None else duration_s(text, option) * 1e3
 
 
-def share(text: str, option: str) -> float:
-    """``20%`` or ``0.2`` as a number from 0 to below 0.95."""
+def share(text: str, option: str, below: float = 0.95) -> float:
+    """``20%`` or ``0.2`` as a number from 0 to `below`."""
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         value = -1.0
-    if not 0 <= value < 0.95:
+    if not 0 <= value < below:
         raise UsageError(f"{option}: {text!r} is not a share, for example 20% or 0.2")
     return value
 
@@ -92,16 +97,29 @@ def one_device(text: str, also: Sequence[str] = ()) -> str:
 
 def outputs(paths: Sequence[Path] | None, *suffixes: str, folder: bool = False) -> dict[str, Path]:
     """What each ``--output`` is for, by suffix; without any it is the `folder` (key ``""``), if there can be one."""
-    known = (*suffixes, *([""] if folder else []))
     by_suffix: dict[str, Path] = {}
     for path in paths or ():
-        suffix = path.suffix.lower() if path.suffix.lower() in suffixes or not folder else ""
-        if suffix not in known:
-            raise UsageError(f"--output {path}: name a file that ends in {' or '.join(suffixes)}")
+        suffix = path.suffix.lower()
+        if folder and suffix not in suffixes and (suffix not in _OF_FILES or path.is_dir()):
+            suffix = ""
+        elif suffix not in suffixes:
+            known = [*([f"a file that ends in {' or '.join(suffixes)}"] if suffixes else []), *["a folder"] * folder]
+            raise UsageError(f"--output {path}: name {' or '.join(known)}")
         if suffix in by_suffix:
             raise UsageError(f"--output {path}: {by_suffix[suffix]} is named for that already")
         by_suffix[suffix] = path
     return by_suffix
+
+
+def output_folder(path: Path) -> Path:
+    """The folder of an ``--output``. Raises `UsageError` where a file's name was given."""
+    return outputs([path], folder=True)[""]
+
+
+def check_page(path: Path | None) -> None:
+    """Raise `UsageError` for an ``--output`` that is no page (it may be the model itself) or cannot be written."""
+    outputs([] if path is None else [path], ".html")
+    check_writable(path)
 
 
 def technique_levels(options: Sequence[str]) -> dict[str, list[str]]:

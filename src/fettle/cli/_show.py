@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
+import signal
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table as RichTable
 
+from fettle.cli._console import console
 from fettle.files import plain
 
 if TYPE_CHECKING:
@@ -28,11 +32,11 @@ _STYLES = {"winner": "green", "failed": "red"}
 @contextmanager
 def telling(first: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
     """A line that says what is going on, and changes in place: on standard error, where that is a terminal."""
-    console = Console(file=sys.stderr, highlight=False)  # this one, also while a factory has another
-    if quiet or not console.is_terminal:
+    out = console(file=sys.stderr)  # this one, also while a factory has another
+    if quiet or not out.is_terminal:
         yield lambda text: None
         return
-    with console.status(escape(first)) as status:
+    with out.status(escape(first)) as status:
         yield lambda text: status.update(escape(text))
 
 
@@ -60,15 +64,15 @@ def bar(first: str, *, quiet: bool = False, lines: bool = False) -> Iterator[Cal
 
     Elsewhere nothing, or with `lines` one for each.
     """
-    console = Console(file=sys.stderr, highlight=False)
-    if quiet or not (console.is_terminal or lines):
+    out = console(file=sys.stderr)
+    if quiet or not (out.is_terminal or lines):
         yield lambda doing, done, of: None
-    elif not console.is_terminal:
-        yield lambda doing, done, of: console.print(f"[{done}/{of}] {doing}", markup=False)
+    elif not out.is_terminal:
+        yield lambda doing, done, of: out.print(f"[{done}/{of}] {doing}", markup=False)
     else:
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=18), TimeElapsedColumn(), TextColumn("left"),
                    TimeRemainingColumn())  # fmt: skip
-        with Progress(*columns, console=console, transient=True) as progress:
+        with Progress(*columns, console=out, transient=True) as progress:
             task = progress.add_task(escape(first), total=None)
             yield lambda doing, done, of: progress.update(
                 task, description=escape(doing[:70]), completed=done, total=of
@@ -76,16 +80,45 @@ def bar(first: str, *, quiet: bool = False, lines: bool = False) -> Iterator[Cal
 
 
 def answer(
-    as_json: bool, data: Callable[[], Any], say: Callable[[Console], object], report: Path | None = None
+    as_json: bool,
+    data: Callable[[], Any],
+    say: Callable[[Console], object],
+    report: Path | None = None,
+    wrote: Sequence[Path] = (),
 ) -> None:
-    """What a command found: as JSON for machines, else said to people, with the place of its report."""
+    """What a command found: as JSON for machines, else said to people, with the place of its report or all it wrote."""
     if as_json:
         print(json.dumps(plain(data())))
         return
-    console = Console(highlight=False)
-    say(console)
+    out = console()
+    say(out)
     if report is not None:
-        console.print(f"\nreport: {escape(str(report))}", soft_wrap=True)
+        out.print(f"\nreport: {report}", markup=False, soft_wrap=True)
+    if wrote:
+        out.print(f"\nwrote {', '.join(map(str, wrote))}", markup=False, soft_wrap=True)
+
+
+def command_line() -> str:
+    """The command as it was typed, for what is written."""
+    return shlex.join(["fettle", *sys.argv[1:]])
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """SIGTERM, which a cluster or a CI system sends before it takes the machine away, is an interrupt: what is known is
+    written, and what was begun is given back, on the way out."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def leave(*, interrupted: bool = False, missed: bool = False) -> None:
@@ -105,7 +138,7 @@ def print_comparison(console: Console, comparison: Comparison, under_load: bool 
     for recipe in comparison.left_out:
         console.print(f"There was no time for {recipe}: give a larger --budget.", markup=False)
     for line in load_lines(comparison.trials, under_load):
-        console.print(line)
+        console.print(line, markup=False)
     if (fetched := fetching(comparison.trials[0].slices)) is not None:
         console.print(f"The model as given takes {fetched}.", markup=False)
 
@@ -122,14 +155,14 @@ def print_table(console: Console, table: Table, title: str = "", without: Collec
     needed = [_least_width(name, texts, name in table.numbers) for name, texts in columns]
     gap = 2 if sum(needed) + 2 * len(needed) <= console.width else 1
     shown = RichTable(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim", title_justify="left",
-                      title=title or table.caption, title_style="bold")  # fmt: skip
+                      title=escape(title or table.caption), title_style="bold")  # fmt: skip
     fit = max(1, sum(sum(needed[: i + 1]) + gap * i < console.width for i in range(len(columns))))
     room = console.width - sum(needed[:fit]) - gap * fit
     for (name, texts), width in zip(columns[:fit], needed, strict=False):  # what room is left goes to them in order
         more = max(0, min(room, max(map(len, (name, *texts))) - width))
         room -= more
         right = name in table.numbers
-        shown.add_column(name, justify="right" if right else "left", overflow="fold", width=width + more)
+        shown.add_column(escape(name), justify="right" if right else "left", overflow="fold", width=width + more)
     for number, kind in enumerate(table.kinds or [""] * len(rows)):
         shown.add_row(*(escape(texts[number]) for _, texts in columns[:fit]), style=_STYLES.get(kind, ""))
     console.print()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from fettle.cli import _show
+from fettle.cli import _options, _show
 from fettle.cli._lazy import SETTINGS
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 app = typer.Typer(name="atlas", help="What helped whom, where: one table of the trials of many studies.", **SETTINGS)
 
 _ATLAS = typer.Argument(help="an atlas, a Parquet file that 'fettle atlas add' made")
-_JSON = typer.Option("--json", help="print it as JSON")
 _MOST = 40
 _MODEL = ("workload", "family", "mode", "device", "machine", "torch")
 _MACHINE = ("machine", "cpu", "gpu", "cores", "matrix_units")
@@ -36,7 +36,7 @@ def add(
     atlas: Annotated[Path, typer.Argument(help="the atlas, a Parquet file; created if missing")],
     studies: Annotated[list[str], typer.Argument(help="folders of 'fettle tune' and 'fettle study', or storage URLs")],
     family: Annotated[str, typer.Option(help="what kind of model it is; default by its operators")] = "",
-    as_json: Annotated[bool, _JSON] = False,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Add all trials of studies to an atlas. A trial that is made again takes the place of the earlier one.
 
@@ -71,7 +71,7 @@ def add(
 
 
 @app.command()
-def show(atlas: Annotated[Path, _ATLAS], as_json: Annotated[bool, _JSON] = False) -> None:
+def show(atlas: Annotated[Path, _ATLAS], as_json: _options.AsJson = False) -> None:
     """What is in an atlas: its models and machines.
 
     [bold]Examples[/]
@@ -93,7 +93,7 @@ def query(
     mode: Annotated[str, typer.Option(help="inference or training")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "",
     matrix_units: Annotated[str, typer.Option(help="machines with this feature, for example amx")] = "",
-    as_json: Annotated[bool, _JSON] = False,
+    as_json: _options.AsJson = False,
 ) -> None:
     """What helps such models on such machines, how much, and what fights what.
 
@@ -124,24 +124,17 @@ def _contents(rows: Sequence[Row]) -> dict[str, Any]:
         "trials": len(rows), "quiet": sum(row.quiet for row in rows),
         "statuses": dict(sorted(Counter(row.status for row in rows).items())),
         "models": [dict(zip(_MODEL, key, strict=True), trials=count)
-                   for key, count in sorted(Counter(map(_model, rows)).items())],
+                   for key, count in sorted(Counter(map(attrgetter(*_MODEL), rows)).items())],
         "machines": [dict(zip(_MACHINE, key, strict=True), trials=count)
-                     for key, count in sorted(Counter(map(_machine, rows)).items(), key=str)],
+                     for key, count in sorted(Counter(map(attrgetter(*_MACHINE), rows)).items(), key=str)],
     }  # fmt: skip
-
-
-def _model(row: Row) -> tuple[str, ...]:
-    return tuple(getattr(row, name) for name in _MODEL)
-
-
-def _machine(row: Row) -> tuple[Any, ...]:
-    return tuple(getattr(row, name) for name in _MACHINE)
 
 
 def _best(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The fastest recipe of each model that kept its limits."""
     able = [row for row in rows if row.status == "measured" and row.speedup]
-    best = {(*_model(row), row.fingerprint): row for row in sorted(able, key=lambda row: row.speedup or 0.0)}
+    model = attrgetter(*_MODEL, "fingerprint")
+    best = {model(row): row for row in sorted(able, key=lambda row: row.speedup or 0.0)}
     return [{"workload": row.workload, "machine": row.machine, "recipe": row.recipe, "speedup": row.speedup,
              "low": row.low, "high": row.high} for _, row in sorted(best.items())]  # fmt: skip
 

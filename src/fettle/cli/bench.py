@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,12 +91,12 @@ def command(
         from fettle.gate import Settings
 
         settings = Settings(
-            3e-2 if fail_slower is None else _options.share(fail_slower, "--fail-slower"),
-            None if fail_memory is None else _options.share(fail_memory, "--fail-memory"),
+            3e-2 if fail_slower is None else _options.share(fail_slower, "--fail-slower", below=10),
+            None if fail_memory is None else _options.share(fail_memory, "--fail-memory", below=10),
             processes, confidence, rounds, _options.duration_s(budget, "--budget") or None, mode, tuple(link or ()),
-            same_environment, output or _OUTPUT, under_load, polite,
+            same_environment, _options.output_folder(output or _OUTPUT), under_load, polite,
         )  # fmt: skip
-        with _ended_in_order():
+        with _show.ended_in_order():
             if bisect:
                 _bisect(target, bisect, settings, as_json, as_markdown)
             else:
@@ -181,20 +177,3 @@ def _bisect(target: str, text: str, settings: Settings, as_json: bool, as_markdo
         _show.answer(as_json, lambda: bisection_json(bisection), say, settings.output / "gate.html")
     if not bisection.found and bisection.steps[0].verdict != "fast":
         raise typer.Exit(CANNOT_TELL)
-
-
-@contextlib.contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """A CI system that ends the job with SIGTERM is an interrupt: worktrees are removed on the way out."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

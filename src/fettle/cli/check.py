@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.markup import escape
 
 from fettle.cli import _options, _show
+from fettle.cli._console import console
 
 
 def command(
@@ -37,10 +38,8 @@ def command(
         warnings.simplefilter("ignore")
         foreign = warn_if_foreign(loaded)
     if foreign and not as_json:
-        Console(stderr=True, highlight=False).print(f"[yellow]{foreign}; measuring it here[/]")
+        console(error=True).print(f"[yellow]{escape(foreign)}; measuring it here[/]")
     with progress(quiet=as_json) as show:
         comparison = check(target, loaded, mode=mode, force=force, on_progress=show)
-    _show.answer(
-        as_json, lambda: comparison_json(comparison), lambda console: _show.print_comparison(console, comparison)
-    )
+    _show.answer(as_json, lambda: comparison_json(comparison), lambda out: _show.print_comparison(out, comparison))
     _show.leave(interrupted=comparison.interrupted, missed=comparison.failed or comparison.verdicts[1] == "slower")

@@ -33,6 +33,7 @@ def command(
     from fettle.container import write_image
     from fettle.files import check_writable
 
+    output = _options.output_folder(output)
     check_writable(output / "Containerfile")
     image = write_image(source, output, wheel)
     _show.answer(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from fettle.cli import _options, _show
+from fettle.cli._console import console
 from fettle.errors import UsageError
-from fettle.files import check_writable
 
 if TYPE_CHECKING:
     from fettle.diagnose import Diagnosis, Verified
@@ -64,8 +62,8 @@ def command(
     """
     from fettle.diagnose import diagnose, diagnosis_json
 
-    allowed = _allowed(fail_on)
-    check_writable(output)
+    allowed, budget_s = _allowed(fail_on), _options.duration_s(budget, "--budget")
+    _options.check_page(output)
     with _show.telling("starting", quiet=as_json) as show:
         diagnosis = diagnose(
             target,
@@ -76,18 +74,16 @@ def command(
             mode=mode,
             on_progress=show,
         )
-        checked = _verified(diagnosis, target, _options.duration_s(budget, "--budget"), show) if verify else []
+        checked = _verified(diagnosis, target, budget_s, show) if verify else []
         if output is not None:
             from fettle.diagnose.report import write_report
 
-            write_report(diagnosis, checked, output, shlex.join(["fettle", *sys.argv[1:]]))
+            write_report(diagnosis, checked, output, _show.command_line())
     over = _over(diagnosis, allowed)
     more = {"verified": [_verified_json(item) for item in checked], "over_the_limit": over}
-    _show.answer(
-        as_json, lambda: diagnosis_json(diagnosis) | more, lambda console: _print(diagnosis, checked, console), output
-    )
+    _show.answer(as_json, lambda: diagnosis_json(diagnosis) | more, lambda out: _print(diagnosis, checked, out), output)
     for line in () if as_json else over:
-        Console(stderr=True, highlight=False).print(f"[bold red]limit not kept[/]: {line}")
+        console(error=True).print(f"[bold red]limit not kept[/]: {line}")
     _show.leave(missed=bool(over))
 
 
@@ -127,17 +123,9 @@ def _verified(diagnosis: Diagnosis, target: str, budget_s: float, show: Callable
 
 
 def _verified_json(item: Verified) -> dict[str, object]:
-    return {
-        "rule": item.finding.rule,
-        "recipe": item.recipe,
-        "beside": item.beside,
-        "speedup": item.speedup,
-        "saved": item.saved,
-        "speedup_at_most": item.finding.speedup,
-        "bound_kept": item.bound_kept,
-        "problem": item.problem,
-        "load": item.load,
-    }
+    names = ("recipe", "beside", "speedup", "saved", "bound_kept", "problem", "load")
+    own = {name: getattr(item, name) for name in names}
+    return {"rule": item.finding.rule, "speedup_at_most": item.finding.speedup, **own}
 
 
 def _print(diagnosis: Diagnosis, checked: Sequence[Verified], console: Console) -> None:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from fettle.cli import _show
+from fettle.cli import _options, _quiet, _show
 from fettle.doctor import (
     CHECKS,
     LEVELS,
@@ -46,7 +46,7 @@ def command(
     lock: Annotated[
         Path | None, typer.Option(help="look at what this file pins (requirements, constraints), and at nothing else")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Check the environment that a model runs in: what costs speed or is unsafe, why, and the command that fixes it.
 
@@ -83,7 +83,8 @@ def command(
             from fettle.workload import find_target
 
             show(f"building {target}")
-            program = this_program(find_target(target).make())
+            with _quiet.users_code_quiet():
+                program = this_program(find_target(target).make())
             here = replace(here, program=program, variables=dict(os.environ))
             target = ""
         findings = [finding for finding in examine(here) if finding.check not in left_out]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,11 +50,11 @@ def command(
     settings = Settings(
         data=data, skip=tuple(skip or ()), budget_s=_options.duration_s(budget, "--budget"),
         limits=Limits(max_error=max_error), techniques=_options.technique_levels(technique or []), atlas=atlas,
-        mode=mode, output=output,
+        mode=mode, output=_options.output_folder(output),
     )  # fmt: skip
     with progress(quiet=as_json) as show:
         improvement = improve(target, settings, show, quietly=_quiet.users_code_quiet,
-                              command=shlex.join(["fettle", *sys.argv[1:]]))  # fmt: skip
+                              command=_show.command_line())  # fmt: skip
     shown = {name: getattr(improvement, name) for name in ("target", "headline", "interrupted", "steps")}
     _show.answer(
         as_json, lambda: shown, lambda console: _print(improvement, console), improvement.folder / "improve.html"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from fettle.cli._console import console
 
 
 def command(
@@ -22,6 +23,6 @@ def command(
     """
     from fettle.procs.nodes import address_of, join
 
-    console = Console(stderr=True, highlight=False)
-    workers = join(*address_of(address, "the study's address"), lambda text: console.print(text))
-    console.print(f"the study has ended; {workers} processes of it had ranks here")
+    out = console(error=True)
+    workers = join(*address_of(address, "the study's address"), lambda text: out.print(text, markup=False))
+    out.print(f"the study has ended; {workers} processes of it had ranks here")

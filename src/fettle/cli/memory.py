@@ -11,7 +11,6 @@ from rich.markup import escape
 
 from fettle.cli import _options, _show
 from fettle.errors import UsageError
-from fettle.files import check_writable
 from fettle.memory import Analysis, Difference, analyse, as_json, compare, read, tables, verdict, write_report
 from fettle.memory.analysis import as_plain
 from fettle.units import count_text, parse_size, size_text
@@ -47,7 +46,7 @@ def command(
     limit = parse_size(max_file_size, "--max-file-size")
     request_bytes = parse_size(request, "--request") if request is not None else None
     free_bytes = parse_size(device_free, "--device-free") if device_free is not None else None
-    check_writable(output)
+    _options.check_page(output)
     number = None if device is None else _device(device)
 
     with _show.telling("reading the snapshot", quiet=as_json_) as show:
@@ -90,6 +89,8 @@ def _print(console: Console, analysis: Analysis, difference: Difference | None) 
     if difference is None:
         _print_analysis(console, analysis)
         return
+    if (fit := analysis.fit) is not None:
+        console.print(f"Would {size_text(fit.request_bytes)} more have fitted in the first? {escape(fit.sentence)}")
     for note in difference.notes:
         console.print(f"[yellow]note:[/] {escape(note)}")
     for table in tables.changes(difference):

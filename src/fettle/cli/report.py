@@ -34,9 +34,7 @@ def command(
     wanted = _options.outputs(output, ".html", folder=True)
     path = source / "result.json" if source.is_dir() else source
     result = load_result(path)
-    _show.answer(as_json, lambda: to_json(result), lambda console: print_result(result, console))
     page = wanted.get(".html", path.parent / "report.html")
     write_report(result, page)
     written = [page, *(write_charts(result, wanted[""]) if "" in wanted else [])]
-    if not as_json:
-        print("\nwrote " + ", ".join(str(item) for item in written))
+    _show.answer(as_json, lambda: to_json(result), lambda console: print_result(result, console), wrote=written)

@@ -144,6 +144,8 @@ def command(
     if from_csv is not None:
         if targets:
             raise UsageError("`from_csv` reads what was measured: leave the targets out, or the table")
+        if from_csv.resolve() in {path.resolve() for path in (folder / "study.csv", *wanted.values())}:
+            raise UsageError(f"{from_csv} would be written over: give another `output`")
         table = read_csv(from_csv, response=response or (), factors=factors or (), group_by=group_by or ())
     else:
         if response or factors or group_by:
@@ -216,9 +218,8 @@ def show(
         as_json,
         lambda: study_json(table, analyses, done, theirs),
         lambda console: _print(console, table, analyses, done, theirs),
+        wrote=paths,
     )
-    if not as_json:
-        print("\nwrote " + ", ".join(str(path) for path in paths))
     _show.leave(interrupted=done is not None and done.interrupted)
 
 
@@ -272,13 +273,14 @@ def _write(
     steps = dict(done.steps) if done is not None else {}
     drawn = figures(table, analyses, steps, theirs)
     notes = [*table.notes, *(done.notes if done is not None else ())]
-    written = [folder / "study.html", folder / "study.json", folder / "study.csv"]
-    write_text(written[0], page(name, table, analyses, drawn, notes, steps))
-    write_text(written[1], json.dumps(study_json(table, analyses, done, theirs), indent=1))
-    for path in [written[2], *(path for suffix, path in wanted.items() if suffix)]:
+    texts, tables = [folder / "study.html", folder / "study.json"], [folder / "study.csv"]
+    tables += [path for suffix, path in wanted.items() if suffix]
+    write_text(texts[0], page(name, table, analyses, drawn, notes, steps))
+    write_text(texts[1], json.dumps(study_json(table, analyses, done, theirs), indent=1))
+    for path in tables:
         write_table(table, path)
     write_pictures(drawn, folder / "pictures")
-    return [*written, *(path for suffix, path in wanted.items() if suffix), folder / "pictures"]
+    return [*texts, *tables, folder / "pictures"]
 
 
 def _print(
@@ -307,7 +309,9 @@ def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Gr
     from fettle.studies.ladder_chart import beside
     from fettle.units import size_text
 
-    grid = Grid(title=name, box=None, title_justify="left", title_style="bold", header_style="dim", pad_edge=False)
+    grid = Grid(
+        title=escape(name), box=None, title_justify="left", title_style="bold", header_style="dim", pad_edge=False
+    )
     grid.add_column("step")
     grown = any(rung.grown for rung in rungs)
     for column in ("per second", "speed-up", *(["published"] if theirs else []), "memory", "error",

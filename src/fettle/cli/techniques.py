@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from fettle.cli import _options, _show
@@ -49,6 +50,7 @@ def command(
         for index, level in enumerate(technique.levels(facts)):
             state = "as given" if level.name == technique.default else level.why_not or "yes"
             style = "dim" if level.why_not else None
-            table.add_row(technique.name if index == 0 else "", level.name, level.summary, state, style=style)
+            texts = (technique.name if index == 0 else "", level.name, level.summary, state)
+            table.add_row(*map(escape, texts), style=style)
     data = {"facts": facts, "techniques": rows}
     _show.answer(as_json, lambda: data, lambda console: console.print(table))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -95,6 +93,7 @@ def command(
     for name in allow or ():
         if name != "batch-size":
             raise UsageError(f"--allow {name}: fettle can be allowed to change batch-size")
+    output = _options.output_folder(output)
     limits = Limits(
         max_error=error_limit(max_error, max_metric_drop),
         min_agreement=min_agreement,
@@ -129,14 +128,8 @@ def command(
         polite=polite,
     )
     with progress(quiet=as_json) as show:
-        result = tune(
-            target,
-            options=options,
-            on_progress=_show.after_spoilers(show),
-            command=shlex.join(["fettle", *sys.argv[1:]]),
-        )
+        on_progress = _show.after_spoilers(show)
+        result = tune(target, options=options, on_progress=on_progress, command=_show.command_line())
     paths = save(result, output)
-    _show.answer(as_json, lambda: to_json(result), lambda console: print_result(result, console))
-    if not as_json:
-        print("\nwrote " + ", ".join(str(path) for path in paths))
+    _show.answer(as_json, lambda: to_json(result), lambda console: print_result(result, console), wrote=paths)
     _show.leave(interrupted=result.interrupted, missed=result.winner is None)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
 
-from fettle.cli import _options
+from fettle.cli import _options, _show
 from fettle.cli.study import measured, places, show
 
 
@@ -52,14 +51,6 @@ def command(
         trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
     )  # fmt: skip
     targets_here, settings = settings_of(own, targets or ())
-    before = signal.signal(signal.SIGTERM, _leave)  # what a cluster sends before it takes the machine away
-    try:
+    with _show.ended_in_order():
         done = measured(targets_here, settings, agreed=True, quiet=as_json)
-    finally:
-        signal.signal(signal.SIGTERM, before)
     show(folder, wanted, f"{study}: {settings.design} of {', '.join(done.table.groups)}", done.table, done, {}, as_json)
-
-
-def _leave(number: int, frame: Any) -> NoReturn:
-    """End as with Ctrl-C: what was claimed is given back at once, and what is known is written."""
-    raise KeyboardInterrupt

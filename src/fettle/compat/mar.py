@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import math
 import re
 import sys
 import tempfile
@@ -308,10 +309,7 @@ def _random(text: str, free: int) -> torch.Tensor:
     if any(size == 0 or size < -1 for size in sizes):
         raise UsageError(f"`input={text!r}` has a size below 1")
     shape = [2 if i == 0 and size == -1 else free if size == -1 else size for i, size in enumerate(sizes)]
-    count = 1
-    for size in shape:
-        count *= size
-    if count > 1 << 28:
+    if math.prod(shape) > 1 << 28:
         raise UsageError(f"`input={text!r}` is too large for a sample")
     kind = torch.from_numpy(np.zeros(0, TO_NUMPY[match[1]])).dtype
     return torch.rand(shape).to(kind) if kind.is_floating_point else torch.ones(shape, dtype=kind)

@@ -13,7 +13,7 @@ from pathlib import Path
 from fettle.container.lock import OWN, closure, locks, torch_index
 from fettle.errors import UsageError
 from fettle.files import write_text
-from fettle.package.manifest import open_package
+from fettle.package.manifest import check_place, open_package
 from fettle.recipe import Recipe
 from fettle.recipe_file import load_recipe
 from fettle.techniques import changed
@@ -96,7 +96,8 @@ def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
         raise UsageError(f"`wheel`: {wheel} is not a wheel of fettle: build one with pip wheel --no-deps")
     serves = source.is_dir() or source.suffix == ".zip"
     if serves:
-        package = open_package(source)
+        package, place = open_package(source), output / "model"
+        check_place(place)
         levels, recorded, name = dict(package.manifest.recipe), dict(package.manifest.machine), package.manifest.name
         needs = list(package.manifest.requires)
     else:
@@ -119,7 +120,6 @@ def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
     for file, text in texts.items():
         write_text(output / file, text)
     if serves:
-        place = output / "model"
         if place.resolve() != package.folder.resolve():
             shutil.rmtree(place, ignore_errors=True)
             shutil.copytree(package.folder, place)

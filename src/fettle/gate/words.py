@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from fettle.gate.bisecting import Bisection
 from fettle.gate.gating import Gate
@@ -67,9 +66,11 @@ def bisection_lines(bisection: Bisection) -> list[str]:
 
 def bisection_markdown(bisection: Bisection) -> str:
     """The same for a comment."""
-    rows: Sequence[str] = [f"| `{_quoted(s.name)}` | {percent(s.change)} | {s.verdict} |" for s in bisection.steps]
+    rows = [f"| `{_quoted(s.name)}` | {percent(s.change)} | {_escaped(s.verdict)} |" for s in bisection.steps]
     grid = ["| commit | time against GOOD | |", "| - | -: | - |", *rows]
-    return "\n".join([f"**{_escaped(bisection.sentence)}**", "", *grid, "", f"<sub>{bisection.error_rate}</sub>"])
+    notes = [f"\nNote: {_escaped(note)}." for note in bisection.notes]
+    sides = f"<sub>{bisection.error_rate}</sub>"
+    return "\n".join([f"**{_escaped(bisection.sentence)}**", "", *grid, "", sides, *notes])
 
 
 def _value(trial: Trial, one: Judged) -> str:

@@ -194,6 +194,13 @@ def _was_unpacked(archive: Path, folder: Path) -> bool:
         return False
 
 
+def check_place(place: Path) -> None:
+    """Raise `UsageError` for a place that a package may not take: a folder of something else, which would be lost."""
+    names = {item.name for item in place.iterdir()} if place.is_dir() else {place.name} if place.exists() else set()
+    if names and not names & {MANIFEST, SAMPLES, SETTINGS}:
+        raise UsageError(f"{place} exists already and is not a package: give another `output`")
+
+
 def check_name(name: str, version: str) -> None:
     """Raise `UsageError` unless these can stand in a URL, a file name and a label."""
     for what, text in (("name", name), ("version", version)):

@@ -20,6 +20,10 @@
 })();
 document.querySelectorAll("[data-copy]").forEach(function (button) {
   button.addEventListener("click", function () {
-    navigator.clipboard.writeText(document.getElementById(button.dataset.copy).textContent).then(function () { button.textContent = "copied"; });
+    var text = document.getElementById(button.dataset.copy);
+    // In a sandbox, as that of fettle ui, nothing may be copied for the reader.
+    (navigator.clipboard ? navigator.clipboard.writeText(text.textContent) : Promise.reject()).then(
+      function () { button.textContent = "copied"; },
+      function () { getSelection().selectAllChildren(text); button.textContent = "selected, to be copied"; });
   });
 });

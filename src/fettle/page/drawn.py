@@ -9,6 +9,7 @@ from fettle.errors import UsageError
 from fettle.files import check_writable, write_bytes, write_text
 from fettle.page import theme
 from fettle.page.blocks import Figure
+from fettle.page.shell import draw
 
 _SUFFIXES = (".html", ".png", ".svg")
 
@@ -25,10 +26,8 @@ def write(path: Path, page: Callable[[], str], chart: Callable[[], theme.Spec], 
     check_path(path)
     if path.suffix == ".html":
         write_text(path, page())
-    elif path.suffix == ".svg":
-        write_text(path, theme.svg(chart(), width))
     else:
-        write_bytes(path, theme.png(chart(), width))
+        write_bytes(path, draw(chart(), path.suffix.removeprefix("."), width))
 
 
 def write_pictures(figures: Iterable[Figure], folder: Path) -> list[Path]:

@@ -6,7 +6,7 @@ Which trials are on the Pareto front, which technique carries a recipe, which li
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from fettle.generate.speed import Generation
 from fettle.measure import Trial, pareto
 from fettle.recipe import Recipe
 from fettle.report import _format as fmt
-from fettle.result import Limits, Outcome
+from fettle.result import Outcome
 
 NO_LEVER = "as given"
 
@@ -95,41 +95,28 @@ def unit_name(result: Outcome) -> str:
 
 def checks(result: Outcome, trial: Trial) -> list[Check]:
     """Every limit that was set, and whether `trial` keeps it. Finite outputs are a limit that is always set."""
-    limits: Limits = result.limits.above(result.reference.noise)
-    accuracy = trial.accuracy
-    measured = accuracy.finite or math.isfinite(accuracy.error)
-    held_limits = [
-        Check("finite outputs", "always", "yes" if accuracy.finite else "no", accuracy.finite if measured else None)
-    ]
-    if limits.max_error is not None:
-        held_limits.append(_at_most(error_name(result), accuracy.error, limits.max_error, fmt.error))
-    if limits.min_agreement is not None:
-        held = None if math.isnan(accuracy.agreement) else accuracy.agreement >= limits.min_agreement
-        held_limits.append(
-            Check("top-1 agreement", f"≥ {fmt.share(limits.min_agreement)}", fmt.share(accuracy.agreement), held)
-        )
-    if limits.exact:
-        held = None if math.isnan(accuracy.unequal) else accuracy.unequal == 0
-        held_limits.append(Check("other tokens", "none", fmt.share(accuracy.unequal), held))
-    if limits.max_metric_drop is not None:
-        drop = result.reference.metric - accuracy.metric
-        held_limits.append(_at_most("metric drop", drop, limits.max_metric_drop, fmt.number))
-    if limits.max_latency_ms is not None:
-        held_limits.append(_at_most("time of a call", trial.time_ms, limits.max_latency_ms, fmt.milliseconds))
+    limits, accuracy = result.limits.above(result.reference.noise), trial.accuracy
+    was_judged = accuracy.finite or math.isfinite(accuracy.error)
+    other = Check(
+        "other tokens", "none", fmt.share(accuracy.unequal),
+        None if math.isnan(accuracy.unequal) else accuracy.unequal == 0,
+    )  # fmt: skip
     text = trial.generation or Generation()
-    if limits.max_ttft_ms is not None:
-        held_limits.append(_at_most("time to first token", text.ttft_ms, limits.max_ttft_ms, fmt.milliseconds))
-    if limits.max_tpot_ms is not None:
-        held_limits.append(_at_most("time per output token", text.tpot_ms, limits.max_tpot_ms, fmt.milliseconds))
-    if limits.min_throughput is not None:
-        rate = text.throughput if trial.generation else trial.throughput
-        held = None if not math.isfinite(rate) else rate >= limits.min_throughput
-        what = "tokens a second" if result.facts.generates else "samples a second"
-        held_limits.append(Check(what, f"≥ {fmt.number(limits.min_throughput)}", fmt.number(rate), held))
-    if limits.max_memory_bytes is not None:
-        peak = math.nan if trial.peak_bytes is None else float(trial.peak_bytes)
-        held_limits.append(_at_most("peak memory", peak, limits.max_memory_bytes, fmt.size))
-    return held_limits
+    rate = text.throughput if trial.generation else trial.throughput
+    samples = "tokens a second" if result.facts.generates else "samples a second"
+    peak = math.nan if trial.peak_bytes is None else float(trial.peak_bytes)
+    return [
+        Check("finite outputs", "always", "yes" if accuracy.finite else "no", accuracy.finite if was_judged else None),
+        *_at_most(error_name(result), accuracy.error, limits.max_error, fmt.error),
+        *_at_least("top-1 agreement", accuracy.agreement, limits.min_agreement, fmt.share),
+        *([other] if limits.exact else []),
+        *_at_most("metric drop", result.reference.metric - accuracy.metric, limits.max_metric_drop, fmt.number),
+        *_at_most(f"time of a {unit_name(result)}", trial.time_ms, limits.max_latency_ms, fmt.milliseconds),
+        *_at_most("time to first token", text.ttft_ms, limits.max_ttft_ms, fmt.milliseconds),
+        *_at_most("time per output token", text.tpot_ms, limits.max_tpot_ms, fmt.milliseconds),
+        *_at_least(samples, rate, limits.min_throughput, fmt.number),
+        *_at_most("peak memory", peak, limits.max_memory_bytes, fmt.size),
+    ]
 
 
 def misses(result: Outcome, trial: Trial) -> list[Check]:
@@ -185,10 +172,17 @@ def levers(trials: Sequence[Trial]) -> dict[Recipe, str]:
     return named
 
 
-def _at_most(name: str, value: float, limit: float, text: object) -> Check:
-    assert callable(text)
-    held = None if not math.isfinite(value) else value <= limit
-    return Check(name, f"≤ {text(limit)}", text(value), held)
+def _at_most(name: str, value: float, limit: float | None, text: Callable[[float], str]) -> list[Check]:
+    """The check of a limit, if it was set."""
+    if limit is None:
+        return []
+    return [Check(name, f"≤ {text(limit)}", text(value), value <= limit if math.isfinite(value) else None)]
+
+
+def _at_least(name: str, value: float, limit: float | None, text: Callable[[float], str]) -> list[Check]:
+    if limit is None:
+        return []
+    return [Check(name, f"≥ {text(limit)}", text(value), value >= limit if math.isfinite(value) else None)]
 
 
 def under(trial: Trial, asked: bool = False) -> str:

@@ -3,12 +3,15 @@ others' work disturbed."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import altair as alt
 
-from fettle.measure import Slice, Trial
+from fettle.measure import Slice
 from fettle.page import theme
 from fettle.page.theme import ACCENT, QUIET, WARN, Drawn, sized
 from fettle.report import _format as fmt
+from fettle.report._facts import unit_name
 from fettle.result import Outcome
 
 GIVEN, WINNER, BUSY = "as given", "winner", "taken while others were busy"
@@ -25,12 +28,13 @@ def rounds(result: Outcome) -> Drawn | None:
             "kind": "quiet" if one.quiet else BUSY,
             "others": "not known" if one.others is None else f"{one.others:.0%} of the cores",
         }
-        for name, trial in shown.items()
-        for one in sorted(_timed(trial), key=lambda one: one.round)
+        for name, timed in shown.items()
+        for one in sorted(timed, key=lambda one: one.round)
     ]  # fmt: skip
     base = alt.Chart(theme.data(rows)).encode(
         x=alt.X("round:Q", title="round", scale=alt.Scale(nice=False, padding=8), axis=alt.Axis(tickMinStep=1)),
-        y=alt.Y("ms:Q", title="ms a call (log)", scale=alt.Scale(type="log"), axis=alt.Axis(format="~g", tickCount=5)),
+        y=alt.Y("ms:Q", title=f"ms a {unit_name(result)} (log)", scale=alt.Scale(type="log"),
+                axis=alt.Axis(format="~g", tickCount=5)),
         color=alt.Color("series:N", scale=alt.Scale(domain=[GIVEN, WINNER], range=[QUIET, ACCENT]),
                         legend=alt.Legend(title=None)),
         detail="process:N",
@@ -45,23 +49,22 @@ def rounds(result: Outcome) -> Drawn | None:
 def words(result: Outcome) -> str:
     """The same for those who cannot see it."""
     parts = []
-    for name, trial in _shown(result).items():
-        timed = _timed(trial)
+    for name, timed in _shown(result).items():
         low, high = min(one.ms for one in timed), max(one.ms for one in timed)
         busy = sum(not one.quiet for one in timed)
-        span = f"{fmt.milliseconds(low)} to {fmt.milliseconds(high)} a call"
+        span = f"{fmt.milliseconds(low)} to {fmt.milliseconds(high)} a {unit_name(result)}"
         parts.append(f"{name} {span} in {len(timed)} slices, {busy or 'none'} of them {BUSY} (rings)")
-    return f"Time of a call by round: {'; '.join(parts)}."
+    return f"Time of a {unit_name(result)} by round: {'; '.join(parts)}."
 
 
-def _shown(result: Outcome) -> dict[str, Trial]:
-    """The two whose ratio is announced; nothing where no recipe won or nobody kept the rounds."""
+def _shown(result: Outcome) -> dict[str, list[Slice]]:
+    """The slices of the two whose ratio is announced, in the time of as many rows as the workload has as given; nothing
+    where no recipe won or nobody kept the rounds."""
     baseline, winner = result.baseline, result.winner
     if baseline is None or winner is None or not winner.recipe.levels:
         return {}
-    both = {GIVEN: baseline, WINNER: winner}
-    return both if all(len(_timed(trial)) > 1 for trial in both.values()) else {}
-
-
-def _timed(trial: Trial) -> list[Slice]:
-    return [one for one in trial.slices if one.ms > 0]
+    both = {
+        name: [replace(one, ms=one.ms * (baseline.samples / trial.samples)) for one in trial.slices if one.ms > 0]
+        for name, trial in ((GIVEN, baseline), (WINNER, winner))
+    }
+    return both if all(len(timed) > 1 for timed in both.values()) else {}

@@ -44,23 +44,25 @@ def headline(result: Outcome) -> str:
 
 
 def payback(result: Outcome) -> str:
-    """After how many calls the winner's start-up cost is paid back, as a sentence; empty without a changed winner."""
+    """After how many calls, steps or texts the winner's start-up cost is paid back, as a sentence; may be empty."""
     winner, baseline = result.winner, result.baseline
     if winner is None or not winner.recipe.levels or baseline is None:
         return ""
     if not (math.isfinite(winner.startup.total_s) and math.isfinite(baseline.startup.total_s)):
         return "The start-up time was not measured, so nothing can be said about when it is paid back."
     extra = winner.startup.total_s - baseline.startup.total_s
-    calls = result.payback_calls
+    calls, unit = result.payback_calls, unit_name(result)
     cache = f", with a {winner.startup.cache} compile cache" if winner.startup.cache else ""
     if calls is None or not math.isfinite(calls):
-        return f"It starts in {fmt.seconds(winner.startup.total_s)}{cache}; no time is saved per call to pay that back."
+        return (
+            f"It starts in {fmt.seconds(winner.startup.total_s)}{cache}; no time is saved per {unit} to pay that back."
+        )
     if extra <= 0 or calls < 1:
-        return f"It starts in {fmt.seconds(winner.startup.total_s)}{cache}, and pays from the first call on."
-    spent = calls * winner.time_ms / 1e3
+        return f"It starts in {fmt.seconds(winner.startup.total_s)}{cache}, and pays from the first {unit} on."
+    spent = calls * winner.time_ms / 1e3 * baseline.samples / winner.samples
     return (
         f"It starts {fmt.seconds(extra)} later than the model as given{cache}; that is paid back after "
-        f"{fmt.count(calls)} calls, which take about {fmt.seconds(spent)} at the new speed.{_warm_payback(result)}"
+        f"{fmt.count(calls)} {unit}s, which take about {fmt.seconds(spent)} at the new speed.{_warm_payback(result)}"
     )
 
 
@@ -72,8 +74,8 @@ def _warm_payback(result: Outcome) -> str:
     seconds = fmt.seconds(winner.startup.warm_s)
     again = f" Where what was compiled or converted is kept, it starts in {seconds} from the second time on"
     if calls < 1:
-        return f"{again}, and pays from the first call on."
-    return f"{again}: paid back after {fmt.count(calls)} calls."
+        return f"{again}, and pays from the first {unit_name(result)} on."
+    return f"{again}: paid back after {fmt.count(calls)} {unit_name(result)}s."
 
 
 def interval_meaning(result: Outcome) -> str:
@@ -202,16 +204,15 @@ def _unchanged(result: Outcome) -> str:
     goals = {"memory": "needs less memory", "energy": "needs less energy", "startup": "starts sooner",
              "warm-startup": "starts sooner"}  # fmt: skip
     what = goals.get(result.goal, "is certainly faster")
-    tried = "the one other recipe" if others == 1 else f"none of the {others} other recipes"
     if others == 1:
-        return f"Leave it as it is: {tried} that was tried is not one that {what} and keeps the limits."
-    return f"Leave it as it is: {tried} tried {what} and keeps the limits."
+        return f"Leave it as it is: the one other recipe that was tried is not one that {what} and keeps the limits."
+    return f"Leave it as it is: none of the {others} other recipes tried {what} and keeps the limits."
 
 
 def _other_goal(result: Outcome, winner: Trial, how: str, answers: str) -> str:
     noun = _GOAL_NOUN[result.goal]
     before, after = _goal_values(result)
-    show = {"memory": fmt.size, "energy": fmt.joules, "startup": fmt.seconds}.get(result.goal, fmt.seconds)
+    show = {"memory": fmt.size, "energy": fmt.joules}.get(result.goal, fmt.seconds)
     pace = f"in speed it is {_pace(winner.speedup)}"
     if before is None or after is None:
         return f"The winner is {how}, but its {noun} cannot be compared with the model as given; {pace}, {answers}."

@@ -20,12 +20,7 @@ def figures(result: Outcome) -> list[Figure]:
     """The charts that this result has data for, in the order of the report."""
     result = clean(result)
     drawn = [
-        (
-            "throughput",
-            _rate_title(result),
-            _bars_alt(_ladder.throughput_rows(result)),
-            _ladder.throughput,
-        ),
+        ("throughput", _rate_title(result), _bars_alt(_ladder.throughput_rows(result)), _ladder.throughput),
         ("memory", "Peak memory", _bars_alt(_ladder.memory_rows(result)), _ladder.memory),
         ("roofline", "Prefill and decode under the machine's limits", _text.roofline_words(result), _text.roofline),
         ("losses", "Losses, baseline and tuned", _training.losses_words(result), _training.losses),

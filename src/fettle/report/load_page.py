@@ -60,12 +60,19 @@ def _part(run: Data, key: str) -> Data:
     return run if key in run else run.get("texts", {})
 
 
+def _ends(run: Data, key: str, percent: str) -> Sequence[float | None]:
+    """The ends of a percentile's interval, which is known of whole answers."""
+    ends = run.get("intervals_ms", {}).get(percent) if key == "latency_ms" else None
+    return ends or (None, None)
+
+
 def _figure(runs: Sequence[Data], loads: Sequence[str], name: str, title: str, key: str, limit: str) -> Figure | None:
     rows: Rows = [
-        {"load": load, "percentile": float(percent.removeprefix("p")), "ms": value}
+        {"load": load, "percentile": float(percent.removeprefix("p")), "ms": value, "low": low, "high": high}
         for load, run in zip(loads[:_MOST_LINES], runs, strict=False)
         for percent, value in _part(run, key).get(key, {}).items()
         if value is not None
+        for low, high in [_ends(run, key, percent)]
     ]
     if not rows:
         return None
@@ -78,6 +85,8 @@ def _figure(runs: Sequence[Data], loads: Sequence[str], name: str, title: str, k
     )  # fmt: skip
     most = _part(runs[0], limit).get(limit) or 0
     words = "; ".join(f"{row['load']} p{row['percentile']:.0f} {row['ms']:.4g} ms" for row in rows)
-    chart = sized(260, base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=45),
-                  *(level(most, f"limit {most:.4g} ms") if most else []))  # fmt: skip
+    whiskers = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5)
+    whiskers = whiskers.encode(y=alt.Y("low:Q", title="ms"), y2="high:Q")
+    limits = level(most, f"limit {most:.4g} ms") if most else []
+    chart = sized(260, base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=45), whiskers, *limits)
     return Figure(name, title, f"{words}.", as_spec(chart))

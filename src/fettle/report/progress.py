@@ -31,7 +31,7 @@ def progress(*, quiet: bool = False, lines: bool = True) -> Iterator[OnProgress]
 
     Where neither is, a line on standard error for each start and each trial, or nothing without `lines`.
     """
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, emoji=False)
     if quiet:
         yield lambda event: None
     elif console.is_jupyter:
@@ -76,7 +76,7 @@ def _cell() -> Iterator[OnProgress]:
 
     def on_progress(event: Event) -> None:
         if event.trial is not None:
-            done.append(Text.from_markup(trial_line(event)).plain)
+            done.append(Text.from_markup(trial_line(event), emoji=False).plain)
         if event.note:
             done.append(event.note)
         spent = fmt.seconds(event.elapsed_s) + (f" of {fmt.seconds(event.budget_s)}" if event.budget_s else "")
@@ -97,7 +97,7 @@ def _lines() -> OnProgress:
                 return
             waits = time.monotonic()
         if event.trial is not None:
-            text = Text.from_markup(trial_line(event)).plain
+            text = Text.from_markup(trial_line(event), emoji=False).plain
         elif event.doing.startswith("round"):
             return
         else:

@@ -1,6 +1,6 @@
 """The report of a search for a service level: one HTML file that needs no network.
 
-It reads the plain data of the search (`fettle.slo.outcome.plain`), which is also what ``result.json`` holds.
+It reads the plain data of the search (`fettle.slo.outcome.as_data`), which is also what ``result.json`` holds.
 """
 
 from __future__ import annotations
@@ -88,9 +88,6 @@ def slo_figures(data: Data) -> list[Figure]:
     return [Figure(name, title, words, as_spec(chart)) for name, title, words, chart in drawn if chart is not None]
 
 
-# -- capacity ---------------------------------------------------------------------------------------------------------
-
-
 def _branch_of(point: Data) -> tuple[Any, ...]:
     return (point["workers"], point["threads"], point["device"], point["variant"])
 
@@ -148,9 +145,6 @@ def _capacity_words(data: Data) -> str:
     return "Lines: " + "; ".join(f"up to {row['rows']} rows {row['capacity']:.4g}/s" for row in rows) + "."
 
 
-# -- cost -------------------------------------------------------------------------------------------------------------
-
-
 def _cost_rows(data: Data) -> Rows:
     return [
         {"branch": branch["branch"], **entry, "row_ms": entry["median_ms"] / entry["rows"],
@@ -183,13 +177,11 @@ def _cost_words(data: Data) -> str:
     return "Line: " + "; ".join(f"{row['rows']} rows {_ms(row['median_ms'])}" for row in main) + "."
 
 
-# -- prediction -------------------------------------------------------------------------------------------------------
-
-
 def _prediction_rows(data: Data) -> Rows:
     return [
         {"setting": point["setting"], "rate": test["rate"], "predicted": test["predicted_p99_ms"],
-         "measured": test["run"]["latency_ms"]["p99"], "held": "limit kept" if test["held"] else "limit missed"}
+         "measured": test["run"]["latency_ms"]["p99"], "held": "limit kept" if test["held"] else "limit missed",
+         **dict(zip(("low", "high"), test["run"].get("p99_interval_ms") or (None, None), strict=True))}
         for point in data["points"] for test in point["tests"]
         if test["predicted_p99_ms"] and test["run"]["latency_ms"]["p99"]
     ]  # fmt: skip
@@ -200,7 +192,8 @@ def prediction(data: Data) -> Drawn | None:
     rows = _prediction_rows(data)
     if not rows:
         return None
-    values = [row[name] for row in rows for name in ("predicted", "measured")] + [data["limit_ms"]]
+    values = [row[name] for row in rows for name in ("predicted", "measured", "low", "high") if (row[name] or 0) > 0]
+    values.append(data["limit_ms"])
     ends = [min(values) / 1.15, max(values) * 1.15]
     scale = alt.Scale(type="log", domain=ends, nice=False)
     axis = alt.Axis(values=_nice(*ends), format="~g")
@@ -208,14 +201,17 @@ def prediction(data: Data) -> Drawn | None:
     y = alt.Y("measured:Q", title="measured p99, ms (log)", scale=scale, axis=axis)
     line = alt.Chart(theme.data([{"v": ends[0]}, {"v": ends[1]}])).mark_line(color=QUIET, strokeDash=[3, 3])
     line = line.encode(x=alt.X("v:Q", scale=scale, title="predicted p99, ms (log)"), y=alt.Y("v:Q", scale=scale))
-    dots = alt.Chart(theme.data(rows)).mark_point(filled=True, size=90, opacity=0.85).encode(
+    base = alt.Chart(theme.data(rows)).encode(
         x=x, y=y,
         color=alt.Color("held:N", title=None, scale=alt.Scale(domain=["limit kept", "limit missed"],
                                                               range=[ACCENT, WARN])),
         tooltip=[alt.Tooltip("setting:N"), alt.Tooltip("rate:Q", title="requests/s", format=".4~g"),
                  alt.Tooltip("predicted:Q", format=".4~g"), alt.Tooltip("measured:Q", format=".4~g")],
     )  # fmt: skip
-    return sized(_HEIGHT, dots, line, rule("y", data["limit_ms"], scale=scale))
+    dots = base.mark_point(filled=True, size=90, opacity=0.85)
+    whiskers = base.transform_filter("datum.low > 0").mark_rule(strokeWidth=1.5)
+    whiskers = whiskers.encode(y=alt.Y("low:Q", scale=scale, axis=axis, title="measured p99, ms (log)"), y2="high:Q")
+    return sized(_HEIGHT, dots, whiskers, line, rule("y", data["limit_ms"], scale=scale))
 
 
 def _prediction_words(data: Data) -> str:
@@ -224,9 +220,6 @@ def _prediction_words(data: Data) -> str:
     return (
         f"{len(rows)} load tests; the median distance from the prediction is {off[len(off) // 2]:.0%}." if off else ""
     )
-
-
-# -- front ------------------------------------------------------------------------------------------------------------
 
 
 def _front_rows(data: Data) -> Rows:
@@ -258,6 +251,8 @@ def front(data: Data) -> Drawn | None:
         size=alt.Size("memory:Q", title="memory, MiB", scale=alt.Scale(range=[50, 420], zero=True),
                       legend=alt.Legend(tickCount=3)),
         order=alt.Order("front:N"),
+        shape=alt.Shape("kind:N", title=None, scale=alt.Scale(domain=["measured", "predicted"],
+                                                              range=["diamond", "circle"])),
         tooltip=[alt.Tooltip("setting:N"), alt.Tooltip("capacity:Q", format=".4~g"), alt.Tooltip("kind:N"),
                  alt.Tooltip("p99:Q", title="p99, ms", format=".4~g"),
                  alt.Tooltip("memory:Q", title="memory, MiB", format=".0f"), alt.Tooltip("error:N")],
@@ -270,9 +265,6 @@ def _front_words(data: Data) -> str:
     rows = [row for row in _front_rows(data) if row["front"]]
     listed = "; ".join(f"{row['setting']}: {row['capacity']:.4g}/s" for row in rows[:8])
     return f"{len(rows)} settings that no other beats in every respect: {listed}."
-
-
-# -- words ------------------------------------------------------------------------------------------------------------
 
 
 def _nice(low: float, high: float) -> list[float]:

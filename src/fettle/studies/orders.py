@@ -24,7 +24,7 @@ from fettle.errors import UsageError, first_line
 from fettle.files import read_text
 from fettle.procs.interpreter import find_interpreters
 from fettle.recipe import Recipe
-from fettle.storage import ORDERS, hidden, open_storage, opening, storage_url
+from fettle.storage import ORDERS, check_there, hidden, open_storage, opening, storage_url
 from fettle.studies.settings import Settings
 from fettle.workload import find_target
 
@@ -110,6 +110,7 @@ def settings_of(settings: Settings, targets: Sequence[str] = ()) -> tuple[list[s
     if settings.storage is None:
         raise UsageError("name the storage that the study is in, `storage`")
     url = _url(settings)
+    check_there(url)
     orders = orders_of(settings.name, url)
     if orders is None:
         known = ", ".join(map(repr, begun(url))) or "none"

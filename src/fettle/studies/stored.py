@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 
 from fettle.errors import UsageError
 from fettle.measure import Trial
 from fettle.result import Limits
-from fettle.storage import hidden, storage_url
+from fettle.storage import check_there, hidden, storage_url
 from fettle.studies.orders import Orders, begun, orders_of
 from fettle.studies.outcome import Done, together
 from fettle.studies.settings import Settings
@@ -25,9 +24,7 @@ def stored(settings: Settings) -> Done:
     The name is that of a study for workers, or of one workload's study. Raises `UsageError` where there is none.
     """
     name, url = settings.name, storage_url(settings.storage, settings.output)
-    file = url.removeprefix("sqlite:///")
-    if file != url and not Path(file).is_file():
-        raise UsageError(f"no such storage: {file}")
+    check_there(url)
     orders = orders_of(name, url) if name in begun(url) else None
     wanted = {name: (name, dict[str, str]())}
     if orders is not None:

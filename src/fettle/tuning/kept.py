@@ -13,7 +13,7 @@ from fettle.errors import UsageError, first_line
 from fettle.machine import Machine
 from fettle.measure import Trial
 from fettle.result import Limits
-from fettle.storage import open_storage, opening
+from fettle.storage import check_there, open_storage, opening
 from fettle.study import Study
 from fettle.techniques import Facts
 from fettle.tuning.model import Races
@@ -36,6 +36,7 @@ def atlas_rows(storage: str, *, family: str = "") -> list[Row]:
 
 def studies_in(storage: str, names: Collection[str] | None = None) -> Iterator[tuple[Study, Machine]]:
     """The studies of these names in a storage, by default all, as each machine that took part sees them."""
+    check_there(storage)
     with opening(storage):
         kept = open_storage(storage)
         studies = [optuna.load_study(study_name=name, storage=kept)

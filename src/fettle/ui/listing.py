@@ -11,6 +11,7 @@ import html
 import itertools
 import os
 import re
+import shlex
 import sqlite3
 import stat
 import zlib
@@ -307,6 +308,5 @@ def _runs(path: Path) -> bool:
 
 
 def _command(kind: str, path: Path) -> str:
-    if kind == "trace":
-        return f"fettle trace report {path}"
-    return {"snapshot": f"fettle memory {path}", "package": f"fettle serve {path.parent}"}.get(kind, "")
+    commands = {"trace": ["trace", "report", path], "snapshot": ["memory", path], "package": ["serve", path.parent]}
+    return shlex.join(["fettle", *map(str, commands[kind])]) if kind in commands else ""

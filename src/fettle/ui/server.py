@@ -73,7 +73,7 @@ class Site:
             return self._index(known)
         kind, _, place = rest.partition("/")
         path = self.contents().files.get(unquote(place)) if kind == "file" else None
-        return _shown(path) if path else _text(404, "there is no such file here")
+        return _shown(path) if path else _MISSING
 
     def contents(self) -> Contents:
         """The inventory, made again where it is older than `FRESH_S`. A folder that has gone holds nothing."""
@@ -134,6 +134,9 @@ def _text(status: int, line: str) -> Answer:
     return Answer(status, {"Content-Type": "text/plain; charset=utf-8"}, f"{line}\n".encode())
 
 
+_MISSING = _text(404, "there is no such file here")
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     protocol_version = "HTTP/1.1"
@@ -147,19 +150,17 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command not in ("GET", "HEAD"):
             self.close_connection = True  # the body that was sent is not read
         if answer.file is None:
-            self._send(answer, len(answer.body))
-            if self.command != "HEAD" and answer.status != 304:
-                self.wfile.write(answer.body)
+            self._answer(answer)
             return
         try:
             handle = os.open(answer.file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
-            self._refuse()
+            self._answer(_MISSING)
             return
         with open(handle, "rb") as file:
             about = os.fstat(handle)
             if not stat.S_ISREG(about.st_mode) or Path(os.path.realpath(answer.file)) != answer.file:
-                self._refuse()  # it, or a folder on the way, has become a link since
+                self._answer(_MISSING)  # it, or a folder on the way, has become a link since
                 return
             self._send(answer, about.st_size)
             left = about.st_size if self.command != "HEAD" else 0
@@ -170,10 +171,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_GET
 
-    def _refuse(self) -> None:
-        answer = _text(404, "there is no such file here")
+    def _answer(self, answer: Answer) -> None:
         self._send(answer, len(answer.body))
-        if self.command != "HEAD":
+        if self.command != "HEAD" and answer.status != 304:
             self.wfile.write(answer.body)
 
     def _send(self, answer: Answer, length: int) -> None:

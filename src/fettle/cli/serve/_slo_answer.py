@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,21 +31,14 @@ def print_result(result: SearchResult, busy: str, written: Path | None, console:
             console.print(f"  serving adds {around.request_s * 1e3:.2g} ms a request and {around.batch_s * 1e3:.2g} ms "
                           f"a batch{held if around.held_s else ''}: measured with {measured.branch}",
                           markup=False)  # fmt: skip
-    for failure in result.failures:
-        console.print(f"  failed: {failure.what}: {failure.why}", markup=False, style="yellow")
-    if result.tests_kept:
-        console.print(f"{result.tests_kept} of {result.tests} load tests had been made before")
+    _print_how([f"{one.what}: {one.why}" for one in result.failures], result.tests_kept, result.tests, console)
     best = result.best
     if best is not None and best.measured:
         share = result.headroom or HEADROOM
         room = (1 - share) * best.measured
         console.print(f"with {share:.0%} headroom: up to {room:.4g} requests/s")
-    if result.interrupted:
-        console.print("interrupted: the same command goes on from here")
-    if written is not None:
-        device = best.setting.device if best is not None else "cpu"
-        more = f" --device {device}" if device != "cpu" else ""
-        console.print(f"written to {written}/serve.toml: fettle serve {written}{more}", markup=False)
+    device = best.setting.device if best is not None else "cpu"
+    _print_end(result.interrupted, written, console, f" --device {device}" if device != "cpu" else "")
 
 
 def _table(result: SearchResult, most: int = 12) -> Table:
@@ -85,11 +79,21 @@ def print_texts(data: dict[str, Any], console: Console) -> None:
     _show.print_table(console, texts_table(data))
     for line in data["why"]:
         console.print(f"  {line}", markup=False)
-    for failure in data["failures"]:
-        console.print(f"  failed: {failure['what']}: {failure['why']}", markup=False, style="yellow")
-    if data["tests_kept"]:
-        console.print(f"{data['tests_kept']} of {data['tests']} load tests had been made before")
-    if data["interrupted"]:
+    failures = [f"{one['what']}: {one['why']}" for one in data["failures"]]
+    _print_how(failures, data["tests_kept"], data["tests"], console)
+    _print_end(data["interrupted"], data["written"], console)
+
+
+def _print_how(failures: Sequence[str], kept: int, tests: int, console: Console) -> None:
+    for failure in failures:
+        console.print(f"  failed: {failure}", markup=False, style="yellow")
+    if kept:
+        console.print(f"{kept} of {tests} load tests had been made before")
+
+
+def _print_end(interrupted: bool, written: Path | str | None, console: Console, options: str = "") -> None:
+    if interrupted:
         console.print("interrupted: the same command goes on from here")
-    if data["written"]:
-        console.print(f"written to {data['written']}/serve.toml: fettle serve {data['written']}", markup=False)
+    if written:
+        text = f"written to {written}/serve.toml: fettle serve {written}{options}"
+        console.print(text, markup=False, soft_wrap=True)

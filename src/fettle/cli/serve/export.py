@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from fettle.cli import _options, _show
+from fettle.cli._lazy import SETTINGS
 
-app = typer.Typer(help="Write a model package as an application of another server.", no_args_is_help=True)
+app = typer.Typer(help="Write a model package as an application of another server.", **SETTINGS)
 
 
 @app.callback()
@@ -20,12 +20,12 @@ def _root() -> None:
 
 @app.command()
 def ray(
-    package: Annotated[Path, typer.Argument(help="what fettle package wrote")],
+    package: Annotated[Path, typer.Argument(help="what fettle serve package wrote")],
     output: Annotated[Path, typer.Option("--output", "-o", help="folder to write")],
     max_replicas: Annotated[int, typer.Option(min=1, help="the most replicas that autoscaling may start")] = 4,
     trust: Annotated[str, typer.Option(help="SHA-256 of the package's handler.py, to let it run")] = "",
     device: Annotated[str, typer.Option(help="cpu, or cuda: one GPU for each replica")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="say in JSON what was written")] = False,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Write a Ray Serve application: the same runner and batcher in each replica, for many machines.
 
@@ -42,7 +42,6 @@ def ray(
     scaling = write_ray(open_package(package), output, max_replicas=max_replicas, trust=trust.lower(), device=name)
     data = {"path": str(output), "target_ongoing_requests": scaling.target, "why": scaling.why}
     text = (
-        f"requests in a replica at a time: {scaling.target:.3g} ({escape(scaling.why)})\n"
-        f"[bold]{escape(str(output))}[/] is written: {escape(str(output))}/start.sh"
+        f"requests in a replica at a time: {scaling.target:.3g} ({scaling.why})\n{output} is written: {output}/start.sh"
     )
-    _show.answer(as_json, lambda: data, lambda console: console.print(text))
+    _show.answer(as_json, lambda: data, lambda console: console.print(text, markup=False, soft_wrap=True))

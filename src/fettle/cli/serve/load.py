@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import signal
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,9 +45,7 @@ def command(
     duration: Annotated[
         str, typer.Option("--duration", "-d", help="length of each run, for example 20s or 2m")
     ] = "20s",
-    p99: Annotated[
-        str | None, typer.Option("--p99", help="latency limit for 99% of the requests, for example 100ms")
-    ] = None,
+    p99: _options.LatencyLimit = None,
     ttft: _options.FirstToken = None,
     itl: _options.BetweenTokens = None,
     prompt_tokens: _options.PromptTokens = "128",
@@ -111,6 +107,8 @@ def command(
     token = read_text(token_file).strip() if token_file is not None else ""
     limits = TextLimits(_options.duration_s(ttft or "0", "--ttft"), _options.duration_s(itl or "0", "--itl"))
     if _of_texts(url):
+        if body is not None:
+            raise UsageError("--body is for other URLs: prompts for /v1 are made up, or those of --texts FILE")
         lines = text_lines(prompt_tokens, output_tokens, texts, seed=seed)
         requests = text_requests(url, lines, model=model, seed=seed, token=token)
     elif ttft or itl or texts:
@@ -176,9 +174,9 @@ async def _all(
     requests: Any, plans: list[tuple[str, Any]], seconds: float, limit_s: float, limits: TextLimits, show: Any
 ) -> list[Run]:
     from fettle.load.loops import closed_loop, open_loop
+    from fettle.loop import stopped_by_interrupt
 
-    stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+    stop = stopped_by_interrupt()
     runs = []
     for number, (mode, plan) in enumerate(plans, 1):
         end = seconds if mode == "closed" else float(plan[-1])
@@ -197,65 +195,47 @@ async def _all(
     return runs
 
 
-_COLUMNS = (
-    "load",
-    "answers/s",
-    "p50 ms",
-    "p90 ms",
-    "p95 ms",
-    "p99 ms",
-    "max ms",
-    "TTFT p50 ms",
-    "TTFT p99 ms",
-    "ITL p50 ms",
-    "ITL p99 ms",
-    "tokens/s",
-    "within",
-    "goodput/s",
-    "refused",
-    "failed",
-    "late ms",
-    "L / λW",
-    "note",
-)
-
-
-def _row(run: Run) -> list[str]:
+def _cells(run: Run) -> dict[str, str]:
+    """A run's figures by their names; empty where it has none."""
     ends = run.interval(99)
     p99 = f"{run.percentile(99) * 1e3:.1f}" + (f" [{ends[0] * 1e3:.1f}, {ends[1] * 1e3:.1f}]" if ends else "")
-    if run.mode == "open":
-        load = f"{run.rate:.5g}/s"
-    else:
-        load = f"{run.concurrency} client{'s' if run.concurrency > 1 else ''}"
-    notes = [run.void] if run.void else []
-    if not run.stable:
-        notes.append("the backlog only grew: more than the server can do")
-    if run.errors:
-        notes.append(", ".join(f"{kind}: {count}" for kind, count in run.errors.items()))
-    if run.refusal:
-        notes.append(run.refusal)
-    if run.interrupted:
-        notes.append("interrupted")
+    load = f"{run.concurrency} client{'s' if run.concurrency > 1 else ''}"
+    notes = [
+        run.void,
+        "" if run.stable else "the backlog only grew: more than the server can do",
+        ", ".join(f"{kind}: {count}" for kind, count in run.errors.items()),
+        run.refusal,
+        "interrupted" if run.interrupted else "",
+    ]
     limited = run.limit_s or run.limits != type(run.limits)()
-    within = f"{run.within:.1%}" if limited else ""
-    text = ["", "", "", "", ""]
-    if run.texts:
-        times = (run.ttft_s(50), run.ttft_s(99), run.itl_s(50), run.itl_s(99))
-        text = [*(f"{seconds * 1e3:.1f}" for seconds in times), f"{run.tokens_per_s:.5g}"]
-    middle = [f"{run.percentile(p) * 1e3:.1f}" for p in (50, 90, 95)]
-    good = f"{run.goodput:.5g}" if limited else ""
-    return [load, f"{run.throughput:.5g}", *middle, p99, f"{run.percentile(100) * 1e3:.1f}", *text, within, good,
-            str(run.shed), str(run.failed), f"{run.late_s * 1e3:.2f}" if run.mode == "open" else "",
-            f"{run.little:.2f}", "; ".join(notes)]  # fmt: skip
+    times = {"TTFT": run.ttft_s, "ITL": run.itl_s}
+    return {
+        "load": f"{run.rate:.5g}/s" if run.mode == "open" else load,
+        "answers/s": f"{run.throughput:.5g}",
+        **{f"p{percent} ms": f"{run.percentile(percent) * 1e3:.1f}" for percent in (50, 90, 95)},
+        "p99 ms": p99,
+        "max ms": f"{run.percentile(100) * 1e3:.1f}",
+        **{f"{name} p{percent} ms": f"{seconds(percent) * 1e3:.1f}" if run.texts else ""
+           for name, seconds in times.items() for percent in (50, 99)},
+        "tokens/s": f"{run.tokens_per_s:.5g}" if run.texts else "",
+        "within": f"{run.within:.1%}" if limited else "",
+        "goodput/s": f"{run.goodput:.5g}" if limited else "",
+        "refused": str(run.shed),
+        "failed": str(run.failed),
+        "late ms": f"{run.late_s * 1e3:.2f}" if run.mode == "open" else "",
+        "L / λW": f"{run.little:.2f}",
+        "note": "; ".join(filter(None, notes)),
+    }  # fmt: skip
 
 
 def _table(runs: list[Run]) -> Table:
     """A column for each run: so many measures side by side would not fit a terminal."""
     from fettle.page import Table
 
-    loads, *measures, _ = zip(*(_row(run) for run in runs), strict=True)
-    rows = [[name, *cells] for name, cells in zip(_COLUMNS[1:-1], measures, strict=True) if any(cells)]
-    return Table((_COLUMNS[0], *loads), rows, loads)
+    columns = [_cells(run) for run in runs]
+    loads = [cells["load"] for cells in columns]
+    rows = [[name, *(cells[name] for cells in columns)] for name in columns[0] if name not in ("load", "note")]
+    return Table(("load", *loads), [row for row in rows if any(row[1:])], loads)
 
 
 def _write_page(runs: list[Run], url: str, path: Path) -> None:
@@ -263,17 +243,15 @@ def _write_page(runs: list[Run], url: str, path: Path) -> None:
     from fettle.machine import this_machine
     from fettle.report import write_load_report
 
-    loads = [_row(run)[0] for run in runs]
+    loads = [_cells(run)["load"] for run in runs]
     write_load_report([as_data(run) for run in runs], loads, _table(runs), url, this_machine().summary, path)
 
 
 def _print(runs: list[Run], changes: list[Change], console: Console) -> None:
-    table = _table(runs)
-    _show.print_table(console, table)
-    loads, notes = table.columns[1:], [_row(run)[-1] for run in runs]
-    for load, note in zip(loads, notes, strict=True):
-        if note:
-            console.print(f"{load}: {note}", style="yellow", markup=False)
+    _show.print_table(console, _table(runs))
+    for cells in map(_cells, runs):
+        if cells["note"]:
+            console.print(f"{cells['load']}: {cells['note']}", style="yellow", markup=False)
     if changes:
         _show.print_table(console, _changes(changes))
 
@@ -294,5 +272,7 @@ def _changes(changes: list[Change]) -> Table:
 
 
 def _markdown(runs: list[Run]) -> str:
-    rows = [_COLUMNS, ["---"] * len(_COLUMNS), *(_row(run) for run in runs)]
+    cells = [_cells(run) for run in runs]
+    texts = [[" ".join(text.split()).replace("|", "\\|") for text in row.values()] for row in cells]
+    rows = [list(cells[0]), ["---"] * len(cells[0]), *texts]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from fettle.cli import _options, _quiet, _show
 from fettle.errors import UsageError, first_line
@@ -111,7 +110,7 @@ def _print(manifest: Manifest, path: Path, out: Console) -> None:
         out.print(f"handler  {settings}", markup=False)
     out.print(f"recipe   {Recipe(manifest.recipe)}", markup=False)
     out.print(f"error    {manifest.accuracy['relative_error']:.3g} against {manifest.accuracy['against']}")
-    out.print(f"[bold]{escape(str(path))}[/] is written: fettle serve {escape(str(path))}")
+    out.print(f"{path} is written: fettle serve {path}", markup=False, soft_wrap=True)
 
 
 def as_handler(text: str | None) -> Path | str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import sys
@@ -10,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from fettle.cli import _options, _quiet
+from fettle.cli._console import console
 from fettle.errors import UsageError, extra
 from fettle.units import parse_size
 
@@ -91,6 +92,8 @@ def command(
       fettle serve --store models --management-port 8081 --state served.json
     """
     _quiet.speak_up()
+    if rate and p99 is None:
+        raise UsageError("--rate is for --p99: the requests a second to be served within that limit")
     waits_ms = None if delay is None else _options.duration_s(delay, "--delay", bare="ms") * 1e3
     devices = ",".join(_options.devices(device))
     spare = _spare(packages, threads, workers) if p99 is None else None  # first of all: it imports torch meanwhile
@@ -126,7 +129,8 @@ def command(
     )
     opened = [_packaged(text, recipe) for text in packages or ()]
     if p99 is not None:
-        opened = [_tuned(package, p99, rate) for package in opened]
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+            opened = [_tuned(package, p99, rate) for package in opened]
     try:
         run(serve(address, options, opened, lambda server: _say_where(server, address, as_json)))
     finally:
@@ -138,21 +142,22 @@ def _say_where(server: Server, address: Address, as_json: bool) -> None:
     """Where it listens, and what can be asked there."""
     from fettle.package.handlers.generate import Settings
 
-    base = f"{'http' if address.certificate is None else 'https'}://{address.host}:{server.ports[0]}"
+    host = f"[{address.host}]" if ":" in address.host else address.host  # IPv6
+    base = f"{'http' if address.certificate is None else 'https'}://{host}:{server.ports[0]}"
     names = {name: number for name, number, _ in server.registry.versions()}
     if as_json:
         print(json.dumps({"url": base, "ports": server.ports, "models": names}), flush=True)
         return
-    console = Console(stderr=True, soft_wrap=True, highlight=False)  # addresses in one piece
-    console.print(f"serving {', '.join(names) or 'nothing yet'} at {base}")
+    say = functools.partial(console(error=True, soft_wrap=True).print, markup=False)  # addresses in one piece
+    say(f"serving {', '.join(names) or 'nothing yet'} at {base}")
     for name in names:
-        console.print(f"  POST {base}/v2/models/{name}/infer")
-        console.print(f"  POST {base}/predictions/{name}")
+        say(f"  POST {base}/v2/models/{name}/infer")
+        say(f"  POST {base}/predictions/{name}")
     if any(isinstance(version.package.manifest.handler, Settings) for _, _, version in server.registry.versions()):
-        console.print(f"  texts by OpenAI's protocol: {base}/v1")
-    console.print(f"  all that can be asked: {base}/docs")
+        say(f"  texts by OpenAI's protocol: {base}/v1")
+    say(f"  all that can be asked: {base}/docs")
     if address.management_port is not None:
-        console.print(f"management on port {server.ports[1]}, token in {_SECRET}")
+        say(f"management on port {server.ports[1]}, token in {_SECRET}")
 
 
 def _spare(packages: list[str] | None, threads: int | None, workers: int | None) -> Spare | None:
@@ -174,6 +179,8 @@ def _packaged(text: str, recipe: Path | None) -> Package:
     from fettle.workload import find_target
 
     if Path(text).is_dir() or text.endswith(".zip"):
+        if recipe is not None:
+            raise UsageError(f"{text} is packaged with its recipe already: --recipe is for a target")
         return open_package(Path(text))
     target = find_target(text)
     folder = Path(f"{target.name}-1")

@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import shutil
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +31,7 @@ if TYPE_CHECKING:
 
 def command(
     target: Annotated[str, typer.Argument(help="a package, or path/to/file.py:factory, which is packaged first")],
-    p99: Annotated[
-        str | None, typer.Option("--p99", help="latency limit for 99% of the requests, for example 100ms")
-    ] = None,
+    p99: _options.LatencyLimit = None,
     rate: Annotated[float, typer.Option(min=0.0, help="requests a second to be served; 0: as many as possible")] = 0.0,
     headroom: Annotated[
         str, typer.Option(help="share of the capacity to leave free at that rate, for example 20%")
@@ -114,8 +111,11 @@ def command(
     from fettle.loop import run
     from fettle.measure import Surroundings
     from fettle.package import host
+    from fettle.package.manifest import check_place
     from fettle.report import write_slo_report
 
+    if study and storage is None:
+        raise UsageError("--study is the name of a study in a --storage: name that, too")
     if ttft or itl:
         if p99 is not None or storage is not None or recipe or price:
             raise UsageError("--ttft and --itl are for a package that writes texts, without --p99, recipes and prices")
@@ -131,15 +131,19 @@ def command(
         raise UsageError(
             "say what limit to keep: --p99 100ms, or for a model that writes texts --ttft 500ms --itl 50ms"
         )
+    if not (limit_s := _options.duration_s(p99, "--p99")):
+        raise UsageError("--p99 must be more than 0")
     wanted = _options.outputs(output, ".csv", folder=True)
     check_writable(csv_file := wanted.get(".csv", csv_file))
     options: dict[str, Any] = {
-        "limit_s": _limit_s(p99), "rate": rate, "headroom": _options.share(headroom, "--headroom"),
+        "limit_s": limit_s, "rate": rate, "headroom": _options.share(headroom, "--headroom"),
         "most_rows": max_rows, "cores": cores or host.cores(), "confirm": confirm, "prices": _prices(price or []),
         "devices": _options.devices(device) or host.devices(), "seconds": _options.duration_s(seconds, "--seconds"),
     }  # fmt: skip
     work = _Work.of(target, recipe or [], storage, study, recipes)
     folder = wanted.get("", Path(f"slo-{work.name}"))
+    if work.package is None:
+        check_place(folder / "package")
     around = Surroundings()
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
         result = run(work.search(folder, max_error, options, progress))
@@ -158,7 +162,7 @@ def _of_texts(
     **options: Any,
 ) -> None:  # fmt: skip
     """The same for a package that writes texts."""
-    from fettle.loop import run
+    from fettle.loop import run, stopped_by_interrupt
     from fettle.measure import Surroundings
     from fettle.package.manifest import open_package, write_settings
     from fettle.package.requires import check_here
@@ -176,10 +180,9 @@ def _of_texts(
     around = Surroundings()
 
     async def search(progress: Callable[[str], None]) -> TextSearch:
-        stop = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
         return await search_texts(
-            package, lines, limits, keep=folder / "measured.jsonl", on_progress=progress, stop=stop, **options
+            package, lines, limits, keep=folder / "measured.jsonl", on_progress=progress, stop=stopped_by_interrupt(),
+            **options,
         )  # fmt: skip
 
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
@@ -203,13 +206,6 @@ def _finish(
     write_report(data, folder / "report.html")
     _show.answer(as_json, lambda: data, show, folder / "report.html")
     _show.leave(interrupted=result.interrupted, missed=not result.met)
-
-
-def _limit_s(p99: str) -> float:
-    limit_s = _options.duration_s(p99, "--p99")
-    if limit_s <= 0:
-        raise UsageError("--p99 must be more than 0")
-    return limit_s
 
 
 @dataclass
@@ -254,11 +250,11 @@ class _Work:
         self, folder: Path, max_error: float, options: dict[str, Any], progress: Callable[[str], None]
     ) -> SearchResult:
         """Make the packages, and find the best setting as `fettle.slo.search` does; Ctrl-C ends it early."""
+        from fettle.loop import stopped_by_interrupt
         from fettle.slo.calibrate import Stopped
         from fettle.slo.search import search
 
-        stop = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+        stop = stopped_by_interrupt()
         try:
             variants, failures = await asyncio.to_thread(
                 self.variants, folder, options["most_rows"], max_error, progress, stop.is_set
@@ -268,12 +264,7 @@ class _Work:
         if not variants:
             raise UsageError("; ".join(f"{failure.what}: {failure.why}" for failure in failures))
         return await search(
-            variants,
-            keep=folder / "measured.jsonl",
-            failures=failures,
-            on_progress=progress,
-            stop=stop,
-            **options,
+            variants, keep=folder / "measured.jsonl", failures=failures, on_progress=progress, stop=stop, **options
         )
 
     def variants(

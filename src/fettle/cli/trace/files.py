@@ -7,7 +7,7 @@ import polars as pl
 import typer
 
 from fettle import trace as T
-from fettle.cli import _quiet, _show
+from fettle.cli import _options, _quiet, _show
 from fettle.cli.trace.shared import (
     Answer,
     Fresh,
@@ -89,11 +89,12 @@ def augment(
 
       fettle trace augment trace.json.gz for-perfetto.json
     """
+    check_writable(target)
     trace = open_traces(source, fresh)[0]
     added = T.augment(trace, target, path=T.critical_path(trace))
     data = {"file": str(target), "added_events": added}
     text = f"wrote {target}: {count_text(added, 'event')} added"
-    _show.answer(as_json, lambda: data, lambda console: console.print(text))
+    _show.answer(as_json, lambda: data, lambda console: console.print(text, markup=False, soft_wrap=True))
 
 
 @app.command()
@@ -113,12 +114,12 @@ def report(
 
       fettle trace report after.json.gz --before before.json.gz
     """
-    check_writable(output)
+    _options.check_page(output)
     earlier = open_traces(before, fresh, own_end)[0] if before is not None else None
     failed = T.write_report(open_traces(source, fresh, own_end), output, before=earlier)
     text = f"wrote {output}" + "".join(f"\nnot answered: {line}" for line in failed)
     data = {"file": str(output), "not_answered": failed}
-    _show.answer(as_json, lambda: data, lambda console: console.print(text, markup=False))
+    _show.answer(as_json, lambda: data, lambda console: console.print(text, markup=False, soft_wrap=True))
 
 
 @app.command()
@@ -160,4 +161,4 @@ def record(
                     )
                 profiler.step()
     data = {"file": str(output), "steps": active}
-    _show.answer(as_json, lambda: data, lambda console: console.print(f"wrote {output}"))
+    _show.answer(as_json, lambda: data, lambda console: console.print(f"wrote {output}", markup=False, soft_wrap=True))

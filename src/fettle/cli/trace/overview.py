@@ -1,12 +1,13 @@
 """What to ask first: can the trace be trusted, where did the time go, why was the device idle."""
 
-import json
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import polars as pl
 import typer
 
 from fettle import trace as T
+from fettle.cli import _show
 from fettle.cli.trace.shared import (
     Answer,
     Fresh,
@@ -24,6 +25,7 @@ from fettle.cli.trace.shared import (
 )
 from fettle.errors import UsageError
 from fettle.trace.analyses.account import account_parts
+from fettle.trace.analyses.health import Health
 from fettle.trace.analyses.idle import missing_information
 from fettle.trace.frames import joined
 from fettle.trace.model import Trace
@@ -41,16 +43,16 @@ def health(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
       fettle trace health ranks/ --json
     """
     healths = [T.trace_health(t, replayed=True) for t in read_traces(source, fresh)]
-    if as_json:
-        print(json.dumps([h.as_dict() for h in healths], default=str))
-        return
+    _show.answer(as_json, lambda: [one.as_dict() for one in healths], lambda _: _show_healths(healths))
+
+
+def _show_healths(healths: Sequence[Health]) -> None:
     for one in healths:
         rows = [(f.severity, f.what, f.count, f.means) for f in one.findings]
         frame = pl.DataFrame(rows, schema=["severity", "what", "count", "means"], orient="row")
         notes = {
             "trace": f"{one.path}, rank {one.rank}: {one.kept:,} of {one.events:,} events kept, "
-            f"{one.span_ns / 1e6:,.3f} ms, "
-            f"devices {list(one.devices)}",
+            f"{one.span_ns / 1e6:,.3f} ms, devices {list(one.devices)}",
             "uncertain": ", ".join(one.uncertain) or "nothing",
         }
         show({"findings": frame}, False, 100, notes)

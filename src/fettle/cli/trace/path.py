@@ -83,8 +83,8 @@ def whatif(
         str | None, typer.Option(help="kernels that match this expression take --factor of their time")
     ] = None,
     factor: Annotated[
-        float, typer.Option(min=0, help="the share of their time that --kernels then take; 0: none")
-    ] = 0.0,
+        float | None, typer.Option(min=0, help="the share of their time that --kernels then take; default 0, none")
+    ] = None,
 ) -> Answer:
     """How long would the step be without syncs, with perfect overlap, with one graph launch, with faster kernels?
 
@@ -94,6 +94,8 @@ def whatif(
 
       fettle trace whatif trace.json.gz --kernels gemm --factor 0.5 --chart whatif.html
     """
+    if factor is not None and kernels is None:
+        raise UsageError("--factor is of --kernels: name them, for example --kernels gemm")
     answers, questions = [], []
     notes: dict[str, Any] = step_windows(own_end)
     uncertain: dict[str, list[str]] = {}
@@ -104,7 +106,7 @@ def whatif(
             changes = ["data_ready"]
             notes[f"rank {trace.rank}"] = "no device work: only the data's part can be asked"
         for change in changes:
-            answer = T.what_if(trace, change, kernels=kernels or "", factor=factor, path=path)
+            answer = T.what_if(trace, change, kernels=kernels or "", factor=factor or 0.0, path=path)
             first = {"answer": answer.answer, "saving_share": answer.saving_share}
             answers.append({"rank": trace.rank, "change": change, **first, **asdict(answer)})
             if answer.cannot_tell:

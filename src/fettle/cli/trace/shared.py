@@ -15,18 +15,18 @@ from rich.console import Console
 from rich.markup import escape
 
 from fettle import trace as T
-from fettle.cli import _show
-from fettle.files import plain
+from fettle.cli import _options, _show
+from fettle.cli._console import console
+from fettle.cli._lazy import SETTINGS
+from fettle.files import check_writable, plain
 from fettle.trace.model import Trace
 
-app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode="rich", help="Analyse profiler traces: where the time went, and why."
-)
+app = typer.Typer(help="Analyse profiler traces: where the time went, and why.", **SETTINGS)
 
 Source = Annotated[
     Path, typer.Argument(help="a trace (.json, .json.gz), or a folder with one trace a rank", show_default=False)
 ]
-Json = Annotated[bool, typer.Option("--json", help="print JSON for machines instead of tables")]
+Json = _options.AsJson
 Rows = Annotated[int, typer.Option("--rows", min=1, help="how many rows of each table to show")]
 Chart = Annotated[Path | None, typer.Option("--chart", help="write a chart to this file: .html, .png, .svg or .json")]
 Fresh = Annotated[
@@ -68,6 +68,7 @@ def question(look: Callable[..., Answer], *, charted: bool = True) -> Callable[.
 
     @functools.wraps(look)
     def command(**options: Any) -> None:
+        check_writable(options.get("chart"))
         traces = open_traces(options["source"], options["fresh"], options.get("own_end", False))
         answer = look(traces, **{name: options[name] for name in own})
         if answer.chart is not None:
@@ -99,16 +100,14 @@ def read_traces(path: Path, fresh: bool = False) -> list[Trace]:
 
 def open_traces(path: Path, fresh: bool = False, own_end: bool = False) -> list[Trace]:
     """Read a trace or a folder, and say what was left out of it and which answers are uncertain."""
-    console = Console(stderr=True, highlight=False)
+    out = console(error=True)
     traces = [replace(trace, own_end=own_end) for trace in read_traces(path, fresh)]
     for trace in traces:
         for note in trace.facts.notes:
-            console.print(f"[yellow]rank {trace.rank}: {escape(note)}[/]")
+            out.print(f"[yellow]rank {trace.rank}: {escape(note)}[/]")
         uncertain = T.trace_health(trace).uncertain
         if uncertain:
-            console.print(
-                f"[yellow]rank {trace.rank}: uncertain: {', '.join(uncertain)}; see 'fettle trace health'[/]",
-            )
+            out.print(f"[yellow]rank {trace.rank}: uncertain: {', '.join(uncertain)}; see 'fettle trace health'[/]")
     return traces
 
 
@@ -125,7 +124,7 @@ def show(
     traces: Sequence[Trace] = (),
     more_doubts: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
-    """Print frames as JSON ({name: rows}) or as tables, times in milliseconds.
+    """Print frames as JSON ({name: rows}) or as tables for people.
 
     JSON also says which answers are uncertain for each of the `traces` (people saw it when they were opened).
     """
@@ -136,14 +135,14 @@ def show(
             data["uncertain"] = known | {rank: [*known.get(rank, []), *more] for rank, more in more_doubts.items()}
         print(json.dumps(plain(data), default=str))
         return
-    console = Console(highlight=False)
+    out = console()
     for key, value in (notes or {}).items():
-        console.print(f"{key}: {value}", markup=False)
+        out.print(f"{key}: {value}", markup=False)
     for name, frame in frames.items():
         if frame.height:
-            _print_table(console, name.replace("_", " "), frame, rows)
+            _print_table(out, name.replace("_", " "), frame, rows)
         else:
-            console.print(f"{name.replace('_', ' ')}: nothing")
+            out.print(f"{name.replace('_', ' ')}: nothing")
 
 
 def doubts(traces: dict[str, Trace]) -> dict[str, list[str]]:
@@ -155,7 +154,7 @@ def doubts(traces: dict[str, Trace]) -> dict[str, list[str]]:
 _CLOCK = ("start_ns", "end_ns", "ts_ns", "first_ns")
 
 
-def _print_table(console: Console, title: str, frame: pl.DataFrame, rows: int) -> None:
+def _print_table(out: Console, title: str, frame: pl.DataFrame, rows: int) -> None:
     """One table; columns that say nothing are left out."""
     from fettle.trace.report.section import as_table, cell
 
@@ -167,9 +166,9 @@ def _print_table(console: Console, title: str, frame: pl.DataFrame, rows: int) -
     empty = [c for c in frame.columns if c.startswith("idle_") and frame[c].dtype.is_numeric() and not frame[c].sum()]
     shared = ", ".join(f"{c} {frame[c][0]}" for c in same if frame[c][0] != -1)
     table = as_table(frame.drop(same, empty), rows, title + (f" ({shared})" if shared else ""), cell)
-    _show.print_table(console, table, escape(table.caption))
+    _show.print_table(out, table)
     if frame.height > rows:
-        console.print(f"{frame.height - rows} more rows: --rows {frame.height}")
+        out.print(f"{frame.height - rows} more rows: --rows {frame.height}")
 
 
 def write_chart(path: Path | None, make: Callable[[Any], Any]) -> None:
@@ -178,4 +177,4 @@ def write_chart(path: Path | None, make: Callable[[Any], Any]) -> None:
         from fettle.trace.report import charts
 
         charts.save(make(charts), path)
-        Console(stderr=True, highlight=False).print(f"wrote {path}")
+        console(error=True).print(f"wrote {path}", markup=False, soft_wrap=True)
