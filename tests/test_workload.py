@@ -397,6 +397,10 @@ class TestFingerprint:
         assert fingerprint(Workload(model(), [batch()])) == fingerprint(Workload(model(), [batch()]))
         assert len(fingerprint(Workload(model(), [batch()]))) == 16
 
+    def test_an_array_may_run_backwards(self) -> None:
+        values = np.arange(5.0)
+        assert fingerprint(Workload(abs, [values[::-1]])) == fingerprint(Workload(abs, [values[::-1].copy()]))
+
     def test_layout_mode_and_name_do_not_count(self) -> None:
         images = torch.randn(2, 3, 4, 4)
         one = Workload(model(), [images])

@@ -184,7 +184,7 @@ def fingerprint(workload: Workload) -> str:
     for name, value in tensors:
         digest.update(name.encode())
         if is_numbers(value):
-            value = torch.as_tensor(value)
+            value = torch.as_tensor(value.copy())  # torch takes no array that runs backwards
         if not isinstance(value, torch.Tensor):
             digest.update(repr(value).encode() if isinstance(value, (str, int, float, bool)) else b"?")
         elif torch.nn.parameter.is_lazy(value):
