@@ -64,7 +64,7 @@ def test_an_operator_of_ones_own_is_refused_in_a_line(tmp_path):
         def forward(self, x):
             return doubled(x)
 
-    with pytest.raises(UsageError, match="doubled.* may not be in a package"):
+    with pytest.raises(UsageError, match=r"doubled.* may not be in a package"):
         write_package(Workload(Own(), [torch.randn(4, 3)]), Recipe(), tmp_path / "m", name="own")
 
 
