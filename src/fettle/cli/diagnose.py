@@ -137,9 +137,7 @@ def _print(diagnosis: Diagnosis, checked: Sequence[Verified], console: Console) 
         console.print(f"Where the time goes{wall}:")
         for name, share in diagnosis.budget_lines:
             if share >= 0.005:
-                console.print(
-                    f"  {share:6.1%} [cyan]{'█' * round(share * 40)}[/] {escape(name)}",
-                )
+                console.print(f"  {share:6.1%} [cyan]{'█' * round(share * 40)}[/] {escape(name)}")
     if diagnosis.evidence is not None and diagnosis.evidence.facts.parts:
         from fettle.techniques import parts_lines
 

@@ -103,7 +103,7 @@ def _print_analysis(console: Console, analysis: Analysis) -> None:
     if window.has_events:
         console.print(
             f"{count_text(len(window.trace), 'event')}; in use {window.start_bytes:,} -> peak {window.peak_bytes:,} -> "
-            f"{window.end_bytes:,} bytes; {count_text(window.frees_from_before, 'free')} of blocks from before it",
+            f"{window.end_bytes:,} bytes; {count_text(window.frees_from_before, 'free')} of blocks from before it"
         )
     _show.print_table(console, tables.holders(analysis), "Who holds the peak" if window.has_events else "Who holds it")
     if analysis.spikes:
@@ -128,7 +128,7 @@ def _print_leaks(console: Console, analysis: Analysis) -> None:
     for leak in leaks.leaks:
         console.print(
             f"\n[bold]Leak[/] ({leak.kind}): {size_text(leak.bytes_per_step)} a step, "
-            f"{leak.growing_share:.0%} of steps grew. {escape(leak.what_to_do)}",
+            f"{leak.growing_share:.0%} of steps grew. {escape(leak.what_to_do)}"
         )
         _show.print_table(console, tables.survivors(leak), "Survivors")
 
@@ -140,5 +140,5 @@ def _print_churn(console: Console, analysis: Analysis) -> None:
             f"\n[bold]Churn[/] ({row.cause}): {count_text(row.freed_segments, 'segment')} "
             f"({size_text(row.freed_bytes)}) freed, "
             f"{row.allocated_segments} ({size_text(row.allocated_bytes)}) fetched{took}, at {escape(row.own_line)}. "
-            f"{escape(row.what_to_do)}",
+            f"{escape(row.what_to_do)}"
         )

@@ -78,10 +78,7 @@ def command(
         if output is not None:
             write_plan(planned, output)
     _show.answer(
-        as_json,
-        lambda: {**plain(planned), "note": note},
-        lambda console: _print(console, planned, note),
-        output,
+        as_json, lambda: {**plain(planned), "note": note}, lambda console: _print(console, planned, note), output
     )
     _show.leave(missed=memory is not None and not any(item.fits for item in planned.predictions))
 

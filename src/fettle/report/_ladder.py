@@ -122,9 +122,6 @@ def _bars(rows: Rows, title: str) -> list[alt.Chart]:
         x=x,
         color=alt.Color("kind:N", scale=kinds, legend=None),
         opacity=alt.Opacity("kind:N", scale=strength, legend=None),
-        tooltip=[
-            alt.Tooltip("recipe:N", title="recipe"),
-            alt.Tooltip("text:N", title=title),
-        ],
+        tooltip=[alt.Tooltip("recipe:N", title="recipe"), alt.Tooltip("text:N", title=title)],
     )
     return [bar, *captions(base, "width - 120")]

@@ -140,8 +140,7 @@ def compare(
     result = T.compare(first, second, skip=skip, steps_before=_numbers(steps_before), steps_after=_numbers(steps_after))
     shown = result.parts.filter(pl.col("change_ns") != 0)
     write_chart(
-        chart,
-        lambda charts: charts.change_chart(shown.filter(~pl.col("sums")), result.before_ns, result.after_ns),
+        chart, lambda charts: charts.change_chart(shown.filter(~pl.col("sums")), result.before_ns, result.after_ns)
     )
     if as_json:
         figures = {name: getattr(result, name) for name in ("before_ns", "after_ns", "change_ns", "low_ns", "high_ns")}
