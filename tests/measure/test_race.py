@@ -132,7 +132,8 @@ def reference(builder: Worker) -> Reference:
 
 def _workers() -> set[int]:
     children = psutil.Process().children(recursive=True)
-    return {child.pid for child in children if "fettle.measure._worker" in " ".join(child.cmdline())}
+    commands = {child.pid: child.as_dict(["cmdline"])["cmdline"] or () for child in children}  # none of a zombie
+    return {pid for pid, command in commands.items() if "fettle.measure._worker" in " ".join(command)}
 
 
 def test_a_workload_whose_calls_take_long_is_not_timed_alone_for_longer_than_needed(
