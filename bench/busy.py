@@ -1,7 +1,7 @@
 """Is the winner the same, and its figure honest, whatever else the machine does?
 
 For each model a study on the quiet machine, then one beside each neighbour, which this benchmark starts and stops
-itself; what was announced beside it is raced against the quiet study's winner afterwards, on the quiet machine again.
+itself; what was announced is raced against the quiet study's winner at once afterwards, on the quiet machine again.
 
     python bench/busy.py --minutes 9            # goes on from the JSON that it left
     python bench/busy.py --show                 # the table
@@ -158,7 +158,7 @@ def quiet_race(model: str, recipes: list[str]) -> dict[str, list[float]]:
 
 
 def step(seen: dict, model: str, budget_s: int, name: str, number: int) -> None:
-    """One study, and where it announced another winner than the quiet study, a race of the two."""
+    """One study, then a race of its winner and the quiet study's: what is true in the same hour."""
     key = f"{model} {budget_s} {name} {number}"
     found = study(model, budget_s, name)
     if name == "none" and others().others > 0.1:
@@ -166,8 +166,9 @@ def step(seen: dict, model: str, budget_s: int, name: str, number: int) -> None:
         return
     quiet = seen["studies"].get(f"{model} {budget_s} none 0", {})
     recipes = list(dict.fromkeys(item["recipe"] for item in (found, quiet) if item.get("recipe")))
-    if "failed" not in found and recipes and not ratios(seen, model, recipes):
-        seen["races"].setdefault(model, []).append(quiet_race(model, recipes))
+    if "failed" not in found and recipes:
+        found["raced"] = quiet_race(model, recipes)
+        seen["races"].setdefault(model, []).append(found["raced"])
     seen["studies"][key] = found
     print(key, {**found, "load": None, "elapsed_speedup": None}, flush=True)
 
@@ -198,7 +199,7 @@ def summary(seen: dict) -> list[dict]:
     """By neighbour: how far the announced winners are off, how often the interval holds, how often nothing is told."""
     rows = []
     for name in NEIGHBOURS:
-        off, held, said_quiet, held_at_all, cannot_tell = [], 0, 0, 0, 0
+        off, held, said_quiet, held_at_all, cannot_tell, of_its_hour = [], 0, 0, 0, 0, []
         for key, found in seen["studies"].items():
             model, budget_s, rest = key.split(" ", 2)
             if rest.rpartition(" ")[0] != name or "failed" in found:
@@ -212,11 +213,14 @@ def summary(seen: dict) -> list[dict]:
                 held_at_all += holds
                 said_quiet += found["quiet"]
                 held += found["quiet"] and holds
+                if found["quiet"] and (raced := found.get("raced", {}).get(found["recipe"])):
+                    of_its_hour.append(found["speedup"]["low"] <= raced[0] <= found["speedup"]["high"])
         if off:
             rows.append({
                 "neighbour": name, "studies": len(off), "within 5%": sum(x <= 0.05 for x in off),
                 "worst": round(max(off), 3), "said to be quiet": said_quiet, "of these the interval holds": held,
                 "of all the interval holds": held_at_all, "cannot tell": cannot_tell,
+                "quiet, raced in the same hour": len(of_its_hour), "interval holds that": sum(of_its_hour),
             })  # fmt: skip
     return rows
 
