@@ -181,6 +181,10 @@ class Session:
         """Take what the first worker found for what this session measures by."""
         for note in probed.notes:
             self._remark(note)
+        if probed.facts.train_mode_differs and not probed.facts.training:
+            self._remark(
+                "the model is in train mode and answers otherwise in eval mode: every recipe has mode=eval"
+            )
         limits = self.standings.limits
         allowed = limits.above(probed.reference.noise).max_error
         facts = replace(probed.facts, ranks=self._ranks, nodes=self._node_count)
