@@ -68,7 +68,7 @@ def test_old_spellings_work_and_say_how_they_are_written_now(old: str, new: str,
 
 
 def test_a_job_of_workers_is_no_old_spelling() -> None:
-    for words in ("export ray m.py --study night", "export ray --storage=postgresql://db/studies"):
+    for words in ("export ray m.py --study night", "export ray --storage=postgresql://db/studies", "export ray --help"):
         assert renewed(words.split()) == (words.split(), [])
 
 

@@ -63,8 +63,11 @@ def __getattr__(name: str) -> Any:
     home = f"fettle.{name}" if name in _ROOMS else next((home for home, names in _HOMES.items() if name in names), None)
     if home is not None:
         import importlib
+        import warnings
 
-        module = importlib.import_module(home)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "IProgress not found")  # tqdm's, of Optuna, in a notebook without widgets
+            module = importlib.import_module(home)
         value = module if name in _ROOMS else getattr(module, name)
         globals()[name] = value
         return value

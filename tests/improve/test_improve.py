@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from fettle.diagnose import Finding
 from fettle.errors import UsageError
 from fettle.improve import STEPS, Improvement, Settings, Step, guided, improve, page
+from fettle.improve.guided import _line
 from fettle.improve.state import keep, recall
 from fettle.measure import Interval
 from fettle.recipe import Recipe
@@ -239,3 +241,9 @@ def test_a_whole_run(work: Path, tmp_path: Path, run_fettle: Run) -> None:
     again = run_fettle(*words)
     kept = {step["name"]: step for step in json.loads(again.out)["steps"]}
     assert all(kept[name] == steps[name] for name in ("measure", "diagnose", "data", "tune"))  # not made again
+
+
+def test_a_finding_that_the_verdict_has_told_is_not_told_again() -> None:
+    finding = Finding(rule="precision", says="It runs in float32.", advice="run it in bfloat16")
+    assert _line(finding, "It runs in float32. Mending it could save much.") == "Run it in bfloat16"
+    assert _line(finding, "Nothing stands out.") == "It runs in float32. Run it in bfloat16"

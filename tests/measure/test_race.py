@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import psutil
 import pytest
@@ -29,6 +29,7 @@ from fettle.measure import (
     Held,
     Interval,
     Judge,
+    Progress,
     Rules,
     Trial,
     Worker,
@@ -56,6 +57,7 @@ from fettle.measure.messages import (
     TakeSlice,
     WriteReference,
 )
+from fettle.measure.race import _go_on
 from fettle.recipe import Recipe
 from fettle.workload import Target, find_target
 
@@ -582,6 +584,15 @@ def test_a_process_that_is_slow_for_life_brings_in_more(target: Target, tmp_path
     assert once.speedup is not None  # from the rounds that it was in
     assert other.speedup is not None
     assert 0.6 < other.speedup.low < other.speedup.high < 1.6  # 1 or so: the slow one is left out
+
+
+def test_no_further_processes_are_announced_when_the_time_is_up() -> None:
+    start = SimpleNamespace(rules=Rules(deadline=time.monotonic() - 1, is_enough=lambda trials: False))
+    anchor = SimpleNamespace(failure="", runners=[None])
+    told: list[Progress] = []
+    ended: Any = {0: SimpleNamespace(ok=True, processes=2)}
+    assert _go_on(cast(Any, start), cast(Any, None), {}, ended, cast(Any, anchor), 5, [], told.append) == {}
+    assert told == []
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_the_winner_is_the_same_beside_any_neighbour(tmp_path, monkeypatch, neig
 def test_a_machine_that_is_never_quiet_is_named_in_the_first_sentence(tmp_path, monkeypatch):
     _, _, winner, _, _ = run(tmp_path, monkeypatch, lambda now: 0.5)
     assert not winner.is_quiet
-    assert under(winner).startswith("On a busy machine (its threads waited")
+    assert under(winner).startswith("On a busy machine (its threads together waited")
     assert "not what was measured on one" in elapsed(winner)
     assert winner.elapsed_speedup.estimate > 2 * winner.speedup.estimate
     assert load_lines([winner])[0].startswith("On a busy machine")
@@ -85,7 +85,7 @@ def test_a_baseline_that_swings_is_told_of_before_minutes_are_spent(tmp_path, mo
     session.measure([Recipe()])
     session.look_at_baseline()
     assert told[-1].startswith("the model as given took 1")
-    assert "its threads waited" in told[-1]
+    assert "its threads together waited" in told[-1]
 
 
 def test_a_baseline_whose_time_depends_on_freed_memory_is_told_of_and_has_the_allocator_tried_first():

@@ -38,7 +38,8 @@ _ARGUMENT = re.compile(r"`([a-z][a-z_]*)(=(?:'[^'`]*'|\"[^\"`]*\"|[^`'\"]*))?`")
 def renewed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments in today's spelling, and a line for each that has changed."""
     args, notes = list(arguments), []
-    of_a_package = args[:2] == ["export", "ray"] and not any(arg.startswith(("--storage", "--study")) for arg in args)
+    of_workers = ("--storage", "--study", "--help", "-h")
+    of_a_package = args[:2] == ["export", "ray"] and not any(arg.startswith(of_workers) for arg in args)
     if args and args[0] in _COMMANDS and (args[0] != "export" or of_a_package):
         notes.append(f"'fettle {args[0]}' is now 'fettle {' '.join(_COMMANDS[args[0]])}'")
         args[:1] = _COMMANDS[args[0]]

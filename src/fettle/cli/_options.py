@@ -62,8 +62,13 @@ def duration_s(text: str, option: str, bare: str = "s") -> float:
 
 
 def milliseconds(text: str | None, option: str) -> float | None:
-    """The same in milliseconds, where it is given."""
-    return None if text is None else duration_s(text, option) * 1e3
+    """The same in milliseconds, where it is given; 20 alone may be meant as either."""
+    if text is None:
+        return None
+    value_s = duration_s(text, option)
+    if value_s and not text[-1].isalpha():
+        raise UsageError(f"{option}: {text!r} has no unit: write {text}ms or {text}s")
+    return value_s * 1e3
 
 
 def share(text: str, option: str, below: float = 0.95) -> float:

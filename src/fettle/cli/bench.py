@@ -37,7 +37,7 @@ def command(
         str | None, typer.Option(help="gate: exit code 1 if its peak memory grows by this much, for example 5%")
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(help="gate: processes of each side; default 4, or 8 if those do not decide")
+        int | None, typer.Option(help="gate: processes of each side; default 4, then 8 and 16 if those do not decide")
     ] = None,
     link: Annotated[
         list[Path] | None,

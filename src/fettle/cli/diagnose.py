@@ -189,5 +189,5 @@ def _checked(item: Verified) -> str:
     }
     word = words[item.bound_kept]
     over = f" over {escape(item.beside)}" if item.beside else ""
-    busy = f"on a busy machine ({item.load}), waiting for a core taken out, " if item.load else ""
+    busy = f"on a busy machine ({item.load}), with the time spent waiting for a core taken out, " if item.load else ""
     return f"{busy}measured {item.speedup} with {escape(item.recipe)}{over}: {word}"

@@ -183,7 +183,8 @@ class _Search:
             return f"it cannot be told whether BAD is slower than GOOD ({percent(change)}): nothing was searched"
         if len(names) == 1:
             return f"{names[0]} made it slower: {percent(change)} from GOOD to BAD"
-        why = "could not be measured" if steps[-1].verdict.startswith("left out") else "is near neither GOOD nor BAD"
+        left_out = steps[-1].verdict.startswith("left out")
+        why = "could not be measured" if left_out else "is near neither GOOD nor BAD, or too noisy to say which"
         return f"one of {len(names)} commits, {names[0]} to {names[-1]}, made it slower; what lies between {why}"
 
     def _error_rate(self) -> str:

@@ -13,7 +13,7 @@ from fettle.measure import Interval, Trial, contrast_interval
 
 Verdict = Literal["worse", "within", "cannot tell"]
 MOST_PROCESSES = 64
-"""More processes than this are not recommended: the change is too near to what would be decided."""
+"""More processes than this are not recommended."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Judged:
             return "one process of each side tells nothing of others: give it --processes 4 and time to start them"
         if not self.needs:
             return (
-                f"the change is too near to what decides: more than {MOST_PROCESSES} processes a side would be needed; "
-                "choose another limit, or a longer call"
+                f"processes differ too much for so small a margin: more than {MOST_PROCESSES} a side would be needed; "
+                "choose another limit, a longer call or a quieter machine"
             )
         return f"about {self.needs} processes a side instead of {self.processes} should settle it"
 

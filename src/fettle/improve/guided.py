@@ -33,7 +33,7 @@ from fettle.report import Result, save, verdict
 from fettle.result import Limits
 from fettle.train.workload import make
 from fettle.tuning import Event, OnProgress, Options, tune, writable
-from fettle.units import size_text
+from fettle.units import seconds_text, size_text
 from fettle.workload import AUTO, check_mode, find_target
 
 STEPS = ("measure", "diagnose", "data", "tune", "verify", "package")
@@ -174,12 +174,14 @@ def _measure(run: _Run, results: Mapping[str, Any]) -> Step:
     trial = race.trials[0]
     if trial.status == "failed":
         raise UsageError(f"the workload does not run as given: {trial.reason}")
-    lines = [f"90% of calls are below {trial.p90_ms:.4g} ms; the first answer takes {trial.startup.total_s:.2g} s"]
+    first = seconds_text(trial.startup.total_s)
+    lines = [f"90% of calls are below {seconds_text(trial.p90_ms / 1e3)}; the first answer takes {first}"]
     if trial.peak_bytes:
         lines.append(f"peak memory {size_text(trial.peak_bytes)}")
     if not trial.is_quiet:
         lines.append(f"the machine was not quiet: {trial.load}")
-    says = f"A call takes {trial.time_ms:.4g} ms, {trial.throughput:.4g} samples a second."
+    rate = f"{trial.throughput:,.0f}" if trial.throughput >= 1000 else f"{trial.throughput:.3g}"
+    says = f"A call takes {seconds_text(trial.time_ms / 1e3)}, {rate} samples a second."
     return Step(name="measure", says=says, lines=lines, results={"given_ms": trial.time_ms})
 
 
@@ -189,7 +191,7 @@ def _diagnose(run: _Run, results: Mapping[str, Any]) -> Step:
     write_diagnosis(diagnosis, (), run.folder / "diagnosis.html", run.command)
     every = [*diagnosis.findings, *diagnosis.opportunities]
     first = _first(every)
-    lines = [f"{one.says} {one.advice}{f' (could save {one.most})' if one.most else ''}" for one in every[:_MOST_LINES]]
+    lines = [_line(one, diagnosis.verdict) for one in every[:_MOST_LINES]]
     waits_s = diagnosis.evidence.loading.seconds if diagnosis.evidence is not None else 0.0
     share = waits_s / diagnosis.wall_s if diagnosis.wall_s > 0 else 0.0
     return Step(
@@ -197,6 +199,14 @@ def _diagnose(run: _Run, results: Mapping[str, Any]) -> Step:
         results={"first": first, "loading": share},
         passes_on=f"to tune: try {', '.join(first)} first" if first else "",
     )  # fmt: skip
+
+
+def _line(finding: Finding, verdict: str) -> str:
+    """What to do about a finding, after what it says unless the verdict does already."""
+    advice = f"{finding.advice[:1].upper()}{finding.advice[1:]}"
+    if verdict.startswith(finding.says):
+        return advice
+    return f"{finding.says} {advice}{f' (could save {finding.most})' if finding.most else ''}"
 
 
 def _first(findings: Sequence[Finding]) -> list[str]:

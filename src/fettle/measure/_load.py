@@ -62,7 +62,7 @@ class Load:
     def _parts(self) -> list[str]:
         words = []
         if self.waits > QUIET_WAITS:
-            words.append(f"its threads waited {self.waits:.0%} of the time for a core")
+            words.append(f"its threads together waited {self.waits:.0%} of the time for a core")
         if self.others > QUIET_OTHERS / 2:
             words.append(f"others took {self.others:.0%} of the cores")
         if self.steal > QUIET_OTHERS / 2:

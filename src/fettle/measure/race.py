@@ -144,7 +144,7 @@ def _go_on(
     it says have their own `is_enough`, and a confidence for that many looks.
     """
     rules, had = start.rules, len(anchor.runners)
-    if rules.is_stopped or anchor.failure or had >= wanted:
+    if rules.is_stopped or anchor.failure or had >= wanted or time.monotonic() > rules.deadline:
         return {}
     if not _is_vague(list(ended.values()), rules):
         return {}

@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import msgspec
 import tomli_w
 import torch
 
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError, extra, first_line
 from fettle.package import handlers
 from fettle.package.flat import BEFORE_EXPORT, Flat, datatype
 from fettle.package.generating import generating, of_model
@@ -76,6 +77,8 @@ def write_package(
 
     Raises `UsageError` where the model cannot be exported, or the recipe cannot be applied to the exported model.
     """
+    if find_spec("safetensors") is None:
+        raise extra("a package needs safetensors", "serve")
     if path.exists():
         raise UsageError(f"{path} exists already: give another `output` or another `version`")
     check_name(name, version)

@@ -193,7 +193,7 @@ def under(trial: Trial, asked: bool = False) -> str:
     load = "" if trial.load.is_quiet else f" ({trial.load})"  # on the mean of all slices there may have been little
     if asked:
         return f"Measured under load, as asked{load}: "
-    return f"On a busy machine{load}, waiting for a core taken out: "
+    return f"On a busy machine{load}, with the time spent waiting for a core taken out: "
 
 
 def elapsed(trial: Trial) -> str:

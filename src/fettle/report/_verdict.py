@@ -205,7 +205,7 @@ def _unchanged(result: Outcome) -> str:
              "warm-startup": "starts sooner"}  # fmt: skip
     what = goals.get(result.goal, "is certainly faster")
     if others == 1:
-        return f"Leave it as it is: the one other recipe that was tried is not one that {what} and keeps the limits."
+        return f"Leave it as it is: no other recipe {what} and keeps the limits; one was tried."
     return f"Leave it as it is: none of the {others} other recipes tried {what} and keeps the limits."
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError
 from fettle.files import plain, read_bytes, write_text
 from fettle.measure import Trial, typed
 from fettle.recipe import Recipe
@@ -58,7 +58,7 @@ def read_outcome(path: str | Path) -> Outcome:
     except UsageError as error:
         raise UsageError(f"cannot use {path}: {error}") from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not JSON: {first_line(error)}") from error
+        raise UsageError(f"{path} is not JSON: give the folder that fettle tune wrote, or its result.json") from error
 
 
 def _unknown(name: str) -> None:  # such a field may carry meaning: say so, do not drop it

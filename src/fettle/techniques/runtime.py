@@ -319,5 +319,9 @@ class Streams(Technique):
         return [Bundle(60, {"runtime": "openvino-bf16", "streams": "per-core", **AS_GIVEN})] if facts.has_bf16 else []
 
 
+_EXTRAS = {"openvino": "openvino", "nncf": "openvino", "onnxruntime": "onnx", "onnx": "onnx", "onnxscript": "onnx"}
+
+
 def _missing(facts: Facts, package: str) -> str:
-    return "" if package in facts.packages else f"{package} is not installed"
+    where = f": it is in the extra {_EXTRAS[package]}" if package in _EXTRAS else ""
+    return "" if package in facts.packages else f"{package} is not installed{where}"

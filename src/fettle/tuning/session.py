@@ -122,7 +122,10 @@ class Session:
             try:
                 built = worker.ask(messages.Build(self.target), messages.Built, timeout_s)
                 if fingerprint and built.fingerprint != fingerprint:
-                    raise UsageError("the recipe is for another workload: its weights or inputs differ from this one's")
+                    raise UsageError(
+                        "the recipe is for another workload: its weights or inputs differ from this one's; tune again, "
+                        "or check it all the same with `force`"
+                    )
                 self._built_as(built)
                 self._open_study(built, machine)
                 path = self._folder("cache") / f"reference-{built.fingerprint}-{built.structure[:8]}.pt"
@@ -181,6 +184,8 @@ class Session:
         """Take what the first worker found for what this session measures by."""
         for note in probed.notes:
             self._remark(note)
+        if probed.facts.train_mode_differs and not probed.facts.training:
+            self._remark("the model is in train mode and answers otherwise in eval mode: every recipe has mode=eval")
         limits = self.standings.limits
         allowed = limits.above(probed.reference.noise).max_error
         facts = replace(probed.facts, ranks=self._ranks, nodes=self._node_count)
