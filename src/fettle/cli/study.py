@@ -51,6 +51,9 @@ def command(
         str, typer.Option(help="ladder, factorial, fraction, ablation, pairs or sensitivity")
     ] = "factorial",
     technique: _options.Techniques = None,
+    only: Annotated[
+        bool, typer.Option("--only", help="vary no technique but those of --technique and --order")
+    ] = False,
     factor: Annotated[
         list[str] | None,
         typer.Option(help="vary an argument of the factory, NAME=VALUE,VALUE, the usual value first. May be repeated"),
@@ -115,7 +118,7 @@ def command(
 
     [bold]Examples[/]
 
-      fettle study model.py --technique precision=fp32,bf16 --technique compile=off,default
+      fettle study model.py --only --technique precision=fp32,bf16 --technique compile=off,default
 
       fettle study model.py other.py --design pairs --factor batch=1,4,16 --budget 30m
 
@@ -155,8 +158,8 @@ def command(
         elif enqueue:
             raise UsageError("`enqueue` begins a study that workers find by its name: give it one, `study=NAME`")
         settings = Settings(
-            design=design, techniques=_options.technique_levels(technique or []), arguments=_arguments(factor or []),
-            pythons=tuple(python or ()),
+            design=design, techniques=_options.technique_levels(technique or []), only=only,
+            arguments=_arguments(factor or []), pythons=tuple(python or ()),
             order=tuple(name.strip() for name in order.split(",") if name.strip()),
             start=None if recipe is None else Recipe.parse(recipe), cells=cells, rounds=rounds,
             grow_batch=None if grow_batch is None else _limit_bytes(grow_batch),
@@ -236,7 +239,10 @@ def measured(targets: Sequence[str], settings: Settings, *, agreed: bool, quiet:
     with progress(quiet=quiet) as on_progress:
         outcome = study(targets, settings, on_progress, agreed=agreed)
     if isinstance(outcome, Plan):
-        raise UsageError(f"{outcome}: add `yes` to run it, or `budget='30m'` for the best fraction that fits")
+        raise UsageError(
+            f"{outcome}: add `yes` to run it, `budget='30m'` for the best fraction that fits, or `only` to vary "
+            "nothing but what you name"
+        )
     return outcome
 
 
