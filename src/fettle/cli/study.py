@@ -214,7 +214,7 @@ def show(
 
     steps = done.steps if done is not None else {}
     if done is not None and (missing := unmatched(steps, theirs)):
-        done = replace(done, notes=(*done.notes, f"published and no step of ours by that name: {', '.join(missing)}"))
+        done = replace(done, notes=(*done.notes, f"published, and no step here: {', '.join(missing)}"))
     analyses = [] if steps else analyse(table)
     paths = _write(folder, wanted, name, table, analyses, done, theirs)
     _show.answer(
@@ -330,11 +330,15 @@ def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Gr
         theirs_at = [f"{ratio:.2f}x" if ratio is not None else "–"] if theirs else []
         error = f"{rung.error:.1e}" if math.isfinite(rung.error) else "–"
         grid.add_row(
-            escape(rung.label), f"{rung.per_second:.4g}" if known else "–", str(rung.speedup) if known else "–",
+            escape(rung.label), _rate(rung.per_second) if known else "–", str(rung.speedup) if known else "–",
             *theirs_at, size_text(rung.peak_bytes) if rung.peak_bytes else "–", error, *(_grown(rung) if grown else []),
             "" if rung.kept else escape(rung.reason or "left out"), style="" if rung.kept else "yellow",
         )  # fmt: skip
     return grid
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:.0f}" if per_second >= 1000 else f"{per_second:.4g}"
 
 
 def _grown(rung: Rung) -> tuple[str, str, str]:
@@ -342,4 +346,4 @@ def _grown(rung: Rung) -> tuple[str, str, str]:
     most = rung.grown
     if most is None or not most.factor:
         return "–", "–", "–"
-    return str(most.rows), f"{most.per_second:.4g}", str(most.speedup) if most.speedup is not None else "–"
+    return str(most.rows), _rate(most.per_second), str(most.speedup) if most.speedup is not None else "–"

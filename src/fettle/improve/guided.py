@@ -183,13 +183,20 @@ def _measure(run: _Run, results: Mapping[str, Any]) -> Step:
     return Step(name="measure", says=says, lines=lines, results={"given_ms": trial.time_ms})
 
 
+def _advice(finding: Finding, verdict: str) -> str:
+    """What answers the finding; what was seen is not said again where the verdict says it."""
+    if verdict.startswith(finding.says):
+        return f"→ {finding.advice}"
+    return f"{finding.says} → {finding.advice}{f' (could save {finding.most})' if finding.most else ''}"
+
+
 def _diagnose(run: _Run, results: Mapping[str, Any]) -> Step:
     """Why it is slow, and which techniques answer that."""
     diagnosis = diagnose(run.target, seconds=_DIAGNOSE_S, mode=run.settings.mode, on_progress=run.say)
     write_diagnosis(diagnosis, (), run.folder / "diagnosis.html", run.command)
     every = [*diagnosis.findings, *diagnosis.opportunities]
     first = _first(every)
-    lines = [f"{one.says} {one.advice}{f' (could save {one.most})' if one.most else ''}" for one in every[:_MOST_LINES]]
+    lines = [_advice(one, diagnosis.verdict) for one in every[:_MOST_LINES]]
     waits_s = diagnosis.evidence.loading.seconds if diagnosis.evidence is not None else 0.0
     share = waits_s / diagnosis.wall_s if diagnosis.wall_s > 0 else 0.0
     return Step(
