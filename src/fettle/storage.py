@@ -95,4 +95,6 @@ def check_there(url: str) -> None:
 def hidden(url: str) -> str:
     """A storage URL without its password."""
     scheme, separator, rest = url.partition("://")
-    return f"{scheme}{separator}***@{rest.rpartition('@')[2]}" if "@" in rest else url
+    login, at, place = rest.rpartition("@")
+    user, colon, _ = login.partition(":")
+    return f"{scheme}{separator}{user}{colon}{'***' * bool(colon)}{at}{place}"

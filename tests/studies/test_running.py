@@ -35,10 +35,6 @@ def other():
     return nn.Sequential(nn.Linear(32, 16)).eval(), [torch.ones(2, 32)]
 """
 TWO = ["--technique=grad=grad,inference_mode", "--technique=precision=fp32,bf16"]
-PINNED = [f"--technique={name}={level}" for name, level in {
-    "channels_last": "off", "matmul": "highest", "threads": "as-given", "allocator": "default", "attention": "as-is",
-    "quantize": "none", "compile": "off", "runtime": "torch",
-}.items()]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +47,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_study_killed_goes_on_and_what_cannot_be_built_is_a_failed_cell(work: Path, tmp_path: Path, run_fettle: Run):
     out = tmp_path / "out"
-    words = ["study", f"{work}", *TWO, *PINNED, "--factor=batch=4,2,16", "--rounds=3", "-o", f"{out}"]
+    words = ["study", f"{work}", *TWO, "--only", "--factor=batch=4,2,16", "--rounds=3", "-o", f"{out}"]
     first = subprocess.Popen([sys.executable, "-m", "fettle", *words], cwd=tmp_path, stderr=subprocess.DEVNULL,
                              stdout=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
     try:
@@ -104,7 +100,7 @@ def _wait_for_trials(out: Path, count: int, timeout_s: float = 300.0) -> dict[st
 
 @pytest.mark.slow
 def test_a_ladder_shows_every_step_of_two_targets(work: Path, tmp_path: Path, run_fettle: Run):
-    said = run_fettle("study", work, f"{work}:other", "--design=ladder", "--order=precision,grad", *TWO, *PINNED,
+    said = run_fettle("study", work, f"{work}:other", "--design=ladder", "--order=precision,grad", *TWO, "--only",
                       "--rounds=3", "-o", tmp_path / "out", "--json")  # fmt: skip
     assert said.code == 0, said.err
     data = json.loads(said.out)
@@ -119,7 +115,7 @@ def test_a_ladder_shows_every_step_of_two_targets(work: Path, tmp_path: Path, ru
 
 @pytest.mark.slow
 def test_a_ladder_grows_the_batch_until_the_limit(work: Path, tmp_path: Path, run_fettle: Run):
-    words = ["study", work, "--design=ladder", *TWO, *PINNED, "--rounds=3", "-o", tmp_path / "out", "--json"]
+    words = ["study", work, "--design=ladder", *TWO, "--only", "--rounds=3", "-o", tmp_path / "out", "--json"]
     said = run_fettle(*words, "--grow-batch=1GiB")
     assert said.code == 0, said.err
     (rungs,) = json.loads(said.out)["steps"].values()
@@ -148,6 +144,7 @@ def test_a_ladder_grows_the_batch_until_the_limit(work: Path, tmp_path: Path, ru
         (["w.py", "--recipe", "python=old"], "there is no environment 'old': name it, --python"),
         (["w.py", "--python", "/nowhere"], "there is no interpreter /nowhere"),
         (["w.py", "--rounds", "1"], "--rounds 1"),
+        (["w.py", "--only"], "--only: name the techniques that are varied"),
         (["w.py", "--published", "t.csv"], "--published stands beside a ladder that is measured"),
         (["w.py", "--design", "ladder", "--published", "absent.csv"], "cannot read absent.csv"),
         (["w.py", "--grow-batch", "2GiB"], "--grow-batch is for a ladder: --design ladder"),
@@ -196,7 +193,7 @@ def test_a_factory_without_that_argument_fails_in_one_line(work: Path, tmp_path:
 def test_what_cannot_run_in_another_environment_is_a_failed_cell(work: Path, tmp_path: Path, run_fettle: Run):
     bare = tmp_path / "bare"
     venv.create(bare, symlinks=True)
-    words = ["study", work, TWO[0], "--technique=precision=fp32", *PINNED, "--design=sensitivity", "--rounds=3",
+    words = ["study", work, TWO[0], "--technique=precision=fp32", "--only", "--design=sensitivity", "--rounds=3",
              "-o", tmp_path / "out", "--json"]  # fmt: skip
     said = run_fettle(*words, "--python", bare)
     assert said.code == 0, said.err
@@ -240,7 +237,7 @@ def slow():
     return Slow(nn.Linear(256, 256)).eval(), [torch.randn(64, 256) for _ in range(4)]
 """
     )
-    said = run_fettle("study", f"{model}:slow", *TWO, *PINNED, "--rounds=6", "--python", f"Twenty={other}",
+    said = run_fettle("study", f"{model}:slow", *TWO, "--only", "--rounds=6", "--python", f"Twenty={other}",
                       "-o", tmp_path / "out", "--json")  # fmt: skip
     assert said.code == 0, said.err
     data = json.loads(said.out)
@@ -259,11 +256,11 @@ def test_a_study_of_more_than_an_hour_asks_first(work: Path, tmp_path: Path, mon
     from fettle.studies import designs
 
     monkeypatch.setattr(designs, "LONG_S", 0.1)
-    words = ["study", work, *TWO, *PINNED, "--rounds=3", "-o", tmp_path / "out"]
+    words = ["study", work, *TWO, "--only", "--rounds=3", "-o", tmp_path / "out"]
     said = run_fettle(*words)
     assert said.code == 2
     assert "factorial: 4 combinations, 1 of them measured already; the rest takes about" in said.err
-    assert "add --yes to run it, or --budget 30m" in said.err
+    assert "add --yes to run it, --budget 30m" in said.err
     part = run_fettle(*words, "--cells=2", "--yes", "--json")
     assert part.code == 0
     assert len(json.loads(part.out)["experiments"]) == 2

@@ -13,7 +13,7 @@ import pytest
 
 from fettle.machine import Machine
 from fettle.recipe import Recipe
-from fettle.storage import storage_url
+from fettle.storage import hidden, storage_url
 from fettle.studies import Settings
 from fettle.studies.orders import agree, announce
 from fettle.study import Study
@@ -78,6 +78,12 @@ def test_one_workloads_study_is_drawn_by_its_own_name_and_its_machine_is_a_colum
 def test_what_is_not_there_is_said_in_one_line_and_nothing_is_made(storage: str, run_fettle: Run, tmp_path: Path):
     said = run_fettle("study", f"--storage={storage}", "--study=other", "-o", "drawn")
     assert (said.code, "there are: 'alone', 'night'" in said.err.replace("\n", " ")) == (2, True), said.err
+    assert "there is no study 'other'" in said.err.replace("\n", " ")
     said = run_fettle("study", "--storage=none.db", "--study=night", "-o", "drawn")
     assert (said.code, "no such storage" in said.err) == (2, True), said.err
     assert not (tmp_path / "none.db").exists()
+
+
+def test_a_storage_is_shown_without_its_password():
+    assert hidden("postgresql://fettle:p@s:s@db/studies") == "postgresql://fettle:***@db/studies"
+    assert hidden("postgresql://fettle@db/studies") == "postgresql://fettle@db/studies"

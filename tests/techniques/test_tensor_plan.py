@@ -89,7 +89,7 @@ def test_only_complete_pairs_are_split() -> None:
 
 
 def test_what_cannot_be_split_says_why() -> None:
-    assert tensor_plan(nn.Linear(2, 2)).why_not_over(2).startswith("it has no pairs of Linear layers")
+    assert tensor_plan(nn.Linear(2, 2)).why_not_over(2).startswith("the model has no pairs of Linear layers")
     assert tensor_plan(blocks("num_heads", True)).rows == ("*.attn.out_proj",)
     assert tensor_plan(blocks("experts")).rows == ("*.mlp.fc2",)  # nobody knows how many heads
     assert "parameters between their matrices" in tensor_plan(blocks("experts", True)).why_not

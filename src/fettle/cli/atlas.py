@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from fettle.cli import _options, _show
 from fettle.cli._lazy import SETTINGS
+from fettle.units import count_text
 
 if TYPE_CHECKING:
     from fettle.atlas import Effect, Pair, Row
@@ -66,7 +67,8 @@ def add(
     write_atlas(rows, atlas)
     counts = {"added": len(new), "rows": len(rows), "models": len({row.fingerprint for row in rows})}
     _show.answer(as_json, lambda: counts, lambda console: console.print(
-        f"{escape(str(atlas))}: {len(new)} trials added; {len(rows)} trials of {counts['models']} models",
+        f"{escape(str(atlas))}: {count_text(len(new), 'trial')} added; {count_text(len(rows), 'trial')} "
+        f"of {count_text(counts['models'], 'model')}",
         soft_wrap=True))  # fmt: skip
 
 

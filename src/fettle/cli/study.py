@@ -51,6 +51,9 @@ def command(
         str, typer.Option(help="ladder, factorial, fraction, ablation, pairs or sensitivity")
     ] = "factorial",
     technique: _options.Techniques = None,
+    only: Annotated[
+        bool, typer.Option("--only", help="vary no technique but those of --technique and --order")
+    ] = False,
     factor: Annotated[
         list[str] | None,
         typer.Option(help="vary an argument of the factory, NAME=VALUE,VALUE, the usual value first. May be repeated"),
@@ -115,7 +118,7 @@ def command(
 
     [bold]Examples[/]
 
-      fettle study model.py --technique precision=fp32,bf16 --technique compile=off,default
+      fettle study model.py --only --technique precision=fp32,bf16 --technique compile=off,default
 
       fettle study model.py other.py --design pairs --factor batch=1,4,16 --budget 30m
 
@@ -155,8 +158,8 @@ def command(
         elif enqueue:
             raise UsageError("`enqueue` begins a study that workers find by its name: give it one, `study=NAME`")
         settings = Settings(
-            design=design, techniques=_options.technique_levels(technique or []), arguments=_arguments(factor or []),
-            pythons=tuple(python or ()),
+            design=design, techniques=_options.technique_levels(technique or []), only=only,
+            arguments=_arguments(factor or []), pythons=tuple(python or ()),
             order=tuple(name.strip() for name in order.split(",") if name.strip()),
             start=None if recipe is None else Recipe.parse(recipe), cells=cells, rounds=rounds,
             grow_batch=None if grow_batch is None else _limit_bytes(grow_batch),
@@ -211,7 +214,7 @@ def show(
 
     steps = done.steps if done is not None else {}
     if done is not None and (missing := unmatched(steps, theirs)):
-        done = replace(done, notes=(*done.notes, f"published and no step of ours by that name: {', '.join(missing)}"))
+        done = replace(done, notes=(*done.notes, f"published, and no step here: {', '.join(missing)}"))
     analyses = [] if steps else analyse(table)
     paths = _write(folder, wanted, name, table, analyses, done, theirs)
     _show.answer(
@@ -236,7 +239,10 @@ def measured(targets: Sequence[str], settings: Settings, *, agreed: bool, quiet:
     with progress(quiet=quiet) as on_progress:
         outcome = study(targets, settings, on_progress, agreed=agreed)
     if isinstance(outcome, Plan):
-        raise UsageError(f"{outcome}: add `yes` to run it, or `budget='30m'` for the best fraction that fits")
+        raise UsageError(
+            f"{outcome}: add `yes` to run it, `budget='30m'` for the best fraction that fits, or `only` to vary "
+            "nothing but what you name"
+        )
     return outcome
 
 
@@ -324,11 +330,15 @@ def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Gr
         theirs_at = [f"{ratio:.2f}x" if ratio is not None else "–"] if theirs else []
         error = f"{rung.error:.1e}" if math.isfinite(rung.error) else "–"
         grid.add_row(
-            escape(rung.label), f"{rung.per_second:.4g}" if known else "–", str(rung.speedup) if known else "–",
+            escape(rung.label), _rate(rung.per_second) if known else "–", str(rung.speedup) if known else "–",
             *theirs_at, size_text(rung.peak_bytes) if rung.peak_bytes else "–", error, *(_grown(rung) if grown else []),
             "" if rung.kept else escape(rung.reason or "left out"), style="" if rung.kept else "yellow",
         )  # fmt: skip
     return grid
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:.0f}" if per_second >= 1000 else f"{per_second:.4g}"
 
 
 def _grown(rung: Rung) -> tuple[str, str, str]:
@@ -336,4 +346,4 @@ def _grown(rung: Rung) -> tuple[str, str, str]:
     most = rung.grown
     if most is None or not most.factor:
         return "–", "–", "–"
-    return str(most.rows), f"{most.per_second:.4g}", str(most.speedup) if most.speedup is not None else "–"
+    return str(most.rows), _rate(most.per_second), str(most.speedup) if most.speedup is not None else "–"

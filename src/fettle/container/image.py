@@ -109,7 +109,8 @@ def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
     _check(versions, recorded)
     if wheel is None and '"dir_info"' in (metadata.distribution(OWN).read_text("direct_url.json") or ""):
         raise UsageError(
-            "fettle was installed from a folder: build its wheel (pip wheel --no-deps), and name it, `wheel`"
+            "fettle was installed from a folder: build its wheel there, `pip wheel --no-deps -w dist .`, and name it, "
+            "`wheel='dist/...whl'`"
         )
     image = Image(_slug(name), levels, platform.python_version(), versions, serves, wheel.name if wheel else "")
     texts = {

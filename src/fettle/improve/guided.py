@@ -107,6 +107,8 @@ def improve(
         raise UsageError(f"`skip={unknown[0]}`: there are {', '.join(STEPS)}")
     check_mode(settings.mode)
     where = find_target(target).reference
+    if settings.data:
+        find_target(settings.data)
     run = _Run(target, settings, writable(settings.output), on_progress, quietly, command)
     made_for = {"target": target, "content": content_hash(where), "data": settings.data, "mode": settings.mode,
                 "loader": content_hash(settings.data), "limits": repr(settings.limits), "budget": settings.budget_s,

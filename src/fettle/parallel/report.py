@@ -61,8 +61,13 @@ def tables(made: Plan) -> list[Table]:
 
 
 def notes(made: Plan) -> list[str]:
-    """What is to be said of single strategies."""
-    return [f"{item.strategy}: {item.failed or item.note}" for item in made.predictions if item.failed or item.note]
+    """What is to be said of single strategies, those of which the same is said together."""
+    said: dict[str, list[str]] = {}
+    for item in made.predictions:
+        setting, _, rest = item.failed.partition(": ")
+        if why := (rest if setting in item.strategy.split() else item.failed) or item.note:
+            said.setdefault(why, []).append(item.strategy)
+    return [f"{', '.join(strategies)}: {why}" for why, strategies in said.items()]
 
 
 def _peaks(made: Plan) -> Table:
@@ -75,7 +80,7 @@ def _peaks(made: Plan) -> Table:
     rows, kinds = [], []
     for item in made.predictions:
         sizes = [item.peak_bytes, *(item.parts.get(part, 0) for part in PARTS)]
-        cells = [f"{size / scale:#.3g}" if size else "0" for size in sizes]
+        cells = [f"{size / scale:#.3g}".removesuffix(".") if size else "0" for size in sizes]
         rows.append([item.strategy, "failed"] if item.failed else [item.strategy, *cells, _fits(item)])
         kinds.append("winner" if item.strategy == made.cheapest else "failed" if item.fits is False else "")
     return Table(columns, rows, columns[1:], f"The fullest rank's peak, {unit}", kinds=kinds)

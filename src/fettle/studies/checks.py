@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fettle.studies.model import LEAST_FREEDOM, Model, Vector, statsmodels
+from fettle.units import count_text
 
 _SURE = 0.01
 """p-value below which a check raises a doubt."""
@@ -101,7 +102,8 @@ def _factor(logs: list[float]) -> float:
 def _doubts(model: Model, held_out: HeldOut) -> Iterator[Doubt]:
     left = len(model.rows) - len(model.columns)
     if left < LEAST_FREEDOM and not math.isinf(model.freedom):
-        yield Doubt(f"only {left} experiments more than effects: their scatter says little of how sure the effects are")
+        more = count_text(left, "experiment")
+        yield Doubt(f"only {more} more than effects: their scatter says little of how sure the effects are")
     if held_out.cells and not held_out.off < held_out.mean_off:
         yield Doubt(
             f"a combination that the fit has not seen is predicted to within {held_out.off:.2f}x, no better than by "

@@ -52,6 +52,7 @@ class Orders(msgspec.Struct, frozen=True):
     mode: str
     max_error: float
     confidence: float
+    only: bool = False
 
 
 def orders_for(targets: Sequence[str], settings: Settings) -> Orders:
@@ -73,7 +74,7 @@ def orders_for(targets: Sequence[str], settings: Settings) -> Orders:
         environments=tuple(one.name for one in find_interpreters(settings.pythons)),
         order=tuple(settings.order), start=None if settings.start is None else str(settings.start),
         cells=settings.cells, rounds=settings.rounds, mode=settings.mode, max_error=settings.max_error,
-        confidence=settings.confidence,
+        confidence=settings.confidence, only=settings.only,
     )  # fmt: skip
 
 
@@ -131,7 +132,7 @@ def settings_of(settings: Settings, targets: Sequence[str] = ()) -> tuple[list[s
     return texts, replace(
         settings, design=orders.design, techniques=orders.techniques, arguments=orders.arguments, order=orders.order,
         start=None if orders.start is None else Recipe.parse(orders.start), cells=orders.cells, rounds=orders.rounds,
-        mode=orders.mode, max_error=orders.max_error, confidence=orders.confidence,
+        mode=orders.mode, max_error=orders.max_error, confidence=orders.confidence, only=orders.only,
     )  # fmt: skip
 
 

@@ -20,7 +20,9 @@ class Settings:
 
     design: str = "factorial"
     techniques: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
-    """Levels that are varied, by technique; of techniques that are not named all. One level pins it."""
+    """Levels that are varied, by technique; of techniques that are not named all, unless `only`. One level pins it."""
+    only: bool = False
+    """Vary no technique but those that `techniques` or `order` name."""
     arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Factors outside of the recipe: values by argument of the factory, the usual one first."""
     pythons: Sequence[str] = ()

@@ -31,7 +31,12 @@ def stored(settings: Settings) -> Done:
         wanted = {f"{name}/{own}": (group, values) for group, values, own in labelled(orders.names, orders.arguments)}
     studies = [(study, machine) for study, machine in studies_in(url, wanted) if study.trials()]
     if not studies:
-        raise UsageError(f"no study {name!r} with trials is in {hidden(url)}; there are: {_there(url)}")
+        there = _there(url)
+        if name in there:
+            raise UsageError(f"the study {name!r} in {hidden(url)} has no results yet")
+        raise UsageError(
+            f"there is no study {name!r} in {hidden(url)}; there are: {', '.join(map(repr, there)) or 'none'}"
+        )
     names = labels([machine for _, machine in studies])
     limits = Limits(max_error=orders.max_error if orders is not None else settings.max_error)
     measured, notes, going = [], [], 0
@@ -50,9 +55,9 @@ def stored(settings: Settings) -> Done:
     )  # fmt: skip
 
 
-def _there(url: str) -> str:
+def _there(url: str) -> list[str]:
     single = {study.name for study, _ in studies_in(url) if "/" not in study.name}
-    return ", ".join(map(repr, sorted({*begun(url), *single}))) or "none"
+    return sorted({*begun(url), *single})
 
 
 def _choices(trials: Iterable[Trial], orders: Orders | None) -> Mapping[str, Sequence[str]]:

@@ -13,7 +13,7 @@ from fettle.errors import UsageError
 from fettle.machine import Machine
 from fettle.measure import Trial
 from fettle.procs.interpreter import Interpreter, find_interpreters
-from fettle.recipe import Recipe
+from fettle.recipe import Recipe, technique_and_part
 from fettle.result import Limits
 from fettle.search import Guide, Space, Step
 from fettle.studies import designs
@@ -85,6 +85,8 @@ def _check(settings: Settings) -> None:
     check_mode(settings.mode)
     check_limits(Limits(max_error=settings.max_error))
     check_techniques(settings.techniques)
+    if settings.only and not (settings.techniques or settings.order or settings.pythons or settings.arguments):
+        raise UsageError("`only`: name the techniques that are varied, `technique='NAME=LEVEL,LEVEL'`")
     if settings.start is not None:
         check_names(settings.start.without(PYTHON.name))
     known = {PYTHON.name, *(technique.name for technique in CATALOGUE)}
@@ -166,6 +168,14 @@ def _session(target: Target, folder: Path, settings: Settings, on_progress: Tell
     return Session(target, options, on_progress, started=on_progress.began)
 
 
+def _only(space: Space, named: set[str]) -> Space:
+    """The space in which no technique varies but those that are named, by part or for all parts."""
+    kept = {name: levels if named & {name, technique_and_part(name)[0]} else levels[:1]
+            for name, levels in space.choices.items()}  # fmt: skip
+    bundles = [one for one in space.bundles if all(level in kept[name] for name, level in one.levels.items())]
+    return replace(space, choices=kept, bundles=bundles)
+
+
 def open_workload(workload: Workload, settings: Settings, machine: Machine) -> None:
     """Probe the workload, and say which recipes are to be measured."""
     session = workload.session
@@ -183,7 +193,10 @@ def open_workload(workload: Workload, settings: Settings, machine: Machine) -> N
         return
     replicates = REPLICATES if settings.design in designs.STEPS else 1
     session.rules = replace(session.rules, equal_rounds=settings.rounds, replicates=replicates)
-    space, _ = space_for(session.facts, check_techniques(settings.techniques), session.plan.rules_out, session.costs.of)
+    allowed = check_techniques(settings.techniques)
+    space, _ = space_for(session.facts, allowed, session.plan.rules_out, session.costs.of)
+    if settings.only:
+        space = _only(space, {*allowed, *settings.order})
     choices = {PYTHON.name: (PYTHON.default, *workload.environments), **space.choices}
     names = sorted(choices, key=lambda name: settings.order.index(name) if name in settings.order else len(choices))
     workload.space = replace(space, choices={name: choices[name] for name in names})

@@ -57,7 +57,7 @@ def tensor_plan(model: nn.Module) -> TensorPlan:
     modules = dict(model.named_modules())
     found = list(_stated(modules)) or list(_by_name(model, modules))
     if not found:
-        return TensorPlan(why_not="it has no pairs of Linear layers that are known by their names to be split")
+        return TensorPlan(why_not="the model has no pairs of Linear layers that are known by their names to be split")
     uses = Counter(id(p) for module in modules.values() for p in module._parameters.values())
     counts: dict[str, int] = {}
     kept, problem = [], ""

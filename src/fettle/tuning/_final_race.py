@@ -49,7 +49,7 @@ def final_race(session: Session, space: Space) -> FinalRace:
     if plan is None:
         return earlier if earlier.trials else _too_small(session, race_s([baseline, leader]))
     again, cheap = [trial.recipe for trial in best[: plan.finalists]], cheap[: plan.extras]
-    session.report(f"final race: the best {len(again)} in fresh processes")
+    session.report(f"final race: the best{f' {len(again)}' if len(again) > 1 else ''} in fresh processes")
     session.held.keep({Recipe()})  # nobody picked its process for having been fast
     session.be_patient(plan.spare_s)
     share_s = REPLICATES_S if budget.seconds is None else min(REPLICATES_S, max(0.0, budget.left_s))
