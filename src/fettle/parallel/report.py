@@ -62,7 +62,10 @@ def tables(made: Plan) -> list[Table]:
 
 def notes(made: Plan) -> list[str]:
     """What is to be said of single strategies."""
-    return [f"{item.strategy}: {item.failed or item.note}" for item in made.predictions if item.failed or item.note]
+    said: dict[str, list[str]] = {}
+    for item in made.predictions:
+        said.setdefault((item.failed or item.note).removeprefix(f"{item.strategy}: "), []).append(item.strategy)
+    return [f"{', '.join(strategies)}: {text}" for text, strategies in said.items() if text]
 
 
 def _peaks(made: Plan) -> Table:
