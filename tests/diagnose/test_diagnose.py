@@ -354,7 +354,10 @@ def test_a_report_escapes_what_it_is_given_and_shows_what_was_measured() -> None
     assert 'width: 25.0%"></i><b>5%</b>' in text  # drawn beside the largest, told as a share of the call
     assert "1.80x [1.70, 1.90]" in text
     assert "within the bound" in text
-    assert "beyond the bound" in page(found, [beyond])
+    assert "the rule is wrong" in page(found, [beyond])
+    busy = page(found, [replace(beyond, load="others took 24% of the cores")])
+    assert "beyond the bound" in busy
+    assert "the rule is wrong" not in busy
     assert json.dumps(diagnosis_json(found))
 
 

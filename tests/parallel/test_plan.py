@@ -17,7 +17,7 @@ from fettle.cli.plan import _print
 from fettle.errors import UsageError
 from fettle.parallel import formulas
 from fettle.parallel.plan import Plan, Prediction, build_fake, plan
-from fettle.parallel.report import write_plan
+from fettle.parallel.report import notes, write_plan
 from fettle.parallel.strategies import KINDS, Strategy, parse_strategy, units_of, usual_strategies
 from fettle.parallel.study import plan_for_study
 from fettle.parallel.timeline import PARTS
@@ -202,6 +202,13 @@ def test_partitions_and_buckets_keep_every_byte(sizes: list[int], ranks: int) ->
     fullest = [sizes[i] for i in formulas.largest_partition(sizes, ranks)]
     assert sum(fullest) * ranks >= sum(sizes)
     assert sum(fullest) <= sum(sizes) / ranks + max(sizes)  # greedy: no rank exceeds the mean by more than one item
+
+
+def test_a_note_is_made_once_for_all_strategies_that_it_is_about() -> None:
+    made, _ = planned("ddp", "zero2", "zero3", world_size=4)
+    rows = [replace(made.predictions[0], note=""), *(replace(row, note="one unit") for row in made.predictions[1:])]
+    failed = replace(rows[0], strategy="tensor", failed="tensor: it has no pairs")
+    assert notes(replace(made, predictions=(*rows, failed))) == ["zero2, zero3: one unit", "tensor: it has no pairs"]
 
 
 def test_command(tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ def test_a_full_disk_stops_nothing_and_breaks_no_file(store, tmp_path):
         [*MAIN, "serve", str(store / "net-1"), "--port", "0", "--json", "--state", str(state)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16)),
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},  # Python would keep the first 16 bytes of what it compiles
     )  # fmt: skip
     try:
         said = json.loads(server.stdout.readline())

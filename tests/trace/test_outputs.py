@@ -54,6 +54,23 @@ def test_json_says_which_answers_are_uncertain(tmp_path: Path, run_fettle: Run) 
     assert list(compared["uncertain"]) == ["after"]
 
 
+def test_of_two_traces_it_says_which_is_uncertain(tmp_path: Path, run_fettle: Run) -> None:
+    whole = training(3).write(tmp_path / "whole.json")
+    torn = tmp_path / "torn.json"
+    torn.write_text(whole.read_text()[:-200])
+    said = run_fettle("trace", "compare", whole, torn).err
+    assert "torn.json: uncertain: " in said
+    assert "whole.json" not in said
+
+
+def test_a_name_that_no_kernel_has_is_not_answered(tmp_path: Path, run_fettle: Run) -> None:
+    path = training(3).write(tmp_path / "t.json")
+    said = run_fettle("trace", "whatif", path, "--kernels", "no_such_kernel")
+    assert said.code == 2
+    assert "no kernel's name matches 'no_such_kernel'" in said.err
+    assert run_fettle("trace", "whatif", path, "--kernels", "(").code == 2
+
+
 def test_names_and_paths_are_printed_as_they_are(tmp_path: Path, run_fettle: Run, monkeypatch) -> None:
     path = training(3, name="gemm:100:x").write(tmp_path / "t.json")
     monkeypatch.chdir(tmp_path)

@@ -6,6 +6,7 @@ is not read. fettle's own lines go to the terminal as before. A crash of the pro
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import io
@@ -44,6 +45,14 @@ def libraries_quiet() -> Iterator[None]:
 def speak_up() -> None:
     """Let logs and libraries be heard again: for a server, whose standard error is its log."""
     _undo.close()
+    atexit.register(_fall_silent)
+
+
+def _fall_silent() -> None:
+    """What extension modules report as the interpreter ends (nanobind: objects that were not freed) is no log."""
+    with contextlib.suppress(ValueError, OSError, AttributeError), open(os.devnull, "w") as nowhere:
+        sys.stderr.flush()
+        os.dup2(nowhere.fileno(), 2)
 
 
 @contextmanager

@@ -146,12 +146,12 @@ def _print(diagnosis: Diagnosis, checked: Sequence[Verified], console: Console) 
             often = f", {calls} calls" if calls > 1 else ""
             console.print(f"  {share:6.1%} {escape(name)}: {seconds * 1e3:.4g} ms{often}")
     roofs = diagnosis.roofline
-    if roofs is not None and roofs.mfu == roofs.mfu:
-        console.print(f"  MFU {roofs.mfu:.1%}: of the FLOP/s that a large {roofs.dtype} product reaches here")
+    if roofs is not None and roofs.mfu_text:
+        console.print(f"  {roofs.mfu_text}")
     by_rule = {item.finding.rule: item for item in checked}
     for title, items in (
         ("Faults", diagnosis.findings),
-        ("Opportunities: fettle tune tries them", diagnosis.opportunities),
+        ("Opportunities" + (": fettle tune tries them" if diagnosis.evidence else ""), diagnosis.opportunities),
     ):
         if items:
             console.print(f"\n[bold underline]{title}[/]")
@@ -184,7 +184,9 @@ def _checked(item: Verified) -> str:
         return f"[red]the fix did not run:[/] {escape(item.problem)}"
     words = {
         True: "[green]within the bound[/]",
-        False: "[bold red]beyond the bound: the rule is wrong[/]",
+        False: "[yellow]beyond the bound: diagnose again on a quiet machine[/]"
+        if item.load
+        else "[bold red]beyond the bound: the rule is wrong[/]",
         None: "[yellow]too uncertain to compare with the bound: give a longer --budget[/]",
     }
     word = words[item.bound_kept]

@@ -65,6 +65,14 @@ class Roofline:
     kernels: Sequence[Roof] = ()
     """A device's kernels, by kernel and operator (`kind`). Those of one operator share its FLOPs and bytes by time."""
 
+    @property
+    def mfu_text(self) -> str:
+        """The MFU in words; empty where it is not known."""
+        if math.isnan(self.mfu):
+            return ""
+        slowed = " (which other programs must have slowed)" if self.mfu > 1 else ""
+        return f"MFU {self.mfu:.1%}: of the FLOP/s that a large {self.dtype} product reaches here{slowed}"
+
 
 def roofline(evidence: Evidence, kernels: Sequence[Kernel] = ()) -> Roofline | None:
     """The roofline of what was watched; None where nothing was, or no peak is known."""

@@ -88,7 +88,7 @@ def analyse(
     cached = snapshot.allocator != "cpu"
     if request_bytes is not None and not cached:
         raise UsageError(
-            f"{snapshot.name}: is of the CPU, whose memory has no cache: whether a request fits is not known"
+            f"{snapshot.name} was taken on a CPU, whose memory has no cache: whether a request fits is not known"
         )
     kinds = pools(snapshot, device) if cached else ()
     churn = find_churn(snapshot, window, steps) if cached else ()

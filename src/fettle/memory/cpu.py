@@ -8,6 +8,7 @@ own, and questions about reserved memory do not arise.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ class CpuTimeline:
         # Two profilers at once do not fail: the one that began first silently loses what it had.
         if torch._C._autograd._profiler_enabled():
             raise UsageError("a profiler is running already: memory on a CPU is recorded through it, end it first")
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's log would go to the user's terminal
         self._running = profile(
             activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True, with_stack=True
         )

@@ -34,8 +34,9 @@ def watch(
     """Watch the loop inside the block and print where its steps went when it ends, also with an exception.
 
     A step ends where the loop asks a `torch.utils.data.DataLoader` for the next batch, or where it says `step()`.
-    `json_to` writes the report as JSON, `to` is where the summary goes (None: nowhere), `slow_trace` and `slow_factor`
-    as in the package's text. The report is in `.report` afterwards. One watch at a time, in the thread of the loop.
+    `json_to` writes the report as JSON, `to` is where the summary goes (None: nowhere). A step that has taken
+    `slow_factor` times the median is sampled until it ends, and what was seen goes to `slow_trace`, for Perfetto.
+    The report is in `.report` afterwards. One watch at a time, in the thread of the loop.
 
     Raises `UsageError` if a file cannot be written, `slow_factor` is not above 1, or a watch is running.
     """

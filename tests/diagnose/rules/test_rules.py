@@ -119,6 +119,15 @@ PLANTED = {
 }  # fmt: skip
 
 
+def test_a_peak_that_was_exceeded_is_doubted() -> None:
+    assert (
+        replace(roofline(seen()), mfu=0.5).mfu_text
+        == "MFU 50.0%: of the FLOP/s that a large bfloat16 product reaches here"
+    )
+    assert "other programs" in replace(roofline(seen()), mfu=2.5).mfu_text
+    assert replace(roofline(seen()), mfu=math.nan).mfu_text == ""
+
+
 def test_every_rule_is_here_and_nothing_is_said_of_a_healthy_workload() -> None:
     assert set(PLANTED) == set(RULES)
     assert len(RULES) >= 30

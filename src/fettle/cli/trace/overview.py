@@ -52,10 +52,14 @@ def _show_healths(healths: Sequence[Health]) -> None:
         frame = pl.DataFrame(rows, schema=["severity", "what", "count", "means"], orient="row")
         notes = {
             "trace": f"{one.path}, rank {one.rank}: {one.kept:,} of {one.events:,} events kept, "
-            f"{one.span_ns / 1e6:,.3f} ms, devices {list(one.devices)}",
+            f"{one.span_ns / 1e6:,.3f} ms, {_devices(one.devices)}",
             "uncertain": ", ".join(one.uncertain) or "nothing",
         }
         show({"findings": frame}, False, 100, notes)
+
+
+def _devices(numbers: Sequence[int]) -> str:
+    return f"device{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}" if numbers else "no device"
 
 
 @listing

@@ -27,6 +27,7 @@ from fettle.cli.trace.shared import (
     write_chart,
 )
 from fettle.errors import UsageError
+from fettle.trace.analyses.whatif import kernels_named
 from fettle.trace.model import Trace
 from fettle.units import count_text
 
@@ -99,6 +100,8 @@ def whatif(
     answers, questions = [], []
     notes: dict[str, Any] = step_windows(own_end)
     uncertain: dict[str, list[str]] = {}
+    if kernels is not None and not any(kernels_named(trace, kernels).any() for trace in traces):
+        raise UsageError(f"no kernel's name matches {kernels!r}: 'fettle trace kernels' lists them")
     for trace in traces:
         path = T.critical_path(trace, step)
         changes = ["kernels"] if kernels is not None else ["no_syncs", "perfect_overlap", "graph", "data_ready"]
@@ -136,7 +139,7 @@ def compare(
 
       fettle trace compare before.json.gz after.json.gz --skip 1
     """
-    first, second = open_traces(before, fresh)[0], open_traces(after, fresh)[0]
+    first, second = (open_traces(path, fresh, label=path.name)[0] for path in (before, after))
     result = T.compare(first, second, skip=skip, steps_before=_numbers(steps_before), steps_after=_numbers(steps_after))
     shown = result.parts.filter(pl.col("change_ns") != 0)
     write_chart(

@@ -98,16 +98,19 @@ def read_traces(path: Path, fresh: bool = False) -> list[Trace]:
         return T.load_all(path, use_sidecar=not fresh, on_progress=lambda share: show(f"reading {path}", share, 1.0))
 
 
-def open_traces(path: Path, fresh: bool = False, own_end: bool = False) -> list[Trace]:
-    """Read a trace or a folder, and say what was left out of it and which answers are uncertain."""
+def open_traces(path: Path, fresh: bool = False, own_end: bool = False, label: str = "") -> list[Trace]:
+    """Read a trace or a folder, and say what was left out of it and which answers are uncertain.
+
+    `label` stands for the rank where there are several traces of one rank."""
     out = console(error=True)
     traces = [replace(trace, own_end=own_end) for trace in read_traces(path, fresh)]
     for trace in traces:
+        name = escape(label) or f"rank {trace.rank}"
         for note in trace.facts.notes:
-            out.print(f"[yellow]rank {trace.rank}: {escape(note)}[/]")
+            out.print(f"[yellow]{name}: {escape(note)}[/]")
         uncertain = T.trace_health(trace).uncertain
         if uncertain:
-            out.print(f"[yellow]rank {trace.rank}: uncertain: {', '.join(uncertain)}; see 'fettle trace health'[/]")
+            out.print(f"[yellow]{name}: uncertain: {', '.join(uncertain)}; see 'fettle trace health'[/]")
     return traces
 
 

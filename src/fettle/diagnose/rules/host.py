@@ -168,7 +168,7 @@ def syncs(call: Evidence) -> Finding | None:
     waits = "waits for the GPU" if call.facts.device == "cuda" else "would wait for a GPU"
     # Without it the host could run ahead, and what was computed only to be looked at need not be: all but the products.
     return cause(
-        f"The host {waits} {count} time{'s' if count > 1 else ''} a call.",
+        f"The host {waits} {f'{count} times' if count > 1 else 'once'} a call.",
         bound=1 - call.share(call.seconds(MATRIX) + call.loading.seconds),
         where=tuple(f"{short(s.file)}:{s.line}" for s in syncs[:6]),
         evidence=tuple(f"{short(s.file)}:{s.line}: {s.operator}, {s.count}x: {s.reason}" for s in syncs[:6]),

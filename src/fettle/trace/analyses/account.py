@@ -107,6 +107,14 @@ def account_total(frame: pl.DataFrame) -> pl.DataFrame:
     return frame.drop("step", "start_ns").group_by("rank", "device").sum().sort("rank", "device")
 
 
+_BUSY = {
+    "compute": "kernels ran",
+    "operators": "the host was in an operator: on a CPU, the work itself",
+    "exposed communication": "collectives ran, and nothing computed",
+    "exposed copy": "copies ran, and neither of these",
+}
+
+
 def account_parts(total: pl.DataFrame) -> pl.DataFrame:
     """`account_total` as one row a part that is not 0: columns rank, device, part, time_ns, share (of the wall time),
     meaning. On the host's row (device -1) compute is called operators.
@@ -119,7 +127,7 @@ def account_parts(total: pl.DataFrame) -> pl.DataFrame:
             if row[column]:
                 cause = name.removeprefix("idle_")
                 part = "operators" if row["device"] == -1 and name == "compute" else name.replace("_", " ")
-                meaning = CAUSES[cause] if name.startswith("idle_") else ""
+                meaning = CAUSES[cause] if name.startswith("idle_") else _BUSY.get(part, "")
                 share = row[column] / max(row["wall_ns"], 1)
                 parts.append((row["rank"], row["device"], part, row[column], share, meaning))
         parts.append((row["rank"], row["device"], "wall time", row["wall_ns"], 1.0, "the sum of the above"))

@@ -185,10 +185,11 @@ def host_summary(trace: Trace) -> pl.DataFrame:
     data_main = data[trace.column("thread")[data] == main]
     cover, some = total(merge(trace.ts[operators], trace.end[operators])), ", ".join(CONVERSIONS[:4]) + ", ..."
     changed, changed_ns = (int(n) for n in converted.select(pl.col("count", "time_ns").sum()).row(0))
+    calling = "dispatch and checks, and the work of some: aten::mm"
     rows = [
         ("outermost operators", len(top), int(trace.dur[top].sum()), "what the program asked for"),
         ("innermost operators", len(leaf), int(length[leaf].sum()), "where work is done (or launched)"),
-        ("overhead of operators that call others", len(inner), int(length[inner].sum()), "dispatch and checks"),
+        ("operators that call others, without those", len(inner), int(length[inner].sum()), calling),
         (f"innermost operators under {SMALL_NS // 1000} µs", len(small), int(length[small].sum()), "fuse or compile"),
         ("conversions and copies", changed, changed_ns, some),
         ("data loading on the main thread", len(data_main), int(length[data_main].sum()), "the loop waits for input"),

@@ -161,16 +161,21 @@ def _makes_data(trace: Trace) -> bool:
     return loaded_ns > 0.1 * int(stacks.self_ns[loads].sum())
 
 
+def kernels_named(trace: Trace, expression: str) -> np.ndarray:
+    """Which pieces of device work, in the order of `Trace.device_rows`, have a name that matches."""
+    try:
+        pattern = re.compile(expression)
+    except re.error as error:
+        raise UsageError(f"not a regular expression: {expression} ({error})") from error
+    return trace.named(pattern.search, trace.device_rows)
+
+
 def _scale(trace: Trace, change: str, kernels: str, factor: float) -> np.ndarray | None:
     """What factor each piece of device work takes; None where all take their time."""
     rows = trace.device_rows
     scale = np.ones(len(rows))
     if change == "kernels":
-        try:
-            pattern = re.compile(kernels)
-        except re.error as error:
-            raise UsageError(f"not a regular expression: {kernels} ({error})") from error
-        scale[trace.named(pattern.search, rows)] = factor
+        scale[kernels_named(trace, kernels)] = factor
     elif change == "perfect_overlap":
         scale[class_of_row(trace, rows) != 0] = 0.0
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,6 +58,7 @@ def record(
             raise UsageError("`device_only=True`: torch sees no device here whose activity it could record")
     plan = schedule(wait=wait, warmup=warmup, active=active, repeat=1) if active else None
     written, failed = [], False
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's log would go to the user's terminal
 
     def write(profiler: profile) -> None:
         if not failed:
