@@ -10,8 +10,8 @@ from fettle.techniques._exported import flatten
 
 
 class Graphed:
-    """A model recorded as a CUDA graph at the first call with inputs of some shapes and values beside tensors: the first
-    sixteen such kinds have a graph each, which holds memory; what comes beside them is run as it is."""
+    """A model recorded as CUDA graphs: one for each of the first sixteen kinds of input (shapes, and values that are not
+    tensors), at the first call with it. A graph holds memory, so further kinds are run as they are."""
 
     def __init__(self, model: Any) -> None:
         from threading import Lock
