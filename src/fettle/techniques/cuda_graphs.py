@@ -10,8 +10,8 @@ from fettle.techniques._exported import flatten
 
 
 class Graphed:
-    """A model recorded as CUDA graphs: one for each of the first sixteen kinds of input (shapes, and values that are not
-    tensors), at the first call with it. A graph holds memory, so further kinds are run as they are."""
+    """A model recorded as CUDA graphs, one for each of the first sixteen kinds of input (shapes, and values that are no
+    tensors) at the first call with it. A graph holds memory, so further kinds are run as they are."""
 
     def __init__(self, model: Any) -> None:
         from threading import Lock
