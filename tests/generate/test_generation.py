@@ -145,6 +145,32 @@ def test_rows_of_unequal_length_write_what_each_writes_alone(make) -> None:
     assert torch.equal(both[1:], write(decoder_of(model), short, new_tokens=6))
 
 
+def mamba() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, state_size=8,
+                                      bos_token_id=None, eos_token_id=None, pad_token_id=0)  # fmt: skip
+    return transformers.MambaForCausalLM(config).eval()
+
+
+def test_a_model_may_keep_a_state_in_place_of_keys_and_values() -> None:
+    prompt = ids(1, 9)
+    whole = mamba()(torch.cat([prompt, written := write(decoder_of(mamba()), prompt, new_tokens=6)], 1)).logits
+    assert torch.equal(written, whole[:, 8:-1].argmax(-1))
+    scores = write(decoder_of(mamba()), prompt, new_tokens=6, forced=written, stride=4)  # one at a time all the same
+    torch.testing.assert_close(scores, whole[:, 8:-1], rtol=0, atol=1e-4)
+    facts = probe_facts(fettle.GenerationWorkload(mamba(), prompt, new_tokens=4))
+    assert "one token at a time" in conflict(Recipe({"guessing": "prompt"}), facts)
+
+
+def test_an_answer_without_what_is_kept_is_told() -> None:
+    class Forgetful(nn.Module):
+        def forward(self, input_ids: torch.Tensor, past_key_values: object = None) -> dict[str, torch.Tensor]:
+            return {"logits": torch.zeros(*input_ids.shape, WORDS)}
+
+    with pytest.raises(TypeError, match="has no past_key_values: give an object with prefill and decode"):
+        write(decoder_of(Forgetful()), ids(1, 4), new_tokens=2)
+
+
 def test_a_wrapper_hands_on_what_it_does_not_name() -> None:
     class Wrapper(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -653,6 +679,16 @@ def test_a_compiled_step_writes_the_same_and_compiles_once(level) -> None:
     assert torch.equal(run(ids(1, 13)), write(decoder_of(llama()), ids(1, 13), new_tokens=12))
     assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert torch.equal(run(ids(1, 70)), write(decoder_of(llama()), ids(1, 70), new_tokens=12))  # needs more room
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_model_may_look_at_weights_in_few_bits(bits) -> None:
+    layer = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+    model = torch.nn.Sequential(layer)
+    few_bits(model, bits)
+    weight = model[0].weight
+    assert (weight.dtype, weight.shape) == (torch.bfloat16, layer.weight.shape)
+    torch.testing.assert_close(weight @ torch.eye(64, dtype=torch.bfloat16), layer.weight, rtol=0, atol=0.03)
 
 
 def test_a_linear_layer_that_computes_more_than_its_weight_keeps_it() -> None:

@@ -128,9 +128,24 @@ def test_what_prompts_begin_with_is_computed_once(package):
     assert running.steps.reused == 24 + 19 + 23  # never all of a prompt, and nothing where the first token is another
     again = written(running, asks([[*system, 3, 5, 7]], [5]), lambda step: ())
     assert again[0][0] == expected(model, [*system, 3, 5, 7], 5)
-    assert running.steps.reused == 24 + 19 + 23 + 20  # of the text that ended last
+    assert running.steps.reused == 24 + 19 + 23 + 26  # of the text that began with the same, though it is gone
     running.cache.wipe(0)
-    assert running.cache.reuse(0, [9] * 40) == 0
+    assert running.cache.reuse(0, [9] * 40, 0) == 0
+
+
+def test_a_chat_goes_on_from_its_last_turn_though_others_came_between(package):
+    """Each turn of two chats reads what is new in it, and strangers take the row of the text that ended longest ago."""
+    model = gpt2()
+    running = find_handler(package, ModelRunner(package), "").running(4, 0, 32)
+    chats = [[(n * step + 1) % WORDS for n in range(20)] for step in (5, 7)]
+    for turn in range(3):
+        for chat in chats:
+            (answer, *_), *_ = written(running, asks([chat], [4]), lambda step: ())
+            assert answer == expected(model, chat, 4)
+            chat += [*map(int, answer.split()), turn]
+        for stranger in range(2):
+            written(running, asks([[(17 * n + 3 * turn + stranger) % WORDS for n in range(16)]], [2]), lambda step: ())
+    assert running.steps.reused == 2 * (0 + 23 + 28)  # all but the last word of each answer, which was never read
 
 
 def test_the_cache_has_a_bound(package, monkeypatch):

@@ -69,8 +69,13 @@ def test_a_graph_is_recorded_there(current: list[int], monkeypatch: pytest.Monke
         seen.append(current[-1])
         return x + 1
 
-    Graphed(model)(on_gpu(2, 3))
+    graphed = Graphed(model)
+    graphed(on_gpu(2, 3))
     assert seen == [1] * 5  # three to settle, one recorded, one replayed
+    for rows in range(3, 19):
+        graphed(on_gpu(rows, 3))
+    assert len(graphed.graphs) == 16
+    assert seen == [1] * (16 * 5 + 1)  # the seventeenth kind of input is run as it is
 
 
 def test_a_kernel_is_launched_there(current: list[int]) -> None:

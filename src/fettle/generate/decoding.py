@@ -16,6 +16,8 @@ import torch
 def part(output: Any, name: str, place: int) -> Any:
     """A part of a model's answer, by its name, or by its place in a tuple."""
     if isinstance(output, dict):
+        if name not in output:
+            raise TypeError(f"the model's answer has no {name}: give an object with prefill and decode in its place")
         return output[name]
     return getattr(output, name) if hasattr(output, name) else output[place]
 
@@ -23,7 +25,8 @@ def part(output: Any, name: str, place: int) -> Any:
 class Kept:
     """A model with its keys and values kept as the model makes them: the prompt once, then the new tokens only.
 
-    For models that take `past_key_values` and give it back, as those of transformers do: causal or encoder-decoder.
+    For models that take `past_key_values` (or `cache_params`) and give it back, as those of transformers do: causal or
+    encoder-decoder.
     Rows of unequal length are filled up on the left, with zeros in `attention_mask`.
     """
 
@@ -33,7 +36,9 @@ class Kept:
         self.model: Any = model
         self.config: Any = getattr(model, "config", None)
         self.takes = set(inspect.signature(model.forward).parameters)
-        if "past_key_values" not in self.takes:  # a wrapper that hands on what it does not name, as PEFT's
+        self.one_at_a_time = "cache_params" in self.takes  # Mamba's state, which takes one new token exactly
+        self.kept = "cache_params" if self.one_at_a_time else "past_key_values"
+        if self.kept not in self.takes:  # a wrapper that hands on what it does not name, as PEFT's
             self.takes |= {"past_key_values", "use_cache", "return_dict", "attention_mask", "position_ids"}
         self.two_parts = bool(getattr(self.config, "is_encoder_decoder", False))
         self.past: Any = None
@@ -94,7 +99,7 @@ class Kept:
 
     def ahead(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
         """One call of the model; with `last` only so many scores are needed."""
-        given = {"past_key_values": self.past, "use_cache": True, "return_dict": True, "logits_to_keep": last}
+        given = {self.kept: self.past, "use_cache": True, "return_dict": True, "logits_to_keep": last}
         if self.mask is not None:
             new = self.next_mask if self.next_mask is not None else torch.ones_like(tokens)
             self.mask, self.next_mask = torch.cat([self.mask, new], 1), None
@@ -103,7 +108,7 @@ class Kept:
         given = {name: value for name, value in given.items() if name in self.takes}
         name = "decoder_input_ids" if self.two_parts else "input_ids"
         output = self.model(**{name: tokens}, **given, **self.given)
-        self.past = part(output, "past_key_values", 1)
+        self.past = part(output, self.kept, 1)
         scores: torch.Tensor = part(output, "logits", 0)
         return scores
 
@@ -115,7 +120,8 @@ def decoder_of(model: Any) -> Any:
 
 def score(decoder: Any, forced: torch.Tensor, stride: int = 1, room: int = 0, **prompt: Any) -> torch.Tensor:
     """Scores [rows, tokens, vocabulary] of the tokens that `forced` [rows, tokens] has, whatever the model would have
-    written: each goes in as if it had been, `stride` at a time."""
+    written: each goes in as if it had been, `stride` at a time where the model can."""
+    stride = 1 if getattr(decoder, "one_at_a_time", False) else stride
     found = [decoder.prefill(room=forced.shape[1] + room, **prompt)[:, None].to(torch.float32, copy=True)]
     for place in range(0, forced.shape[1] - 1, stride):
         scores = decoder.decode(forced[:, place : min(place + stride, forced.shape[1] - 1)])

@@ -18,8 +18,9 @@ def generation_facts(workload: Workload) -> dict[str, Any]:
     if not isinstance(workload, GenerationWorkload):
         return {}
     model = workload.model
-    own = hasattr(model, "prefill") and hasattr(model, "decode")
-    keeps = "own" if own else "static" if _can_be_static(model) else "dynamic"
+    decoder = decoder_of(model)
+    own, state = decoder is model, getattr(decoder, "one_at_a_time", False)
+    keeps = "own" if own else "state" if state else "static" if _can_be_static(model) else "dynamic"
     return {
         "new_tokens": int(workload.new_tokens),
         "prompt_tokens": workload.prompt_tokens,

@@ -10,7 +10,8 @@ from fettle.techniques._exported import flatten
 
 
 class Graphed:
-    """A model recorded as a CUDA graph, one for each shape of its input, at the first call with it."""
+    """A model recorded as CUDA graphs, one for each of the first sixteen kinds of input (shapes, and values that are no
+    tensors) at the first call with it. A graph holds memory, so further kinds are run as they are."""
 
     def __init__(self, model: Any) -> None:
         from threading import Lock
@@ -28,6 +29,8 @@ class Graphed:
         on: Any = torch.cuda.device  # what runs on another than the current one would not be recorded
         with self.lock, on(device):
             if key not in self.graphs:
+                if len(self.graphs) == 16:
+                    return self.model(*args, **kwargs)
                 self.graphs[key] = self.record(leaves, spec)
             graph, inputs, outputs, out_spec = self.graphs[key]
             for own, given in zip(inputs, leaves, strict=True):

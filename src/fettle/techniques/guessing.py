@@ -154,6 +154,8 @@ class Guessing(Technique):
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = "" if facts.generates else NO_TEXT
+        if facts.keeps == "state":
+            why_not = "a state takes one token at a time, so that guesses cannot be checked in one call"
         no_draft = why_not or ("" if facts.has_draft else "the workload has no `draft`, a smaller model that guesses")
         return [
             Level("off", "one token a step"),

@@ -17,6 +17,29 @@ from fettle.techniques._linear import is_conv1d, linear_of_conv1d
 from fettle.techniques.runtime import STATEFUL, STATEFUL_WEIGHTS
 
 
+class Unpacked(torch.Tensor):
+    """The weight of a `FewBits` layer as a model sees it that looks at it itself: what it is like costs nothing, and it
+    is unpacked for each operator that computes with it."""
+
+    @staticmethod
+    def __new__(cls, layer: Any) -> Any:
+        like = layer.scales
+        return torch.Tensor._make_wrapper_subclass(
+            cls, (layer.size, layer.inputs), dtype=like.dtype, device=like.device
+        )
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        def plain(value: Any) -> Any:
+            return value.layer.whole(value) if isinstance(value, cls) else value
+
+        args, kwargs = torch.utils._pytree.tree_map(plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
 class FewBits(torch.nn.Module):
     """A linear layer whose weight [out, in] is held in 8 bits with a scale for each row, or in 4 with a scale and a
     zero for each `group` of inputs in a row. With `parts` what comes in is rounded, token by token, to so many numbers
@@ -24,8 +47,9 @@ class FewBits(torch.nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: Any, bits: int, parts: int = 0, group: int = 32) -> None:
         super().__init__()
-        self.bits, self.group, self.size, self.parts = bits, group, weight.shape[0], parts
-        self.bias, self.most = bias, 16
+        self.bits, self.group, self.parts = bits, group, parts
+        self.size, self.inputs = weight.shape
+        self.bias, self.most, kind = bias, 16, weight.dtype
         weight = weight.detach().float().contiguous()
         # Scales are rounded to bfloat16 before the weights are rounded to them: a later cast loses nothing.
         if bits == 8:
@@ -43,7 +67,7 @@ class FewBits(torch.nn.Module):
             self.block = next((n for n in (64, 32) if torch.equal(self.codes(packed, n), codes)), 0)
             scales = torch.stack([step, zero], -1).transpose(0, 1).contiguous()
         self.register_buffer("packed", packed)
-        self.register_buffer("scales", scales)
+        self.register_buffer("scales", scales.to(kind))
         self.packed: torch.Tensor
         self.scales: torch.Tensor
 
@@ -62,10 +86,17 @@ class FewBits(torch.nn.Module):
         pairs = packed.reshape(len(packed) // block, -1, block // 2)
         return torch.cat([pairs & 15, pairs >> 4], -1).transpose(1, 2).reshape(len(packed), -1)
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weights [out, in], for a model that looks at them itself."""
+        return Unpacked(self)
+
     def whole(self, like: torch.Tensor) -> torch.Tensor:
-        """The weights [out, in] in 4 bits as ordinary numbers."""
+        """The weights [out, in] as ordinary numbers of the type of `like`."""
+        if self.bits == 8:
+            return self.packed.to(like.dtype) * self.scales.to(like.dtype)[:, None]
         if not self.block:
-            return self.multiply(torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)).T
+            return self.multiply(torch.eye(self.inputs, dtype=like.dtype, device=like.device)).T
         step, zero = self.scales.to(like.dtype).permute(2, 1, 0)[..., None]
         groups = self.codes(self.packed, self.block).to(like.dtype).reshape(*step.shape[:2], self.group)
         weights: torch.Tensor = ((groups - 8) * step + zero).flatten(1)
@@ -175,4 +206,6 @@ class Weights(Technique):
         if recipe.levels.get("runtime") == STATEFUL:
             return Code()  # the runtime's own
         bits = {"int8": "8", "int8-dynamic": "8, parts=1", "int8-16": "8, parts=2", "int4": "4"}[level]
-        return Code(helpers=(is_conv1d, linear_of_conv1d, FewBits, few_bits), prepare=(f"few_bits(model, {bits})",))
+        return Code(
+            helpers=(is_conv1d, linear_of_conv1d, Unpacked, FewBits, few_bits), prepare=(f"few_bits(model, {bits})",)
+        )

@@ -48,6 +48,7 @@ class Cache:
         shape = (layers, 2, self.rows, heads, length, size)
         self._past = torch.zeros(shape, dtype=dtype, device=runner.device).permute(2, 0, 1, 3, 4, 5)
         self._held: list[tuple[Sequence[int], int]] = [((), 0)] * self.rows
+        self._when, self._now = [0] * self.rows, 0  # each row was written to last
 
     @property
     def nbytes(self) -> int:
@@ -90,33 +91,44 @@ class Cache:
 
     def holds(self, row: int, tokens: Sequence[int], length: int) -> None:
         """Note that a row has the keys and values of the first `length` of these tokens, to which more may be added."""
-        self._held[row] = tokens, length
+        self._now += 1
+        self._held[row], self._when[row] = (tokens, length), self._now
 
-    def reuse(self, row: int, prompt: Sequence[int]) -> int:
+    def reuse(self, row: int, prompt: Sequence[int], free: int) -> int:
         """Give a row what any row has of the beginning of this prompt; of how many tokens, never of all.
 
-        A row has its last text's until the next one is written into it.
+        The rows from `free` on belong to nobody: they have texts that ended, and what `row` has of one goes there, in
+        the place of the one that ended longest ago, since a chat that is continued begins with it.
         """
         common = [_common(held, prompt, min(length, len(prompt) - 1)) for held, length in self._held]
         most = max(common)
-        if most < _LEAST_REUSED:
-            return 0
-        if common[row] < most:
-            self.move(common.index(most), row, most)
-        self.holds(row, prompt, most)
+        most = most if most >= _LEAST_REUSED else 0
+        source = row if most <= common[row] else common.index(most)
+        length = self._held[row][1]
+        lost = length - most if source == row else length
+        place = min((row, *range(free, self.rows)), key=self._when.__getitem__) if lost >= _LEAST_REUSED else row
+        if place == source != row:
+            self.swap(source, row, max(self._held[source][1], length))
+        else:
+            if place != row:
+                self.move(row, place, length)
+            if source != row:
+                self.move(source, row, most)
+        if most:
+            self.holds(row, prompt, most)
         return most
 
     def move(self, row: int, to: int, length: int) -> None:
         """Put a row's first `length` tokens into another row."""
         self._past[to, ..., :length, :] = self._past[row, ..., :length, :]
-        self._held[to] = self._held[row][0], min(length, self._held[row][1])
+        self._held[to], self._when[to] = (self._held[row][0], min(length, self._held[row][1])), self._when[row]
 
     def swap(self, one: int, other: int, length: int) -> None:
         """Let two rows, neither longer than `length`, change places."""
-        kept, held = self._past[one, ..., :length, :].clone(), self._held[one]
+        kept, held, when = self._past[one, ..., :length, :].clone(), self._held[one], self._when[one]
         self.move(other, one, length)
         self._past[other, ..., :length, :] = kept
-        self.holds(other, held[0], min(length, held[1]))
+        self._held[other], self._when[other] = (held[0], min(length, held[1])), when
 
     def wipe(self, row: int) -> None:
         """Forget what is not finite: a place that is left out counts nothing times itself, which it would spoil."""

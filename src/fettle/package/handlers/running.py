@@ -119,7 +119,7 @@ class Running:
         longest = 0
         for row, text in enumerate(self.texts[self._writing :], self._writing):
             if self.cache is not None and not text.kept:
-                text.kept = self.cache.reuse(row, text.ids)
+                text.kept = self.cache.reuse(row, text.ids, len(self.texts))
                 self.steps.reused += text.kept
             new = text.ids[text.kept : text.kept + self.prefill_tokens]
             longest = max(longest, len(new))
@@ -225,11 +225,12 @@ class Running:
         texts[front].writes = True
 
     def _leave(self, row: int) -> None:
-        """Free a text's row: the last that is being written takes it, and the last of all takes that one's."""
+        """Free a text's row: the last that is being written takes it, and the last of all takes that one's. What was
+        written stays in the row that is free then."""
         texts, front = self.texts, self._writing
         for last in (front - 1, len(texts) - 1) if row < front else (len(texts) - 1,):
             if last != row:
                 if self.cache is not None:
-                    self.cache.move(last, row, texts[last].kept)
-                texts[row], row = texts[last], last
+                    self.cache.swap(last, row, max(texts[last].kept, texts[row].kept))
+                texts[row], texts[last], row = texts[last], texts[row], last
         texts.pop()
