@@ -450,3 +450,7 @@ def test_nothing_is_printed_where_the_page_cannot_be_written(tmp_path: Path, run
     save_result(resnet(), tmp_path / "result.json")
     said = run_fettle("report", tmp_path, "--json", "--output", tmp_path / "result.json" / "page.html")
     assert (said.code, said.out) == (2, "")
+
+
+def test_a_large_number_has_no_exponent():
+    assert [fmt.number(value, 3) for value in (1461.2, 71.04, 0.00123)] == ["1,461", "71", "0.00123"]
