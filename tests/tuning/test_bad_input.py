@@ -43,6 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("tune work.py --max-error nan", "impossible limit"),
         ("tune work.py --max-error zero", "--max-error"),
         ("tune work.py --max-latency 0", "impossible limit"),
+        ("tune work.py --max-kl -1", "impossible limit"),
         ("tune work.py --max-memory 0", "impossible limit"),
         ("tune work.py --max-memory lots", "is not a size"),
         ("tune work.py --min-throughput -3", "impossible limit"),
