@@ -303,9 +303,9 @@ def test_intervals_need_enough_answers():
 
 
 def test_an_interval_holds_its_percentile_and_no_time_below_zero():
-    uneven = np.full(600, 0.007)
-    uneven[240:300] = 0.24
-    run = Run("open", 1, 1, uneven, statuses={200: 600})
+    uneven = np.full(6000, 0.007)
+    uneven[2400:2700] = 0.24
+    run = Run("open", 1, 1, uneven, statuses={200: 6000})
     low, high = run.interval(99)
     assert 0 < low <= run.percentile(99) <= high
 
