@@ -108,11 +108,6 @@ def test_pieces_come_as_events_and_add_up_to_the_whole(server):
     assert ask(server.url + "/predictions/adder", b"1 2 4")[1].decode() == expected([1, 2, 4], 50)
 
 
-def test_what_stands_beside_the_parameters_is_refused(server):
-    status, body, _ = post(server, "generate", {"text_input": "1 2", "max_tokens": 6})
-    assert (status, "max_tokens" in body["error"]) == (400, True)
-
-
 def test_prompts_of_many_lengths_go_in_step_and_do_not_see_each_other(server):
     prompts = [[n % 7 + 1] * (1 + n % 5) for n in range(24)]
 

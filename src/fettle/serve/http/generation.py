@@ -29,7 +29,7 @@ class Parameters(Sampling, frozen=True, forbid_unknown_fields=True):
     """Clients say it again; the path decides."""
 
 
-class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Prompt(msgspec.Struct, frozen=True):
     """A request of Triton's generate extension."""
 
     text_input: str
