@@ -2,6 +2,7 @@
 
 import json
 import socket
+import subprocess
 import sys
 
 import msgspec
@@ -54,6 +55,10 @@ def test_the_written_files_make_ray_fast_and_closed(store, tmp_path):
     assert open_package(tmp_path / "out" / "package").manifest == package.manifest
     with pytest.raises(UsageError, match="exists already"):
         write_ray(package, tmp_path / "out")
+    without = subprocess.run(
+        ["/bin/sh", tmp_path / "out" / "start.sh"], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    )
+    assert (without.returncode, "pip install 'ray[serve]" in without.stderr) == (2, True)
 
 
 def test_code_of_a_package_needs_trust_here_too(store, tmp_path):

@@ -302,6 +302,14 @@ def test_intervals_need_enough_answers():
     assert low < -math.log(0.01) < high
 
 
+def test_an_interval_holds_its_percentile_and_no_time_below_zero():
+    uneven = np.full(6000, 0.007)
+    uneven[2400:2700] = 0.24
+    run = Run("open", 1, 1, uneven, statuses={200: 6000})
+    low, high = run.interval(99)
+    assert 0 < low <= run.percentile(99) <= high
+
+
 def test_schedules_from_files(tmp_path):
     (tmp_path / "a").write_text("5\n# comment\n3\n4.5\n")
     assert read_schedule(tmp_path / "a").tolist() == [0, 1.5, 2]
@@ -402,7 +410,8 @@ def test_the_commands(server, store, tmp_path, run_fettle):
     assert done.code == any(change["verdict"] == "worse" for change in changes)
     package = str(store / "net-1")
     (tmp_path / "token").write_bytes(b"\xff")
-    for wrong in (["load", url], ["load", "http://127.0.0.1:9", "--rate", "1"], ["run"], ["slo", "x", "--p99", "1"],
+    for wrong in (["load", url], ["load", "http://127.0.0.1:9", "--rate", "1"], ["run"], ["slo", "x", "--p99", "1s"],
+                  ["slo", package, "--p99", "100"], ["load", url, "-c", "1", "--p99", "50"],
                   [str(tmp_path)], [package, "--host", "0.0.0.0"], [package, "--delay", "soon"],
                   ["package", "nothing.py"], ["load", url, "-c", "1", "--output", str(tmp_path)],
                   ["load", url, "-c", "1", "--baseline", str(tmp_path / "none")],
@@ -415,6 +424,18 @@ def test_the_commands(server, store, tmp_path, run_fettle):
         done = run_fettle("serve", *wrong)
         assert done.code == 2, (wrong, done.err)
         assert len(done.err.strip().splitlines()) == 1, done.err
+
+
+def test_no_answer_has_no_time():
+    cells = load._cells(Run("open", 80, 8, np.array([]), statuses={-1: 640}))
+    assert not [name for name, text in cells.items() if "nan" in text and name.endswith(" ms")]
+
+
+def test_a_server_that_is_not_there_is_said_to_be_missing():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(UsageError, match=rf"nothing listens at http://127\.0\.0\.1:{port}"):
+        model_request(f"http://127.0.0.1:{port}")
 
 
 def test_a_note_does_not_break_the_markdown_table(monkeypatch):

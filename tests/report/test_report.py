@@ -25,6 +25,7 @@ from fettle.report._rounds import rounds
 from fettle.report._verdict import headline, payback, verdict
 from fettle.report.data import from_json
 from fettle.report.load_page import _KINDS, _figure
+from fettle.report.progress import trial_line
 from fettle.report.slo import front, prediction
 from fettle.result import Reference, Rung
 from fettle.tuning import Event
@@ -450,3 +451,15 @@ def test_nothing_is_printed_where_the_page_cannot_be_written(tmp_path: Path, run
     save_result(resnet(), tmp_path / "result.json")
     said = run_fettle("report", tmp_path, "--json", "--output", tmp_path / "result.json" / "page.html")
     assert (said.code, said.out) == (2, "")
+
+
+def test_a_large_number_has_no_exponent():
+    assert [fmt.number(value, 3) for value in (1461.2, 71.04, 0.00123)] == ["1,461", "71", "0.00123"]
+
+
+def test_a_finished_trial_names_the_parts_that_its_recipe_changes() -> None:
+    text = "precision[unet]=bf16 precision[vae.decoder]=bf16"
+    for made in (trial(text), trial(text, status="failed", reason="no [memory]")):
+        out = io.StringIO()
+        Console(file=out, width=200).print(trial_line(Event("finished", made)))
+        assert text in out.getvalue()

@@ -47,7 +47,9 @@ def test_package_with_a_ready_handler_then_export(fettle, tmp_path):
         "serve", "package", "m.py", "--handler", "image", "--labels", "labels.txt", "--handler-settings", "s.toml"
     )
     assert code == 0
-    assert "kind=image" in out.replace("\n", " ")
+    shown = out.replace("\n", " ")
+    assert "kind=image size=8,8 resize=0 " in shown
+    assert "{" not in shown
     assert "fettle serve m-1" in out
     manifest = json.loads((tmp_path / "m-1" / "manifest.json").read_text())
     assert (manifest["handler"]["top"], manifest["handler"]["decoding"]["resize"]) == (2, 0)
@@ -103,6 +105,9 @@ def test_json_of_a_server_that_is_tuned_first_is_json_alone(monkeypatch, run_fet
 def test_what_a_server_would_ignore_is_refused(fettle, tmp_path):
     code, _, errors = fettle("serve", "run", "m.py", "--rate", "5")
     assert (code, "--p99" in errors[0]) == (2, True)
+    for command in (("run",), ("slo", "--p99", "1s")):
+        code, _, errors = fettle("serve", *command, "bert-9")
+        assert (code, len(errors), "there is no package bert-9; and" in errors[0]) == (2, 1, True)
     with pytest.raises(UsageError, match="packaged with its recipe"):
         run._packaged(str(tmp_path), Path("recipe.toml"))
 

@@ -311,10 +311,11 @@ def test_headers_are_bounded(server):
         assert b" 200 " in link.recv(1000)
 
 
-def test_a_handler_runs_only_where_it_is_trusted(store):
+def test_a_handler_runs_only_where_it_is_trusted(store, capfd):
     package = open_package(store / "echo")
     with pytest.raises(UsageError, match="`trust="), running([package]):
         pass
+    assert "Traceback" not in capfd.readouterr().err
     with pytest.raises(UsageError, match="`trust="), running([package], Options(trust=("0" * 64,))):
         pass
 

@@ -7,12 +7,15 @@ import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fettle.errors import UsageError
 from fettle.files import check_writable, write_text
+
+if TYPE_CHECKING:
+    from fettle.workload import Target as Found
 
 _DURATION = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]*)?|\.[0-9]+)\s*(ms|s|m|min|h)?\s*")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -53,22 +56,35 @@ Texts = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="print what was found as JSON")]
 
 
+def target_or_package(text: str) -> Found:
+    """The target that is meant by what is no package."""
+    from fettle.workload import find_target
+
+    try:
+        return find_target(text)
+    except UsageError as error:
+        raise UsageError(f"there is no package {text}; and {error}") from None
+
+
 def duration_s(text: str, option: str, bare: str = "s") -> float:
-    """``90s``, ``10m``, ``1h``, ``100ms`` as seconds; a `bare` number has that unit."""
+    """``90s``, ``10m``, ``1h``, ``100ms`` as seconds; a `bare` number has that unit, or is refused if there is none."""
     match = _DURATION.fullmatch(text)
     if not match:
         raise UsageError(f"{option}: {text!r} is not a duration, for example 90s, 10m, 1h, 100ms")
-    return float(match[1]) * _SECONDS[match[2] or bare]
+    unit = match[2] or bare
+    if not unit and float(match[1]):
+        raise UsageError(f"{option}: {text} of what? Write {text}ms or {text}s")
+    return float(match[1]) * _SECONDS[unit or "s"]
 
 
 def milliseconds(text: str | None, option: str) -> float | None:
-    """The same in milliseconds, where it is given; 20 alone may be meant as either."""
-    if text is None:
-        return None
-    value_s = duration_s(text, option)
-    if value_s and not text[-1].isalpha():
-        raise UsageError(f"{option}: {text!r} has no unit: write {text}ms or {text}s")
-    return value_s * 1e3
+    """A limit on a latency in milliseconds, where it is given."""
+    return None if text is None else limit_s(text, option) * 1e3
+
+
+def limit_s(text: str | None, option: str) -> float:
+    """A limit on a latency, 0 for none. A number without a unit is refused: 100 is hardly meant to be 100 seconds."""
+    return duration_s(text or "0", option, bare="")
 
 
 def share(text: str, option: str, below: float = 0.95) -> float:

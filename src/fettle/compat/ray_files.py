@@ -40,6 +40,7 @@ START = """#!/bin/sh
 set -eu
 cd "$(dirname "$0")"
 . ./env.sh
+command -v ray > /dev/null || { echo "ray is not installed here: pip install 'ray[serve]>=2.46'" >&2; exit 2; }
 ray get-auth-token --generate > /dev/null
 ray start --head --dashboard-host 127.0.0.1
 exec serve run serve.yaml

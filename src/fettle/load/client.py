@@ -113,6 +113,9 @@ def get_json(url: str, headers: dict[str, str], kind: type[T]) -> T:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
             return msgspec.json.decode(answer.read(1 << 20), type=kind)
     except (OSError, ValueError, OverflowError, http.client.HTTPException) as error:  # a port that cannot be, no HTTP
+        reason = getattr(error, "reason", None)
+        if isinstance(reason, ConnectionRefusedError):
+            raise UsageError(f"nothing listens at {url.split('/v2')[0]}: is the server running?") from error
         why = error.read(200).decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else str(error)
         raise UsageError(f"{url} does not answer as an inference server: {' '.join(why[:200].split())}") from error
 

@@ -167,7 +167,7 @@ class Run:
         return float(np.percentile(self.latency_s, percent)) if len(self.latency_s) else math.nan
 
     def interval(self, percent: float) -> tuple[float, float] | None:
-        """95% interval of a percentile by batch means: answers near in time are alike, batches far apart hardly are.
+        """95% interval around a percentile by sectioning: answers near in time are alike, batches far apart hardly are.
 
         None where a batch would hold too few answers to have such a percentile.
         """
@@ -175,10 +175,11 @@ class Run:
             return None
         from scipy import stats
 
+        middle = self.percentile(percent)
         parts = [float(np.percentile(part, percent)) for part in np.array_split(self.latency_s, BATCHES)]
-        half = float(stats.t.ppf(0.975, BATCHES - 1)) * float(np.std(parts, ddof=1)) / math.sqrt(BATCHES)
-        middle = float(np.mean(parts))
-        return middle - half, middle + half
+        error = math.sqrt(sum((part - middle) ** 2 for part in parts) / (BATCHES - 1) / BATCHES)
+        half = float(stats.t.ppf(0.975, BATCHES - 1)) * error
+        return max(middle - half, float(np.min(self.latency_s))), middle + half
 
     def _suffices(self, percent: float) -> bool:
         """Whether each batch holds enough answers to have such a percentile."""

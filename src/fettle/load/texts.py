@@ -171,7 +171,9 @@ def text_requests(
             prompt = random.integers(*_TOKENS, prompt).tolist()
             body["ignore_eos"] = True  # so that the lengths are those that were asked for
         if chat and not isinstance(prompt, str):
-            raise UsageError("a chat takes texts, not numbers of tokens: give --texts FILE, or a URL of completions")
+            raise UsageError(
+                "a chat takes texts, not numbers of tokens: give a --texts FILE with texts, or a URL of completions"
+            )
         body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
         return http_request(address, msgspec.json.encode(body), {"Content-Type": "application/json", **headers})
 

@@ -59,8 +59,10 @@ def error(value: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Any other number, to some significant digits."""
-    return MISSING if value is None or not math.isfinite(value) else f"{value:.{digits}g}"
+    """Any other number, to some significant digits; a large one without an exponent."""
+    if value is None or not math.isfinite(value):
+        return MISSING
+    return f"{value:,.0f}" if 10**digits <= abs(value) < 1e9 else f"{value:.{digits}g}"
 
 
 def share(value: float | None) -> str:

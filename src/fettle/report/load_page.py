@@ -14,6 +14,7 @@ import altair as alt
 from fettle.files import write_text
 from fettle.page import Figure, Table, as_spec, clean, shell, theme
 from fettle.page.theme import Rows, by_name, level, sized
+from fettle.report import _format as fmt
 
 Data = Mapping[str, Any]
 _MOST_LINES = 8
@@ -47,7 +48,7 @@ def headline(runs: Sequence[Data], loads: Sequence[str]) -> str:
     run = runs[best]
     words = f"{run['goodput']:.3g} answers a second" + (" within the limits" if limited else "")
     if "texts" in run:
-        words += f", {run['texts']['tokens_per_s']:.3g} tokens a second"
+        words += f", {fmt.number(run['texts']['tokens_per_s'], 3)} tokens a second"
     return f"{words}, at {loads[best]}"
 
 

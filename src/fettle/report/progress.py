@@ -117,7 +117,7 @@ def trial_line(event: Event) -> str:
     assert event.trial is not None
     trial = clean(event.trial)
     if trial.status == "failed":
-        return f"[red]failed[/]    {trial.recipe}: {escape(trial.reason[:160])}"
+        return f"[red]failed[/]    {escape(str(trial.recipe))}: {escape(trial.reason[:160])}"
     ratio = f"{trial.speedup.estimate:6.2f}x" if trial.speedup else "       "
     tail = f" [yellow]rejected: {escape(trial.reason)}[/]" if trial.status == "rejected" else ""
-    return f"{trial.time_ms:9.3f} ms {ratio}  {trial.recipe}{tail}"
+    return f"{trial.time_ms:9.3f} ms {ratio}  {escape(str(trial.recipe))}{tail}"

@@ -34,9 +34,9 @@ def print_result(result: Outcome, console: Console) -> None:
     if result.facts.parts:
         console.print(f"[dim]{escape(parts_sentence(result.facts))}[/]")
     if result.left_out:
-        names = dict.fromkeys(item.technique for item in result.left_out)
+        names = dict.fromkeys(item.technique.partition("[")[0] for item in result.left_out)
         console.print(
-            f"[dim]left out: {len(result.left_out)} levels of {', '.join(names)}; the report says why[/]",
+            f"[dim]left out: {len(result.left_out)} levels of {escape(', '.join(names))}; the report says why[/]",
         )
     console.print()
     console.print(f"[bold]{escape(_verdict.verdict(result))}[/]")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import gc
 import logging
@@ -77,7 +78,8 @@ class Address:
         except OSError as error:  # ssl.SSLError is one
             files = " and ".join(str(file) for file in (self.certificate, self.key) if file is not None)
             reason = error.strerror if error.filename or not isinstance(error, ssl.SSLError) else error.reason
-            raise UsageError(f"no certificate with its private key in {files}: {reason or error}") from error
+            key = "" if self.key is not None else " (--key names the file of its key)"
+            raise UsageError(f"no certificate with its private key in {files}: {reason or error}{key}") from error
         return context
 
 
@@ -215,7 +217,8 @@ def _bind(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        other = ": give another port, 0 for any that is free" if error.errno == errno.EADDRINUSE else ""
+        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}{other}") from error
     return sock
 
 

@@ -95,6 +95,8 @@ def check_options(options: Options) -> None:
         raise UsageError(f"`atlas` tells the design auto where to begin, and this is `design='{options.design}'`")
     check_limits(options.limits)
     check_limits(options.training_limits)
+    if options.max_kl is not None and not options.max_kl > 0:
+        raise UsageError(f"an impossible limit: max kl must be above 0, and is {options.max_kl:g}")
     if options.budget_s is not None and not options.budget_s >= 0:
         raise UsageError(f"an impossible limit: budget must be above 0, or 0 for none, and is {options.budget_s:g}")
     if not 0.5 <= options.confidence < 1:

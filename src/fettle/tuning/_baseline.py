@@ -23,7 +23,11 @@ def how_it_swings(baseline: Trial | None) -> str:
     if max(times) < _SWINGS * min(times):
         return ""
     why = str(baseline.load) if not baseline.load.is_quiet else _UNSEEN
-    return f"the model as given took {min(times):.3g} to {max(times):.3g} ms a call: {why}"
+    return f"the model as given took {_ms(min(times))} to {_ms(max(times))} ms a call: {why}"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def depends_on_memory(baseline: Trial | None, winner: Trial | None, facts: Facts) -> str:

@@ -103,9 +103,9 @@ def command(
     wanted = _options.outputs(output, ".html", ".md", ".csv")
     page, markdown, csv_file = wanted.get(".html"), wanted.get(".md", markdown), wanted.get(".csv", csv_file)
     check_writable(page, markdown, csv_file)
-    seconds, limit_s = _options.duration_s(duration, "--duration"), _options.duration_s(p99 or "0", "--p99")
+    seconds, limit_s = _options.duration_s(duration, "--duration"), _options.limit_s(p99, "--p99")
     token = read_text(token_file).strip() if token_file is not None else ""
-    limits = TextLimits(_options.duration_s(ttft or "0", "--ttft"), _options.duration_s(itl or "0", "--itl"))
+    limits = TextLimits(_options.limit_s(ttft, "--ttft"), _options.limit_s(itl, "--itl"))
     if _of_texts(url):
         if body is not None:
             raise UsageError("--body is for other URLs: prompts for /v1 are made up, or those of --texts FILE")
@@ -198,7 +198,7 @@ async def _all(
 def _cells(run: Run) -> dict[str, str]:
     """A run's figures by their names; empty where it has none."""
     ends = run.interval(99)
-    p99 = f"{run.percentile(99) * 1e3:.1f}" + (f" [{ends[0] * 1e3:.1f}, {ends[1] * 1e3:.1f}]" if ends else "")
+    p99 = _ms(run.percentile(99)) + (f" [{_ms(ends[0])}, {_ms(ends[1])}]" if ends else "")
     load = f"{run.concurrency} client{'s' if run.concurrency > 1 else ''}"
     notes = [
         run.void,
@@ -212,10 +212,10 @@ def _cells(run: Run) -> dict[str, str]:
     return {
         "load": f"{run.rate:.5g}/s" if run.mode == "open" else load,
         "answers/s": f"{run.throughput:.5g}",
-        **{f"p{percent} ms": f"{run.percentile(percent) * 1e3:.1f}" for percent in (50, 90, 95)},
+        **{f"p{percent} ms": _ms(run.percentile(percent)) for percent in (50, 90, 95)},
         "p99 ms": p99,
-        "max ms": f"{run.percentile(100) * 1e3:.1f}",
-        **{f"{name} p{percent} ms": f"{seconds(percent) * 1e3:.1f}" if run.texts else ""
+        "max ms": _ms(run.percentile(100)),
+        **{f"{name} p{percent} ms": _ms(seconds(percent)) if run.texts else ""
            for name, seconds in times.items() for percent in (50, 99)},
         "tokens/s": f"{run.tokens_per_s:.5g}" if run.texts else "",
         "within": f"{run.within:.1%}" if limited else "",
@@ -226,6 +226,11 @@ def _cells(run: Run) -> dict[str, str]:
         "L / λW": f"{run.little:.2f}",
         "note": "; ".join(filter(None, notes)),
     }  # fmt: skip
+
+
+def _ms(seconds: float) -> str:
+    """Nothing where nothing was answered."""
+    return "" if math.isnan(seconds) else f"{seconds * 1e3:.1f}"
 
 
 def _table(runs: list[Run]) -> Table:

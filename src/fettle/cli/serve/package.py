@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -106,11 +107,20 @@ def _print(manifest: Manifest, path: Path, out: Console) -> None:
         text = ", ".join(f"{spec.name} {spec.datatype}{list(spec.shape)}" for spec in specs)
         out.print(f"{label:8} {text}", markup=False)
     if manifest.handler is not None:
-        settings = " ".join(f"{key}={value}" for key, value in msgspec.to_builtins(manifest.handler).items())
-        out.print(f"handler  {settings}", markup=False)
+        out.print(f"handler  {' '.join(_settings(msgspec.to_builtins(manifest.handler)))}", markup=False)
     out.print(f"recipe   {Recipe(manifest.recipe)}", markup=False)
     out.print(f"error    {manifest.accuracy['relative_error']:.3g} against {manifest.accuracy['against']}")
     out.print(f"{path} is written: fettle serve {path}", markup=False, soft_wrap=True)
+
+
+def _settings(values: dict[str, Any]) -> Iterator[str]:
+    """A handler's settings, those of the decoding among them, without the empty ones."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _settings(value)
+        elif value not in ("", (), []):
+            shown = ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+            yield f"{key}={shown}"
 
 
 def as_handler(text: str | None) -> Path | str | None:

@@ -176,13 +176,12 @@ def _packaged(text: str, recipe: Path | None) -> Package:
     from fettle.package.export import write_package
     from fettle.package.manifest import open_package
     from fettle.recipe_file import RecipeFile, load_recipe
-    from fettle.workload import find_target
 
     if Path(text).is_dir() or text.endswith(".zip"):
         if recipe is not None:
             raise UsageError(f"{text} is packaged with its recipe already: --recipe is for a target")
         return open_package(Path(text))
-    target = find_target(text)
+    target = _options.target_or_package(text)
     folder = Path(f"{target.name}-1")
     if folder.exists():
         raise UsageError(f"{folder} exists already: serve it with fettle serve {folder}, or move it away")

@@ -119,7 +119,7 @@ def command(
     if ttft or itl:
         if p99 is not None or storage is not None or recipe or price:
             raise UsageError("--ttft and --itl are for a package that writes texts, without --p99, recipes and prices")
-        limits = TextLimits(_options.duration_s(ttft or "0", "--ttft"), _options.duration_s(itl or "0", "--itl"))
+        limits = TextLimits(_options.limit_s(ttft, "--ttft"), _options.limit_s(itl, "--itl"))
         _of_texts(
             target, limits, text_lines(prompt_tokens, output_tokens, texts), output, write=write, as_json=as_json,
             rate=rate, headroom=_options.share(headroom, "--headroom"), most_rows=max_rows,
@@ -131,7 +131,7 @@ def command(
         raise UsageError(
             "say what limit to keep: --p99 100ms, or for a model that writes texts --ttft 500ms --itl 50ms"
         )
-    if not (limit_s := _options.duration_s(p99, "--p99")):
+    if not (limit_s := _options.limit_s(p99, "--p99")):
         raise UsageError("--p99 must be more than 0")
     wanted = _options.outputs(output, ".csv", folder=True)
     check_writable(csv_file := wanted.get(".csv", csv_file))
@@ -234,9 +234,8 @@ class _Work:
             check_here(package.manifest.name, package.manifest.requires)
             return cls(package.manifest.name, package)
         from fettle.techniques import check_names
-        from fettle.workload import find_target
 
-        target = find_target(text)
+        target = _options.target_or_package(text)
         levels = [load_recipe(item).recipe if item.endswith(".toml") else Recipe.parse(item) for item in recipes]
         for item in levels:
             check_names(item)

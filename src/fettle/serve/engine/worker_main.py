@@ -57,7 +57,8 @@ def main() -> None:
             worker = _Worker(load)
             worker.runner.warm(load.sizes)
         except Exception as error:
-            log.exception("loading failed")
+            if not isinstance(error, UsageError):  # the server says that one in a line
+                log.exception("loading failed")
             send(link, _failed(-1, error))
             return
         gc.freeze()  # what loading made stays: no collection needs to look at it again

@@ -112,7 +112,7 @@ def read_request(
     for tensor in request.inputs:
         spec = specs.get(tensor.name)
         if spec is None:
-            raise Malformed(f"no input is called {tensor.name[:80]!r}: {', '.join(specs)}")
+            raise Malformed(f"no input is called {tensor.name[:80]!r}, only {', '.join(specs)}")
         if tensor.name in by_name:
             raise Malformed(f"the input {spec.name} is given twice")
         shape = _shape(tensor, spec, max_rows)
