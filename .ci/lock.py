@@ -14,6 +14,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
 from packaging.utils import (
     InvalidSdistFilename,
     InvalidWheelFilename,
@@ -25,6 +26,7 @@ from packaging.utils import (
 ROOT = Path(__file__).parents[1]
 INDEX = "https://pypi.org/simple"
 PYTHONS = ("py3", "cp311", "cp312", "cp313", "cp314")
+OLDEST = "3.11.0"
 HEAD = """# By .ci/lock.py from constraints.txt: hashes of what PyPI has for Linux and macOS, Python 3.11 and later.
 """
 
@@ -36,14 +38,17 @@ def releases(text: str) -> list[tuple[str, str]]:
 
 
 def hashes(release: tuple[str, str]) -> list[str]:
-    """SHA-256 of each file of a release that is not yanked."""
+    """SHA-256 of each file of a release that is not yanked. One that the oldest Python cannot have ends this."""
     name, version = release
     asked = urllib.request.Request(
         f"{INDEX}/{canonicalize_name(name)}/", headers={"Accept": "application/vnd.pypi.simple.v1+json"}
     )
     with urllib.request.urlopen(asked, timeout=60) as answer:
         files = json.load(answer)["files"]
-    found = [item["hashes"]["sha256"] for item in files if not item["yanked"] and of(item["filename"]) == version]
+    own = [item for item in files if not item["yanked"] and of(item["filename"]) == version]
+    if any(OLDEST not in SpecifierSet(item.get("requires-python") or "") for item in own):
+        raise SystemExit(f"lock: {name}=={version} is not for Python {OLDEST}")
+    found = [item["hashes"]["sha256"] for item in own]
     if not found:
         raise SystemExit(f"lock: the index has no {name}=={version}")
     return sorted(found)
