@@ -17,7 +17,7 @@ from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile, read_recipe
 from fettle.result import Limits
 from fettle.techniques import canonical, conflict
-from fettle.tuning import WAITING, OnProgress, Options, Session, check_options, target_of, workload_of
+from fettle.tuning import WAITING, OnProgress, Options, Session, check_options, target_of, widened, workload_of
 from fettle.workload import AUTO
 
 REPLICATES = 4
@@ -170,6 +170,8 @@ def _race(
                 raise UsageError("there was no time to start the workload as given: give the race a larger `budget`")
         finally:
             close_all()
+    if not rules.under_load:
+        trials = [widened(trial, trials[0], rules.confidence) for trial in trials]
     verdicts = [
         "failed" if trial.status == "failed" else verdict(trial.speedup, rules.indifference) for trial in trials
     ]

@@ -179,7 +179,8 @@ class Study:
                 read = Trial.from_json(json.loads(trial.user_attrs[_TRIAL]))
             except (ValueError, KeyError, RecursionError, msgspec.ValidationError) as error:
                 raise UsageError(f"trial {trial.number} of the study cannot be read: {first_line(error)}") from error
-            if by_recipe.setdefault(read.recipe, read).versions != read.versions:  # else who was first has measured it
+            first = by_recipe.setdefault(read.recipe, read)  # who was first has measured it
+            if first.versions != read.versions or not first.is_compared:
                 by_recipe[read.recipe] = read
         return list(by_recipe.values())
 

@@ -303,6 +303,26 @@ def test_the_four_files(tmp_path: Path) -> None:
     assert (tmp_path / "cut short" / "recipe.toml").exists()
 
 
+def test_beside_others_only_times_that_fit_the_figure_stand_in_one_sentence() -> None:
+    """Where no slice shows what the model as given takes alone, its time is one of the neighbours."""
+    full = resnet()
+    winner = dataclasses.replace(full.winner, is_quiet=False)
+    ratio = winner.speedup.estimate
+    for factor, told in ((1.0, True), (20.0, False), (0.3, False)):
+        again = dataclasses.replace(full.trials[0], time_ms=winner.time_ms * ratio * factor)
+        said = verdict(dataclasses.replace(full, winner=winner, baseline_again=again))
+        assert fmt.milliseconds(winner.time_ms) in said
+        assert ("instead of" in said) == told
+
+
+def test_what_others_hid_is_said_to_be_hidden() -> None:
+    full = resnet()
+    trials = [full.trials[0], *(dataclasses.replace(one, speedup=None) for one in full.trials[1:])]
+    said = verdict(dataclasses.replace(full, trials=trials, winner=trials[0], verdict="same"))
+    assert said.startswith("Cannot tell: others had so much of the machine")
+    assert "--under-load" in said
+
+
 def test_times_that_stand_side_by_side_are_of_one_race() -> None:
     """The baseline was measured first in a minute in which the machine was half as fast as in the final race."""
     full = resnet()

@@ -42,11 +42,14 @@ class World:
         error: Callable[[Recipe], float] = lambda recipe: 0.0,
         neighbour: Callable[[float], float] = lambda now: 0.0,
         beside: Callable[[Recipe], float] = lambda recipe: 4.0,
+        tells: Callable[[Recipe], bool] = lambda recipe: True,
     ) -> None:
         self.time_ms, self.ready_s, self.process_s, self.error = time_ms, ready_s, process_s, error
         self.luck, self.noise = luck, noise
         self.neighbour, self.beside = neighbour, beside
         """What a neighbour has of one of two cores at a moment, and how many times longer a recipe takes beside it."""
+        self.tells = tells
+        """Whether a recipe's threads, held apart beside a neighbour, show what a call takes alone."""
         self.random = random.Random(seed)
         self.now = 0.0
         self.started: list[str] = []
@@ -125,7 +128,7 @@ class _Worker:
         world.own_s += 2 * seconds * (1 - busy / 2)
         world.slices += 1
         # Threads that share a core tell no time without waiting; held apart they do, but for an error of the recipe.
-        told = request.apart or not busy
+        told = (request.apart and world.tells(self.recipe)) or not busy
         off = random.Random(str(self.recipe)).gauss(0, 0.06) * math.log(slower)
         return SliceTaken(
             samples_ns=[int(ms * slower * 1e6)], unhindered_ns=ms * math.exp(off) * 1e6 if told else math.nan,

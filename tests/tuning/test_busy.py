@@ -37,9 +37,9 @@ def bursts(now):
     return 0.5 if now % 35 < 20 else 0.0
 
 
-def run(tmp_path, monkeypatch, neighbour, budget_s=240.0, seed=0):
+def run(tmp_path, monkeypatch, neighbour, budget_s=240.0, seed=0, **more):
     told = []
-    world = World(time_ms, seed=seed, neighbour=neighbour, beside=beside)
+    world = World(time_ms, seed=seed, neighbour=neighbour, **{"beside": beside, **more})
     world.install(monkeypatch)
     space, facts = made_up_space()
     session = session_in(world, tmp_path, budget_s, facts, on_progress=lambda event: told.append(event.doing))
@@ -66,6 +66,24 @@ def test_a_machine_that_is_never_quiet_is_named_in_the_first_sentence(tmp_path, 
     assert winner.elapsed_speedup.estimate > 2 * winner.speedup.estimate
     assert load_lines([winner])[0].startswith("On a busy machine")
     assert under(winner, asked=True).startswith("Measured under load, as asked")
+
+
+def test_what_no_slice_shows_is_not_claimed(tmp_path, monkeypatch):
+    """Beside many processes the model as given takes 600 times as long, and no slice shows what it takes alone; what
+    another runtime takes can be read. That is a figure of the neighbours, and nobody's gain."""
+
+    def crowded(recipe):
+        return 1.3 if "runtime" in recipe.levels else 600.0
+
+    session, _, winner, verdict, _ = run(
+        tmp_path, monkeypatch, lambda now: 0.95, beside=crowded, tells=lambda recipe: "runtime" in recipe.levels
+    )
+    assert not winner.recipe.levels
+    assert verdict == "same"
+    others = [trial for trial in session.standings.known.values() if trial.recipe.levels]
+    assert others
+    assert not any(trial.is_compared for trial in others)
+    assert all(trial.elapsed_speedup.estimate > 100 for trial in others if "runtime" in trial.recipe.levels)
 
 
 def test_on_a_quiet_machine_nothing_is_said_of_load(tmp_path, monkeypatch):

@@ -2,12 +2,13 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
-from fettle.measure import Slice, Trial
+from fettle.measure import Interval, Slice, Trial
 from fettle.recipe import Recipe
-from fettle.tuning.model import Races, points_of
+from fettle.tuning.model import Races, points_of, widened
 
 GIVEN = Recipe()
 FAST, FASTER, SLOW = (Recipe({"precision": level}) for level in ("bf16", "autocast-bf16", "fp16"))
@@ -52,6 +53,22 @@ def test_waiting_that_was_taken_out_widens_the_interval():
     one, other = quiet.fit().log_ratio(FAST, GIVEN), busy.fit().log_ratio(FAST, GIVEN)
     assert one.estimate == pytest.approx(other.estimate, abs=0.02)
     assert other.high - other.low > 2 * (one.high - one.low)
+
+
+def test_a_comparison_beside_others_allows_for_what_was_taken_out():
+    ratio = Interval(2.0, 1.96, 2.04)
+    quiet, busy = (
+        [replace(one, speedup=ratio) for one in Machine(2).race(1, [GIVEN, FAST], quiet=quiet, slower={GIVEN: 6.0})]
+        for quiet in (True, False)
+    )
+    assert widened(quiet[1], quiet[0], 0.95) is quiet[1]
+    assert widened(busy[0], busy[0], 0.95) is busy[0]
+    found = widened(busy[1], busy[0], 0.95).speedup
+    half = 1.96 * math.hypot(0.05 + 0.12 * math.log(6), 0.05)
+    assert math.log(found.high / 2) == pytest.approx(math.hypot(half, 0.02), rel=0.01)
+    assert found.low * found.high == pytest.approx(ratio.low * ratio.high)
+    nothing = replace(busy[1], speedup=None)
+    assert widened(nothing, busy[0], 0.95) is nothing
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say():

@@ -1,6 +1,7 @@
 """Figures of a recipe that runs by another package than torch hold for its version."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from simulated import World, made_up_space, session_in
 
 from fettle import study as room
 from fettle.errors import UsageError
-from fettle.measure import Slice, Trial, by_round, messages
+from fettle.measure import Accuracy, Interval, Slice, Trial, by_round, messages
 from fettle.recipe import Recipe
 from fettle.result import Limits
 from fettle.study import Study
@@ -45,6 +46,21 @@ def test_trials_keep_the_versions_that_they_ran_by(tmp_path, monkeypatch):
 def ran(text: str, race: int, ms: float, **versions: str) -> Trial:
     slices = [Slice(f"{race}:{text}", turn, ms) for turn in range(1, 7)]
     return Trial(Recipe.parse(text), "measured", time_ms=ms, slices=slices, race=race, versions=versions)
+
+
+def test_what_could_not_be_compared_is_measured_again(tmp_path):
+    """Of two trials the first counts, unless others hid from it how fast the recipe is."""
+    study = Study.open("s", f"sqlite:///{tmp_path}/s.db", "w", "m")
+    hidden = [Slice("2:x", 1, 90.0, None, False, 1.9)]
+    vague = replace(ran("precision=bf16", 2, 90.0), slices=hidden, accuracy=Accuracy(finite=True))
+    clear = replace(ran("precision=bf16", 3, 4.0), speedup=Interval(2.0, 1.9, 2.1))
+    for one in (ran("baseline", 1, 8.0), vague):
+        study.add(one)
+    found = Standings("throughput", Limits(max_error=None), Races())
+    found.recall(study)
+    assert list(found.known) == [Recipe()]
+    study.add(clear)
+    assert [one.race for one in study.trials()] == [1, 3]
 
 
 def test_what_only_another_version_of_fettle_has_is_not_known():

@@ -128,14 +128,14 @@ class Slice:
 
 def by_round(slices: Sequence[Slice], *, elapsed: bool = False) -> dict[int, float]:
     """Time of a call in ms by round. A round in which others had the machine goes by its negative number, so that only
-    slices of the same kind are ever paired. `elapsed`: as it was, with the waiting in it, which is also what is left
-    where no slice shows anything else."""
+    slices of the same kind are ever paired; one that does not show what a call takes alone is left out. `elapsed`: as
+    it was, with the waiting in it."""
     times = {}
     for one in slices:
         ms = one.ms if elapsed else one.best_ms
         if ms is not None and 0 < ms < math.inf:
             times[one.round if one.quiet else -one.round] = ms
-    return times if times or elapsed else by_round(slices, elapsed=True)
+    return times
 
 
 def log_times(slices: Sequence[Slice], samples: int, *, elapsed: bool = False) -> dict[int, float]:
@@ -164,7 +164,8 @@ class Trial:
     p90_ms: float = math.nan
     """90th percentile of one call."""
     speedup: Interval | None = None
-    """Ratio of times, baseline / this, paired by round; per sample where the batch size differs."""
+    """Ratio of times, baseline / this, paired by round; per sample where the batch size differs. None: no two slices
+    may be compared, as where others had the machine so much that no call could be timed."""
     elapsed_speedup: Interval | None = None
     """The same in elapsed time, from the rounds in which others had the machine too; None where there were none."""
     is_quiet: bool = True
@@ -218,6 +219,11 @@ class Trial:
     def ok(self) -> bool:
         """Whether it may win."""
         return self.status == "measured"
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether it is known how fast it is beside the baseline, or that it does not run."""
+        return not self.ok or self.speedup is not None
 
     @property
     def throughput(self) -> float:

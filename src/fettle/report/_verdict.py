@@ -141,7 +141,8 @@ def _sentence(result: Outcome) -> str:
     figures = _figures(winner.speedup, result.confidence)
     if result.verdict == "faster":
         now, then = _per_call(result, winner)
-        return f"{fmt.times(speed(winner))} as fast as given{figures}: {now} instead of {then}, {answers}."
+        beside = f" instead of {then}" if _times_agree(result, winner) else ""
+        return f"{fmt.times(speed(winner))} as fast as given{figures}: {now}{beside}, {answers}."
     if result.verdict == "same":
         pace = f"runs as fast as the model as given{figures}"
         return f"No difference: the best recipe, {how}, {pace}. Keep the model as it is."
@@ -201,6 +202,13 @@ def _unchanged(result: Outcome) -> str:
     others = _others(result)
     if not others:
         return "Nothing to compare: only the model as given was measured; give a longer budget, or allow more levels."
+    ran_well = [trial for trial in result.trials if trial.recipe.levels and trial.ok]
+    if ran_well and not any(trial.speedup for trial in ran_well):
+        return (
+            "Cannot tell: others had so much of the machine that what a call takes could not be read, and no recipe be "
+            "compared with the model as given. The same command measures these again, on a quieter machine; "
+            "--under-load asks for what is fastest beside others."
+        )
     goals = {"memory": "needs less memory", "energy": "needs less energy", "startup": "starts sooner",
              "warm-startup": "starts sooner"}  # fmt: skip
     what = goals.get(result.goal, "is certainly faster")
@@ -280,6 +288,14 @@ def _per_call(result: Outcome, winner: Trial) -> tuple[str, str]:
     if baseline.samples != winner.samples:
         return f"{fmt.rate(winner.throughput)}", f"{fmt.rate(baseline.throughput)} samples"
     return f"{fmt.milliseconds(winner.time_ms)} a {one}", fmt.milliseconds(baseline.time_ms)
+
+
+def _times_agree(result: Outcome, winner: Trial) -> bool:
+    """Whether the times are such as the speed-up says: beside others the model as given may have no time of its own."""
+    if winner.is_quiet or result.baseline is None:
+        return True
+    ratio = winner.throughput / result.baseline.throughput
+    return abs(math.log(ratio / speed(winner))) < math.log(1.5) if ratio > 0 and speed(winner) > 0 else False
 
 
 def _answers(result: Outcome, winner: Trial) -> str:

@@ -124,7 +124,9 @@ class Foreseen:
         return math.hypot(self.expected.spread, _LUCK)
 
     def __str__(self) -> str:
-        outcome = f"{self.trial.speedup.estimate:.2f}x" if self.trial.speedup else f"it failed: {self.trial.reason}"
+        outcome = f"it failed: {self.trial.reason}" if self.trial.reason else "no comparison"
+        if self.trial.speedup:
+            outcome = f"{self.trial.speedup.estimate:.2f}x"
         return f"{self.recipe}: expected {self.expected}, found {outcome}"
 
 

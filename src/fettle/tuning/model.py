@@ -40,8 +40,6 @@ taken out. It belongs to the recipe: another process of it has the same. The nin
 slices went first were off by 0.034 in the mean and scattered by 0.06."""
 _SMALLEST_NOISE = 0.002
 _SOMETHING = 1e-6
-_NOTHING_TAKEN_OUT = 4.0
-"""Where all that is known is time elapsed beside a neighbour: it may be several times too long."""
 _FAR = 3.0
 """Standard deviations from which a process weighs less."""
 _TELLS = 0.01
@@ -178,7 +176,7 @@ def fit(points: Sequence[Point], *, spread: float | None = None, freedom: float 
     same_process = np.array([[a.process == b.process for b in points] for a in points], float)
     noise = np.diag([point.variance for point in points])
     # A recipe's error from waiting that was taken out is the same in all its processes and races.
-    off = np.where(taken > 0, BUSY_ERROR, 0.0) + UNHINDERED_ERROR * taken
+    off = np.array([_busy_error(each) for each in taken])
     noise += np.outer(off, off) * (names[:, None] == names[None, :])
     weights = np.ones(len(points))
     for _ in range(2):
@@ -268,9 +266,25 @@ def _median_variance(values: Sequence[float]) -> float:
     return (deviation * (1 + 2 / count)) ** 2 * math.pi / 2 / count
 
 
+def widened(trial: Trial, given: Trial, confidence: float) -> Trial:
+    """The trial with the error of times from a busy machine in the interval of its speed-up over the workload as given,
+    which says what processes and rounds differ by."""
+    ratio, error = trial.speedup, math.hypot(*(_busy_error(_taken_out(one.slices)) for one in (trial, given)))
+    if ratio is None or trial is given or not (error > 0 < ratio.low and ratio.high < math.inf):
+        return trial
+    own, more = math.log(ratio.high / ratio.low) / 2, student(math.inf, 1 - confidence) * error
+    wider = math.exp(math.hypot(own, more) - own)
+    return replace(trial, speedup=replace(ratio, low=ratio.low / wider, high=ratio.high * wider))
+
+
+def _busy_error(taken_out: float) -> float:
+    """Standard deviation of the log of a time of which so much waiting was taken out (see `Point.taken_out`)."""
+    return BUSY_ERROR + UNHINDERED_ERROR * taken_out if taken_out > 0 else 0.0
+
+
 def _taken_out(slices: Sequence[Slice]) -> float:
     """Log of elapsed over used time, the median of the slices that count; 0 where quiet ones do."""
     if sum(one.quiet for one in slices) >= min(ENOUGH, len({one.round for one in slices})):
         return 0.0
     logs = [math.log(one.ms / one.best_ms) for one in slices if not one.quiet and one.best_ms]
-    return max(_SOMETHING, statistics.median(logs)) if logs else _NOTHING_TAKEN_OUT
+    return max(_SOMETHING, statistics.median(logs)) if logs else 0.0

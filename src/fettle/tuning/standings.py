@@ -64,6 +64,9 @@ class Standings:
         again = study.notes("again in race ")  # what was known by then ran in these
         kept = self.raced(*again, study.note("final race"), study.note("last race"))
         self.add([*self.known.values(), *kept])
+        unclear = [recipe for recipe, trial in self.known.items() if recipe.levels and not trial.is_compared]
+        for recipe in unclear:  # it is measured again
+            del self.known[recipe]
         return trials
 
     def raced(self, *notes: Any) -> list[Trial]:
@@ -174,7 +177,7 @@ def read_trials(notes: Any) -> list[Trial]:
 
 def score_of(trial: Trial, goal: Goal) -> float:
     """The goal as a number, smaller is better; infinite where the trial does not have it."""
-    if not trial.ok or trial.speedup is None:
+    if not trial.ok or (trial.speedup is None and goal in TIMES):
         return math.inf
     if goal == "memory":
         return math.log(trial.peak_bytes) if trial.peak_bytes else math.inf
@@ -186,7 +189,7 @@ def score_of(trial: Trial, goal: Goal) -> float:
         return math.log(trial.startup.again_s)
     # Speed-ups are per row, and a call of more rows takes longer.
     slower = batch_factor(trial.recipe) if goal == "latency" else 1
-    return math.log(slower / trial.speedup.estimate)
+    return math.log(slower / trial.speedup.estimate) if trial.speedup is not None else math.inf
 
 
 def misses_of(trial: Trial, limits: Limits) -> str:
