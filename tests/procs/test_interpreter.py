@@ -63,8 +63,10 @@ def test_what_is_missing_is_said_by_its_name(bare: Path, tmp_path: Path):
 
 def test_an_old_python_and_what_is_no_python_at_all(bare: Path, tmp_path: Path):
     [found] = find_interpreters([f"old={bare}"])
-    (_packages(bare) / "sitecustomize.py").write_text("import sys; sys.version_info = (3, 9, 18)")
+    old = _packages(bare) / "old.pth"  # a sitecustomize.py would stand behind that of Debian's Python
+    old.write_text("import sys; sys.version_info = (3, 9, 18)")
     seen = look(found, (), tmp_path, module="fettle.measure._worker")
+    old.unlink()
     assert seen.problem == "it is Python 3.9, and fettle needs 3.11 or later"
     assert look(Interpreter("no", "/bin/false"), (), tmp_path, module="x").problem == "ended with exit code 1"
 
@@ -72,7 +74,6 @@ def test_an_old_python_and_what_is_no_python_at_all(bare: Path, tmp_path: Path):
 def test_fettle_alone_comes_along(bare: Path, tmp_path: Path, monkeypatch):
     """Another environment sees our fettle and no package that is installed beside it."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    (_packages(bare) / "sitecustomize.py").unlink(missing_ok=True)
     for name in ("torch", "msgspec", "psutil"):
         (_packages(bare) / f"{name}.py").write_text("")
     [found] = find_interpreters([str(bare)])

@@ -50,7 +50,7 @@ class Cache:
             self.clock[0] += self.tables.prompts[tokens] + self.tables.looking_s * tokens * max(kept)
         return torch.zeros(len(new), 300)
 
-    def reuse(self, row, ids):
+    def reuse(self, row, ids, free):
         return 0
 
     def holds(self, *given): ...
