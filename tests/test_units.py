@@ -25,7 +25,7 @@ def test_other_words_are_not_sizes(text: str) -> None:
 
 def test_times_are_written() -> None:
     assert [seconds_text(value) for value in (0, 2e-6, 0.0123, 1.5, 75.4, 89.6, 1234, 7500, math.nan)] == [
-        *("0 s", "2 us", "12.3 ms", "1.5 s", "75.4 s", "89.6 s", "21 min", "2 h 05 min", "-"),
+        *("0 s", "2 µs", "12.3 ms", "1.5 s", "75.4 s", "89.6 s", "21 min", "2 h 05 min", "-"),
     ]
 
 

@@ -35,7 +35,7 @@ def seconds_text(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "-"
     if 0 < seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} us"
+        return f"{seconds * 1e6:.3g} µs"
     if 0 < seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 99.5:

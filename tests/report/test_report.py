@@ -19,7 +19,7 @@ from fettle.errors import UsageError
 from fettle.measure import Interval, Slice
 from fettle.report import _format as fmt
 from fettle.report import cell, load_result, page, print_result, progress, save, save_result, to_json, write_charts
-from fettle.report._facts import checks, front_trials, levers, ranked, status_of
+from fettle.report._facts import checks, front_trials, goal_figure, levers, ranked, status_of
 from fettle.report._ladder import throughput_rows
 from fettle.report._rounds import rounds
 from fettle.report._verdict import headline, payback, verdict
@@ -313,6 +313,17 @@ def test_beside_others_only_times_that_fit_the_figure_stand_in_one_sentence() ->
         said = verdict(dataclasses.replace(full, winner=winner, baseline_again=again))
         assert fmt.milliseconds(winner.time_ms) in said
         assert ("instead of" in said) == told
+
+
+@pytest.mark.parametrize(
+    ("goal", "column"), [("startup", "start-up"), ("warm-startup", "warm start"), ("memory", "memory")]
+)
+def test_the_table_shows_and_goes_by_what_the_goal_asks(goal, column) -> None:
+    result = dataclasses.replace(resnet(), goal=goal)
+    seen = table(result, 80)
+    assert column in seen
+    figures = [goal_figure(goal, one) for one in ranked(result) if one.status == "measured"]
+    assert figures == sorted(figures)
 
 
 def test_what_others_hid_is_said_to_be_hidden() -> None:

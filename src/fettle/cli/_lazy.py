@@ -21,8 +21,10 @@ SETTINGS: dict[str, Any] = {
 
 def _reflowed(command: Any) -> Any:
     """The command, each paragraph of its help on one line: rich keeps the breaks of the source, whatever the terminal's
-    width. Examples stand apart."""
-    command.help = re.sub(r"(?<=\S)\n(?=\S)", " ", command.help or "")
+    width. Examples stand apart; those that follow the first line at once would lose their indentation to Typer, but for
+    an empty paragraph between."""
+    text = re.sub(r"(?<=\S)\n(?=\S)", " ", command.help or "")
+    command.help = re.sub(r"\A(.*)\n\n(?=\[bold\]Example)", r"\1\n\n\n\n", text)
     for inner in getattr(command, "commands", {}).values():
         _reflowed(inner)
     return command

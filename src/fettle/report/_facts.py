@@ -52,15 +52,27 @@ def speed(trial: Trial) -> float:
 
 
 def ranked(result: Outcome) -> list[Trial]:
-    """Trials that ran, those that may win first, the fastest first; the baseline keeps its place among them."""
+    """Trials that ran, those that may win first, the best for the goal first; the baseline keeps its place."""
     shown = [_as_measured_last(result, trial) for trial in result.trials if ran(trial)]
     allowed = {"measured": 0, "rejected": 1, "failed": 2}
 
     def order(trial: Trial) -> tuple[int, bool, float]:
+        if (figure := goal_figure(result.goal, trial)) is not None:
+            return allowed[trial.status], math.isnan(figure), figure
         value = speed(trial)
         return allowed[trial.status], math.isnan(value), -value if math.isfinite(value) else trial.time_ms
 
     return sorted(shown, key=order)
+
+
+def goal_figure(goal: str, trial: Trial) -> float | None:
+    """What the goal asks to be small, NaN where that is not known; None for goals that speed-ups are compared by."""
+    values = {"memory": trial.peak_bytes, "energy": trial.energy_j, "startup": trial.startup.total_s,
+              "warm-startup": trial.startup.again_s}  # fmt: skip
+    if goal not in values:
+        return None
+    value = values[goal]
+    return float(value) if value is not None and math.isfinite(value) and value > 0 else math.nan
 
 
 def failed(result: Outcome) -> list[Trial]:

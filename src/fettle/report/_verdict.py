@@ -6,7 +6,7 @@ import math
 
 from fettle.measure import Interval, Trial
 from fettle.report import _format as fmt
-from fettle.report._facts import elapsed, misses, name_of, ran, speed, under, unit_name
+from fettle.report._facts import elapsed, goal_figure, misses, name_of, ran, speed, under, unit_name
 from fettle.result import Outcome
 
 
@@ -255,11 +255,8 @@ def _goal_values(result: Outcome) -> tuple[float | None, float | None]:
     """The goal's figure of the baseline and of the winner, where both are known."""
 
     def value(trial: Trial | None) -> float | None:
-        if trial is None:
-            return None
-        value = {"memory": trial.peak_bytes, "energy": trial.energy_j, "startup": trial.startup.total_s,
-                 "warm-startup": trial.startup.again_s}[result.goal]  # fmt: skip
-        return float(value) if value is not None and math.isfinite(value) and value > 0 else None
+        figure = None if trial is None else goal_figure(result.goal, trial)
+        return None if figure is None or math.isnan(figure) else figure
 
     return value(result.baseline), value(result.winner)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -51,39 +51,52 @@ def print_result(result: Outcome, console: Console) -> None:
 
 
 def result_table(result: Outcome, wide: bool = True) -> Table:
-    """All trials that ran; memory and start-up too where there is room."""
-    table = _table("status", wide)
+    """All trials that ran: times, the goal's own figure, and memory and start-up where there is room."""
+    names = ["time", "speed-up", "error", *(("memory", "start-up") if wide else ())]
+    if (own := _OF_GOAL.get(result.goal)) and own not in names:
+        names.append(own)
+    table = _table(names, "status")
     for trial in _facts.ranked(result):
         status = _facts.status_of(result, trial)
-        table.add_row(*_cells(trial, wide), status, escape(_facts.name_of(trial.recipe)), style=_STYLES.get(status))
+        name = escape(_facts.name_of(trial.recipe))
+        table.add_row(*_cells(trial, names), status, name, style=_STYLES.get(status))
     return table
 
 
 def comparison_table(trials: Sequence[Trial], verdicts: Sequence[str]) -> Table:
     """Named recipes beside the workload as given, each with its verdict."""
-    table = _table("verdict", wide=False)
+    names = ("time", "speed-up", "error")
+    table = _table(names, "verdict")
     for trial, word in zip(trials, verdicts, strict=True):
         trial = clean(trial)
         text = word if trial.status == "measured" else f"{trial.status}: {trial.reason}"
         name = escape(_facts.name_of(trial.recipe))
-        table.add_row(*_cells(trial, wide=False), escape(text), name, style=_STYLES.get(trial.status))
+        table.add_row(*_cells(trial, names), escape(text), name, style=_STYLES.get(trial.status))
     return table
 
 
-def _table(last: str, wide: bool) -> Table:
+_OF_GOAL = {"memory": "memory", "startup": "start-up", "warm-startup": "warm start", "energy": "energy"}
+"""The column that each goal goes by, where it is not the speed-up."""
+_FIGURES: Mapping[str, Callable[[Trial], str]] = {
+    "time": lambda trial: fmt.milliseconds(trial.time_ms),
+    "speed-up": lambda trial: escape(fmt.interval(trial.speedup)),
+    "error": lambda trial: fmt.error(trial.accuracy.error),
+    "memory": lambda trial: fmt.size(trial.peak_bytes),
+    "start-up": lambda trial: fmt.seconds(trial.startup.total_s),
+    "warm start": lambda trial: fmt.seconds(trial.startup.again_s),
+    "energy": lambda trial: fmt.joules(trial.energy_j),
+}
+
+
+def _table(names: Sequence[str], last: str) -> Table:
     """Figures first and recipes last: a recipe may be long, and wraps there without breaking the figures."""
     table = Table(box=None, header_style="dim", pad_edge=False)
-    for name in ("time", "speed-up", "error", *(("memory", "start-up") if wide else ())):
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column(last, overflow="fold")
     table.add_column("recipe", overflow="fold", ratio=1)
     return table
 
 
-def _cells(trial: Trial, wide: bool) -> list[str]:
-    cells = [
-        fmt.milliseconds(trial.time_ms),
-        escape(fmt.interval(trial.speedup)),
-        fmt.error(trial.accuracy.error),
-    ]
-    return [*cells, fmt.size(trial.peak_bytes), fmt.seconds(trial.startup.total_s)] if wide else cells
+def _cells(trial: Trial, names: Sequence[str]) -> list[str]:
+    return [_FIGURES[name](trial) for name in names]
