@@ -63,6 +63,15 @@ def test_a_fraction_is_balanced_and_the_same_each_time():
     assert np.linalg.cond(np.column_stack([np.ones(32), signs])) < 2
 
 
+def test_valid_combinations_are_found_where_hardly_any_is():
+    """As in a pipeline: of 12 techniques of nine levels no more than three may be set."""
+    space = Space({f"t{i}": ("off", *"abcdefgh") for i in range(12)}, lambda recipe: "full" * (len(recipe.levels) > 3))
+    recipes = combinations_of(space, most=40)
+    assert len(set(recipes)) == 40
+    assert not any(space.conflict(recipe) for recipe in recipes)
+    assert {name for recipe in recipes for name in recipe.levels} == set(space.choices)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_what_did_not_fit_at_once_is_asked_for_again(seed):
     """A session that keeps much time back takes one recipe at a time: the search is the same, only in smaller races."""

@@ -109,8 +109,10 @@ def _remove_each(space: Space, evidence: Evidence, recipe: Recipe) -> tuple[Reci
 MOST = 64
 """Trials of a factorial unless the caller says otherwise."""
 _TOGETHER = 6
-_LISTED = 20_000
+_LISTED, _GROWN = 20_000, 500
 """Combinations that are written out in full; of a larger space a random part stands for the whole."""
+_MOST_WITH_PAIRS = 64
+"""Levels whose interactions a fraction is balanced for: their number grows with the square."""
 
 
 def factorial(
@@ -143,7 +145,22 @@ def _listed(space: Space) -> list[Recipe]:
     random = np.random.default_rng(0)
     picks = (tuple(one[random.integers(len(one))] for one in levels) for _ in range(_LISTED))
     drawn = (with_required(space, Recipe(dict(zip(names, row, strict=True)))) for row in picks)
-    return list(islice((recipe for recipe in dict.fromkeys(drawn) if valid(space, recipe)), _LISTED // 4))
+    found = list(islice((recipe for recipe in dict.fromkeys(drawn) if valid(space, recipe)), _LISTED // 4))
+    if len(found) >= _GROWN:
+        return found
+    return list(dict.fromkeys([*found, *(_grown(space, random) for _ in range(_GROWN))]))
+
+
+def _grown(space: Space, random: np.random.Generator) -> Recipe:
+    """A valid recipe where those drawn at random hardly ever are, as in a pipeline of many parts: levels are taken in
+    random order, each where it can stand beside those before."""
+    recipe = with_required(space, Recipe())
+    for name in random.permutation(list(space.choices)):
+        level = space.choices[name][random.integers(len(space.choices[name]))]
+        bigger = with_required(space, recipe.with_levels(**{name: level}))
+        if valid(space, bigger):
+            recipe = bigger
+    return recipe
 
 
 def _columns(space: Space, recipes: Sequence[Recipe]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
@@ -155,7 +172,8 @@ def _columns(space: Space, recipes: Sequence[Recipe]) -> tuple[npt.NDArray[np.fl
             chosen = np.array([recipe.levels.get(name, levels[0]) == level for recipe in recipes], dtype=np.float64)
             if 0 < chosen.sum() < len(recipes):
                 mains.append((name, 2 * chosen - 1))
-    pairs = [one * two for (a, one), (b, two) in combinations(mains, 2) if a != b]
+    both = combinations(mains, 2) if len(mains) <= _MOST_WITH_PAIRS else ()
+    pairs = [one * two for (a, one), (b, two) in both if a != b]
     matrix = np.column_stack([np.ones(len(recipes)), *(column for _, column in mains), *pairs])
     return matrix, np.array([1e-3] * (1 + len(mains)) + [1.0] * len(pairs))
 
