@@ -223,7 +223,7 @@ class Trial:
     @property
     def is_compared(self) -> bool:
         """Whether it is known how fast it is beside the baseline, or that it does not run."""
-        return not self.ok or self.speedup is not None
+        return not self.ok or (self.speedup is not None and not math.isnan(self.speedup.estimate))
 
     @property
     def throughput(self) -> float:

@@ -203,7 +203,7 @@ def _unchanged(result: Outcome) -> str:
     if not others:
         return "Nothing to compare: only the model as given was measured; give a longer budget, or allow more levels."
     ran_well = [trial for trial in result.trials if trial.recipe.levels and trial.ok]
-    if ran_well and not any(trial.speedup for trial in ran_well):
+    if ran_well and not any(trial.is_compared for trial in ran_well):
         return (
             "Cannot tell: others had so much of the machine that what a call takes could not be read, and no recipe be "
             "compared with the model as given. The same command measures these again, on a quieter machine; "
