@@ -25,7 +25,7 @@ def test_a_slower_snippet_is_told_with_its_interval_and_names_stay_as_they_were(
     found = magic("--seconds 2", "# long\nsleep(0.02)\n---\n# short\nleft = 1\nsleep(0.002)\n")
     long, short = found.rows
     assert (long.name, short.name) == ("long", "short")
-    assert short.speedup.low > 4
+    assert short.speedup.low > 1.5  # ten times, less what a loaded machine adds to either
     assert "left" not in names
     assert [line[3] for line in found.lines()] == ["as given", "faster"]
     assert "<td>short</td>" in found._repr_html_()
