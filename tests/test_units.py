@@ -5,7 +5,7 @@ import math
 import pytest
 
 from fettle.errors import UsageError
-from fettle.units import parse_size, seconds_text, size_text
+from fettle.units import parse_size, rate_text, seconds_text, size_text
 
 MIB, GIB = 2**20, 2**30
 
@@ -26,6 +26,12 @@ def test_other_words_are_not_sizes(text: str) -> None:
 def test_times_are_written() -> None:
     assert [seconds_text(value) for value in (0, 2e-6, 0.0123, 1.5, 75.4, 89.6, 1234, 7500, math.nan)] == [
         *("0 s", "2 µs", "12.3 ms", "1.5 s", "75.4 s", "89.6 s", "21 min", "2 h 05 min", "-"),
+    ]
+
+
+def test_rates_are_written() -> None:
+    assert [rate_text(rate) for rate in (0.5, 44.234, 1234.5, 11377.0, math.nan)] == [
+        *("0.5", "44.23", "1234", "11,380", "nan"),
     ]
 
 

@@ -30,6 +30,13 @@ def count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
+def rate_text(per_second: float) -> str:
+    """Four digits without an exponent: ``44.23``, ``11,380``."""
+    if not math.isfinite(per_second) or abs(per_second) < 1e4:
+        return f"{per_second:.4g}"
+    return f"{round(per_second, 3 - math.floor(math.log10(abs(per_second)))):,.0f}"
+
+
 def seconds_text(seconds: float) -> str:
     """Seconds with a unit and three digits, ``12.3 ms``, ``12 min``, ``2 h 05 min``; a dash where there is none."""
     if not math.isfinite(seconds):

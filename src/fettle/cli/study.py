@@ -313,7 +313,7 @@ def _print(
 
 def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Grid:
     from fettle.studies.ladder_chart import beside
-    from fettle.units import size_text
+    from fettle.units import rate_text, size_text
 
     grid = Grid(
         title=escape(name), box=None, title_justify="left", title_style="bold", header_style="dim", pad_edge=False
@@ -330,20 +330,18 @@ def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Gr
         theirs_at = [f"{ratio:.2f}x" if ratio is not None else "–"] if theirs else []
         error = f"{rung.error:.1e}" if math.isfinite(rung.error) else "–"
         grid.add_row(
-            escape(rung.label), _rate(rung.per_second) if known else "–", str(rung.speedup) if known else "–",
+            escape(rung.label), rate_text(rung.per_second) if known else "–", str(rung.speedup) if known else "–",
             *theirs_at, size_text(rung.peak_bytes) if rung.peak_bytes else "–", error, *(_grown(rung) if grown else []),
             "" if rung.kept else escape(rung.reason or "left out"), style="" if rung.kept else "yellow",
         )  # fmt: skip
     return grid
 
 
-def _rate(per_second: float) -> str:
-    return f"{per_second:.0f}" if per_second >= 1000 else f"{per_second:.4g}"
-
-
 def _grown(rung: Rung) -> tuple[str, str, str]:
     """The largest batch at a step, and how fast it is."""
+    from fettle.units import rate_text
+
     most = rung.grown
     if most is None or not most.factor:
         return "–", "–", "–"
-    return str(most.rows), _rate(most.per_second), str(most.speedup) if most.speedup is not None else "–"
+    return str(most.rows), rate_text(most.per_second), str(most.speedup) if most.speedup is not None else "–"

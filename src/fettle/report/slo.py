@@ -17,6 +17,7 @@ from fettle.page import Figure, as_spec, clean, shell, theme
 from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn, Rows, by_name, level, rule, sized
 from fettle.report import _format as fmt
 from fettle.report import _slo_tables
+from fettle.units import rate_text
 
 Data = Mapping[str, Any]
 _HEIGHT = 300
@@ -61,7 +62,7 @@ def headline(data: Data) -> str:
         return "A search that was interrupted"
     if point is None:
         return f"No setting keeps {_ms(data['limit_ms'])}"
-    words = f"{point['measured']:.4g} requests a second within {_ms(data['limit_ms'])}"
+    words = f"{rate_text(point['measured'])} requests a second within {_ms(data['limit_ms'])}"
     return words if data["met"] else f"Not met: {words}"
 
 
@@ -70,7 +71,7 @@ def lead(data: Data) -> str:
     point = best(data)
     if point is None:
         return " ".join(f"{why[:1].upper()}{why[1:]}." for why in data["why"][:2])
-    text = f"{point['setting']}. Predicted before any load test: {point['predicted']:.4g} requests a second."
+    text = f"{point['setting']}. Predicted before any load test: {rate_text(point['predicted'])} requests a second."
     if data["rate"]:
         text += f" Asked for: {data['rate']:.4g}"
         text += f", with {data['head_room']:.0%} of the capacity to be left." if data["head_room"] else "."

@@ -17,6 +17,7 @@ from fettle.load.torchserve import torchserve_row
 from fettle.measure import pareto
 from fettle.slo.kept import Tested
 from fettle.slo.points import Measured, Point, SearchResult
+from fettle.units import rate_text
 
 LINEAR = 0.05
 """Change of the cost a row below which larger batches bring nothing."""
@@ -73,8 +74,10 @@ def _why_nothing(result: SearchResult) -> list[str]:
 
 def _of_ties(best: Point, points: Sequence[Point]) -> list[str]:
     """Settings that kept the limit up to the same rate."""
-    tied = [point for point in points if best.measured and point.measured == best.measured and point is not best]
-    return [f"{point.setting} keeps the limit up to {best.measured:.4g} requests/s as well, with a p99 of "
+    if not best.measured:
+        return []
+    tied = [point for point in points if point.measured == best.measured and point is not best]
+    return [f"{point.setting} keeps the limit up to {rate_text(best.measured)} requests/s as well, with a p99 of "
             f"{point.p99_at_measured_ms:.3g} instead of {best.p99_at_measured_ms:.3g} ms there"
             for point in tied]  # fmt: skip
 

@@ -24,6 +24,7 @@ from fettle.slo.kept import Tested, package_key
 from fettle.slo.points import Outcome, Point, Proven, SearchResult, Setting
 from fettle.slo.server_process import ServerFailure, ServerProcess, ServerStats
 from fettle.slo.simulate import Costs, simulate
+from fettle.units import rate_text
 
 LATE = "the load generator was late itself in tests that failed: what was measured is a lower bound"
 """A late generator makes latencies longer, never shorter: what passes has passed."""
@@ -114,7 +115,7 @@ async def prove(
     def on_test(rate: float) -> None:
         if stop is not None and stop.is_set():
             raise Stopped
-        on_progress(f"{rate:.4g} requests/s on {setting}")
+        on_progress(f"{rate_text(rate)} requests/s on {setting}")
 
     def key(rate: float) -> str:
         return f"test {package_key(package)} {setting} {rate:.6g}/s {test_s(rate, seconds):.6g}s {limit_s:g}s"

@@ -28,6 +28,7 @@ from fettle.slo.proof import prove, sample_requests, serve_settings, test_s
 from fettle.slo.ranking import Known, between, rank, worker_splits
 from fettle.slo.server_process import ServerFailure, ServerProcess
 from fettle.slo.simulate import simulate
+from fettle.units import rate_text
 
 HEADROOM = 0.2
 """Share of the capacity to leave free: suggested where no other was asked for."""
@@ -287,7 +288,7 @@ class _Search:
 
     async def _prove(self, point: Point, to_beat: float) -> None:
         self._tested.add(point.setting)
-        self.progress(f"load tests of {point.setting}, predicted {point.predicted:.4g} requests/s")
+        self.progress(f"load tests of {point.setting}, predicted {rate_text(point.predicted)} requests/s")
         package = self.variants[point.setting.variant].package
         costs, expected = self.result.branches[point.setting.branch].costs, self._expected(point)
         try:
@@ -313,8 +314,8 @@ class _Search:
         if result.best is not None and not result.met:
             best = (1 - result.headroom) * result.best.capacity
             room = f" with {result.headroom:.0%} headroom" if result.headroom else ""
-            result.why.append(f"{result.rate:.4g} requests/s are asked for; the best setting keeps the limit up to "
-                              f"{best:.4g}{room}")  # fmt: skip
+            result.why.append(f"{rate_text(result.rate)} requests/s are asked for; the best setting keeps the limit "
+                              f"up to {rate_text(best)}{room}")  # fmt: skip
 
     def _complete(self, point: Point, prices: Mapping[str, float]) -> None:
         result, setting = self.result, point.setting

@@ -26,7 +26,7 @@ from urllib.parse import quote
 import msgspec
 
 from fettle.errors import UsageError
-from fettle.units import count_text
+from fettle.units import count_text, rate_text
 
 RUNNING_S = 180.0
 """A study whose storage or logs changed within so many seconds, and after its result was written, is taken to run."""
@@ -241,7 +241,7 @@ def _under_load(path: Path) -> str:
         best = search.points[place] if place is not None and 0 <= place < len(search.points) else None
         if best is None or not best.measured:
             return f"{search.name}: no setting was shown to keep {kept}"
-        line = f"{search.name}: {best.measured:.4g} requests/s with {kept}: {best.setting}"
+        line = f"{search.name}: {rate_text(best.measured)} requests/s with {kept}: {best.setting}"
         return line if search.met else f"{line}; not met"
     told = msgspec.json.decode(text, type=list[_Run] | _Runs)
     runs = told.runs if isinstance(told, _Runs) else told

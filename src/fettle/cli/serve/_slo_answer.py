@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from fettle.cli import _show
+from fettle.units import rate_text
 
 if TYPE_CHECKING:
     from fettle.page import Table
@@ -36,7 +37,7 @@ def print_result(result: SearchResult, busy: str, written: Path | None, console:
     if best is not None and best.measured:
         share = result.headroom or HEADROOM
         room = (1 - share) * best.measured
-        console.print(f"with {share:.0%} headroom: up to {room:.4g} requests/s")
+        console.print(f"with {share:.0%} headroom: up to {rate_text(room)} requests/s")
     device = best.setting.device if best is not None else "cpu"
     _print_end(result.interrupted, written, console, f" --device {device}" if device != "cpu" else "")
 
@@ -56,7 +57,7 @@ def _table(result: SearchResult, most: int = 12) -> Table:
 
 
 def _cells(point: Point, several: bool) -> list[str]:
-    measured = "" if point.measured is None else f"{point.measured:.4g}"
+    measured = "" if point.measured is None else rate_text(point.measured)
     if point.measured == 0:
         measured = f"under {point.lowest:.4g}"
     return [
