@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch import library
 
 from fettle.applying import apply
 from fettle.errors import UsageError
@@ -54,7 +55,7 @@ def static(tmp_path_factory):
     return work, fast, write_package(work, STATIC, path, name="conv", settings=ServeSettings(max_rows=4))
 
 
-@torch.library.custom_op("fettle_tests::doubled", mutates_args=())
+@library.custom_op("fettle_tests::doubled", mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return 2 * x
 
