@@ -36,6 +36,9 @@ from pathlib import Path
 from typing import Any
 
 RECIPES = {
+    "fettle, int8 in blocks": "grad=inference_mode weights=int8-blocks kv_cache=static-prompts",
+    "fettle, int8 in blocks, bf16": "grad=inference_mode precision=bf16 weights=int8-blocks kv_cache=static-prompts",
+    "fettle, int4 in blocks": "grad=inference_mode weights=int4-blocks kv_cache=static-prompts",
     "fettle, OpenVINO, int8": "grad=inference_mode runtime=openvino-stateful weights=int8",
     "fettle, OpenVINO, int8 dynamic": "grad=inference_mode runtime=openvino-stateful weights=int8-dynamic",
     "fettle, OpenVINO, int8 dynamic, 8 bits kept": (
@@ -43,10 +46,8 @@ RECIPES = {
     ),
     "fettle, OpenVINO, int4": "grad=inference_mode runtime=openvino-stateful weights=int4",
     "fettle, int8": "grad=inference_mode precision=bf16 weights=int8-dynamic kv_cache=static-prompts",
-    "fettle, int8, eager prompts": "grad=inference_mode precision=bf16 weights=int8-dynamic kv_cache=static-compiled",
     "fettle, int8, 16-bit tokens": "grad=inference_mode precision=bf16 weights=int8-16 kv_cache=static-compiled",
     "fettle, bf16": "grad=inference_mode precision=bf16 kv_cache=static-frozen",
-    "fettle, int4": "grad=inference_mode precision=bf16 weights=int4 kv_cache=static-compiled",
 }
 PEERS = ("transformers", "transformers, bf16", "transformers, bf16, static, compiled", "transformers, generate_batch")
 PLAIN = ("llama.cpp", "OpenVINO GenAI")

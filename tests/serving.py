@@ -1,6 +1,7 @@
 """Small packages and a running server that the tests of this room share."""
 
 import asyncio
+import subprocess
 import threading
 import time
 from contextlib import contextmanager
@@ -74,6 +75,22 @@ def until(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def certified(tmp_path_factory):
+    """A folder with a certificate for 127.0.0.1, its key, and both in one file."""
+    folder = tmp_path_factory.mktemp("certificate")
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=test "
+        "-addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out certificate.pem"
+    )
+    try:
+        subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("openssl is not installed")
+    (folder / "both.pem").write_text((folder / "certificate.pem").read_text() + (folder / "key.pem").read_text())
+    return folder
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Workloads: where they come from, what they hold, and the one clear line when they cannot be had."""
 
+import contextlib
 import subprocess
 import sys
 import textwrap
@@ -183,7 +184,7 @@ class TestLeaves:
 
 class TestFindTarget:
     def test_file(self, tmp_path: Path) -> None:
-        path = write(tmp_path, "")
+        path = write(tmp_path, "workload = small = other = abs")
         target = find_target(str(path))
         assert (target.reference, target.name) == (f"{path}:workload", "work")
         assert target.search_path == (str(tmp_path), str(Path.cwd()))
@@ -191,7 +192,7 @@ class TestFindTarget:
         assert find_target(f"{path}:small") == Target(f"{path}:small", "work-small", target.search_path)
 
     def test_file_beside_us(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        path = write(tmp_path, "")
+        path = write(tmp_path, "workload = small = other = abs")
         monkeypatch.chdir(tmp_path)
         assert find_target("work.py").reference == f"{path}:workload"
         assert find_target("./work.py:other").reference == f"{path}:other"
@@ -203,7 +204,7 @@ class TestFindTarget:
         assert find_target(f"{path}:workload").load().inputs == [1]
 
     def test_home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        path = write(tmp_path, "")
+        path = write(tmp_path, "workload = small = other = abs")
         monkeypatch.setenv("HOME", str(tmp_path))
         assert find_target("~/work.py").reference == f"{path}:workload"
 
@@ -227,6 +228,27 @@ class TestFindTarget:
     def test_a_folder_is_no_file(self, tmp_path: Path) -> None:
         with Refused("no such file"):
             find_target(str(tmp_path))
+
+    @pytest.mark.parametrize(
+        ("text", "refused"),
+        [
+            ("def workload(): pass\n_x = 1", True),
+            ("def outer():\n    def small(): pass", True),
+            ("print(small)", True),
+            ("from models import *", False),
+            ("if True:\n    def small(): pass", False),
+            ("import models as small", False),
+            ("globals()['small'] = abs", False),
+            ("def __getattr__(name): return abs", False),
+            ("this is no Python", False),
+        ],
+    )
+    def test_a_factory_that_a_file_plainly_lacks_is_told_before_it_runs(
+        self, tmp_path: Path, text: str, refused: bool
+    ) -> None:
+        path = write(tmp_path, text)
+        with Refused(f"{path} has no factory named 'small'") if refused else contextlib.nullcontext():
+            find_target(f"{path}:small")
 
     def test_another_kind_of_file(self, tmp_path: Path) -> None:
         path = write(tmp_path, "", "weights.pt")
@@ -280,8 +302,11 @@ class TestLoad:
         ("text", "parts"),
         [
             ("def workload(: pass", ["importing", "work.py", "SyntaxError"]),
-            ("import no_such_module_at_all", ["importing", "ModuleNotFoundError", "no_such_module_at_all"]),
-            ("raise SystemExit('bye')", ["importing", "SystemExit: bye"]),
+            (
+                "import no_such_module_at_all\ndef workload(): pass",
+                ["importing", "ModuleNotFoundError", "no_such_module_at_all"],
+            ),
+            ("raise SystemExit('bye')\ndef workload(): pass", ["importing", "SystemExit: bye"]),
             ("def other(): pass", ["no factory named 'workload'", "it has other"]),
             ("x = 1", ["no factory named 'workload'"]),
             ("workload = 3", ["no factory named 'workload'"]),

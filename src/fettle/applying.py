@@ -56,6 +56,8 @@ def apply(
     `Workload` brings its own. Of a `TrainingWorkload` the loop is returned: an iterator without end that makes one
     optimizer step each time it is asked for the next loss.
 
+    A recipe for several ranks is applied in each of them: start the program with torchrun.
+
     The model is changed in place, as by ``model.eval()``; hand over a ``copy.deepcopy`` to keep the original. Load its
     weights before: what is converted, frozen or packed has its own from then on. Warns when the recipe was measured on
     another machine, or with another version of torch or of the runtime that it uses: ``fettle check recipe.toml
@@ -70,7 +72,10 @@ def apply(
         facts = replace(training_facts(workload, allow_batch=True), largest_batch=LARGEST)
     else:
         facts = probe_facts(workload, allow_batch=True)
-    optimize = _compiled(file.recipe, replace(facts, learned=file.learned))
+    ranks, here = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))  # of torchrun
+    optimize = _compiled(
+        file.recipe, replace(facts, learned=file.learned, ranks=ranks, nodes=max(1, ranks // max(1, here)))
+    )
     if isinstance(workload, TrainingWorkload):
         return optimize(workload.model, workload.optimizer, workload.loss, workload.data)
     calibration = list(workload.calibration) or list(workload.inputs)

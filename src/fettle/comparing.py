@@ -17,7 +17,17 @@ from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile, read_recipe
 from fettle.result import Limits
 from fettle.techniques import canonical, conflict
-from fettle.tuning import WAITING, OnProgress, Options, Session, check_options, target_of, widened, workload_of
+from fettle.tuning import (
+    WAITING,
+    OnProgress,
+    Options,
+    Session,
+    check_options,
+    check_ranks,
+    target_of,
+    widened,
+    workload_of,
+)
 from fettle.workload import AUTO
 
 REPLICATES = 4
@@ -64,6 +74,7 @@ def bench(
     call: Callable[..., Any] | None = None,
     metric: Callable[[Callable[..., Any]], float] | None = None,
     mode: str = AUTO,
+    nproc: int = 1,
     limits: Limits | None = None,
     confidence: float = 0.95,
     budget_s: float | None = None,
@@ -84,10 +95,10 @@ def bench(
 
     `model`, `inputs`, `call`, `metric` and `mode` are what `fettle.tune` takes: a live model with inputs, a `Workload`,
     a `TrainingWorkload`, or ``"file.py:factory"``. A recipe is a `Recipe`, its text, or the path of a ``recipe.toml``;
-    one or several. `budget_s` is the time for the whole race, None or 0 for no limit. With `settle` the race goes on
-    until each verdict is known; without, until the fastest is. With `under_load` time elapsed beside whatever else the
-    machine does is compared; with `polite` no slice goes before other processes' work. Raises `UsageError` for a recipe
-    that cannot work here.
+    one or several; those that need several ranks have `nproc` of them. `budget_s` is the time for the whole race, None
+    or 0 for no limit. With `settle` the race goes on until each verdict is known; without, until the fastest is. With
+    `under_load` time elapsed beside whatever else the machine does is compared; with `polite` no slice goes before
+    other processes' work. Raises `UsageError` for a recipe that cannot work here.
     """
     several = [recipes] if isinstance(recipes, (Recipe, RecipeFile, str, Path)) else recipes
     rules = Rules(
@@ -95,7 +106,9 @@ def bench(
         further=(MOST_REPLICATES,) if settle else (), under_load=under_load,
         may_go_first=may_go_first() and not polite,
     )  # fmt: skip
-    return _race(workload_of(model, inputs, call, metric, mode), several, rules, limits, budget_s, "", on_progress)
+    return _race(
+        workload_of(model, inputs, call, metric, mode), several, rules, limits, budget_s, "", nproc, on_progress
+    )
 
 
 def check(
@@ -105,13 +118,14 @@ def check(
     *,
     call: Callable[..., Any] | None = None,
     mode: str = AUTO,
+    nproc: int = 1,
     force: bool = False,
     budget_s: float | None = None,
     on_progress: OnProgress = lambda event: None,
 ) -> Comparison:
     """Is a recipe still faster here, and are its answers still right?
 
-    It is raced as by `bench`, under the limits that it was found with.
+    It is raced as by `bench`, under the limits that it was found with. One for several ranks needs `nproc` of them.
 
     A recipe file names the workload that it was found on: `UsageError` for another one, unless `force`.
     """
@@ -123,7 +137,7 @@ def check(
     rules = Rules(settle_verdicts=True, max_rounds=48, replicates=REPLICATES, further=(MOST_REPLICATES,))
     fingerprint = "" if force else file.workload.get("fingerprint", "")
     return _race(
-        workload_of(model, inputs, call, None, mode), [file], rules, limits, budget_s, fingerprint, on_progress
+        workload_of(model, inputs, call, None, mode), [file], rules, limits, budget_s, fingerprint, nproc, on_progress
     )
 
 
@@ -137,6 +151,7 @@ def _race(
     limits: Limits | None,
     budget_s: float | None,
     fingerprint: str,
+    nproc: int,
     on_progress: OnProgress,
 ) -> Comparison:
     """The race of a comparison. `fingerprint`, when given, is what the workload must be."""
@@ -145,12 +160,12 @@ def _race(
         folder = Path(text)
         options = Options(
             budget_s=None, output=folder, allow_batch=True, confidence=rules.confidence, under_load=rules.under_load,
-            polite=not rules.may_go_first,
+            polite=not rules.may_go_first, nproc=nproc,
         )  # fmt: skip
         if limits is not None:
             options = replace(options, limits=limits, max_spread=limits.max_error, max_kl=limits.max_error)
         check_options(options)
-        session = Session(target_of(workload, folder), options, on_progress)
+        session = Session(check_ranks(options, target_of(workload, folder)), options, on_progress)
         try:
             session.report("building the workload and its reference")
             session.open(this_machine(), fingerprint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import time
 import warnings
@@ -97,4 +98,5 @@ def hidden(url: str) -> str:
     scheme, separator, rest = url.partition("://")
     login, at, place = rest.rpartition("@")
     user, colon, _ = login.partition(":")
+    place = re.sub(r"(?i)(?<=[?&])(\w*passw\w*=)[^&]*", r"\1***", place)
     return f"{scheme}{separator}{user}{colon}{'***' * bool(colon)}{at}{place}"

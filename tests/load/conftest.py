@@ -1,3 +1,3 @@
-"""The packages that the tests of this room share."""
+"""What the tests of this room share."""
 
-from tests.serving import store  # noqa: F401
+from tests.serving import certified, store  # noqa: F401

@@ -109,7 +109,7 @@ def test_what_a_server_would_ignore_is_refused(fettle, tmp_path):
         code, _, errors = fettle("serve", *command, "bert-9")
         assert (code, len(errors), "there is no package bert-9; and" in errors[0]) == (2, 1, True)
     with pytest.raises(UsageError, match="packaged with its recipe"):
-        run._packaged(str(tmp_path), Path("recipe.toml"))
+        run._packaged(str(tmp_path), Path("recipe.toml"), print)
 
 
 def test_an_address_of_ipv6_is_in_brackets(capsys):

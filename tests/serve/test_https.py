@@ -2,7 +2,6 @@
 
 import asyncio
 import ssl
-import subprocess
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -14,22 +13,6 @@ from fettle.serve.engine.registry import Options
 from fettle.serve.server import Address, Server
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a certificate for 127.0.0.1, its key, and both in one file."""
-    folder = tmp_path_factory.mktemp("certificate")
-    command = (
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=test "
-        "-addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out certificate.pem"
-    )
-    try:
-        subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("openssl is not installed")
-    (folder / "both.pem").write_text((folder / "certificate.pem").read_text() + (folder / "key.pem").read_text())
-    return folder
-
-
 def asked(port: int, scheme: str, trusted: Path | None) -> int:
     context = ssl.create_default_context(cafile=trusted) if trusted is not None else None
     with urllib.request.urlopen(f"{scheme}://127.0.0.1:{port}/v2/health/live", context=context, timeout=10) as answer:
@@ -37,35 +20,35 @@ def asked(port: int, scheme: str, trusted: Path | None) -> int:
 
 
 @pytest.mark.parametrize("files", [("certificate.pem", "key.pem"), ("both.pem", None)])
-def test_it_answers_who_trusts_the_certificate_and_nobody_else(made: Path, files: tuple[str, str | None]) -> None:
-    certificate, key = made / files[0], made / files[1] if files[1] else None
+def test_it_answers_who_trusts_the_certificate_and_nobody_else(certified: Path, files: tuple[str, str | None]) -> None:
+    certificate, key = certified / files[0], certified / files[1] if files[1] else None
 
     async def through() -> None:
         server = Server(Address(port=0, certificate=certificate, key=key), Options())
         await server.start([])
         try:
             (port,) = server.ports
-            assert await asyncio.to_thread(asked, port, "https", made / "certificate.pem") == 200
+            assert await asyncio.to_thread(asked, port, "https", certified / "certificate.pem") == 200
             with pytest.raises(urllib.error.URLError, match=r"self.signed"):
                 await asyncio.to_thread(asked, port, "https", None)
             with pytest.raises((OSError, urllib.error.URLError)):  # plain HTTP
                 await asyncio.to_thread(asked, port, "http", None)
-            assert await asyncio.to_thread(asked, port, "https", made / "certificate.pem") == 200
+            assert await asyncio.to_thread(asked, port, "https", certified / "certificate.pem") == 200
         finally:
             await server.close()
 
     asyncio.run(through())
 
 
-def test_a_wrong_file_is_one_line(made: Path, tmp_path: Path) -> None:
+def test_a_wrong_file_is_one_line(certified: Path, tmp_path: Path) -> None:
     (tmp_path / "text.pem").write_text("no certificate")
     for certificate, key, said in [
         (tmp_path / "none.pem", None, "No such file"),
         (tmp_path / "text.pem", None, "no certificate with its private key"),
-        (made / "certificate.pem", None, "no certificate with its private key"),
+        (certified / "certificate.pem", None, "no certificate with its private key"),
     ]:
         with pytest.raises(UsageError, match=said) as raised:
             Address(certificate=certificate, key=key).tls()
         assert "\n" not in str(raised.value)
     with pytest.raises(UsageError, match="--certificate"):
-        Address(key=made / "key.pem").check()
+        Address(key=certified / "key.pem").check()

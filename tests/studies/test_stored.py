@@ -87,3 +87,6 @@ def test_what_is_not_there_is_said_in_one_line_and_nothing_is_made(storage: str,
 def test_a_storage_is_shown_without_its_password():
     assert hidden("postgresql://fettle:p@s:s@db/studies") == "postgresql://fettle:***@db/studies"
     assert hidden("postgresql://fettle@db/studies") == "postgresql://fettle@db/studies"
+    asked = "postgresql:///studies?host=db&{}=secret&sslmode=require"
+    for name in ("password", "sslpassword", "PASSWORD"):
+        assert hidden(asked.format(name)) == asked.format(name).replace("secret", "***")

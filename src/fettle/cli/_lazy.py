@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import shutil
+import textwrap
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -24,10 +26,18 @@ def _reflowed(command: Any) -> Any:
     width. Examples stand apart; those that follow the first line at once would lose their indentation to Typer, but for
     an empty paragraph between."""
     text = re.sub(r"(?<=\S)\n(?=\S)", " ", command.help or "")
+    text = re.sub(r"^  fettle .*$", _folded, text, flags=re.MULTILINE)
     command.help = re.sub(r"\A(.*)\n\n(?=\[bold\]Example)", r"\1\n\n\n\n", text)
     for inner in getattr(command, "commands", {}).values():
         _reflowed(inner)
     return command
+
+
+def _folded(example: re.Match[str]) -> str:
+    """An example that is too long for the terminal as a shell takes it on several lines."""
+    width = shutil.get_terminal_size().columns - 4  # the margins of the help, and the backslash
+    lines = textwrap.wrap(example[0], width, subsequent_indent="      ", break_long_words=False, break_on_hyphens=False)
+    return " \\\n".join(lines)
 
 
 class LazyGroup(TyperGroup):

@@ -36,6 +36,10 @@ StudyOutput = Annotated[
     typer.Option("--output", "-o", help="folder of this machine alone, and .csv or .parquet for the table"),
 ]
 TrialTimeout = Annotated[str, typer.Option(help="longest time for one recipe to get ready")]
+Nproc = Annotated[
+    int,
+    typer.Option(help="ranks on this machine, for training's parallel strategies or inference's tensor parallelism"),
+]
 UnderLoad = Annotated[bool, typer.Option(help="measure while the machine does other work, by elapsed time")]
 Polite = Annotated[bool, typer.Option(help="never take priority over other processes")]
 LatencyLimit = Annotated[

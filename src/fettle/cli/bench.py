@@ -47,6 +47,7 @@ def command(
         bool, typer.Option("--same-environment", help="gate: build none for a revision whose lock file differs")
     ] = False,
     mode: _options.Mode = "auto",
+    nproc: _options.Nproc = 1,
     under_load: _options.UnderLoad = False,
     polite: _options.Polite = False,
     max_error: Annotated[
@@ -82,6 +83,8 @@ def command(
     if against or against_python or bisect:
         if recipe or max_error is not None:
             raise UsageError("--recipe and --max-error are for recipes: revisions run as they are")
+        if nproc != 1:
+            raise UsageError("--nproc is for recipes: revisions run as one process")
         if bisect and (against or against_python):
             raise UsageError("--bisect compares the commits of GOOD..BAD: leave --against and --against-python out")
         if as_json and as_markdown:
@@ -114,8 +117,9 @@ def command(
     if rounds < 3:
         raise UsageError("--rounds must be 3 or more: an interval needs them")
     _compare(
-        target, recipe or ["baseline"], max_error, as_json, mode=mode, confidence=confidence, max_rounds=rounds,
-        budget_s=_options.duration_s(budget, "--budget") or None, under_load=under_load, polite=polite,
+        target, recipe or ["baseline"], max_error, as_json, mode=mode, nproc=nproc, confidence=confidence,
+        max_rounds=rounds, budget_s=_options.duration_s(budget, "--budget") or None, under_load=under_load,
+        polite=polite,
     )  # fmt: skip
 
 

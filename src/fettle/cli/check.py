@@ -17,6 +17,7 @@ def command(
     recipe: Annotated[Path, typer.Argument(help="a recipe.toml")],
     target: _options.Target,
     mode: _options.Mode = "auto",
+    nproc: _options.Nproc = 1,
     force: Annotated[bool, typer.Option("--force", help="even if the workload has other weights or inputs")] = False,
     as_json: _options.AsJson = False,
 ) -> None:
@@ -40,6 +41,6 @@ def command(
     if foreign and not as_json:
         console(error=True).print(f"[yellow]{escape(foreign)}; measuring it here[/]")
     with progress(quiet=as_json) as show:
-        comparison = check(target, loaded, mode=mode, force=force, on_progress=show)
+        comparison = check(target, loaded, mode=mode, nproc=nproc, force=force, on_progress=show)
     _show.answer(as_json, lambda: comparison_json(comparison), lambda out: _show.print_comparison(out, comparison))
     _show.leave(interrupted=comparison.interrupted, missed=comparison.failed or comparison.verdicts[1] == "slower")

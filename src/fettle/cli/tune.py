@@ -39,9 +39,7 @@ def command(
     max_latency: Annotated[str | None, typer.Option(help="longest time of a call, for example 100ms")] = None,
     max_memory: Annotated[str | None, typer.Option(help="highest peak memory, for example 2GiB")] = None,
     min_throughput: Annotated[float | None, typer.Option(help="least samples a second, for goal memory")] = None,
-    nproc: Annotated[
-        int, typer.Option(help="training: ranks on this machine that parallel strategies may use, started by torchrun")
-    ] = 1,
+    nproc: _options.Nproc = 1,
     nodes: Annotated[
         int, typer.Option(help="training: machines with so many ranks each; on the others run 'fettle join HOST:PORT'")
     ] = 1,

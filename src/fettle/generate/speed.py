@@ -137,11 +137,11 @@ _LONG_NS = 300_000_000
 
 def tokens_per_s(
     run: Callable[..., Any], prompts: Sequence[Mapping[str, torch.Tensor]], rows: int, new_tokens: int,
-    temperature: float = 0.0, repeats: int = 3,
+    temperature: float = 0.0, repeats: int = 3, slowest: Callable[[int], int] = lambda ns: ns,
 ) -> float:  # fmt: skip
     """Tokens a second with so many rows: the median of a few texts after each prompt, one more before them to warm up.
-    Where a text takes longer than `_LONG_NS` one is enough, warmed up after the first prompt alone. NaN where memory
-    does not allow it."""
+    Where a text takes longer than `_LONG_NS` one is enough, warmed up after the first prompt alone. `slowest` gives all
+    ranks that write together one time. NaN where memory does not allow it."""
     took: list[int] = []
     for prompt in prompts:
         wide = rows_of(prompt, rows)
@@ -155,7 +155,7 @@ def tokens_per_s(
                 return math.nan
             if text.device.type == "cuda":
                 torch.cuda.synchronize()
-            times.append(time.perf_counter_ns() - started)
+            times.append(slowest(time.perf_counter_ns() - started))
             if times[-1] > _LONG_NS:
                 needed = 1 if took else 2
         kept = sorted(times[1:] or times)

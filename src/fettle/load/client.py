@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import http.client
 import json
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -43,26 +46,49 @@ class Request:
     port: int
     data: bytes
     path: str
+    tls: ssl.SSLContext | None = None
+    """Which certificates are trusted, where it goes by HTTPS."""
 
 
-def http_request(url: str, body: bytes, headers: dict[str, str]) -> Request:
-    """A POST as bytes. Raises `UsageError` for a URL that is not plain http."""
+_trusting_as_the_system = functools.cache(ssl.create_default_context)
+
+
+def trusting(file: Path | None) -> ssl.SSLContext | None:
+    """Trust the certificates of this file (PEM) besides those that the system trusts. Raises `UsageError`."""
+    if file is None:
+        return None
+    context = ssl.create_default_context()
+    try:
+        context.load_verify_locations(file)
+    except OSError as error:  # ssl.SSLError is one
+        raise UsageError(f"{file} holds no certificate that can be read (PEM): {error.strerror or error}") from error
+    return context
+
+
+def http_request(url: str, body: bytes, headers: dict[str, str], tls: ssl.SSLContext | None = None) -> Request:
+    """A POST as bytes; `tls` says which certificates are trusted, by default those that the system trusts.
+
+    Raises `UsageError` for a URL that is neither http nor https.
+    """
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port or 80
+        host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError as error:
         raise UsageError(f"{url!r} is not an address: {error}") from error
-    if parts.scheme != "http" or not host:
-        raise UsageError(f"{url!r} is not an http:// address")
+    if parts.scheme not in ("http", "https") or not host:
+        raise UsageError(f"{url!r} is not an http:// or https:// address")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     if any(c in value for value in (*headers, *headers.values(), path) for c in "\r\n"):
         raise UsageError("a header may not hold a line break")
     lines = [f"POST {path} HTTP/1.1", f"Host: {parts.netloc.rpartition('@')[2]}", f"Content-Length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
-    return Request(host, port, "\r\n".join([*lines, "", ""]).encode() + body, path)
+    tls = (tls or _trusting_as_the_system()) if parts.scheme == "https" else None
+    return Request(host, port, "\r\n".join([*lines, "", ""]).encode() + body, path, tls)
 
 
-def model_request(url: str, rows: int = 1, seed: int = 0, token: str = "") -> Request:
+def model_request(
+    url: str, rows: int = 1, seed: int = 0, token: str = "", tls: ssl.SSLContext | None = None
+) -> Request:
     """A request for a model that speaks the Open Inference Protocol, with random binary tensors of its own metadata.
 
     `url` is the server's, where it serves one model, or a model's: ``http://host:port/v2/models/NAME``. Sizes that are
@@ -71,11 +97,11 @@ def model_request(url: str, rows: int = 1, seed: int = 0, token: str = "") -> Re
     base = url.rstrip("/").removesuffix("/infer")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     if "/v2/models/" not in base:
-        names = get_json(f"{base}/v2/models", headers, _Models).models
+        names = get_json(f"{base}/v2/models", headers, _Models, tls).models
         if len(names) != 1:
             raise UsageError(f"{base} serves {len(names)} models ({', '.join(names)}): name one in the URL")
         base = f"{base}/v2/models/{names[0]}"
-    metadata = get_json(base, headers, _Model)
+    metadata = get_json(base, headers, _Model, tls)
     random = np.random.default_rng(seed)
     tensors = []
     for spec in metadata.inputs:
@@ -88,10 +114,12 @@ def model_request(url: str, rows: int = 1, seed: int = 0, token: str = "") -> Re
         else:
             array = random.integers(0, 2, shape).astype(kind)  # good for masks, types and tokens alike
         tensors.append((spec.name, spec.datatype, array))
-    return tensor_request(f"{base}/infer", tensors, headers)
+    return tensor_request(f"{base}/infer", tensors, headers, tls)
 
 
-def tensor_request(url: str, tensors: Sequence[tuple[str, str, Any]], headers: dict[str, str]) -> Request:
+def tensor_request(
+    url: str, tensors: Sequence[tuple[str, str, Any]], headers: dict[str, str], tls: ssl.SSLContext | None = None
+) -> Request:
     """A request with these binary tensors: name, datatype, array."""
     inputs, raw = [], []
     for name, datatype, array in tensors:
@@ -102,22 +130,31 @@ def tensor_request(url: str, tensors: Sequence[tuple[str, str, Any]], headers: d
         )  # fmt: skip
     head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
     more = {"Inference-Header-Content-Length": str(len(head)), "Content-Type": "application/octet-stream"}
-    return http_request(url, head + b"".join(raw), headers | more)
+    return http_request(url, head + b"".join(raw), headers | more, tls)
 
 
-def get_json(url: str, headers: dict[str, str], kind: type[T]) -> T:
+def get_json(url: str, headers: dict[str, str], kind: type[T], tls: ssl.SSLContext | None = None) -> T:
     """What a server answers to GET. Raises `UsageError`."""
-    if not url.startswith("http://"):
-        raise UsageError(f"{url!r} is not an http:// address")
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"{url!r} is not an http:// or https:// address")
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10, context=tls) as answer:
             return msgspec.json.decode(answer.read(1 << 20), type=kind)
     except (OSError, ValueError, OverflowError, http.client.HTTPException) as error:  # a port that cannot be, no HTTP
         reason = getattr(error, "reason", None)
         if isinstance(reason, ConnectionRefusedError):
             raise UsageError(f"nothing listens at {url.split('/v2')[0]}: is the server running?") from error
+        if isinstance(reason, ssl.SSLError):
+            raise UsageError(f"no safe connection to {url}: {why_unsafe(reason)}") from error
         why = error.read(200).decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else str(error)
         raise UsageError(f"{url} does not answer as an inference server: {' '.join(why[:200].split())}") from error
+
+
+def why_unsafe(error: ssl.SSLError) -> str:
+    """Why there is no connection by HTTPS, and what to do."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"{error.verify_message}; a certificate of one's own is trusted with --ca-file"
+    return (error.reason or str(error)).replace("_", " ").lower()
 
 
 class Connection(asyncio.Protocol):

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import gc
 import math
+import ssl
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from fettle.errors import UsageError
-from fettle.load.client import Connection, Request
+from fettle.load.client import Connection, Request, why_unsafe
 from fettle.load.run import KINDS, LITTLE, LOST, UNANSWERED, UNREACHED, Run, Text, TextLimits, warm_up
 from fettle.load.texts import Heard, TextConnection, TextRequest
 from fettle.loop import PreciseTimer
@@ -147,7 +148,11 @@ class _Load:
         request = self.requests[0]
         kind = TextConnection if isinstance(request, TextRequest) else Connection
         try:
-            _, connection = await self._loop.create_connection(lambda: kind(self._done), request.host, request.port)
+            _, connection = await self._loop.create_connection(
+                lambda: kind(self._done), request.host, request.port, ssl=request.tls
+            )
+        except ssl.SSLError as error:
+            raise UsageError(f"no safe connection to {request.host}:{request.port}: {why_unsafe(error)}") from error
         except OSError as error:
             raise UsageError(f"nothing answers at {request.host}:{request.port}: {error.strerror or error}") from error
         self._all.add(connection)

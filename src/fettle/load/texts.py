@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -145,8 +146,9 @@ def text_lines(
 
 
 def text_requests(
-    url: str, lines: Sequence[TextLine], *, model: str = "", seed: int = 0, token: str = ""
-) -> list[Request]:
+    url: str, lines: Sequence[TextLine], *, model: str = "", seed: int = 0, token: str = "",
+    tls: ssl.SSLContext | None = None,
+) -> list[Request]:  # fmt: skip
     """Requests for these texts. `url` is the server's, or ends in ``/v1``, ``/v1/completions`` or
     ``/v1/chat/completions``. Raises `UsageError`.
     """
@@ -154,7 +156,7 @@ def text_requests(
     base = url.rstrip("/").removesuffix("/completions").removesuffix("/chat").removesuffix("/v1") + "/v1"
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     if not model:
-        names = [row.id for row in get_json(f"{base}/models", headers, _Listing).data or []]
+        names = [row.id for row in get_json(f"{base}/models", headers, _Listing, tls).data or []]
         if len(names) != 1:
             raise UsageError(f"{base} serves {len(names)} models ({', '.join(names)}): name one with --model")
         model = names[0]
@@ -175,12 +177,12 @@ def text_requests(
                 "a chat takes texts, not numbers of tokens: give a --texts FILE with texts, or a URL of completions"
             )
         body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
-        return http_request(address, msgspec.json.encode(body), {"Content-Type": "application/json", **headers})
+        return http_request(address, msgspec.json.encode(body), {"Content-Type": "application/json", **headers}, tls)
 
     requests: list[Request] = []
     for line in lines:
         first, again = made(line), functools.partial(made, line) if isinstance(line.prompt, int) else None
-        requests.append(TextRequest(first.host, first.port, first.data, first.path, again))
+        requests.append(TextRequest(first.host, first.port, first.data, first.path, first.tls, again))
     return requests
 
 

@@ -19,6 +19,7 @@ from fettle.generate.speed import Generation, Watcher, tokens_per_s
 from fettle.measure import _meters
 from fettle.measure._accuracy import user_metric, with_metric
 from fettle.measure._clock import Clock, is_steady
+from fettle.measure._lockstep import slowest
 from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._state import State, prepared, settled
 from fettle.measure._trial import Accuracy
@@ -104,7 +105,7 @@ def measure_rows(state: State, request: MeasureRows) -> RowsMeasured:
     run: Any = state.run
     work = state.workload
     how = (int(work.new_tokens), float(work.temperature))
-    speeds = {str(rows): tokens_per_s(run, work.inputs, rows, *how) for rows in request.rows}
+    speeds = {str(rows): tokens_per_s(run, work.inputs, rows, *how, slowest=slowest) for rows in request.rows}
     return RowsMeasured(tokens_per_s={count: rate for count, rate in speeds.items() if math.isfinite(rate)})
 
 

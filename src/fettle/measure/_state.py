@@ -115,6 +115,7 @@ def settled(
     state.waits.refresh()
     before = state.waits.by_thread()
     samples, steady = first()
+    samples, steady = [slowest(ns) for ns in samples], agreed(steady)
     if not steady:
         samples, steady = warm_up(lambda: one_sample(state), samples)
     state.waits.refresh()
@@ -164,7 +165,7 @@ def one_sample(state: State) -> int:
         total = sum(state.watcher.sample_ns(state.run, prompt, number) for number, prompt in group)
         if total:  # waiting is taken out of the part that is timed in proportion
             state.group = max(1, round(len(group) * (time.perf_counter_ns() - began) / total))
-        return total // len(group)
+        return slowest(total // len(group))
     for batch in group:
         total += state.clock.time_ns(lambda batch=batch: call(state.run, batch))
     return slowest(total // len(group))

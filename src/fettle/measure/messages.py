@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -201,8 +202,17 @@ class Prepared(Answer, frozen=True, kw_only=True):
     """and how texts came."""
 
     def with_ranks(self, others: Sequence[Self]) -> Self:
-        """With the fullest rank's memory and the slowest one's start."""
+        """With the fullest rank's memory and the slowest one's start. Ranks on CPUs read from one memory: what they
+        read is added up."""
         every = (self, *others)
+        known = [one.generation for one in every if one.generation is not None]
+        generation = self.generation
+        if generation is not None and self.device == "cpu":
+            generation = dataclasses.replace(
+                generation,
+                weight_bytes=sum(one.weight_bytes for one in known),
+                cache_bytes=sum(one.cache_bytes for one in known),
+            )
         return msgspec.structs.replace(
             self,
             load_s=max(one.load_s for one in every),
@@ -211,6 +221,7 @@ class Prepared(Answer, frozen=True, kw_only=True):
             peak_bytes=max((one.peak_bytes for one in every if one.peak_bytes is not None), default=None),
             call_ns=max(one.call_ns for one in every),
             notes=list(dict.fromkeys(note for one in every for note in one.notes)),
+            generation=generation,
         )
 
 

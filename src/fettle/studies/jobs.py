@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fettle.errors import UsageError
+from fettle.storage import hidden
 from fettle.studies.orders import check_name
 
 _USER = 10001
@@ -56,10 +57,10 @@ def write(kind: str, job: Job) -> Made:
     if kind not in _KINDS:
         raise UsageError(f"{kind!r} is not a cluster that jobs can be written for: {', '.join(_KINDS)}")
     check_name(job.study)
-    scheme, separator, rest = job.storage.partition("://")
+    scheme, separator, _ = job.storage.partition("://")
     if not separator or scheme.startswith("sqlite"):
         raise UsageError("`storage`: machines cannot share a file, name a server, postgresql://USER@HOST/DATABASE")
-    if ":" in rest.rpartition("@")[0]:
+    if hidden(job.storage) != job.storage:
         raise UsageError("`storage`: its password would stand in the job: leave it to ~/.pgpass or PGPASSWORD")
     if (kind == "kubernetes") != bool(job.image):
         raise UsageError("`image` names the image of a Kubernetes job, which needs one" if job.image else

@@ -161,7 +161,7 @@ def bundles(facts: Facts) -> list[Recipe]:
     for bundle in sorted(offered, key=lambda bundle: bundle.place):
         recipe = canonical(Recipe({**usual, **bundle.levels}))
         recipe = recipe.without(*idle(recipe))
-        if not conflict(recipe, facts) and (facts.ranks == 1 or uses_ranks(recipe)):
+        if not conflict(recipe, facts) and (facts.ranks == 1 or facts.mode == "inference" or uses_ranks(recipe)):
             found[recipe] = None
     return list(found)[:_MOST_BUNDLES]
 

@@ -143,11 +143,11 @@ class Facts:
     max_grad_norm: float | None = None
     """Training: what gradients are clipped to."""
     ranks: int = 1
-    """Training: how many processes a parallel strategy may use,"""
+    """How many processes a parallel strategy may use,"""
     nodes: int = 1
     """and on how many machines."""
     tensor: TensorPlan = TensorPlan()
-    """Training: what tensor parallelism can split of the model."""
+    """What tensor parallelism can split of the model."""
     largest_batch: int = 0
     """Training: the batch fits this many times over; 0 where that was not looked for."""
 

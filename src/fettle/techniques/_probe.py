@@ -28,6 +28,7 @@ from fettle.techniques._generation import generation_facts
 from fettle.techniques._host import cpu_flags, installed
 from fettle.techniques._linear import is_conv1d
 from fettle.techniques._pipeline import calls_of_parts, timed_parts
+from fettle.techniques._tensor import tensor_plan
 from fettle.techniques._tiled_attention import with_decomposed_bias
 from fettle.techniques.compile import blocks_of
 from fettle.techniques.ragged import padding_of
@@ -112,6 +113,7 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
         hf_attention=_hf_attention(module, device),
         decomposed_bias=len(with_decomposed_bias(module)),
         is_unet=is_unet(module),
+        tensor=tensor_plan(module),
         denoiser=denoiser_of(module),
         physical_cores=usable_cores(),
         threads=torch.get_num_threads(),

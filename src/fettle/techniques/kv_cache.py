@@ -52,7 +52,8 @@ def compiled(call: Any, options: Any, guarded: bool) -> Any:
             if node.target is torch._C._nn.scaled_dot_product_attention:
                 node.target = attention_of_few
         graph.recompile()
-        return compile_fx(graph, inputs)
+        # The rotation of a query would be computed again for every key that it is multiplied with.
+        return compile_fx(graph, inputs, config_patches={"realize_opcount_threshold": 8})
 
     if options.get("mode") and not guarded:
         return torch.compile(call, fullgraph=True, dynamic=False, **options)

@@ -7,10 +7,12 @@ one in bfloat16. Where 8 bits are too coarse for a token, two numbers of 8 bits 
 one then, and the weights are still read once.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
+from fettle.kernels import BLOCK_PRODUCTS, block_products, packed_blocks, unpacked_blocks
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._generation import NO_TEXT
 from fettle.techniques._linear import is_conv1d, linear_of_conv1d
@@ -23,7 +25,7 @@ class Unpacked(torch.Tensor):
 
     @staticmethod
     def __new__(cls, layer: Any) -> Any:
-        like = layer.scales
+        like = layer.like
         return torch.Tensor._make_wrapper_subclass(
             cls, (layer.size, layer.inputs), dtype=like.dtype, device=like.device
         )
@@ -87,6 +89,11 @@ class FewBits(torch.nn.Module):
         return torch.cat([pairs & 15, pairs >> 4], -1).transpose(1, 2).reshape(len(packed), -1)
 
     @property
+    def like(self) -> torch.Tensor:
+        """Of the type and on the device of the weights."""
+        return self.scales
+
+    @property
     def weight(self) -> torch.Tensor:
         """The weights [out, in], for a model that looks at them itself."""
         return Unpacked(self)
@@ -125,9 +132,87 @@ class FewBits(torch.nn.Module):
         return found.to(x.dtype).reshape(*x.shape[:-1], self.size)
 
 
-def few_bits(model: torch.nn.Module, bits: int, parts: int = 0) -> None:
-    """Hold the weights of linear layers in `bits` bits; with 4 the head, which decides, keeps 8. With `parts` products
-    are of integers."""
+class InBlocks(torch.nn.Module):
+    """A linear layer whose weight [out, in] is held in 8 or 4 bits in blocks of 32 inputs, as is what comes in."""
+
+    def __init__(self, weight: torch.Tensor, bias: Any, bits: int) -> None:
+        super().__init__()
+        block_products()
+        self.bias = bias
+        self.size, self.inputs = weight.shape
+        packed, scales = packed_blocks(weight, bits)
+        self.register_buffer("packed", packed)
+        self.register_buffer("scales", scales)
+        self.register_buffer("like", weight.new_empty(0))
+        self.beside: Any = None
+        self.packed: torch.Tensor
+        self.scales: torch.Tensor
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weights [out, in], for a model that looks at them itself."""
+        return Unpacked(self)
+
+    def whole(self, like: torch.Tensor) -> torch.Tensor:
+        """The weights [out, in] as ordinary numbers of the type of `like`."""
+        return unpacked_blocks(self.packed, self.scales, self.size).to(like.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.product(x, self) if self.beside is None else self.beside.part(self, x)
+        found = found if self.bias is None else found + self.bias
+        return found.to(x.dtype).reshape(*x.shape[:-1], self.size)
+
+    @staticmethod
+    def product(x: torch.Tensor, of: Any) -> torch.Tensor:
+        """The product of all rows of x with weights in blocks."""
+        rows = x.reshape(-1, x.shape[-1])
+        rows = rows.float() if rows.dtype == torch.float16 else rows
+        return torch.ops.block_products.multiply(rows, of.packed, of.scales, of.size)  # type: ignore[no-any-return]
+
+
+class Beside:
+    """Layers in blocks that are asked one after the other with the same input: the first computes for all of them."""
+
+    def __init__(self, layers: Any) -> None:
+        self.packed: Any
+        self.scales: Any
+        self.x: Any
+        self.parts: Any
+        self.layers, self.size = layers, sum(layer.size for layer in layers)
+        self.packed, self.scales = (torch.cat([getattr(one, name) for one in layers]) for name in ("packed", "scales"))
+        groups = [len(layer.packed) for layer in layers]
+        for layer, packed, scales in zip(layers, self.packed.split(groups), self.scales.split(groups), strict=True):
+            layer.packed, layer.scales, layer.beside = packed, scales, self
+        self.x, self.parts, self.are_apart = None, (), False
+
+    def part(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        """What `layer` has of the product with x."""
+        number = next(i for i, one in enumerate(self.layers) if one is layer)
+        if self.x is not x and number:
+            self.are_apart = True  # keys of what is read, queries of what is written
+        if self.are_apart:
+            return layer.product(x, layer)  # type: ignore[no-any-return]
+        if number == 0:
+            self.x, self.parts = x, layer.product(x, self).split([one.size for one in self.layers], -1)
+        found: torch.Tensor = self.parts[number]
+        if number == len(self.layers) - 1:
+            self.x, self.parts = None, ()
+        return found
+
+
+def join_beside(model: torch.nn.Module) -> None:
+    """Make one product of layers in blocks that go by the names of those which get the same input."""
+    for parent in model.modules():
+        for names in (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj")):
+            layers: Any = [getattr(parent, name, None) for name in names]
+            in_blocks = all(isinstance(one, InBlocks) and one.size % 16 == 0 for one in layers)
+            if in_blocks and len({one.inputs for one in layers}) == 1:
+                Beside(layers)
+
+
+def few_bits(model: torch.nn.Module, kind: Any, bits: int, *more: int) -> None:
+    """Hold the weights of linear layers in `bits` bits, each by a layer ``kind(weight, bias, bits, *more)``; with 4 the
+    head, which decides, keeps 8."""
     import logging
 
     ask: Any = getattr(model, "get_output_embeddings", None)
@@ -141,7 +226,7 @@ def few_bits(model: torch.nn.Module, bits: int, parts: int = 0) -> None:
             weight: Any = layer.weight
             total += 1
             if weight.shape[1] % 32 == 0 and weight.is_floating_point():
-                setattr(parent, name, FewBits(weight, layer.bias, 8 if layer is head else bits, parts))
+                setattr(parent, name, kind(weight, layer.bias, 8 if head in (layer, parent) else bits, *more))
                 found += 1
     if found == 0:
         raise RuntimeError(f"{bits} bits: 0 of {total} layers matched")
@@ -154,6 +239,10 @@ class Weights(Technique):
     order = 495
     title = "weights in few bits"
     default = "as-given"
+    remarks: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("int8-blocks", "int4-blocks"),
+        "Its kernel in C++ is compiled when it is first used on a machine, which needs a C++ compiler.",
+    )
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = "" if facts.generates else NO_TEXT
@@ -161,6 +250,8 @@ class Weights(Technique):
             why_not = "the model is no module, its weights are out of reach"
         elif facts.generates and facts.device != "cpu":
             why_not = "it is for CPUs: quantize has levels for a GPU"
+        has_kernel = "avx512_vnni" in facts.cpu_flags
+        no_kernel = why_not or ("" if has_kernel else "its kernel is for CPUs with AVX-512 VNNI")
         return [
             Level("as-given", "as given"),
             Level("int8", "linear layers in 8 bits, a scale for each output", why_not),
@@ -169,6 +260,8 @@ class Weights(Technique):
                 "int8-16", "weights in 8 bits, and each token that comes in rounded to 16, two numbers of 8", why_not
             ),
             Level("int4", "linear layers in 4 bits, a scale and a zero for 32 inputs; the head in 8", why_not),
+            Level("int8-blocks", "linear layers and what comes in in 8 bits, a scale for 32 inputs each", no_kernel),
+            Level("int4-blocks", "the same with weights in 4 bits, the head's in 8", no_kernel),
         ]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
@@ -194,18 +287,28 @@ class Weights(Technique):
         levels = {"int8-dynamic": 15, "int8-16": 20, "int8": 40, "int4": 50}
         found = [Bundle(place, {"weights": level, **half}) for level, place in levels.items()]
         if facts.keeps != "static":
-            return found
+            return [Bundle(8, {"weights": "int8-blocks"}), *found]
         compiled = [
             Bundle(place + 10, {"weights": level, "kv_cache": "static-compiled", **half})
             for level, place in levels.items()
         ]
         static = [Bundle(one.place, {**one.levels, "kv_cache": "static"}) for one in found[:2]]
-        return [*static, *compiled]
+        blocks = [
+            Bundle(8 + number, {"weights": level, "kv_cache": "static-compiled"})
+            for number, level in enumerate(("int8-blocks", "int4-blocks"))
+        ]
+        return [*blocks, *static, *compiled]
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if recipe.levels.get("runtime") == STATEFUL:
             return Code()  # the runtime's own
-        bits = {"int8": "8", "int8-dynamic": "8, parts=1", "int8-16": "8, parts=2", "int4": "4"}[level]
+        given = {
+            "int8": "FewBits, 8", "int8-dynamic": "FewBits, 8, 1", "int8-16": "FewBits, 8, 2", "int4": "FewBits, 4",
+            "int8-blocks": "InBlocks, 8", "int4-blocks": "InBlocks, 4",
+        }[level]  # fmt: skip
+        blocks = level.endswith("-blocks")
+        layers = (*BLOCK_PRODUCTS, InBlocks, Beside, join_beside) if blocks else (FewBits,)
         return Code(
-            helpers=(is_conv1d, linear_of_conv1d, Unpacked, FewBits, few_bits), prepare=(f"few_bits(model, {bits})",)
+            helpers=(is_conv1d, linear_of_conv1d, Unpacked, *layers, few_bits),
+            prepare=(f"few_bits(model, {given})", *(("join_beside(model)",) if blocks else ())),
         )

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from fettle.errors import UsageError, first_line
-from fettle.techniques import Facts, probe_facts, tensor_plan
+from fettle.techniques import Facts, probe_facts
 from fettle.train.workload import TrainingWorkload
 from fettle.workload import Workload
 
@@ -36,7 +36,6 @@ def training_facts(workload: TrainingWorkload, *, allow_batch: bool = False) -> 
         custom_call=False,
         calibration_batches=0,
         samples=workload.rows,
-        tensor=tensor_plan(workload.model),
         optimizer=type(optimizer).__name__,
         optimizer_levels=tuple(name for name in ("foreach", "fused") if name in optimizer.defaults),
         loader_workers=-1 if loader is None else loader.num_workers,

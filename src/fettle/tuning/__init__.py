@@ -3,7 +3,15 @@
 Other rooms use `tune` with its `Options`, the `Session` that a study measures with, and what reads a caller's workload.
 """
 
-from fettle.tuning._arguments import check_limits, check_options, check_techniques, target_of, workload_of, writable
+from fettle.tuning._arguments import (
+    check_limits,
+    check_options,
+    check_ranks,
+    check_techniques,
+    target_of,
+    workload_of,
+    writable,
+)
 from fettle.tuning.kept import atlas_rows, recalled, studies_in
 from fettle.tuning.model import widened
 from fettle.tuning.options import Effort, Options
@@ -13,6 +21,6 @@ from fettle.tuning.tune import guide_for, tune
 
 __all__ = [
     "WAITING", "Effort", "Event", "OnProgress", "Options", "Session", "atlas_rows", "check_limits", "check_options",
-    "check_techniques", "guide_for", "recalled", "space_for", "studies_in", "target_of", "tune", "widened",
-    "workload_of", "writable",
+    "check_ranks", "check_techniques", "guide_for", "recalled", "space_for", "studies_in", "target_of", "tune",
+    "widened", "workload_of", "writable",
 ]  # fmt: skip

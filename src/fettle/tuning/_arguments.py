@@ -123,7 +123,7 @@ def check_limits(limits: Limits) -> None:
 
 
 def check_ranks(options: Options, target: Target) -> Target:
-    """The target, for training where several ranks are asked for: only that can use them."""
+    """The target, for training where several machines are asked for: only that can use them."""
     nproc, nodes = options.nproc, options.nodes
     if isinstance(nproc, bool) or not 1 <= nproc <= 1024:
         raise UsageError(f"`nproc={nproc}`: give the number of ranks on this machine, 1 to 1024")
@@ -135,13 +135,12 @@ def check_ranks(options: Options, target: Target) -> Target:
         )
     if options.device_memory_bytes is not None and options.device_memory_bytes <= 0:
         raise UsageError("an impossible limit: device memory must be above 0")
-    if nproc == nodes == 1:
+    if nodes == 1:
         return target
     if target.mode == AUTO:
         target = ask_for_mode(target, options.trial_timeout_s)
     if target.mode != "training":
-        option = f"`nproc={nproc}`" if nproc > 1 else f"`nodes={nodes}`"
-        raise UsageError(f"{option} is for training, and this is a workload for inference")
+        raise UsageError(f"`nodes={nodes}` is for training, and this is a workload for inference")
     return target
 
 

@@ -162,10 +162,10 @@ class MemoryPlan:
 
 
 def plan_memory(
-    worker: Worker, study: Study, ranks: int, nodes: int, device: str, device_memory_bytes: int | None,
+    worker: Worker, study: Study, ranks: int, nodes: int, facts: Facts, device_memory_bytes: int | None,
     on_progress: Callable[[str], None],
 ) -> MemoryPlan:  # fmt: skip
-    """Plan the parallel strategies over `ranks`, or recall the plan of an earlier run of the study."""
+    """Plan the parallel strategies of training over `ranks`, or recall the plan of an earlier run of the study."""
     before = study.note("ranks"), study.note("nodes") or 1
     if ranks > 1 and before[0] is not None and before != (ranks, nodes):
         held = f"{before[0]} ranks" + (f" of {before[1]} nodes" if before[1] > 1 else "")
@@ -174,7 +174,11 @@ def plan_memory(
         return MemoryPlan()
     study.set_note("ranks", ranks)
     study.set_note("nodes", nodes)
-    memory = device_memory_bytes or _memory_of_rank(device, ranks // nodes)
+    if facts.mode != "training":
+        if why_not := facts.tensor.why_not_over(ranks):
+            raise UsageError(f"`nproc={ranks}`: the model cannot be split: {why_not}")
+        return MemoryPlan()
+    memory = device_memory_bytes or _memory_of_rank(facts.device, ranks // nodes)
     key = f"plan {ranks} {memory}" if device_memory_bytes else f"plan {ranks}"
     from fettle.parallel.plan import Plan
 

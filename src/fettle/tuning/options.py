@@ -71,7 +71,7 @@ class Options:
     """``inference`` or ``training``; ``auto`` goes by what is handed over."""
 
     nproc: int = 1
-    """Training: ranks on this machine that parallel strategies may use."""
+    """Ranks on this machine that training strategies, or tensor parallelism in inference, may use."""
 
     nodes: int = 1
     """Training: machines with so many ranks each."""

@@ -133,7 +133,7 @@ class Session:
                 look_s = math.inf if self.budget.seconds is None else 0.1 * self.budget.seconds
                 probed = probe(worker, self.study, path, built.fingerprint, allow_batch, timeout_s, look_s)
                 self.plan = plan_memory(
-                    worker, self.study, self._ranks, self._node_count, probed.facts.device,
+                    worker, self.study, self._ranks, self._node_count, probed.facts,
                     self.options.device_memory_bytes, self.report,
                 )  # fmt: skip
             except WorkerError as error:

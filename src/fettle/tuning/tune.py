@@ -70,9 +70,10 @@ def tune(
     one. `on_progress` is called with each `fettle.Event`; without it progress is shown on a terminal or in a notebook.
 
     Where the workload is a `fettle.TrainingWorkload` one call is one optimizer step, and the guard is on its losses
-    (`Options.max_spread`). With ``nproc`` parallel strategies over so many ranks of this machine are tried as well.
-    With ``nodes`` so many machines have ``nproc`` ranks each: this one, which the others reach at ``listen``, and those
-    on which ``fettle join HOST:PORT`` runs; the target must lie at the same place on all.
+    (`Options.max_spread`). With ``nproc`` parallel strategies over so many ranks of this machine are tried as well, for
+    inference tensor parallelism. With ``nodes`` so many machines train with ``nproc`` ranks each: this one, which the
+    others reach at ``listen``, and those on which ``fettle join HOST:PORT`` runs; the target must lie at the same place
+    on all.
 
     Returns a `Result`; ``result.apply(model)`` gives the tuned callable. Raises `UsageError` for bad input.
     """

@@ -8,8 +8,9 @@ import importlib.util
 import inspect
 import os
 import re
+import symtable
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def check_mode(mode: str) -> None:
 def find_target(text: str) -> Target:
     """The target that a user named, checked as far as that goes without running it.
 
-    Raises `UsageError` for a file that does not exist or a text of another form.
+    Raises `UsageError` for a file that does not exist or plainly has no such factory, or a text of another form.
     """
     here = str(Path.cwd())
     # without a factory the text may still have a colon: it is in the path
@@ -118,6 +119,7 @@ def find_target(text: str) -> Target:
             raise UsageError(f"no such file: {location}")
         if path.suffix != ".py":
             raise UsageError(f"{location} is not a Python file: write path/to/file.py:factory")
+        _check_defined(path, factory)
         name = path.stem if factory == "workload" else f"{path.stem}-{factory}"
         return Target(f"{path}:{factory}", name, (str(path.parent), here))
     if not all(part.isidentifier() for part in location.split(".")):
@@ -182,9 +184,28 @@ def _find_factory(reference: str) -> Callable[..., object]:
     factory = getattr(module, name, None)
     if not callable(factory):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        hint = f" (it has {', '.join(known[:8])})" if known else ""
-        raise UsageError(f"{location} has no factory named {name!r}{hint}")
+        raise _missing(location, name, known)
     return factory  # type: ignore[no-any-return]
+
+
+def _check_defined(file: Path, name: str) -> None:
+    """Raise `UsageError` where a file plainly gives nothing that name. Where names may come about in other ways, or the
+    file cannot be read, running it tells."""
+    try:
+        source = file.read_bytes()
+        symbols = symtable.symtable(source.decode(), str(file), "exec").get_symbols()
+    except (OSError, ValueError, SyntaxError):
+        return
+    if re.search(rb"import\s*\*|\bglobals?\b|\b__getattr__\b|\bexec\b|\bsetattr\b", source):
+        return
+    if not any(one.get_name() == name and (one.is_assigned() or one.is_imported()) for one in symbols):
+        known = [one.get_name() for one in symbols if one.is_namespace() and not one.get_name().startswith("_")]
+        raise _missing(str(file), name, known)
+
+
+def _missing(location: str, name: str, known: Sequence[str]) -> UsageError:
+    hint = f" (it has {', '.join(known[:8])})" if known else ""
+    return UsageError(f"{location} has no factory named {name!r}{hint}")
 
 
 def _load_live(path: Path) -> object:

@@ -15,6 +15,8 @@ from fettle.errors import UsageError, extra
 from fettle.files import check_writable, plain, read_bytes, read_text, write_text
 
 if TYPE_CHECKING:
+    from ssl import SSLContext
+
     from fettle.load.client import Request
     from fettle.load.compare import Change
     from fettle.load.run import Run, TextLimits
@@ -25,7 +27,7 @@ def command(
     url: Annotated[
         str,
         typer.Argument(
-            help="http://HOST:PORT, where one model is served; .../v2/models/NAME; .../v1 for texts by OpenAI's "
+            help="http(s)://HOST:PORT, where one model is served; .../v2/models/NAME; .../v1 for texts by OpenAI's "
             "protocol; or any URL, with --body"
         ),
     ],
@@ -56,6 +58,10 @@ def command(
     body: Annotated[Path | None, typer.Option(help="send this file as the body of every request")] = None,
     content_type: Annotated[str, typer.Option(help="content type of --body")] = "application/json",
     token_file: Annotated[Path | None, typer.Option(help="a file with the server's token")] = None,
+    ca_file: Annotated[
+        Path | None,
+        typer.Option(help="https: trust the certificates of this file (PEM) too, such as a server's own"),
+    ] = None,
     seed: Annotated[int, typer.Option(help="seed of the arrival times and of the values sent")] = 0,
     as_json: _options.AsJson = False,
     output: Annotated[
@@ -92,8 +98,11 @@ def command(
       fettle serve load http://127.0.0.1:8080/v1 -c 1 -c 8 -c 32 --ttft 500ms --itl 50ms -o report.html
 
       fettle serve load http://127.0.0.1:8080 --rate 80 --baseline last-week.json
+
+      fettle serve load https://127.0.0.1:8443 -c 8 --ca-file certificate.pem
     """
     try:
+        from fettle.load.client import trusting
         from fettle.load.compare import compare, read_baseline
         from fettle.load.run import TextLimits, as_data
         from fettle.load.texts import text_lines, text_requests
@@ -104,17 +113,17 @@ def command(
     page, markdown, csv_file = wanted.get(".html"), wanted.get(".md", markdown), wanted.get(".csv", csv_file)
     check_writable(page, markdown, csv_file)
     seconds, limit_s = _options.duration_s(duration, "--duration"), _options.limit_s(p99, "--p99")
-    token = read_text(token_file).strip() if token_file is not None else ""
+    token, tls = read_text(token_file).strip() if token_file is not None else "", trusting(ca_file)
     limits = TextLimits(_options.limit_s(ttft, "--ttft"), _options.limit_s(itl, "--itl"))
     if _of_texts(url):
         if body is not None:
             raise UsageError("--body is for other URLs: prompts for /v1 are made up, or those of --texts FILE")
         lines = text_lines(prompt_tokens, output_tokens, texts, seed=seed)
-        requests = text_requests(url, lines, model=model, seed=seed, token=token)
+        requests = text_requests(url, lines, model=model, seed=seed, token=token, tls=tls)
     elif ttft or itl or texts:
         raise UsageError("--ttft, --itl and --texts are for a server that writes texts: give its URL with /v1")
     else:
-        requests = _requests(url, rows, seed, body, content_type, token)
+        requests = _requests(url, rows, seed, body, content_type, token, tls)
     plans = _plans(rate or [], concurrency or [], schedule, even, seconds, seed)
     from fettle.loop import run
 
@@ -155,14 +164,16 @@ def _plans(
     return plans
 
 
-def _requests(url: str, rows: int, seed: int, body: Path | None, content_type: str, token: str) -> list[Request]:
+def _requests(
+    url: str, rows: int, seed: int, body: Path | None, content_type: str, token: str, tls: SSLContext | None
+) -> list[Request]:
     """What is sent in turn: the same body each time, or values of the model's own shapes."""
     from fettle.load.client import http_request, model_request
 
     if body is None:
-        return [model_request(url, rows, seed=seed + index, token=token) for index in range(8)]
+        return [model_request(url, rows, seed=seed + index, token=token, tls=tls) for index in range(8)]
     headers = {"Content-Type": content_type, **({"Authorization": f"Bearer {token}"} if token else {})}
-    return [http_request(url, read_bytes(body), headers)]
+    return [http_request(url, read_bytes(body), headers, tls)]
 
 
 def _of_texts(url: str) -> bool:

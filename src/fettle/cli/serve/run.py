@@ -18,6 +18,8 @@ from fettle.errors import UsageError, extra
 from fettle.units import parse_size
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fettle.package.manifest import Package
     from fettle.serve.engine.worker_start import Spare
     from fettle.serve.server import Address, Server
@@ -127,10 +129,13 @@ def command(
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO if log_requests else logging.WARNING, format="%(message)s"
     )
-    opened = [_packaged(text, recipe) for text in packages or ()]
+    say = functools.partial(console(error=True, soft_wrap=True).print, markup=False)
+    opened = [_packaged(text, recipe, say) for text in packages or ()]
     if p99 is not None:
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             opened = [_tuned(package, p99, rate) for package in opened]
+    if opened and not as_json:
+        say(f"loading {', '.join(package.manifest.name for package in opened)}")
     try:
         run(serve(address, options, opened, lambda server: _say_where(server, address, as_json)))
     finally:
@@ -171,8 +176,8 @@ def _spare(packages: list[str] | None, threads: int | None, workers: int | None)
     return None
 
 
-def _packaged(text: str, recipe: Path | None) -> Package:
-    """A package as it is; a target as the package that is made of it, in the current folder."""
+def _packaged(text: str, recipe: Path | None, say: Callable[[str], None]) -> Package:
+    """A package as it is; a target as the package that is made of it, in the current folder, where it stays."""
     from fettle.package.export import write_package
     from fettle.package.manifest import open_package
     from fettle.recipe_file import RecipeFile, load_recipe
@@ -186,6 +191,7 @@ def _packaged(text: str, recipe: Path | None) -> Package:
     if folder.exists():
         raise UsageError(f"{folder} exists already: serve it with fettle serve {folder}, or move it away")
     tuned = load_recipe(recipe) if recipe is not None else RecipeFile()
+    say(f"packaging {text} as {folder}, which the next start can serve as it is")
     with _quiet.users_code_quiet():
         return write_package(target.load(), tuned.recipe, folder, name=target.name, evidence=tuned.evidence)
 

@@ -1,0 +1,284 @@
+# mypy: disable-error-code="no-untyped-call,untyped-decorator"
+"""Products with weights in 8 or 4 bits, in blocks of 32 inputs, for CPUs with AVX-512 VNNI: one kernel in C++.
+
+Each block of 32 inputs of a row has its own scale, with 4 bits its own lowest value too, in float16 (as llama.cpp's
+formats Q8_0 and Q4_1 have it). What comes in is rounded to 8 bits block by block as well, so that an outlier costs its
+block alone and all products are of whole numbers, summed up exactly within a block.
+
+Weights lie in the order in which they are read: of 16 outputs, 4 inputs each, 64 bytes at a time. One instruction
+multiplies them with the same 4 inputs for all 16 outputs. A step of decoding then takes as long as reading the weights;
+for the many tokens of a prompt a stripe of them stays in the cache.
+"""
+
+from typing import Any
+
+import torch
+
+
+def packed_blocks(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [out, in] as the kernel reads them, and their scales, float16 held as int16 (a cast of the model must not
+    round them). `in` must be a multiple of 32."""
+    weight = torch.nn.functional.pad(weight.detach().float(), (0, 0, 0, -len(weight) % 16))
+    blocks = weight.reshape(len(weight) // 16, 16, -1, 32)  # outputs by 16, and inputs by 32
+    if bits == 8:
+        scales = (blocks.abs().amax(-1) / 127).clamp(min=6e-8, max=65504).half()
+        codes = (blocks / scales.float()[..., None]).round().clamp(-127, 127) + 128
+        parts = codes.to(torch.uint8).unflatten(-1, (8, 4))
+        return parts.permute(0, 2, 3, 1, 4).contiguous(), scales.transpose(1, 2).contiguous().view(torch.int16)
+    low = blocks.amin(-1).clamp(-65504, 65504).half()
+    steps = ((blocks.amax(-1) - low.float()) / 15).clamp(min=6e-8, max=65504).half()
+    codes = ((blocks - low.float()[..., None]) / steps.float()[..., None]).round().clamp(0, 15)
+    parts = codes.to(torch.uint8).unflatten(-1, (8, 4))
+    packed = parts[..., :4, :] | parts[..., 4:, :] << 4  # the first half of a block in the low bits
+    scales = torch.stack([steps, low], -1).permute(0, 2, 3, 1)
+    return packed.permute(0, 2, 3, 1, 4).contiguous(), scales.contiguous().view(torch.int16)
+
+
+def unpacked_blocks(packed: torch.Tensor, scales: torch.Tensor, size: int) -> torch.Tensor:
+    """The weights [out, in] in float32 of what `packed_blocks` made of `size` rows."""
+    parts = packed.permute(0, 3, 1, 2, 4)  # 16 outputs before the blocks
+    known = scales.view(torch.float16).float()
+    if packed.shape[2] == 8:
+        blocks = (parts.flatten(-2).float() - 128) * known.transpose(1, 2)[..., None]
+    else:
+        steps, low = known.permute(2, 0, 3, 1)[..., None]
+        blocks = torch.cat([parts & 15, parts >> 4], -2).flatten(-2).float() * steps + low
+    return blocks.flatten(2).flatten(0, 1)[:size]
+
+
+def block_product_reference(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, size: int) -> torch.Tensor:
+    """What the kernel computes of x [rows, in]: [rows, size], in eager PyTorch."""
+    blocks = x.float().unflatten(-1, (-1, 32))
+    steps = (blocks.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
+    rounded = ((blocks / steps).round() * steps).flatten(1)
+    found: torch.Tensor = rounded @ unpacked_blocks(packed, scales, size).T
+    return found.to(x.dtype)
+
+
+def block_products() -> Any:
+    """The operator ``(x [rows, in], packed, scales, size) -> [rows, size]``, compiled when it is first asked for and
+    kept in torch's folder of extensions. ImportError in one line where there is no compiler."""
+    if hasattr(torch.ops.block_products, "multiply"):
+        return torch.ops.block_products.multiply
+    import hashlib
+    import subprocess
+    import tempfile
+    from pathlib import Path
+
+    from torch.utils import cpp_extension
+
+    source = r"""
+    #include <ATen/Parallel.h>
+    #include <ATen/ops/empty.h>
+    #include <immintrin.h>
+    #include <torch/library.h>
+    #include <algorithm>
+    #include <cmath>
+    #include <cstring>
+    #include <type_traits>
+    #include <vector>
+
+    namespace {
+
+    constexpr int64_t BLOCK = 32;  // inputs with a scale of their own
+    constexpr int64_t LANES = 16;  // outputs that are computed at a time
+
+    struct Rounded {  // what comes in: 8 bits of each number, and of each block its scale and its sum
+      std::vector<int8_t> values;
+      std::vector<float> scales;
+      std::vector<int32_t> sums;
+    };
+
+    inline __m512 read16(const float* x) { return _mm512_loadu_ps(x); }
+    inline __m512 read16(const at::BFloat16* x) {
+      const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+      return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+    }
+    inline void write16(float* out, __m512 value, __mmask16 mask) { _mm512_mask_storeu_ps(out, mask, value); }
+    inline void write16(at::BFloat16* out, __m512 value, __mmask16 mask) {  // to the nearest, of two the even one
+      const __m512i bits = _mm512_castps_si512(value);
+      const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+      const __m512i whole = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+      const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));  // what is no number stays none
+      const __mmask16 none = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+      const __m512i kept = _mm512_mask_blend_epi32(none, whole, quiet);
+      _mm256_mask_storeu_epi16(out, mask, _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
+    }
+
+    template <typename T>
+    void round_row(const T* x, int64_t blocks, int8_t* values, float* scales, int32_t* sums) {
+      for (int64_t b = 0; b < blocks; ++b, x += BLOCK, values += BLOCK) {
+        const __m512 first = read16(x), last = read16(x + LANES);
+        const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(first), _mm512_abs_ps(last)));
+        const __mmask16 none =
+            _mm512_cmp_ps_mask(first, first, _CMP_UNORD_Q) | _mm512_cmp_ps_mask(last, last, _CMP_UNORD_Q);
+        const float scale = none ? NAN : most / 127.0f;  // what is no number makes everything none
+        const __m512 inverse = _mm512_set1_ps(scale > 1e-30f ? 1.0f / scale : 0.0f);  // of tiny numbers nothing is left
+        const __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(first, inverse));
+        const __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(last, inverse));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(values), _mm512_cvtsepi32_epi8(low));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(values + LANES), _mm512_cvtsepi32_epi8(high));
+        scales[b] = scale;
+        sums[b] = _mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
+      }
+    }
+
+    inline __m512 scale16(const int16_t* scales) {
+      return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales)));
+    }
+    inline __m512i four(const int8_t* values) {  // the same 4 inputs for all 16 outputs
+      int32_t word;
+      std::memcpy(&word, values, sizeof word);
+      return _mm512_set1_epi32(word);
+    }
+
+    // 16 outputs each of STRIPES neighbours, for ROWS rows of what comes in.
+    template <int BITS, int ROWS, int STRIPES, typename T>
+    inline void tile(const uint8_t* weights, const int16_t* scales, const Rounded& x, int64_t row, int64_t blocks,
+                     T* out, int64_t size, int64_t column) {
+      constexpr int64_t KINDS = BITS == 8 ? 1 : 2;  // a scale, and with 4 bits a lowest value
+      const int64_t stripe = blocks * BLOCK * LANES * BITS / 8, scale_stripe = blocks * LANES * KINDS;
+      const int8_t* values = x.values.data() + row * blocks * BLOCK;
+      const float* steps = x.scales.data() + row * blocks;
+      const int32_t* sums = x.sums.data() + row * blocks;
+      __m512 total[ROWS][STRIPES];
+      for (auto& of_row : total)
+        for (auto& one : of_row) one = _mm512_setzero_ps();
+      for (int64_t b = 0; b < blocks; ++b) {
+        __m512i found[ROWS][STRIPES];
+        for (int r = 0; r < ROWS; ++r)
+          for (auto& one : found[r])
+            one = BITS == 8 ? _mm512_set1_epi32(-128 * sums[r * blocks + b]) : _mm512_setzero_si512();
+        for (int k = 0; k < BITS; ++k) {
+          __m512i first[STRIPES], second[STRIPES];
+          for (int s = 0; s < STRIPES; ++s) {
+            first[s] = _mm512_loadu_si512(weights + s * stripe + (b * BITS + k) * 64);
+            if constexpr (BITS == 4) {
+              const __m512i nibble = _mm512_set1_epi8(15);
+              second[s] = _mm512_and_si512(_mm512_srli_epi16(first[s], 4), nibble);
+              first[s] = _mm512_and_si512(first[s], nibble);
+            }
+          }
+          for (int r = 0; r < ROWS; ++r) {
+            const int8_t* own = values + (r * blocks + b) * BLOCK + 4 * k;
+            const __m512i before = four(own);
+            for (int s = 0; s < STRIPES; ++s) found[r][s] = _mm512_dpbusd_epi32(found[r][s], first[s], before);
+            if constexpr (BITS == 4) {
+              const __m512i after = four(own + BLOCK / 2);
+              for (int s = 0; s < STRIPES; ++s) found[r][s] = _mm512_dpbusd_epi32(found[r][s], second[s], after);
+            }
+          }
+        }
+        for (int s = 0; s < STRIPES; ++s) {
+          const int16_t* known = scales + s * scale_stripe + b * LANES * KINDS;
+          const __m512 scale = scale16(known);
+          for (int r = 0; r < ROWS; ++r) {
+            const __m512 sum = _mm512_cvtepi32_ps(found[r][s]), step = _mm512_set1_ps(steps[r * blocks + b]);
+            if constexpr (BITS == 8) {
+              total[r][s] = _mm512_fmadd_ps(sum, _mm512_mul_ps(scale, step), total[r][s]);
+            } else {
+              const __m512 ones = _mm512_set1_ps(static_cast<float>(sums[r * blocks + b]));
+              const __m512 value = _mm512_fmadd_ps(scale, sum, _mm512_mul_ps(scale16(known + LANES), ones));
+              total[r][s] = _mm512_fmadd_ps(value, step, total[r][s]);
+            }
+          }
+        }
+      }
+      for (int s = 0; s < STRIPES; ++s) {
+        const int64_t first = column + s * LANES, left = size - first;
+        const __mmask16 mask = left >= LANES ? 0xffff : static_cast<__mmask16>((1 << left) - 1);
+        for (int r = 0; r < ROWS; ++r) write16(out + (row + r) * size + first, total[r][s], mask);
+      }
+    }
+
+    template <int BITS, int STRIPES, typename T>
+    void stripes(const uint8_t* weights, const int16_t* scales, const Rounded& x, int64_t rows, int64_t blocks, T* out,
+                 int64_t size, int64_t column) {
+      int64_t r = 0;
+      for (; r + 6 <= rows; r += 6) tile<BITS, 6, STRIPES>(weights, scales, x, r, blocks, out, size, column);
+      for (; r + 3 <= rows; r += 3) tile<BITS, 3, STRIPES>(weights, scales, x, r, blocks, out, size, column);
+      for (; r < rows; ++r) tile<BITS, 1, STRIPES>(weights, scales, x, r, blocks, out, size, column);
+    }
+
+    template <int BITS, typename T>
+    void product(const T* x, int64_t rows, int64_t blocks, const uint8_t* weights, const int16_t* scales, int64_t size,
+                 T* out) {
+      Rounded rounded{std::vector<int8_t>(rows * blocks * BLOCK), std::vector<float>(rows * blocks),
+                      std::vector<int32_t>(rows * blocks)};
+      at::parallel_for(0, rows, 4, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r)
+          round_row(x + r * blocks * BLOCK, blocks, rounded.values.data() + r * blocks * BLOCK,
+                    rounded.scales.data() + r * blocks, rounded.sums.data() + r * blocks);
+      });
+      const int64_t stripe = blocks * BLOCK * LANES * BITS / 8, scale_stripe = blocks * LANES * (BITS == 8 ? 1 : 2);
+      const int64_t grain = std::max<int64_t>(1, 16384 / (stripe * rows));
+      at::parallel_for(0, (size + LANES - 1) / LANES, grain, [&](int64_t begin, int64_t end) {
+        int64_t g = begin;
+        const auto go = [&](auto count) {
+          stripes<BITS, count.value>(weights + g * stripe, scales + g * scale_stripe, rounded, rows, blocks, out, size,
+                                     g * LANES);
+          g += count.value;
+        };
+        while (rows >= 3 && g + 2 <= end) go(std::integral_constant<int, 2>());
+        while (g < end) go(std::integral_constant<int, 1>());  // few rows wait for memory, which is read in order
+      });
+    }
+
+    at::Tensor multiply(const at::Tensor& given, const at::Tensor& packed, const at::Tensor& scales, int64_t size) {
+      const at::Tensor x = given.contiguous();
+      const int64_t rows = x.size(0), blocks = packed.size(1), bits = packed.size(2);
+      TORCH_CHECK(x.dim() == 2 && x.size(1) == blocks * BLOCK, "what comes in does not fit the weights");
+      TORCH_CHECK(packed.is_contiguous() && packed.scalar_type() == at::kByte, "the weights are not packed");
+      TORCH_CHECK(scales.is_contiguous() && scales.scalar_type() == at::kShort, "the scales are not packed");
+      TORCH_CHECK(size <= packed.size(0) * LANES && (bits == 8 || bits == 4), "the weights are not packed");
+      const at::Tensor out = at::empty({rows, size}, x.options());
+      const uint8_t* weights = packed.const_data_ptr<uint8_t>();
+      const int16_t* known = scales.const_data_ptr<int16_t>();
+      if (x.scalar_type() == at::kFloat) {
+        const auto run = bits == 8 ? product<8, float> : product<4, float>;
+        run(x.const_data_ptr<float>(), rows, blocks, weights, known, size, out.mutable_data_ptr<float>());
+      } else {
+        TORCH_CHECK(x.scalar_type() == at::kBFloat16, "products in blocks are of float32 or bfloat16");
+        const auto run = bits == 8 ? product<8, at::BFloat16> : product<4, at::BFloat16>;
+        run(x.const_data_ptr<at::BFloat16>(), rows, blocks, weights, known, size,
+            out.mutable_data_ptr<at::BFloat16>());
+      }
+      return out;
+    }
+
+    }  // namespace
+
+    TORCH_LIBRARY(block_products, m) {
+      m.def("multiply(Tensor x, Tensor packed, Tensor scales, SymInt size) -> Tensor");
+    }
+    TORCH_LIBRARY_IMPL(block_products, CPU, m) { m.impl("multiply", &multiply); }
+    """
+    flags = "-std=c++20 -O3 -fPIC -shared -fopenmp -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma"
+    made = hashlib.sha256(f"{source}{flags}{torch.__version__}".encode()).hexdigest()[:16]
+    library = Path(cpp_extension.get_default_build_root()) / f"block_products_{made}.so"
+    if not library.is_file():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # one that is killed leaves nothing half done
+            file, part = Path(folder) / "block_products.cpp", Path(folder) / library.name
+            file.write_text(source)
+            folders = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+            folders += [f"-L{path}" for path in cpp_extension.library_paths()]
+            command = [cpp_extension.get_cxx_compiler(), *flags.split(), str(file), "-o", str(part), *folders]
+            try:
+                subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True, capture_output=True, text=True)
+            except OSError as error:
+                raise ImportError(f"products in blocks need a C++ compiler: {error.strerror or error}") from error
+            except subprocess.CalledProcessError as error:
+                raise ImportError(f"products in blocks were not compiled: {error.stderr[-2000:]}") from error
+            part.replace(library)
+    torch.ops.load_library(library)
+
+    @torch.library.register_fake("block_products::multiply")
+    def shape(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, size: int) -> torch.Tensor:
+        return x.new_empty(x.shape[0], size)
+
+    return torch.ops.block_products.multiply
+
+
+BLOCK_PRODUCTS = (packed_blocks, unpacked_blocks, block_products)
+"""What a technique copies into ``optimized.py``."""
