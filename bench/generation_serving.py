@@ -7,6 +7,7 @@ each of which asks for its next text as soon as it has one. Prompts and answers 
 distributions, the same ones for all. The ways take turns in random order:
 
 continuous       fettle's engine: a text joins and leaves between any two tokens
+int8 in blocks   the same with the model's weights in 8 bits (weights=int8-blocks)
 batch by batch   the same engine, but the next texts wait until the last of a batch is whole; those that are whole leave
 padded batches   the same, but every text is computed until the longest of its batch is whole, as `generate` does
 generate         transformers' generate: batches filled up on their left, until the longest is whole
@@ -14,7 +15,7 @@ generate_batch   transformers' continuous batching, where it runs
 
 Tokens a second are those that were asked for. A way without batches runs for `--warm-up` seconds, so that texts have
 joined and left, and what is written in the `--seconds` after that counts; one with batches runs whole ones for at least
-`--seconds`. Greedy tokens must be those of the model alone.
+`--seconds`. Greedy tokens must be those of the model alone, but with weights in 8 bits.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from fettle.package.manifest import open_package
 from fettle.package.model_runner import ModelRunner
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
+from fettle.techniques import cpu_flags
 from fettle.workload import Workload
 
 WORDS, MOST = 5000, 512
@@ -63,13 +65,14 @@ def model_of(layers: int, width: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def packaged(model: LlamaForCausalLM, folder: Path) -> None:
+def packaged(model: LlamaForCausalLM, folder: Path, recipe: str = "") -> None:
     ids = torch.randint(0, WORDS, (2, 16))
     work = Workload(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}])
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(WORDS)}, "0"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     write_package(
-        work, Recipe(), folder, name="llama", handler="generate", files={"tokenizer.json": made.to_str().encode()},
+        work, Recipe.parse(recipe), folder, name="llama", handler="generate",
+        files={"tokenizer.json": made.to_str().encode()},
         settings=ServeSettings(max_rows=32), handler_settings={"max_new_tokens": MOST, "max_tokens": MOST},
     )  # fmt: skip
 
@@ -218,6 +221,11 @@ def main() -> None:
             return
         package = open_package(folder)
         running = find_handler(package, ModelRunner(package), "").running(given.streams, 0, 128)
+        few = None
+        if "avx512_vnni" in cpu_flags():
+            packaged(model, Path(scratch) / "few", "weights=int8-blocks")
+            package = open_package(Path(scratch) / "few")
+            few = find_handler(package, ModelRunner(package), "").running(given.streams, 0, 128)
     assert running is not None
     check(model, running, given.streams)
     found: dict[str, list[float]] = {}
@@ -240,6 +248,8 @@ def main() -> None:
         "batch by batch": timed(lambda texts, done: batched(running, texts, given.streams, done, False)),
         "padded batches": timed(lambda texts, done: batched(running, texts, given.streams, done, True)),
     }
+    if few is not None:
+        ways["int8 in blocks"] = lambda seed: joined(few, asked(seed), given.streams, given.warm_up, given.seconds)
     if not given.no_peers:
         ways["generate"] = timed(lambda texts, done: generated(model, texts, given.streams, done))
         ways["generate_batch"] = lambda seed: by_generate_batch(

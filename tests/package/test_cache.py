@@ -15,6 +15,7 @@ from fettle.package.handlers.sampling import Sampling
 from fettle.package.model_runner import ModelRunner
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
+from fettle.techniques import cpu_flags
 from fettle.workload import Workload
 from tests.package.test_generate import post, written
 from tests.serving import running
@@ -45,13 +46,13 @@ def workload(model):
     return Workload(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}])
 
 
-def packaged(path, model, recipe=""):
+def packaged(path, model, recipe="", evidence=None):
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(WORDS)}, "0"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     return write_package(
         workload(model), Recipe.parse(recipe), path, name="adder", handler="generate",
         files={"tokenizer.json": made.to_str().encode()}, settings=ServeSettings(max_rows=8, threads=1),
-        handler_settings={"max_new_tokens": 50, "max_tokens": 100},
+        handler_settings={"max_new_tokens": 50, "max_tokens": 100}, evidence=evidence,
     )  # fmt: skip
 
 
@@ -175,6 +176,33 @@ def test_it_may_compute_in_another_type(tmp_path, how):
     assert (0 < package.manifest.accuracy["relative_error"] < 0.1) or how == "given"
     handler = find_handler(package, ModelRunner(package), "")
     assert [row[1] for row in written(handler.running(8, 0, 256), asks(PROMPTS[:3], [5, 6, 7]))] == [5, 6, 7]
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("level", ["int8-blocks", "int4-blocks"])
+def test_weights_may_be_held_in_few_bits(tmp_path, make, level):
+    """As a study of texts finds it: what keeps keys and values, and guesses, is the server's own business."""
+    if "avx512_vnni" not in cpu_flags():
+        pytest.skip("needs AVX-512 VNNI")
+    recipe = f"grad=inference_mode kv_cache=static-compiled precision=bf16 guessing=prompt weights={level}"
+    package = packaged(tmp_path / "m", make(), recipe)
+    assert package.manifest.recipe == {"grad": "inference_mode", "weights": level}
+    assert 0 < package.manifest.accuracy["relative_error"] < (0.1 if level == "int8-blocks" else 0.7)
+    handler = find_handler(package, ModelRunner(package), "")
+    assert [row[1] for row in written(handler.running(8, 0, 256), asks(PROMPTS[:3], [5, 6, 7]))] == [5, 6, 7]
+    if level == "int8-blocks":
+        limits = {"limits": {"max_error": 1e-6}, "accuracy": {"error": 1e-7, "perplexity": 3.0}}
+        with pytest.raises(UsageError, match="answers have a divergence of"):
+            packaged(tmp_path / "n", make(), recipe, limits)
+
+
+def test_other_weights_in_few_bits_are_refused(tmp_path):
+    for levels, said in (
+        ("weights=int8-dynamic", "weights=int8-dynamic cannot be packaged: tune with"),
+        ("weights=int8-blocks compile=default", "weights=int8-blocks cannot be packaged beside compile=default"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            packaged(tmp_path / "m", gpt2(), levels)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])

@@ -23,6 +23,7 @@ from fettle.package import handlers
 from fettle.package.flat import BEFORE_EXPORT, Flat, datatype
 from fettle.package.generating import generating, of_model
 from fettle.package.handler import Context
+from fettle.package.handlers.parts import LOGITS
 from fettle.package.host import host_id
 from fettle.package.manifest import (
     FORMAT,
@@ -35,7 +36,7 @@ from fettle.package.manifest import (
     open_package,
     seal,
 )
-from fettle.package.model_runner import Tuned, tuned
+from fettle.package.model_runner import BITS, Tuned, tuned
 from fettle.package.program import export_program, save_program
 from fettle.package.requires import needed
 from fettle.package.settings import ServeSettings, as_toml_data, powers
@@ -44,7 +45,7 @@ from fettle.recipe import Recipe
 from fettle.techniques import STATEFUL, Facts, cpu_flags, find, handed_on, quantize_exported
 from fettle.workload import Workload
 
-NOT_SERVED = ("mode", "batch", "allocator", "threads", "streams", "ragged")
+NOT_SERVED = ("mode", "batch", "allocator", "threads", "streams", "ragged", "kv_cache", "guessing")
 """Settings of the process or of the call: the server has its own place for them."""
 MORE_ERROR = 1.25
 """A package may be this factor above the error that its recipe was tuned with."""
@@ -88,6 +89,8 @@ def write_package(
     if not isinstance(workload.model, torch.nn.Module):
         raise UsageError(f"the model is a {type(workload.model).__name__}: only an nn.Module can be packaged")
     served = recipe.without(*NOT_SERVED)
+    if served.levels.get("weights") in BITS:  # what is left to compute is little, and in float32
+        served = served.without("precision", "matmul")
     _check_levels(served)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
@@ -102,7 +105,7 @@ def write_package(
         kept = _store(program, flat, served, most, scratch, evidence or {})
         _save_samples(flat, scratch)
         on_progress("comparing its answers with the model's")
-        kept, outputs, accuracy = _judge(flat, scratch, kept, evidence or {})
+        kept, outputs, accuracy = _judge(flat, scratch, kept, evidence or {}, writes=handler == "generate")
         if kept.recipe.get("shapes") == "static":
             settings = msgspec.structs.replace(settings, buckets=tuple(powers(most)))  # each is compiled for itself
         if flat.device != "cpu":
@@ -135,6 +138,12 @@ def _check_levels(recipe: Recipe) -> None:
                 f"{name}={level} cannot be packaged: it replaces the model's own layers, and an exported model has "
                 "none. Tune without it: "
                 f"fettle tune TARGET --technique {name}={_STATIC}, or {name}={find(name).default}"
+            )
+        if name == "weights" and (level not in BITS or set(recipe.levels) - {"weights", "grad"}):
+            beside = f" beside {recipe.without('weights', 'grad')}" if level in BITS else ""
+            raise UsageError(
+                f"{name}={level} cannot be packaged{beside}: tune with --technique {name}=as-given,{','.join(BITS)} "
+                "--technique runtime=torch --technique compile=off"
             )
         if level == STATEFUL:
             raise UsageError(
@@ -231,9 +240,10 @@ def _save_samples(flat: Flat, folder: Path) -> None:
 
 
 def _judge(
-    flat: Flat, folder: Path, kept: Tuned, evidence: Mapping[str, Any]
+    flat: Flat, folder: Path, kept: Tuned, evidence: Mapping[str, Any], writes: bool
 ) -> tuple[Tuned, tuple[TensorSpec, ...], dict[str, Any]]:
-    """Load what was written as a server would, ask what a server may, and compare with the model as it was given."""
+    """Load what was written as a server would, ask what a server may, and compare with the model as it was given. One
+    that was tuned to write text (its evidence has a perplexity) is judged by the divergence of the next token."""
     try:
         own_answers = _answers(flat, folder, kept)
     except UsageError:
@@ -258,15 +268,24 @@ def _judge(
         accuracy["relative_error_of_few_rows"] = max(errors[: flat.cuts])
     if calibrated:
         accuracy["calibrated_on"] = len(flat.calibration)
-    allowed = evidence.get("limits", {}).get("max_error")
+    allowed, found = evidence.get("limits", {}).get("max_error"), "a relative error"
+    if writes and "perplexity" in evidence.get("accuracy", {}):
+        pairs = zip(own_answers[flat.cuts :], flat.wanted[flat.cuts :], strict=False)
+        place = next(number for number, path in enumerate(flat.paths) if LOGITS in path)
+        worst, found = max(_divergence(answers[place], wanted[place]) for answers, wanted in pairs), "a divergence"
+        accuracy["divergence"] = worst
     if "error" in evidence.get("accuracy", {}):
         accuracy["tuned"] = {"relative_error": evidence["accuracy"]["error"], "allowed": allowed}
     # Fewer batches are judged here than by the study: a little more is not a surprise.
     if isinstance(allowed, int | float) and not worst <= MORE_ERROR * allowed:
-        raise UsageError(
-            f"the packaged model's answers have a relative error of {worst:.2g}; fettle tune allowed {allowed:g}"
-        )
+        raise UsageError(f"the packaged model's answers have {found} of {worst:.2g}; fettle tune allowed {allowed:g}")
     return kept, _outputs(flat, own_answers), accuracy
+
+
+def _divergence(answer: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The mean KL divergence of scores [rows, vocabulary] from those of the model as given, in nats."""
+    said, right = answer.float().log_softmax(-1), wanted.float().log_softmax(-1)
+    return float((right.exp() * (right - said)).sum(-1).mean())
 
 
 def _mixes_types(kept: Tuned, error: Exception) -> bool:

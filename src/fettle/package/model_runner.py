@@ -17,6 +17,8 @@ from fettle.package.program import as_function, load_program
 from fettle.recipe import Recipe
 
 Array = np.ndarray[Any, Any]
+BITS = {"int8-blocks": 8, "int4-blocks": 4}
+"""Bits of the weights, by the level of `weights`: those of these levels are stored as given, and packed when loaded."""
 
 
 class ModelRunner:
@@ -116,6 +118,13 @@ def tuned(folder: Path, kept: Tuned, samples: Sequence[torch.Tensor], device: st
         raise UsageError(f"the package's model is stored as {kept.model[:40]!r}, which this fettle does not know")
     recipe = Recipe(kept.recipe)
     rest = recipe.without(*kept.applied)
+    if bits := BITS.get(rest.levels.get("weights", ""), 0):
+        if device != "cpu":
+            raise UsageError(f"weights={rest.levels['weights']} is for CPUs: package the model without it for {device}")
+        try:
+            return as_function(load_program(folder, device), bits)
+        except ImportError as error:
+            raise UsageError(f"the package cannot be served here: {error}") from error
     if wanted(recipe, device) and (library := compiled(folder, rest, samples, device)) is not None:
         return library
     module = load_program(folder, device)
