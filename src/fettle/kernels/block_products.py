@@ -269,7 +269,8 @@ def block_products() -> Any:
             except OSError as error:
                 raise ImportError(f"products in blocks need a C++ compiler: {error.strerror or error}") from error
             except subprocess.CalledProcessError as error:
-                raise ImportError(f"products in blocks were not compiled: {error.stderr[-2000:]}") from error
+                said = [line for line in error.stderr.splitlines() if "error" in line] or [error.stderr[:200]]
+                raise ImportError(f"products in blocks were not compiled: {said[0]}") from error
             part.replace(library)
     torch.ops.load_library(library)
 

@@ -188,6 +188,11 @@ class Facts:
         """Whether the CPU has bfloat16 instructions."""
         return bool({"amx_bf16", "avx512_bf16"} & set(self.cpu_flags))
 
+    @property
+    def has_vnni(self) -> bool:
+        """Whether the CPU multiplies 64 numbers of 8 bits at once and adds them up by fours."""
+        return "avx512_vnni" in self.cpu_flags
+
 
 def parts_lines(facts: Facts) -> list[tuple[str, int, float, float, int]]:
     """What each part of a pipeline costs in one call as given: name, calls, seconds, share of the time, bytes of its

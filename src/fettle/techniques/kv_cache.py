@@ -166,10 +166,13 @@ class KvCache(Technique):
         half = {"precision": "bf16"} if facts.device != "cpu" or facts.has_bf16 else {}
         if facts.device == "cuda":  # where what a step launches takes longer than what it computes
             return [Bundle(20, {"kv_cache": "static-compiled", **half})]
+        compiled = Bundle(60, {"kv_cache": "static-compiled", **half})
+        if facts.has_vnni:  # weights in few bits are tried before
+            return [compiled]
         return [
             Bundle(20, {"kv_cache": "static", **half}),
             Bundle(30, {"kv_cache": "static-frozen", **half}),
-            Bundle(60, {"kv_cache": "static-compiled", **half}),
+            compiled,
         ]
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:

@@ -250,8 +250,7 @@ class Weights(Technique):
             why_not = "the model is no module, its weights are out of reach"
         elif facts.generates and facts.device != "cpu":
             why_not = "it is for CPUs: quantize has levels for a GPU"
-        has_kernel = "avx512_vnni" in facts.cpu_flags
-        no_kernel = why_not or ("" if has_kernel else "its kernel is for CPUs with AVX-512 VNNI")
+        no_kernel = why_not or ("" if facts.has_vnni else "its kernel is for CPUs with AVX-512 VNNI")
         return [
             Level("as-given", "as given"),
             Level("int8", "linear layers in 8 bits, a scale for each output", why_not),
@@ -283,21 +282,24 @@ class Weights(Technique):
     def bundles(self, facts: Facts) -> list[Bundle]:
         if not facts.generates:
             return []
+        if facts.has_vnni:
+            static = {"kv_cache": "static"} if facts.keeps == "static" else {}
+            found = [Bundle(7, {"weights": "int8-blocks", **static})]
+            compiled = [
+                Bundle(8 + number, {"weights": level, "kv_cache": "static-compiled"})
+                for number, level in enumerate(("int8-blocks", "int4-blocks"))
+            ]
+            return [*found, *compiled] if static else found
         half = {"precision": "bf16"} if facts.dtype == "float32" else {}
         levels = {"int8-dynamic": 15, "int8-16": 20, "int8": 40, "int4": 50}
         found = [Bundle(place, {"weights": level, **half}) for level, place in levels.items()]
         if facts.keeps != "static":
-            return [Bundle(8, {"weights": "int8-blocks"}), *found]
+            return found
         compiled = [
             Bundle(place + 10, {"weights": level, "kv_cache": "static-compiled", **half})
             for level, place in levels.items()
         ]
-        static = [Bundle(one.place, {**one.levels, "kv_cache": "static"}) for one in found[:2]]
-        blocks = [
-            Bundle(8 + number, {"weights": level, "kv_cache": "static-compiled"})
-            for number, level in enumerate(("int8-blocks", "int4-blocks"))
-        ]
-        return [*blocks, *static, *compiled]
+        return [*(Bundle(one.place, {**one.levels, "kv_cache": "static"}) for one in found[:2]), *compiled]
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if recipe.levels.get("runtime") == STATEFUL:
