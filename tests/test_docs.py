@@ -127,7 +127,8 @@ def _every_command() -> Iterator[tuple[str, typer.core.TyperCommand]]:
 def test_the_examples_of_every_command_are_parsed() -> None:
     count = 0
     for path, command in _every_command():
-        for line in re.findall(r"^ *((?:[A-Z_]+=\S+ )?fettle .*)$", inspect.cleandoc(command.help), re.MULTILINE):
+        text = re.sub(r" \\\n +", " ", inspect.cleandoc(command.help))  # on one line as a shell reads it
+        for line in re.findall(r"^ *((?:[A-Z_]+=\S+ )?fettle .*)$", text, re.MULTILINE):
             _parsed(_words(line))
             count += 1
         assert "fettle" in command.help, f"{path} shows no example"

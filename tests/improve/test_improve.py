@@ -146,14 +146,14 @@ def test_an_edit_of_what_the_target_imports_begins_anew(edited: str, work: Path,
     (tmp_path / "parts" / "blocks.py").write_text("import net\n")
     (tmp_path / "net.py").write_text("import torch\nfrom parts import blocks\n")
     (tmp_path / "loading.py").write_text("def loader(): ...\n")
-    work.write_text("from net import Net\n")
+    work.write_text("from net import Net as workload\n")
     settings = Settings(output=tmp_path / "out", data=f"{tmp_path / 'loading.py'}:loader")
     improve(str(work), settings)
     asked.clear()
     improve(str(work), settings)
     assert [name for name, _ in asked] == ["data"]  # which came to nothing
     asked.clear()
-    (tmp_path / edited).write_text("# edited\n")
+    (tmp_path / edited).write_text((tmp_path / edited).read_text() + "# edited\n")
     improve(str(work), settings)
     assert [name for name, _ in asked] == list(STEPS)
 

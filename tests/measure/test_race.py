@@ -298,8 +298,8 @@ def test_a_deadline_leaves_out_what_was_not_begun(target: Target, tmp_path: Path
         ("def workload():\n    raise RuntimeError('no weights')", "raised RuntimeError: no weights"),
         ("def workload():\n    return 3", "returned a int"),
         ("import torch\ndef workload():\n    return torch.nn.Linear(2, 2), []", "empty"),
-        ("import nothing_here", "importing"),
-        ("x = 1", "no factory named 'workload'"),
+        ("import nothing_here as workload", "importing"),
+        ("workload = 1", "no factory named 'workload'"),
     ],
 )
 def test_what_is_wrong_with_a_factory_is_one_line(tmp_path: Path, text: str, words: str, builder: Worker) -> None:

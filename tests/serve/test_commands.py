@@ -93,7 +93,7 @@ def test_what_is_wrong_is_one_line_and_leaves_nothing(fettle, tmp_path, argument
 
 def test_json_of_a_server_that_is_tuned_first_is_json_alone(monkeypatch, run_fettle, tmp_path):
     (tmp_path / "p").mkdir()
-    package = SimpleNamespace(folder=tmp_path / "p", manifest=SimpleNamespace(max_rows=8))
+    package = SimpleNamespace(folder=tmp_path / "p", manifest=SimpleNamespace(max_rows=8, name="net"))
     monkeypatch.setattr("fettle.package.manifest.open_package", lambda path: package)
     monkeypatch.setattr("fettle.cli.serve.slo.command", lambda *_, **__: print("a table"))
     monkeypatch.setattr("fettle.serve.server.serve", lambda *_: None)

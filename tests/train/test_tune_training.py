@@ -220,7 +220,7 @@ def test_the_plan_leaves_out_what_cannot_fit(tmp_path):
     ("options", "says"),
     [
         ({"nproc": 0}, "`nproc=0`: give the number of ranks"),
-        ({"nproc": 2, "mode": "inference"}, "`nproc=2` is for training"),
+        ({"nproc": 2, "mode": "inference"}, "is for training, and a workload for inference is needed"),
         ({"min_throughput": -1.0}, "min throughput must be above 0"),
         ({"nproc": 2, "device_memory_bytes": 0}, "device memory must be above 0"),
     ],

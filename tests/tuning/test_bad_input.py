@@ -56,7 +56,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("tune work.py --technique threads=-1", "no level '-1'"),
         ("tune work.py --mode sleeping", "unknown mode"),
         ("tune work.py --nproc 0", "--nproc 0"),
-        ("tune work.py --nproc 2", "--nproc 2 is for training"),
         ("tune work.py --nodes 0", "--nodes 0"),
         ("tune work.py --nodes 2 --listen 127.0.0.1:29400", "for training"),
         ("tune work.py --mode training --nodes 2", "--nodes and --listen go together"),

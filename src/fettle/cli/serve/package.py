@@ -110,6 +110,8 @@ def _print(manifest: Manifest, path: Path, out: Console) -> None:
         out.print(f"handler  {' '.join(_settings(msgspec.to_builtins(manifest.handler)))}", markup=False)
     out.print(f"recipe   {Recipe(manifest.recipe)}", markup=False)
     out.print(f"error    {manifest.accuracy['relative_error']:.3g} against {manifest.accuracy['against']}")
+    if "divergence" in manifest.accuracy:
+        out.print(f"KL       {manifest.accuracy['divergence']:.2g} nats, of the next token")
     out.print(f"{path} is written: fettle serve {path}", markup=False, soft_wrap=True)
 
 

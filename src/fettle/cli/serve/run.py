@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fettle.cli import _options, _quiet
+from fettle.cli import _options, _quiet, _show
 from fettle.cli._console import console
 from fettle.errors import UsageError, extra
 from fettle.units import parse_size
@@ -134,13 +134,18 @@ def command(
     if p99 is not None:
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             opened = [_tuned(package, p99, rate) for package in opened]
-    if opened and not as_json:
-        say(f"loading {', '.join(package.manifest.name for package in opened)}")
-    try:
-        run(serve(address, options, opened, lambda server: _say_where(server, address, as_json)))
-    finally:
-        if spare is not None:
-            spare.end()
+    with contextlib.ExitStack() as waiting:
+        waiting.enter_context(_show.telling(f"loading {', '.join(one.manifest.name for one in opened)}", quiet=as_json))
+
+        def ready(server: Server) -> None:
+            waiting.close()
+            _say_where(server, address, as_json)
+
+        try:
+            run(serve(address, options, opened, ready))
+        finally:
+            if spare is not None:
+                spare.end()
 
 
 def _say_where(server: Server, address: Address, as_json: bool) -> None:
@@ -191,9 +196,10 @@ def _packaged(text: str, recipe: Path | None, say: Callable[[str], None]) -> Pac
     if folder.exists():
         raise UsageError(f"{folder} exists already: serve it with fettle serve {folder}, or move it away")
     tuned = load_recipe(recipe) if recipe is not None else RecipeFile()
-    say(f"packaging {text} as {folder}, which the next start can serve as it is")
     with _quiet.users_code_quiet():
-        return write_package(target.load(), tuned.recipe, folder, name=target.name, evidence=tuned.evidence)
+        package = write_package(target.load(), tuned.recipe, folder, name=target.name, evidence=tuned.evidence)
+    say(f"packaged as {folder}: the next start can serve that")
+    return package
 
 
 def _tuned(package: Package, p99: str, rate: float) -> Package:
