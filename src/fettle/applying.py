@@ -72,15 +72,20 @@ def apply(
         facts = replace(training_facts(workload, allow_batch=True), largest_batch=LARGEST)
     else:
         facts = probe_facts(workload, allow_batch=True)
-    ranks, here = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))  # of torchrun
-    optimize = _compiled(
-        file.recipe, replace(facts, learned=file.learned, ranks=ranks, nodes=max(1, ranks // max(1, here)))
-    )
+    ranks = _of_torchrun("WORLD_SIZE")
+    nodes = max(1, ranks // _of_torchrun("LOCAL_WORLD_SIZE"))
+    optimize = _compiled(file.recipe, replace(facts, learned=file.learned, ranks=ranks, nodes=nodes))
     if isinstance(workload, TrainingWorkload):
         return optimize(workload.model, workload.optimizer, workload.loss, workload.data)
     calibration = list(workload.calibration) or list(workload.inputs)
     with torch.inference_mode(False):  # weights that are made in it cannot be exported
         return optimize(workload.model, calibration, *([workload.call] if workload.call is not None else []))
+
+
+def _of_torchrun(name: str) -> int:
+    """A count that torchrun tells its ranks; 1 where it did not start this process."""
+    text = os.environ.get(name, "")
+    return max(1, int(text)) if text.isdigit() else 1
 
 
 def _compiled(recipe: Recipe, facts: Facts) -> Callable[..., Any]:

@@ -12,10 +12,11 @@ from torch import library
 from fettle.applying import apply
 from fettle.errors import UsageError
 from fettle.package.export import write_package
+from fettle.package.function import as_function
 from fettle.package.manifest import open_package, seal
 from fettle.package.model_runner import ModelRunner, load_model
 from fettle.package.openvino import GRAPH, OpenvinoModel
-from fettle.package.program import as_function, load_program
+from fettle.package.program import load_program
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
 from fettle.workload import Workload

@@ -12,8 +12,9 @@ import torch
 
 from fettle.errors import UsageError
 from fettle.package.compiled import compiled, wanted
+from fettle.package.function import as_function
 from fettle.package.manifest import SAMPLES, Package
-from fettle.package.program import as_function, load_program
+from fettle.package.program import load_program
 from fettle.recipe import Recipe
 
 Array = np.ndarray[Any, Any]

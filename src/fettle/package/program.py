@@ -10,9 +10,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,11 @@ import torch
 
 from fettle.errors import UsageError, first_line
 from fettle.files import read_text
-from fettle.kernels import block_products, packed_blocks
 
 GRAPH, WEIGHTS = "graph.json", "weights.safetensors"
 MAX_GRAPH_BYTES = 256 << 20
 _MOST_SHAPES = 4096
 """Shapes that are remembered as checked."""
-_LARGE = 1 << 16
-"""Elements of a matrix whose layout matters."""
 _NAME = re.compile(r"[A-Za-z0-9_][\w.\-]{0,500}|")
 _OPERATOR = re.compile(
     r"torch\.ops\.(aten|prims|mkldnn|quantized_decomposed)\.\w+(\.\w+)?"
@@ -215,158 +211,17 @@ def _check_new_shapes_only(module: torch.nn.Module) -> None:
 
     def after(module: Any, inputs: tuple[torch.Tensor, ...], answer: Any) -> None:
         if not torch.compiler.is_compiling() and module.validate_inputs:
-            _remember(seen, tuple(tensor.shape for tensor in inputs))
+            remember(seen, tuple(tensor.shape for tensor in inputs))
 
     module.register_forward_pre_hook(before, prepend=True)
     module.register_forward_hook(after)
 
 
-def _remember(seen: set[tuple[torch.Size, ...]], shapes: tuple[torch.Size, ...]) -> None:
+def remember(seen: set[tuple[torch.Size, ...]], shapes: tuple[torch.Size, ...]) -> None:
+    """Take shapes for checked."""
     if len(seen) >= _MOST_SHAPES:
         seen.clear()
     seen.add(shapes)
-
-
-def as_function(module: torch.nn.Module, bits: int = 0) -> Callable[..., Any]:
-    """A loaded program as a function, without what torch puts around its operators: most of a tiny model's call.
-
-    Its tensors come and go as they are, its weights are at hand, and it looks at its inputs only where their shapes are
-    new. On a CPU the large matrices of float32 are laid out once as oneDNN reads them (`_laid_out`), or with `bits` are
-    held in so many of them (`_in_blocks`). A program with graphs inside of its graph stays what it is; else the
-    module's weights are the function's, and it cannot run again. ImportError where `bits` cannot be had here.
-    """
-    from torch.export._unlift import _check_input_constraints_for_module
-
-    graph, weights = torch.fx.Graph(), dict[str, torch.Tensor]()
-    graph.output(graph.graph_copy(module.graph, {}))  # type: ignore[arg-type]
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            value = operator.attrgetter(node.target)(module)
-            if not isinstance(value, torch.Tensor):
-                return module
-            node.target = f"weight_{len(weights)}"
-            weights[node.target] = value
-        elif node.op not in ("placeholder", "call_function", "output"):
-            return module
-    if bits:
-        _in_blocks(graph, weights, bits)
-    _laid_out(graph, weights)
-    _without_unused(graph, weights)
-    for part in module.modules():  # what was laid out anew is not held twice
-        part._parameters.clear()
-    bare = torch.fx.GraphModule(weights, graph)
-    vars(bare).update(weights)  # found at once: `torch.nn.Module` looks for its tensors only where Python found nothing
-    forward, seen = bare.forward, set[tuple[torch.Size, ...]]()
-
-    def call(*tensors: torch.Tensor) -> Any:
-        shapes = tuple([tensor.shape for tensor in tensors])
-        if shapes in seen:
-            return forward(*tensors)
-        _check_input_constraints_for_module(module, tensors, {})
-        answer = forward(*tensors)
-        _remember(seen, shapes)
-        return answer
-
-    return call
-
-
-def _linear_layers(
-    graph: torch.fx.Graph, weights: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[torch.fx.Node, torch.fx.Node, torch.Tensor, Any]]:
-    """Linear layers of float32 on the CPU: the node, what it reads, its matrix [out, in] and its bias."""
-    for node in list(graph.nodes):
-        if node.kwargs:
-            continue
-        if node.target is torch.ops.aten.linear.default:
-            source, weight, bias = (*node.args, None)[:3]
-        elif node.target is torch.ops.aten.addmm.default:  # how GPT-2 writes it
-            bias, source, weight = node.args
-        else:
-            continue
-        matrix = weights.get(weight.target) if weight.op == "get_attr" else None
-        if matrix is None or matrix.dtype != torch.float32 or matrix.device.type != "cpu" or matrix.dim() != 2:
-            continue
-        if bias is None or (bias.op == "get_attr" and weights[bias.target].dim() == 1):
-            turned = node.target is torch.ops.aten.addmm.default
-            yield node, source, matrix.detach().t() if turned else matrix.detach(), bias
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
-
-
-def _laid_out(graph: torch.fx.Graph, weights: dict[str, torch.Tensor]) -> None:
-    """Let linear layers read their weights in oneDNN's own order, which is made once instead of in each call.
-
-    With 1 to 64 rows it takes 0.4 to 0.7 of the time (a language model's layers, AMD EPYC with AVX-512).
-    """
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call,unused-ignore]
-        return
-    made: list[torch.Tensor] = []
-    for node, source, matrix, bias in _linear_layers(graph, weights):
-        if matrix.numel() < _LARGE:
-            continue
-        number = next((n for n, one in enumerate(made) if _is_same(one, matrix)), len(made))
-        name = f"laid_out_{number}"
-        if name not in weights:
-            made.append(matrix)
-            weights[name] = torch.ops.mkldnn._reorder_linear_weight(matrix.contiguous(), None)
-        with graph.inserting_before(node):
-            laid_out = graph.get_attr(name)
-            call = graph.call_function(
-                torch.ops.mkldnn._linear_pointwise.default, (source, laid_out, bias, "none", [], "")
-            )
-        node.replace_all_uses_with(call)
-        graph.erase_node(node)
-
-
-def _in_blocks(graph: torch.fx.Graph, weights: dict[str, torch.Tensor], bits: int) -> None:
-    """Hold the weights of linear layers in blocks of 8 or 4 bits; with 4 the largest, a language model's head, keeps 8.
-    Layers that read the same are one product."""
-    block_products()
-    beside: dict[Any, list[tuple[torch.fx.Node, torch.Tensor, Any]]] = {}
-    for node, source, matrix, bias in _linear_layers(graph, weights):
-        if matrix.shape[1] % 32 == 0:  # one whose outputs are no sixteens cannot stand before another
-            beside.setdefault((source, len(matrix) % 16 and node), []).append((node, matrix, bias))
-    largest = max((matrix.numel() for layers in beside.values() for _, matrix, _ in layers), default=0)
-    for number, layers in enumerate(beside.values()):
-        parts = [packed_blocks(matrix, 8 if matrix.numel() == largest else bits) for _, matrix, _ in layers]
-        names = [f"packed_{number}", f"scales_{number}"]
-        weights |= zip(names, (torch.cat(part) for part in zip(*parts, strict=True)), strict=True)
-        first, begin = layers[0][0], 0
-        with graph.inserting_before(first):
-            held = [graph.get_attr(name) for name in names]
-            size = sum(len(matrix) for _, matrix, _ in layers)
-            joint = graph.call_function(block_product, (_reads(first), *held, size))
-        for node, matrix, bias in layers:
-            with graph.inserting_before(node):
-                place: Any = (Ellipsis, slice(begin, begin + len(matrix)))
-                own = graph.call_function(operator.getitem, (joint, place)) if len(layers) > 1 else joint
-                own = own if bias is None else graph.call_function(operator.add, (own, bias))
-            node.replace_all_uses_with(own)
-            graph.erase_node(node)
-            begin += len(matrix)
-
-
-def _reads(layer: torch.fx.Node) -> Any:
-    """What a linear layer reads."""
-    return layer.args[1 if layer.target is torch.ops.aten.addmm.default else 0]
-
-
-def block_product(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, size: int) -> torch.Tensor:
-    """The product of x [..., in] with weights in blocks: [..., size]."""
-    found = torch.ops.block_products.multiply(x.reshape(-1, x.shape[-1]), packed, scales, size)
-    return found.reshape(*x.shape[:-1], size)  # type: ignore[no-any-return]
-
-
-def _without_unused(graph: torch.fx.Graph, weights: dict[str, torch.Tensor]) -> None:
-    """Let go of weights that no node reads any more."""
-    for node in list(graph.nodes):
-        if node.op == "get_attr" and not node.users:
-            graph.erase_node(node)
-    used = {node.target for node in graph.nodes if node.op == "get_attr"}
-    for name in set(weights) - used:
-        del weights[name]
 
 
 def _plain(graph: Any) -> Any:

@@ -5,6 +5,9 @@ rows; a prompt has many, and for it the weights are unpacked for one ordinary pr
 bits too, each token by its own scale, a product is one of integers, which for a prompt as well takes half the time of
 one in bfloat16. Where 8 bits are too coarse for a token, two numbers of 8 bits hold 16: the product has two rows for
 one then, and the weights are still read once.
+
+On CPUs with VNNI a kernel of our own (`fettle.kernels.block_products`) has both in blocks of 32 with a scale each: it
+reads weights as fast as memory gives them, and an outlier spoils its block alone.
 """
 
 from collections.abc import Mapping
