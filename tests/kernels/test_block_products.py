@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import library
 from torch.utils import cpp_extension
 
 from fettle.kernels.block_products import block_product_reference, block_products, packed_blocks, unpacked_blocks
@@ -89,7 +90,7 @@ def test_it_is_one_operator_in_a_graph(multiply) -> None:
         return multiply(x * 2, packed, scales, 40) + 1  # type: ignore[no-any-return]
 
     torch.testing.assert_close(torch.compile(twice, fullgraph=True)(x), twice(x))
-    torch.library.opcheck(multiply.default, (x, packed, scales, 40), test_utils=("test_schema", "test_faketensor"))
+    library.opcheck(multiply.default, (x, packed, scales, 40), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_what_does_not_fit_is_refused(multiply) -> None:

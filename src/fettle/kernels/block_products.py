@@ -65,7 +65,8 @@ def block_products() -> Any:
     import tempfile
     from pathlib import Path
 
-    from torch.utils import cpp_extension
+    from torch import library
+    from torch.utils.cpp_extension import get_cxx_compiler, get_default_build_root, include_paths, library_paths
 
     source = r"""
     #include <ATen/Parallel.h>
@@ -255,15 +256,15 @@ def block_products() -> Any:
     """
     flags = "-std=c++20 -O3 -fPIC -shared -fopenmp -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma"
     made = hashlib.sha256(f"{source}{flags}{torch.__version__}".encode()).hexdigest()[:16]
-    library = Path(cpp_extension.get_default_build_root()) / f"block_products_{made}.so"
-    if not library.is_file():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # one that is killed leaves nothing half done
-            file, part = Path(folder) / "block_products.cpp", Path(folder) / library.name
+    built = Path(get_default_build_root()) / f"block_products_{made}.so"
+    if not built.is_file():
+        built.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=built.parent) as folder:  # one that is killed leaves nothing half done
+            file, part = Path(folder) / "block_products.cpp", Path(folder) / built.name
             file.write_text(source)
-            folders = [f"-isystem{path}" for path in cpp_extension.include_paths()]
-            folders += [f"-L{path}" for path in cpp_extension.library_paths()]
-            command = [cpp_extension.get_cxx_compiler(), *flags.split(), str(file), "-o", str(part), *folders]
+            folders = [f"-isystem{path}" for path in include_paths()]
+            folders += [f"-L{path}" for path in library_paths()]
+            command = [get_cxx_compiler(), *flags.split(), str(file), "-o", str(part), *folders]
             try:
                 subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True, capture_output=True, text=True)
             except OSError as error:
@@ -271,10 +272,10 @@ def block_products() -> Any:
             except subprocess.CalledProcessError as error:
                 said = [line for line in error.stderr.splitlines() if "error" in line] or [error.stderr[:200]]
                 raise ImportError(f"products in blocks were not compiled: {said[0]}") from error
-            part.replace(library)
-    torch.ops.load_library(library)
+            part.replace(built)
+    torch.ops.load_library(built)
 
-    @torch.library.register_fake("block_products::multiply")
+    @library.register_fake("block_products::multiply")
     def shape(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, size: int) -> torch.Tensor:
         return x.new_empty(x.shape[0], size)
 
