@@ -61,6 +61,7 @@ def block_products() -> Any:
     if hasattr(torch.ops.block_products, "multiply"):
         return torch.ops.block_products.multiply
     import hashlib
+    import os
     import subprocess
     import tempfile
     from pathlib import Path
@@ -256,7 +257,7 @@ def block_products() -> Any:
     """
     flags = "-std=c++20 -O3 -fPIC -shared -fopenmp -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma"
     made = hashlib.sha256(f"{source}{flags}{torch.__version__}".encode()).hexdigest()[:16]
-    built = Path(get_default_build_root()) / f"block_products_{made}.so"
+    built = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()) / f"block_products_{made}.so"
     if not built.is_file():
         built.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=built.parent) as folder:  # one that is killed leaves nothing half done
