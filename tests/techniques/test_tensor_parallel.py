@@ -75,9 +75,10 @@ def test_what_goes_with_it(file: Path) -> None:
     for name, trial in zip(names, raced(f"{file}:workload", *(f"{split} {name}" for name in names)), strict=True):
         assert trial.status in ("measured", "rejected"), trial.reason
         assert trial.accuracy.error < (2 if "int4" in name else 0.2)  # 4 bits of random weights are far off
-    (trial,) = raced(f"{file}:bert", "tensor_parallel=on")
-    assert trial.status == "measured", trial.reason
-    assert trial.accuracy.error < 1e-5
+    plain, half = raced(f"{file}:bert", "tensor_parallel=on", split)  # its layers have biases
+    for trial, most in ((plain, 1e-5), (half, 0.05)):
+        assert trial.status in ("measured", "rejected"), trial.reason
+        assert trial.accuracy.error < most
 
 
 @pytest.mark.slow

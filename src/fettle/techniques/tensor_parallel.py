@@ -23,17 +23,25 @@ def linear_of(weight: torch.Tensor, bias: Any) -> torch.nn.Linear:
     return layer
 
 
-class AddedUp(torch.nn.Module):
-    """A linear layer of which the rank has the columns [out, part of in]: the products of all ranks are added up."""
+class Part(torch.nn.Module):
+    """A linear layer of which the rank has a part."""
 
     def __init__(self, weight: torch.Tensor, bias: Any) -> None:
         super().__init__()
-        self.own, self.bias = linear_of(weight, None), bias
+        self.own = linear_of(weight, bias)
 
     @property
     def weight(self) -> torch.Tensor:
         """The rank's part, for a model that looks at it."""
         return self.own.weight
+
+
+class AddedUp(Part):
+    """A linear layer of which the rank has the columns [out, part of in]: the products of all ranks are added up."""
+
+    def __init__(self, weight: torch.Tensor, bias: Any) -> None:
+        super().__init__(weight, None)
+        self.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         import torch.distributed as dist
@@ -43,17 +51,12 @@ class AddedUp(torch.nn.Module):
         return found if self.bias is None else found + self.bias
 
 
-class SideBySide(torch.nn.Module):
+class SideBySide(Part):
     """A linear layer of which the rank has the rows [part of out, in]: what all ranks give is put side by side."""
 
     def __init__(self, weight: torch.Tensor, bias: Any, ranks: int) -> None:
-        super().__init__()
-        self.own, self.ranks = linear_of(weight, bias), ranks
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The rank's part, for a model that looks at it."""
-        return self.own.weight
+        super().__init__(weight, bias)
+        self.ranks = ranks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         import torch.distributed as dist
@@ -141,7 +144,7 @@ class TensorParallel(Technique):
         each = max(1, facts.physical_cores // max(1, facts.ranks))
         return Code(
             environment={"OMP_NUM_THREADS": str(each)} if facts.device == "cpu" else {},
-            helpers=(join_ranks, is_named, linear_of, AddedUp, SideBySide, split_over_ranks,
+            helpers=(join_ranks, is_named, linear_of, Part, AddedUp, SideBySide, split_over_ranks,
                      *((fewer_heads,) if plan.attentions else ())),
             prepare=tuple(lines),
         )  # fmt: skip
