@@ -7,7 +7,10 @@ each of which asks for its next text as soon as it has one. Prompts and answers 
 distributions, the same ones for all. The ways take turns in random order:
 
 continuous       fettle's engine: a text joins and leaves between any two tokens
+unrecorded       on a GPU: the same with its kernels launched one by one, not as CUDA graphs
+compiled         on a CPU: the same with its step compiled (kv_cache=static-compiled)
 int8 in blocks   the same with the model's weights in 8 bits (weights=int8-blocks)
+int8, compiled   both
 batch by batch   the same engine, but the next texts wait until the last of a batch is whole; those that are whole leave
 padded batches   the same, but every text is computed until the longest of its batch is whole, as `generate` does
 generate         transformers' generate: batches filled up on their left, until the longest is whole
@@ -51,22 +54,27 @@ from fettle.techniques import cpu_flags
 from fettle.workload import Workload
 
 WORDS, MOST = 5000, 512
+RECIPES = {
+    "compiled": "kv_cache=static-compiled", "int8 in blocks": "weights=int8-blocks",
+    "int8, compiled": "weights=int8-blocks kv_cache=static-compiled",
+}  # fmt: skip
 Asked = tuple[list[int], int]
 """Tokens of a prompt, and how many are to follow."""
 
 
-def model_of(layers: int, width: int) -> LlamaForCausalLM:
+def model_of(layers: int, width: int, device: str, precision: str) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         num_hidden_layers=layers, hidden_size=width, intermediate_size=4 * width, num_attention_heads=width // 64,
         num_key_value_heads=max(1, width // 128), vocab_size=WORDS, bos_token_id=None, eos_token_id=None,
         pad_token_id=0, max_position_embeddings=MOST, initializer_range=0.2,
     )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    with torch.device(device):
+        return LlamaForCausalLM(config).eval().to(getattr(torch, precision))
 
 
 def packaged(model: LlamaForCausalLM, folder: Path, recipe: str = "") -> None:
-    ids = torch.randint(0, WORDS, (2, 16))
+    ids = torch.randint(0, WORDS, (2, 16), device=model.device)
     work = Workload(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}])
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(WORDS)}, "0"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -131,7 +139,7 @@ def generated(model: LlamaForCausalLM, texts: Iterator[Asked], streams: int, don
     while not done(written):
         batch = list(itertools.islice(texts, streams))
         longest = max(len(prompt) for prompt, _ in batch)
-        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in batch])
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in batch], device=model.device)
         most = max(wanted for _, wanted in batch)
         with torch.inference_mode():
             model.generate(ids, attention_mask=(ids != 0).long(), do_sample=False, max_new_tokens=most)
@@ -191,7 +199,7 @@ def check(model: LlamaForCausalLM, running: Running, streams: int) -> None:
             running.add(number, Ask(tokens=tuple(prompt), sampling=Sampling(max_tokens=min(most, 24))))
         running.step(tell)
     for number, (prompt, most) in list(enumerate(texts))[:8]:
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=model.device)
         with torch.inference_mode():
             alone = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False,
                                    max_new_tokens=min(most, 24))  # fmt: skip
@@ -203,6 +211,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--warm-up", type=float, default=5.0)
@@ -212,7 +222,7 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--json", type=Path, default=Path("generation_serving.json"))
     given = parser.parse_args()
-    model = model_of(given.layers, given.width)
+    model = model_of(given.layers, given.width, given.device, given.precision)
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.package or Path(scratch) / "m"
         if not folder.exists():
@@ -220,14 +230,17 @@ def main() -> None:
         if given.only_package:
             return
         package = open_package(folder)
-        running = find_handler(package, ModelRunner(package), "").running(given.streams, 0, 128)
-        few = None
-        if "avx512_vnni" in cpu_flags():
-            packaged(model, Path(scratch) / "few", "weights=int8-blocks")
-            package = open_package(Path(scratch) / "few")
-            few = find_handler(package, ModelRunner(package), "").running(given.streams, 0, 128)
+        running = find_handler(package, ModelRunner(package, given.device), "").running(given.streams, 0, 128)
+        others = {}
+        for name, recipe in RECIPES.items() if given.device == "cpu" else ():
+            if "blocks" not in recipe or {"avx2", "avx512_vnni"} & set(cpu_flags()):
+                packaged(model, Path(scratch) / name, recipe)
+                package = open_package(Path(scratch) / name)
+                others[name] = find_handler(package, ModelRunner(package), "").running(given.streams, 0, 128)
     assert running is not None
-    check(model, running, given.streams)
+    running.warm()
+    if given.precision == "float32":
+        check(model, running, given.streams)
     found: dict[str, list[float]] = {}
     failed: dict[str, str] = {}
 
@@ -243,13 +256,22 @@ def main() -> None:
 
         return run
 
+    def unrecorded(seed: int) -> float:
+        recorded, running.cache.recorded = running.cache.recorded, None
+        try:
+            return joined(running, asked(seed), given.streams, given.warm_up, given.seconds)
+        finally:
+            running.cache.recorded = recorded
+
     ways: dict[str, Callable[[int], float]] = {
         "continuous": lambda seed: joined(running, asked(seed), given.streams, given.warm_up, given.seconds),
         "batch by batch": timed(lambda texts, done: batched(running, texts, given.streams, done, False)),
         "padded batches": timed(lambda texts, done: batched(running, texts, given.streams, done, True)),
     }
-    if few is not None:
-        ways["int8 in blocks"] = lambda seed: joined(few, asked(seed), given.streams, given.warm_up, given.seconds)
+    if running.cache.recorded is not None:
+        ways["unrecorded"] = unrecorded
+    for name, other in others.items():
+        ways[name] = lambda seed, other=other: joined(other, asked(seed), given.streams, given.warm_up, given.seconds)
     if not given.no_peers:
         ways["generate"] = timed(lambda texts, done: generated(model, texts, given.streams, done))
         ways["generate_batch"] = lambda seed: by_generate_batch(

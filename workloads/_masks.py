@@ -124,11 +124,11 @@ def pipeline(model: torch.nn.Module, call, side: int, name: str, device: str, vi
         turned = [pixels.flip(3) if view % 2 else pixels for view in range(views)]
         turned = [one.rot90(view // 2, (2, 3)) for view, one in enumerate(turned)]
         images.append((torch.cat(turned).to(device), points))
-    wanted = float32_masks(model, call, images[1])
+    wanted = float32_masks(model, call, images[1]).cpu()  # as large as an answer, and none of the model's memory
 
     def mean_iou(run) -> float:
-        found = filled_by(run, images[1])
-        both = [((a & b).sum((-2, -1)), (a | b).sum((-2, -1))) for a, b in zip(found, wanted, strict=True)]
+        pairs = ((a, b.to(a.device)) for a, b in zip(filled_by(run, images[1]), wanted, strict=True))
+        both = [((a & b).sum((-2, -1)), (a | b).sum((-2, -1))) for a, b in pairs]
         return float(torch.cat([torch.where(of > 0, of_both / of.clamp(min=1), 1.0) for of_both, of in both]).mean())
 
     return {

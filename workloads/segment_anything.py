@@ -31,22 +31,24 @@ def generate_each(model: torch.nn.Module, pixels: torch.Tensor, points: torch.Te
     return found
 
 
-def build(config: SamConfig) -> SamModel:
-    """The model with random weights, or the user's checkpoint."""
+def build(config: SamConfig, attention: str) -> SamModel:
+    """The model with random weights, or the user's checkpoint. Attention is transformers' own choice (``sdpa``), or
+    ``products``: matrix products and a softmax, as the model was published and the published ladder begins."""
     torch.manual_seed(0)
+    implementation = {"attn_implementation": "eager" if attention == "products" else "sdpa"}
     if checkpoint := os.environ.get("FETTLE_SAM_CHECKPOINT"):
-        return SamModel.from_pretrained(checkpoint, local_files_only=True)
-    return behave(SamModel(config))
+        return SamModel.from_pretrained(checkpoint, local_files_only=True, **implementation)
+    return behave(SamModel._from_config(config, **implementation))
 
 
-def workload(device: str = "cpu") -> dict:
+def workload(device: str = "cpu", attention: str = "sdpa") -> dict:
     """ViT-B at 1024 x 1024, a grid of 16 x 16 points."""
-    return pipeline(build(SamConfig()), generate, 16, "segment-anything-vit-b", device)
+    return pipeline(build(SamConfig(), attention), generate, 16, "segment-anything-vit-b", device)
 
 
-def eight(device: str = "cpu") -> dict:
+def eight(device: str = "cpu", attention: str = "sdpa") -> dict:
     """ViT-B with eight photographs at once, as in the published ladder (pytorch-labs, batch 8): for a GPU."""
-    return pipeline(build(SamConfig()), generate_each, 16, "segment-anything-vit-b-8", device, 8)
+    return pipeline(build(SamConfig(), attention), generate_each, 16, "segment-anything-vit-b-8", device, 8)
 
 
 def small_config() -> SamConfig:
@@ -60,17 +62,17 @@ def small_config() -> SamConfig:
     )  # fmt: skip
 
 
-def small(device: str = "cpu") -> dict:
+def small(device: str = "cpu", attention: str = "sdpa") -> dict:
     """The same at an eighth of its size: 256 x 256 pixels, four layers, a grid of 4 x 4 points."""
-    return pipeline(build(small_config()), generate, 4, "segment-anything-small", device)
+    return pipeline(build(small_config(), attention), generate, 4, "segment-anything-small", device)
 
 
-def small_eight(device: str = "cpu") -> dict:
+def small_eight(device: str = "cpu", attention: str = "sdpa") -> dict:
     """`eight` at that size."""
-    return pipeline(build(small_config()), generate_each, 4, "segment-anything-small-8", device, 8)
+    return pipeline(build(small_config(), attention), generate_each, 4, "segment-anything-small-8", device, 8)
 
 
-def vit_h(device: str = "cpu") -> dict:
+def vit_h(device: str = "cpu", attention: str = "sdpa") -> dict:
     """ViT-H at 1024 x 1024, a grid of 32 x 32 points: for a GPU."""
     config = SamConfig(
         vision_config={
@@ -78,4 +80,4 @@ def vit_h(device: str = "cpu") -> dict:
             "global_attn_indexes": [7, 15, 23, 31],
         },
     )  # fmt: skip
-    return pipeline(build(config), generate, 32, "segment-anything-vit-h", device)
+    return pipeline(build(config, attention), generate, 32, "segment-anything-vit-h", device)

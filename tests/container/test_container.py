@@ -53,6 +53,17 @@ def no_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "_report", report)
 
 
+@pytest.mark.parametrize(
+    ("levels", "compiles"),
+    [({"runtime": "aoti"}, True), ({"weights": "int8-blocks"}, True), ({"kv_cache": "static-compiled"}, True),
+     ({"kv_cache": "static", "weights": "int8-dynamic"}, False)],
+)  # fmt: skip
+def test_what_compiles_has_a_compiler(levels, compiles: bool, wheel: Path, no_index: None, tmp_path: Path) -> None:
+    lines = "\n".join(f'{name} = "{level}"' for name, level in levels.items())
+    (tmp_path / "recipe.toml").write_text(f'format = 1\n[levels]\n{lines}\n[workload]\nname = "m"\n')
+    assert write_image(tmp_path / "recipe.toml", tmp_path / "out", wheel).debian == (["g++"] if compiles else [])
+
+
 def test_a_recipes_image(recipe: Path, wheel: Path, no_index: None, tmp_path: Path) -> None:
     made = write_image(recipe, tmp_path / "out", wheel)
     assert (made.name, made.serves, made.debian) == ("my-model", False, ["libjemalloc2", "g++"])

@@ -11,6 +11,7 @@ from fettle.package.generating import generating, of_model
 from fettle.package.handler import find_handler
 from fettle.package.handlers import cache
 from fettle.package.handlers.generate import Ask
+from fettle.package.handlers.recorded import Recorded
 from fettle.package.handlers.sampling import Sampling
 from fettle.package.model_runner import ModelRunner
 from fettle.package.settings import ServeSettings
@@ -42,7 +43,7 @@ def gpt2():
 
 
 def workload(model):
-    ids = torch.randint(0, WORDS, (2, 8))
+    ids = torch.randint(0, WORDS, (2, 8)).to(next(model.parameters()).device)
     return Workload(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}])
 
 
@@ -182,9 +183,9 @@ def test_it_may_compute_in_another_type(tmp_path, how):
 @pytest.mark.parametrize("level", ["int8-blocks", "int4-blocks"])
 def test_weights_may_be_held_in_few_bits(tmp_path, make, level):
     """As a study of texts finds it: what keeps keys and values, and guesses, is the server's own business."""
-    if "avx512_vnni" not in cpu_flags():
-        pytest.skip("needs AVX-512 VNNI")
-    recipe = f"grad=inference_mode kv_cache=static-compiled precision=bf16 guessing=prompt weights={level}"
+    if not {"avx2", "avx512_vnni"} & set(cpu_flags()):
+        pytest.skip("needs AVX2 or AVX-512 VNNI")
+    recipe = f"grad=inference_mode kv_cache=static precision=bf16 guessing=prompt weights={level}"
     package = packaged(tmp_path / "m", make(), recipe)
     assert package.manifest.recipe == {"grad": "inference_mode", "weights": level}
     assert 0 < package.manifest.accuracy["relative_error"] < (0.1 if level == "int8-blocks" else 0.7)
@@ -196,10 +197,32 @@ def test_weights_may_be_held_in_few_bits(tmp_path, make, level):
             packaged(tmp_path / "n", make(), recipe, limits)
 
 
+@pytest.mark.slow  # it compiles for a minute
+def test_a_compiled_step_stays_compiled(tmp_path, monkeypatch):
+    """One library for all sizes, with the weights in blocks in it, which the next start finds."""
+    if not {"avx2", "avx512_vnni"} & set(cpu_flags()):
+        pytest.skip("needs AVX2 or AVX-512 VNNI")
+    monkeypatch.setenv("FETTLE_CACHE", str(tmp_path / "cache"))
+    package = packaged(tmp_path / "m", llama(), "kv_cache=static-compiled weights=int8-blocks grad=inference_mode")
+    assert package.manifest.recipe == {
+        "grad": "inference_mode",
+        "weights": "int8-blocks",
+        "kv_cache": "static-compiled",
+    }
+    plain = packaged(tmp_path / "n", llama(), "kv_cache=static weights=int8-blocks grad=inference_mode")
+    texts, libraries = [], []
+    for one in (package, plain, package):
+        texts.append(written(find_handler(one, ModelRunner(one), "").running(3, 0, 8), asks(PROMPTS[:4], [9, 6, 7, 5])))
+        libraries.append([path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.pt2")])
+    assert texts[0] == texts[1] == texts[2]
+    assert len(libraries[0]) == 1
+    assert libraries[0] == libraries[2]
+
+
 def test_other_weights_in_few_bits_are_refused(tmp_path):
     for levels, said in (
         ("weights=int8-dynamic", "weights=int8-dynamic cannot be packaged: tune with"),
-        ("weights=int8-blocks compile=default", "weights=int8-blocks cannot be packaged beside compile=default"),
+        ("weights=int8-blocks freeze=on", "weights=int8-blocks cannot be packaged beside freeze=on"),
     ):
         with pytest.raises(UsageError, match=said):
             packaged(tmp_path / "m", gpt2(), levels)
@@ -271,3 +294,54 @@ def test_a_text_is_no_longer_than_the_model_has_positions():
     assert of_model(llama(max_position_embeddings=64)) == {"max_tokens": 64, "max_new_tokens": 64}
     assert of_model(llama(max_position_embeddings=512)) == {"max_tokens": 512, "max_new_tokens": 256}
     assert of_model(llama(max_position_embeddings=4096)) == of_model(torch.nn.Linear(2, 2)) == {}
+
+
+def called_again(call):
+    """Stands in for a CUDA graph, which no CPU has: what repeats a call writes into the outputs of the first."""
+    outputs = call()
+
+    def replay():
+        for output, made in zip(outputs, call(), strict=True):
+            output.copy_(made)
+
+    return replay, outputs
+
+
+def test_calls_filled_up_to_the_sizes_of_graphs_write_the_same_texts(package):
+    running = find_handler(package, ModelRunner(package), "").running(6, 0, 32)
+    running.cache.recorded = recorded = Recorded(running.cache._filled, running.cache._past, called_again)
+    running.warm()
+    ready, texts = set(recorded.graphs), {}
+
+    def tell(number, said):
+        texts[number] = texts.get(number, "") + said.text
+
+    prompts = [list(range(1, 2 + n)) for n in (0, 3, 20, 40, 9, 17)]
+    for number, tokens in enumerate(prompts):  # one joins between two steps
+        running.add(number, Ask(tokens=tuple(tokens), sampling=Sampling(max_tokens=8 + number, ignore_eos=True)))
+        running.step(tell)
+    while running.texts:
+        running.step(tell)
+    model = gpt2()
+    for number, tokens in enumerate(prompts):
+        assert texts[number] == expected(model, tokens, 8 + number)
+    assert set(recorded.graphs) == ready  # no text waited for a recording
+
+
+@pytest.mark.parametrize(
+    ("first", "new", "kept", "size"),
+    [
+        (0, [1, 1, 1], [5, 130, 9], (4, 1, 256)),
+        (0, [1] * 7, [5] * 7, (7, 1, 128)),  # no more rows than there are
+        (0, [1], [900], (1, 1, 1000)),
+        (3, [9, 20], [0, 0], (2, 32, 1)),
+        (0, [1], [0], (1, 1, 128)),
+        (3, [1], [0], (1, 16, 1)),
+        (3, [1], [5], None),  # the last token of a prompt, in a row that is not the first
+        (3, [9], [5], None),
+    ],
+)
+def test_a_call_has_the_graph_of_the_next_larger_size(first, new, kept, size):
+    recorded = Recorded(lambda given, past: [], torch.zeros(7, 2, 1000, 4), called_again)
+    assert recorded.size(first, [[0] * n for n in new], kept) == size
+    assert recorded(3, [[1, 2]], [5]) is None

@@ -68,7 +68,11 @@ class Image:
     def debian(self) -> list[str]:
         """Packages of the system: an allocator, and a compiler where something is compiled."""
         libraries = [_LIBRARIES[level][0] for level in [self.levels.get("allocator", "")] if level in _LIBRARIES]
-        compiles = self.levels.get("compile", "off") != "off" or self.levels.get("runtime") in _COMPILED
+        levels = self.levels
+        compiles = (
+            levels.get("compile", "off") != "off" or levels.get("runtime") in _COMPILED
+            or levels.get("kv_cache", "").startswith("static-") or levels.get("weights", "").endswith("-blocks")
+        )  # fmt: skip
         return [*libraries, *(["g++"] if compiles else [])]
 
     @property

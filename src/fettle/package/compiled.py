@@ -31,6 +31,8 @@ import torch
 from fettle.errors import first_line
 from fettle.files import cache_folder
 from fettle.kept_files import is_sound, keep
+from fettle.kernels import block_products
+from fettle.package.function import in_blocks
 from fettle.package.host import cores, host_id
 from fettle.package.program import GRAPH, WEIGHTS, load_program
 from fettle.recipe import Recipe
@@ -61,15 +63,18 @@ def wanted(recipe: Recipe, device: str = "cpu") -> bool:
 
 
 def compiled(
-    folder: Path, recipe: Recipe, samples: Sequence[torch.Tensor], device: str
+    folder: Path, recipe: Recipe, samples: Sequence[torch.Tensor], device: str, bits: int = 0
 ) -> Callable[..., list[torch.Tensor]] | None:
     """The stored program with a recipe, from the cache or compiled now. None where it cannot be: it is then compiled by
     its first call, as the recipe says.
 
-    `samples` are one batch, on `device`.
+    `samples` are one batch, on `device`; where one is a part of a larger tensor, what takes its place has its strides.
+    With `bits` linear layers hold their weights in so many, in blocks.
     """
+    if bits:
+        block_products()  # makes the operator known to a library that was kept
     name = ONNX if recipe.levels.get("runtime") == "onnxruntime" else LIBRARY
-    kept = cache_folder("compiled") / _key(folder, recipe, device)
+    kept = cache_folder("compiled") / _key(folder, recipe, device, samples)
     began = time.perf_counter()
     if is_sound(kept):
         try:
@@ -81,7 +86,8 @@ def compiled(
     try:
         with tempfile.TemporaryDirectory() as scratch:
             made = Path(scratch) / name
-            tuned = _tuned(load_program(folder, device), recipe, samples)
+            module = load_program(folder, device)
+            tuned = _Tuned(module, in_blocks(module, bits)) if bits else _tuned(module, recipe, samples)
             _compile(tuned, recipe, samples, made)
             if device != "cpu":
                 _try_to_load(made)
@@ -99,14 +105,15 @@ def compiled(
         return None
 
 
-def _key(folder: Path, recipe: Recipe, device: str) -> str:
+def _key(folder: Path, recipe: Recipe, device: str, samples: Sequence[torch.Tensor]) -> str:
     """What must be equal for a file to fit: the model, its recipe, how it is compiled, the machine, torch, ONNX Runtime
     where it runs it, and the threads, whose number stands in the code."""
     digest = hashlib.sha256()
-    for path in (folder / GRAPH, folder / WEIGHTS, Path(__file__)):
+    for path in (folder / GRAPH, folder / WEIGHTS, Path(__file__), Path(block_products.__code__.co_filename)):
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     parts = [recipe.without("grad").levels, device, host_id(), cores(), torch.__version__, torch.get_num_threads()]
+    parts += [tensor.stride() for tensor in samples if not tensor.is_contiguous()]
     if recipe.levels.get("runtime") == "onnxruntime":
         parts.append(_version("onnxruntime"))
     digest.update(json.dumps(parts, sort_keys=True, default=dict).encode())
@@ -133,7 +140,8 @@ def _compile(tuned: _Tuned, recipe: Recipe, samples: Sequence[torch.Tensor], pat
         for tensor, dims in zip(samples, free, strict=True)
     ]
     with torch.inference_mode(False), torch.no_grad():
-        program = exported_program(tuned, [_laid_out(tensor, tensor).clone() for tensor in examples], free)
+        own = [_laid_out(one, one).clone() if one.is_contiguous() else one for one in examples]
+        program = exported_program(tuned, own, free)
         if path.name == ONNX:
             return _optimise(program, path)
         options = {"freezing": recipe.levels.get("freeze") == "on", "aot_inductor.check_lowerbound": False}
@@ -207,8 +215,14 @@ def _load(path: Path, samples: Sequence[torch.Tensor]) -> Callable[..., list[tor
 
 
 def _laid_out(tensor: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
-    """A tensor in the type of the sample and with the strides of its shape, also in dimensions of size 1."""
-    return tensor.to(sample.dtype).reshape(-1).view(tensor.shape)
+    """A tensor in the type of the sample and with its strides: those of its shape, also in dimensions of size 1, or
+    those of the larger tensor that it is a part of."""
+    tensor = tensor.to(sample.dtype)
+    if sample.is_contiguous():
+        return tensor.reshape(-1).view(tensor.shape)
+    if tensor.stride() == sample.stride():
+        return tensor
+    return torch.empty_strided(tensor.shape, sample.stride(), dtype=tensor.dtype).copy_(tensor)
 
 
 def _session(path: Path) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:

@@ -23,7 +23,7 @@ from fettle.package import handlers
 from fettle.package.flat import BEFORE_EXPORT, Flat, datatype
 from fettle.package.generating import generating, of_model
 from fettle.package.handler import Context
-from fettle.package.handlers.parts import LOGITS
+from fettle.package.handlers.parts import LOGITS, PAST
 from fettle.package.host import host_id
 from fettle.package.manifest import (
     FORMAT,
@@ -36,7 +36,7 @@ from fettle.package.manifest import (
     open_package,
     seal,
 )
-from fettle.package.model_runner import BITS, Tuned, tuned
+from fettle.package.model_runner import BITS, COMPILED_STEP, Tuned, tuned
 from fettle.package.program import export_program, save_program
 from fettle.package.requires import needed
 from fettle.package.settings import ServeSettings, as_toml_data, powers
@@ -101,6 +101,9 @@ def write_package(
             handler_settings = {**of_model(workload.model), **(handler_settings or {})}
             choices = generating(workload, handler_settings.get("max_tokens"))
         flat, program, most = _exported(choices, recipe, settings.max_rows)
+        step = recipe.levels.get("kv_cache", ""), recipe.levels.get("compile")
+        if PAST in flat.names and (step[0].startswith("static-") or step[1] == "default"):
+            served = Recipe({**served.without("compile").levels, "kv_cache": COMPILED_STEP})
         on_progress("storing it with its recipe")
         kept = _store(program, flat, served, most, scratch, evidence or {})
         _save_samples(flat, scratch)
@@ -139,8 +142,9 @@ def _check_levels(recipe: Recipe) -> None:
                 "none. Tune without it: "
                 f"fettle tune TARGET --technique {name}={_STATIC}, or {name}={find(name).default}"
             )
-        if name == "weights" and (level not in BITS or set(recipe.levels) - {"weights", "grad"}):
-            beside = f" beside {recipe.without('weights', 'grad')}" if level in BITS else ""
+        others = {**recipe.without("weights", "grad").levels}
+        if name == "weights" and (level not in BITS or others not in ({}, {"compile": "default"})):
+            beside = f" beside {Recipe(others)}" if level in BITS else ""
             raise UsageError(
                 f"{name}={level} cannot be packaged{beside}: tune with --technique {name}=as-given,{','.join(BITS)} "
                 "--technique runtime=torch --technique compile=off"

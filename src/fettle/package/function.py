@@ -25,25 +25,16 @@ def as_function(module: torch.nn.Module, bits: int = 0) -> Callable[..., Any]:
     """
     from torch.export._unlift import _check_input_constraints_for_module
 
-    graph, weights = torch.fx.Graph(), dict[str, torch.Tensor]()
-    graph.output(graph.graph_copy(module.graph, {}))  # type: ignore[arg-type]
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            value = operator.attrgetter(node.target)(module)
-            if not isinstance(value, torch.Tensor):
-                return module
-            node.target = f"weight_{len(weights)}"
-            weights[node.target] = value
-        elif node.op not in ("placeholder", "call_function", "output"):
-            return module
+    found = _graph_and_weights(module)
+    if found is None:
+        return module
+    graph, weights = found
     if bits:
         _in_blocks(graph, weights, bits)
     _laid_out(graph, weights)
-    _without_unused(graph, weights)
-    for part in module.modules():  # what was laid out anew is not held twice
-        part._parameters.clear()
-    bare = torch.fx.GraphModule(weights, graph)
-    vars(bare).update(weights)  # found at once: `torch.nn.Module` looks for its tensors only where Python found nothing
+    bare = _with_weights(module, graph, weights)
+    # Found at once: `torch.nn.Module` looks for its tensors only where Python found nothing.
+    vars(bare).update({**bare._parameters, **bare._buffers})
     forward, seen = bare.forward, set[tuple[torch.Size, ...]]()
 
     def call(*tensors: torch.Tensor) -> Any:
@@ -56,6 +47,47 @@ def as_function(module: torch.nn.Module, bits: int = 0) -> Callable[..., Any]:
         return answer
 
     return call
+
+
+def in_blocks(module: torch.nn.Module, bits: int) -> torch.nn.Module:
+    """A loaded program, to be compiled, whose linear layers hold their weights in so many bits (`_in_blocks`).
+
+    ValueError for a program with graphs inside of its graph, ImportError where it cannot be had here.
+    """
+    found = _graph_and_weights(module)
+    if found is None:
+        raise ValueError("the program has graphs inside of its graph")
+    _in_blocks(*found, bits)
+    return _with_weights(module, *found)
+
+
+def _graph_and_weights(module: torch.nn.Module) -> tuple[torch.fx.Graph, dict[str, torch.Tensor]] | None:
+    """A copy of a program's graph, and its weights by the names in it; None where it has graphs inside of it."""
+    graph, weights = torch.fx.Graph(), dict[str, torch.Tensor]()
+    graph.output(graph.graph_copy(module.graph, {}))  # type: ignore[arg-type]
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            value = operator.attrgetter(node.target)(module)
+            if not isinstance(value, torch.Tensor):
+                return None
+            node.target = f"weight_{len(weights)}"
+            weights[node.target] = value
+        elif node.op not in ("placeholder", "call_function", "output"):
+            return None
+    return graph, weights
+
+
+def _with_weights(
+    module: torch.nn.Module, graph: torch.fx.Graph, weights: dict[str, torch.Tensor]
+) -> torch.fx.GraphModule:
+    """The graph with those weights that it reads; what was laid out anew `module` does not hold a second time."""
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)
+    used = {node.target for node in graph.nodes if node.op == "get_attr"}
+    for part in module.modules():
+        part._parameters.clear()
+    return torch.fx.GraphModule({name: weights[name] for name in used}, graph)
 
 
 def _linear_layers(
@@ -145,13 +177,3 @@ def block_product(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, s
     """The product of x [..., in] with weights in blocks: [..., size]."""
     found = torch.ops.block_products.multiply(x.reshape(-1, x.shape[-1]), packed, scales, size)
     return found.reshape(*x.shape[:-1], size)  # type: ignore[no-any-return]
-
-
-def _without_unused(graph: torch.fx.Graph, weights: dict[str, torch.Tensor]) -> None:
-    """Let go of weights that no node reads any more."""
-    for node in list(graph.nodes):
-        if node.op == "get_attr" and not node.users:
-            graph.erase_node(node)
-    used = {node.target for node in graph.nodes if node.op == "get_attr"}
-    for name in set(weights) - used:
-        del weights[name]

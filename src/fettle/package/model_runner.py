@@ -18,6 +18,8 @@ from fettle.package.program import load_program
 from fettle.recipe import Recipe
 
 Array = np.ndarray[Any, Any]
+COMPILED_STEP = "static-compiled"
+"""The level of `kv_cache` whose steps are compiled."""
 BITS = {"int8-blocks": 8, "int4-blocks": 4}
 """Bits of the weights, by the level of `weights`: those of these levels are stored as given, and packed when loaded."""
 
@@ -27,7 +29,11 @@ class ModelRunner:
 
     def __init__(self, package: Package, device: str = "cpu") -> None:
         self.inputs, self.outputs = package.manifest.inputs, package.manifest.outputs
-        self.device = device
+        self._package, self.device = package, device
+        levels = package.manifest.recipe
+        records = levels.get("cuda_graphs") == "on" or levels.get("compile") in ("reduce-overhead", "max-autotune")
+        self.may_be_recorded = device.startswith("cuda") and not records
+        """Whether a call can be part of a CUDA graph: it is none itself."""
         self._model, samples = load_model(package, device)
         self._samples = [as_array(tensor) for tensor in samples]
 
@@ -63,6 +69,14 @@ class ModelRunner:
         with torch.inference_mode():
             outputs = self._model(*tensors)
         return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+
+    def compile_for(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have a model that keeps keys and values compiled for tensors that lie in memory as these do, if its recipe
+        says so and it can be; on a GPU its calls are recorded instead."""
+        recipe, manifest = Recipe(self._package.manifest.recipe), self._package.manifest
+        if recipe.levels.get("kv_cache") == COMPILED_STEP and self.device == "cpu":
+            rest = recipe.without(*manifest.applied, "kv_cache")
+            self._model = compiled(self._package.folder, rest, tensors, "cpu", _bits(rest)) or self._model
 
     def sample(self, rows: int) -> list[Array]:
         """The package's own inputs, repeated or cut to so many rows."""
@@ -117,9 +131,9 @@ def tuned(folder: Path, kept: Tuned, samples: Sequence[torch.Tensor], device: st
         return OpenvinoModel(folder, kept.recipe.get("runtime", "openvino"))
     if kept.model != "exported":
         raise UsageError(f"the package's model is stored as {kept.model[:40]!r}, which this fettle does not know")
-    recipe = Recipe(kept.recipe)
+    recipe = Recipe(kept.recipe).without("kv_cache")
     rest = recipe.without(*kept.applied)
-    if bits := BITS.get(rest.levels.get("weights", ""), 0):
+    if bits := _bits(rest):
         if device != "cpu":
             raise UsageError(f"weights={rest.levels['weights']} is for CPUs: package the model without it for {device}")
         try:
@@ -137,6 +151,11 @@ def tuned(folder: Path, kept: Tuned, samples: Sequence[torch.Tensor], device: st
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
         batches.append(tuple(tensor[:1] for tensor in samples))  # another shape: else the level would be refused
     return apply(module, rest, batches)
+
+
+def _bits(recipe: Recipe) -> int:
+    """Bits of weights in blocks; 0 without them."""
+    return BITS.get(recipe.levels.get("weights", ""), 0)
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from fettle.errors import UsageError
 from fettle.package.manifest import Package
 from fettle.package.settings import powers
 from fettle.procs.child import Child, ChildError, Request
@@ -110,7 +111,7 @@ def calibrate(
 def _started(processes: _Workers, made: Calibration) -> bool:
     try:
         processes.start()
-    except ChildError as failure:
+    except (ChildError, UsageError) as failure:  # a recipe that cannot work on this device, say: another may do
         made.failures.setdefault(0, str(failure))
         return False
     return True

@@ -189,9 +189,9 @@ class Facts:
         return bool({"amx_bf16", "avx512_bf16"} & set(self.cpu_flags))
 
     @property
-    def has_vnni(self) -> bool:
-        """Whether the CPU multiplies 64 numbers of 8 bits at once and adds them up by fours."""
-        return "avx512_vnni" in self.cpu_flags
+    def has_block_products(self) -> bool:
+        """Whether `fettle.kernels.block_products` has a kernel for this CPU."""
+        return bool({"avx512_vnni", "avx2"} & set(self.cpu_flags))
 
 
 def parts_lines(facts: Facts) -> list[tuple[str, int, float, float, int]]:

@@ -167,7 +167,7 @@ class KvCache(Technique):
         if facts.device == "cuda":  # where what a step launches takes longer than what it computes
             return [Bundle(20, {"kv_cache": "static-compiled", **half})]
         compiled = Bundle(60, {"kv_cache": "static-compiled", **half})
-        if facts.has_vnni:  # weights in few bits are tried before
+        if facts.has_block_products:  # weights in few bits are tried before
             return [compiled]
         return [
             Bundle(20, {"kv_cache": "static", **half}),

@@ -235,7 +235,7 @@ class Runtime(Technique):
     def bundles(self, facts: Facts) -> list[Bundle]:
         if facts.generates:
             places = {"int8-dynamic": 10}
-            if not facts.has_vnni:  # there products in blocks are faster, and nearer
+            if not facts.has_block_products:  # there products in blocks are faster, and nearer
                 places |= {"int8": 12, "int4": 45, "as-given": 55}
             return [
                 Bundle(place, {"runtime": STATEFUL, "weights": level, **AS_GIVEN}) for level, place in places.items()

@@ -253,7 +253,7 @@ class Weights(Technique):
             why_not = "the model is no module, its weights are out of reach"
         elif facts.generates and facts.device != "cpu":
             why_not = "it is for CPUs: quantize has levels for a GPU"
-        no_kernel = why_not or ("" if facts.has_vnni else "its kernel is for CPUs with AVX-512 VNNI")
+        no_kernel = why_not or ("" if facts.has_block_products else "its kernel is for CPUs with AVX2 or AVX-512 VNNI")
         return [
             Level("as-given", "as given"),
             Level("int8", "linear layers in 8 bits, a scale for each output", why_not),
@@ -285,7 +285,7 @@ class Weights(Technique):
     def bundles(self, facts: Facts) -> list[Bundle]:
         if not facts.generates:
             return []
-        if facts.has_vnni:
+        if facts.has_block_products:
             static = {"kv_cache": "static"} if facts.keeps == "static" else {}
             found = [Bundle(7, {"weights": "int8-blocks", **static})]
             compiled = [

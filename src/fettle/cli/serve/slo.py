@@ -52,7 +52,9 @@ def command(
     cores: Annotated[int | None, typer.Option(min=1, help="cores for the workers; default: all")] = None,
     device: Annotated[
         list[str] | None,
-        typer.Option(help="cpu, cuda, or several: cpu,cuda:1; default: the CPU and one of each kind of GPU"),
+        typer.Option(
+            help="cpu, cuda, or several: cpu,cuda:1; default: the CPU and a GPU of each kind; of texts the package's"
+        ),
     ] = None,
     seconds: Annotated[str, typer.Option(help="length of one load test")] = "8s",
     confirm: Annotated[int, typer.Option(min=1, help="how many settings to prove by load tests")] = 3,
@@ -123,8 +125,8 @@ def command(
         _of_texts(
             target, limits, text_lines(prompt_tokens, output_tokens, texts), output, write=write, as_json=as_json,
             rate=rate, headroom=_options.share(headroom, "--headroom"), most_rows=max_rows,
-            cores=cores or host.cores(), device=_options.one_device(",".join(device or ["cpu"])), confirm=confirm,
-            seconds=_options.duration_s(seconds, "--seconds"),
+            cores=cores or host.cores(), device=_options.one_device(",".join(device)) if device else "",
+            confirm=confirm, seconds=_options.duration_s(seconds, "--seconds"),
         )  # fmt: skip
         return
     if texts is not None or p99 is None:
@@ -159,7 +161,7 @@ def command(
 
 def _of_texts(
     text: str, limits: TextLimits, lines: list[TextLine], output: list[Path] | None, *, write: bool, as_json: bool,
-    **options: Any,
+    device: str, **options: Any,
 ) -> None:  # fmt: skip
     """The same for a package that writes texts."""
     from fettle.loop import run, stopped_by_interrupt
@@ -182,7 +184,7 @@ def _of_texts(
     async def search(progress: Callable[[str], None]) -> TextSearch:
         return await search_texts(
             package, lines, limits, keep=folder / "measured.jsonl", on_progress=progress, stop=stopped_by_interrupt(),
-            **options,
+            device=device or package.settings.devices[0], **options,
         )  # fmt: skip
 
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():

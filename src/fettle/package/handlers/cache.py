@@ -9,6 +9,7 @@ import torch
 
 from fettle.errors import UsageError
 from fettle.package.handlers.parts import FRESH, LAST, PAST, SEEN, output_index
+from fettle.package.handlers.recorded import Recorded, cuda_graphs, filled
 from fettle.procs.limits import granted_memory_bytes
 from fettle.units import size_text
 
@@ -45,15 +46,22 @@ class Cache:
                 f"{size_text(token * length)}; serve with more --cache-memory, or package with a smaller max_tokens"
             )
         # In memory the layers come first: a layer's keys of all rows are one batch of matrices then, and not copied.
-        shape = (layers, 2, self.rows, heads, length, size)
+        # Compiled code must not take two of its rows for all of them; rows that nobody writes to take no memory.
+        shape = (layers, 2, max(3, self.rows), heads, length, size)
         self._past = torch.zeros(shape, dtype=dtype, device=runner.device).permute(2, 0, 1, 3, 4, 5)
         self._held: list[tuple[Sequence[int], int]] = [((), 0)] * self.rows
         self._when, self._now = [0] * self.rows, 0  # each row was written to last
+        given = torch.tensor(filled([[0] * 7] * 2, [5] * 2, 7))
+        if length > 12:
+            runner.compile_for(self._inputs(given, self._past[:2, ..., :5, :]))
+        self.recorded = (
+            Recorded(self._filled, self._past[: self.rows], cuda_graphs()) if runner.may_be_recorded else None
+        )
 
     @property
     def nbytes(self) -> int:
         """What all rows take at most."""
-        return self._past.nbytes
+        return self._past[: self.rows].nbytes
 
     @torch.inference_mode()
     def logits(self, first: int, new: Sequence[Sequence[int]], kept: Sequence[int]) -> torch.Tensor:
@@ -61,7 +69,8 @@ class Cache:
 
         The rows are those from `first` on; of each so many tokens are `kept` already, and the new ones join them.
         """
-        outputs = self._call(first, new, kept)
+        outputs = self.recorded(first, new, kept) if self.recorded is not None else None
+        outputs = outputs or self._call(first, new, kept)
         fresh = outputs[self.fresh]
         if all(len(tokens) == 1 for tokens in new):
             rows = torch.arange(first, first + len(new), device=self._past.device)
@@ -75,19 +84,23 @@ class Cache:
         return scores
 
     def _call(self, first: int, new: Sequence[Sequence[int]], kept: Sequence[int]) -> list[torch.Tensor]:
-        longest, most = max(map(len, new)), max(1, *kept)  # a program has no sizes of 0
-        device = self.runner.device
-        values = {
-            "input_ids": torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in new], device=device),
-            "attention_mask": torch.tensor(
-                [[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in new], device=device
-            ),
-            LAST: torch.tensor([len(tokens) - 1 for tokens in new], device=device),
-            SEEN: (torch.arange(most, device=device) < torch.tensor(kept, device=device)[:, None]).long(),
-            PAST: self._past[first : first + len(new), ..., :most, :],
-        }
-        outputs: list[torch.Tensor] = self.runner.call([values[spec.name] for spec in self.inputs])
+        most = max(1, *kept)  # a program has no sizes of 0
+        given = torch.tensor(filled(new, kept, max(map(len, new)))).to(self.runner.device)
+        return self._filled(given, self._past[first : first + len(new), ..., :most, :])
+
+    def _filled(self, given: torch.Tensor, past: torch.Tensor) -> list[torch.Tensor]:
+        """The model's outputs for rows as `filled` makes them, and as much of what is kept."""
+        outputs: list[torch.Tensor] = self.runner.call(self._inputs(given, past))
         return outputs
+
+    def _inputs(self, given: torch.Tensor, past: torch.Tensor) -> list[torch.Tensor]:
+        tokens, count, kept = given[:, :-2], given[:, -2:-1], given[:, -1:]
+        places = torch.arange(max(tokens.shape[1], past.shape[-2]), device=given.device)
+        values = {
+            "input_ids": tokens.contiguous(), "attention_mask": (places[: tokens.shape[1]] < count).long(),
+            LAST: count[:, 0] - 1, SEEN: (places[: past.shape[-2]] < kept).long(), PAST: past,
+        }  # fmt: skip
+        return [values[spec.name] for spec in self.inputs]
 
     def holds(self, row: int, tokens: Sequence[int], length: int) -> None:
         """Note that a row has the keys and values of the first `length` of these tokens, to which more may be added."""

@@ -74,6 +74,11 @@ class Running:
         are being computed."""
         self.steps = Steps()
 
+    def warm(self) -> None:
+        """Make ready what steps need, so that no text waits for it."""
+        if self.cache is not None and self.cache.recorded is not None:
+            self.cache.recorded.add_all(self.prefill_tokens)
+
     def take_steps(self) -> Steps:
         """What was computed since the last time."""
         steps, self.steps = self.steps, Steps()

@@ -56,6 +56,8 @@ def main() -> None:
             began = time.perf_counter()
             worker = _Worker(load)
             worker.runner.warm(load.sizes)
+            if worker.running is not None:
+                worker.running.warm()
         except Exception as error:
             if not isinstance(error, UsageError):  # the server says that one in a line
                 log.exception("loading failed")
