@@ -183,6 +183,28 @@ def test_strategies_read_back() -> None:
         assert parse_strategy(str(parse_strategy(text))) == parse_strategy(text)
 
 
+def test_a_factory_may_convert_its_model(tmp_path: Path) -> None:
+    """Without memory for its weights; those that two layers share stay shared."""
+    file = tmp_path / "loop.py"
+    file.write_text("""
+import torch
+
+def workload():
+    model = torch.nn.ModuleDict({"first": torch.nn.Linear(4, 4), "last": torch.nn.Linear(4, 4)})
+    model["last"].weight = model["first"].weight
+    return {
+        "model": model.to(torch.bfloat16).to("cpu").half(),
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, 0.1),
+        "loss": lambda model, batch: model["last"](model["first"](batch)).sum(),
+        "data": [torch.ones(2, 4, dtype=torch.float16)],
+    }
+""")
+    workload, _, note = build_fake(find_target(f"{file}:workload"))
+    assert not note
+    assert [p.dtype for p in workload.model.parameters()] == [torch.float16] * 3  # a weight, two biases
+    assert type(next(workload.model.parameters()).data).__name__ == "FakeTensor"
+
+
 def test_units() -> None:
     import importlib.util
 

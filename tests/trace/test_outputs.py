@@ -78,7 +78,7 @@ def test_names_and_paths_are_printed_as_they_are(tmp_path: Path, run_fettle: Run
     assert (said.code, said.err.splitlines()[-1]) == (0, "wrote c[/x].json")
     assert ":100:" in said.out
     assert "[bold]n" in run_fettle("trace", "sql", path, 'select name as "[bold]n" from events').out
-    assert run_fettle("trace", "augment", path, "a[b].json").out.startswith("wrote a[b].json: ")
+    assert run_fettle("trace", "augment", path, "--output", "a[b].json").out.startswith("wrote a[b].json: ")
 
 
 def test_a_factor_without_kernels_is_refused(tmp_path: Path, run_fettle: Run) -> None:

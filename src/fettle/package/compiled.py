@@ -54,7 +54,11 @@ def wanted(recipe: Recipe, device: str = "cpu") -> bool:
 
     Not in calibrated int8: compiled for any number of rows by torch 2.13 its answers are off by a quarter.
     """
+    from fettle.techniques import loads_cuda_libraries
+
     levels = recipe.levels
+    if device != "cpu" and not loads_cuda_libraries():
+        return False
     if levels.get("shapes") == "static" or levels.get("quantize", "none") != "none":
         return False
     if levels.get("runtime") == "onnxruntime":

@@ -62,6 +62,29 @@ def unpacked() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def converting() -> Iterator[None]:
+    """Lets a factory convert its model (`.to`, `.half`, `.cuda`): fake weights torch would swap, and cannot."""
+    converted: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}  # by the old one's id: shared stay shared
+
+    def convert(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        for name, old in self._parameters.items():
+            if old is not None and id(old) not in converted:
+                with torch.no_grad():
+                    converted[id(old)] = old, torch.nn.Parameter(fn(old), old.requires_grad)
+            if old is not None:
+                self._parameters[name] = converted[id(old)][1]
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = fn(buffer)
+        return self
+
+    with replaced(torch.nn.Module, "_apply", lambda _: convert):
+        yield
+
+
 def _first_chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
     """FSDP2 cuts every parameter into the shards of all ranks and takes its own: rank 0's, the first and largest.
 

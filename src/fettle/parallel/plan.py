@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from fettle.errors import UsageError, first_line
 from fettle.parallel import formulas
-from fettle.parallel.fake import fake_model, fake_tensors, fake_world, fsdp_marks, unpacked
+from fettle.parallel.fake import converting, fake_model, fake_tensors, fake_world, fsdp_marks, unpacked
 from fettle.parallel.formulas import collectives_of_ddp, ddp_buckets
 from fettle.parallel.strategies import (
     Strategy,
@@ -158,7 +158,7 @@ def build_fake(target: Target) -> tuple[TrainingWorkload, FakeTensorMode, str]:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with mode:
+        with mode, converting():
             workload = load_training(target)
             workload = replace(workload, data=[_batch(workload)])
         return workload, mode, ""

@@ -35,7 +35,7 @@ from fettle.techniques._catalogue import (
     run_by,
     uses_ranks,
 )
-from fettle.techniques._exported import exported_program
+from fettle.techniques._exported import exported_program, loads_cuda_libraries
 from fettle.techniques._facts import parts_lines, parts_sentence
 from fettle.techniques._host import cpu_flags, installed
 from fettle.techniques._kept import keep_converted, tally
@@ -90,6 +90,7 @@ __all__ = [
     "known_levels",
     "learned_types",
     "load",
+    "loads_cuda_libraries",
     "machine_facts",
     "modules_by_size",
     "needs_of",

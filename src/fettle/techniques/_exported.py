@@ -25,6 +25,11 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     return leaves, spec
 
 
+def loads_cuda_libraries() -> bool:
+    """Whether torch can load what AOTInductor has compiled for CUDA: 2.11 ends with a segmentation fault."""
+    return not torch.__version__.startswith("2.11.")
+
+
 def exported_program(flat: torch.nn.Module, tensors: Any, free: Any = ()) -> Any:
     """The model as one graph. `free` has for each tensor the dimensions that may have any size; none: all are fixed.
 

@@ -9,7 +9,7 @@ import torch
 from fettle.recipe import factor_name
 from fettle.techniques._algebra import ALGEBRA
 from fettle.techniques._base import Bundle, Code, Facts, Learned, Level, Recipe, Technique, register
-from fettle.techniques._exported import Exported, exported_program, flatten
+from fettle.techniques._exported import Exported, exported_program, flatten, loads_cuda_libraries
 from fettle.techniques._generation import NO_TEXT
 from fettle.techniques._openvino import MODEL, openvino_engine, openvino_streams_engine
 from fettle.techniques._openvino_int8 import CHOOSING
@@ -188,6 +188,9 @@ class Runtime(Technique):
         onnx = facts.not_nvidia or (_missing(facts, "onnxruntime-gpu") if facts.device == "cuda" else cpu)
         onnx = onnx or (_missing(facts, "onnxruntime") if "onnxruntime-gpu" not in facts.packages else "")
         onnx = onnx or _missing(facts, "onnx") or _missing(facts, "onnxscript")
+        crashes = (
+            "" if facts.device != "cuda" or loads_cuda_libraries() else "torch 2.11 crashes when it loads one for CUDA"
+        )
         return [
             Level("torch", "as given"),
             Level("openvino-bf16", "OpenVINO, computing in bfloat16", openvino or bf16),
@@ -196,7 +199,7 @@ class Runtime(Technique):
             Level("openvino-int8-part", "OpenVINO, int8 in as many layers as the error allows", openvino or data),
             Level("openvino", "OpenVINO, computing in float32", openvino),
             Level(STATEFUL, "OpenVINO, which keeps keys and values from token to token", stateful),
-            Level("aoti", "AOTInductor: compiled ahead of time to a shared library", cannot),
+            Level("aoti", "AOTInductor: compiled ahead of time to a shared library", cannot or crashes),
             Level("exported", "exported to one graph, compiled, launched as a CUDA graph", cannot or gpu),
             Level("onnxruntime", "ONNX Runtime", cannot or onnx),
             Level("tensorrt", "TensorRT", cannot or cuda or _missing(facts, "torch_tensorrt")),

@@ -79,7 +79,8 @@ def sql(
 @app.command()
 def augment(
     source: Source,
-    target: Annotated[Path, typer.Argument(help="the new trace (.json)")],
+    target: Annotated[Path | None, typer.Argument(hidden=True, help="--output, as it was")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="the new trace (.json)")] = Path("augmented.json"),
     fresh: Fresh = False,
     as_json: Json = False,
 ) -> None:
@@ -87,13 +88,14 @@ def augment(
 
     [bold]Example[/]
 
-      fettle trace augment trace.json.gz for-perfetto.json
+      fettle trace augment trace.json.gz --output for-perfetto.json
     """
-    check_writable(target)
+    output = target or output
+    check_writable(output)
     trace = open_traces(source, fresh)[0]
-    added = T.augment(trace, target, path=T.critical_path(trace))
-    data = {"file": str(target), "added_events": added}
-    text = f"wrote {target}: {count_text(added, 'event')} added"
+    added = T.augment(trace, output, path=T.critical_path(trace))
+    data = {"file": str(output), "added_events": added}
+    text = f"wrote {output}: {count_text(added, 'event')} added"
     _show.answer(as_json, lambda: data, lambda console: console.print(text, markup=False, soft_wrap=True))
 
 

@@ -46,8 +46,10 @@ class Cache:
                 f"{size_text(token * length)}; serve with more --cache-memory, or package with a smaller max_tokens"
             )
         # In memory the layers come first: a layer's keys of all rows are one batch of matrices then, and not copied.
-        # Compiled code must not take two of its rows for all of them; rows that nobody writes to take no memory.
-        shape = (layers, 2, max(3, self.rows), heads, length, size)
+        # What is compiled for them is so for their number: four, eight and so on, of which a CPU's memory holds no more
+        # than is written to.
+        there = max(4, 1 << (self.rows - 1).bit_length()) if runner.device == "cpu" else self.rows
+        shape = (layers, 2, there, heads, length, size)
         self._past = torch.zeros(shape, dtype=dtype, device=runner.device).permute(2, 0, 1, 3, 4, 5)
         self._held: list[tuple[Sequence[int], int]] = [((), 0)] * self.rows
         self._when, self._now = [0] * self.rows, 0  # each row was written to last
