@@ -1,5 +1,7 @@
 """Calibration: costs by rows, and workers that fail."""
 
+import json
+import shutil
 from dataclasses import replace
 
 import msgspec
@@ -8,7 +10,7 @@ import pytest
 import torch
 
 from fettle.package.export import write_package
-from fettle.package.manifest import open_package
+from fettle.package.manifest import MANIFEST, open_package
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
 from fettle.slo.calibrate import Calibration, Stopped, calibrate, sizes_up_to
@@ -50,6 +52,16 @@ def test_an_error_at_a_size_ends_there_and_is_kept(odd):
     assert msgspec.json.decode(msgspec.json.encode(made), type=Calibration) == made
     earlier = {**msgspec.to_builtins(made), "pad_error": 0.5}  # kept by an earlier version
     assert msgspec.json.decode(msgspec.json.encode(earlier), type=Calibration) == made
+
+
+def test_a_recipe_that_cannot_work_on_a_device_is_its_failure(store, tmp_path):
+    """Another device may do: the search goes on with it."""
+    shutil.copytree(store / "net-1", tmp_path / "net")
+    manifest = json.loads((tmp_path / "net" / MANIFEST).read_text())
+    (tmp_path / "net" / MANIFEST).write_text(json.dumps({**manifest, "recipe": {"cudnn_benchmark": "on"}}))
+    made = calibrate(open_package(tmp_path / "net"), most=4, seconds=0.01)
+    assert not made.samples
+    assert made.failures == {0: "the recipe cannot work here: cudnn_benchmark=on: cuDNN runs on CUDA devices only"}
 
 
 def test_a_worker_that_is_killed_costs_its_size(store):

@@ -84,7 +84,7 @@ def _with_weights(
     for node in list(graph.nodes):
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
-    used = {node.target for node in graph.nodes if node.op == "get_attr"}
+    used = dict.fromkeys(node.target for node in graph.nodes if node.op == "get_attr")
     for part in module.modules():
         part._parameters.clear()
     return torch.fx.GraphModule({name: weights[name] for name in used}, graph)

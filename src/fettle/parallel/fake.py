@@ -68,7 +68,8 @@ def converting() -> Iterator[None]:
     converted: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}  # by the old one's id: shared stay shared
 
     def convert(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        for child in self.children() if recurse else ():
+        children: Any = self.children() if recurse else ()
+        for child in children:
             child._apply(fn)
         for name, old in self._parameters.items():
             if old is not None and id(old) not in converted:
