@@ -212,7 +212,7 @@ def test_a_compiled_step_stays_compiled(tmp_path, monkeypatch):
     plain = packaged(tmp_path / "n", llama(), "kv_cache=static weights=int8-blocks grad=inference_mode")
     texts, libraries = [], []
     for one in (package, plain, package):
-        texts.append(written(find_handler(one, ModelRunner(one), "").running(3, 0, 8), asks(PROMPTS[:4], [9, 6, 7, 5])))
+        texts.append(written(find_handler(one, ModelRunner(one), "").running(8, 0, 8), asks(PROMPTS[:4], [9, 6, 7, 5])))
         libraries.append([path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.pt2")])
     assert texts[0] == texts[1] == texts[2]
     assert len(libraries[0]) == 1
@@ -234,7 +234,7 @@ def test_compiled_ahead_of_time_it_reads_the_cache_where_it_lies(tmp_path, monke
     monkeypatch.setenv("FETTLE_CACHE", str(tmp_path / "cache"))
     package = packaged(tmp_path / "m", gpt2().to(kind), "compile=default grad=inference_mode")
     assert list((tmp_path / "cache").rglob("*.pt2"))
-    running = find_handler(package, ModelRunner(package), "").running(3, 0, 8)
+    running = find_handler(package, ModelRunner(package), "").running(8, 0, 8)
     assert running.cache._past.dtype == kind
     model = gpt2().to(kind)
     found = written(running, asks(PROMPTS[2:6], [5, 6, 7, 8]), lambda step: ())

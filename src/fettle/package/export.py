@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -22,7 +23,7 @@ from fettle.errors import UsageError, extra, first_line
 from fettle.package import handlers
 from fettle.package.flat import BEFORE_EXPORT, Flat, datatype
 from fettle.package.generating import generating, of_model
-from fettle.package.handler import Context
+from fettle.package.handler import Context, find_handler
 from fettle.package.handlers.parts import LOGITS, PAST
 from fettle.package.host import host_id
 from fettle.package.manifest import (
@@ -36,7 +37,7 @@ from fettle.package.manifest import (
     open_package,
     seal,
 )
-from fettle.package.model_runner import BITS, COMPILED_STEP, Tuned, tuned
+from fettle.package.model_runner import BITS, COMPILED_STEP, ModelRunner, Tuned, tuned
 from fettle.package.program import export_program, save_program
 from fettle.package.requires import needed
 from fettle.package.settings import ServeSettings, as_toml_data, powers
@@ -130,7 +131,12 @@ def write_package(
             os.chmod(path, 0o755)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return open_package(path)
+    package = open_package(path)
+    if kept.recipe.get("kv_cache") == COMPILED_STEP and flat.device == "cpu":
+        on_progress("compiling its step, for this machine: what the first start would wait for")
+        with suppress(UsageError):  # no room for a cache here, say: the server will tell
+            find_handler(package, ModelRunner(package), "").running(settings.max_rows, settings.cache_bytes, 1)
+    return package
 
 
 def _check_levels(recipe: Recipe) -> None:

@@ -24,7 +24,7 @@ from fettle.procs.limits import resident_bytes
 from fettle.procs.parent import Parent, be_a_worker
 
 T = TypeVar("T")
-START_S, ANSWER_S = 600.0, 300.0
+START_S, ANSWER_S = 1800.0, 300.0
 """The longest that loading, and that timing one batch size, may take."""
 PAUSE_S = 0.02
 """Before every fourth call, at most: as long as the call itself. A server that keeps a limit pauses often, and a call

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fettle.serve.engine.metrics import ModelMetrics
 
 T = TypeVar("T")
-START_S = 600.0
+START_S = 1800.0
 _MOST = 1_000_000
 """Moments that are remembered between two looks."""
 PERCENTS = (50, 90, 99)

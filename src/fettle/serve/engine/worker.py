@@ -26,8 +26,8 @@ PING_S = 5.0
 """How often an idle worker is asked whether it is there."""
 BACK_OFF_S = (0.1, 0.5, 2.0, 5.0, 15.0, 30.0)
 """Before a worker that ended is started again: the n-th time in a row."""
-START_S = 600.0
-"""The longest that loading and warming up may take."""
+START_S = 1800.0
+"""The longest that loading and warming up may take: a large model is compiled for many minutes."""
 AHEAD_S = 0.1
 """Calls that take longer gain nothing from a batch that waits in the worker, where it can no longer be given up."""
 

@@ -92,14 +92,13 @@ def innermost_operators(trace: Trace) -> tuple[Ints, Ints]:
 def operator_sizes(trace: Trace) -> pl.DataFrame:
     """Innermost operators by their length, in powers of two.
 
-    Columns: rank, power (0: under 1 us; n: from 2**(n-1) up to 2**n us), count, time_ns.
+    Columns: rank, power (0: under 1 us; n: from 2**(n-1) up to 2**n us), below_us (2**n), count, time_ns.
     """
     leaf, _ = innermost_operators(trace)
     us = trace.dur[leaf] // 1000
     power = np.where(us > 0, np.floor(np.log2(np.maximum(us, 1))) + 1, 0).astype(np.int64)
-    frame = pl.DataFrame({"power": power, "dur": trace.dur[leaf]}).group_by("power").agg(
-        count=pl.len(), time_ns=pl.col("dur").sum()
-    )  # fmt: skip
+    frame = pl.DataFrame({"power": power, "below_us": 2**power, "dur": trace.dur[leaf]})
+    frame = frame.group_by("power", "below_us").agg(count=pl.len(), time_ns=pl.col("dur").sum())
     return with_rank(trace, frame.sort("power"))
 
 
