@@ -176,8 +176,7 @@ def _session_options() -> Any:
 
 
 def _try_to_load(library: Path) -> None:
-    """Load it in a process of its own first: torch 2.11 with CUDA 13 ends with a segmentation fault there. Raises
-    RuntimeError."""
+    """Load it in a process of its own first, which may end with a segmentation fault. Raises RuntimeError."""
     code = "import sys, torch; torch._inductor.aoti_load_package(sys.argv[1])"
     done = subprocess.run([sys.executable, "-c", code, str(library)], capture_output=True, timeout=_LOAD_S)
     if done.returncode:

@@ -102,8 +102,8 @@ def write_package(
             handler_settings = {**of_model(workload.model), **(handler_settings or {})}
             choices = generating(workload, handler_settings.get("max_tokens"))
         flat, program, most = _exported(choices, recipe, settings.max_rows)
-        step = recipe.levels.get("kv_cache", ""), recipe.levels.get("compile")
-        if PAST in flat.names and (step[0].startswith("static-") or step[1] == "default"):
+        compiles = recipe.levels.get("compile") == "default" or recipe.levels.get("kv_cache", "").startswith("static-")
+        if compiles and PAST in flat.names:
             served = Recipe({**served.without("compile").levels, "kv_cache": COMPILED_STEP})
         on_progress("storing it with its recipe")
         kept = _store(program, flat, served, most, scratch, evidence or {})

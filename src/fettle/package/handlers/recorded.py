@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from fettle.package.settings import powers
+
 _SHORTEST_KEPT, _SHORTEST_PROMPT = 128, 16
 _MOST = 256
 """Graphs that are kept: each holds some megabytes."""
@@ -67,14 +69,16 @@ class Recorded:
     def add_all(self, prefill_tokens: int) -> None:
         """Record all that serving will need, so that no text waits for it; prompts of so many tokens in a call."""
         began, (most_rows, length) = time.perf_counter(), (len(self.past), self.past.shape[-2])
-        sizes = [(rows, 1, kept) for rows in _powers(1, most_rows) for kept in _powers(_SHORTEST_KEPT, length)]
+        kept_sizes = {max(min(_SHORTEST_KEPT, length), kept) for kept in powers(length)}
+        new_sizes = {max(min(_SHORTEST_PROMPT, length), new) for new in powers(min(prefill_tokens, length))}
+        sizes = [(rows, 1, kept) for rows in powers(most_rows) for kept in kept_sizes]
         sizes += [
             (rows, new, 1)
-            for new in _powers(_SHORTEST_PROMPT, min(prefill_tokens, length))
-            for rows in _powers(1, most_rows)
+            for new in new_sizes
+            for rows in powers(most_rows)
             if rows * new < 4 * prefill_tokens or new == _SHORTEST_PROMPT  # both may be filled up to almost the double
         ]
-        for size in sorted(set(sizes), key=lambda size: -size[0] * size[1] * size[2])[:_MOST]:
+        for size in sorted(sizes, key=lambda size: -size[0] * size[1] * size[2])[:_MOST]:
             self.add(*size)  # the largest first: those that follow find its memory
         log.info("%d CUDA graphs recorded in %.2g s", len(self.graphs), time.perf_counter() - began)
 
@@ -108,8 +112,3 @@ def cuda_graphs() -> Record:
 def _power(number: int) -> int:
     """The next power of two."""
     return 1 << max(0, number - 1).bit_length()
-
-
-def _powers(first: int, last: int) -> list[int]:
-    """Powers of two from `first`, and `last`."""
-    return [*(1 << n for n in range((first - 1).bit_length(), last.bit_length()) if 1 << n < last), last]
