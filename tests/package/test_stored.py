@@ -2,6 +2,7 @@
 
 import copy
 import re
+import shutil
 import subprocess
 import sys
 
@@ -156,6 +157,25 @@ def test_openvinos_files_answer_as_the_tuned_model_did(openvino):
     assert not re.search(r"/(home|tmp|root|work)/", (package.folder / GRAPH).read_text())  # nothing of who made it
 
 
+def test_weights_made_for_vnni_are_refused_where_their_sums_would_be_cut_off(openvino, tmp_path, monkeypatch):
+    from fettle.package import openvino as room
+
+    folder = tmp_path / "moved"
+    shutil.copytree(openvino[2].folder, folder)
+    graph = folder / GRAPH
+    text = graph.read_text()
+    made = "small" if room.openvino_saturates() else "whole"
+    assert text.count(f'weights_in_8_bits value="{made}"') == 1
+    for weights, saturates, loads in (("whole", True, False), ("whole", False, True), ("small", True, True)):
+        graph.write_text(text.replace(f'weights_in_8_bits value="{made}"', f'weights_in_8_bits value="{weights}"'))
+        monkeypatch.setattr(room, "openvino_saturates", lambda answer=saturates: answer)
+        if loads:
+            OpenvinoModel(folder, "openvino-int8")
+        else:
+            with pytest.raises(UsageError, match="made for CPUs with VNNI"):
+                OpenvinoModel(folder, "openvino-int8")
+
+
 @pytest.mark.parametrize("layers", [[], [1]], ids=["to be chosen", "chosen by the study"])
 def test_a_part_of_the_layers_is_stored_in_int8(layers, tmp_path):
     pytest.importorskip("openvino")
@@ -206,7 +226,6 @@ HOSTILE = {
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_graph_is_refused_before_openvino_reads_it(openvino, tmp_path, monkeypatch, what):
-    import shutil
 
     from fettle.package import openvino as room
 

@@ -26,10 +26,13 @@ from fettle.techniques import (
     openvino_core,
     openvino_model,
     openvino_precision,
+    openvino_saturates,
 )
 
 GRAPH, WEIGHTS = "openvino.xml", "openvino.bin"
 MAX_GRAPH_BYTES, MAX_DEPTH = 256 << 20, 64
+_WEIGHTS = ["fettle", "weights_in_8_bits"]
+"""Where the graph says how large they get: ``whole``, or ``small`` enough for CPUs without VNNI."""
 _OPERATOR, _SET = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}"), re.compile(r"opset[0-9]{1,2}")
 _REMEMBERS = {"ReadValue", "Assign"}
 """Operators that keep a value between calls: one client's tensors in another's answer."""
@@ -54,6 +57,8 @@ def save_model(
         for node in ("conversion_parameters", "nncf", "Runtime_version"):  # where and how it was made: paths, settings
             if model.has_rt_info([node]):
                 model.set_rt_info("", [node])
+        if "int8" in level:
+            model.set_rt_info("small" if openvino_saturates() else "whole", _WEIGHTS)
         openvino.save_model(model, str(folder / GRAPH), compress_to_fp16=False)
     except Exception as error:
         raise UsageError(f"OpenVINO cannot take the model: {first_line(error)}") from error
@@ -73,7 +78,15 @@ class OpenvinoModel:
         try:
             core = openvino_core()
             model = core.read_model(str(folder / GRAPH), str(folder / WEIGHTS))
+            small = model.has_rt_info(_WEIGHTS) and model.get_rt_info(_WEIGHTS).astype(str) == "small"
+            if "int8" in level and not small and openvino_saturates():
+                raise UsageError(
+                    "the package's weights in 8 bits were made for CPUs with VNNI, and this one has none: sums of its "
+                    "products would be cut off; package the model on this machine"
+                )
             self._request = OpenvinoRequest(core.compile_model(model, "CPU", config))
+        except UsageError:
+            raise
         except ImportError as error:
             raise extra("the package needs OpenVINO", "openvino") from error
         except Exception as error:

@@ -41,6 +41,7 @@ from fettle.techniques._host import cpu_flags, installed
 from fettle.techniques._kept import keep_converted, tally
 from fettle.techniques._openvino import OpenvinoRequest, openvino_model
 from fettle.techniques._openvino_core import openvino_core
+from fettle.techniques._openvino_int8 import openvino_saturates
 from fettle.techniques._probe import buffers_kept, machine_facts, probe_facts, unchanged
 from fettle.techniques._python import PYTHON
 from fettle.techniques._ranks import modules_by_size, repeated_blocks
@@ -97,6 +98,7 @@ __all__ = [
     "openvino_core",
     "openvino_model",
     "openvino_precision",
+    "openvino_saturates",
     "parts_lines",
     "parts_sentence",
     "preconditions",

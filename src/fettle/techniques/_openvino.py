@@ -6,7 +6,7 @@ import torch
 
 from fettle.techniques._exported import exported_program
 from fettle.techniques._openvino_core import openvino_core
-from fettle.techniques._openvino_int8 import openvino_int8_part
+from fettle.techniques._openvino_int8 import openvino_int8_part, openvino_saturates
 
 
 def openvino_model(program: Any, samples: Any, level: str, part: Any = None) -> Any:
@@ -33,7 +33,9 @@ def openvino_model(program: Any, samples: Any, level: str, part: Any = None) -> 
         rows = nncf.Dataset([[tensor.numpy() for tensor in sample] for sample in samples])
         attention = any(node.get_type_name() in ("Softmax", "ScaledDotProductAttention") for node in model.get_ops())
         kind = nncf.ModelType.TRANSFORMER if attention else None
-        model = nncf.quantize(model, rows, model_type=kind, subset_size=len(samples))
+        fix = nncf.OverflowFix.ENABLE if openvino_saturates() else None
+        more = nncf.AdvancedQuantizationParameters(overflow_fix=fix)
+        model = nncf.quantize(model, rows, model_type=kind, subset_size=len(samples), advanced_parameters=more)
     if level == "openvino-int8-part":
         model = openvino_int8_part(model, [[tensor.numpy() for tensor in sample] for sample in samples], part)
     return model

@@ -12,7 +12,7 @@ from fettle.techniques._base import Bundle, Code, Facts, Learned, Level, Recipe,
 from fettle.techniques._exported import Exported, exported_program, flatten, loads_cuda_libraries
 from fettle.techniques._generation import NO_TEXT
 from fettle.techniques._openvino import MODEL, openvino_engine, openvino_streams_engine
-from fettle.techniques._openvino_int8 import CHOOSING
+from fettle.techniques._openvino_int8 import CALIBRATED, CHOOSING
 from fettle.techniques._openvino_text import TEXT
 from fettle.techniques._tensorrt import tensorrt_engine, tensorrt_files, tensorrt_runner
 from fettle.techniques.compile import mode_options
@@ -280,7 +280,8 @@ class Runtime(Technique):
             engines, more = (onnx_files, onnxruntime_engine), "free"
         else:
             engine: Any = openvino_streams_engine if recipe.levels.get("streams") == "per-core" else openvino_engine
-            engines, more = (*MODEL, engine), f'"{hint}", samples, "{level}", free'
+            engines = (*(CALIBRATED if level in self.calibrated else ()), *MODEL, engine)
+            more = f'"{hint}", samples, "{level}", free'
             own = own or (", batches" if level in self.calibrated else "")
             if level == "openvino-int8-part":
                 engines, more, part = (*CHOOSING, *engines), f"{more}, part", f"part = {int8_part(facts)}"
