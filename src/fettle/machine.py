@@ -110,7 +110,8 @@ def find_libraries() -> dict[str, str]:
 
 @lru_cache
 def measure_peaks(device: str) -> Mapping[str, float]:
-    """What the device reaches in a large matrix product per dtype (FLOP/s) and in a copy (bytes/s, both ways).
+    """What the device reaches in a large matrix product per dtype (FLOP/s), in a copy (bytes/s, both ways) and in
+    reading alone, as a sum over memory does (bytes/s).
 
     Measured once in a process; the best of a few runs, as a ceiling should be. What the device cannot do, or has no
     memory left for beside the model, is left out.
@@ -128,6 +129,10 @@ def measure_peaks(device: str) -> Mapping[str, float]:
         target = torch.empty_like(source)
         return 2 * copied / _best_s(lambda: target.copy_(source), device)
 
+    def read_bytes_per_s() -> float:
+        values = torch.ones(copied // 4, device=device)
+        return copied / _best_s(values.sum, device)
+
     peaks: dict[str, float] = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         if device == "cpu" and dtype == torch.float16:
@@ -136,6 +141,8 @@ def measure_peaks(device: str) -> Mapping[str, float]:
             peaks[f"matmul_{str(dtype).removeprefix('torch.')}"] = product_flops(dtype)
     with contextlib.suppress(RuntimeError):
         peaks["copy"] = copy_bytes_per_s()
+    with contextlib.suppress(RuntimeError):
+        peaks["read"] = read_bytes_per_s()
     if device == "cuda":
         torch.cuda.empty_cache()
     return peaks

@@ -417,10 +417,10 @@ def test_weights_cache_and_operations_are_counted() -> None:
 
 def test_a_point_stands_under_the_roof() -> None:
     figured = Generation(ttft_ms=10, tpot_ms=1, tokens_per_step=1, weight_bytes=900, cache_bytes=100)
-    peaks = {"matmul_float32": 1e9, "matmul_bfloat16": 4e9, "copy": 2e6}
+    peaks = {"matmul_float32": 1e9, "matmul_bfloat16": 4e9, "copy": 1e6, "read": 2e6}
     prefill, decode = limits.points(figured, limits.Work(20_000_000, 2_000), peaks)
     assert (decode.phase, decode.intensity) == ("decode", 2)
-    assert decode.share == pytest.approx(0.5)  # 1000 bytes in 1 ms, where 2 million a second are moved
+    assert decode.share == pytest.approx(0.5)  # 1000 bytes in 1 ms, where 2 million a second are read
     assert prefill.share == pytest.approx(0.5)  # 2 GFLOP/s of 4
     assert not limits.points(Generation(), limits.Work(), peaks)
 

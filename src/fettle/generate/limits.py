@@ -128,7 +128,7 @@ def _kept(past: Any) -> Iterator[torch.Tensor]:
 def points(figures: Any, work: Work, peaks: Mapping[str, float]) -> Sequence[Point]:
     """Where a recipe's prefill and decode stand, from its `fettle.generate.speed.Generation`. Both of the mean prompt:
     bytes are those of the weights as the recipe has them and of its keys and values at the end of the longest text."""
-    bandwidth, best = peaks.get("copy", math.nan), peak_flops(peaks)
+    bandwidth, best = peak_bytes(peaks), peak_flops(peaks)
     read = figures.weight_bytes + figures.cache_bytes
     found = []
     phases = (
@@ -140,6 +140,11 @@ def points(figures: Any, work: Work, peaks: Mapping[str, float]) -> Sequence[Poi
             intensity, reached = flops / moved, flops / took_ms * 1e3
             found.append(Point(phase, intensity, reached, reached / min(best, bandwidth * intensity)))
     return found
+
+
+def peak_bytes(peaks: Mapping[str, float]) -> float:
+    """The most bytes a second that were read; of studies from before that was measured, copied."""
+    return peaks.get("read") or peaks.get("copy", math.nan)
 
 
 def peak_flops(peaks: Mapping[str, float]) -> float:

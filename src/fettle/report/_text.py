@@ -6,7 +6,7 @@ import math
 
 import altair as alt
 
-from fettle.generate.limits import Point, Work, peak_flops, points
+from fettle.generate.limits import Point, Work, peak_bytes, peak_flops, points
 from fettle.measure import Trial
 from fettle.page import Cell, Row, Table, theme
 from fettle.page.theme import ACCENT, QUIET, WARN, Drawn, Rows, sized
@@ -96,7 +96,7 @@ def roofline(result: Outcome) -> Drawn | None:
         for trial in timed(result) for point in standing(result, trial)
     ]  # fmt: skip
     peaks = result.machine.get("peaks", {})
-    best, bandwidth = peak_flops(peaks), peaks.get("copy", math.nan)
+    best, bandwidth = peak_flops(peaks), peak_bytes(peaks)
     if not rows or not math.isfinite(best * bandwidth):
         return None
     knee = best / bandwidth
