@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,18 +27,35 @@ if TYPE_CHECKING:
     from fettle.page import Table
 
 _MOST_OF_A_WORD = 24
+_EVERY_S = 20.0
 _STYLES = {"winner": "green", "failed": "red"}
 
 
 @contextmanager
 def telling(first: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """A line that says what is going on, and changes in place: on standard error, where that is a terminal."""
+    """A line that says what is going on, and changes in place, on standard error; where that is no terminal a line of
+    its own, at most every 20 seconds, the first after as many."""
     out = console(file=sys.stderr)  # this one, also while a factory has another
-    if quiet or not out.is_terminal:
+    if quiet:
         yield lambda text: None
+        return
+    if not out.is_terminal:
+        yield _now_and_then(lambda text: out.print(text, markup=False, soft_wrap=True))
         return
     with out.status(escape(first)) as status:
         yield lambda text: status.update(escape(text))
+
+
+def _now_and_then(say: Callable[[str], object]) -> Callable[[str], None]:
+    last = time.monotonic()
+
+    def on_text(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _EVERY_S:
+            last = time.monotonic()
+            say(text)
+
+    return on_text
 
 
 def after_spoilers(show: Callable[[Any], None]) -> Callable[[Any], None]:
