@@ -204,9 +204,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("text_servers.json"))
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    make_files(given.work)
     if given.only_files:
-        return
+        return make_files(given.work)
     servers, failed = [], {}
     for name, (command, environment) in commands(given).items():
         port = free_port()
