@@ -24,6 +24,8 @@ _PACKAGES = (
     "torch", "torchao", "onnxruntime", "openvino", "triton", "transformers", "diffusers", "numpy", "torch-fettle",
 )  # fmt: skip
 
+_LONG_S = 0.03
+"""Eight times as many operations are not tried after a product that took this long."""
 _NUMBERED = re.compile(r"\d[0-9A-Z]{2}")
 _ALLOCATORS = {
     "jemalloc": ("libjemalloc.so.2", "libjemalloc.so"),
@@ -46,7 +48,7 @@ class Machine:
     python: str
     versions: Mapping[str, str] = field(default_factory=dict)
     peaks: Mapping[str, float] = field(default_factory=dict)
-    """Measured: ``matmul_float32`` and its like in FLOP/s, ``copy`` in bytes/s read and written."""
+    """Measured: ``matmul_float32`` and its like in FLOP/s; in bytes/s ``copy``, read and written, and ``read``."""
 
     @property
     def summary(self) -> str:
@@ -113,16 +115,20 @@ def measure_peaks(device: str) -> Mapping[str, float]:
     """What the device reaches in a large matrix product per dtype (FLOP/s), in a copy (bytes/s, both ways) and in
     reading alone, as a sum over memory does (bytes/s).
 
-    Measured once in a process; the best of a few runs, as a ceiling should be. What the device cannot do, or has no
-    memory left for beside the model, is left out.
+    Measured once in a process; the best of a few runs, as a ceiling should be, in products as large as are quick. What
+    the device cannot do, or has no memory left for beside the model, is left out.
     """
     import torch
 
     size, copied = (8192, 1 << 30) if device == "cuda" else (1536, 1 << 28)
 
     def product_flops(dtype: torch.dtype) -> float:
-        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        return 2 * size**3 / _best_s(lambda: a @ b, device)
+        for side in (size // 8, size // 4, size // 2, size):
+            a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+            took = _best_s(lambda: a @ b, device)  # noqa: B023
+            if took > _LONG_S:  # a type that the processor lacks, and that a larger one takes minutes of
+                break
+        return 2 * side**3 / took
 
     def copy_bytes_per_s() -> float:
         source = torch.empty(copied, dtype=torch.uint8, device=device)
