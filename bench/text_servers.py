@@ -146,8 +146,11 @@ def loaded(server: Server, streams: int, given: argparse.Namespace, seed: int, s
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode not in (0, 1):
         raise RuntimeError(f"{server.name}: {run.stderr.strip()[-300:]}")
-    [found] = json.loads(run.stdout)["runs"]
-    return dict(found)
+    [found] = json.loads(run.stdout)
+    if "texts" not in found:
+        raise RuntimeError(f"{server.name} wrote nothing: {found['errors']} {found['refusal']}")
+    kept = ("goodput", "answered", "failed", "shed", "void")
+    return {**{key: found[key] for key in kept}, **found["texts"]}
 
 
 def free_port() -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -46,11 +48,12 @@ class Cache:
                 f"{size_text(token * length)}; serve with more --cache-memory, or package with a smaller max_tokens"
             )
         # In memory the layers come first: a layer's keys of all rows are one batch of matrices then, and not copied.
-        # What is compiled for them is so for their number: four, eight and so on, of which a CPU's memory holds no more
-        # than is written to.
+        # What is compiled for them is so for their number: four, eight and so on.
         there = max(4, 1 << (self.rows - 1).bit_length()) if runner.device == "cpu" else self.rows
         shape = (layers, 2, there, heads, length, size)
-        self._past = torch.zeros(shape, dtype=dtype, device=runner.device).permute(2, 0, 1, 3, 4, 5)
+        on_cpu = runner.device == "cpu"
+        past = _untouched_zeros(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=runner.device)
+        self._past = past.permute(2, 0, 1, 3, 4, 5)
         self._held: list[tuple[Sequence[int], int]] = [((), 0)] * self.rows
         self._when, self._now = [0] * self.rows, 0  # each row was written to last
         given = torch.tensor(filled([[0] * 7] * 2, [5] * 2, 7))
@@ -160,3 +163,9 @@ def usual_bytes(device: str, sharing: int = 1) -> int:
     """What the cache of each of so many workers on one device may take where its size is not set."""
     free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else granted_memory_bytes()
     return int(_SHARE * free / sharing)
+
+
+def _untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take no memory before they are written to: pages that the system gives when they are first touched."""
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(pages, dtype=dtype).view(*shape)

@@ -74,10 +74,20 @@ class Running:
         are being computed."""
         self.steps = Steps()
 
-    def warm(self) -> None:
-        """Make ready what steps need, so that no text waits for it."""
-        if self.cache is not None and self.cache.recorded is not None:
+    def warm(self) -> bool:
+        """Make ready what steps need, so that no text waits for it; False where that is the model's calls as they are,
+        since nothing is kept between two of them."""
+        if self.cache is None:
+            return False
+        if self.cache.recorded is not None:
             self.cache.recorded.add_all(self.prefill_tokens)
+            return True
+        prompt = [0] * min(self.prefill_tokens, self.handler.settings.max_tokens - 1)
+        for rows in (1, 2, self.rows):
+            rows = min(rows, self.rows)
+            self.cache.logits(0, [prompt[: max(1, len(prompt) // rows)]] * rows, [0] * rows)
+            self.cache.logits(0, [[0]] * rows, [1] * rows)
+        return True
 
     def take_steps(self) -> Steps:
         """What was computed since the last time."""

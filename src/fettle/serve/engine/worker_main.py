@@ -55,14 +55,14 @@ def main() -> None:
         try:
             began = time.perf_counter()
             worker = _Worker(load)
-            worker.runner.warm(load.sizes)
-            if worker.running is not None:
-                worker.running.warm()
+            if worker.running is None or not worker.running.warm():
+                worker.runner.warm(load.sizes)
         except Exception as error:
             if not isinstance(error, UsageError):  # the server says that one in a line
                 log.exception("loading failed")
             send(link, _failed(-1, error))
             return
+        gc.collect()  # what was loaded and then compiled has circles in it
         gc.freeze()  # what loading made stays: no collection needs to look at it again
         send(link, wire.Ready(time.perf_counter() - began, worker.texts))
         while True:
