@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 import torch
 
@@ -148,6 +149,24 @@ def test_a_chat_goes_on_from_its_last_turn_though_others_came_between(package):
         for stranger in range(2):
             written(running, asks([[(17 * n + 3 * turn + stranger) % WORDS for n in range(16)]], [2]), lambda step: ())
     assert running.steps.reused == 2 * (0 + 23 + 28)  # all but the last word of each answer, which was never read
+
+
+def test_what_was_warmed_up_with_is_in_no_text(package):
+    running = find_handler(package, ModelRunner(package), "").running(3, 0, 32)
+    assert running.warm()
+    found = written(running, asks(PROMPTS[2:5], [6, 2, 9]), lambda step: ())
+    model = gpt2()
+    assert [text for text, *_ in found] == [expected(model, p, n) for p, n in zip(PROMPTS[2:5], [6, 2, 9], strict=True)]
+    running.cache = None  # of a model that keeps nothing, the calls themselves are to be warmed up
+    assert not running.warm()
+
+
+def test_a_cache_takes_memory_when_it_is_written_to():
+    before = psutil.Process().memory_info().rss
+    zeros = cache._untouched_zeros((4, 1 << 26), torch.float32)
+    zeros[2, 5:7] = torch.tensor([3.0, 4.0])
+    assert zeros[:, :9].sum() == 7
+    assert psutil.Process().memory_info().rss - before < 64 << 20  # of 1 GiB
 
 
 def test_the_cache_has_a_bound(package, monkeypatch):

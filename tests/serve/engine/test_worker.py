@@ -1,6 +1,7 @@
 """A worker's place in the pool: what it works on, what follows, and what becomes of both when it ends."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -205,6 +206,25 @@ def test_an_answer_to_a_ping_does_not_end_the_waiting_for_a_call():
     worker.run(batch(), 1.0)
     worker._on_message(wire.Pong(0, 5), memoryview(b""))
     assert (worker._awaited, worker.rss) == (True, 5)
+
+
+def test_a_server_that_stood_still_itself_does_not_take_its_worker_for_hung(monkeypatch):
+    now = [time.perf_counter()]
+
+    @in_loop
+    def test():
+        worker, lost = quick(), []
+        worker._on_lost = lost.append
+        monkeypatch.setattr("fettle.serve.engine.worker.time.perf_counter", lambda: now[0])
+        worker._silent()  # idle: it is asked whether it is there
+        now[0] += 100
+        worker._silent()
+        assert not lost
+        now[0] += 5
+        worker._silent()  # in good time, and still nothing came
+        assert lost == ["hung"]
+
+    test()
 
 
 @in_loop

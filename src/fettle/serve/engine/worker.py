@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("fettle.serve")
 PING_S = 5.0
 """How often an idle worker is asked whether it is there."""
+_LATE_S = 1.0
+"""An alarm that rings so late says that the server itself did nothing meanwhile."""
 BACK_OFF_S = (0.1, 0.5, 2.0, 5.0, 15.0, 30.0)
 """Before a worker that ended is started again: the n-th time in a row."""
 START_S = 1800.0
@@ -58,6 +60,8 @@ class Worker:
         self._took_s = math.inf
         self._alarm = Alarm(self._silent)
         self._awaited = False
+        self._patience_s = self._until = 0.0
+        """How long something is waited for, and until when."""
         self._loaded: asyncio.Future[None] | None = None
         self._failures = 0
         self._again: asyncio.Task[None] | None = None
@@ -280,8 +284,9 @@ class Worker:
 
     def _wait(self, seconds: float) -> None:
         """Expect a message from it within this time."""
-        self._awaited = True
-        self._alarm.set(time.perf_counter() + seconds, self.pool.loop)
+        self._awaited, self._patience_s = True, seconds
+        self._until = time.perf_counter() + seconds
+        self._alarm.set(self._until, self.pool.loop)
 
     def _rest(self) -> None:
         """Idle: ask from time to time whether the process is there."""
@@ -289,8 +294,11 @@ class Worker:
         self._alarm.set(time.perf_counter() + PING_S, self.pool.loop)
 
     def _silent(self) -> None:
-        """The alarm: it was idle for a while, or did not say what was awaited."""
-        if self._awaited:
+        """The alarm: it was idle for a while, or did not say what was awaited. Where the alarm itself is late we stood
+        still, stopped or starved, and so may the worker have: it gets its time again."""
+        if self._awaited and time.perf_counter() > self._until + _LATE_S:
+            self._wait(self._patience_s)
+        elif self._awaited:
             log.warning("worker %d of %s does not answer: replaced", self.index, self.pool.name)
             self._on_lost("hung")
         else:
