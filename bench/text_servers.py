@@ -43,6 +43,8 @@ ROOT = Path(__file__).parent.parent
 MOST_TOKENS, MOST_STREAMS = 2048, 32
 RECIPES = {"float32": "kv_cache=static-compiled", "int8": "weights=int8-blocks kv_cache=static-compiled"}
 SETTINGS = ("seconds", "rounds", "prompt_tokens", "output_tokens", "ttft", "itl")
+Rows = dict[str, dict[int, list[dict[str, Any]]]]
+"""What was measured, by server and streams, a row for each round."""
 FETTLE = [sys.executable, "-c", "from fettle.cli import main; main()"]
 
 
@@ -189,6 +191,24 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
+def write(given: argparse.Namespace, servers: list[Server], rows: Rows, failed: dict[str, str]) -> None:
+    """What is known so far."""
+    data = {
+        "machine": this_machine().summary, "load": list(os.getloadavg()), "failed": failed,
+        "settings": {key: str(getattr(given, key)) for key in SETTINGS},
+        "servers": {
+            server.name: {
+                "start_s": server.start_s, "memory_bytes": server.resident_bytes,
+                "streams": {
+                    many: {**summary(found), "rounds": found} for many, found in rows[server.name].items() if found
+                },
+            }
+            for server in servers
+        },
+    }  # fmt: skip
+    given.json.write_text(json.dumps(data, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of the files that the servers read")
@@ -221,9 +241,7 @@ def main() -> None:
             failed[name] = str(error)
             print(error, flush=True)
     streams = given.streams or [1, 8, 32]
-    rows: dict[str, dict[int, list[dict[str, Any]]]] = {
-        server.name: {many: [] for many in streams} for server in servers
-    }
+    rows: Rows = {server.name: {many: [] for many in streams} for server in servers}
     try:
         for seed in range(given.rounds):
             for many in streams:
@@ -232,6 +250,7 @@ def main() -> None:
                         loaded(server, many, given, 1000 + seed, 2.0)
                         found = loaded(server, many, given, seed, given.seconds)
                     rows[server.name][many].append(found)
+                    write(given, servers, rows, failed)
                     print(f"{seed + 1}/{given.rounds}  {many:3} streams  {server.name:20} "
                           f"{found['tokens_per_s']:7.1f} tokens/s  goodput {found['goodput']:.2f}  "
                           f"ttft p99 {found['ttft_ms']['p99']:6.0f} ms  itl p99 {found['itl_ms']['p99']:5.0f} ms",
@@ -239,18 +258,6 @@ def main() -> None:
     finally:
         for server in servers:
             server.end()
-    data = {
-        "machine": this_machine().summary, "load": list(os.getloadavg()), "failed": failed,
-        "settings": {key: str(getattr(given, key)) for key in SETTINGS},
-        "servers": {
-            server.name: {
-                "start_s": server.start_s, "memory_bytes": server.resident_bytes,
-                "streams": {many: {**summary(found), "rounds": found} for many, found in rows[server.name].items()},
-            }
-            for server in servers
-        },
-    }  # fmt: skip
-    given.json.write_text(json.dumps(data, indent=1) + "\n")
 
 
 if __name__ == "__main__":
