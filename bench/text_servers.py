@@ -10,15 +10,16 @@ and a folder in Hugging Face's format for vLLM. llama.cpp's is the file of the p
 of it (`llama-quantize --allow-requantize`): put it into the folder as `q8_0.gguf`.
 
 All servers are started once, and stopped (SIGSTOP) but for the one whose turn it is. In a round each is given, in
-random order, `--streams` clients that ask for the next text when they have one (`fettle serve load`), with prompts and
-answers of log-normal lengths, the same for all, after a short turn that is not counted. Told are tokens a second, the
-goodput (texts a second whose first token and 99% of whose gaps came within `--ttft` and `--itl`), and the percentiles
-of both.
+random order, `--streams` clients that ask for the next text when they have one (as `fettle serve load -c` does), with
+prompts and answers of log-normal lengths, the same for all. Told are tokens a second of the texts that were whole in
+the `--seconds` after `--warm-up`, and of those that were also asked for in them the goodput (texts a second whose first
+token and 99% of whose gaps came within `--ttft` and `--itl`) and the percentiles of both.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -35,14 +36,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
+from fettle.cli import _options
+from fettle.load.loops import closed_loop
+from fettle.load.run import TextLimits
+from fettle.load.texts import text_lines, text_requests
 from fettle.machine import this_machine
 
 ROOT = Path(__file__).parent.parent
 MOST_TOKENS, MOST_STREAMS = 2048, 32
 RECIPES = {"float32": "kv_cache=static-compiled", "int8": "weights=int8-blocks kv_cache=static-compiled"}
-SETTINGS = ("seconds", "rounds", "prompt_tokens", "output_tokens", "ttft", "itl")
+PERCENTS = (50, 90, 99)
+SETTINGS = ("warm_up", "seconds", "rounds", "prompt_tokens", "output_tokens", "ttft", "itl")
 Rows = dict[str, dict[int, list[dict[str, Any]]]]
 """What was measured, by server and streams, a row for each round."""
 FETTLE = [sys.executable, "-c", "from fettle.cli import main; main()"]
@@ -138,21 +145,27 @@ class Server:
         self.process.wait()
 
 
-def loaded(server: Server, streams: int, given: argparse.Namespace, seed: int, seconds: float) -> dict[str, Any]:
-    """What `fettle serve load` says of so many clients."""
-    command = [
-        *FETTLE, "serve", "load", f"{server.url}/v1", "-c", str(streams), "--duration", f"{seconds:g}s",
-        "--prompt-tokens", given.prompt_tokens, "--output-tokens", given.output_tokens, "--ttft", given.ttft,
-        "--itl", given.itl, "--seed", str(seed), "--json",
-    ]  # fmt: skip
-    run = subprocess.run(command, capture_output=True, text=True)
-    if run.returncode not in (0, 1):
-        raise RuntimeError(f"{server.name}: {run.stderr.strip()[-300:]}")
-    [found] = json.loads(run.stdout)
-    if "texts" not in found:
-        raise RuntimeError(f"{server.name} wrote nothing: {found['errors']} {found['refusal']}")
-    kept = ("goodput", "answered", "failed", "shed", "void")
-    return {**{key: found[key] for key in kept}, **found["texts"]}
+def loaded(server: Server, streams: int, given: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """What so many clients saw, but for the texts that they asked for in the first seconds: those came all at once."""
+    lines = text_lines(given.prompt_tokens, given.output_tokens, seed=seed)
+    limits = TextLimits(_options.duration_s(given.ttft, "--ttft"), _options.duration_s(given.itl, "--itl"))
+    requests = text_requests(server.url, lines, seed=seed)
+    length = given.warm_up + given.seconds
+    run = asyncio.run(closed_loop(requests, streams, length, limits=limits))
+    start = max(given.warm_up, run.warm_up_s)
+    texts = [text for text in run.texts if start <= text.due_s <= length]
+    if not texts:
+        raise RuntimeError(f"{server.name} wrote no whole text: {run.errors} {run.refusal}")
+    gaps = np.concatenate([text.heard.gaps_s for text in texts])
+    first = [text.ttft_s for text in texts]
+    seconds = length - start
+    whole = sum(text.heard.tokens for text in run.texts if start <= text.done_s <= length)
+    return {
+        "texts": len(texts), "goodput": sum(text.within(limits) for text in texts) / seconds,
+        "tokens_per_s": whole / seconds, "failed": run.failed,
+        "ttft_ms": {f"p{part}": 1e3 * float(np.percentile(first, part)) for part in PERCENTS},
+        "itl_ms": {f"p{part}": 1e3 * float(np.percentile(gaps, part)) for part in PERCENTS},
+    }  # fmt: skip
 
 
 def free_port() -> int:
@@ -218,7 +231,8 @@ def main() -> None:
     parser.add_argument("--vllm-dtype", default="float32")
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--streams", type=int, action="append", default=[])
-    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--warm-up", type=float, default=10.0, help="texts asked for in these seconds do not count")
+    parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt-tokens", default="lognormal:48:0.8")
     parser.add_argument("--output-tokens", default="lognormal:48:0.9")
@@ -247,8 +261,7 @@ def main() -> None:
             for many in streams:
                 for server in random.sample(servers, len(servers)):
                     with server.turn():
-                        loaded(server, many, given, 1000 + seed, 2.0)
-                        found = loaded(server, many, given, seed, given.seconds)
+                        found = loaded(server, many, given, seed)
                     rows[server.name][many].append(found)
                     write(given, servers, rows, failed)
                     print(f"{seed + 1}/{given.rounds}  {many:3} streams  {server.name:20} "
