@@ -262,6 +262,27 @@ def test_connections_that_break_are_failures():
     assert found.errors == {"connection lost": found.failed}
 
 
+def test_a_connection_that_the_server_closes_after_an_answer_is_no_failure():
+    """llama.cpp's server does that after every text, without saying so."""
+
+    async def run():
+        async def handle(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        request = http_request(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"", {})
+        found = await closed_loop([request], 3, 0.5)
+        server.close()
+        return found
+
+    found = asyncio.run(run())
+    assert found.answered > 10
+    assert found.failed == 0
+
+
 def test_answers_that_never_come_are_told_from_connections_that_break():
     async def run():
         async def handle(reader, writer):

@@ -171,6 +171,8 @@ class Connection(asyncio.Protocol):
         self._parser: Any = None
         self._status = 0
         self._keep = True
+        self._answers = 0
+        self._begun = False
         self.busy = False
         self.tag: Any = None
 
@@ -179,7 +181,8 @@ class Connection(asyncio.Protocol):
 
     def send(self, request: Request, tag: Any) -> None:
         assert self._transport is not None
-        self.busy, self.tag, self._status = True, tag, 0
+        self.busy, self.tag, self._status, self._begun = True, tag, 0, False
+        self.request = request
         self._parser = self._httptools.HttpResponseParser(self)
         self._transport.write(request.data)
 
@@ -187,6 +190,7 @@ class Connection(asyncio.Protocol):
         if not self.busy:  # nothing was asked: not HTTP, or a farewell
             self.close()
             return
+        self._begun = True
         try:
             self._parser.feed_data(data)
         except self._httptools.HttpParserError:
@@ -208,6 +212,12 @@ class Connection(asyncio.Protocol):
         """Whether another request can be sent."""
         return self._transport is not None and not self._transport.is_closing() and self._keep
 
+    @property
+    def was_stale(self) -> bool:
+        """Whether it had answered, and was then lost before anything of the next answer came: the server had closed it,
+        and never read what was sent (RFC 9110, 9.2.2: a client asks again)."""
+        return self._transport is None and self._answers > 0 and not self._begun
+
     def close(self) -> None:
         if self._transport is not None:
             self._transport.abort()
@@ -216,4 +226,5 @@ class Connection(asyncio.Protocol):
     def _finish(self, status: int) -> None:
         if self.busy:
             self.busy = False
+            self._answers += status > 0
             self._done(self, status)

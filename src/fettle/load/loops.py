@@ -14,7 +14,7 @@ import math
 import ssl
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
@@ -182,6 +182,10 @@ class _Load:
     def _done(self, connection: Connection, status: int) -> None:
         now = time.perf_counter() - self.start
         due, sent = connection.tag
+        if not status and connection.was_stale and not self._ending:
+            self._all.discard(connection)
+            self._keep_task(self._resend(connection.request, due, sent))
+            return
         if status:
             self.longest_s = max(self.longest_s, now - sent)
         row = (due, sent, now, status or (UNANSWERED if self._ending else LOST))
@@ -228,8 +232,21 @@ class _Load:
         edges = np.concatenate([[first], times[begin:stop], [end]])
         return float((levels * np.diff(edges)).sum() / max(end - first, 1e-9))
 
+    async def _resend(self, request: Request, due: float, sent: float) -> None:
+        """On a new connection, what the server had closed the old one before."""
+        try:
+            connection = await self._open()
+        except UsageError:
+            self._move(-1)
+            self.rows.append((due, sent, time.perf_counter() - self.start, UNREACHED))
+            return
+        connection.send(request, (due, sent))
+
     def _later(self, index: int, due: float) -> None:
-        task = self._loop.create_task(self.send(index, due))
+        self._keep_task(self.send(index, due))
+
+    def _keep_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
