@@ -145,10 +145,9 @@ def measure_peaks(device: str) -> Mapping[str, float]:
             continue  # emulated, and very slow, on most CPUs
         with contextlib.suppress(RuntimeError):
             peaks[f"matmul_{str(dtype).removeprefix('torch.')}"] = product_flops(dtype)
-    with contextlib.suppress(RuntimeError):
-        peaks["copy"] = copy_bytes_per_s()
-    with contextlib.suppress(RuntimeError):
-        peaks["read"] = read_bytes_per_s()
+    for name, bytes_per_s in (("copy", copy_bytes_per_s), ("read", read_bytes_per_s)):
+        with contextlib.suppress(RuntimeError):
+            peaks[name] = bytes_per_s()
     if device == "cuda":
         torch.cuda.empty_cache()
     return peaks

@@ -169,22 +169,26 @@ class _Load:
                 return
             self._all.discard(connection)
         if len(self._all) < MAX_CONNECTIONS:
-            try:
-                connection = await self._open()
-            except UsageError:
-                self._move(-1)
-                self.rows.append((due, due, time.perf_counter() - self.start, UNREACHED))
-                return
-            connection.send(self.requests[index % len(self.requests)], (due, time.perf_counter() - self.start))
+            await self._send_on_new(self.requests[index % len(self.requests)], due)
         else:
             self._queue.append((index, due))
+
+    async def _send_on_new(self, request: Request, due: float, sent: float | None = None) -> None:
+        """On a new connection; `sent` is when it was sent on one that the server had closed."""
+        try:
+            connection = await self._open()
+        except UsageError:
+            self._move(-1)
+            self.rows.append((due, due if sent is None else sent, time.perf_counter() - self.start, UNREACHED))
+            return
+        connection.send(request, (due, time.perf_counter() - self.start if sent is None else sent))
 
     def _done(self, connection: Connection, status: int) -> None:
         now = time.perf_counter() - self.start
         due, sent = connection.tag
         if not status and connection.was_stale and not self._ending:
             self._all.discard(connection)
-            self._keep_task(self._resend(connection.request, due, sent))
+            self._keep_task(self._send_on_new(connection.request, due, sent))
             return
         if status:
             self.longest_s = max(self.longest_s, now - sent)
@@ -231,16 +235,6 @@ class _Load:
         levels = np.concatenate([[counts[begin - 1] if begin else 0], counts[begin:stop]])
         edges = np.concatenate([[first], times[begin:stop], [end]])
         return float((levels * np.diff(edges)).sum() / max(end - first, 1e-9))
-
-    async def _resend(self, request: Request, due: float, sent: float) -> None:
-        """On a new connection, what the server had closed the old one before."""
-        try:
-            connection = await self._open()
-        except UsageError:
-            self._move(-1)
-            self.rows.append((due, sent, time.perf_counter() - self.start, UNREACHED))
-            return
-        connection.send(request, (due, sent))
 
     def _later(self, index: int, due: float) -> None:
         self._keep_task(self.send(index, due))

@@ -49,9 +49,9 @@ class Cache:
             )
         # In memory the layers come first: a layer's keys of all rows are one batch of matrices then, and not copied.
         # What is compiled for them is so for their number: four, eight and so on.
-        there = max(4, 1 << (self.rows - 1).bit_length()) if runner.device == "cpu" else self.rows
-        shape = (layers, 2, there, heads, length, size)
         on_cpu = runner.device == "cpu"
+        there = max(4, 1 << (self.rows - 1).bit_length()) if on_cpu else self.rows
+        shape = (layers, 2, there, heads, length, size)
         past = _untouched_zeros(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=runner.device)
         self._past = past.permute(2, 0, 1, 3, 4, 5)
         self._held: list[tuple[Sequence[int], int]] = [((), 0)] * self.rows
