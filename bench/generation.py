@@ -352,18 +352,6 @@ def figures(child: Child, base: Child, max_kl: float, read_peak: float) -> dict[
     return found
 
 
-def read_bytes_a_second() -> float:
-    """What a sum over half a GiB reads, with all threads: the best of ten."""
-    import torch
-
-    values, took = torch.ones(1 << 27), []
-    for _ in range(10):
-        began = time.perf_counter()
-        values.sum()
-        took.append(time.perf_counter() - began)
-    return values.nbytes / min(took)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload")
@@ -403,7 +391,7 @@ def main() -> None:
                     children[-1].kl = children[-1].ask("score").get("kl")
                 print(f"{name}: {children[-1].failure or f'ready, KL {children[-1].kl}'}", flush=True)
         base = next(child for child in children if child.name == BASE)
-        peaks = {**measure_peaks("cpu"), "read": read_bytes_a_second()}
+        peaks = dict(measure_peaks("cpu"))
         for number in range(given.rounds):
             turn(f"round {number + 1}")
             for child in random.sample(children, len(children)):

@@ -136,8 +136,8 @@ def measure_peaks(device: str) -> Mapping[str, float]:
         return 2 * copied / _best_s(lambda: target.copy_(source), device)
 
     def read_bytes_per_s() -> float:
-        values = torch.ones(copied // 4, device=device)
-        return copied / _best_s(values.sum, device)
+        values = torch.ones(copied // 2, device=device)
+        return values.nbytes / min(_best_s(values.sum, device) for _ in range(3))
 
     peaks: dict[str, float] = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
