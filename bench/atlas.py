@@ -16,6 +16,7 @@ import json
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -89,13 +90,17 @@ def main() -> None:
     print(f"{len(left)} models to go" if left else "done")
 
 
+def levels(varied: Mapping[str, list[str]] = LEVELS) -> dict[str, list[str]]:
+    """These, and all other techniques as given."""
+    given = {technique.name: [technique.default] for technique in CATALOGUE if "inference" in technique.modes}
+    del given["mode"]  # a precondition where it matters
+    return {**given, **varied}
+
+
 def piece(name: str, folder: Path, budget_s: float, path: Path) -> None:
     """Go on with one model, and put what is known of it into the atlas."""
     folder.mkdir(parents=True, exist_ok=True)
-    given = {technique.name: [technique.default] for technique in CATALOGUE if "inference" in technique.modes}
-    levels = {**given, **LEVELS}
-    del levels["mode"]  # a precondition where it matters
-    settings = Settings(design="factorial", techniques=levels, budget_s=budget_s, output=folder, rounds=6)
+    settings = Settings(design="factorial", techniques=levels(), budget_s=budget_s, output=folder, rounds=6)
     made = study([f"{HERE / 'atlas_models.py'}:{name}"], settings, lambda event: None)
     assert not isinstance(made, Plan)
     rows = [msgspec.structs.replace(row, workload=name)
@@ -157,7 +162,23 @@ def page(rows) -> str:
             "", "### What fights what, and what helps each other", "", *_pairs(some),
             "", "### The literature's claims", "", *claims(some),
         ]  # fmt: skip
+    if len(machines) > 1:
+        lines += ["", "## The same levels on each machine", "", *_across(rows, machines)]
     return "\n".join(lines) + "\n"
+
+
+def _across(rows, machines: list[str]) -> list[str]:
+    """What each level brings to the models that all machines have."""
+    by_machine = [matching(rows, machine=machine) for machine in machines]
+    shared = set.intersection(*({row.workload for row in some} for some in by_machine))
+    found = [{one.name: one for one in effects([row for row in some if row.workload in shared])} for some in by_machine]
+    heads = [some[0].gpu or some[0].cpu for some in by_machine]
+    return [
+        f"Of the {len(shared)} models that were measured on all of them.", "",
+        "| level | " + " | ".join(heads) + " |", "| --- |" + " --: |" * len(heads),
+        *(f"| `{name}` | " + " | ".join(_gain(one[name]) for one in found) + " |"
+          for name in found[0] if all(name in one for one in found)),
+    ]  # fmt: skip
 
 
 def _table(found) -> list[str]:
