@@ -2,10 +2,14 @@
 
     python bench/search_regret.py digits --minutes 8
     python bench/search_regret.py encoder ranker --minutes 8
+    python bench/search_regret.py --atlas bench/atlas/atlas.parquet lstm graph
 
 The factorial is measured once, every valid combination of `LEVELS`; then `auto` runs on the same levels as a user would
 run it, in an empty folder. Both winners meet in one final race: the regret is the ratio of their times there. A run
 stops after `--minutes` a workload, and the next one goes on from the study that it left under `--work`.
+
+With ``--atlas`` the workloads are models of ``bench/atlas.py``, whose factorial is in the atlas already: `auto` runs
+twice, with an atlas of all other models and without. Which of them goes first changes from model to model.
 """
 
 from __future__ import annotations
@@ -17,14 +21,17 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+import atlas as factorials
+from atlas_models import FAMILY
 from tune_vs_peers import _tell, ratio
 
+from fettle.atlas import Row, read_atlas, write_atlas
 from fettle.comparing import bench
 from fettle.machine import this_machine
 from fettle.recipe import Recipe
 from fettle.report import Result
 from fettle.search import DESIGNS, combinations_of, factorial
-from fettle.techniques import CATALOGUE, canonical
+from fettle.techniques import canonical
 from fettle.tuning import tune
 from fettle.tuning.space import space_for
 
@@ -71,32 +78,72 @@ LEVELS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="+", choices=list(LEVELS))
+    parser.add_argument("workloads", nargs="+", choices=list(dict.fromkeys([*LEVELS, *FAMILY])))
     parser.add_argument("--minutes", type=float, default=8.0, help="for the factorial of each workload, in this run")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "fettle-search-regret")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "search_regret.json")
+    parser.add_argument("--atlas", type=Path, help="with one and without, on models that it has")
+    parser.add_argument("--output", type=Path, help="JSON (default: under bench/results)")
     options = parser.parse_args()
-    results = json.loads(options.output.read_text()) if options.output.exists() else {}
-    for name in options.workloads:
-        found = measure(name, options.work / name, options.minutes * 60)
+    rows = read_atlas(options.atlas) if options.atlas is not None else []
+    output = options.output or HERE / "results" / f"search_regret{'_atlas' * bool(rows)}.json"
+    results = json.loads(output.read_text()) if output.exists() else {}
+    for number, name in enumerate(options.workloads, len(results)):
+        folder = options.work / name
+        folder.mkdir(parents=True, exist_ok=True)
+        if rows:
+            found = both_ways(name, folder, rows, atlas_first=number % 2 == 1)
+        else:
+            found = measure(name, folder, options.minutes * 60)
         if found is not None:
             results[name] = found
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text(json.dumps(results, indent=1) + "\n")
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(json.dumps(results, indent=1) + "\n")
             print(name, json.dumps(found), flush=True)
+
+
+def both_ways(name: str, folder: Path, rows: list[Row], *, atlas_first: bool) -> dict:
+    """`auto` with an atlas of all other models and without, and a race of both winners and the factorial's best."""
+    machine = this_machine()
+    own = [row for row in rows if (row.workload, row.machine) == (name, machine.id) and row.status == "measured"]
+    if not own:
+        raise SystemExit(f"the atlas has no {name} on this machine: measure it with bench/atlas.py --models {name}")
+    others = folder / "others.parquet"
+    write_atlas([row for row in rows if row.workload != name], others)
+    best = Recipe.parse(max(own, key=lambda row: row.speedup or 0.0).recipe)
+    target, found = f"{HERE / 'atlas_models.py'}:{name}", {}
+    for way in ("with", "without") if atlas_first else ("without", "with"):
+        shutil.rmtree(folder / way, ignore_errors=True)
+        found[way] = tune(target, techniques=factorials.levels(), budget_s=None, output=folder / way,
+                          atlas=others if way == "with" else None, on_progress=_tell)  # fmt: skip
+    recipes = list(dict.fromkeys([found["with"].recipe, found["without"].recipe, best]))
+    compared = bench(target, recipes, max_rounds=20, settle=False)
+    trial = dict(zip(recipes, compared.trials[1:], strict=True))
+    told = {
+        way: {
+            "recipe": str(result.recipe),
+            "time_over_factorial_best (bar: at most 1.03)":
+                1.0 if result.recipe == best else ratio(trial[result.recipe], trial[best]),
+            "trials": len(result.trials),
+            "seconds": round(result.seconds, 1),
+        }
+        for way, result in found.items()
+    }  # fmt: skip
+    return {
+        "machine": machine.summary,
+        "factorial": str(best),
+        "factorial_trials": len(own),
+        **told,
+        "share_of_seconds (bar: at most 0.5)": round(found["with"].seconds / found["without"].seconds, 3),
+    }
 
 
 def measure(name: str, folder: Path, budget_s: float) -> dict | None:
     """Both searches and the final race of one workload; None where the factorial is not finished yet."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = HERE.parent / "workloads" / f"{name}.py"
     if name in OWN:
         path = folder / f"{name}.py"
         path.write_text(OWN[name])
-    given = {technique.name: [technique.default] for technique in CATALOGUE if "inference" in technique.modes}
-    levels = {**given, **LEVELS[name]}
-    del levels["mode"]  # a precondition where it matters
-
+    levels = factorials.levels(LEVELS[name])
     everything = tune(str(path), techniques=levels, design="everything", budget_s=budget_s, output=folder / "factorial",
                       on_progress=_tell)  # fmt: skip
     missing = unmeasured(everything, levels)

@@ -112,7 +112,7 @@ def test_a_study_is_added_and_guides_the_search_of_another_model(tmp_path: Path,
     assert run_fettle("study", tmp_path / "work.py", *FEW, "--rounds=3", "-o", first).code == 0
     assert run_fettle("atlas", "add", path, first).code == 0
     rows = read_atlas(path)
-    assert len(rows) == 6
+    assert len(rows) in (4, 6)  # without bfloat16 units matmul=medium changes nothing, and is left out
     assert all(row.flops and row.matrix is not None and row.parameters for row in rows)
     assert {row.family for row in rows} == {"MLP"}
     said = run_fettle("tune", f"{tmp_path / 'work.py'}:other", *FEW, "--budget=60s", "--atlas", path,

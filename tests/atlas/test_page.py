@@ -31,7 +31,7 @@ def test_the_page_is_the_one_that_its_command_makes(maker: ModuleType, monkeypat
     maker.main()
     made = (tmp_path / "atlas.md").read_text()
     assert made == (ROOT / "docs" / "atlas.md").read_text(), "python bench/atlas.py --page"
-    assert f"{len(maker.read_atlas(maker.ATLAS))} trials of" in made
+    assert f"{len(maker.read_atlas(maker.ATLAS)):,} trials of" in made
 
 
 def _rows(models: int, together: float) -> list[Row]:

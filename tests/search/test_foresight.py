@@ -73,8 +73,9 @@ def test_a_wrong_atlas_costs_time_never_the_result(wrong, spread: float) -> None
     assert truth(found.recipe) >= truth(without.recipe) - 1e-9
 
 
+@pytest.mark.parametrize("spread", [0.02, 0.2])
 @pytest.mark.parametrize("name", ["precision=bf16", "compile=default", "layout=on", "grad=off"])
-def test_a_lie_about_one_level_is_found_out(name: str) -> None:
+def test_a_lie_about_one_level_is_found_out(name: str, spread: float) -> None:
     """Right about everything else, and sure that this one makes it slower."""
 
     def lie(recipe: Recipe) -> float:
@@ -82,7 +83,7 @@ def test_a_lie_about_one_level_is_found_out(name: str) -> None:
         return truth(recipe) - (GAINS[name] + 0.5 if name in told else 0.0)
 
     without = auto(SPACE, session())
-    found = auto(SPACE, session(), guide=Guide(Says(lie, 0.02)))
+    found = auto(SPACE, session(), guide=Guide(Says(lie, spread)))
     assert without is not None
     assert found is not None
     assert truth(found.recipe) >= truth(without.recipe) - 1e-9
@@ -99,6 +100,23 @@ def test_a_first_race_holds_what_may_beat_the_best_in_it_and_enough_to_prove_the
     told = session()
     auto(SPACE, told, guide=Guide(Says(truth, 0.02)))
     assert sum(bool(recipe.levels) for recipe in told.races[0]) == 3
+
+
+def test_the_first_race_tries_every_level_beside_the_best_and_what_slows_apart() -> None:
+    told = session()
+    auto(SPACE, told, guide=Guide(Says(truth, 0.02)))
+    first = [recipe for recipe in told.races[0] if recipe.levels]
+    tried = {level for recipe in first for level in recipe.levels.items()}
+    assert tried == {(name, level) for name, levels in LEVELS.items() for level in levels[1:]}
+    slow = [recipe for recipe in first if recipe.levels.get("threads") == "1"]
+    assert len(slow) == 1
+    assert slow[0].without("threads") in first
+
+
+def test_what_is_not_foreseen_closely_is_no_proof() -> None:
+    told = session()
+    auto(SPACE, told, guide=Guide(Says(truth, 0.8)))
+    assert not any(recipe.levels.get("threads") == "1" for recipe in told.races[0])
 
 
 def test_what_takes_a_minute_must_promise_more() -> None:

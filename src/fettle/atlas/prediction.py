@@ -1,15 +1,20 @@
 """What to expect of a recipe on a model that the atlas has not seen, and how sure that is.
 
-Log speed-ups are a Gaussian process (Rasmussen and Williams, *Gaussian Processes for Machine Learning*, 2006). Its
-covariance is that of a ridge regression with a coefficient for each level and each pair of levels, which vary smoothly
-from model to model with their features:
+Log speed-ups, none taken for less than `SLOWEST`, are a Gaussian process (Rasmussen and Williams, *Gaussian Processes
+for Machine Learning*, 2006). Its covariance is that of a ridge regression with a coefficient for each level and each
+pair of levels, which vary smoothly from model to model with their features:
 
-    cov(recipe on model, recipe' on model')  =  a² * (shared levels + b * shared pairs) * (c + d * likeness + e * same)
+    cov(recipe on model, recipe' on model')  =  a² * (sum of w² over the levels that both have
+                                                      + b * sum of w w' over the pairs of levels that both have)
+                                                * (c + m * same machine + d * likeness + e * same)
 
-So a recipe without levels has a speed-up of 1 exactly, what all models gain is learned from all of them (c), what alike
-ones gain counts more (d: their operators, sizes and machines), and each has something of its own (e), which no other
-tells and which is why a forecast is never sure. c + d + e = 1. These numbers, the reach of the likeness and the noise
-are those of a small grid under which the rows are likeliest. Trials of the model in question are added as they come.
+So a recipe without levels has a speed-up of 1 exactly, what all models gain is learned from all of them (c), what all
+gain on this machine from those on it (m: 16 bits are slow where no unit multiplies them), what alike ones gain counts
+more (d: their operators, sizes and machines), and each has something of its own (e), which no other tells and which is
+why a forecast is never sure. c + m + d + e = 1. A level's w is what it is found to change a time by, as a log: the root
+mean square, over models, of trials with it over trials that differ in nothing else. The other numbers, the reach of the
+likeness and the noise are those of a small grid under which the rows are likeliest. Trials of the model in question are
+added as they come.
 """
 
 from __future__ import annotations
@@ -28,13 +33,13 @@ from scipy.linalg import cho_solve, cholesky, solve_triangular
 from fettle.atlas.table import Row, Subject, rows_of
 from fettle.measure import Trial
 from fettle.recipe import Recipe
-from fettle.search import Forecast
+from fettle.search import SLOWEST, Forecast
 
 Numbers = NDArray[np.float64]
 
 MOST = 2_000
 """Rows that are gone by, those of the models and machines most like the one in question."""
-_TUNED_ON = 500
+_TUNED_ON = 250
 """Rows that the numbers of the grid are chosen on."""
 _LOGS = {"parameters": 1.0, "flops": 1.0, "samples": 1.0, "calls": 0.7}
 """Decades by which two models differ by one."""
@@ -43,6 +48,8 @@ _SHARES = {"matrix": 0.25, "pointwise": 0.25, "layout": 0.25, "index": 0.25,
 _OTHER_MACHINE = 1.0
 _OTHER_UNITS = 1.0
 """Added to the squared distance of rows from another machine, and from one with other matrix or vector units."""
+_USUAL_WORTH = 0.3
+"""What a level changes a time by, as a log, where nothing is known of it."""
 _NORMAL = 1.96
 _LEAST_ERROR = 0.01
 _WORKS = 0.9
@@ -56,13 +63,14 @@ class _Numbers:
     scale: float
     pairs: float
     common: float
+    machine: float
     own: float
     reach: float
     noise: float
 
 
 _GRID = [_Numbers(*values) for values in itertools.product(
-    (0.2, 0.5), (0.1, 0.4), (0.2, 0.5), (0.1, 0.3), (0.8, 2.0), (0.04, 0.1))]  # fmt: skip
+    (0.6, 1.2), (0.15, 0.5), (0.05, 0.2), (0.3, 0.6), (0.03, 0.1), (0.8, 2.0), (0.04, 0.1))]  # fmt: skip
 
 
 class Predictor:
@@ -89,6 +97,8 @@ class Predictor:
             len(keys), len(keys)
         )
         self._far = np.array([near[key] for key in keys])
+        self._beside = np.array([[float(a[1] == b[1]) for b in keys] for a in keys]).reshape(len(keys), len(keys))
+        self._here = np.array([float(key[1] == about.machine) for key in keys])
         self._mine = np.array([key[:2] == (about.fingerprint, about.machine) for key in keys], dtype=float)
         self._same = np.eye(len(keys))
         self._whose = np.array([keys.index((row.fingerprint, row.machine, row.torch)) for row in rows], dtype=int)
@@ -96,9 +106,10 @@ class Predictor:
         levels = sorted({level for recipe in self._recipes for level in recipe.levels.items()})
         self._column = {level: place for place, level in enumerate(levels)}
         self._known = [place for place, row in enumerate(rows) if row.gain is not None and self._recipes[place].levels]
-        self._gains = np.array([rows[place].gain or 0.0 for place in self._known])
+        self._gains = np.maximum(SLOWEST, [rows[place].gain or 0.0 for place in self._known])
         self._errors = np.array([_error(rows[place]) for place in self._known])
         self._levels = self._one_hot(self._recipes)
+        self._worth = np.array([*self._found_worth(), _USUAL_WORTH])
         if self._known:
             self._fit()
 
@@ -121,16 +132,14 @@ class Predictor:
         """What to expect of recipes, with what `trials` of this very model have shown. `believed`: gains (logs of
         speed-ups) of recipes that are taken for granted."""
         own = [row for row in rows_of(self.about, trials) if row.gain is not None and row.recipe != str(Recipe())]
-        gains = [row.gain or 0.0 for row in own] + list((believed or {}).values())
+        gains = [max(SLOWEST, row.gain or 0.0) for row in own] + list((believed or {}).values())
         errors = [_error(row) for row in own] + [0.0] * len(believed or {})
         mine = self._one_hot([Recipe.parse(row.recipe) for row in own] + list(believed or {}))
         wanted = self._one_hot(recipes)
         mean, variance = self._conditional(wanted, mine, np.array(gains), np.array(errors))
         works, seconds = self._works(wanted, trials), self._seconds(wanted, recipes)
-        return [
-            Forecast(float(gain), math.sqrt(max(0.0, float(spread)) + self._numbers.noise**2), float(able), float(cost))
-            for gain, spread, able, cost in zip(mean, variance, works, seconds, strict=True)
-        ]
+        columns = np.maximum(SLOWEST, mean), np.sqrt(np.maximum(0.0, variance) + self._numbers.noise**2), works, seconds
+        return [Forecast(*map(float, each)) for each in zip(*columns, strict=True)]
 
     # -- speed -------------------------------------------------------------------------------------------------------
 
@@ -142,6 +151,24 @@ class Predictor:
                 columns[place, self._column.get(level, len(self._column))] += 1
         return columns
 
+    def _found_worth(self) -> list[float]:
+        """By level what it changes a time by, as a log: the root mean square over models of the mean over pairs of
+        trials that differ in nothing else, held near the usual where few tell."""
+        gains = {
+            (self._whose[place], self._recipes[place]): self._gains[known] for known, place in enumerate(self._known)
+        }
+        gains |= {(whose, Recipe()): 0.0 for whose in self._whose}
+        found = []
+        for name, level in self._column:
+            by_model: dict[int, list[float]] = {}
+            for (whose, recipe), gain in gains.items():
+                without = gains.get((whose, recipe.without(name)))
+                if recipe.levels.get(name) == level and without is not None:
+                    by_model.setdefault(whose, []).append(gain - without)
+            squares = [float(np.mean(some)) ** 2 for some in by_model.values()]
+            found.append(math.sqrt((sum(squares) + 2 * _USUAL_WORTH**2) / (len(squares) + 2)))
+        return found
+
     def _fit(self) -> None:
         """Choose the numbers of the covariance, and solve for the rows."""
         step = max(1, math.ceil(len(self._known) / _TUNED_ON))
@@ -152,8 +179,8 @@ class Predictor:
 
     def _cholesky(self, numbers: _Numbers, part: NDArray[Any]) -> Numbers:
         rows = np.array(self._known)[part]
-        alike = _alike(self._apart, self._same, numbers)[np.ix_(self._whose[rows], self._whose[rows])]
-        matrix = alike * _shared(self._levels[rows], self._levels[rows], numbers)
+        alike = _alike(self._apart, self._beside, self._same, numbers)[np.ix_(self._whose[rows], self._whose[rows])]
+        matrix = alike * self._shared(self._levels[rows], self._levels[rows], numbers)
         matrix[np.diag_indices_from(matrix)] += self._errors[part] ** 2 + numbers.noise**2
         return np.asarray(cholesky(matrix, lower=True), dtype=np.float64)
 
@@ -166,19 +193,24 @@ class Predictor:
     def _conditional(self, asked: Numbers, mine: Numbers, gains: Numbers, errors: Numbers) -> tuple[Numbers, Numbers]:
         """Mean and variance of the gains asked for, given the rows and what is known of this model."""
         numbers, rows = self._numbers, np.array(self._known)
-        alike = _alike(self._far, self._mine, numbers)[self._whose[rows]][:, None]
-        to_asked = solve_triangular(self._factor, alike * _shared(self._levels[rows], asked, numbers), lower=True)
+        alike = _alike(self._far, self._here, self._mine, numbers)[self._whose[rows]][:, None]
+        to_asked = solve_triangular(self._factor, alike * self._shared(self._levels[rows], asked, numbers), lower=True)
         mean = to_asked.T @ self._solved
-        variance = np.diag(_shared(asked, asked, numbers)) - (to_asked**2).sum(axis=0)
+        variance = np.diag(self._shared(asked, asked, numbers)) - (to_asked**2).sum(axis=0)
         if not len(mine):
             return mean, variance
-        to_mine = solve_triangular(self._factor, alike * _shared(self._levels[rows], mine, numbers), lower=True)
-        left = _shared(mine, mine, numbers) - to_mine.T @ to_mine
+        to_mine = solve_triangular(self._factor, alike * self._shared(self._levels[rows], mine, numbers), lower=True)
+        left = self._shared(mine, mine, numbers) - to_mine.T @ to_mine
         left[np.diag_indices_from(left)] += errors**2 + (0.3 * numbers.noise) ** 2
         factor = cholesky(left, lower=True)
-        across = solve_triangular(factor, _shared(mine, asked, numbers) - to_mine.T @ to_asked, lower=True)
+        across = solve_triangular(factor, self._shared(mine, asked, numbers) - to_mine.T @ to_asked, lower=True)
         news = solve_triangular(factor, gains - to_mine.T @ self._solved, lower=True)
         return mean + across.T @ news, variance - (across**2).sum(axis=0)
+
+    def _shared(self, one: Numbers, other: Numbers, numbers: _Numbers) -> Numbers:
+        """The covariance of recipes on one model."""
+        squares, worth = (one * self._worth**2) @ other.T, (one * self._worth) @ other.T
+        return np.asarray(numbers.scale**2 * (squares + numbers.pairs * (worth**2 - squares) / 2))
 
     # -- whether it works, and what it costs -------------------------------------------------------------------------
 
@@ -218,14 +250,9 @@ class Predictor:
         return np.asarray((weighted + weights.sum(axis=1) * baseline_s + guess) / (weights.sum(axis=1) + 1))
 
 
-def _alike(apart: Numbers, same: Numbers, numbers: _Numbers) -> Numbers:
-    smooth = (1 - numbers.common - numbers.own) * np.exp(-0.5 * apart / numbers.reach**2)
-    return np.asarray(numbers.common + smooth + numbers.own * same)
-
-
-def _shared(one: Numbers, other: Numbers, numbers: _Numbers) -> Numbers:
-    levels = one @ other.T
-    return np.asarray(numbers.scale**2 * (levels + numbers.pairs * levels * (levels - 1) / 2))
+def _alike(apart: Numbers, beside: Numbers, same: Numbers, numbers: _Numbers) -> Numbers:
+    smooth = (1 - numbers.common - numbers.machine - numbers.own) * np.exp(-0.5 * apart / numbers.reach**2)
+    return np.asarray(numbers.common + numbers.machine * beside + smooth + numbers.own * same)
 
 
 def _close(one: Numbers, other: Numbers) -> Numbers:

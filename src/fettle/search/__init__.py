@@ -12,7 +12,7 @@ from fettle.recipe import Recipe
 from fettle.search._space import Session, Space, holds, moved, valid, with_required
 from fettle.search.auto import auto
 from fettle.search.designs import Step, ablation, combinations_of, factorial, ladder, removals, steps
-from fettle.search.foresight import Forecast, Foreseen, Foresight, Guide
+from fettle.search.foresight import SLOWEST, Forecast, Foreseen, Foresight, Guide
 
 
 class Design(Protocol):
@@ -29,6 +29,7 @@ class Design(Protocol):
 DESIGNS: Mapping[str, Design] = {"auto": auto, "ladder": ladder, "factorial": factorial, "ablation": ablation}
 
 __all__ = [
-    "DESIGNS", "Design", "Forecast", "Foreseen", "Foresight", "Guide", "Session", "Space", "Step", "ablation", "auto",
-    "combinations_of", "factorial", "holds", "ladder", "moved", "removals", "steps", "valid", "with_required",
+    "DESIGNS", "SLOWEST", "Design", "Forecast", "Foreseen", "Foresight", "Guide", "Session", "Space", "Step",
+    "ablation", "auto", "combinations_of", "factorial", "holds", "ladder", "moved", "removals", "steps", "valid",
+    "with_required",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ only where that came as expected. So a wrong atlas costs time, never the result.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,6 +22,8 @@ from fettle.recipe import Recipe
 from fettle.search._evidence import Evidence
 from fettle.search._space import Space, holds, valid, with_required
 
+SLOWEST = -math.log(3)
+"""Smaller gains are taken for this one: by how much more a recipe is slower matters to nobody, and differs widely."""
 LEAST = math.log(1.01)
 """Gains below this are worth no trial."""
 WORTH = 0.02
@@ -35,8 +37,11 @@ _LUCK = 0.05
 """What a measured gain may be off by itself."""
 _OFF = 4.0
 """Mean square of what was expected over what was sure, from which it has lost its word: 1 where all is as it says."""
-_CLOSE = 0.35
+_CLOSE = 0.6
 """Standard deviation of a forecast that can be proved wrong."""
+_SLOW = -math.log(1.5)
+"""A level that is expected to bring less than this gain hides what others bring."""
+_MINUTE_S = 60.0
 _ENOUGH = 3
 """Forecasts that must have come true."""
 _CHANCE = 0.1
@@ -49,7 +54,7 @@ class Forecast:
     """What is expected of a recipe that was not tried."""
 
     gain: float
-    """Log of the speed-up over the workload as given,"""
+    """Log of the speed-up over the workload as given, `SLOWEST` at least,"""
     spread: float
     """and its standard deviation."""
     works: float
@@ -106,7 +111,7 @@ class Foreseen:
     def gain(self) -> float | None:
         """What was found; None where it did not run."""
         ratio = self.trial.speedup
-        return math.log(ratio.estimate) if ratio is not None and ratio.estimate > 0 else None
+        return max(SLOWEST, math.log(ratio.estimate)) if ratio is not None and ratio.estimate > 0 else None
 
     @property
     def failed(self) -> bool:
@@ -117,6 +122,16 @@ class Foreseen:
     def held(self) -> bool:
         """Whether it came as expected, as far as that was sure."""
         return self.gain is not None and abs(self.gain - self.expected.gain) <= 2 * self.unsure
+
+    @property
+    def better(self) -> bool:
+        """Whether it was better than expected, by more than that was unsure."""
+        return self.gain is not None and self.gain > self.expected.gain and not self.held
+
+    @property
+    def slow(self) -> bool:
+        """Whether it was expected to be slow, and is."""
+        return self.gain is not None and max(self.gain, self.expected.gain) < _SLOW
 
     @property
     def unsure(self) -> float:
@@ -199,29 +214,46 @@ class Guide:
 
     def unproven(self, space: Space, evidence: Evidence, leader: Trial) -> list[Recipe]:
         """The leader with levels that nothing vouches for yet, as many together as can be."""
+        return self._together(space, evidence, leader.recipe, self._vouched)
+
+    def _together(self, space: Space, evidence: Evidence, base: Recipe, known: Collection[Level]) -> list[Recipe]:
+        """The recipe with all levels but those that are known, in as few recipes as can be; none that was tried.
+
+        What is expected to slow a model down stands apart: beside it nobody sees what the others bring. So does each
+        level that was in a recipe that failed, and in none that ran.
+        """
         left = [
             (name, level) for name, levels in space.choices.items() for level in levels[1:]
-            if (name, level) not in self._vouched and name not in space.required.levels
-            and leader.recipe.levels.get(name) != level
+            if (name, level) not in known and name not in space.required.levels and base.levels.get(name) != level
         ]  # fmt: skip
+        if not left:
+            return []
+        alone = {level: evidence.moved(Recipe(), *level) or Recipe() for level in left}
+        gains = self.foresight.forecast(list(alone.values()), list(evidence.trials.values()))
+        slow = {level for level, expected in zip(alone, gains, strict=True) if expected.gain < _SLOW}
+        failed = {level for one in self.foreseen if one.failed for level in one.recipe.levels.items()}
+        ran = {level for trial in evidence.trials.values() if trial.ok for level in trial.recipe.levels.items()}
+        suspects = [[level] for level in left if level in failed - ran]
+        others = [level for level in left if [level] not in suspects]
         recipes: list[Recipe] = []
-        while left:
-            recipe, added = leader.recipe, list[Level]()
-            for level in left:
-                bigger = evidence.moved(recipe, *level)
-                if bigger is not None and {level, *added} <= set(bigger.levels.items()):
-                    recipe, added = bigger, [*added, level]
-            left = [level for level in left if level not in added] if added else []
-            recipes.append(recipe)
-        known = evidence.trials
-        return [one for one in dict.fromkeys(recipes) if one not in known and not evidence.known_wrong(one)]
+        for group in ([one for one in others if one not in slow], [one for one in others if one in slow], *suspects):
+            while group:
+                recipe, added = base, list[Level]()
+                for level in group:
+                    bigger = evidence.moved(recipe, *level)
+                    if bigger is not None and {level, *added} <= set(bigger.levels.items()):
+                        recipe, added = bigger, [*added, level]
+                group = [level for level in group if level not in added] if added else []
+                recipes += [recipe] if added else []
+        return [one for one in dict.fromkeys(recipes) if one not in evidence.trials and not evidence.known_wrong(one)]
 
     @property
     def _vouched(self) -> set[Level]:
-        """Levels of recipes that came as expected, where that was said closely, and never otherwise."""
-        sure = [one for one in self.foreseen if one.held and one.unsure <= _CLOSE]
+        """Levels of recipes that came as expected, where that was said closely or both are slow, and of none that was
+        better than expected."""
+        sure = [one for one in self.foreseen if one.held and (one.unsure <= _CLOSE or one.slow)]
         return {level for one in sure for level in one.recipe.levels.items()} - {
-            level for one in self.foreseen if not one.held and not one.failed for level in one.recipe.levels.items()
+            level for one in self.foreseen if one.better for level in one.recipe.levels.items()
         }
 
     def look_back(self, trials: Iterable[Trial]) -> None:
@@ -245,7 +277,11 @@ class Guide:
         ]
 
     def _promising(self, space: Space, evidence: Evidence) -> list[Recipe]:
-        """The next race: one recipe after the other, each as if the ones before had come as expected."""
+        """The next race: one recipe after the other, each as if the ones before had come as expected.
+
+        The first race proves the atlas as well: the best in it runs with all other levels, too, as many together as can
+        be, and what it is judged by are three recipes at least.
+        """
         trials = list(evidence.trials.values())
         leader = evidence.leader()
         best = max(0.0, -evidence.score(leader)) if leader is not None else 0.0
@@ -257,17 +293,33 @@ class Guide:
                 zip(pool, self.foresight.forecast(pool, trials, believed), strict=True),
                 key=lambda item: (-item[1].improvement(best) / max(item[1].seconds, 1e-3), str(item[0])),
             )
+            pool = [recipe for recipe, _ in ranked[:_SHORTLIST]]
             recipe, expected = ranked[0]
-            proving = batch and len(self.foreseen) + len(batch) < _ENOUGH  # a word is kept by so many
-            if expected.improvement(best) < WORTH and not proving:
+            if expected.improvement(best) < WORTH:
                 break
-            batch.append(recipe)
+            batch.append(pool.pop(0))
             believed[recipe] = expected.gain
             best = max(best, expected.gain)  # what comes next must bring more than that (Kriging believer)
-            pool = [other for other, _ in ranked[1:_SHORTLIST]]
             if len(batch) >= min(_TOGETHER.get(space.cost(one), 3) for one in batch):
                 break
+        if batch and not self.foreseen:
+            batch += self._proofs(space, evidence, believed)
+            batch += [recipe for recipe in pool if recipe not in batch][: max(0, _ENOUGH - len(batch))]
         return batch
+
+    def _proofs(self, space: Space, evidence: Evidence, believed: Mapping[Recipe, float]) -> list[Recipe]:
+        """The best of a race with the levels that nobody in it has, where that takes no minute, and is foreseen closely
+        enough to prove something."""
+        best = max(believed, key=lambda recipe: believed[recipe])
+        tried = {level for recipe in believed for level in recipe.levels.items()}
+        if not (proofs := self._together(space, evidence, best, tried)):
+            return []
+        expected = self.foresight.forecast(proofs, list(evidence.trials.values()))
+        close = [
+            recipe for recipe, one in zip(proofs, expected, strict=True)
+            if (one.spread <= _CLOSE or one.gain < _SLOW) and one.seconds < _MINUTE_S
+        ]  # fmt: skip
+        return close[: max(0, _TOGETHER[1] - len(believed))]
 
     def _pool(self, space: Space, evidence: Evidence, trials: Sequence[Trial]) -> list[Recipe]:
         """Recipes that could be next: what other models had, bundles, and what lies a few moves from the best."""
