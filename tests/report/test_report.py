@@ -398,9 +398,11 @@ def test_figures_that_cannot_be_are_refused(change: dict[str, object]) -> None:
 
 
 def test_charts_as_pictures(tmp_path: Path) -> None:
-    for path in write_charts(resnet(), tmp_path):
-        assert path.read_bytes().startswith(b"\x89PNG")
-        assert "<svg" in path.with_suffix(".svg").read_text()
+    paths = write_charts(resnet(), tmp_path)
+    assert set(paths) == set(tmp_path.iterdir())
+    for path in paths:
+        assert path.read_bytes().startswith(b"\x89PNG" if path.suffix == ".png" else b"<svg")
+        assert path.with_suffix(".svg").exists()
     assert (tmp_path / "ladder.png").exists()
     assert HOSTILE not in "".join(path.read_text() for path in tmp_path.glob("*.svg"))
 

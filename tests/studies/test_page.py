@@ -66,7 +66,8 @@ def test_every_picture_is_drawn_from_its_data(study, tmp_path):
         "runs-0",
     ]
     paths = write_pictures(drawn, tmp_path)
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+    assert set(paths) == set(tmp_path.iterdir())
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths if path.suffix == ".png")
     svg = (tmp_path / "ladder-0.svg").read_text()
     for step in ("as given", "a=on", "b=on (left out)", "c=on (failed)", "does not compile", "1.50x", "error 1.0e-03"):
         assert step in svg, step

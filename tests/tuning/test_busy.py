@@ -65,6 +65,10 @@ def test_a_machine_that_is_never_quiet_is_named_in_the_first_sentence(tmp_path, 
     assert "not what was measured on one" in elapsed(winner)
     assert winner.elapsed_speedup.estimate > 2 * winner.speedup.estimate
     assert load_lines([winner])[0].startswith("On a busy machine")
+    said, *each = load_lines([winner, winner])
+    assert said.startswith("On a busy machine")
+    assert len(each) == 2
+    assert all(line.startswith("- ") and "in time elapsed" in line for line in each)
     assert under(winner, asked=True).startswith("Measured under load, as asked")
 
 

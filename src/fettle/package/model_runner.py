@@ -34,8 +34,9 @@ class ModelRunner:
         records = levels.get("cuda_graphs") == "on" or levels.get("compile") in ("reduce-overhead", "max-autotune")
         self.may_be_recorded = device.startswith("cuda") and not records
         """Whether a call can be part of a CUDA graph: it is none itself."""
-        self._model, samples = load_model(package, device)
-        self._samples = [as_array(tensor) for tensor in samples]
+        self._samples = [as_array(tensor) for tensor in load_samples(package, device)]
+        self._compiles_steps = levels.get("kv_cache") == COMPILED_STEP and device == "cpu"
+        self._model = None if self._compiles_steps else load_model(package, device)[0]
 
     def run(self, parts: Sequence[Sequence[Array]], size: int) -> list[Array]:
         """One call for several requests: `parts` holds each one's arrays in the order of the manifest's inputs.
@@ -66,17 +67,20 @@ class ModelRunner:
 
     def call(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One call with tensors that are on the device already; the answers stay there."""
+        if self._model is None:
+            self._model = load_model(self._package, self.device)[0]
         with torch.inference_mode():
             outputs = self._model(*tensors)
         return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
 
     def compile_for(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have a model that keeps keys and values compiled for tensors that lie in memory as these do, if its recipe
-        says so and it can be; on a GPU its calls are recorded instead."""
-        recipe, manifest = Recipe(self._package.manifest.recipe), self._package.manifest
-        if recipe.levels.get("kv_cache") == COMPILED_STEP and self.device == "cpu":
-            rest = recipe.without(*manifest.applied, "kv_cache")
-            self._model = compiled(self._package.folder, rest, tensors, "cpu", _bits(rest)) or self._model
+        says so and it can be; on a GPU its calls are recorded instead. Where it was compiled before, what it was
+        compiled from is not loaded."""
+        if self._compiles_steps:
+            manifest = self._package.manifest
+            rest = Recipe(manifest.recipe).without(*manifest.applied, "kv_cache")
+            self._model = compiled(self._package.folder, rest, tensors, "cpu", _bits(rest))
 
     def sample(self, rows: int) -> list[Array]:
         """The package's own inputs, repeated or cut to so many rows."""
@@ -108,6 +112,12 @@ class Tuned:
 
 def load_model(package: Package, device: str = "cpu") -> tuple[Callable[..., Any], list[torch.Tensor]]:
     """The tuned model, a callable from tensors to a tuple of tensors, and one batch of samples, all on `device`."""
+    manifest, samples = package.manifest, load_samples(package, device)
+    return tuned(package.folder, Tuned(manifest.model, manifest.recipe, manifest.applied), samples, device), samples
+
+
+def load_samples(package: Package, device: str = "cpu") -> list[torch.Tensor]:
+    """One batch of samples, on `device`. Raises `UsageError`."""
     from safetensors.torch import load_file
 
     manifest = package.manifest
@@ -115,10 +125,9 @@ def load_model(package: Package, device: str = "cpu") -> tuple[Callable[..., Any
         raise UsageError(f"the package is OpenVINO's, which runs on the CPU here, not on {device}")
     samples = load_file(package.folder / SAMPLES)
     try:
-        tensors = [samples[spec.name].to(device) for spec in manifest.inputs]
+        return [samples[spec.name].to(device) for spec in manifest.inputs]
     except KeyError as error:
         raise UsageError(f"{SAMPLES} has no tensor {error}") from error
-    return tuned(package.folder, Tuned(manifest.model, manifest.recipe, manifest.applied), tensors, device), tensors
 
 
 def tuned(folder: Path, kept: Tuned, samples: Sequence[torch.Tensor], device: str = "cpu") -> Callable[..., Any]:

@@ -31,10 +31,11 @@ def write(path: Path, page: Callable[[], str], chart: Callable[[], theme.Spec], 
 
 
 def write_pictures(figures: Iterable[Figure], folder: Path) -> list[Path]:
-    """Write every chart to `folder` as PNG and as SVG, and return the paths of the PNGs."""
+    """Write every chart to `folder` as PNG and as SVG, and return the paths of both."""
     written = []
     for figure in figures:
-        write_text(folder / f"{figure.name}.svg", figure.svg())
-        written.append(folder / f"{figure.name}.png")
-        write_bytes(written[-1], figure.png())
+        drawing, picture = (folder / f"{figure.name}{suffix}" for suffix in (".svg", ".png"))
+        write_text(drawing, figure.svg())
+        write_bytes(picture, figure.png())
+        written += [picture, drawing]
     return written

@@ -220,9 +220,26 @@ def elapsed(trial: Trial) -> str:
 
 
 def load_lines(trials: Sequence[Trial], asked: bool = False) -> list[str]:
-    """How busy the machine was during a comparison: one line for each recipe that was not measured on a quiet one."""
-    return [
-        f"{under(trial, asked)}{name_of(trial.recipe)} {fmt.interval(trial.speedup)}. {'' if asked else elapsed(trial)}"
-        for trial in trials
-        if not trial.is_quiet and trial.recipe.levels
-    ]
+    """How busy the machine was during a comparison: what every recipe that was not measured on a quiet one was there.
+
+    Of several what their figures are is said once, and then a line of each.
+    """
+    busy = [trial for trial in trials if not trial.is_quiet and trial.recipe.levels]
+    if len(busy) < 2:
+        return [
+            f"{under(trial, asked)}{name_of(trial.recipe)} {fmt.interval(trial.speedup)}. "
+            f"{'' if asked else elapsed(trial)}"
+            for trial in busy
+        ]
+    said = "Measured under load, as asked:" if asked else (
+        "On a busy machine, with the time spent waiting for a core taken out: what to expect on a quiet one, for it was "
+        "not quiet for long enough to be measured on one."
+    )  # fmt: skip
+    return [said, *(_load_line(trial, asked) for trial in busy)]
+
+
+def _load_line(trial: Trial, asked: bool) -> str:
+    load = "" if trial.load.is_quiet else f" ({trial.load})"
+    ratio = None if asked else trial.elapsed_speedup
+    beside = f"; in time elapsed beside that load {fmt.interval(ratio)}" if ratio is not None else ""
+    return f"- {name_of(trial.recipe)} {fmt.interval(trial.speedup)}{load}{beside}"

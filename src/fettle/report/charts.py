@@ -58,7 +58,7 @@ def ladder(result: Outcome) -> Figure | None:
 
 
 def write_charts(result: Outcome, folder: str | Path) -> list[Path]:
-    """Write every chart to `folder` as PNG and as SVG, and return the paths of the PNGs."""
+    """Write every chart to `folder` as PNG and as SVG, and return the paths of both."""
     side_by_side = ladder(result)
     rest = [figure for figure in figures(result) if figure.name not in ("throughput", "memory")]
     return write_pictures([*([side_by_side] if side_by_side else []), *rest], Path(folder))

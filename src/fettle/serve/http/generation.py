@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from fettle.package.handlers.sampling import Sampling
 from fettle.serve.engine.refusal import TOO_LONG, Malformed, Refusal, Rejected
 from fettle.serve.engine.registry import Registry, Version
 from fettle.serve.engine.request import Request
+from fettle.serve.http.aside import aside
 from fettle.serve.http.call import Call
 from fettle.serve.http.openapi import operation, ref
 from fettle.serve.http.reply import GONE, Error, Reply, json_reply
@@ -154,7 +156,8 @@ async def generate(call: Call) -> Reply | None:
             version = writer(call, name, number)
         case _:
             return None
-    prompt, manifest = read_prompt(call.sent), version.package.manifest
+    prompt = await aside(len(call.sent), partial(read_prompt, call.sent))
+    manifest = version.package.manifest
 
     def text(written: str) -> Text:
         return Text(manifest.name, manifest.version, written, prompt.id)

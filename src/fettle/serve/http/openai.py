@@ -18,6 +18,7 @@ from fettle.package.handlers.generate import Ask, Piece, TokenLogprob
 from fettle.package.handlers.sampling import Sampling
 from fettle.serve.engine.refusal import Malformed, NoSuchPath, Refusal
 from fettle.serve.engine.registry import Registry, Version
+from fettle.serve.http.aside import aside
 from fettle.serve.http.call import Call
 from fettle.serve.http.generation import EVENTS, NO_CACHE, Writing, event, generates, writer
 from fettle.serve.http.openapi import OBJECT, operation, ref
@@ -121,9 +122,9 @@ def _model(name: str, versions: Any) -> dict[str, Any] | None:
     return {"id": name, "object": "model", "created": began, "owned_by": "fettle"}
 
 
-def _read(call: Call, kind: type[_Body]) -> _Body:
+async def _read(call: Call, kind: type[_Body]) -> _Body:
     try:
-        return msgspec.json.decode(call.sent, type=kind)
+        return await aside(len(call.sent), lambda: msgspec.json.decode(call.sent, type=kind))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         reason = str(error)[:300]
         param = reason.partition("`$.")[2].partition("`")[0] or reason.partition("field `")[2].partition("`")[0] or None
@@ -157,7 +158,7 @@ def _sampling(wanted: _Common, logprobs: int | None, most: int | None) -> Sampli
 
 
 async def _completions(call: Call) -> Reply:
-    wanted = _read(call, Completions)
+    wanted = await _read(call, Completions)
     version = _version(call, wanted.model)
     sampling = _sampling(wanted, wanted.logprobs, wanted.max_tokens or 16)
     strict = wanted.max_tokens is not None  # fewer than the protocol's usual 16 are no error
@@ -179,7 +180,7 @@ def _prompts(prompts: Any) -> list[Ask]:
 
 
 async def _chat(call: Call) -> Reply:
-    wanted = _read(call, Chat)
+    wanted = await _read(call, Chat)
     version = _version(call, wanted.model)
     if wanted.response_format not in (None, {"type": "text"}):
         raise BadRequest("response_format is text", "response_format")
