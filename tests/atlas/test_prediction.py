@@ -14,6 +14,7 @@ import pytest
 from fettle.atlas import Predictor, rows_of
 from fettle.measure import Accuracy
 from fettle.recipe import Recipe
+from fettle.search import SLOWEST
 from tests.atlas.made_up import DEAR_S, about, atlas, gain, recipes, trial
 
 EVERY = [recipe for recipe in recipes() if recipe.levels]
@@ -48,6 +49,36 @@ def test_trials_of_the_model_itself_say_more_than_the_atlas(conv: Predictor) -> 
     assert abs(after[1].gain - before[1].gain) < 0.1  # of the other level that says nothing
     known = conv.forecast([Recipe.parse("precision=bf16")], seen)[0]
     assert known.gain == pytest.approx(-0.5, abs=0.1)
+
+
+def test_what_all_models_gain_on_a_machine_is_foreseen_there() -> None:
+    """There 16 bits are slow: no unit multiplies them."""
+    asked = [Recipe.parse("precision=bf16"), Recipe.parse("compile=default")]
+    rows = atlas()
+    for number in range(4):
+        there = [trial(recipe, gain(recipe, 0.0) - 1.8 * ("precision" in recipe.levels)) for recipe in EVERY]
+        rows += rows_of(about(f"other{number}", number % 2 * 1.0, "there"), [trial(Recipe(), 0.0), *there[::2]])
+    here, there = (Predictor(rows, about("new", 0.0, machine)).forecast(asked, ()) for machine in ("here", "there"))
+    assert here[0].gain > 0.6
+    assert there[0].gain < -0.5
+    assert here[1].gain > 0.1
+    assert there[1].gain > 0.1
+
+
+def test_what_is_slower_than_a_third_counts_as_a_third() -> None:
+    """A hundred times slower here and ten times there says no more than that it is slow."""
+    rows = []
+    for number in range(4):
+        slow = [trial(recipe, gain(recipe, 0.0) - (2.0 + number) * ("threads" in recipe.levels)) for recipe in EVERY]
+        rows += rows_of(about(f"model{number}", 0.0), [trial(Recipe(), 0.0), *slow[::2]])
+    found = Predictor(rows, about("new", 0.0)).forecast([Recipe.parse("threads=1")], ())[0]
+    assert SLOWEST <= found.gain < SLOWEST + 0.2
+    assert found.spread < 0.4
+
+
+def test_a_level_that_changes_little_everywhere_is_foreseen_closely(conv: Predictor) -> None:
+    little, much = conv.forecast([Recipe.parse("matmul=medium"), Recipe.parse("precision=bf16")], ())
+    assert little.spread < 0.7 * much.spread
 
 
 def test_a_level_that_no_model_had_may_be_anything(conv: Predictor) -> None:

@@ -158,16 +158,14 @@ class Predictor:
             (self._whose[place], self._recipes[place]): self._gains[known] for known, place in enumerate(self._known)
         }
         gains |= {(whose, Recipe()): 0.0 for whose in self._whose}
-        found = []
-        for name, level in self._column:
-            by_model: dict[int, list[float]] = {}
-            for (whose, recipe), gain in gains.items():
-                without = gains.get((whose, recipe.without(name)))
-                if recipe.levels.get(name) == level and without is not None:
-                    by_model.setdefault(whose, []).append(gain - without)
-            squares = [float(np.mean(some)) ** 2 for some in by_model.values()]
-            found.append(math.sqrt((sum(squares) + 2 * _USUAL_WORTH**2) / (len(squares) + 2)))
-        return found
+        changes: dict[tuple[str, str], dict[int, list[float]]] = {level: {} for level in self._column}
+        for (whose, recipe), gain in gains.items():
+            for level in recipe.levels.items():
+                without = gains.get((whose, recipe.without(level[0])))
+                if without is not None:
+                    changes[level].setdefault(whose, []).append(gain - without)
+        squares = [[float(np.mean(some)) ** 2 for some in by_model.values()] for by_model in changes.values()]
+        return [math.sqrt((sum(each) + 2 * _USUAL_WORTH**2) / (len(each) + 2)) for each in squares]
 
     def _fit(self) -> None:
         """Choose the numbers of the covariance, and solve for the rows."""

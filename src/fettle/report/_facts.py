@@ -232,8 +232,8 @@ def load_lines(trials: Sequence[Trial], asked: bool = False) -> list[str]:
             for trial in busy
         ]
     said = "Measured under load, as asked:" if asked else (
-        "On a busy machine, with the time spent waiting for a core taken out: what to expect on a quiet one, for it was "
-        "not quiet for long enough to be measured on one."
+        "On a busy machine, with the time spent waiting for a core taken out: what to expect on a quiet one, for it "
+        "was not quiet for long enough to be measured on one."
     )  # fmt: skip
     return [said, *(_load_line(trial, asked) for trial in busy)]
 
