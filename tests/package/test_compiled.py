@@ -156,7 +156,9 @@ def test_a_graph_of_onnx_runtime_is_kept_as_it_has_optimised_it(written, caplog,
     monkeypatch.setenv("FETTLE_CACHE", str(tmp_path / "cache"))
     model, _ = written
     batches = [{"x": torch.randn(3, n, 8), "mask": torch.ones(3, n)} for n in (5, 7)]
-    package = write_package(Workload(model, batches), Recipe.parse("runtime=onnxruntime"), tmp_path / "p", name="p")
+    with caplog.at_level(logging.INFO, logger="fettle.package.compiled"):
+        package = write_package(Workload(model, batches), Recipe.parse("runtime=onnxruntime"), tmp_path / "p", name="p")
+    assert "kept for the next start" in caplog.text
     monkeypatch.setattr(compiled, "_compile", lambda *arguments: pytest.fail("it was compiled before"))
     run, text = said(caplog, package)
     assert "compiled before: loaded" in text
