@@ -34,9 +34,13 @@ class ModelRunner:
         records = levels.get("cuda_graphs") == "on" or levels.get("compile") in ("reduce-overhead", "max-autotune")
         self.may_be_recorded = device.startswith("cuda") and not records
         """Whether a call can be part of a CUDA graph: it is none itself."""
-        self._samples = [as_array(tensor) for tensor in load_samples(package, device)]
         self._compiles_steps = levels.get("kv_cache") == COMPILED_STEP and device == "cpu"
-        self._model = None if self._compiles_steps else load_model(package, device)[0]
+        self._model: Callable[..., Any] | None = None
+        if self._compiles_steps:
+            samples = load_samples(package, device)
+        else:
+            self._model, samples = load_model(package, device)
+        self._samples = [as_array(tensor) for tensor in samples]
 
     def run(self, parts: Sequence[Sequence[Array]], size: int) -> list[Array]:
         """One call for several requests: `parts` holds each one's arrays in the order of the manifest's inputs.

@@ -222,20 +222,14 @@ def elapsed(trial: Trial) -> str:
 def load_lines(trials: Sequence[Trial], asked: bool = False) -> list[str]:
     """How busy the machine was during a comparison: what every recipe that was not measured on a quiet one was there.
 
-    Of several what their figures are is said once, and then a line of each.
+    What their figures are is said once, and then comes a line of each.
     """
     busy = [trial for trial in trials if not trial.is_quiet and trial.recipe.levels]
-    if len(busy) < 2:
-        return [
-            f"{under(trial, asked)}{name_of(trial.recipe)} {fmt.interval(trial.speedup)}. "
-            f"{'' if asked else elapsed(trial)}"
-            for trial in busy
-        ]
     said = "Measured under load, as asked:" if asked else (
         "On a busy machine, with the time spent waiting for a core taken out: what to expect on a quiet one, for it "
         "was not quiet for long enough to be measured on one."
     )  # fmt: skip
-    return [said, *(_load_line(trial, asked) for trial in busy)]
+    return [said, *(_load_line(trial, asked) for trial in busy)] if busy else []
 
 
 def _load_line(trial: Trial, asked: bool) -> str:

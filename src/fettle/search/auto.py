@@ -111,7 +111,7 @@ def _next_batch(
         ranked.append((rank, -expected, space.cost(recipe), place, recipe, move))
     if guide is not None and ranked:
         worth, has_chance = guide.worth(evidence, {recipe: move for *_, recipe, move in ranked}, leader)
-        if not has_chance and (together := guide.unproven(space, evidence, leader)):
+        if not has_chance and (together := guide.unproven(space, evidence, leader.recipe)):
             return next(_batches(space, together))
         ranked = [
             (rank, -worth[recipe], cost, place, recipe, move)

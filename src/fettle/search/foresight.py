@@ -212,31 +212,31 @@ class Guide:
         tried = any(trial.recipe.levels.get(name) == level for trial in evidence.trials.values())
         return tried and move not in self._vouched
 
-    def unproven(self, space: Space, evidence: Evidence, leader: Trial) -> list[Recipe]:
-        """The leader with levels that nothing vouches for yet, as many together as can be."""
-        return self._together(space, evidence, leader.recipe, self._vouched)
-
-    def _together(self, space: Space, evidence: Evidence, base: Recipe, known: Collection[Level]) -> list[Recipe]:
-        """The recipe with all levels but those that are known, in as few recipes as can be; none that was tried.
+    def unproven(
+        self, space: Space, evidence: Evidence, base: Recipe, known: Collection[Level] | None = None
+    ) -> list[Recipe]:
+        """A recipe with all levels but those `known` (by default, those that something vouches for), in as few recipes
+        as can be; none that was tried.
 
         What is expected to slow a model down stands apart: beside it nobody sees what the others bring. So does each
         level that was in a recipe that failed, and in none that ran.
         """
+        known = self._vouched if known is None else known
         left = [
             (name, level) for name, levels in space.choices.items() for level in levels[1:]
             if (name, level) not in known and name not in space.required.levels and base.levels.get(name) != level
         ]  # fmt: skip
         if not left:
             return []
-        alone = {level: evidence.moved(Recipe(), *level) or Recipe() for level in left}
-        gains = self.foresight.forecast(list(alone.values()), list(evidence.trials.values()))
-        slow = {level for level, expected in zip(alone, gains, strict=True) if expected.gain < _SLOW}
+        alone = [evidence.moved(Recipe(), *level) or Recipe() for level in left]
+        gains = self.foresight.forecast(alone, list(evidence.trials.values()))
         failed = {level for one in self.foreseen if one.failed for level in one.recipe.levels.items()}
         ran = {level for trial in evidence.trials.values() if trial.ok for level in trial.recipe.levels.items()}
-        suspects = [[level] for level in left if level in failed - ran]
-        others = [level for level in left if [level] not in suspects]
+        groups: dict[Level | bool, list[Level]] = {False: [], True: []}  # by whether slow, or alone
+        for level, expected in zip(left, gains, strict=True):
+            groups.setdefault(level if level in failed - ran else expected.gain < _SLOW, []).append(level)
         recipes: list[Recipe] = []
-        for group in ([one for one in others if one not in slow], [one for one in others if one in slow], *suspects):
+        for group in groups.values():
             while group:
                 recipe, added = base, list[Level]()
                 for level in group:
@@ -312,7 +312,7 @@ class Guide:
         enough to prove something."""
         best = max(believed, key=lambda recipe: believed[recipe])
         tried = {level for recipe in believed for level in recipe.levels.items()}
-        if not (proofs := self._together(space, evidence, best, tried)):
+        if not (proofs := self.unproven(space, evidence, best, tried)):
             return []
         expected = self.foresight.forecast(proofs, list(evidence.trials.values()))
         close = [
