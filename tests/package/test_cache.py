@@ -28,18 +28,18 @@ WORDS = 64
 SIZES = {"vocab_size": WORDS, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
-def llama(**more):
+def llama(layers=2, **more):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
         initializer_range=1.0, **SIZES, **more,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def gpt2():
+def gpt2(layers=2):
     torch.manual_seed(0)
-    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=1.0, **SIZES)
+    config = transformers.GPT2Config(n_embd=32, n_layer=layers, n_head=4, n_positions=128, initializer_range=1.0, **SIZES)
     return transformers.GPT2LMHeadModel(config).eval()
 
 
@@ -205,15 +205,15 @@ def test_weights_may_be_held_in_few_bits(tmp_path, make, level):
     if not {"avx2", "avx512_vnni"} & set(cpu_flags()):
         pytest.skip("needs AVX2 or AVX-512 VNNI")
     recipe = f"grad=inference_mode kv_cache=static precision=bf16 guessing=prompt weights={level}"
-    package = packaged(tmp_path / "m", make(), recipe)
+    package = packaged(tmp_path / "m", make(layers=1), recipe)
     assert package.manifest.recipe == {"grad": "inference_mode", "weights": level}
-    assert 0 < package.manifest.accuracy["relative_error"] < (0.1 if level == "int8-blocks" else 0.7)
+    assert 0 < package.manifest.accuracy["relative_error"] < (0.1 if level == "int8-blocks" else 0.8)
     handler = find_handler(package, ModelRunner(package), "")
     assert [row[1] for row in written(handler.running(8, 0, 256), asks(PROMPTS[:3], [5, 6, 7]))] == [5, 6, 7]
     if level == "int8-blocks":
         limits = {"limits": {"max_error": 1e-6}, "accuracy": {"error": 1e-7, "perplexity": 3.0}}
         with pytest.raises(UsageError, match="answers have a divergence of"):
-            packaged(tmp_path / "n", make(), recipe, limits)
+            packaged(tmp_path / "n", make(layers=1), recipe, limits)
 
 
 @pytest.mark.slow  # it compiles for a minute
@@ -251,11 +251,11 @@ def test_other_weights_in_few_bits_are_refused(tmp_path):
 def test_compiled_ahead_of_time_it_reads_the_cache_where_it_lies(tmp_path, monkeypatch, kind):
     """A cache's rows are a part of a larger tensor, in an order of their own and in the type that is computed in."""
     monkeypatch.setenv("FETTLE_CACHE", str(tmp_path / "cache"))
-    package = packaged(tmp_path / "m", gpt2().to(kind), "compile=default grad=inference_mode")
+    package = packaged(tmp_path / "m", gpt2(layers=1).to(kind), "compile=default grad=inference_mode")
     assert list((tmp_path / "cache").rglob("*.pt2"))
     running = find_handler(package, ModelRunner(package), "").running(8, 0, 8)
     assert running.cache._past.dtype == kind
-    model = gpt2().to(kind)
+    model = gpt2(layers=1).to(kind)
     found = written(running, asks(PROMPTS[2:6], [5, 6, 7, 8]), lambda step: ())
     wanted = [expected(model, prompt, most) for prompt, most in zip(PROMPTS[2:6], [5, 6, 7, 8], strict=True)]
     assert kind == torch.bfloat16 or [text for text, *_ in found] == wanted  # 16 bits are rounded otherwise

@@ -11,6 +11,8 @@ from fettle.errors import UsageError
 from fettle.procs.rendezvous import LAUNCHER
 from fettle.techniques import probe_facts
 from fettle.workload import find_target
+from tests.conftest import quick_comparisons
+from tests.forking import forked
 from tests.processes import alive, left_behind
 
 pytest.importorskip("transformers")
@@ -38,6 +40,7 @@ def gpt2():
     torch.manual_seed(0)
     return GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4)), [torch.randint(96, (1, 5))]
 """
+MODELS = ["transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"]
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +53,13 @@ def file(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def no_orphans():
     before = alive(LAUNCHER)
-    yield
+    with quick_comparisons(), forked(*MODELS):
+        yield
     assert not left_behind(before, LAUNCHER)
 
 
 def raced(target: str, *recipes: str) -> list[fettle.Trial]:
-    return list(fettle.bench(target, recipes, nproc=2, max_rounds=3, settle=False).trials[1:])
+    return list(fettle.bench(target, recipes, nproc=2).trials[1:])
 
 
 def test_two_ranks_write_what_one_would(file: Path) -> None:
