@@ -35,7 +35,8 @@ REPLICATES = 4
 the same code, four against four show a difference of 3% in nine comparisons of ten."""
 MOST_REPLICATES = 6
 """The same where one process is slow for life, so that the slowest and the fastest of each recipe can be left out."""
-
+_NARROW = Rules.indifference / 2
+"""Half an interval that needs no more rounds. Where processes differ by more than their rounds, these end before."""
 _WAIT_S = 30.0
 """Longest that a comparison waits for a quiet machine, all its slices together."""
 
@@ -103,7 +104,7 @@ def bench(
     several = [recipes] if isinstance(recipes, (Recipe, RecipeFile, str, Path)) else recipes
     rules = Rules(
         confidence=confidence, settle_verdicts=settle, max_rounds=max_rounds, slice_s=slice_s, replicates=REPLICATES,
-        further=(MOST_REPLICATES,) if settle else (), under_load=under_load,
+        further=(MOST_REPLICATES,) if settle else (), narrow=_NARROW, under_load=under_load,
         may_go_first=may_go_first() and not polite,
     )  # fmt: skip
     return _race(
@@ -134,7 +135,7 @@ def check(
     limits = (
         None if kept is None else Limits(**{name: kept.get(name) for name in _JUDGED}, exact=bool(kept.get("exact")))
     )
-    rules = Rules(settle_verdicts=True, max_rounds=48, replicates=REPLICATES, further=(MOST_REPLICATES,))
+    rules = Rules(settle_verdicts=True, replicates=REPLICATES, further=(MOST_REPLICATES,), narrow=_NARROW)
     fingerprint = "" if force else file.workload.get("fingerprint", "")
     return _race(
         workload_of(model, inputs, call, None, mode), [file], rules, limits, budget_s, fingerprint, nproc, on_progress

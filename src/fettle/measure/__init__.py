@@ -12,6 +12,7 @@ from fettle.measure._rules import Candidate, Judge, Progress, Rules, Stop
 from fettle.measure._statistics import (
     ENOUGH,
     contrast_interval,
+    is_vague,
     log_interval,
     paired,
     pareto,
@@ -27,6 +28,6 @@ from fettle.measure.race import race
 __all__ = [
     "ENOUGH", "READY", "Accuracy", "Candidate", "Held", "Interval", "Judge", "Load", "Patience", "Progress", "Rules",
     "Slice", "Startup", "Stop", "Surroundings", "Trial", "Worker", "WorkerError", "by_round", "close_all",
-    "contrast_interval", "fetching", "log_interval", "log_times", "may_go_first", "paired", "pareto", "places",
-    "prefer", "process_logs", "race", "ratio_interval", "student", "typed", "verdict",
+    "contrast_interval", "fetching", "is_vague", "log_interval", "log_times", "may_go_first", "paired", "pareto",
+    "places", "prefer", "process_logs", "race", "ratio_interval", "student", "typed", "verdict",
 ]  # fmt: skip

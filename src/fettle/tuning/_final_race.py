@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fettle.measure import Stop, Trial, verdict
+from fettle.measure import Stop, Trial, is_vague, verdict
 from fettle.recipe import Recipe
 from fettle.result import TIMES
 from fettle.search import Space
@@ -56,7 +56,8 @@ def final_race(session: Session, space: Space) -> FinalRace:
     stop = Stop()
     rules = replace(session.rules, deadline=budget.end, grace_s=budget.grace_s, stop=stop,
                     precision=0.05, replicates=plan.replicates, further=(MOST_REPLICATES,),
-                    replicate_s=share_s, rows=session.facts.row_counts)  # fmt: skip
+                    is_enough=lambda trials: _is_enough(session, trials), replicate_s=share_s,
+                    rows=session.facts.row_counts)  # fmt: skip
     trials = session.run([Recipe(), *again, *cheap], rules, session.held, once=cheap)
     session.held.close()
     if leader.recipe not in {trial.recipe for trial in trials}:
@@ -75,6 +76,13 @@ def final_race(session: Session, space: Space) -> FinalRace:
         with contextlib.suppress(KeyboardInterrupt):  # what is announced is known
             session.race_unknown(expensive, budget.end)
     return FinalRace(trials, interrupted=stop.asked)
+
+
+def _is_enough(session: Session, trials: Sequence[Trial]) -> bool:
+    """Whether what would be announced is known well enough: with the spread that the whole study has shown, as two
+    processes a side may show hardly any or far too much. How wide the intervals are decides, not what they say."""
+    told = [trial for trial in session.standings.confirmed(trials) if trial.ok and trial.processes > 1]
+    return not any(trial.speedup is not None and is_vague(trial.speedup) for trial in told)
 
 
 def _is_settled(session: Session, last: FinalRace, recipe: Recipe) -> bool:
