@@ -116,7 +116,7 @@ def left_out(rows: Sequence[Row], own: Sequence[Row]) -> dict:
         found[name] = {"recipe": str(leader.recipe) if leader else None, "regret": round(best / (speedup or 1.0), 4),
                        "seconds": round(session.seconds, 1), "trials": len(session.trials)}  # fmt: skip
         if guide is not None:
-            found[name] |= {"kept its word": guide.keeps_its_word, "foreseen": len(guide.foreseen),
+            found[name] |= {"reliable": guide.is_reliable, "foreseen": len(guide.foreseen),
                             "as expected": sum(one.held for one in guide.foreseen)}  # fmt: skip
     return {**found, "recorded": len(own), "quiet": sum(row.quiet for row in own),
             "share of seconds": round(found["with"]["seconds"] / found["without"]["seconds"], 3)}  # fmt: skip

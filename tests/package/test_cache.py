@@ -39,7 +39,9 @@ def llama(layers=2, **more):
 
 def gpt2(layers=2):
     torch.manual_seed(0)
-    config = transformers.GPT2Config(n_embd=32, n_layer=layers, n_head=4, n_positions=128, initializer_range=1.0, **SIZES)
+    config = transformers.GPT2Config(
+        n_embd=32, n_layer=layers, n_head=4, n_positions=128, initializer_range=1.0, **SIZES
+    )
     return transformers.GPT2LMHeadModel(config).eval()
 
 

@@ -50,7 +50,7 @@ def test_right_foresight_saves_trials_and_finds_the_same() -> None:
     assert found is not None
     assert truth(found.recipe) >= truth(without.recipe) - 0.03
     assert {"precision": "bf16", "compile": "default", "layout": "on"}.items() <= found.recipe.levels.items()
-    assert guide.keeps_its_word
+    assert guide.is_reliable
     assert len(told.trials) < 0.8 * len(plain.trials)
 
 

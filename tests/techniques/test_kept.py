@@ -85,6 +85,26 @@ def test_files_of_other_runtimes_are_kept_too(start, recipe):
     assert start(recipe=recipe) == (1, 0)
 
 
+def test_in_a_study_files_are_kept_after_what_is_timed(monkeypatch, tmp_path):
+    """By then the folder that the model was exported to is gone."""
+    pytest.importorskip("onnxscript")
+    from fettle.techniques import Facts, keep_converted, load, source
+
+    monkeypatch.setenv("FETTLE_CACHE", str(tmp_path))
+    lines, x = source(fettle.Recipe.parse("runtime=onnxruntime"), Facts()), torch.randn(3, 8)
+    before, answers = dict(_kept.tally), []
+    for converted in (1, 0):
+        later = []
+        with torch.no_grad():
+            answers.append(keep_converted(load(lines, "r"), "r", later)(Net().eval(), [x])(x)["scores"])
+        assert len(later) == converted
+        assert cache_folder("converted").exists() != bool(converted)
+        while later:
+            later.pop()()
+    assert {name: _kept.tally[name] - count for name, count in before.items()} == {"read": 1, "converted": 1}
+    torch.testing.assert_close(*answers)
+
+
 def test_where_nothing_can_be_kept_it_works_all_the_same(start, tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("FETTLE_CACHE", str(tmp_path / "file"))

@@ -93,7 +93,7 @@ def made(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: torch.cuda.default_stream())
     default = SimpleNamespace(cuda_stream="default", **waits)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda: default)
-    kept = functools.partial(_kept._files, _tensorrt.tensorrt_files, "r")
+    kept = functools.partial(_kept._files, _tensorrt.tensorrt_files, "r", None)
     monkeypatch.setattr(_tensorrt, "tensorrt_files", kept)
     return SimpleNamespace(made=made, refuse=lambda: refused.append(True))
 

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 from simulated import World, made_up_space, session_in, study
 
-from fettle.measure import Accuracy, Interval, Slice, Trial
+from fettle.measure import Accuracy, Interval, Slice, Trial, contrast_interval, is_vague, process_logs
 from fettle.recipe import Recipe
 from fettle.report._facts import elapsed, load_lines, under
 from fettle.search import auto
 from fettle.techniques import Facts, preconditions
 from fettle.tuning import _outcome
 from fettle.tuning._baseline import depends_on_memory, how_it_swings
-from fettle.tuning._final_race import final_race
+from fettle.tuning._final_race import _is_enough, final_race
 from fettle.tuning._outcome import _threads_under_load, pick_winner
 from fettle.tuning.tune import _advised
 
@@ -205,6 +205,30 @@ def test_a_gain_that_every_race_saw_is_not_cannot_tell(tmp_path, monkeypatch):
     ])  # fmt: skip
     _, verdict = pick_winner(session, last)
     assert verdict == "faster"
+
+
+@pytest.mark.parametrize(("slower_ms", "enough"), [(3.5, True), (9.0, False)])
+def test_two_processes_that_differ_by_chance_bring_in_no_more(tmp_path, monkeypatch, slower_ms, enough):
+    """A seventh is no reason where all races before saw nothing of the kind; three times as long is one."""
+    fast = "precision=bf16"
+    session = session_with(
+        tmp_path, monkeypatch, *([trial("baseline", 9.0, race=n), trial(fast, 3.0, race=n)] for n in range(1, 4))
+    )
+
+    def in_two(text, *times_ms):
+        slices = [Slice(f"4 {text} {ms}", turn, ms + 0.01 * (turn % 3)) for ms in times_ms for turn in range(1, 9)]
+        right = Accuracy(error=0.0, finite=True)
+        return Trial(Recipe.parse(text), "measured", slices=slices, race=4, processes=2, accuracy=right)
+
+    last = [in_two("baseline", 9.0, 9.05), in_two(fast, 3.0, slower_ms)]
+    assert is_vague(ratio_interval_of(last))
+    assert _is_enough(session, last) == enough
+
+
+def ratio_interval_of(trials):
+    """The speed-up of the second over the first, by what their own processes differ by."""
+    logs = contrast_interval([process_logs(one) for one in trials], (1, -1), 0.05)
+    return Interval(*map(math.exp, (logs.estimate, logs.low, logs.high)))
 
 
 def test_threads_that_help_only_beside_a_neighbour_are_advice_and_no_recipe(tmp_path, monkeypatch):

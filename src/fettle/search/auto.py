@@ -28,14 +28,14 @@ def auto(
     """Find the best recipe with few trials; None if none may win.
 
     `first` names techniques to try before others (a diagnosis says so), `start` is one more recipe to begin with. A
-    `guide` begins with what it expects to be best; as long as it keeps its word, what it has tried is not screened.
+    `guide` begins with what it expects to be best; as long as it is reliable, what it has tried is not screened.
     """
     evidence = Evidence(space, session)
     led: set[Recipe] = set()
     going_on, screened = guide is None or guide.begin(space, evidence, _root(space)), False
     while going_on:
         leader = evidence.leader()
-        if guide is not None and (leader is None or not guide.keeps_its_word):
+        if guide is not None and (leader is None or not guide.is_reliable):
             guide = None
         if guide is None and not screened:
             going_on, screened = _screen(space, evidence, first, start), True
@@ -111,7 +111,7 @@ def _next_batch(
         ranked.append((rank, -expected, space.cost(recipe), place, recipe, move))
     if guide is not None and ranked:
         worth, has_chance = guide.worth(evidence, {recipe: move for *_, recipe, move in ranked}, leader)
-        if not has_chance and (together := guide.unproven(space, evidence, leader.recipe)):
+        if not has_chance and (together := guide.untested(space, evidence, leader.recipe)):
             return next(_batches(space, together))
         ranked = [
             (rank, -worth[recipe], cost, place, recipe, move)

@@ -5,9 +5,9 @@ is, the chance that it works, and the seconds of its trial. A `Guide` chooses by
 second (Snoek, Larochelle and Adams, *Practical Bayesian Optimization*, 2012), so that what takes a minute to compile
 must promise more.
 
-It is never believed: what it says is measured, and it loses its word as soon as what is found is not what it expected.
-And it leaves no level untried: one that promises nothing is tried at least in a recipe with others, and is left alone
-only where that came as expected. So a wrong atlas costs time, never the result.
+A forecast is never taken for a result: what it favours is measured, and forecasts are ignored as soon as measurements
+contradict them. No level is left untried either: one that is expected to bring nothing is tried at least beside others
+in one recipe, and dropped only where that came as expected. So a wrong atlas costs time, never the result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fettle.search._evidence import Evidence
 from fettle.search._space import Space, holds, valid, with_required
 
 SLOWEST = -math.log(3)
-"""Smaller gains are taken for this one: by how much more a recipe is slower matters to nobody, and differs widely."""
+"""Smaller gains are taken for this one: how much slower still a recipe is does not matter, and differs widely."""
 LEAST = math.log(1.01)
 """Gains below this are worth no trial."""
 WORTH = 0.02
@@ -36,14 +36,14 @@ _STEPS = 3
 _LUCK = 0.05
 """What a measured gain may be off by itself."""
 _OFF = 4.0
-"""Mean square of what was expected over what was sure, from which it has lost its word: 1 where all is as it says."""
+"""Mean square of the forecasts' standardised errors above which they are not reliable; 1 where they are calibrated."""
 _CLOSE = 0.6
-"""Standard deviation of a forecast that can be proved wrong."""
+"""Largest standard deviation of a forecast that a measurement can contradict."""
 _SLOW = -math.log(1.5)
 """A level that is expected to bring less than this gain hides what others bring."""
 _MINUTE_S = 60.0
 _ENOUGH = 3
-"""Forecasts that must have come true."""
+"""Forecasts that must have been checked."""
 _CHANCE = 0.1
 """A move needs this probability of being better than the leader."""
 _TOGETHER = {1: 6, 2: 4, 3: 3}
@@ -154,8 +154,8 @@ class Guide:
     foreseen: list[Foreseen] = field(default_factory=list)
 
     @property
-    def keeps_its_word(self) -> bool:
-        """Whether what was found is what was expected, as far as that was sure."""
+    def is_reliable(self) -> bool:
+        """Whether the forecasts were as close to what was measured as they said."""
         off = [min(5.0, abs(one.gain - one.expected.gain) / one.unsure)
                for one in self.foreseen if one.gain is not None]  # fmt: skip
         if len(off) < _ENOUGH or 2 * len(off) < len(self.foreseen):
@@ -171,7 +171,7 @@ class Guide:
                 break
             if not self.measure(evidence, batch, beside):
                 return False
-            if len(self.foreseen) >= _ENOUGH and not self.keeps_its_word:
+            if len(self.foreseen) >= _ENOUGH and not self.is_reliable:
                 self.say("the atlas was wrong about this model: searching as without it")
                 break
         return evidence.measure(beside)
@@ -194,7 +194,7 @@ class Guide:
         whether there are any.
 
         Where none has one, of those that only the atlas argues against: their level was tried beside
-        others only, and that did not come as expected; or they drop a level that all had by which it kept its word.
+        others only, and that did not come as expected; or they drop a level that every confirmed forecast had.
         """
         best = -evidence.score(leader)
         recipes = list(moves)
@@ -210,18 +210,18 @@ class Guide:
             known = evidence.gain(name, leader.recipe.levels.get(name, level), leader.recipe) is not None
             return not known and not any(one.held and name not in one.recipe.levels for one in self.foreseen)
         tried = any(trial.recipe.levels.get(name) == level for trial in evidence.trials.values())
-        return tried and move not in self._vouched
+        return tried and move not in self._confirmed
 
-    def unproven(
+    def untested(
         self, space: Space, evidence: Evidence, base: Recipe, known: Collection[Level] | None = None
     ) -> list[Recipe]:
-        """A recipe with all levels but those `known` (by default, those that something vouches for), in as few recipes
-        as can be; none that was tried.
+        """Recipes, as few as possible, that between them hold all levels but the `known` ones, by default those that a
+        measurement has confirmed; none that was tried.
 
         What is expected to slow a model down stands apart: beside it nobody sees what the others bring. So does each
         level that was in a recipe that failed, and in none that ran.
         """
-        known = self._vouched if known is None else known
+        known = self._confirmed if known is None else known
         left = [
             (name, level) for name, levels in space.choices.items() for level in levels[1:]
             if (name, level) not in known and name not in space.required.levels and base.levels.get(name) != level
@@ -248,9 +248,9 @@ class Guide:
         return [one for one in dict.fromkeys(recipes) if one not in evidence.trials and not evidence.known_wrong(one)]
 
     @property
-    def _vouched(self) -> set[Level]:
-        """Levels of recipes that came as expected, where that was said closely or both are slow, and of none that was
-        better than expected."""
+    def _confirmed(self) -> set[Level]:
+        """Levels of recipes that came as expected, where the forecast was narrow or both are slow, less those of
+        recipes that were better than expected."""
         sure = [one for one in self.foreseen if one.held and (one.unsure <= _CLOSE or one.slow)]
         return {level for one in sure for level in one.recipe.levels.items()} - {
             level for one in self.foreseen if one.better for level in one.recipe.levels.items()
@@ -269,7 +269,7 @@ class Guide:
             return []
         best = max(ran, key=lambda one: one.expected.gain)
         held = sum(one.held for one in ran)
-        kept = "" if self.keeps_its_word else " It was wrong too often to go by."
+        kept = "" if self.is_reliable else " It was wrong too often to go by."
         return [
             f"The atlas foresaw {len(self.foreseen)} recipes: {held} of {len(ran)} that ran were as it expected, "
             f"{len(self.foreseen) - len(ran)} failed.{kept}",
@@ -279,8 +279,8 @@ class Guide:
     def _promising(self, space: Space, evidence: Evidence) -> list[Recipe]:
         """The next race: one recipe after the other, each as if the ones before had come as expected.
 
-        The first race proves the atlas as well: the best in it runs with all other levels, too, as many together as can
-        be, and what it is judged by are three recipes at least.
+        The first race checks the atlas as well: the best in it also runs with all other levels, as many together as can
+        be, and the atlas is judged by three recipes at least.
         """
         trials = list(evidence.trials.values())
         leader = evidence.leader()
@@ -303,20 +303,20 @@ class Guide:
             if len(batch) >= min(_TOGETHER.get(space.cost(one), 3) for one in batch):
                 break
         if batch and not self.foreseen:
-            batch += self._proofs(space, evidence, believed)
+            batch += self._checks(space, evidence, believed)
             batch += [recipe for recipe in pool if recipe not in batch][: max(0, _ENOUGH - len(batch))]
         return batch
 
-    def _proofs(self, space: Space, evidence: Evidence, believed: Mapping[Recipe, float]) -> list[Recipe]:
-        """The best of a race with the levels that nobody in it has, where that takes no minute, and is foreseen closely
-        enough to prove something."""
+    def _checks(self, space: Space, evidence: Evidence, believed: Mapping[Recipe, float]) -> list[Recipe]:
+        """The best of a race with the levels that no other recipe in it has, where that takes less than a minute and
+        the forecast is narrow enough to be contradicted."""
         best = max(believed, key=lambda recipe: believed[recipe])
         tried = {level for recipe in believed for level in recipe.levels.items()}
-        if not (proofs := self.unproven(space, evidence, best, tried)):
+        if not (checks := self.untested(space, evidence, best, tried)):
             return []
-        expected = self.foresight.forecast(proofs, list(evidence.trials.values()))
+        expected = self.foresight.forecast(checks, list(evidence.trials.values()))
         close = [
-            recipe for recipe, one in zip(proofs, expected, strict=True)
+            recipe for recipe, one in zip(checks, expected, strict=True)
             if (one.spread <= _CLOSE or one.gain < _SLOW) and one.seconds < _MINUTE_S
         ]  # fmt: skip
         return close[: max(0, _TOGETHER[1] - len(believed))]

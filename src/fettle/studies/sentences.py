@@ -107,4 +107,6 @@ def _ratio(gain: Estimate) -> float:
 
 
 def _times(ratio: float) -> str:
+    if 0 < ratio < 0.001:
+        return f"1/{1 / ratio:,.0f}x"
     return f"{ratio:.2f}x" if 0.1 <= ratio < 100 else f"{ratio:.3g}x"

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -50,8 +50,7 @@ def keep_converted(
     """Let the function of a recipe's source read what was converted before, and keep what it converts.
 
     With `label` only what was kept with the same one is read. Where there is a list `later`, what is to be kept is
-    written when its functions are called: writing is no part of the time that is measured until then. What is files
-    from the start (a library, a model of ONNX) is not kept then.
+    written when its functions are called: writing is no part of the time that is measured until then.
     """
     names = optimize.__globals__
     if "openvino_converted" in names:
@@ -59,8 +58,8 @@ def keep_converted(
     if "openvino_text_model" in names:
         names["openvino_text_model"] = functools.partial(_text_model, names["openvino_text_model"], label, later)
     for name in ("aoti_files", "onnx_files", "tensorrt_files"):
-        if name in names and later is None:
-            names[name] = functools.partial(_files, names[name], label)
+        if name in names:
+            names[name] = functools.partial(_files, names[name], label, later)
     return optimize
 
 
@@ -117,20 +116,27 @@ def _kept_graph(
 
 
 def _files(
-    fill: Callable[..., None], label: str, flat: torch.nn.Module, tensors: Sequence[torch.Tensor], free: Any,
-    options: Any, folder: str,
+    fill: Callable[..., None], label: str, later: list[Callable[[], None]] | None, flat: torch.nn.Module,
+    tensors: Sequence[torch.Tensor], free: Any, options: Any, folder: str,
 ) -> None:  # fmt: skip
     """As `aoti_files`, `onnx_files` or `tensorrt_files`: copied where they were kept."""
 
-    def copy(source: Path, target: Path) -> None:
-        for path in source.iterdir():
-            if path.name != SUMS:
-                shutil.copyfile(path, target / path.name)
+    def make() -> list[IO[bytes]]:
+        fill(flat, tensors, free, options, folder)
+        return [path.open("rb") for path in Path(folder).iterdir()]  # the folder is gone before they are kept
 
-    _kept(
-        (flat, tensors, (), [label, fill.__name__, options, free]), lambda: fill(flat, tensors, free, options, folder),
-        lambda kept: copy(kept, Path(folder)), lambda _, place: copy(Path(folder), place), None,
-    )  # fmt: skip
+    def read(kept: Path) -> list[IO[bytes]]:
+        for path in kept.iterdir():
+            if path.name != SUMS:
+                shutil.copyfile(path, Path(folder) / path.name)
+        return []
+
+    def write(made: list[IO[bytes]], place: Path) -> None:
+        for file in made:
+            with file, (place / Path(file.name).name).open("wb") as copy:
+                shutil.copyfileobj(file, copy)
+
+    _kept((flat, tensors, (), [label, fill.__name__, options, free]), make, read, write, later)
 
 
 def _kept(
