@@ -42,6 +42,11 @@ def with_weights(model: Model, train: Callable[[Model], object], name: str) -> M
     return model.eval()
 
 
+def training_precision() -> torch.autocast:
+    """bfloat16 where the CPU multiplies in it; elsewhere that is many times as slow, and no LSTM trains so."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported())
+
+
 def errors(read: str, wanted: str) -> int:
     """Letters to be put in, left out or replaced (Levenshtein's distance)."""
     last = list(range(len(wanted) + 1))

@@ -16,7 +16,7 @@ import random
 import time
 
 import torch
-from _shared import with_weights
+from _shared import training_precision, with_weights
 from PIL import Image, ImageDraw
 from torch import nn
 from transformers import RTDetrResNetBackbone, RTDetrResNetConfig
@@ -176,7 +176,7 @@ def train(model: nn.Module, steps: int = 300, rows: int = 8) -> None:
     for step in range(steps):
         sizes = [(draw.randint(200, 640), draw.randint(200, 640)) for _ in range(rows)]
         some = [picture(1_000_000 + step * rows + row, *size) for row, size in enumerate(sizes)]
-        with torch.autocast("cpu", torch.bfloat16):
+        with training_precision():
             answers = model(pixels_of([image for image, _ in some]))
         loss = loss_of(answers, [found for _, found in some], sizes)
         optimizer.zero_grad()

@@ -9,7 +9,7 @@ import time
 from pydoc_data.topics import topics
 
 import torch
-from _shared import with_weights
+from _shared import training_precision, with_weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
 STEPS, ROWS, LENGTH = 200, 24, 192
@@ -42,7 +42,7 @@ def train(model: LlamaForCausalLM) -> None:
     for step in range(STEPS):
         starts = torch.randint(len(text) - LENGTH, (ROWS,), generator=draw)
         batch = torch.stack([text[start : start + LENGTH] for start in starts.tolist()])
-        with torch.autocast("cpu", torch.bfloat16):
+        with training_precision():
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from _shared import errors, with_weights
+from _shared import errors, training_precision, with_weights
 from PIL import Image, ImageDraw, ImageFont
 from scipy import ndimage
 from torch import nn
@@ -237,7 +237,7 @@ def learn(model: nn.Module, steps: int, rate: float, loss) -> None:
     begun = time.perf_counter()
     for step in range(steps):
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with training_precision():
             value = loss(step)
         value.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 5.0)

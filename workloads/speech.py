@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy
 import torch
-from _shared import errors, with_weights
+from _shared import errors, training_precision, with_weights
 from torch import nn
 from transformers import ParakeetCTCConfig, ParakeetForCTC
 
@@ -136,7 +136,7 @@ def train(model: nn.Module, steps: int = 600, rows: int = 16) -> None:
     for step in range(steps):
         some = [item(1_000_000 + step * rows + row, 12, 1.6, 0.6) for row in range(rows)]
         batch = batch_of([sound for _, sound in some])
-        with torch.autocast("cpu", torch.bfloat16):
+        with training_precision():
             logits = model(**batch)
         wanted = torch.tensor([LETTERS.index(letter) for letters, _ in some for letter in letters])
         sizes = torch.tensor([len(letters) for letters, _ in some])
