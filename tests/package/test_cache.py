@@ -207,15 +207,16 @@ def test_weights_may_be_held_in_few_bits(tmp_path, make, level):
     if not {"avx2", "avx512_vnni"} & set(cpu_flags()):
         pytest.skip("needs AVX2 or AVX-512 VNNI")
     recipe = f"grad=inference_mode kv_cache=static precision=bf16 guessing=prompt weights={level}"
-    package = packaged(tmp_path / "m", make(layers=1), recipe)
+    layers = 1 if level == "int8-blocks" else 2  # it is packaged twice
+    package = packaged(tmp_path / "m", make(layers), recipe)
     assert package.manifest.recipe == {"grad": "inference_mode", "weights": level}
-    assert 0 < package.manifest.accuracy["relative_error"] < (0.1 if level == "int8-blocks" else 0.8)
+    assert 0 < package.manifest.accuracy["relative_error"] < (0.1 if level == "int8-blocks" else 0.7)
     handler = find_handler(package, ModelRunner(package), "")
     assert [row[1] for row in written(handler.running(8, 0, 256), asks(PROMPTS[:3], [5, 6, 7]))] == [5, 6, 7]
     if level == "int8-blocks":
         limits = {"limits": {"max_error": 1e-6}, "accuracy": {"error": 1e-7, "perplexity": 3.0}}
         with pytest.raises(UsageError, match="answers have a divergence of"):
-            packaged(tmp_path / "n", make(layers=1), recipe, limits)
+            packaged(tmp_path / "n", make(layers), recipe, limits)
 
 
 @pytest.mark.slow  # it compiles for a minute
