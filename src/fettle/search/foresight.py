@@ -193,8 +193,8 @@ class Guide:
         """Expected improvement on the leader per second of those recipes that have a chance of being better, and
         whether there are any.
 
-        Where none has one, of those that only the atlas argues against: their level was tried beside
-        others only, and that did not come as expected; or they drop a level that every confirmed forecast had.
+        Where none has one, of those that only the atlas argues against: their level was tried beside others only, and
+        that did not come as expected; or they drop a level that every confirmed forecast had.
         """
         best = -evidence.score(leader)
         recipes = list(moves)
