@@ -29,7 +29,7 @@ from busy import HERE, NEIGHBOURS, neighbour
 
 from fettle.machine import this_machine
 from fettle.measure._priority import going_first, may_go_first
-from fettle.measure._waits import Waits, busiest, one_core_each, without_waits
+from fettle.measure._waits import Waits, busiest, one_core_each, waited_ns, without_waits
 
 MODELS = ("t5", "resnet", "mlp")
 SLICE_S = 0.12
@@ -47,11 +47,12 @@ def slices(run, threads, waits, seconds: float, *, apart: bool = False, first: b
             run()
             calls, chunks, cpu_ns, began = [], [], time.process_time_ns(), time.perf_counter()
             while not calls or time.perf_counter() - began < SLICE_S:
-                before, start = waits.total_ns(), time.perf_counter_ns()
+                before, start = waits.by_thread(), time.perf_counter_ns()
                 run()
                 ns = time.perf_counter_ns() - start
                 calls.append(ns)
-                chunks.append((1, ns, (waits.total_ns() or 0) - (before or 0)))
+                waited, _ = waited_ns(before, waits.by_thread()) or (0, 0)
+                chunks.append((1, ns, waited))
             cpu_ns = time.process_time_ns() - cpu_ns
         found.append({
             "elapsed": statistics.median(calls) / 1e6,

@@ -38,6 +38,7 @@ from fettle.measure import (
     _inference,
     _meters,
     _rounds,
+    _state,
     messages,
     race,
 )
@@ -703,6 +704,40 @@ def test_slices_account_for_all_of_their_process() -> None:
         run(torch.ones(1))  # between two slices
     unknown_s = spent_s() - before_s - sum(told)
     assert unknown_s < 0.1 * sum(told)
+
+
+@pytest.mark.parametrize("stopped_s", [0.0, 0.3, None])
+def test_threads_that_a_quota_stops_wait_at_the_same_time(monkeypatch: pytest.MonkeyPatch, stopped_s) -> None:
+    """Of two threads that wait one after the other a call waits for both; stopped together, for one of them."""
+
+    class Counters:
+        ms = 0.0
+
+        def refresh(self) -> None:
+            pass
+
+        def children_s(self) -> float:
+            return 0.0
+
+        def by_thread(self) -> dict[int, tuple[int, int]]:
+            return {thread: (0, int(self.ms * 1e6)) for thread in (1, 2)}
+
+    class Fixed:
+        def time_ns(self, function: Callable[[], None]) -> int:
+            function()
+            return 100_000_000
+
+    def run(batch: torch.Tensor) -> None:
+        counters.ms += 30.0
+        time.sleep(0.02)
+
+    counters, readings = Counters(), iter([stopped_s and 1.0, stopped_s and 1.0 + stopped_s])
+    monkeypatch.setattr(_state, "throttled_s", lambda: next(readings))
+    state = State(run=run, clock=Fixed(), cycle=itertools.cycle([[torch.ones(1)]]), call_ns=100_000_000)
+    state.waits = counters
+    told = take_slice(state, TakeSlice(0.05))
+    assert told.unhindered_ns == (70e6 if stopped_s else 40e6)
+    assert told.waits == pytest.approx(0.6)
 
 
 def test_what_the_clock_holds_is_no_memory_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:

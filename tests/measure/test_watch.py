@@ -8,7 +8,7 @@ import pytest
 from fettle.measure import _watch
 from fettle.measure._load import QUIET_OTHERS, Load, mean_load
 from fettle.measure._meters import spent
-from fettle.measure._waits import Waits, busiest, without_waits
+from fettle.measure._waits import Waits, busiest, waited_ns, without_waits
 from fettle.measure._watch import Patience, Reading, Watch, read_machine
 from fettle.procs import limits
 
@@ -215,16 +215,17 @@ def test_threads_that_wait_are_read_from_the_kernel(tmp_path):
         (tmp_path / thread).mkdir()
         (tmp_path / thread / "schedstat").write_text(text)
     waits = Waits(tmp_path)
-    assert waits.total_ns() is None
+    assert waited_ns({}, waits.by_thread()) is None
     waits.refresh()
-    assert waits.total_ns() == 500
+    assert waited_ns({7: (0, 50), 8: (0, 50)}, waits.by_thread()) == (400, 250)
+    assert waited_ns({8: (0, 400)}, waits.by_thread()) == (0, 0)  # a counter that ran backwards, and a new thread
     assert busiest({7: (900, 0)}, waits.by_thread()) == [8]
     for name in ("7", "8", "9"):
         (tmp_path / name / "schedstat").unlink()
         (tmp_path / name).rmdir()
     waits.refresh()
-    assert waits.total_ns() is None
-    assert Waits(tmp_path / "none").total_ns() is None
+    assert waited_ns({7: (0, 50)}, waits.by_thread()) is None
+    assert not Waits(tmp_path / "none").by_thread()
 
 
 def test_chunks_that_nothing_held_up_speak_for_themselves():

@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -22,7 +22,8 @@ from fettle.measure._clock import warm_up
 from fettle.measure._lockstep import agreed, slowest
 from fettle.measure._notes import Notes, compile_cache
 from fettle.measure._trial import Accuracy
-from fettle.measure._waits import Waits, busiest, one_core_each, without_waits
+from fettle.measure._waits import Waits, busiest, one_core_each, waited_ns, without_waits
+from fettle.measure._watch import throttled_s
 from fettle.measure.messages import Examine, Examined, MeasurePeaks, Peaks, Prepared, SliceTaken, TakeSlice
 from fettle.procs.limits import pages_fetched, resident_bytes
 from fettle.techniques import buffers_kept
@@ -205,6 +206,15 @@ _CHUNK_NS = 10_000_000
 """Calls between two looks at the scheduler's counters, which take 20 microseconds: a five hundredth."""
 
 
+class _Chunk(NamedTuple):
+    calls: int
+    ns: int
+    waited: int | None
+    """Nanoseconds, by all threads together,"""
+    longest: int | None
+    """and by the one that waited longest."""
+
+
 def take_slice(state: State, request: TakeSlice) -> SliceTaken:
     """Call for `request.seconds`, at least once.
 
@@ -221,33 +231,35 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
     state.padding = [torch.empty(random.randrange(64, 1 << 18), dtype=torch.uint8) for _ in range(16)]
     apart = one_core_each(state.computing) if request.apart and state.device == "cpu" else contextlib.nullcontext()
     samples: list[int] = []
-    chunks: list[tuple[int, int, int | None]] = []
+    chunks: list[_Chunk] = []
     with apart:
         # What ran between two slices has emptied the caches: where calls are short, one call settles them unmeasured.
         if state.call_ns * 5 < wanted_ns:
             one_sample(state)
         state.waits.refresh()
         energy = _meters.energy_j(state.gpus)
-        waited_ns, pages = state.waits.total_ns(), pages_fetched()
+        waits, stopped_s, pages = state.waits.by_thread(), throttled_s(), pages_fetched()
         started = chunk = time.perf_counter_ns()
         count = 0
         while not samples or agreed(time.perf_counter_ns() - started < wanted_ns):
             samples.append(one_sample(state))
             if time.perf_counter_ns() - chunk >= _CHUNK_NS:
-                before, waited_ns = waited_ns, state.waits.total_ns()
-                chunks.append(_chunk(state, samples[count:], before, waited_ns))
+                before, waits = waits, state.waits.by_thread()
+                chunks.append(_chunk(state, samples[count:], waited_ns(before, waits)))
                 count, chunk = len(samples), time.perf_counter_ns()
     pages = pages_fetched() - pages
     after = _meters.energy_j(state.gpus)
     if count < len(samples):
-        chunks.append(_chunk(state, samples[count:], waited_ns, state.waits.total_ns()))
+        chunks.append(_chunk(state, samples[count:], waited_ns(waits, state.waits.by_thread())))
+    was_stopped = stopped_s is not None and (throttled_s() or 0.0) > stopped_s  # by a quota: all threads at once
     if state.call_ns > 10 * wanted_ns:  # SAM's encoder keeps 3 GiB for its next call, which the others may need now
         _meters.trim()
-    waited = [chunk[2] for chunk in chunks if chunk[2] is not None]
+    waited = [one.waited for one in chunks if one.waited is not None]
+    delays = [(one.calls, one.ns, one.longest if was_stopped else one.waited) for one in chunks]
     state.told_s = state.cpu_s()
     return SliceTaken(
         samples_ns=samples,
-        unhindered_ns=without_waits(chunks),
+        unhindered_ns=without_waits(delays),
         waits=sum(waited) / sum(samples) if len(waited) == len(chunks) else math.nan,
         cpu_s=state.told_s - before_s,
         pages=pages / len(samples) / state.calls,
@@ -256,9 +268,6 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
     )
 
 
-def _chunk(
-    state: State, samples: list[int], before_ns: int | None, after_ns: int | None
-) -> tuple[int, int, int | None]:
-    known = before_ns is not None and after_ns is not None
-    waited = max(0, after_ns - before_ns) // state.group if known else None  # type: ignore[operator]
-    return len(samples), sum(samples), waited
+def _chunk(state: State, samples: list[int], waited: tuple[int, int] | None) -> _Chunk:
+    together, longest = (None, None) if waited is None else (ns // state.group for ns in waited)
+    return _Chunk(len(samples), sum(samples), together, longest)

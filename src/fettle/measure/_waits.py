@@ -32,11 +32,6 @@ class Waits:
             with contextlib.suppress(OSError):
                 self._files[thread] = os.open(self._folder / str(thread) / "schedstat", os.O_RDONLY)
 
-    def total_ns(self) -> int | None:
-        """Nanoseconds that the threads have waited, all together; None where the kernel does not say."""
-        waits = [waited for _, waited in self.by_thread().values()]
-        return sum(waits) if waits else None
-
     def children_s(self) -> float:
         """CPU seconds that the processes begun by these threads have had: a loader's workers are not strangers."""
         total = 0.0
@@ -87,12 +82,20 @@ def busiest(before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]
     return sorted((thread for thread in ran if ran[thread] > 0.2 * most), key=lambda thread: -ran[thread])
 
 
+def waited_ns(before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]]) -> tuple[int, int] | None:
+    """Nanoseconds that the threads waited between two readings of `Waits.by_thread`: all together, and the one that
+    waited longest; None where the kernel does not say."""
+    each = [max(0, waited - before[thread][1]) for thread, (_, waited) in after.items() if thread in before]
+    return (sum(each), max(each)) if each else None
+
+
 def without_waits(chunks: Sequence[tuple[int, int, int | None]]) -> float:
     """Nanoseconds of a call had its threads not waited, from chunks of (calls, nanoseconds, nanoseconds waited).
 
-    Chunks in which nothing waited say so themselves, where a few of them did; else the waiting is taken out of each,
-    since threads that divide one operator's work wait for the slowest of them, one delay after the other. NaN where
-    hardly anything is left, as happens when several waited at once.
+    Chunks in which nothing waited say so themselves, where a few of them did; else the waiting is taken out of each.
+    That is what all threads waited together, since those that divide one operator's work wait for the slowest of them,
+    one delay after the other; of threads that a quota stops, all at once, it is what one of them waited. NaN where
+    hardly anything is left, as happens when several waited at once for another reason.
     """
     clean = sorted(ns / calls for calls, ns, waited in chunks if waited is not None and waited <= 0.01 * ns)
     if len(clean) >= 3:

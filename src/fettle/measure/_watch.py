@@ -59,7 +59,7 @@ def read_machine() -> Reading:
         busy_s=busy_s,
         steal_s=steal_s,
         pressure_s=_pressure_s(),
-        throttled_s=_throttled_s(),
+        throttled_s=throttled_s(),
         clock_mhz=_clock_mhz(),
         cores=os.cpu_count() or 1,
     )
@@ -180,7 +180,7 @@ def _pressure_s() -> float | None:
     return None
 
 
-def _throttled_s() -> float | None:
+def throttled_s() -> float | None:
     """Seconds that our cgroup's quota has stopped its processes."""
     for path in _own_files("cpu.stat"):
         with contextlib.suppress(OSError, ValueError):
