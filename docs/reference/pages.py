@@ -144,8 +144,8 @@ def outputs() -> tuple[Output, ...]:
         Output(
             "comparison", "`fettle bench --json`, `fettle check --json`",
             {
-                "workload": str, "machine": Machine, "interrupted": bool, "left_out": list[dict[str, str]],
-                "trials": list[Trial],
+                "workload": str, "goal": str, "under_load": bool, "machine": Machine, "interrupted": bool,
+                "left_out": list[dict[str, str]], "trials": list[Trial],
             },
             {"Trial": {"verdict": str}},
         ),

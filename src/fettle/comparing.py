@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -12,13 +13,14 @@ from typing import Any
 from fettle.errors import UsageError
 from fettle.files import plain
 from fettle.machine import Machine, this_machine
-from fettle.measure import Rules, Stop, Trial, close_all, may_go_first, verdict
+from fettle.measure import Rules, Stop, Trial, close_all, verdict
 from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile, read_recipe
-from fettle.result import Limits
+from fettle.result import TIMES, Goal, Limits, goal_figure, needs_less
 from fettle.techniques import canonical, conflict
 from fettle.tuning import (
     WAITING,
+    Effort,
     OnProgress,
     Options,
     Session,
@@ -35,6 +37,7 @@ REPLICATES = 4
 the same code, four against four show a difference of 3% in nine comparisons of ten."""
 MOST_REPLICATES = 6
 """The same where one process is slow for life, so that the slowest and the fastest of each recipe can be left out."""
+_EFFORT = Effort(rounds=Rules.max_rounds, replicates=REPLICATES)
 _NARROW = Rules.indifference / 2
 """Half an interval that needs no more rounds. Where processes differ by more than their rounds, these end before."""
 _WAIT_S = 30.0
@@ -59,12 +62,26 @@ class Comparison:
     """Ctrl-C ended the race: more rounds were to come."""
     left_out: Sequence[Recipe] = ()
     """Recipes for which there was no time."""
+    goal: Goal = "throughput"
+    """What the recipe was tuned for, where one is checked."""
+    under_load: bool = False
+    """Whether it is of time elapsed beside whatever else the machine did."""
 
     @property
     def failed(self) -> bool:
         """Whether a recipe did not run or gave wrong answers, or the workload as given did not run."""
         off = any(trial.status != "measured" for trial in self.trials[1:])
         return off or bool(self.left_out) or self.trials[0].status == "failed"
+
+    @property
+    def gains_nothing(self) -> bool:
+        """Whether the first recipe is slower than the workload as given or, where the goal is no time, needs no less of
+        what the goal asks for, as far as that was read."""
+        given, recipe = self.trials[0], self.trials[1]
+        if self.goal in TIMES:
+            return self.verdicts[1] == "slower"
+        is_read = all(math.isfinite(goal_figure(self.goal, trial) or math.nan) for trial in (given, recipe))
+        return is_read and not needs_less(recipe, given, self.goal)
 
 
 def bench(
@@ -79,7 +96,7 @@ def bench(
     limits: Limits | None = None,
     confidence: float = 0.95,
     budget_s: float | None = None,
-    max_rounds: int = 48,
+    max_rounds: int = Rules.max_rounds,
     slice_s: float = Rules.slice_s,
     settle: bool = True,
     under_load: bool = False,
@@ -102,14 +119,12 @@ def bench(
     other processes' work. Raises `UsageError` for a recipe that cannot work here.
     """
     several = [recipes] if isinstance(recipes, (Recipe, RecipeFile, str, Path)) else recipes
-    rules = Rules(
-        confidence=confidence, settle_verdicts=settle, max_rounds=max_rounds, slice_s=slice_s, replicates=REPLICATES,
-        further=(MOST_REPLICATES,) if settle else (), narrow=_NARROW, under_load=under_load,
-        may_go_first=may_go_first() and not polite,
+    options = _options(
+        limits, confidence=confidence, nproc=nproc, under_load=under_load, polite=polite,
+        effort=replace(_EFFORT, slice_s=slice_s, rounds=max_rounds),
     )  # fmt: skip
-    return _race(
-        workload_of(model, inputs, call, metric, mode), several, rules, limits, budget_s, "", nproc, on_progress
-    )
+    workload = workload_of(model, inputs, call, metric, mode)
+    return _race(workload, several, options, budget_s, on_progress, settle=settle)
 
 
 def check(
@@ -122,11 +137,14 @@ def check(
     nproc: int = 1,
     force: bool = False,
     budget_s: float | None = None,
+    under_load: bool = False,
+    polite: bool = False,
     on_progress: OnProgress = lambda event: None,
 ) -> Comparison:
     """Is a recipe still faster here, and are its answers still right?
 
-    It is raced as by `bench`, under the limits that it was found with. One for several ranks needs `nproc` of them.
+    It is raced as by `bench`, for the goal, under the limits and, where it was found so, under the load that it was
+    tuned for. One for several ranks needs `nproc` of them.
 
     A recipe file names the workload that it was found on: `UsageError` for another one, unless `force`.
     """
@@ -135,37 +153,41 @@ def check(
     limits = (
         None if kept is None else Limits(**{name: kept.get(name) for name in _JUDGED}, exact=bool(kept.get("exact")))
     )
-    rules = Rules(settle_verdicts=True, replicates=REPLICATES, further=(MOST_REPLICATES,), narrow=_NARROW)
+    options = _options(
+        limits, goal=file.evidence.get("goal") or Options.goal, nproc=nproc, polite=polite,
+        under_load=under_load or bool(file.evidence.get("under_load")), effort=_EFFORT,
+    )  # fmt: skip
+    workload = workload_of(model, inputs, call, None, mode)
     fingerprint = "" if force else file.workload.get("fingerprint", "")
-    return _race(
-        workload_of(model, inputs, call, None, mode), [file], rules, limits, budget_s, fingerprint, nproc, on_progress
-    )
+    return _race(workload, [file], options, budget_s, on_progress, fingerprint=fingerprint)
 
 
 _JUDGED = ("max_error", "min_agreement", "max_metric_drop")
 
 
+def _options(limits: Limits | None, **asked: Any) -> Options:
+    """What a comparison asks of its session. That has no budget: the race has one."""
+    if limits is not None:
+        asked |= {"limits": limits, "max_spread": limits.max_error, "max_kl": limits.max_error}
+    return Options(budget_s=None, allow_batch=True, **asked)
+
+
 def _race(
     workload: Any,
     recipes: Sequence[AnyRecipe],
-    rules: Rules,
-    limits: Limits | None,
+    options: Options,
     budget_s: float | None,
-    fingerprint: str,
-    nproc: int,
     on_progress: OnProgress,
+    *,
+    settle: bool = True,
+    fingerprint: str = "",
 ) -> Comparison:
     """The race of a comparison. `fingerprint`, when given, is what the workload must be."""
     files = [read_recipe(recipe) for recipe in recipes]
+    check_options(options)
     with tempfile.TemporaryDirectory(prefix="fettle-", ignore_cleanup_errors=True) as text:
         folder = Path(text)
-        options = Options(
-            budget_s=None, output=folder, allow_batch=True, confidence=rules.confidence, under_load=rules.under_load,
-            polite=not rules.may_go_first, nproc=nproc,
-        )  # fmt: skip
-        if limits is not None:
-            options = replace(options, limits=limits, max_spread=limits.max_error, max_kl=limits.max_error)
-        check_options(options)
+        options = replace(options, output=folder)
         session = Session(check_ranks(options, target_of(workload, folder)), options, on_progress)
         try:
             session.report("building the workload and its reference")
@@ -177,11 +199,13 @@ def _race(
                 if why_not:
                     raise UsageError(f"the recipe {recipe} cannot work here: {why_not}")
             session.patience.left_s = min(_WAIT_S, WAITING * budget_s) if budget_s else _WAIT_S
-            rules = replace(rules, abreast=session.rules.abreast)
-            if budget_s:
-                rules = replace(rules, deadline=time.monotonic() + budget_s)
             stop = Stop(fewest_rounds=1)
-            trials = session.run([Recipe(), *wanted], replace(rules, stop=stop))
+            rules = replace(
+                session.rules, settle_verdicts=settle, replicates=options.effort.replicates,
+                further=(MOST_REPLICATES,) if settle else (), narrow=_NARROW, stop=stop,
+                deadline=time.monotonic() + budget_s if budget_s else math.inf,
+            )  # fmt: skip
+            trials = session.run([Recipe(), *wanted], rules)
             if not trials:
                 raise UsageError("there was no time to start the workload as given: give the race a larger `budget`")
         finally:
@@ -193,7 +217,7 @@ def _race(
     ]
     return Comparison(
         session.target.name, session.probed.fingerprint, this_machine(), trials, verdicts, stop.asked,
-        wanted[len(trials) - 1 :],
+        wanted[len(trials) - 1 :], options.goal, options.under_load,
     )  # fmt: skip
 
 
@@ -210,6 +234,8 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
     """A comparison as plain data."""
     return {
         "workload": comparison.name,
+        "goal": comparison.goal,
+        "under_load": comparison.under_load,
         "machine": plain(comparison.machine),
         "interrupted": comparison.interrupted,
         "left_out": [dict(recipe.levels) for recipe in comparison.left_out],

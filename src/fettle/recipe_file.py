@@ -66,9 +66,12 @@ class _Limits(msgspec.Struct, frozen=True):
     max_error: float | None = None
     min_agreement: float | None = None
     max_metric_drop: float | None = None
+    exact: bool = False
 
 
 class _Evidence(msgspec.Struct):
+    goal: str = ""
+    under_load: bool = False
     limits: _Limits = _Limits()
 
 

@@ -19,6 +19,25 @@ Verdict = Literal["faster", "same", "slower", "cannot tell"]
 MAX_ERROR = 0.02
 
 
+def goal_figure(goal: Goal, trial: Trial) -> float | None:
+    """What the goal asks to be small, NaN where it is not known; None for goals that are times, which races compare."""
+    values = {"memory": trial.peak_bytes, "energy": trial.energy_j, "startup": trial.startup.total_s,
+              "warm-startup": trial.startup.again_s}  # fmt: skip
+    if goal not in values:
+        return None
+    value = values[goal]
+    return float(value) if value is not None and math.isfinite(value) and value > 0 else math.nan
+
+
+def needs_less(trial: Trial, given: Trial, goal: Goal) -> bool:
+    """Whether what the goal asks to be small, which is no time, is smaller than of the workload as given; of memory,
+    which each process has read, whether it is so of any two."""
+    if goal == "memory" and trial.peaks_bytes and given.peaks_bytes:
+        return max(trial.peaks_bytes) < min(given.peaks_bytes)
+    own, theirs = goal_figure(goal, trial), goal_figure(goal, given)
+    return own is not None and theirs is not None and own < theirs
+
+
 def error_limit(max_error: float | None, max_metric_drop: float | None) -> float | None:
     """`Limits.max_error` as asked for; where it was not, `MAX_ERROR`, or none where the user's metric decides."""
     return MAX_ERROR if max_error is None and max_metric_drop is None else max_error

@@ -139,8 +139,12 @@ def test_a_training_loop_is_found_out_raced_checked_and_applied(tmp_path: Path) 
     assert not found.failed, found.trials[1].reason
     assert len(found.trials[1].accuracy.losses) > 3
     recipe = tmp_path / "recipe.toml"
-    fettle.RecipeFile(levels={"zero_grad": "zeros"}, workload={"fingerprint": found.fingerprint}).save(recipe)
-    assert not fettle.check(str(TINY), recipe).failed
+    evidence = {"goal": "memory", "under_load": True}
+    workload = {"fingerprint": found.fingerprint}
+    fettle.RecipeFile(levels={"zero_grad": "zeros"}, workload=workload, evidence=evidence).save(recipe)
+    checked = fettle.check(str(TINY), recipe)
+    assert not checked.failed
+    assert (checked.goal, checked.under_load) == ("memory", True)
     with pytest.raises(fettle.UsageError, match="for another workload"):
         fettle.check(f"{TINY}:wide", recipe)
     losses = fettle.apply(_tiny(), recipe)

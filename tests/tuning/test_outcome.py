@@ -1,16 +1,19 @@
 """Which of the trials a result is made of."""
 
+import io
 import math
 import os
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from fettle import comparing
+from fettle.cli._show import print_comparison
 from fettle.comparing import Comparison
 from fettle.errors import UsageError
 from fettle.machine import this_machine
-from fettle.measure import Accuracy, Interval, Trial
+from fettle.measure import Accuracy, Interval, Startup, Trial
 from fettle.measure.messages import Built
 from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile
@@ -86,6 +89,13 @@ def test_what_is_measured_in_another_way_has_a_study_of_its_own(options, name, t
     assert session.study.name == name
 
 
+@pytest.mark.parametrize(("load_s", "budget_s", "told"), [(70, 300, 1), (50, 300, 0), (70, None, 0)])
+def test_a_workload_that_takes_much_of_the_budget_to_build_is_told_of(load_s, budget_s, told, tmp_path):
+    session = Session(Target("w.py:workload"), Options(output=tmp_path, budget_s=budget_s), lambda event: None)
+    session._built_as(Built(load_s=load_s, fingerprint="f", structure="s", name="", mode="inference"))
+    assert len([note for note in session.notes if "took 70 s of the budget of 300 s" in note]) == told
+
+
 def test_live_objects_of_a_process_that_was_killed_are_deleted(tmp_path):
     mine = live_folder(tmp_path)
     dead = tmp_path / mine.name.replace(f"-{os.getpid()}-", f"-{2**22 + 1}-")  # above the largest number of a process
@@ -110,6 +120,28 @@ def test_a_comparison_without_its_baseline_has_failed():
     whole = Comparison("made up", "f", this_machine(), [GIVEN, ran], ["same", "same"])
     assert not whole.failed
     assert replace(whole, left_out=[Recipe({"threads": "1"})]).failed
+
+
+@pytest.mark.parametrize(
+    ("goal", "theirs", "verdict", "nothing", "said"),
+    [
+        ("throughput", {}, "slower", True, ""),
+        ("throughput", {}, "cannot tell", False, ""),
+        ("memory", {"peak_bytes": 10 << 20}, "slower", False, "10.0 MiB instead of 40.0 MiB, 4.00x less"),
+        ("memory", {"peak_bytes": 80 << 20}, "faster", True, "needs less of it here: 80.0 MiB, and 40.0 MiB as given"),
+        ("memory", {"peak_bytes": 30 << 20, "peaks_bytes": (25 << 20, 45 << 20)}, "same", True, "not certain"),
+        ("startup", {"startup": Startup(1.0, 0.5, 0.5)}, "slower", False, "1.00 s instead of 2.00 s"),
+        ("energy", {}, "slower", False, "which could not be read here"),
+    ],
+)
+def test_a_recipe_is_checked_by_the_goal_it_was_tuned_for(goal, theirs, verdict, nothing, said) -> None:
+    given = replace(GIVEN, peak_bytes=40 << 20, peaks_bytes=(40 << 20, 40 << 20), startup=Startup(2.0, 1.0, 1.0))
+    recipe = replace(WINNER, **theirs)
+    checked = Comparison("made up", "f", this_machine(), [given, recipe], ["same", verdict], goal=goal)
+    assert checked.gains_nothing is nothing
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_comparison(console, checked)
+    assert said in console.export_text()
 
 
 def test_a_comparison_whose_time_was_over_before_it_began_is_one_line(tmp_path, monkeypatch):

@@ -145,19 +145,22 @@ def leave(*, interrupted: bool = False, missed: bool = False) -> None:
         raise typer.Exit(130 if interrupted else 1)
 
 
-def print_comparison(console: Console, comparison: Comparison, under_load: bool = False) -> None:
+def print_comparison(console: Console, comparison: Comparison) -> None:
     """Recipes beside the workload as given, and what other programs took of the machine meanwhile."""
     from fettle.measure import fetching
-    from fettle.report import comparison_table, load_lines
+    from fettle.report import comparison_table, goal_kept, load_lines
 
     if comparison.interrupted:
         console.print("[yellow]Interrupted: this is what had been measured until then.[/]")
-    console.print(comparison_table(comparison.trials, comparison.verdicts))
+    given, *others = comparison.trials
+    console.print(comparison_table(comparison.trials, comparison.verdicts, comparison.goal))
+    if others and (kept := goal_kept(comparison.goal, given, others[0])):
+        console.print(kept)
     for recipe in comparison.left_out:
         console.print(f"There was no time for {recipe}: give a larger --budget.", markup=False)
-    for line in load_lines(comparison.trials, under_load):
+    for line in load_lines(comparison.trials, comparison.under_load):
         console.print(line, markup=False)
-    if (fetched := fetching(comparison.trials[0].slices)) is not None:
+    if (fetched := fetching(given.slices)) is not None:
         console.print(f"The model as given takes {fetched}.", markup=False)
 
 

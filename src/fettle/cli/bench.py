@@ -131,11 +131,7 @@ def _compare(target: str, recipes: list[str], max_error: float | None, as_json: 
     limits = None if max_error is None else Limits(max_error=max_error)
     with progress(quiet=as_json) as show:
         comparison = bench(target, recipes, limits=limits, on_progress=show, **options)
-    _show.answer(
-        as_json,
-        lambda: comparison_json(comparison),
-        lambda console: _show.print_comparison(console, comparison, options["under_load"]),
-    )
+    _show.answer(as_json, lambda: comparison_json(comparison), lambda out: _show.print_comparison(out, comparison))
     _show.leave(interrupted=comparison.interrupted, missed=comparison.failed)
 
 

@@ -15,7 +15,7 @@ from fettle.generate.speed import Generation
 from fettle.measure import Trial, pareto
 from fettle.recipe import Recipe
 from fettle.report import _format as fmt
-from fettle.result import Outcome
+from fettle.result import Outcome, goal_figure
 
 NO_LEVER = "as given"
 
@@ -63,16 +63,6 @@ def ranked(result: Outcome) -> list[Trial]:
         return allowed[trial.status], math.isnan(value), -value if math.isfinite(value) else trial.time_ms
 
     return sorted(shown, key=order)
-
-
-def goal_figure(goal: str, trial: Trial) -> float | None:
-    """What the goal asks to be small, NaN where that is not known; None for goals that speed-ups are compared by."""
-    values = {"memory": trial.peak_bytes, "energy": trial.energy_j, "startup": trial.startup.total_s,
-              "warm-startup": trial.startup.again_s}  # fmt: skip
-    if goal not in values:
-        return None
-    value = values[goal]
-    return float(value) if value is not None and math.isfinite(value) and value > 0 else math.nan
 
 
 def failed(result: Outcome) -> list[Trial]:

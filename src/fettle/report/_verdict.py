@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 from fettle.measure import Interval, Trial
 from fettle.report import _format as fmt
-from fettle.report._facts import elapsed, goal_figure, misses, name_of, ran, speed, under, unit_name
-from fettle.result import Outcome
+from fettle.report._facts import elapsed, misses, name_of, ran, speed, under, unit_name
+from fettle.result import Goal, Outcome, goal_figure, needs_less
 
 
 def verdict(result: Outcome) -> str:
@@ -126,6 +127,8 @@ def miss_text(result: Outcome, trial: Trial) -> str:
 
 
 _GOAL_NOUN = {"memory": "memory", "energy": "energy", "startup": "start-up time", "warm-startup": "warm start-up time"}
+_SHOWN: Mapping[str, Callable[[float], str]] = {"memory": fmt.size, "energy": fmt.joules}
+"""How the figure of a goal is written, where it is no time."""
 
 
 def _sentence(result: Outcome) -> str:
@@ -220,7 +223,7 @@ def _unchanged(result: Outcome) -> str:
 def _other_goal(result: Outcome, winner: Trial, how: str, answers: str) -> str:
     noun = _GOAL_NOUN[result.goal]
     before, after = _goal_values(result)
-    show = {"memory": fmt.size, "energy": fmt.joules}.get(result.goal, fmt.seconds)
+    show = _SHOWN.get(result.goal, fmt.seconds)
     pace = f"in speed it is {_pace(winner.speedup)}"
     if before is None or after is None:
         return f"The winner is {how}, but its {noun} cannot be compared with the model as given; {pace}, {answers}."
@@ -229,6 +232,20 @@ def _other_goal(result: Outcome, winner: Trial, how: str, answers: str) -> str:
         fell = f"{name} falls from {show(before)} to {show(after)} ({before / after:.2f}x less)"
         return f"{fell}; {pace}, {answers}. {known}"
     return f"No gain: {noun} is {show(after)} with {how} and {show(before)} as given; {pace}, {answers}. {known}"
+
+
+def goal_kept(goal: Goal, given: Trial, trial: Trial) -> str:
+    """Whether a recipe still saves what it was tuned for, a sentence; empty where races compare that."""
+    before, after = goal_figure(goal, given), goal_figure(goal, trial)
+    if before is None or after is None:
+        return ""
+    noun, show = _GOAL_NOUN[goal], _SHOWN.get(goal, fmt.seconds)
+    if math.isnan(before) or math.isnan(after):
+        return f"The recipe was tuned for {noun}, which could not be read here."
+    if needs_less(trial, given, goal):
+        return f"The recipe was tuned for {noun}: {show(after)} instead of {show(before)}, {before / after:.2f}x less."
+    figures = f"{show(after)}, and {show(before)} as given"
+    return f"The recipe was tuned for {noun}, and it is not certain that it needs less of it here: {figures}."
 
 
 def _readings(result: Outcome, winner: Trial) -> str:

@@ -65,6 +65,7 @@ def _recipe_file(result: Outcome) -> RecipeFile:
     evidence = {
         "verdict": result.verdict,
         "goal": result.goal,
+        "under_load": result.under_load,
         "time_ms": winner.time_ms,
         "baseline_ms": result.baseline.time_ms if result.baseline else None,
         "speedup": winner.speedup.estimate if winner.speedup else None,

@@ -12,7 +12,7 @@ from fettle.measure import Trial
 from fettle.page import clean
 from fettle.report import _facts, _text, _verdict
 from fettle.report import _format as fmt
-from fettle.result import Outcome
+from fettle.result import Goal, Outcome
 from fettle.techniques import parts_sentence
 
 _ALIKE = 3
@@ -63,9 +63,9 @@ def result_table(result: Outcome, wide: bool = True) -> Table:
     return table
 
 
-def comparison_table(trials: Sequence[Trial], verdicts: Sequence[str]) -> Table:
-    """Named recipes beside the workload as given, each with its verdict."""
-    names = ("time", "speed-up", "error")
+def comparison_table(trials: Sequence[Trial], verdicts: Sequence[str], goal: Goal = "throughput") -> Table:
+    """Named recipes beside the workload as given, each with its verdict and what the goal goes by."""
+    names = ["time", "speed-up", "error", *([_OF_GOAL[goal]] if goal in _OF_GOAL else ())]
     table = _table(names, "verdict")
     for trial, word in zip(trials, verdicts, strict=True):
         trial = clean(trial)

@@ -14,7 +14,7 @@ from fettle.diagnose import with_gains
 from fettle.machine import Machine, this_machine
 from fettle.measure import Interval, Trial, verdict
 from fettle.recipe import Recipe
-from fettle.result import TIMES, LeftOut, Rung, Verdict
+from fettle.result import TIMES, LeftOut, Rung, Verdict, needs_less
 from fettle.techniques import changed, find, preconditions, source
 from fettle.tuning._baseline import depends_on_memory
 from fettle.tuning._final_race import FinalRace, climb
@@ -101,7 +101,9 @@ def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, 
                 return winner, claim  # earlier races had settled it: that is neither "no difference" nor a promise
     gained = claim == "faster"
     if session.standings.goal not in TIMES and winner is not None:
-        gained = all(_needs_less(session, winner, trial) for trial in last if not trial.recipe.levels)
+        goal = session.standings.goal
+        given = [trial for trial in last if not trial.recipe.levels and math.isfinite(session.score(trial))]
+        gained = all(needs_less(winner, trial, goal) for trial in given)
     if winner is not None and not gained and last:
         # Nothing was gained that can be shown: change nothing, or no more than the answers need.
         plain = [session.standings.known.get(recipe) for recipe in (Recipe(), preconditions(session.facts))]
@@ -109,15 +111,6 @@ def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, 
         if leader is None or winner.recipe != leader.recipe:  # nobody picked it for its speed
             claim = said(winner.speedup) if winner.recipe.levels else "same"
     return winner, claim
-
-
-def _needs_less(session: Session, winner: Trial, given: Trial) -> bool:
-    """Whether the figure of a goal that is no time is smaller than the model's as given; of memory, which each process
-    has read, whether it is so of any two."""
-    theirs = session.score(given)
-    if session.standings.goal == "memory" and math.isfinite(theirs) and winner.peaks_bytes and given.peaks_bytes:
-        return max(winner.peaks_bytes) < min(given.peaks_bytes)
-    return session.score(winner) < theirs
 
 
 def _fastest(session: Session, able: Sequence[Trial]) -> Trial:

@@ -58,6 +58,8 @@ SHARED_RACES = 10_000
 """Races of a study that several work at are numbered from here, by the place of their first trial."""
 _KEPT = "cache/kept"
 """What trials have converted, for their further processes: it is large, and goes when the study ends."""
+_SLOW_TO_BUILD = 0.2
+"""Share of the budget."""
 _HIDES_TEXT = (
     "the workload's call lets the model generate, as one black box: with `new_tokens` in place of `call` text is taken "
     "apart, judged as such, and can be made much faster (fettle.GenerationWorkload)"
@@ -159,6 +161,11 @@ class Session:
             self.note(f"inputs: {built.inputs}")
         if built.hides_text:
             self._remark(_HIDES_TEXT)
+        if self.budget.seconds is not None and built.load_s > _SLOW_TO_BUILD * self.budget.seconds:
+            self._remark(
+                f"building the workload took {built.load_s:.0f} s of the budget of {self.budget.seconds:.0f} s, and "
+                "each recipe's process builds it, too: let it keep what it makes (trained weights) in a file"
+            )
 
     def _open_study(self, built: messages.Built, machine: Machine) -> None:
         own = f"-{built.fingerprint[:8]}" if self.target.is_live else ""

@@ -13,7 +13,7 @@ import msgspec
 from fettle.generate.speed import Generation
 from fettle.measure import Judge, Trial
 from fettle.recipe import Recipe, technique_and_part
-from fettle.result import TIMES, Goal, Limits
+from fettle.result import TIMES, Goal, Limits, goal_figure
 from fettle.study import Study
 from fettle.techniques import PYTHON, batch_factor, find, kind_of, known_levels
 from fettle.tuning.model import Fit, Races
@@ -177,16 +177,10 @@ def read_trials(notes: Any) -> list[Trial]:
 
 def score_of(trial: Trial, goal: Goal) -> float:
     """The goal as a number, smaller is better; infinite where the trial does not have it."""
-    if not trial.ok or (trial.speedup is None and goal in TIMES):
+    if not trial.ok:
         return math.inf
-    if goal == "memory":
-        return math.log(trial.peak_bytes) if trial.peak_bytes else math.inf
-    if goal == "energy":
-        return math.log(trial.energy_j / trial.samples) if trial.energy_j else math.inf
-    if goal == "startup":
-        return math.log(trial.startup.total_s)
-    if goal == "warm-startup":
-        return math.log(trial.startup.again_s)
+    if (figure := goal_figure(goal, trial)) is not None:
+        return math.inf if math.isnan(figure) else math.log(figure)
     # Speed-ups are per row, and a call of more rows takes longer.
     slower = batch_factor(trial.recipe) if goal == "latency" else 1
     return math.log(slower / trial.speedup.estimate) if trial.speedup is not None else math.inf
