@@ -48,6 +48,17 @@ def test_what_a_level_of_the_winner_means_for_its_user_is_said_once(tmp_path):
     assert _remarks(session, won) == []
 
 
+@pytest.mark.parametrize("status", ["measured", "failed"])
+def test_a_leader_that_ran_again_and_could_not_be_read_beside_others_is_no_broken_promise(status, tmp_path):
+    session = Session(Target("made/up.py:workload"), Options(output=tmp_path), lambda event: None)
+    session.facts = Facts()
+    right = Accuracy(error=0.0, finite=True)
+    given, leader = replace(GIVEN, speedup=Interval(1.0, 1.0, 1.0), accuracy=right), replace(WINNER, accuracy=right)
+    session.standings.known = {one.recipe: one for one in (given, leader)}
+    winner, claim = pick_winner(session, [given, replace(leader, status=status, speedup=None)])
+    assert (winner, claim) == ((given, "same") if status == "measured" else (None, "cannot tell"))
+
+
 @pytest.mark.parametrize(("peaks", "wins"), [((90, 99), True), ((90, 101), False), ((101, 104), False)])
 def test_memory_is_saved_where_each_process_takes_less_than_any_as_given(peaks, wins, tmp_path):
     session = Session(Target("made/up.py:workload"), Options(goal="memory", output=tmp_path), lambda event: None)

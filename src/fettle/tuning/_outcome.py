@@ -92,7 +92,7 @@ def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, 
         if able:
             winner = _fastest(session, able)
             claim = said(winner.speedup)
-        elif again:
+        elif again and not any(trial.ok and not trial.is_compared for trial in again):
             winner = None  # they held once and not again: nothing to hand out with a good conscience
         together = _together(session, winner) if winner is not None and claim == "cannot tell" else None
         if winner is not None and together is not None and together.low > 1:
