@@ -6,10 +6,12 @@ For each model and neighbour of `busy.py`, in slices as a race takes them:
 - lowest tenth: the tenth percentile of the calls
 - cpu time: CPU time of all threads over their number
 - less waiting: elapsed time less what threads waited for a core (`without_waits`)
-- held apart: the same with each computing thread on a core of its own
-- going first: elapsed, with the highest priority; `less waiting` of it is what a race goes by
+- less one's waiting: the same with what the thread waited that waited longest, as for a quota, which stops all at once
+- as if by chance: the share of the time in which no thread waits, where each waits whatever the others do
+- held apart: each of these with each computing thread on a core of its own
+- going first: with the highest priority; `less waiting` of it is what a race goes by
 
-    python bench/busy_estimators.py             # three minutes; nothing else may run meanwhile
+    python bench/busy_estimators.py             # five minutes; nothing else may run meanwhile
 """
 
 from __future__ import annotations
@@ -17,15 +19,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from busy import HERE, NEIGHBOURS, neighbour
+from busy import HERE, NEIGHBOURS, _join, neighbour, quota
 
 from fettle.machine import this_machine
 from fettle.measure._priority import going_first, may_go_first
@@ -33,6 +37,7 @@ from fettle.measure._waits import Waits, busiest, one_core_each, waited_ns, with
 
 MODELS = ("t5", "resnet", "mlp")
 SLICE_S = 0.12
+TWO = "two busy processes"
 
 
 def slices(run, threads, waits, seconds: float, *, apart: bool = False, first: bool = False) -> list[dict[str, float]]:
@@ -45,23 +50,45 @@ def slices(run, threads, waits, seconds: float, *, apart: bool = False, first: b
             going_first(os.getpid()) if first else contextlib.nullcontext(),
         ):
             run()
-            calls, chunks, cpu_ns, began = [], [], time.process_time_ns(), time.perf_counter()
+            calls, waited, cpu_ns, began = [], [], time.process_time_ns(), time.perf_counter()
             while not calls or time.perf_counter() - began < SLICE_S:
                 before, start = waits.by_thread(), time.perf_counter_ns()
                 run()
                 ns = time.perf_counter_ns() - start
                 calls.append(ns)
-                waited, _ = waited_ns(before, waits.by_thread()) or (0, 0)
-                chunks.append((1, ns, waited))
+                after = waits.by_thread()
+                waited.append([waited_ns({one: before[one]}, {one: after[one]})[0] for one in before.keys() & after])
             cpu_ns = time.process_time_ns() - cpu_ns
         found.append({
             "elapsed": statistics.median(calls) / 1e6,
             "lowest tenth": sorted(calls)[len(calls) // 10] / 1e6,
             "cpu time": cpu_ns / len(calls) / len(threads) / 1e6,
-            "less waiting": without_waits(chunks) / 1e6,
+            "less waiting": _less(calls, [sum(each) for each in waited]),
+            "less one's waiting": _less(calls, [max(each) for each in waited]),
+            "as if by chance": _less(calls, [
+                ns * (1 - math.prod(1 - min(1.0, one / ns) for one in each))
+                for ns, each in zip(calls, waited, strict=True)
+            ]),
         })  # fmt: skip
         time.sleep(0.05)
     return found
+
+
+def _less(calls, waited) -> float:
+    return without_waits([(1, ns, round(lost)) for ns, lost in zip(calls, waited, strict=True)]) / 1e6
+
+
+@contextlib.contextmanager
+def beside(kind: str) -> Iterator[None]:
+    """A neighbour, two of them, or a quota, under which this process is until the block ends."""
+    with contextlib.ExitStack() as ends:
+        if processes := ends.enter_context(quota(kind)):
+            ends.callback(_join, processes.parent.parent / processes.name)
+            _join(processes)
+        else:
+            for _ in range(2 if kind == TWO else 1):
+                ends.enter_context(neighbour("busy" if kind == TWO else kind))
+        yield
 
 
 def measure(model: str, kinds: list[str], seconds: float) -> dict[str, dict[str, float | None]]:
@@ -82,17 +109,14 @@ def measure(model: str, kinds: list[str], seconds: float) -> dict[str, dict[str,
         before = waits.by_thread()
         run()
         threads = busiest(before, waits.by_thread())
-        quiet = statistics.median(one["elapsed"] for one in slices(run, threads, waits, 2 * seconds))
-        rows = {}
+        rows, ways = {}, {"": {}, "held apart, ": {"apart": True}}
+        if may_go_first():
+            ways["going first, "] = {"first": True}
         for kind in kinds:
-            with neighbour(kind):
-                free = slices(run, threads, waits, seconds)
-                apart = slices(run, threads, waits, seconds, apart=True)
-                first = slices(run, threads, waits, seconds, first=True) if may_go_first() else []
-            columns = {name: [one[name] for one in free] for name in free[0]}
-            columns["held apart"] = [one["less waiting"] for one in apart]
-            columns["going first"] = [one["elapsed"] for one in first]
-            columns["going first, less waiting"] = [one["less waiting"] for one in first]
+            quiet = statistics.median(one["elapsed"] for one in slices(run, threads, waits, seconds))  # hosts change
+            with beside(kind):
+                found = {way: slices(run, threads, waits, seconds, **how) for way, how in ways.items()}
+            columns = {way + name: [one[name] for one in each] for way, each in found.items() for name in each[0]}
             rows[kind] = {name: _over(values, quiet) for name, values in columns.items()}
             print(model, kind, rows[kind], flush=True)
     return rows
@@ -109,7 +133,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="for each estimator's slices")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "busy_estimators.json")
     options = parser.parse_args()
-    kinds = [kind for kind, code in NEIGHBOURS.items() if code and "bursts" not in kind]
+    kinds = [*(kind for kind in NEIGHBOURS if "bursts" not in kind and kind != "none"), TWO]
     if options.model is not None:
         options.output.write_text(json.dumps(measure(options.model, kinds, options.seconds)))
         return

@@ -37,7 +37,6 @@ REPLICATES = 4
 the same code, four against four show a difference of 3% in nine comparisons of ten."""
 MOST_REPLICATES = 6
 """The same where one process is slow for life, so that the slowest and the fastest of each recipe can be left out."""
-_EFFORT = Effort(rounds=Rules.max_rounds, replicates=REPLICATES)
 _NARROW = Rules.indifference / 2
 """Half an interval that needs no more rounds. Where processes differ by more than their rounds, these end before."""
 _WAIT_S = 30.0
@@ -121,7 +120,7 @@ def bench(
     several = [recipes] if isinstance(recipes, (Recipe, RecipeFile, str, Path)) else recipes
     options = _options(
         limits, confidence=confidence, nproc=nproc, under_load=under_load, polite=polite,
-        effort=replace(_EFFORT, slice_s=slice_s, rounds=max_rounds),
+        effort=Effort(slice_s, max_rounds, REPLICATES),
     )  # fmt: skip
     workload = workload_of(model, inputs, call, metric, mode)
     return _race(workload, several, options, budget_s, on_progress, settle=settle)
@@ -155,7 +154,8 @@ def check(
     )
     options = _options(
         limits, goal=file.evidence.get("goal") or Options.goal, nproc=nproc, polite=polite,
-        under_load=under_load or bool(file.evidence.get("under_load")), effort=_EFFORT,
+        under_load=under_load or bool(file.evidence.get("under_load")),
+        effort=Effort(rounds=Rules.max_rounds, replicates=REPLICATES),
     )  # fmt: skip
     workload = workload_of(model, inputs, call, None, mode)
     fingerprint = "" if force else file.workload.get("fingerprint", "")

@@ -10,7 +10,8 @@ random ones with one spread for the whole study (a linear mixed model: Searle, C
 Components*, 1992). Races are tied together by the recipes that ran in several: the workload as given and the leader
 run in each. The spread between processes is what makes the weighted squares add up to their degrees of freedom (Paule
 and Mandel, *J. Res. NBS* 87, 1982), drawn towards `PRIOR_SPREAD` as if `PRIOR_WEIGHT` more differences had shown that:
-it carries the spread where few recipes ran in several processes. Processes that are far from what the rest says weigh
+it carries the spread where few recipes ran in several processes. What a process does from race to race, beside the
+others, that its rounds do not show is the drift; a race alone is as uncertain as that, too. Processes that are far from what the rest says weigh
 less (P. J. Huber, *Ann. Math. Statist.* 35, 1964).
 """
 
@@ -80,6 +81,13 @@ class Fit:
     """Degrees of freedom of the spread."""
     spread: float
     """Standard deviation between processes of the same recipe."""
+    drift: float
+    """Variance of a process's log time from race to race, beside the others of each, that its rounds do not show: a
+    host that moves its cores changes recipes differently."""
+    drift_freedom: float
+    """Its degrees of freedom."""
+    is_of_one_race: bool
+    """The drift is in the effects' covariance, for one race does not show it."""
 
     def speedup(self, recipe: Recipe, over: Recipe = Recipe(), confidence: float = 0.95) -> Interval | None:  # noqa: B008
         """How many times as fast one recipe is as another; None where no chain of races connects them."""
@@ -96,9 +104,17 @@ class Fit:
         if not np.allclose(contrast @ self.tied, contrast, atol=1e-6):
             return None
         estimate = float(contrast @ self.effects)
-        error = math.sqrt(max(0.0, float(contrast @ self.covariance @ contrast)))
-        half = student(self.freedom, 1 - confidence) * error
+        variance = max(0.0, float(contrast @ self.covariance @ contrast))
+        half = student(self._freedom_of(variance), 1 - confidence) * math.sqrt(variance)
         return Interval(estimate, estimate - half, estimate + half)
+
+    def _freedom_of(self, variance: float) -> float:
+        """Degrees of freedom of a contrast's variance, of which a part is for drift (Satterthwaite, *Biometrics
+        Bulletin* 2, 1946)."""
+        drift = min(variance, 2 * self.drift)
+        if not (self.is_of_one_race and drift):
+            return self.freedom
+        return variance**2 / ((variance - drift) ** 2 / self.freedom + drift**2 / self.drift_freedom)
 
 
 @dataclass
@@ -124,9 +140,9 @@ class Races:
         return fit(points) if points else None
 
     def of_race(self, race: int, spread: Fit) -> Fit | None:
-        """What one race says alone, with the spread of processes that all of them have shown."""
+        """What one race says alone, with the spread of processes, and their drift, that all of them have shown."""
         points = self._points_of(race)
-        return fit(points, spread=spread.spread, freedom=spread.freedom) if points else None
+        return fit(points, known=spread) if points else None
 
     def _points_of(self, race: int) -> list[Point]:
         if race not in self._points:
@@ -162,8 +178,8 @@ def points_of(race: int, trials: Sequence[Trial], *, elapsed: bool = False) -> l
     return points
 
 
-def fit(points: Sequence[Point], *, spread: float | None = None, freedom: float | None = None) -> Fit:
-    """Fit the model to the points. With `spread` and its degrees of `freedom` that is not estimated."""
+def fit(points: Sequence[Point], *, known: Fit | None = None) -> Fit:
+    """Fit the model to the points. The spread and the drift that are `known` are not estimated."""
     recipes = {recipe: index for index, recipe in enumerate(dict.fromkeys(point.recipe for point in points))}
     races = {race: index for index, race in enumerate(dict.fromkeys(point.race for point in points))}
     design = np.zeros((len(points), len(recipes) + len(races)))
@@ -177,13 +193,19 @@ def fit(points: Sequence[Point], *, spread: float | None = None, freedom: float 
     noise = np.diag([point.variance for point in points])
     # A recipe's error from waiting that was taken out is the same in all its processes and races.
     off = np.array([_busy_error(each) for each in taken])
-    noise += np.outer(off, off) * (names[:, None] == names[None, :])
+    same_recipe = names[:, None] == names[None, :]
+    noise += np.outer(off, off) * same_recipe
+    if known is not None:  # of one race, in which the processes of a recipe drift together
+        noise += known.drift * same_recipe
     weights = np.ones(len(points))
     for _ in range(2):
         scale = np.outer(np.sqrt(weights), np.sqrt(weights))
         variances = _variances(design, values, noise / scale, same_process / scale)
-        if spread is not None:
-            variances = replace(variances, process=spread**2, contrasts=(freedom or PRIOR_WEIGHT) - PRIOR_WEIGHT)
+        if known is not None:
+            variances = replace(
+                variances, process=known.spread**2, contrasts=known.freedom - PRIOR_WEIGHT, drift=known.drift,
+                selves=known.drift_freedom,
+            )  # fmt: skip
         solved = _Solved(design, values, variances.noise * noise / scale + variances.process * same_process / scale)
         if variances.left < _FEWEST_TO_JUDGE:
             break
@@ -201,6 +223,9 @@ def fit(points: Sequence[Point], *, spread: float | None = None, freedom: float 
         solved.tied[:count, :count],
         variances.contrasts + PRIOR_WEIGHT,
         math.sqrt(variances.process),
+        variances.drift,
+        variances.selves,
+        known is not None,
     )
 
 
@@ -216,6 +241,10 @@ class _Variances:
     """By how much the noise is larger than the rounds say: a process may drift from race to race."""
     left: int
     """The number of contrasts."""
+    drift: float = 0.0
+    """The variance by which it is larger, without a prior,"""
+    selves: float = 0.0
+    """found from so many contrasts of processes with themselves."""
 
 
 class _Solved:
@@ -243,7 +272,8 @@ def _variances(design: Numbers, values: Numbers, noise: Numbers, same_process: N
     ratios, turned = np.linalg.eigh(root @ rest.T @ same_process @ rest @ root.T)
     squares = (turned.T @ (root @ (rest.T @ values))) ** 2
     tells = ratios * PRIOR_SPREAD**2 > _TELLS
-    drift = max(1.0, float(squares[~tells].sum() + PRIOR_WEIGHT) / ((~tells).sum() + PRIOR_WEIGHT))
+    own, selves = float(squares[~tells].sum()), int((~tells).sum())
+    drift = max(1.0, (own + PRIOR_WEIGHT) / (selves + PRIOR_WEIGHT))
     ratios, squares = ratios[tells] / drift, squares[tells] / drift
     low, high = math.log(1e-7), math.log(1.0)
     for _ in range(20):
@@ -254,7 +284,8 @@ def _variances(design: Numbers, values: Numbers, noise: Numbers, same_process: N
             low = middle
         else:
             high = middle
-    return _Variances(math.exp((low + high) / 2), len(squares), drift, left)
+    more = max(0.0, own / selves - 1) * float(np.mean(np.diag(noise))) if selves else 0.0
+    return _Variances(math.exp((low + high) / 2), len(squares), drift, left, more, selves)
 
 
 def _median_variance(values: Sequence[float]) -> float:
