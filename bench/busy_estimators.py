@@ -5,9 +5,9 @@ For each model and neighbour of `busy.py`, in slices as a race takes them:
 - elapsed: the median call, as it was
 - lowest tenth: the tenth percentile of the calls
 - cpu time: CPU time of all threads over their number
-- less waiting: elapsed time less what threads waited for a core (`without_waits`)
-- less one's waiting: the same with what the thread waited that waited longest, as for a quota, which stops all at once
-- as if by chance: the share of the time in which no thread waits, where each waits whatever the others do
+- less waiting: elapsed time less what all threads waited for a core (`without_waits`), as beside one neighbour
+- less one's waiting: less what the thread waited that waited longest, as under a quota, which stops all at once
+- as if by chance: the time in which no thread waits, where each waits whatever the others do, as beside several
 - held apart: each of these with each computing thread on a core of its own
 - going first: with the highest priority; `less waiting` of it is what a race goes by
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -33,11 +32,13 @@ from busy import HERE, NEIGHBOURS, _join, neighbour, quota
 
 from fettle.machine import this_machine
 from fettle.measure._priority import going_first, may_go_first
-from fettle.measure._waits import Waits, busiest, one_core_each, waited_ns, without_waits
+from fettle.measure._waits import Waits, busiest, held_up_ns, one_core_each, waited_ns, without_waits
 
 MODELS = ("t5", "resnet", "mlp")
 SLICE_S = 0.12
 TWO = "two busy processes"
+LESS = {"less waiting": {}, "less one's waiting": {"at_once": True}, "as if by chance": {"neighbours": 2}}
+"""What is taken out (`held_up_ns`)."""
 
 
 def slices(run, threads, waits, seconds: float, *, apart: bool = False, first: bool = False) -> list[dict[str, float]]:
@@ -56,26 +57,20 @@ def slices(run, threads, waits, seconds: float, *, apart: bool = False, first: b
                 run()
                 ns = time.perf_counter_ns() - start
                 calls.append(ns)
-                after = waits.by_thread()
-                waited.append([waited_ns({one: before[one]}, {one: after[one]})[0] for one in before.keys() & after])
+                waited.append(waited_ns(before, waits.by_thread()))
             cpu_ns = time.process_time_ns() - cpu_ns
         found.append({
             "elapsed": statistics.median(calls) / 1e6,
             "lowest tenth": sorted(calls)[len(calls) // 10] / 1e6,
             "cpu time": cpu_ns / len(calls) / len(threads) / 1e6,
-            "less waiting": _less(calls, [sum(each) for each in waited]),
-            "less one's waiting": _less(calls, [max(each) for each in waited]),
-            "as if by chance": _less(calls, [
-                ns * (1 - math.prod(1 - min(1.0, one / ns) for one in each))
-                for ns, each in zip(calls, waited, strict=True)
-            ]),
+            **{name: _less(calls, waited, **how) for name, how in LESS.items()},
         })  # fmt: skip
         time.sleep(0.05)
     return found
 
 
-def _less(calls, waited) -> float:
-    return without_waits([(1, ns, round(lost)) for ns, lost in zip(calls, waited, strict=True)]) / 1e6
+def _less(calls, waited, **how) -> float:
+    return without_waits([(1, ns, held_up_ns(ns, each, **how)) for ns, each in zip(calls, waited, strict=True)]) / 1e6
 
 
 @contextlib.contextmanager

@@ -29,7 +29,6 @@ import fettle
 from fettle import comparing
 from fettle.cli import main
 from fettle.gate import racing
-from fettle.measure import Rules
 from fettle.tuning import Effort, session
 from tests.forking import forked
 
@@ -124,7 +123,7 @@ def quick_comparisons() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comparing, "REPLICATES", 1)
         patch.setattr(comparing, "MOST_REPLICATES", 1)
-        patch.setattr(comparing, "Rules", lambda **asked: Rules(**{**asked, "slice_s": 0.02, "max_rounds": 3}))
+        patch.setattr(comparing, "Effort", lambda *asked, **named: Effort(slice_s=0.02, rounds=3, replicates=1))
         yield
 
 

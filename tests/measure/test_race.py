@@ -706,9 +706,12 @@ def test_slices_account_for_all_of_their_process() -> None:
     assert unknown_s < 0.1 * sum(told)
 
 
-@pytest.mark.parametrize("stopped_s", [0.0, 0.3, None])
-def test_threads_that_a_quota_stops_wait_at_the_same_time(monkeypatch: pytest.MonkeyPatch, stopped_s) -> None:
-    """Of two threads that wait one after the other a call waits for both; stopped together, for one of them."""
+@pytest.mark.parametrize(
+    ("stopped_s", "neighbours", "left_ms"), [(0.0, 1, 40), (None, 1, 40), (0.3, 1, 70), (0.3, 2, 70), (0.0, 2, 49)]
+)
+def test_what_waiting_is_taken_out(monkeypatch: pytest.MonkeyPatch, stopped_s, neighbours, left_ms) -> None:
+    """Of two threads that wait one after the other a call waits for both; stopped together by a quota, for one of
+    them; beside two neighbours some of the waiting falls together."""
 
     class Counters:
         ms = 0.0
@@ -735,8 +738,8 @@ def test_threads_that_a_quota_stops_wait_at_the_same_time(monkeypatch: pytest.Mo
     monkeypatch.setattr(_state, "throttled_s", lambda: next(readings))
     state = State(run=run, clock=Fixed(), cycle=itertools.cycle([[torch.ones(1)]]), call_ns=100_000_000)
     state.waits = counters
-    told = take_slice(state, TakeSlice(0.05))
-    assert told.unhindered_ns == (70e6 if stopped_s else 40e6)
+    told = take_slice(state, TakeSlice(0.05, neighbours=neighbours))
+    assert told.unhindered_ns == pytest.approx(left_ms * 1e6)
     assert told.waits == pytest.approx(0.6)
 
 

@@ -8,7 +8,7 @@ import pytest
 from fettle.measure import _watch
 from fettle.measure._load import QUIET_OTHERS, Load, mean_load
 from fettle.measure._meters import spent
-from fettle.measure._waits import Waits, busiest, waited_ns, without_waits
+from fettle.measure._waits import Waits, busiest, held_up_ns, waited_ns, without_waits
 from fettle.measure._watch import Patience, Reading, Watch, read_machine
 from fettle.procs import limits
 
@@ -215,16 +215,16 @@ def test_threads_that_wait_are_read_from_the_kernel(tmp_path):
         (tmp_path / thread).mkdir()
         (tmp_path / thread / "schedstat").write_text(text)
     waits = Waits(tmp_path)
-    assert waited_ns({}, waits.by_thread()) is None
+    assert waited_ns({}, waits.by_thread()) == []
     waits.refresh()
-    assert waited_ns({7: (0, 50), 8: (0, 50)}, waits.by_thread()) == (400, 250)
-    assert waited_ns({8: (0, 400)}, waits.by_thread()) == (0, 0)  # a counter that ran backwards, and a new thread
+    assert sorted(waited_ns({7: (0, 50), 8: (0, 50)}, waits.by_thread())) == [150, 250]
+    assert waited_ns({8: (0, 400)}, waits.by_thread()) == [0]  # a counter that ran backwards, and a new thread
     assert busiest({7: (900, 0)}, waits.by_thread()) == [8]
     for name in ("7", "8", "9"):
         (tmp_path / name / "schedstat").unlink()
         (tmp_path / name).rmdir()
     waits.refresh()
-    assert waited_ns({7: (0, 50)}, waits.by_thread()) is None
+    assert waited_ns({7: (0, 50)}, waits.by_thread()) == []
     assert not Waits(tmp_path / "none").by_thread()
 
 
@@ -237,9 +237,23 @@ def test_waiting_is_taken_out_of_chunks_that_all_waited():
     assert without_waits([(1, 4000, 3000), (1, 3000, 2000), (1, 2500, 1400)]) == 1000.0
 
 
+def test_what_waiting_holds_up_depends_on_whether_threads_wait_at_once():
+    waited = [400, 500]
+    assert held_up_ns(1000, waited) == held_up_ns(1000, waited, neighbours=1) == 900
+    assert held_up_ns(1000, waited, at_once=True) == held_up_ns(1000, waited, at_once=True, neighbours=3) == 500
+    assert held_up_ns(1000, waited, neighbours=2) == 700  # 60% of half of the time
+
+
+@pytest.mark.parametrize(("text", "wanting"), [("0.5 0.4 0.3 3/120 77", 2), ("0 0 0 0/1 2", 0), ("?", 0), (None, 0)])
+def test_neighbours_are_counted_without_whoever_asks(tmp_path, monkeypatch, text, wanting):
+    monkeypatch.setattr(_watch, "_LOAD", tmp_path / "loadavg")
+    if text is not None:
+        (tmp_path / "loadavg").write_text(text)
+    assert _watch.neighbours() == wanting
+
+
 def test_where_hardly_anything_is_left_or_known_nothing_is_claimed():
     assert math.isnan(without_waits([(1, 4000, 3990), (1, 4000, 4400)]))
-    assert math.isnan(without_waits([(1, 4000, None)]))
     assert math.isnan(without_waits([]))
 
 

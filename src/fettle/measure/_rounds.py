@@ -19,7 +19,7 @@ from fettle.measure._process import WorkerError
 from fettle.measure._rules import OnProgress, Progress, Rules
 from fettle.measure._statistics import LOOKS
 from fettle.measure._trial import Slice
-from fettle.measure._watch import Patience, Watch
+from fettle.measure._watch import Patience, Watch, neighbours
 from fettle.measure.messages import SliceTaken, TakeSlice
 
 _BUSY_S = 2.0
@@ -118,7 +118,8 @@ class Rounds:
         elif runner.worker.pid not in self._first:
             self._first.add(runner.worker.pid)
             self._raised.enter_context(going_first(runner.worker.pid))
-        answer = runner.worker.ask(TakeSlice(self.rules.slice_s, apart), SliceTaken, timeout_s)
+        wanting = neighbours() if self._is_busy() else 0  # our own processes all rest now
+        answer = runner.worker.ask(TakeSlice(self.rules.slice_s, apart, wanting), SliceTaken, timeout_s)
         runner.worker.pause()
         runner.turns_s.append(time.monotonic() - began)
         self.watch.mark(answer.cpu_s)

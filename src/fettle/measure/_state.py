@@ -22,7 +22,7 @@ from fettle.measure._clock import warm_up
 from fettle.measure._lockstep import agreed, slowest
 from fettle.measure._notes import Notes, compile_cache
 from fettle.measure._trial import Accuracy
-from fettle.measure._waits import Waits, busiest, one_core_each, waited_ns, without_waits
+from fettle.measure._waits import Waits, busiest, held_up_ns, one_core_each, waited_ns, without_waits
 from fettle.measure._watch import throttled_s
 from fettle.measure.messages import Examine, Examined, MeasurePeaks, Peaks, Prepared, SliceTaken, TakeSlice
 from fettle.procs.limits import pages_fetched, resident_bytes
@@ -209,10 +209,8 @@ _CHUNK_NS = 10_000_000
 class _Chunk(NamedTuple):
     calls: int
     ns: int
-    waited: int | None
-    """Nanoseconds, by all threads together,"""
-    longest: int | None
-    """and by the one that waited longest."""
+    waited: Sequence[int]
+    """Nanoseconds, by each thread; empty where that is unknown."""
 
 
 def take_slice(state: State, request: TakeSlice) -> SliceTaken:
@@ -251,16 +249,19 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
     after = _meters.energy_j(state.gpus)
     if count < len(samples):
         chunks.append(_chunk(state, samples[count:], waited_ns(waits, state.waits.by_thread())))
-    was_stopped = stopped_s is not None and (throttled_s() or 0.0) > stopped_s  # by a quota: all threads at once
+    was_stopped = stopped_s is not None and (throttled_s() or 0.0) > stopped_s
     if state.call_ns > 10 * wanted_ns:  # SAM's encoder keeps 3 GiB for its next call, which the others may need now
         _meters.trim()
-    waited = [one.waited for one in chunks if one.waited is not None]
-    delays = [(one.calls, one.ns, one.longest if was_stopped else one.waited) for one in chunks]
+    waits_known = all(one.waited for one in chunks)
+    delays = [
+        (one.calls, one.ns, held_up_ns(one.ns, one.waited, at_once=was_stopped, neighbours=request.neighbours))
+        for one in chunks
+    ] if waits_known else []  # fmt: skip
     state.told_s = state.cpu_s()
     return SliceTaken(
         samples_ns=samples,
         unhindered_ns=without_waits(delays),
-        waits=sum(waited) / sum(samples) if len(waited) == len(chunks) else math.nan,
+        waits=sum(sum(one.waited) for one in chunks) / sum(samples) if waits_known else math.nan,
         cpu_s=state.told_s - before_s,
         pages=pages / len(samples) / state.calls,
         energy_j=_meters.spent(energy, after, len(samples) * state.calls),
@@ -268,6 +269,5 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
     )
 
 
-def _chunk(state: State, samples: list[int], waited: tuple[int, int] | None) -> _Chunk:
-    together, longest = (None, None) if waited is None else (ns // state.group for ns in waited)
-    return _Chunk(len(samples), sum(samples), together, longest)
+def _chunk(state: State, samples: list[int], waited: Sequence[int]) -> _Chunk:
+    return _Chunk(len(samples), sum(samples), [ns // state.group for ns in waited])

@@ -82,27 +82,38 @@ def busiest(before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]
     return sorted((thread for thread in ran if ran[thread] > 0.2 * most), key=lambda thread: -ran[thread])
 
 
-def waited_ns(before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]]) -> tuple[int, int] | None:
-    """Nanoseconds that the threads waited between two readings of `Waits.by_thread`: all together, and the one that
-    waited longest; None where the kernel does not say."""
-    each = [max(0, waited - before[thread][1]) for thread, (_, waited) in after.items() if thread in before]
-    return (sum(each), max(each)) if each else None
+def waited_ns(before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]]) -> list[int]:
+    """Nanoseconds that each thread waited between two readings of `Waits.by_thread`; empty where the kernel does not
+    say."""
+    return [max(0, waited - before[thread][1]) for thread, (_, waited) in after.items() if thread in before]
 
 
-def without_waits(chunks: Sequence[tuple[int, int, int | None]]) -> float:
-    """Nanoseconds of a call had its threads not waited, from chunks of (calls, nanoseconds, nanoseconds waited).
+def held_up_ns(ns: int, waited: Sequence[int], *, at_once: bool = False, neighbours: int = 1) -> int:
+    """How long a call of `ns` was held up by what its threads `waited`, which work on one operator and so wait for the
+    slowest of them (docs/measuring.md).
 
-    Chunks in which nothing waited say so themselves, where a few of them did; else the waiting is taken out of each.
-    That is what all threads waited together, since those that divide one operator's work wait for the slowest of them,
-    one delay after the other; of threads that a quota stops, all at once, it is what one of them waited. NaN where
-    hardly anything is left, as happens when several waited at once for another reason.
+    Beside one neighbour one of them waits at a time, and all of it counts. Threads that are stopped `at_once`, by a
+    quota, hold up as long as one of them waits. Beside several neighbours each waits whatever the others do.
     """
-    clean = sorted(ns / calls for calls, ns, waited in chunks if waited is not None and waited <= 0.01 * ns)
+    if at_once:
+        return max(waited)
+    if neighbours <= 1:
+        return sum(waited)
+    return round(ns * (1 - math.prod(1 - min(1.0, one / max(1, ns)) for one in waited)))
+
+
+def without_waits(chunks: Sequence[tuple[int, int, int]]) -> float:
+    """Nanoseconds of a call had its threads not waited, from chunks of (calls, nanoseconds, nanoseconds held up).
+
+    Chunks in which nothing waited say so themselves, where a few of them did; else the waiting is taken out of each
+    (`held_up_ns`). NaN where hardly anything is left.
+    """
+    clean = sorted(ns / calls for calls, ns, waited in chunks if waited <= 0.01 * ns)
     if len(clean) >= 3:
         return clean[len(clean) // 2]
-    left = sorted((ns - waited) / calls if waited is not None else math.nan for calls, ns, waited in chunks)
-    whole = sorted(ns / calls for calls, ns, _ in chunks)
-    if not left or math.isnan(left[0]):
+    if not chunks:
         return math.nan
+    left = sorted((ns - waited) / calls for calls, ns, waited in chunks)
+    whole = sorted(ns / calls for calls, ns, _ in chunks)
     middle = left[len(left) // 2]
     return middle if middle > 0.2 * whole[len(whole) // 2] else math.nan

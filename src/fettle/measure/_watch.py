@@ -25,7 +25,7 @@ from fettle.procs.limits import control_groups
 
 _WINDOW_S = 0.5
 _TICKS = 100.0  # USER_HZ of /proc/stat
-_STAT, _PRESSURE = Path("/proc/stat"), Path("/proc/pressure/cpu")
+_STAT, _LOAD, _PRESSURE = Path("/proc/stat"), Path("/proc/loadavg"), Path("/proc/pressure/cpu")
 _CLOCKS = Path("/sys/devices/system/cpu")
 
 
@@ -146,6 +146,14 @@ class Patience:
         self.left_s, self.waited_s = self.left_s - spent_s, self.waited_s + spent_s
         self.given_up = not quiet
         return quiet
+
+
+def neighbours() -> int:
+    """How many threads want a core now, beside the one that asks; 0 where the system does not say."""
+    try:
+        return max(0, int(_LOAD.read_bytes().split()[3].partition(b"/")[0]) - 1)
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _difference(after: float | None, before: float | None) -> float:

@@ -85,6 +85,8 @@ class TakeSlice(Request, tag="slice"):
     seconds: float
     apart: bool = False
     """Hold each computing thread on a core of its own."""
+    neighbours: int = 0
+    """Threads of others that want a core."""
 
 
 Asked = Build | Probe | MeasurePeaks | WriteReference | Examine | MakePlan | Prepare | MeasureRows | TakeSlice
