@@ -87,6 +87,23 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
     assert 0.92 <= held / told <= 0.995
 
 
+@pytest.mark.parametrize("shift", [1.0, 1.2])
+def test_what_recipes_drift_from_race_to_race_widens_what_one_race_says(shift):
+    machine, races = Machine(5), Races(elapsed=True)
+    for number in range(1, 6):
+        given, fast = machine.race(number, [GIVEN, FAST], slower={FAST: shift ** (-1) ** number})
+        held = [replace(one, process="held fast") for one in fast.slices]
+        races.add([given, replace(fast, slices=held)])
+    races.add(machine.race(6, [GIVEN, FASTER], processes=2))
+    with_it, without = (
+        math.log(found.high / found.low) / 2
+        for found in (races.of_race(6, races.fit(), drifts=drifts).speedup(FASTER) for drifts in (True, False))
+    )
+    assert without == pytest.approx(0.07, abs=0.02)
+    assert with_it == pytest.approx(without if shift == 1 else 0.4, abs=0.1)
+    assert with_it > without
+
+
 def test_a_process_that_is_slow_for_life_moves_little():
     machine = Machine(3)
     races = Races()

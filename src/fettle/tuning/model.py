@@ -143,10 +143,11 @@ class Races:
         points = [point for race in self.trials for point in self._points_of(race)]
         return fit(points) if points else None
 
-    def of_race(self, race: int, spread: Fit) -> Fit | None:
-        """What one race says alone, with the spread of processes, and their drift, that all of them have shown."""
+    def of_race(self, race: int, every: Fit, *, drifts: bool = True) -> Fit | None:
+        """What one race says alone, with the spread of processes that `every` race has shown, and their drift unless
+        it is left out."""
         points = self._points_of(race)
-        return fit(points, known=spread) if points else None
+        return fit(points, known=every if drifts else replace(every, drift=0.0)) if points else None
 
     def _points_of(self, race: int) -> list[Point]:
         if race not in self._points:

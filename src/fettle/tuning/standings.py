@@ -75,10 +75,11 @@ class Standings:
         today = {recipe: trial.versions for recipe, trial in self.known.items()}
         return [trial for trial in kept if not trial.versions or today.get(trial.recipe) in ({}, trial.versions)]
 
-    def confirmed(self, trials: Sequence[Trial]) -> list[Trial]:
-        """The final race's trials with what this race alone says of them, processes spread as in the whole study."""
+    def confirmed(self, trials: Sequence[Trial], *, drifts: bool = True) -> list[Trial]:
+        """The final race's trials with what this race alone says of them, processes spread as in the whole study, and
+        drifting so unless that is left out."""
         self.add(trials)
-        alone = self.races.of_race(trials[0].race, self.fit) if self.fit is not None else None
+        alone = self.races.of_race(trials[0].race, self.fit, drifts=drifts) if self.fit is not None else None
         if alone is None:
             return list(trials)
         return [replace(trial, speedup=alone.speedup(trial.recipe, confidence=self.confidence) or trial.speedup)
