@@ -202,10 +202,11 @@ def fit(points: Sequence[Point], *, known: Fit | None = None) -> Fit:
     noise += np.outer(off, off) * same_recipe
     if known is not None:  # of one race, in which the processes of a recipe drift together
         noise += known.drift * same_recipe
+    shown = float(np.mean([point.variance for point in points]))
     weights = np.ones(len(points))
     for _ in range(2):
         scale = np.outer(np.sqrt(weights), np.sqrt(weights))
-        variances = _variances(design, values, noise / scale, same_process / scale)
+        variances = _variances(design, values, noise / scale, same_process / scale, shown)
         if known is not None:
             variances = replace(
                 variances, process=known.spread**2, contrasts=known.freedom - PRIOR_WEIGHT, drift=known.drift,
@@ -264,11 +265,12 @@ class _Solved:
         self.residuals = values - design @ self.effects
 
 
-def _variances(design: Numbers, values: Numbers, noise: Numbers, same_process: Numbers) -> _Variances:
+def _variances(design: Numbers, values: Numbers, noise: Numbers, same_process: Numbers, shown: float) -> _Variances:
     """Variance between processes: where the weighted squares, which fall as it grows, come to their expectation.
 
     Both parts of the variance are made diagonal at once, so the squares at any spread are a sum. A contrast of one
-    process with itself, in two races, says nothing of the spread and all of the noise."""
+    process with itself, in two races, says nothing of the spread and all of the noise, of which the rounds have `shown`
+    so much in the mean."""
     left = len(values) - int(np.linalg.matrix_rank(design))
     if left == 0:
         return _Variances(PRIOR_SPREAD**2, 0, 1.0, 0, PRIOR_DRIFT**2, PRIOR_WEIGHT)
@@ -289,8 +291,7 @@ def _variances(design: Numbers, values: Numbers, noise: Numbers, same_process: N
             low = middle
         else:
             high = middle
-    more = max(0.0, own - selves) * float(np.mean(np.diag(noise)))
-    more = (more + PRIOR_WEIGHT * PRIOR_DRIFT**2) / (selves + PRIOR_WEIGHT)
+    more = (max(0.0, own - selves) * shown + PRIOR_WEIGHT * PRIOR_DRIFT**2) / (selves + PRIOR_WEIGHT)
     return _Variances(math.exp((low + high) / 2), len(squares), drift, left, more, selves + PRIOR_WEIGHT)
 
 
