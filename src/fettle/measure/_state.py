@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -206,13 +206,6 @@ _CHUNK_NS = 10_000_000
 """Calls between two looks at the scheduler's counters, which take 20 microseconds: a five hundredth."""
 
 
-class _Chunk(NamedTuple):
-    calls: int
-    ns: int
-    waited: Sequence[int]
-    """Nanoseconds, by each thread; empty where that is unknown."""
-
-
 def take_slice(state: State, request: TakeSlice) -> SliceTaken:
     """Call for `request.seconds`, at least once.
 
@@ -229,7 +222,7 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
     state.padding = [torch.empty(random.randrange(64, 1 << 18), dtype=torch.uint8) for _ in range(16)]
     apart = one_core_each(state.computing) if request.apart and state.device == "cpu" else contextlib.nullcontext()
     samples: list[int] = []
-    chunks: list[_Chunk] = []
+    chunks: list[tuple[int, int, list[int]]] = []
     with apart:
         # What ran between two slices has emptied the caches: where calls are short, one call settles them unmeasured.
         if state.call_ns * 5 < wanted_ns:
@@ -252,16 +245,16 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
     was_stopped = stopped_s is not None and (throttled_s() or 0.0) > stopped_s
     if state.call_ns > 10 * wanted_ns:  # SAM's encoder keeps 3 GiB for its next call, which the others may need now
         _meters.trim()
-    waits_known = all(one.waited for one in chunks)
+    waits_known = all(waited for _, _, waited in chunks)
     delays = [
-        (one.calls, one.ns, held_up_ns(one.ns, one.waited, at_once=was_stopped, neighbours=request.neighbours))
-        for one in chunks
-    ] if waits_known else []  # fmt: skip
+        (calls, ns, held_up_ns(ns, waited, at_once=was_stopped, neighbours=request.neighbours))
+        for calls, ns, waited in chunks if waits_known
+    ]  # fmt: skip
     state.told_s = state.cpu_s()
     return SliceTaken(
         samples_ns=samples,
         unhindered_ns=without_waits(delays),
-        waits=sum(sum(one.waited) for one in chunks) / sum(samples) if waits_known else math.nan,
+        waits=sum(sum(waited) for _, _, waited in chunks) / sum(samples) if waits_known else math.nan,
         cpu_s=state.told_s - before_s,
         pages=pages / len(samples) / state.calls,
         energy_j=_meters.spent(energy, after, len(samples) * state.calls),
@@ -269,5 +262,6 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
     )
 
 
-def _chunk(state: State, samples: list[int], waited: Sequence[int]) -> _Chunk:
-    return _Chunk(len(samples), sum(samples), [ns // state.group for ns in waited])
+def _chunk(state: State, samples: list[int], waited: Sequence[int]) -> tuple[int, int, list[int]]:
+    """How many samples, their nanoseconds, and those that each thread waited: nothing where that is unknown."""
+    return len(samples), sum(samples), [ns // state.group for ns in waited]

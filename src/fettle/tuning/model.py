@@ -36,8 +36,8 @@ PRIOR_SPREAD = 0.03
 """Standard deviation of the log time between processes of the same code, where a study has not shown it: with this one
 intervals held the truth as often as they say in simulated studies (``bench/busy_simulation.py``)."""
 PRIOR_DRIFT = 0.015
-"""The same of one process from race to race, beside the others. Simulated, 0.01 makes intervals narrower by 8%, and 86%
-of them instead of 89% hold on a host that changes recipes by 3% (``bench/busy_simulation.py``)."""
+"""The same of one process from race to race, beside the others. Simulated, 0.01 makes intervals narrower by 7%, and 88%
+of them instead of 90% hold on a host that changes recipes by 3% (``bench/busy_simulation.py``)."""
 PRIOR_WEIGHT = 3.0
 BUSY_ERROR, UNHINDERED_ERROR = 0.05, 0.12
 """Error of a time that was measured on a busy machine: in any case, and as a share of the log of the waiting that was
@@ -88,10 +88,6 @@ class Fit:
     drift: float
     """Variance of a process's log time from race to race, beside the others of each, that its rounds do not show: a
     host that moves its cores changes recipes differently."""
-    drift_freedom: float
-    """Its degrees of freedom."""
-    is_of_one_race: bool
-    """The drift is in the effects' covariance, for one race does not show it."""
 
     def speedup(self, recipe: Recipe, over: Recipe = Recipe(), confidence: float = 0.95) -> Interval | None:  # noqa: B008
         """How many times as fast one recipe is as another; None where no chain of races connects them."""
@@ -108,17 +104,9 @@ class Fit:
         if not np.allclose(contrast @ self.tied, contrast, atol=1e-6):
             return None
         estimate = float(contrast @ self.effects)
-        variance = max(0.0, float(contrast @ self.covariance @ contrast))
-        half = student(self._freedom_of(variance), 1 - confidence) * math.sqrt(variance)
+        error = math.sqrt(max(0.0, float(contrast @ self.covariance @ contrast)))
+        half = student(self.freedom, 1 - confidence) * error
         return Interval(estimate, estimate - half, estimate + half)
-
-    def _freedom_of(self, variance: float) -> float:
-        """Degrees of freedom of a contrast's variance, of which a part is for drift (Satterthwaite, *Biometrics
-        Bulletin* 2, 1946)."""
-        drift = min(variance, 2 * self.drift)
-        if not (self.is_of_one_race and drift):
-            return self.freedom
-        return variance**2 / ((variance - drift) ** 2 / self.freedom + drift**2 / self.drift_freedom)
 
 
 @dataclass
@@ -208,10 +196,7 @@ def fit(points: Sequence[Point], *, known: Fit | None = None) -> Fit:
         scale = np.outer(np.sqrt(weights), np.sqrt(weights))
         variances = _variances(design, values, noise / scale, same_process / scale, shown)
         if known is not None:
-            variances = replace(
-                variances, process=known.spread**2, contrasts=known.freedom - PRIOR_WEIGHT, drift=known.drift,
-                selves=known.drift_freedom,
-            )  # fmt: skip
+            variances = replace(variances, process=known.spread**2, contrasts=known.freedom - PRIOR_WEIGHT)
         solved = _Solved(design, values, variances.noise * noise / scale + variances.process * same_process / scale)
         if variances.left < _FEWEST_TO_JUDGE:
             break
@@ -230,8 +215,6 @@ def fit(points: Sequence[Point], *, known: Fit | None = None) -> Fit:
         variances.contrasts + PRIOR_WEIGHT,
         math.sqrt(variances.process),
         variances.drift,
-        variances.selves,
-        known is not None,
     )
 
 
@@ -248,9 +231,7 @@ class _Variances:
     left: int
     """The number of contrasts."""
     drift: float
-    """The variance by which it is larger,"""
-    selves: float
-    """and its degrees of freedom: contrasts of processes with themselves."""
+    """The variance by which it is larger."""
 
 
 class _Solved:
@@ -273,7 +254,7 @@ def _variances(design: Numbers, values: Numbers, noise: Numbers, same_process: N
     so much in the mean."""
     left = len(values) - int(np.linalg.matrix_rank(design))
     if left == 0:
-        return _Variances(PRIOR_SPREAD**2, 0, 1.0, 0, PRIOR_DRIFT**2, PRIOR_WEIGHT)
+        return _Variances(PRIOR_SPREAD**2, 0, 1.0, 0, PRIOR_DRIFT**2)
     rest = np.linalg.svd(design)[0][:, len(values) - left :]
     root = np.linalg.inv(np.linalg.cholesky(rest.T @ noise @ rest))
     ratios, turned = np.linalg.eigh(root @ rest.T @ same_process @ rest @ root.T)
@@ -292,7 +273,7 @@ def _variances(design: Numbers, values: Numbers, noise: Numbers, same_process: N
         else:
             high = middle
     more = (max(0.0, own - selves) * shown + PRIOR_WEIGHT * PRIOR_DRIFT**2) / (selves + PRIOR_WEIGHT)
-    return _Variances(math.exp((low + high) / 2), len(squares), drift, left, more, selves + PRIOR_WEIGHT)
+    return _Variances(math.exp((low + high) / 2), len(squares), drift, left, more)
 
 
 def _median_variance(values: Sequence[float]) -> float:
