@@ -30,6 +30,7 @@ MODULES = {
     "fettle.slo.calibrate": _PACKAGES,
     "fettle.slo.server_process": ["fettle.serve.server", "fettle.serve.engine.registry"],
     "fettle.diagnose.compile_worker": ["torch._dynamo"],
+    "fettle.procs.forks": ["fettle.measure._inference", "fettle.measure._training"],
 }
 """What may be forked, and what each imports soon after its start."""
 _READ_AT_START = ("DNNL_", "GLIBC_", "GOMP_", "KINETO_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "PYTHON",

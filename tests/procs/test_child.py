@@ -12,7 +12,8 @@ import pytest
 
 from fettle.errors import UsageError
 from fettle.procs.child import Child, ChildError, Request
-from fettle.procs.process import Process
+from fettle.procs.forks import ForkServer, Imports
+from fettle.procs.process import Fork, Process
 from fettle.procs.ranks import Ranks
 
 MODULE = """
@@ -63,10 +64,16 @@ def variables(tmp_path):
     return {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
 
 
-@pytest.fixture
-def child(variables):
-    with Child("answering", variables=variables) as child:
-        yield child
+@pytest.fixture(params=["by itself", "forked"])
+def child(variables, request):
+    forks = ForkServer([], variables)
+    forks.imports = Imports(("json",)) if request.param == "forked" else None
+    try:
+        with Child("answering", variables=variables, forks=forks) as child:
+            assert isinstance(child._process, Fork) == (request.param == "forked")
+            yield child
+    finally:
+        forks.close()
 
 
 def ended(pid: int) -> bool:
@@ -100,7 +107,7 @@ def test_it_answers_in_types_and_goes_on_after_an_error(child):
 def test_what_came_while_this_process_was_stopped_is_heard_after_the_deadline(child):
     assert child.call(Do("this"), tuple[str, int], 60) == ("this", 0)
     child.send(Do("that"))
-    assert by_then(lambda: child._link.poll(0))
+    assert by_then(lambda: child.link.poll(0))
     assert child.receive(tuple[str, int], -1.0) == ("that", 0)
 
 
@@ -138,7 +145,7 @@ def test_its_end_is_heard_while_what_it_has_started_lives_on(child):
 def test_a_deadline_ends_it_and_says_where_it_was(child):
     child.call(Do("this"), list, 60)  # it has started
     child.send(Do("hang"))
-    assert by_then(lambda: child._link.poll())
+    assert by_then(lambda: child.link.poll())
     with pytest.raises(ChildError, match=r"^timed out after 1 s in do: a long sleep$") as caught:
         child.receive(object, 1.0)
     assert caught.value.kind == "timeout"
@@ -163,7 +170,7 @@ def test_a_paused_child_rests_and_goes_on_when_it_is_asked(child):
 
 def test_it_ends_with_the_link(child):
     child.call(Do("this"), list, 60)
-    child._link.close()
+    child.link.close()
     assert child.wait(60) == 0
 
 

@@ -20,6 +20,7 @@ from fettle.measure._process import Worker, WorkerError, close_each
 from fettle.measure._rules import Candidate, Judge, OnProgress, Progress, Rules
 from fettle.measure._trial import Slice, Trial, log_times
 from fettle.measure.messages import Build, Built, MeasureRows, Prepare, Prepared, Probe, Probed, RowsMeasured
+from fettle.procs.forks import ForkServer
 from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
 from fettle.techniques import source
@@ -137,6 +138,7 @@ class Start:
     race: int
     held: Held | None
     nodes: Nodes | None = None
+    forks: ForkServer | None = None
 
     def line_up(
         self,
@@ -236,7 +238,7 @@ class Start:
                 log = self.log_folder / f"{self.race:03d}-{name}.log" if self.log_folder else None
                 worker = Worker(
                     {**self.environment, **candidate.environment}, log, ranks=candidate.ranks, nodes=self.nodes,
-                    python=candidate.python,
+                    python=candidate.python, forks=self.forks,
                 )  # fmt: skip
                 workers.append(worker)
                 if self.rules.may_go_first and not self.rules.under_load:
@@ -255,6 +257,8 @@ class Start:
         with _usage_as_failure(candidate):
             built = worker.finish(Built, self._timeout_s())
         worker.fingerprint, worker.name = built.fingerprint, built.name
+        if self.forks is not None and self.forks.imports is None:
+            self.forks.imports = built.imports
         worker.pause()
         if self.fingerprint and built.fingerprint != self.fingerprint:
             raise WorkerError(
@@ -309,10 +313,12 @@ class Start:
             worker.close()
             raise
         worker.pause()
+        # What one more process takes that starts by itself, as those of the final race do.
+        saved_s = self.forks.saved_s / self.rules.abreast if self.forks is not None and worker.is_fork else 0.0
         judged = self.judging.path and candidate.recipe.levels  # as given it is measured whatever its answers
         rejected = self.judging.reason(answer.accuracy) if judged else ""
         return Runner(candidate, worker, answer, rejected, began, process=f"{self.race}:{worker.pid}",
-                      started_s=time.monotonic() - began)  # fmt: skip
+                      started_s=saved_s + time.monotonic() - began)  # fmt: skip
 
 
 @contextmanager

@@ -25,13 +25,12 @@ from fettle.workload import Workload, fingerprint, map_tensors, tensors
 
 def build(state: State, request: messages.Build) -> messages.Built:
     """Build the workload, with the same seed in every worker."""
-    started = time.perf_counter()
     torch.manual_seed(0)
     made = request.target.load(state.made)
     state.writes = isinstance(made, GenerationWorkload)
     state.workload = made if state.writes else with_check(made)
     state.derived_check = len(made.inputs) == 1 and not made.check_inputs
-    state.load_s = time.perf_counter() - started
+    imports = state.end_of_build()
     state.fingerprint = fingerprint(state.workload)
     locate(state, state.workload.inputs[0])
     rebase(state)
@@ -44,6 +43,7 @@ def build(state: State, request: messages.Build) -> messages.Built:
         writes=state.writes,
         inputs=made.inputs_taken_for,
         hides_text=hides_text(made),
+        imports=imports,
     )
 
 

@@ -8,25 +8,29 @@ from typing import TypeVar
 
 from fettle.measure.messages import Answer, Asked
 from fettle.procs.child import ChildError as WorkerError
+from fettle.procs.forks import ForkServer, Imports
 from fettle.procs.nodes import Nodes
 from fettle.procs.ranks import Ranks
 
 __all__ = ["Worker", "WorkerError", "close_all", "close_each"]
 
+WORKER = "fettle.measure._worker"
 A = TypeVar("A", bound=Answer)
 
 
 class Worker(Ranks):
     """One worker, alive from construction to `close`, as one process or as several `ranks`. Use as a context manager.
 
-    `module` is what it runs, by `python`, by default ours. `environment` is added to ours.
+    `module` is what it runs, by `python`, by default ours. `environment` is added to ours. It is one of `forks` where
+    these serve it.
     """
 
     def __init__(
         self, environment: Mapping[str, str] | None = None, log: Path | None = None, *,
-        module: str = "fettle.measure._worker", ranks: int = 1, nodes: Nodes | None = None, python: str = "",
+        module: str = WORKER, ranks: int = 1, nodes: Nodes | None = None, python: str = "",
+        forks: ForkServer | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(module, ranks, nodes=nodes, variables=environment, log=log, python=python)
+        super().__init__(module, ranks, nodes=nodes, variables=environment, log=log, python=python, forks=forks)
         self.fingerprint = ""
         """Fingerprint of the workload that it has built, once it has."""
         self.name = ""
@@ -53,6 +57,15 @@ class Worker(Ranks):
 
 
 _LIVE: set[Worker] = set()
+_FORK_SERVERS = list[ForkServer]()
+
+
+def fork_server(environment: Mapping[str, str], imports: Imports | None = None) -> ForkServer:
+    """Workers with this environment beside ours as forks, once the `imports` of one are known."""
+    forks = ForkServer([WORKER, "fettle.measure._inference", "fettle.measure._training"], environment)
+    forks.imports = imports
+    _FORK_SERVERS.append(forks)
+    return forks
 
 
 def close_each(workers: Iterable[Worker]) -> None:
@@ -65,5 +78,8 @@ def close_each(workers: Iterable[Worker]) -> None:
 
 
 def close_all() -> None:
-    """Kill every worker that is still alive: for an interrupt that comes from anywhere."""
+    """Kill every worker that is still alive, and what they are forked from: for an interrupt that comes from
+    anywhere."""
     close_each(_LIVE)
+    while _FORK_SERVERS:
+        _FORK_SERVERS.pop().close()

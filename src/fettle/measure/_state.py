@@ -25,6 +25,7 @@ from fettle.measure._trial import Accuracy
 from fettle.measure._waits import Waits, busiest, held_up_ns, one_core_each, waited_ns, without_waits
 from fettle.measure._watch import throttled_s
 from fettle.measure.messages import Examine, Examined, MeasurePeaks, Peaks, Prepared, SliceTaken, TakeSlice
+from fettle.procs.forks import Imports, imports
 from fettle.procs.limits import pages_fetched, resident_bytes
 from fettle.techniques import buffers_kept
 from fettle.workload import device_of, leaves, spread, tensors
@@ -41,6 +42,8 @@ class State:
     target: Any = None
     fingerprint: str = ""
     load_s: float = 0.0
+    imported_s: float = 0.0
+    """What the workload's imports took in the process that this one was forked from."""
     derived_check: bool = False
     writes: bool = False
     """The workload writes text."""
@@ -64,6 +67,17 @@ class State:
     """Threads that compute, by their number in the system."""
     told_s: float | None = None
     """CPU seconds of the process at the end of its last slice."""
+    _variables: Mapping[str, str] = field(default_factory=dict)
+    _began: float = 0.0
+
+    def begin_to_build(self) -> None:
+        """What runs from now on is the workload's own code."""
+        self._variables, self._began = dict(os.environ), time.perf_counter()
+
+    def end_of_build(self) -> Imports:
+        """Take the time that building took, with the workload's imports in it, and say what these were."""
+        self.load_s = self.imported_s + time.perf_counter() - self._began
+        return imports(self._variables)
 
     def cpu_s(self) -> float:
         """CPU seconds of the process so far, and of its children, those that have ended among them."""

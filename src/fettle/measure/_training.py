@@ -50,10 +50,9 @@ _HEADROOM = 0.9
 
 def build(state: State, request: messages.Build) -> messages.Built:
     """Build the workload, with the same seed in every worker."""
-    started = time.perf_counter()
     state.target = request.target
     workload = state.workload = load_training(state.target, made=state.made)
-    state.load_s = time.perf_counter() - started
+    imports = state.end_of_build()
     state.fingerprint = training_fingerprint(workload)
     locate(state)
     rebase(state)
@@ -63,6 +62,7 @@ def build(state: State, request: messages.Build) -> messages.Built:
         structure=structure(workload.model, workload.loss, workload.metric),
         name=workload.name,
         mode=state.mode,
+        imports=imports,
     )
 
 

@@ -20,7 +20,7 @@ from fettle.workload import AUTO
 
 def main(parent: Parent) -> None:
     """Answer requests until the parent goes."""
-    state = State()
+    state = State(imported_s=parent.imported_s)
 
     def answer(request: Asked) -> Answer:
         if parent.node and isinstance(request, Prepare):  # what rank 0 is judged by lies on its node
@@ -36,7 +36,8 @@ def action(state: State, request: Asked) -> Callable[[State, Any], Answer]:
         state.mode = request.target.mode
         if state.mode == AUTO:
             from fettle.train.workload import make
-
+        state.begin_to_build()
+        if state.mode == AUTO:
             state.made, state.mode = make(request.target)
     if state.mode == "training":
         from fettle.measure import _training

@@ -11,6 +11,7 @@ import msgspec
 from fettle.generate.speed import Came, Generation
 from fettle.measure._trial import Accuracy
 from fettle.procs.child import ChildError, Request
+from fettle.procs.forks import Imports
 from fettle.techniques import Facts
 from fettle.workload import Target
 
@@ -114,6 +115,8 @@ class Built(Answer, frozen=True, kw_only=True):
     """What live inputs were taken for."""
     hides_text: bool = False
     """Its call lets the model write text, as a black box."""
+    imports: Imports = Imports()
+    """What a fork server may import in advance for further processes."""
 
     def with_ranks(self, others: Sequence[Self]) -> Self:
         """Raises `ChildError` where they differ."""

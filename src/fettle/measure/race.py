@@ -27,6 +27,7 @@ from fettle.measure._rounds import Rounds, log_ratios
 from fettle.measure._rules import Candidate, Judge, OnProgress, Progress, Rules
 from fettle.measure._trial import Interval, Startup, Trial
 from fettle.measure._watch import Patience
+from fettle.procs.forks import ForkServer
 from fettle.procs.nodes import Nodes
 from fettle.workload import Target
 
@@ -45,6 +46,7 @@ def race(
     seed: int = 0,
     held: Held | None = None,
     nodes: Nodes | None = None,
+    forks: ForkServer | None = None,
     patience: Patience | None = None,
     before: int = 0,
 ) -> list[Trial]:
@@ -55,11 +57,11 @@ def race(
     `fingerprint` is what `target` must build. `number` is the race's place in its study. Candidates that were
     not begun when the deadline came are left out of the answer. With `held` the processes outlive the race: those in it
     that have a recipe of `candidates` run it, and all others join them. Candidates of several ranks are spread over the
-    `nodes`. `patience` is how long the race may wait for a quiet machine, not at all by default. Rounds are counted
-    from `before` + 1.
+    `nodes`. Processes begin as `forks` where these serve their environment. `patience` is how long the race may wait
+    for a quiet machine, not at all by default. Rounds are counted from `before` + 1.
     """
     rules = rules or Rules()
-    start = Start(target, fingerprint, judging, rules, log_folder, environment or {}, number, held, nodes)
+    start = Start(target, fingerprint, judging, rules, log_folder, environment or {}, number, held, nodes, forks)
     baseline = next((index for index, one in enumerate(candidates) if not one.recipe.levels), 0)
     trials: dict[int, Trial] = {}
     workers: list[Worker] = []
@@ -98,8 +100,8 @@ def race(
     candidates, later = [candidates[baseline], *rest], list[Trial]()
     with _ended_by_interrupt(start, running.values()):
         later = race(target, fingerprint, candidates, judging, rules, log_folder=log_folder, environment=environment,
-                     on_progress=on_progress, number=number, seed=seed + 1, held=held, nodes=nodes, patience=patience,
-                     before=last)  # fmt: skip
+                     on_progress=on_progress, number=number, seed=seed + 1, held=held, nodes=nodes, forks=forks,
+                     patience=patience, before=last)  # fmt: skip
     if later and baseline in trials:  # what ties those that ran there to those that ran here
         trials[baseline] = replace(trials[baseline], slices=(*trials[baseline].slices, *later[0].slices))
     return [*(trials[index] for index in sorted(trials)), *later[1:]]

@@ -2,6 +2,7 @@
 
     process     a process and its tree: start, wait, pause, last line, close
     child       one that answers: requests and answers over a socket pair, a deadline for each
+    forks       children that begin as forks of a process which has imported what they need
     parent      the same from inside: what a process of fettle's does first, and how it answers
     ranks       several that answer as one: launcher starts them with torchrun's engine, at a rendezvous
     nodes       other machines, which start their share of them

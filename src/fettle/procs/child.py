@@ -10,12 +10,15 @@ import time
 from collections.abc import Mapping
 from multiprocessing.connection import Pipe
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from fettle.errors import UsageError
-from fettle.procs.process import Process, how_it_ended
+from fettle.procs.process import Fork, Process, how_it_ended
+
+if TYPE_CHECKING:
+    from fettle.procs.forks import ForkServer
 
 RESERVE = 0.04
 """Share of the machine's memory that must stay free: below it a child that holds a quarter of all is ended as out of
@@ -64,18 +67,25 @@ class Reply(msgspec.Struct, omit_defaults=True):
 class Child(Process):
     """A process that runs `module` and answers, alive from construction to `close`: a context manager.
 
-    The module is given a file descriptor, on which `fettle.procs.parent` answers. `variables` are
-    added to our environment.
+    The module is given a file descriptor, on which `fettle.procs.parent` answers. `variables` are added to our
+    environment. Where `forks` serves that, it is one of them, in which ``main(parent)`` of the module runs.
     """
 
     def __init__(
         self, module: str, *, variables: Mapping[str, str] | None = None, log: Path | None = None, python: str = "",
+        forks: ForkServer | None = None,
     ) -> None:  # fmt: skip
-        self._link, theirs = Pipe()
+        environment = environment_of(variables or {})
+        can_fork = forks is not None and not python and forks.serves(environment)
+        self.link, theirs = Pipe()
+
+        def fork(log: int) -> Fork | None:
+            return forks.fork(module, log, theirs.fileno()) if forks is not None and can_fork else None
+
         with theirs:
             super().__init__(
                 ["-m", module, str(theirs.fileno())], pass_fds=(theirs.fileno(),), log=log, python=python,
-                environment={**_VARIABLES, **os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})},
+                environment=environment, fork=fork,
             )  # fmt: skip
         self._doing = self._stage = ""
 
@@ -93,7 +103,7 @@ class Child(Process):
         line = msgspec.msgpack.encode(request)
         self._doing, self._stage = what(line), ""
         try:
-            self._link.send_bytes(line)
+            self.link.send_bytes(line)
         except OSError:
             raise self._ended() from None
 
@@ -114,7 +124,7 @@ class Child(Process):
     def close(self) -> None:
         """Kill it with all its descendants. Safe to call again."""
         super().close()
-        self._link.close()
+        self.link.close()
 
     def _next(self, deadline: float, timeout_s: float, doing: str) -> bytes:
         left_s = math.inf
@@ -122,9 +132,9 @@ class Child(Process):
             left_s = deadline - time.monotonic()
             try:
                 # Once more after the deadline: it may have answered while this process was stopped.
-                if self._link.poll(max(0.0, min(left_s, TICK_S))):
-                    return self._link.recv_bytes()
-                has_ended = self.wait(0) is not None and not self._link.poll()  # what it has started may hold the link
+                if self.link.poll(max(0.0, min(left_s, TICK_S))):
+                    return self.link.recv_bytes()
+                has_ended = self.wait(0) is not None and not self.link.poll()  # what it has started may hold the link
             except (EOFError, OSError):
                 has_ended = True
             if has_ended:
@@ -152,6 +162,11 @@ class Child(Process):
         if code is None:
             return ChildError(f"it does not answer any more in {self._doing}", "crash")
         return ChildError(how_it_ended(code) + (f": {words}" if words else ""), "memory" if code == -9 else "crash")
+
+
+def environment_of(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a child with these variables beside ours."""
+    return {**_VARIABLES, **os.environ, "PYTHONUNBUFFERED": "1", **variables}
 
 
 def what(request: bytes) -> str:

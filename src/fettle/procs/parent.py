@@ -47,21 +47,22 @@ class Parent:
     """The process that asks this one: it sends requests and gets one reply to each.
 
     Without a link it is the process that started us as a `fettle.procs.child.Child`. Of several nodes the first is 0.
+    `imported_s` is what our imports took, where we are a fork of a process that had made them.
     """
 
-    def __init__(self, link: Connection | None = None, node: int = 0) -> None:
-        self._link = link if link is not None else Connection(int(sys.argv[1]))
-        self.node = node
+    def __init__(self, link: Connection | None = None, node: int = 0, imported_s: float = 0.0) -> None:
+        self.link = link if link is not None else Connection(int(sys.argv[1]))
+        self.node, self.imported_s = node, imported_s
 
     def requests(self) -> Iterator[bytes]:
         """Requests as they come, until the parent has gone."""
         with contextlib.suppress(EOFError, OSError):
             while True:
-                yield self._link.recv_bytes()
+                yield self.link.recv_bytes()
 
     def send(self, reply: Reply) -> None:
         """Reply to the last request."""
-        self._link.send_bytes(msgspec.msgpack.encode(reply))
+        self.link.send_bytes(msgspec.msgpack.encode(reply))
 
     def stage(self, name: str) -> None:
         """Report the current stage, so that it is known where this process hung or died."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Self
@@ -19,22 +20,52 @@ if TYPE_CHECKING:
     import psutil
 
 
+class Fork:
+    """A process that another one has forked and writes the exit code of to a pipe, whose other end is `ended`; with
+    what is used of `subprocess.Popen`."""
+
+    def __init__(self, pid: int, ended: int) -> None:
+        self.pid, self._ended = pid, ended
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code; None where it has not ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code. Raises `subprocess.TimeoutExpired` where it has not ended after `timeout` seconds."""
+        if self.returncode is None:
+            written = select.poll()
+            written.register(self._ended, select.POLLIN)
+            if not written.poll(None if timeout is None else 1000 * timeout):
+                raise subprocess.TimeoutExpired("a fork", timeout or 0.0)
+            # Nothing is written where whoever forked it was killed, and it with that.
+            self.returncode = int(os.read(self._ended, 16) or -signal.SIGKILL)
+            os.close(self._ended)
+        return self.returncode
+
+
 class Process:
     """Python with these arguments, in a session of its own, alive from construction to `close`: a context manager.
 
     What it prints goes to the end of `log`, else to an unnamed file, for its last line; with `shows` to where ours
     goes. `environment` is all that it inherits, ours where it is None; `python` the interpreter, ours where it is
-    empty. Raises OSError where none can be had.
+    empty. With `fork` it is what that gives for the descriptor of its log, if anything. Raises OSError where none can
+    be had.
     """
 
     def __init__(
         self, arguments: Sequence[str], *, environment: Mapping[str, str] | None = None, pass_fds: Sequence[int] = (),
         log: Path | str | None = None, shows: bool = False, python: str = "",
+        fork: Callable[[int], Fork | None] | None = None,
     ) -> None:  # fmt: skip
         self._log = None if shows else _opened(log)
         self._log_start = self._log.tell() if self._log is not None else 0
         try:
-            self._process = subprocess.Popen(
+            forked = fork(self._log.fileno()) if fork is not None and self._log is not None else None
+            self._process = forked or subprocess.Popen(
                 [python or sys.executable, *arguments], env=environment, pass_fds=pass_fds, stdin=subprocess.DEVNULL,
                 stdout=self._log, stderr=self._log,
                 start_new_session=True,  # its own process group: stopped, continued and killed with its children
@@ -49,6 +80,11 @@ class Process:
     def pid(self) -> int:
         """Process id, which is that of its process group too."""
         return self._process.pid
+
+    @property
+    def is_fork(self) -> bool:
+        """Whether it began as a fork."""
+        return isinstance(self._process, Fork)
 
     @property
     def returncode(self) -> int | None:

@@ -7,11 +7,15 @@ import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fettle.errors import UsageError
 from fettle.procs.child import TICK_S, Child, T
 from fettle.procs.nodes import Nodes
 from fettle.procs.rendezvous import LAUNCHER, Rendezvous, free_ports, variables_of
+
+if TYPE_CHECKING:
+    from fettle.procs.forks import ForkServer
 
 _WORD_S = 10.0
 """How long to wait for the other ranks to fail when a node leaves; where its own had not joined yet, none would."""
@@ -25,7 +29,7 @@ class Ranks(Child):
 
     def __init__(
         self, module: str, count: int = 1, *, nodes: Nodes | None = None, variables: Mapping[str, str] | None = None,
-        log: Path | None = None, python: str = "",
+        log: Path | None = None, python: str = "", forks: ForkServer | None = None,
     ) -> None:  # fmt: skip
         self._nodes = nodes if count > 1 else None
         self._rendezvous = _rendezvous(module, count, self._nodes) if count > 1 else None
@@ -35,7 +39,9 @@ class Ranks(Child):
             ours, module = variables_of(self._rendezvous), LAUNCHER
             if self._nodes is not None:
                 self._nodes.begin(self._rendezvous, variables or {})
-        super().__init__(module, variables={**ours, **(variables or {})}, log=log, python=python)
+        super().__init__(
+            module, variables={**ours, **(variables or {})}, log=log, python=python, forks=forks if count == 1 else None
+        )
 
     def gather(self, answer: type[T], timeout_s: float) -> list[T]:
         """The answers of all ranks to the request that was sent; raises what `receive` raises."""

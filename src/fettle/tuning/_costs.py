@@ -22,6 +22,8 @@ class Costs:
 
     standings: Standings
     budget: Budget
+    saved_s: float = 0.0
+    """Seconds that a start of the search takes less than one of the final race."""
 
     def of(self, recipe: Recipe) -> int:
         """How expensive a recipe is to start, as `Space.cost`. Where a process of the workload as given takes longer to
@@ -62,7 +64,8 @@ class Costs:
             trial.start_s for known, trial in self.standings.known.items()
             if known.levels and level_cost(known) == cost and math.isfinite(trial.start_s)
         )  # fmt: skip
-        return alike[len(alike) // 2] if alike else start_s(baseline) + _EXTRA_START_S[cost]
+        whole_s = alike[len(alike) // 2] if alike else start_s(baseline) + _EXTRA_START_S[cost]
+        return max(0.0, whole_s - self.saved_s)
 
     def deadline(self) -> float:
         """When to begin the final race."""

@@ -25,10 +25,12 @@ from fettle.measure import (
     Trial,
     Worker,
     WorkerError,
+    fork_server,
     messages,
     prefer,
     race,
 )
+from fettle.procs.forks import ForkServer, Imports
 from fettle.procs.interpreter import Interpreter
 from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
@@ -54,6 +56,8 @@ _SCREENING_INDIFFERENCE = PRIOR_SPREAD
 race, which has more processes."""
 _MEASURED_APART = ("ttft", "tpot", "energy", "warm-startup")
 """Goals whose trials hold what those of others lack: they have studies of their own."""
+_OF_A_START = ("startup", "warm-startup")
+"""Goals that a whole start of a process is measured for."""
 SHARED_RACES = 10_000
 """Races of a study that several work at are numbered from here, by the place of their first trial."""
 _KEPT = "cache/kept"
@@ -99,6 +103,10 @@ class Session:
         self.costs = Costs(self.standings, self.budget)
         self.held = Held()
         """The processes of the workload as given and of the leader, which run in every race but the last."""
+        self.forks: ForkServer | None = None
+        """What the processes of the search are forked from. Those of the final race, and of all races whose figures are
+        announced as they are, start by themselves: forks of one server share what their memory was like after its
+        imports, and differ less than processes do."""
         self._may_wait_s = _UNLIMITED_WAIT_S if seconds is None else WAITING * seconds
         self.patience = Patience(0.0 if self.rules.may_go_first else 0.6 * self._may_wait_s)
         self.environments: Mapping[str, Interpreter] = {}
@@ -108,6 +116,7 @@ class Session:
         self._on_progress, self._nodes = on_progress, nodes
         self._node_count = nodes.count if nodes is not None else 1
         self._ranks = options.nproc * self._node_count
+        self._imports = Imports()
         self._race = 0
         self._earlier_s = 0.0
 
@@ -140,6 +149,7 @@ class Session:
                 )  # fmt: skip
             except WorkerError as error:
                 raise UsageError(f"the workload could not be probed: {error}") from error
+        self._imports = built.imports
         self.study.set_note("machine", msgspec.to_builtins(machine))
         self.probed_as(probed)
         if self.standings.limits.max_metric_drop is not None and not probed.has_metric:
@@ -147,6 +157,11 @@ class Session:
         self.refresh()
         seconds = self.study.note("seconds")
         self._earlier_s = float(seconds) if isinstance(seconds, (int, float)) else 0.0
+
+    def search_in_forks(self) -> None:
+        """Fork the processes of the races that search, where a final race follows."""
+        if self.facts.device == "cpu" and self.options.goal not in _OF_A_START:
+            self.forks = fork_server(self._environment(), self._imports)
 
     def _built_as(self, built: messages.Built) -> None:
         """Take what the workload is for what it is judged by."""
@@ -265,6 +280,8 @@ class Session:
             if problem := self._problem(recipe):
                 self.keep([Trial(recipe, "failed", problem, race=self._race, versions=self._versions(recipe))])
         candidates = [recipe for recipe in recipes if recipe.levels and not self._problem(recipe)]
+        if self.forks is not None:
+            self.costs = replace(self.costs, saved_s=self.forks.saved_s / self.rules.abreast)
         candidates = candidates[: self.costs.how_many_fit(candidates, self.costs.left_s(deadline))]
         if candidates or not self.standings.known:
             stop = Stop()
@@ -272,15 +289,17 @@ class Session:
                             indifference=max(self.rules.indifference, _SCREENING_INDIFFERENCE))  # fmt: skip
             leader = self.standings.best()
             again = [leader.recipe] if leader is not None and leader.recipe.levels else []
-            self.keep(self.run(list(dict.fromkeys([Recipe(), *again, *candidates])), rules, self.held))
+            field = list(dict.fromkeys([Recipe(), *again, *candidates]))
+            self.keep(self.run(field, rules, self.held, forks=self.forks))
             if stop.asked:
                 raise KeyboardInterrupt
             leader = self.standings.best()
             self.held.keep({Recipe()} | ({leader.recipe} if leader is not None else set()))
 
     def run(
-        self, recipes: Sequence[Recipe], rules: Rules, held: Held | None = None, *, once: Sequence[Recipe] = ()
-    ) -> list[Trial]:
+        self, recipes: Sequence[Recipe], rules: Rules, held: Held | None = None, *, once: Sequence[Recipe] = (),
+        forks: ForkServer | None = None,
+    ) -> list[Trial]:  # fmt: skip
         """Race `recipes` as they are, known or not, in fresh processes (but for what is `held`), and keep nothing.
         Those in `once` have one process whatever the rules say."""
         self._race += 1
@@ -288,7 +307,7 @@ class Session:
         trials = race(
             self.target, self.probed.fingerprint, candidates, self.standings.judge, rules,
             log_folder=self._folder("logs"), environment=self._environment(), on_progress=self._pass_on,
-            number=self._race, held=held, nodes=self._nodes, patience=self.patience,
+            number=self._race, held=held, nodes=self._nodes, forks=forks, patience=self.patience,
         )  # fmt: skip
         return [self._with_first_start(replace(trial, versions=self._versions(trial.recipe))) for trial in trials]
 

@@ -103,6 +103,7 @@ def tune(
             others.gather(session.report)
         session.report("building the workload and its reference")
         session.open(machine)
+        session.search_in_forks()
         space, left_out = space_for(session.facts, allowed, session.plan.rules_out, session.costs.of)
         session.standings.allowed = functools.partial(holds, space)
         interrupted, last = False, FinalRace()

@@ -1,0 +1,250 @@
+"""Children that begin as forks of a process which has imported what they need.
+
+Importing torch takes a second of a child's start, transformers three more: a study pays that in each of dozens. A fork
+server imports once, runs nothing else, and has one thread when it forks, so that a fork is what a process is after its
+imports. Only Linux has them; where the imports start threads or find an accelerator, whose context no fork can use,
+there are none either, and children start by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from types import ModuleType
+
+import msgspec
+
+from fettle.procs.child import Child, ChildError, Request, environment_of
+from fettle.procs.parent import Parent, be_a_worker
+from fettle.procs.process import Fork
+
+_TIMEOUT_S = 120.0
+
+
+class Imports(msgspec.Struct, frozen=True):
+    """What importing did to a process."""
+
+    modules: tuple[str, ...] = ()
+    """In the order of their import; those of Python, of installed packages and of fettle alone, not what the user works
+    on."""
+    variables: dict[str, str | None] = {}
+    """Variables of the environment that were set meanwhile, by the modules or by who imported them; None for those that
+    were deleted."""
+
+
+class Preload(Request):
+    """Import modules, those that cannot be left out. Answered by `Preloaded`."""
+
+    modules: tuple[str, ...]
+    counts: bool
+    """Whether a child that starts by itself counts the time of these as its workload's."""
+
+
+class Preloaded(msgspec.Struct):
+    """What the server is after an import."""
+
+    usable: bool
+    """It may be forked."""
+    variables: dict[str, str | None]
+    """As those of `Imports`."""
+
+
+class Begin(Request):
+    """Fork, and have the fork answer as `module` does. The descriptors follow: what it writes how it ended to, its log,
+    and its link. Answered by `Begun`."""
+
+    module: str
+    folder: str
+
+
+class Begun(msgspec.Struct):
+    """The fork."""
+
+    pid: int
+
+
+class ForkServer:
+    """Forks for children of one environment that run one of `runs`, for which a `Parent` knows what the imports of all
+    other modules took. Nothing is started before the `imports` of a child that started by itself are known and a fork
+    is asked for. Where other variables were set there than the modules set alone, they may have been imported to
+    another end, and there are no forks. Close it after its forks.
+    """
+
+    def __init__(self, runs: Sequence[str], variables: Mapping[str, str]) -> None:
+        self._runs = runs
+        self.imports: Imports | None = None
+        self.saved_s = 0.0
+        """What the imports took, which a fork does not make."""
+        self._variables = variables
+        self._environment: Mapping[str, str] = {}
+        self._child: Child | None = None
+        self._failed = sys.platform != "linux"
+
+    def serves(self, environment: Mapping[str, str]) -> bool:
+        """Whether a child with this environment can be a fork."""
+        if self._child is None and self.imports is not None and not self._failed:
+            self._start(self.imports)
+        return self._child is not None and not self._failed and environment == self._environment
+
+    def fork(self, module: str, log: int, link: int) -> Fork | None:
+        """Have a fork run `module`; None where the server is gone: it is not used again."""
+        assert self._child is not None
+        ended, theirs = os.pipe()
+        try:
+            self._child.send(Begin(module, os.getcwd()))
+            for descriptor in (theirs, log, link):
+                send_handle(self._child.link, descriptor, self._child.pid)
+            return Fork(self._child.receive(Begun, _TIMEOUT_S).pid, ended)
+        except BaseException as error:  # an interrupt, too, leaves an answer that nobody has read
+            os.close(ended)
+            self._failed = True
+            self.close()
+            if isinstance(error, ChildError | OSError):
+                return None
+            raise
+        finally:
+            os.close(theirs)
+
+    def close(self) -> None:
+        """End the server, and what is left of its forks."""
+        if self._child is not None:
+            self._child.close()
+            self._child = None
+
+    def _start(self, imports: Imports) -> None:
+        self._environment = environment_of(self._variables)
+        self._child = Child("fettle.procs.forks", variables=self._variables)
+        self._failed = True
+        try:
+            began = time.monotonic()
+            self._child.call(Preload(tuple(self._runs), counts=False), Preloaded, _TIMEOUT_S)
+            done = self._child.call(Preload(imports.modules, counts=True), Preloaded, _TIMEOUT_S)
+            self.saved_s = time.monotonic() - began
+            self._failed = not done.usable or done.variables != imports.variables
+        except ChildError:
+            pass
+        finally:
+            if self._failed:
+                self.close()
+
+
+def imports(before: Mapping[str, str]) -> Imports:
+    """What this process has imported, and what became of the environment that it had `before`."""
+    import sysconfig
+
+    installed = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    modules = tuple(name for name, module in list(sys.modules.items()) if _is_of(module, name, installed))
+    return Imports(modules, _changed(before))
+
+
+def _changed(before: Mapping[str, str]) -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
+
+
+def _is_of(module: ModuleType, name: str, installed: tuple[str, ...]) -> bool:
+    spec = getattr(module, "__spec__", None)
+    if spec is None or spec.name != name:  # what is only an attribute of another module, or goes by two names
+        return False
+    origin = spec.origin or ""
+    return name.partition(".")[0] == "fettle" or origin.startswith(installed) or origin in ("built-in", "frozen")
+
+
+class _Server:
+    """The process that is forked."""
+
+    def __init__(self, parent: Parent) -> None:
+        self.parent = parent
+        self.imported_s = 0.0
+        self.variables = dict(os.environ)
+        self.ends: dict[int, int] = {}
+        """Where it is written how each fork has ended."""
+        signal.signal(signal.SIGCHLD, lambda *_: self.reap())
+
+    def answer(self, request: Preload | Begin) -> Preloaded | Begun:
+        return self.preload(request) if isinstance(request, Preload) else self.begin(request)
+
+    def preload(self, request: Preload) -> Preloaded:
+        began = time.perf_counter()
+        for name in request.modules:
+            if name not in sys.modules:
+                with contextlib.suppress(Exception, SystemExit):
+                    importlib.import_module(name)
+        self.imported_s += request.counts * (time.perf_counter() - began)
+        if not request.counts:
+            self.variables = dict(os.environ)
+        return Preloaded(_is_forkable(), _changed(self.variables))
+
+    def begin(self, request: Begin) -> Begun:
+        ends, log, link = (recv_handle(self.parent.link) for _ in range(3))
+        begun, begins = os.pipe()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        pid = os.fork()
+        if not pid:
+            try:
+                os.setsid()
+                for descriptor in (begins, begun, ends, *self.ends.values()):
+                    os.close(descriptor)
+                self.become(request, log, Connection(link))
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        self.ends[pid] = ends
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        for descriptor in (begins, log, link):
+            os.close(descriptor)
+        os.read(begun, 1)  # until it has a process group that can be killed
+        os.close(begun)
+        return Begun(pid)
+
+    def become(self, request: Begin, log: int, link: Connection) -> None:
+        """Be the child that `request` asks for."""
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        self.parent.link.close()
+        for shown in (1, 2):
+            os.dup2(log, shown)
+        os.close(log)
+        os.chdir(request.folder)
+        be_a_worker()
+        random.seed()
+        if "numpy" in sys.modules:
+            importlib.import_module("numpy.random").seed()
+        importlib.import_module(request.module).main(Parent(link, imported_s=self.imported_s))
+
+    def reap(self) -> None:
+        """Write down how forks have ended."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if (to := self.ends.pop(ended[0], None)) is not None:
+                    with contextlib.suppress(OSError):  # nobody asks any more
+                        os.write(to, b"%d" % os.waitstatus_to_exitcode(ended[1]))
+                    os.close(to)
+
+
+def _is_forkable() -> bool:
+    """Whether this process has one thread and no accelerator. Those of a BLAS end when it is forked, and begin anew in
+    the fork when they are needed: it is forked once before they are counted."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.accelerator.is_available():
+        return False
+    if not (pid := os.fork()):
+        os._exit(0)
+    with contextlib.suppress(ChildProcessError):  # reaped by the handler
+        os.waitpid(pid, 0)
+    return len(os.listdir("/proc/self/task")) == 1
+
+
+if __name__ == "__main__":
+    be_a_worker()
+    own = Parent()
+    own.serve(Preload | Begin, _Server(own).answer)
