@@ -257,8 +257,6 @@ class Start:
         with _usage_as_failure(candidate):
             built = worker.finish(Built, self._timeout_s())
         worker.fingerprint, worker.name = built.fingerprint, built.name
-        if self.forks is not None and self.forks.imports is None:
-            self.forks.imports = built.imports
         worker.pause()
         if self.fingerprint and built.fingerprint != self.fingerprint:
             raise WorkerError(

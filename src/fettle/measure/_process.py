@@ -60,8 +60,8 @@ _LIVE: set[Worker] = set()
 _FORK_SERVERS = list[ForkServer]()
 
 
-def fork_server(environment: Mapping[str, str], imports: Imports | None = None) -> ForkServer:
-    """Workers with this environment beside ours as forks, once the `imports` of one are known."""
+def fork_server(environment: Mapping[str, str], imports: Imports) -> ForkServer:
+    """Workers with this environment beside ours as forks that have the `imports` of one which started by itself."""
     forks = ForkServer([WORKER, "fettle.measure._inference", "fettle.measure._training"], environment)
     forks.imports = imports
     _FORK_SERVERS.append(forks)
