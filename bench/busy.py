@@ -5,6 +5,7 @@ itself; what was announced is raced against the quiet study's winner at once aft
 
     python bench/busy.py --minutes 9            # goes on from the JSON that it left
     python bench/busy.py --show                 # the table
+    python bench/busy.py --polite --output F    # as for a user whose slices may not go before others' work
 
 Nothing else may run meanwhile: where somebody else has the cores a piece is not begun, and a quiet study made again.
 """
@@ -107,11 +108,11 @@ def others(seconds: float = 2.0) -> Load:
     return watch.load()
 
 
-def study(model: str, budget_s: int, name: str) -> dict | None:
+def study(model: str, budget_s: int, name: str, extra: list[str]) -> dict | None:
     """One study as a user runs it, beside a neighbour: what it announced."""
     with tempfile.TemporaryDirectory() as folder, quota(name) as processes, neighbour(name):
         command = [sys.executable, "-m", "fettle", "tune", f"{HERE / 'busy_workloads.py'}:{model}",
-                   "--budget", f"{budget_s}s", "--output", folder]  # fmt: skip
+                   "--budget", f"{budget_s}s", "--output", folder, *extra]  # fmt: skip
         began = time.monotonic()
         with (Path(folder) / "progress.txt").open("w") as log:
             run = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True,
@@ -157,10 +158,10 @@ def quiet_race(model: str, recipes: list[str]) -> dict[str, list[float]]:
     }
 
 
-def step(seen: dict, model: str, budget_s: int, name: str, number: int) -> None:
+def step(seen: dict, model: str, budget_s: int, name: str, number: int, extra: list[str]) -> None:
     """One study, then a race of its winner and the quiet study's: what is true in the same hour."""
     key = f"{model} {budget_s} {name} {number}"
-    found = study(model, budget_s, name)
+    found = study(model, budget_s, name, extra)
     if name == "none" and others().others > 0.1:
         print("disturbed: made again later", flush=True)
         return
@@ -237,6 +238,7 @@ def main() -> None:
     parser.add_argument("--neighbours", nargs="+", default=list(NEIGHBOURS), choices=list(NEIGHBOURS))
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--races", type=int, default=0, help="race each quiet winner this often on the quiet machine")
+    parser.add_argument("--polite", action="store_true", help="slices never go first, as where the system forbids it")
     parser.add_argument("--show", action="store_true")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "busy.json")
     options = parser.parse_args()
@@ -257,7 +259,7 @@ def main() -> None:
         if not math.isnan(load.others) and load.others > 0.1:
             print(f"others have {load.others:.0%} of the cores: nothing is measured", flush=True)
             break
-        step(seen, model, budget_s, name, number)
+        step(seen, model, budget_s, name, number, ["--polite"] * options.polite)
         save(seen, options.output)
     for model, budget_s in itertools.product(options.models, options.budgets):
         recipe = seen["studies"].get(f"{model} {budget_s} none 0", {}).get("recipe")

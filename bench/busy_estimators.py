@@ -8,6 +8,7 @@ For each model and neighbour of `busy.py`, in slices as a race takes them:
 - less waiting: elapsed time less what all threads waited for a core (`without_waits`), as beside one neighbour
 - less one's waiting: less what the thread waited that waited longest, as under a quota, which stops all at once
 - as if by chance: the time in which no thread waits, where each waits whatever the others do, as beside several
+- as a pool: what each thread that computes ran, as where the one that calls leaves them the work
 - held apart: each of these with each computing thread on a core of its own
 - going first: with the highest priority; `less waiting` of it is what a race goes by
 
@@ -30,11 +31,14 @@ from pathlib import Path
 import torch
 from busy import HERE, NEIGHBOURS, _join, neighbour, quota
 
+from fettle.applying import apply
 from fettle.machine import this_machine
 from fettle.measure._priority import going_first, may_go_first
-from fettle.measure._waits import Waits, busiest, held_up_ns, one_core_each, waited_ns, without_waits
+from fettle.measure._waits import Waits, busiest, held_up_ns, one_core_each, ran_ns, waited_ns, without_waits
+from fettle.recipe import Recipe
 
-MODELS = ("t5", "resnet", "mlp")
+MODELS = ("t5", "resnet", "mlp", *(f"{name} runtime=openvino" for name in ("t5", "resnet", "mlp", "distilbert")))
+"""Models of `busy_workloads.py`, as given and by a recipe."""
 SLICE_S = 0.12
 TWO = "two busy processes"
 LESS = {"less waiting": {}, "less one's waiting": {"at_once": True}, "as if by chance": {"neighbours": 2}}
@@ -51,26 +55,29 @@ def slices(run, threads, waits, seconds: float, *, apart: bool = False, first: b
             going_first(os.getpid()) if first else contextlib.nullcontext(),
         ):
             run()
-            calls, waited, cpu_ns, began = [], [], time.process_time_ns(), time.perf_counter()
+            calls, looks, cpu_ns, began = [], [], time.process_time_ns(), time.perf_counter()
             while not calls or time.perf_counter() - began < SLICE_S:
                 before, start = waits.by_thread(), time.perf_counter_ns()
                 run()
                 ns = time.perf_counter_ns() - start
                 calls.append(ns)
-                waited.append(waited_ns(before, waits.by_thread()))
+                after = waits.by_thread()
+                looks.append((ns, waited_ns(before, after), ran_ns(before, after, threads)))
             cpu_ns = time.process_time_ns() - cpu_ns
         found.append({
             "elapsed": statistics.median(calls) / 1e6,
             "lowest tenth": sorted(calls)[len(calls) // 10] / 1e6,
             "cpu time": cpu_ns / len(calls) / len(threads) / 1e6,
-            **{name: _less(calls, waited, **how) for name, how in LESS.items()},
+            **{name: _less([(ns, held_up_ns(ns, waited, **how)) for ns, waited, _ in looks])
+               for name, how in LESS.items()},
+            "as a pool": _less([(ns, held_up_ns(ns, waited, ran=ran)) for ns, waited, ran in looks]),
         })  # fmt: skip
         time.sleep(0.05)
     return found
 
 
-def _less(calls, waited, **how) -> float:
-    return without_waits([(1, ns, held_up_ns(ns, each, **how)) for ns, each in zip(calls, waited, strict=True)]) / 1e6
+def _less(held_up: list[tuple[int, int]]) -> float:
+    return without_waits([(1, ns, each) for ns, each in held_up]) / 1e6
 
 
 @contextlib.contextmanager
@@ -91,11 +98,13 @@ def measure(model: str, kinds: list[str], seconds: float) -> dict[str, dict[str,
     sys.path.insert(0, str(HERE))
     import busy_workloads
 
-    module, batches = getattr(busy_workloads, model)()
+    name, _, recipe = model.partition(" ")
+    module, batches = getattr(busy_workloads, name)()
     batch = batches[0]
+    call = apply(module, Recipe.parse(recipe), [batch]) if recipe else module
 
     def run() -> None:
-        module(**batch) if isinstance(batch, dict) else module(batch)
+        call(**batch) if isinstance(batch, dict) else call(batch)
 
     waits = Waits()
     with torch.inference_mode():
@@ -134,7 +143,7 @@ def main() -> None:
         return
     found = {}
     for model in MODELS:
-        part = options.output.with_suffix(f".{model}")
+        part = options.output.with_suffix(f".{model.replace(' ', '-')}")
         # A session of its own, as a worker has: priorities count within one.
         command = [sys.executable, __file__, "--model", model, "--seconds", str(options.seconds), "--output", str(part)]
         subprocess.run(command, check=True, start_new_session=True)

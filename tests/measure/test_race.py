@@ -13,6 +13,7 @@ import textwrap
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -707,11 +708,15 @@ def test_slices_account_for_all_of_their_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stopped_s", "neighbours", "left_ms"), [(0.0, 1, 40), (None, 1, 40), (0.3, 1, 70), (0.3, 2, 70), (0.0, 2, 49)]
-)
-def test_what_waiting_is_taken_out(monkeypatch: pytest.MonkeyPatch, stopped_s, neighbours, left_ms) -> None:
+    ("is_pool", "stopped_s", "neighbours", "left_ms"),
+    [
+        (False, 0.0, 1, 40), (False, None, 1, 40), (False, 0.3, 1, 70), (False, 0.3, 2, 70), (False, 0.0, 2, 49),
+        (True, 0.0, 1, 55), (True, None, 1, 55), (True, 0.3, 1, 55), (True, 0.0, 2, 55),
+    ],
+)  # fmt: skip
+def test_what_waiting_is_taken_out(monkeypatch: pytest.MonkeyPatch, is_pool, stopped_s, neighbours, left_ms) -> None:
     """Of two threads that wait one after the other a call waits for both; stopped together by a quota, for one of
-    them; beside two neighbours some of the waiting falls together."""
+    them; beside two neighbours some of the waiting falls together. Those of a pool share what there is to do."""
 
     class Counters:
         ms = 0.0
@@ -723,7 +728,7 @@ def test_what_waiting_is_taken_out(monkeypatch: pytest.MonkeyPatch, stopped_s, n
             return 0.0
 
         def by_thread(self) -> dict[int, tuple[int, int]]:
-            return {thread: (0, int(self.ms * 1e6)) for thread in (1, 2)}
+            return {thread: (int(self.ms / 30 * ran * 1e6), int(self.ms * 1e6)) for thread, ran in ((1, 50), (2, 60))}
 
     class Fixed:
         def time_ns(self, function: Callable[[], None]) -> int:
@@ -737,7 +742,7 @@ def test_what_waiting_is_taken_out(monkeypatch: pytest.MonkeyPatch, stopped_s, n
     counters, readings = Counters(), iter([stopped_s and 1.0, stopped_s and 1.0 + stopped_s])
     monkeypatch.setattr(_state, "throttled_s", lambda: next(readings))
     state = State(run=run, clock=Fixed(), cycle=itertools.cycle([[torch.ones(1)]]), call_ns=100_000_000)
-    state.waits = counters
+    state.waits, state.computing, state.is_pool = counters, (1, 2), is_pool
     told = take_slice(state, TakeSlice(0.05, neighbours=neighbours))
     assert told.unhindered_ns == pytest.approx(left_ms * 1e6)
     assert told.waits == pytest.approx(0.6)
@@ -749,6 +754,21 @@ def test_what_the_clock_holds_is_no_memory_of_the_recipe(monkeypatch: pytest.Mon
     state = State(run=lambda batch: time.sleep(0.01), clock=Clock("cpu"), cycle=batches)
     state.clock.held_bytes = 100
     assert settled(state, True, []) == 50
+
+
+@pytest.mark.parametrize("by_another", [True, False])
+def test_threads_that_compute_while_the_one_that_calls_sleeps_are_a_pool(by_another: bool) -> None:
+    def compute() -> None:
+        end = time.thread_time() + 0.01
+        while time.thread_time() < end:
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        run = (lambda batch: pool.submit(compute).result()) if by_another else (lambda batch: compute())
+        state = State(run=run, clock=Clock("cpu"), cycle=itertools.cycle([[torch.ones(1)]]))
+        settled(state, False, [])
+    assert state.is_pool == by_another
+    assert len(state.computing) == 1
 
 
 def test_energy_is_that_of_one_call_where_batches_differ_in_shape(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from fettle.measure import _watch
 from fettle.measure._load import QUIET_OTHERS, Load, mean_load
 from fettle.measure._meters import spent
-from fettle.measure._waits import Waits, busiest, held_up_ns, waited_ns, without_waits
+from fettle.measure._waits import Waits, busiest, held_up_ns, ran_ns, waited_ns, without_waits
 from fettle.measure._watch import Patience, Reading, Watch, read_machine
 from fettle.procs import limits
 
@@ -220,6 +220,7 @@ def test_threads_that_wait_are_read_from_the_kernel(tmp_path):
     assert sorted(waited_ns({7: (0, 50), 8: (0, 50)}, waits.by_thread())) == [150, 250]
     assert waited_ns({8: (0, 400)}, waits.by_thread()) == [0]  # a counter that ran backwards, and a new thread
     assert busiest({7: (900, 0)}, waits.by_thread()) == [8]
+    assert ran_ns({7: (900, 0), 8: (10**9, 0)}, waits.by_thread(), [7, 8, 9]) == [100, 0]
     for name in ("7", "8", "9"):
         (tmp_path / name / "schedstat").unlink()
         (tmp_path / name).rmdir()
@@ -242,6 +243,12 @@ def test_what_waiting_holds_up_depends_on_whether_threads_wait_at_once():
     assert held_up_ns(1000, waited) == held_up_ns(1000, waited, neighbours=1) == 900
     assert held_up_ns(1000, waited, at_once=True) == held_up_ns(1000, waited, at_once=True, neighbours=3) == 500
     assert held_up_ns(1000, waited, neighbours=2) == 700  # 60% of half of the time
+
+
+def test_threads_of_a_pool_take_over_what_one_that_waits_would_have_done():
+    assert held_up_ns(1900, [1200, 80], ran=[1000, 1100]) == 850
+    assert held_up_ns(1900, [1200, 80], at_once=True, neighbours=3, ran=[1000, 1100]) == 850
+    assert held_up_ns(1000, [10, 0], ran=[700, 600]) == 10  # they slept for the rest
 
 
 @pytest.mark.parametrize(("text", "wanting"), [("0.5 0.4 0.3 3/120 77", 2), ("0 0 0 0/1 2", 0), ("?", 0), (None, 0)])

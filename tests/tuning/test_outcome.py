@@ -20,6 +20,7 @@ from fettle.recipe_file import RecipeFile
 from fettle.techniques import Facts
 from fettle.tuning import Options, Session
 from fettle.tuning._arguments import live_folder
+from fettle.tuning._opening import open_study, remarks
 from fettle.tuning._outcome import _beside, _remarks, pick_winner
 from fettle.workload import Target
 
@@ -94,17 +95,16 @@ def test_slices_outlast_the_period_of_an_energy_counter(goal, seconds, tmp_path)
 )
 def test_what_is_measured_in_another_way_has_a_study_of_its_own(options, name, tmp_path):
     """Or the answer to one question would be made of the trials of another."""
-    session = Session(Target("work.py:workload", "work"), Options(output=tmp_path, **options), lambda event: None)
     built = Built(load_s=1.0, fingerprint="f" * 16, structure="s", name="", mode="inference")
-    session._open_study(built, this_machine())
-    assert session.study.name == name
+    target = Target("work.py:workload", "work")
+    study, elsewhere = open_study(target, built, Options(output=tmp_path, **options), this_machine())
+    assert (study.name, elsewhere) == (name, "")
 
 
 @pytest.mark.parametrize(("load_s", "budget_s", "told"), [(70, 300, 1), (50, 300, 0), (70, None, 0)])
-def test_a_workload_that_takes_much_of_the_budget_to_build_is_told_of(load_s, budget_s, told, tmp_path):
-    session = Session(Target("w.py:workload"), Options(output=tmp_path, budget_s=budget_s), lambda event: None)
-    session._built_as(Built(load_s=load_s, fingerprint="f", structure="s", name="", mode="inference"))
-    assert len([note for note in session.notes if "took 70 s of the budget of 300 s" in note]) == told
+def test_a_workload_that_takes_much_of_the_budget_to_build_is_told_of(load_s, budget_s, told):
+    built = Built(load_s=load_s, fingerprint="f", structure="s", name="", mode="inference")
+    assert sum("took 70 s of the budget of 300 s" in text for text in remarks(built, budget_s)) == told
 
 
 def test_live_objects_of_a_process_that_was_killed_are_deleted(tmp_path):

@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from fettle.measure._clock import warm_up
 from fettle.measure._lockstep import agreed, slowest
 from fettle.measure._notes import Notes, compile_cache
 from fettle.measure._trial import Accuracy
-from fettle.measure._waits import Waits, busiest, held_up_ns, one_core_each, waited_ns, without_waits
+from fettle.measure._waits import Waits, busiest, held_up_ns, one_core_each, ran_ns, waited_ns, without_waits
 from fettle.measure._watch import throttled_s
 from fettle.measure.messages import Examine, Examined, MeasurePeaks, Peaks, Prepared, SliceTaken, TakeSlice
 from fettle.procs.forks import Imports, imports
@@ -65,6 +66,8 @@ class State:
     waits: Waits = field(default_factory=Waits)
     computing: Sequence[int] = ()
     """Threads that compute, by their number in the system."""
+    is_pool: bool = False
+    """They compute while the thread that calls sleeps."""
     told_s: float | None = None
     """CPU seconds of the process at the end of its last slice."""
     _variables: Mapping[str, str] = field(default_factory=dict)
@@ -135,6 +138,7 @@ def settled(
         samples, steady = warm_up(lambda: one_sample(state), samples)
     state.waits.refresh()
     state.computing = busiest(before, state.waits.by_thread())
+    state.is_pool = threading.get_native_id() not in state.computing
     peak = _meters.peak_bytes(state.device) if has_peak else None
     if peak is not None:
         peak = max(0, peak - state.clock.held_bytes)
@@ -236,7 +240,7 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
     state.padding = [torch.empty(random.randrange(64, 1 << 18), dtype=torch.uint8) for _ in range(16)]
     apart = one_core_each(state.computing) if request.apart and state.device == "cpu" else contextlib.nullcontext()
     samples: list[int] = []
-    chunks: list[tuple[int, int, list[int]]] = []
+    chunks: list[_Chunk] = []
     with apart:
         # What ran between two slices has emptied the caches: where calls are short, one call settles them unmeasured.
         if state.call_ns * 5 < wanted_ns:
@@ -250,25 +254,25 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
             samples.append(one_sample(state))
             if time.perf_counter_ns() - chunk >= _CHUNK_NS:
                 before, waits = waits, state.waits.by_thread()
-                chunks.append(_chunk(state, samples[count:], waited_ns(before, waits)))
+                chunks.append(_chunk(state, samples[count:], before, waits))
                 count, chunk = len(samples), time.perf_counter_ns()
     pages = pages_fetched() - pages
     after = _meters.energy_j(state.gpus)
     if count < len(samples):
-        chunks.append(_chunk(state, samples[count:], waited_ns(waits, state.waits.by_thread())))
+        chunks.append(_chunk(state, samples[count:], waits, state.waits.by_thread()))
     was_stopped = stopped_s is not None and (throttled_s() or 0.0) > stopped_s
     if state.call_ns > 10 * wanted_ns:  # SAM's encoder keeps 3 GiB for its next call, which the others may need now
         _meters.trim()
-    waits_known = all(waited for _, _, waited in chunks)
+    waits_known = all(waited for _, _, waited, _ in chunks)
     delays = [
-        (calls, ns, held_up_ns(ns, waited, at_once=was_stopped, neighbours=request.neighbours))
-        for calls, ns, waited in chunks if waits_known
+        (calls, ns, held_up_ns(ns, waited, at_once=was_stopped, neighbours=request.neighbours, ran=ran))
+        for calls, ns, waited, ran in chunks if waits_known
     ]  # fmt: skip
     state.told_s = state.cpu_s()
     return SliceTaken(
         samples_ns=samples,
         unhindered_ns=without_waits(delays),
-        waits=sum(sum(waited) for _, _, waited in chunks) / sum(samples) if waits_known else math.nan,
+        waits=sum(sum(waited) for _, _, waited, _ in chunks) / sum(samples) if waits_known else math.nan,
         cpu_s=state.told_s - before_s,
         pages=pages / len(samples) / state.calls,
         energy_j=_meters.spent(energy, after, len(samples) * state.calls),
@@ -276,6 +280,15 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
     )
 
 
-def _chunk(state: State, samples: list[int], waited: Sequence[int]) -> tuple[int, int, list[int]]:
-    """How many samples, their nanoseconds, and those that each thread waited: nothing where that is unknown."""
-    return len(samples), sum(samples), [ns // state.group for ns in waited]
+_Times = dict[int, tuple[int, int]]
+_Chunk = tuple[int, int, list[int], list[int]]
+
+
+def _chunk(state: State, samples: list[int], before: _Times, after: _Times) -> _Chunk:
+    """How many samples, their nanoseconds, and those that each thread waited, none where that is unknown; where the
+    threads are a pool also those that each that computes ran."""
+    ran = ran_ns(before, after, state.computing) if state.is_pool else []
+    return (
+        len(samples), sum(samples), [ns // state.group for ns in waited_ns(before, after)],
+        [ns // state.group for ns in ran],
+    )  # fmt: skip

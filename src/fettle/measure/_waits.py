@@ -82,19 +82,32 @@ def busiest(before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]
     return sorted((thread for thread in ran if ran[thread] > 0.2 * most), key=lambda thread: -ran[thread])
 
 
+def ran_ns(before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]], threads: Sequence[int]) -> list[int]:
+    """Nanoseconds that each of these threads ran between two readings of `Waits.by_thread`."""
+    return [max(0, after[thread][0] - before[thread][0]) for thread in threads if thread in before and thread in after]
+
+
 def waited_ns(before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]]) -> list[int]:
     """Nanoseconds that each thread waited between two readings of `Waits.by_thread`; empty where the kernel does not
     say."""
     return [max(0, waited - before[thread][1]) for thread, (_, waited) in after.items() if thread in before]
 
 
-def held_up_ns(ns: int, waited: Sequence[int], *, at_once: bool = False, neighbours: int = 1) -> int:
+def held_up_ns(
+    ns: int, waited: Sequence[int], *, at_once: bool = False, neighbours: int = 1, ran: Sequence[int] = ()
+) -> int:
     """How long a call of `ns` was held up by what its threads `waited`, which work on one operator and so wait for the
     slowest of them (docs/measuring.md).
 
     Beside one neighbour one of them waits at a time, and all of it counts. Threads that are stopped `at_once`, by a
     quota, hold up as long as one of them waits. Beside several neighbours each waits whatever the others do.
+
+    Those are threads of OpenMP, with the one that calls among them. Threads of a pool, to which the one that calls
+    leaves the work (OpenVINO's), take over what one that waits would have done, and sleep where there is nothing to do:
+    what each of them `ran` is what the call takes.
     """
+    if ran:
+        return max(0, min(sum(waited), round(ns - sum(ran) / len(ran))))
     if at_once:
         return max(waited)
     if neighbours <= 1:

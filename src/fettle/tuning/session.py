@@ -34,12 +34,11 @@ from fettle.procs.forks import ForkServer, Imports
 from fettle.procs.interpreter import Interpreter
 from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
-from fettle.storage import storage_url
-from fettle.study import Study
 from fettle.techniques import PYTHON, batch_factor, canonical, environment, is_calibrated, run_by, source, uses_ranks
 from fettle.tuning._baseline import how_it_swings
 from fettle.tuning._budget import Budget
 from fettle.tuning._costs import Costs
+from fettle.tuning._opening import limits_of, open_study, remarks
 from fettle.tuning._probe import Probed, judged_by, plan_memory, probe
 from fettle.tuning._race_rules import abreast, rules_of
 from fettle.tuning.model import PRIOR_SPREAD, Races
@@ -54,20 +53,12 @@ _UNLIMITED_WAIT_S = 120.0
 _SCREENING_INDIFFERENCE = PRIOR_SPREAD
 """Rounds tell two processes of the same code apart as well as two recipes: what is closer than this is for the final
 race, which has more processes."""
-_MEASURED_APART = ("ttft", "tpot", "energy", "warm-startup")
-"""Goals whose trials hold what those of others lack: they have studies of their own."""
 _OF_A_START = ("startup", "warm-startup")
 """Goals that a whole start of a process is measured for."""
 SHARED_RACES = 10_000
 """Races of a study that several work at are numbered from here, by the place of their first trial."""
 _KEPT = "cache/kept"
 """What trials have converted, for their further processes: it is large, and goes when the study ends."""
-_SLOW_TO_BUILD = 0.2
-"""Share of the budget."""
-_HIDES_TEXT = (
-    "the workload's call lets the model generate, as one black box: with `new_tokens` in place of `call` text is taken "
-    "apart, judged as such, and can be made much faster (fettle.GenerationWorkload)"
-)
 
 
 @dataclass(frozen=True)
@@ -124,7 +115,6 @@ class Session:
         """Probe the workload, compute its reference, and open or resume its study, by default the workload's own.
 
         `fingerprint`, when given, is what the workload must be for the recipe that is to run on it.
-        Live objects of one class are other workloads as soon as their weights are: each has a study of its own.
         """
         timeout_s = self.rules.prepare_timeout_s
         with Worker(self._environment(), self._folder("logs") / "probe.log") as worker:
@@ -137,8 +127,7 @@ class Session:
                         "the recipe is for another workload: its weights or inputs differ from this one's; tune again, "
                         "or check it all the same with `force`"
                     )
-                self._built_as(built)
-                self._open_study(built, machine)
+                self._take(built, machine)
                 path = self._folder("cache") / f"reference-{built.fingerprint}-{built.structure[:8]}.pt"
                 allow_batch = self.options.allow_batch and self.options.goal != "latency"
                 look_s = math.inf if self.budget.seconds is None else 0.1 * self.budget.seconds
@@ -163,39 +152,17 @@ class Session:
         if self.facts.device == "cpu" and self.options.goal not in _OF_A_START:
             self.forks = fork_server(self._environment(), self._imports)
 
-    def _built_as(self, built: messages.Built) -> None:
-        """Take what the workload is for what it is judged by."""
+    def _take(self, built: messages.Built, machine: Machine) -> None:
+        """Take what the workload is for what it is judged by, and open its study."""
         self.target = replace(self.target, mode=built.mode)
-        if built.writes:
-            self.standings.limits = self.options.text_limits
-        elif asked := self.options.asked_of_text:
-            raise UsageError(f"{asked} is for a fettle.GenerationWorkload")
-        if built.mode == "training":
-            self.standings.limits = self.options.training_limits
+        self.standings.limits = limits_of(built, self.options)
         if built.inputs:
             self.note(f"inputs: {built.inputs}")
-        if built.hides_text:
-            self._remark(_HIDES_TEXT)
-        if self.budget.seconds is not None and built.load_s > _SLOW_TO_BUILD * self.budget.seconds:
-            self._remark(
-                f"building the workload took {built.load_s:.0f} s of the budget of {self.budget.seconds:.0f} s, and "
-                "each recipe's process builds it, too: let it keep what it makes (trained weights) in a file"
-            )
-
-    def _open_study(self, built: messages.Built, machine: Machine) -> None:
-        own = f"-{built.fingerprint[:8]}" if self.target.is_live else ""
-        part = f"-{self.options.goal}" if self.options.goal in _MEASURED_APART else ""
-        beside = "-under-load" if self.options.under_load else ""
-        usual, name = self.target.name + own + part + beside, self.options.study and self.options.study + part
-        self.study = Study.open(
-            name or usual, storage_url(self.options.storage, self.folder), built.fingerprint, machine.id,
-            structure=built.structure, beside=not name,
-        )  # fmt: skip
-        if self.study.name not in (name, usual):
-            self._remark(
-                f"the model or its inputs are not those of the study {usual!r}: this is the study {self.study.name!r} "
-                "beside it"
-            )
+        for text in remarks(built, self.budget.seconds):
+            self._remark(text)
+        self.study, elsewhere = open_study(self.target, built, self.options, machine)
+        if elsewhere:
+            self._remark(elsewhere)
 
     def _remark(self, text: str) -> None:
         """Say something now and in the result."""

@@ -1,0 +1,63 @@
+"""What a workload that has been built means for its study: which study it is, its limits, and what to say about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fettle.errors import UsageError
+from fettle.machine import Machine
+from fettle.measure import messages
+from fettle.result import Limits
+from fettle.storage import storage_url
+from fettle.study import Study
+from fettle.tuning.options import Options
+from fettle.workload import Target
+
+_MEASURED_APART = ("ttft", "tpot", "energy", "warm-startup")
+"""Goals whose trials hold what those of others lack: they have studies of their own."""
+_SLOW_TO_BUILD = 0.2
+"""Share of the budget."""
+_HIDES_TEXT = (
+    "the workload's call lets the model generate, as one black box: with `new_tokens` in place of `call` text is taken "
+    "apart, judged as such, and can be made much faster (fettle.GenerationWorkload)"
+)
+
+
+def limits_of(built: messages.Built, options: Options) -> Limits:
+    """The limits that such a workload is judged by. Raises `UsageError` where others were asked for."""
+    if not built.writes and (asked := options.asked_of_text):
+        raise UsageError(f"{asked} is for a fettle.GenerationWorkload")
+    if built.mode == "training":
+        return options.training_limits
+    return options.text_limits if built.writes else options.limits
+
+
+def remarks(built: messages.Built, budget_s: float | None) -> Iterator[str]:
+    """What the user should know of the workload before minutes are spent on it."""
+    if built.hides_text:
+        yield _HIDES_TEXT
+    if budget_s is not None and built.load_s > _SLOW_TO_BUILD * budget_s:
+        yield (
+            f"building the workload took {built.load_s:.0f} s of the budget of {budget_s:.0f} s, and each recipe's "
+            "process builds it, too: let it keep what it makes (trained weights) in a file"
+        )
+
+
+def open_study(target: Target, built: messages.Built, options: Options, machine: Machine) -> tuple[Study, str]:
+    """Open or resume a workload's study, by default its own, and say where it is not the one that it would have been.
+
+    Live objects of one class are other workloads as soon as their weights are: each has a study of its own.
+    """
+    own = f"-{built.fingerprint[:8]}" if target.is_live else ""
+    part = f"-{options.goal}" if options.goal in _MEASURED_APART else ""
+    usual = target.name + own + part + "-under-load" * options.under_load
+    name = options.study and options.study + part
+    study = Study.open(
+        name or usual, storage_url(options.storage, options.output), built.fingerprint, machine.id,
+        structure=built.structure, beside=not name,
+    )  # fmt: skip
+    if study.name in (name, usual):
+        return study, ""
+    return study, (
+        f"the model or its inputs are not those of the study {usual!r}: this is the study {study.name!r} beside it"
+    )
