@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from busy import HERE, NEIGHBOURS, _join, neighbour, quota
+from busy import HERE, NEIGHBOURS, _join, neighbour, others, quota
 
 from fettle.applying import apply
 from fettle.machine import this_machine
@@ -143,6 +143,8 @@ def main() -> None:
         return
     found = {}
     for model in MODELS:
+        if (load := others().others) > 0.1:
+            parser.error(f"others have {load:.0%} of the cores: nothing is measured")
         part = options.output.with_suffix(f".{model.replace(' ', '-')}")
         # A session of its own, as a worker has: priorities count within one.
         command = [sys.executable, __file__, "--model", model, "--seconds", str(options.seconds), "--output", str(part)]
