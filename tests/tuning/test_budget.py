@@ -221,6 +221,14 @@ def test_nothing_is_kept_back_while_there_is_nothing_to_confirm():
     assert budget.end - budget.deadline([slow, replace(slow, recipe=Recipe.parse("precision=bf16"))]) >= 100
 
 
+def test_while_few_recipes_were_tried_half_as_much_is_kept_back_for_further_processes():
+    """Beside a busy neighbour a start takes 20 s: of three minutes one went to a race of the only recipe tried."""
+    slow, leader = replace(BASE, turn_s=1.0, start_s=20.0), replace(trial(start=13.0), turn_s=0.3)
+    budget = Budget(180.0, 0.0)
+    assert budget.end - budget.deadline([slow, leader]) > 45
+    assert budget.end - budget.deadline([slow, leader], few=True) == pytest.approx(30.0)
+
+
 def test_the_workload_as_given_is_not_started_again_for_the_final_race():
     """Its process runs since the first race. Of 360 s a sampling of 5 s a call kept back a third for two starts, and
     ended after one bundle with 130 s left."""

@@ -52,19 +52,20 @@ class Budget:
         """How long after its end something that has begun may go on."""
         return 30.0 if self.seconds is None else min(30.0, GRACE * self.seconds)
 
-    def deadline(self, finalists: Sequence[Trial]) -> float:
+    def deadline(self, finalists: Sequence[Trial], *, few: bool = False) -> float:
         """`time.monotonic()` at which to begin the final race, so that it ends inside the budget.
 
         `finalists` are the baseline and those that would be measured again now, the leader first. What is kept back
-        is enough for all of them where that is no more than a third of the budget, and else for the leader and the
-        baseline in one process each. Where that is more than half of the budget nothing is kept back: the winner is
-        not confirmed, and the result says so. Of the baseline alone there is nothing to confirm.
+        is enough for all of them where that is no more than a third of the budget, a sixth while `few` recipes were
+        tried, as another one may bring more than further processes do; and else for the leader and the baseline in one
+        process each. Where that is more than half of the budget nothing is kept back: the winner is not confirmed, and
+        the result says so. Of the baseline alone there is nothing to confirm.
         """
         if self.seconds is None or len(finalists) < 2:
             return self.end
         least = race_s(finalists[:2], FEWEST_ROUNDS)
         full = race_s(finalists) + replicates_s(finalists, REPLICATES - 1)
-        reserve = min(full, max(least, self.seconds / 3))
+        reserve = min(full, max(least, self.seconds / (6 if few else 3)))
         return self.end if least > 0.5 * self.seconds else self.end - reserve
 
 

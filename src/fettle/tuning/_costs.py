@@ -15,6 +15,9 @@ from fettle.tuning.standings import Standings
 _EXTRA_START_S = {1: 0.0, 2: 6.0, 3: 30.0}
 """What a recipe of each cost needs beyond the workload as given until it is ready, as long as none was measured."""
 
+_FEW = 4
+"""Recipes that ran, below which time for another one is worth more than time for further processes of the best."""
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -69,8 +72,11 @@ class Costs:
 
     def deadline(self) -> float:
         """When to begin the final race."""
-        baseline = self.standings.known.get(Recipe())
-        return self.budget.deadline([baseline, *self.standings.finalists()] if baseline else [])
+        known = self.standings.known
+        if (baseline := known.get(Recipe())) is None:
+            return self.budget.end
+        few = sum(trial.status != "failed" for trial in known.values()) - 1 < _FEW
+        return self.budget.deadline([baseline, *self.standings.finalists()], few=few)
 
     def left_s(self, deadline: float | None = None) -> float:
         """Seconds until then, by default until the final race must begin."""
