@@ -207,6 +207,17 @@ def test_a_gain_that_every_race_saw_is_not_cannot_tell(tmp_path, monkeypatch):
     assert verdict == "faster"
 
 
+def test_the_interval_of_what_cannot_be_told_without_a_final_race_is_that_of_the_best_of_many(tmp_path, monkeypatch):
+    """The interval that each of them has alone, 1.0 not in it, was shown beside "cannot tell"."""
+    fast = "precision=bf16"
+    others = [trial(f"{fast} grad={level}", 9.9) for level in ("no_grad", "inference_mode")]
+    session = session_with(tmp_path, monkeypatch, [trial("baseline", 10.0), trial(fast, 8.6), *others])
+    assert session.standings.known[Recipe.parse(fast)].speedup.low > 1
+    winner, verdict = pick_winner(session, [])
+    assert verdict == "cannot tell"
+    assert winner.speedup.low <= 1
+
+
 @pytest.mark.parametrize(("slower_ms", "enough"), [(3.5, True), (9.0, False)])
 def test_two_processes_that_differ_by_chance_bring_in_no_more(tmp_path, monkeypatch, slower_ms, enough):
     """A seventh is no reason where all races before saw nothing of the kind; three times as long is one."""

@@ -95,10 +95,10 @@ def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, 
         elif again and not any(trial.ok and not trial.is_compared for trial in again):
             winner = None  # they held once and not again: nothing to hand out with a good conscience
         together = _together(session, winner) if winner is not None and claim == "cannot tell" else None
-        if winner is not None and together is not None and together.low > 1:
+        if winner is not None and together is not None and (together.low > 1 or not last):
             winner, claim = replace(winner, speedup=together), said(together)
             if claim == "cannot tell":
-                return winner, claim  # earlier races had settled it: that is neither "no difference" nor a promise
+                return winner, claim  # what earlier races say is neither "no difference" nor a promise
     gained = claim == "faster"
     if session.standings.goal not in TIMES and winner is not None:
         goal = session.standings.goal
