@@ -66,14 +66,14 @@ def variables(tmp_path):
 
 @pytest.fixture(params=["by itself", "forked"])
 def child(variables, request):
-    forks = ForkServer([], variables)
-    forks.imports = Imports(("json",)) if request.param == "forked" else None
+    forks = ForkServer([], variables, Imports(("json",))) if request.param == "forked" else None
     try:
         with Child("answering", variables=variables, forks=forks) as child:
             assert isinstance(child._process, Fork) == (request.param == "forked")
             yield child
     finally:
-        forks.close()
+        if forks is not None:
+            forks.close()
 
 
 def ended(pid: int) -> bool:

@@ -58,7 +58,7 @@ def variables(tmp_path):
 
 @pytest.fixture
 def forks(variables):
-    server = ForkServer(["asked"], variables)
+    server = ForkServer(["asked"], variables, Imports(("json",)))
     yield server
     server.close()
 
@@ -97,7 +97,6 @@ def test_each_draws_numbers_of_its_own(forks, variables):
 
 
 def test_what_prints_goes_to_the_log_of_the_fork(forks, variables, tmp_path):
-    forks.imports = Imports(("json",))
     with Child("asked", variables=variables, forks=forks, log=tmp_path / "one.log") as child:
         with Child("asked", variables=variables, forks=forks) as other:
             assert not asked(other, "print('of the other')")
@@ -120,7 +119,6 @@ def test_what_has_threads_is_not_forked(forks, variables):
 
 
 def test_another_environment_is_not_forked(forks, variables):
-    forks.imports = Imports(("json",))
     with Child("asked", variables={**variables, "OMP_NUM_THREADS": "3"}, forks=forks) as child:
         assert not isinstance(child._process, Fork)
         assert asked(child, "os.environ['OMP_NUM_THREADS']") == "3"
@@ -134,13 +132,13 @@ def test_what_was_imported_with_other_variables_is_not_forked(forks, variables, 
         assert asked(child, "6 * 7") == 42
 
 
-def test_before_the_imports_are_known_there_is_no_server(forks, variables):
-    assert not forks.serves(environment_of(variables))
+def test_before_a_fork_is_asked_for_there_is_no_server(forks, variables):
     assert forks._child is None
+    assert forks.serves(environment_of(variables))
+    assert forks._child is not None
 
 
 def test_a_server_that_was_killed_is_no_loss(forks, variables):
-    forks.imports = Imports(("json",))
     with Child("asked", variables=variables, forks=forks) as child:
         server = psutil.Process(forks._child.pid)
         server.kill()
@@ -152,7 +150,6 @@ def test_a_server_that_was_killed_is_no_loss(forks, variables):
 
 
 def test_forks_end_with_their_server_and_both_with_us(forks, variables):
-    forks.imports = Imports(("json",))
     with Child("asked", variables=variables, forks=forks) as child:
         pids = [child.pid, forks._child.pid]
         forks.close()
@@ -160,7 +157,6 @@ def test_forks_end_with_their_server_and_both_with_us(forks, variables):
 
 
 def test_a_closed_server_is_started_again_when_it_is_needed(forks, variables):
-    forks.imports = Imports(("json",))
     for _ in range(2):
         with Child("asked", variables=variables, forks=forks) as child:
             assert isinstance(child._process, Fork)
@@ -168,7 +164,6 @@ def test_a_closed_server_is_started_again_when_it_is_needed(forks, variables):
 
 
 def test_a_paused_fork_rests(forks, variables):
-    forks.imports = Imports(("json",))
     with Child("asked", variables=variables, forks=forks) as child:
         child.pause()
         assert by_then(lambda: psutil.Process(child.pid).status() == psutil.STATUS_STOPPED)

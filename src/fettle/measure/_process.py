@@ -62,8 +62,7 @@ _FORK_SERVERS = list[ForkServer]()
 
 def fork_server(environment: Mapping[str, str], imports: Imports) -> ForkServer:
     """Workers with this environment beside ours as forks that have the `imports` of one which started by itself."""
-    forks = ForkServer([WORKER, "fettle.measure._inference", "fettle.measure._training"], environment)
-    forks.imports = imports
+    forks = ForkServer([WORKER, "fettle.measure._inference", "fettle.measure._training"], environment, imports)
     _FORK_SERVERS.append(forks)
     return forks
 

@@ -23,7 +23,7 @@ from fettle.measure._clock import warm_up
 from fettle.measure._lockstep import agreed, slowest
 from fettle.measure._notes import Notes, compile_cache
 from fettle.measure._trial import Accuracy
-from fettle.measure._waits import Waits, busiest, held_up_ns, one_core_each, ran_ns, waited_ns, without_waits
+from fettle.measure._waits import Times, Waits, busiest, held_up_ns, one_core_each, ran_ns, waited_ns, without_waits
 from fettle.measure._watch import throttled_s
 from fettle.measure.messages import Examine, Examined, MeasurePeaks, Peaks, Prepared, SliceTaken, TakeSlice
 from fettle.procs.forks import Imports, imports
@@ -280,11 +280,10 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
     )
 
 
-_Times = dict[int, tuple[int, int]]
 _Chunk = tuple[int, int, list[int], list[int]]
 
 
-def _chunk(state: State, samples: list[int], before: _Times, after: _Times) -> _Chunk:
+def _chunk(state: State, samples: list[int], before: Times, after: Times) -> _Chunk:
     """How many samples, their nanoseconds, and those that each thread waited, none where that is unknown; where the
     threads are a pool also those that each that computes ran."""
     ran = ran_ns(before, after, state.computing) if state.is_pool else []

@@ -12,6 +12,9 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+Times = dict[int, tuple[int, int]]
+"""Nanoseconds that each thread has run and has waited."""
+
 
 class Waits:
     """How long this process's threads have waited for a core, from its own files in /proc."""
@@ -42,7 +45,7 @@ class Waits:
                     total += sum(int(ticks) for ticks in fields[11:15]) / os.sysconf("SC_CLK_TCK")
         return total
 
-    def by_thread(self) -> dict[int, tuple[int, int]]:
+    def by_thread(self) -> Times:
         """Nanoseconds that each thread has run and has waited."""
         times = {}
         for thread, file in self._files.items():
@@ -75,19 +78,19 @@ def one_core_each(threads: Sequence[int]) -> Iterator[None]:
                 os.sched_setaffinity(thread, allowed)
 
 
-def busiest(before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]]) -> list[int]:
+def busiest(before: Times, after: Times) -> list[int]:
     """The threads that computed between two readings of `Waits.by_thread`, the busiest first."""
     ran = {thread: run - before.get(thread, (0, 0))[0] for thread, (run, _) in after.items()}
     most = max(ran.values(), default=0)
     return sorted((thread for thread in ran if ran[thread] > 0.2 * most), key=lambda thread: -ran[thread])
 
 
-def ran_ns(before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]], threads: Sequence[int]) -> list[int]:
+def ran_ns(before: Times, after: Times, threads: Sequence[int]) -> list[int]:
     """Nanoseconds that each of these threads ran between two readings of `Waits.by_thread`."""
     return [max(0, after[thread][0] - before[thread][0]) for thread in threads if thread in before and thread in after]
 
 
-def waited_ns(before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]]) -> list[int]:
+def waited_ns(before: Times, after: Times) -> list[int]:
     """Nanoseconds that each thread waited between two readings of `Waits.by_thread`; empty where the kernel does not
     say."""
     return [max(0, waited - before[thread][1]) for thread, (_, waited) in after.items() if thread in before]

@@ -74,25 +74,23 @@ class Begun(msgspec.Struct):
 
 class ForkServer:
     """Forks for children of one environment that run one of `runs`, for which a `Parent` knows what the imports of all
-    other modules took. Nothing is started before the `imports` of a child that started by itself are known and a fork
-    is asked for. Where other variables were set there than the modules set alone, they may have been imported to
-    another end, and there are no forks. Close it after its forks.
+    other modules took. They have the `imports` of a child that started by itself: where other variables were set there
+    than the modules set alone, they may have been imported to another end, and there are no forks. Nothing is started
+    before a fork is asked for. Close it after its forks.
     """
 
-    def __init__(self, runs: Sequence[str], variables: Mapping[str, str]) -> None:
-        self._runs = runs
-        self.imports: Imports | None = None
+    def __init__(self, runs: Sequence[str], variables: Mapping[str, str], imports: Imports) -> None:
+        self._runs, self._variables, self.imports = runs, variables, imports
         self.saved_s = 0.0
         """What the imports took, which a fork does not make."""
-        self._variables = variables
         self._environment: Mapping[str, str] = {}
         self._child: Child | None = None
         self._failed = sys.platform != "linux"
 
     def serves(self, environment: Mapping[str, str]) -> bool:
         """Whether a child with this environment can be a fork."""
-        if self._child is None and self.imports is not None and not self._failed:
-            self._start(self.imports)
+        if self._child is None and not self._failed:
+            self._start()
         return self._child is not None and not self._failed and environment == self._environment
 
     def fork(self, module: str, log: int, link: int) -> Fork | None:
@@ -120,16 +118,16 @@ class ForkServer:
             self._child.close()
             self._child = None
 
-    def _start(self, imports: Imports) -> None:
+    def _start(self) -> None:
         self._environment = environment_of(self._variables)
         self._child = Child("fettle.procs.forks", variables=self._variables)
         self._failed = True
         try:
             began = time.monotonic()
             self._child.call(Preload(tuple(self._runs), counts=False), Preloaded, _TIMEOUT_S)
-            done = self._child.call(Preload(imports.modules, counts=True), Preloaded, _TIMEOUT_S)
+            done = self._child.call(Preload(self.imports.modules, counts=True), Preloaded, _TIMEOUT_S)
             self.saved_s = time.monotonic() - began
-            self._failed = not done.usable or done.variables != imports.variables
+            self._failed = not done.usable or done.variables != self.imports.variables
         except ChildError:
             pass
         finally:
