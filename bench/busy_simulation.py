@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import random
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -129,9 +130,9 @@ class _Notes:
     def set_note(self, key: str, value: object) -> None: ...
 
 
-def run(truth: Study, folder: Path) -> tuple[float, bool, bool, bool]:
+def run(truth: Study, folder: Path) -> tuple[float, bool, bool, bool, float]:
     """How far the announced winner is behind the best (a log), whether its interval holds the truth, whether it was
-    said to be of a quiet machine, and whether a gain of 1.5x was not told."""
+    said to be of a quiet machine, whether a gain of 1.5x was not told, and half of the interval (a log)."""
     options = Options(limits=Limits(None), budget_s=None, output=folder)
     session = Session(Target("made/up.py:workload"), options, lambda event: None, started=0.0)
     session.study = _Notes()  # type: ignore[assignment]
@@ -152,12 +153,13 @@ def run(truth: Study, folder: Path) -> tuple[float, bool, bool, bool]:
     winner, verdict = pick_winner(session, last)
     best = min(truth.log_ms.values())
     if winner is None or not winner.recipe.levels or winner.speedup is None:
-        return -best, True, False, best < -math.log(1.5)
+        return -best, True, False, best < -math.log(1.5), math.nan
     true = math.exp(-truth.log_ms[winner.recipe])
     quiet = [sum(one.quiet for one in trial.slices if one.process == trial.slices[0].process) for trial in last]
     behind = truth.log_ms[winner.recipe] - best
     held = winner.speedup.low <= true <= winner.speedup.high
-    return behind, held, min(quiet) >= 3, verdict == "cannot tell" and best < -math.log(1.5)
+    half = math.log(winner.speedup.high / winner.speedup.low) / 2 if winner.speedup.low > 0 else math.inf
+    return behind, held, min(quiet) >= 3, verdict == "cannot tell" and best < -math.log(1.5), half
 
 
 def keep(session: Session, trials: Sequence[Trial]) -> None:
@@ -177,14 +179,16 @@ def summary(
             for index in range(studies)
         ]
         found = [run(truth, Path(folder)) for truth in truths]
-    said = [held for _, held, quiet, _ in found if quiet]
+    said = [held for _, held, quiet, *_ in found if quiet]
+    halves = [half for *_, half in found if not math.isnan(half)]
     return {
         "neighbour": name, "watched": watched, "goes first": goes_first, "shift": shift, "studies": studies,
         "more than 5% behind": sum(behind > math.log(1.05) for behind, *_ in found) / studies,
         "more than 15% behind": sum(behind > math.log(1.15) for behind, *_ in found) / studies,
-        "interval held": sum(held for _, held, _, _ in found) / studies,
+        "interval held": sum(held for _, held, *_ in found) / studies,
+        "half of the interval, median": round(statistics.median(halves), 4),
         "said to be quiet": len(said), "of these held": sum(said) / max(1, len(said)),
-        "1.5x not told": sum(missed for *_, missed in found) / studies,
+        "1.5x not told": sum(missed for *_, missed, _ in found) / studies,
     }  # fmt: skip
 
 

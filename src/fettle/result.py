@@ -198,7 +198,7 @@ class Outcome:
     winner: Trial | None
     """From the last, fresh race. None: no recipe keeps the limits. Its recipe may be empty: change nothing."""
     verdict: Verdict
-    """The winner against the baseline, from the final race alone."""
+    """The winner against the baseline, from the final race or, where that is surer, from all races together."""
     baseline_again: Trial | None = None
     """The workload as given in the final race, where the winner is from it: a machine's speed drifts, and only times of
     one race may stand side by side."""

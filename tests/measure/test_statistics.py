@@ -125,6 +125,25 @@ def test_six_processes_see_past_one_that_is_slow_for_life() -> None:
     assert found >= 0.85 * 200
 
 
+@pytest.mark.parametrize(("rounds", "lasting"), [(4, 0.0), (11, 0.0), (20, 0.0), (20, 0.5), (40, 0.7)])
+def test_what_a_host_does_to_all_processes_of_a_recipe_is_no_agreement_between_them(rounds, lasting) -> None:
+    """From round to round one of two recipes gains or loses 4%, in all its processes alike; a part of it lasts. By the
+    spread of processes alone more than half of such intervals miss."""
+    generator, held, claimed = np.random.default_rng(13), 0, 0
+    for _ in range(200):
+        moments = [generator.normal(0, 0.04)]
+        for _ in range(rounds - 1):
+            moments.append(lasting * moments[-1] + math.sqrt(1 - lasting**2) * generator.normal(0, 0.04))
+        logs = generator.normal(0, 0.005, (2, 4, 1)) + generator.normal(0, 0.01, (2, 4, rounds))
+        logs[0] += moments
+        first, second = [[dict(enumerate(process, 1)) for process in group] for group in logs]
+        found = replicate_interval(first, second, 0.05)
+        held += found.low <= 0 <= found.high
+        claimed += is_exhausted(first, second, 0.05, 0.001)
+    assert held >= 0.85 * 200
+    assert claimed <= 0.2 * 200
+
+
 def test_processes_that_came_later_are_told_apart_by_the_rounds_that_they_share() -> None:
     """The first two of each ran in rounds 0 to 9, all in rounds 10 to 19, in which the machine took twice as long."""
     common = {number: 0.0 if number < 10 else 0.7 for number in range(20)}

@@ -218,6 +218,31 @@ def test_the_interval_of_what_cannot_be_told_without_a_final_race_is_that_of_the
     assert winner.speedup.low <= 1
 
 
+def held(text, ms, race):
+    """Of a process that runs in every race."""
+    one = trial(text, ms, race=race)
+    return replace(one, slices=[replace(each, process=f"held {text}") for each in one.slices])
+
+
+@pytest.mark.parametrize("swing", [1.1, 1.0])
+def test_where_the_machine_changes_from_race_to_race_all_of_them_tell_the_figure(tmp_path, monkeypatch, swing):
+    """Nine times as fast and ten times, in turn: one race alone does not know how much that is."""
+    fast = "precision=bf16"
+    races = [[held("baseline", 9.5, n), held(fast, 1.0 * swing ** (-0.5 if n % 2 else 0.5), n)] for n in range(1, 9)]
+    session = session_with(tmp_path, monkeypatch, *races)
+    ran = [replace(one, accuracy=Accuracy(error=0.0, finite=True))
+           for one in (held("baseline", 9.5, 9), trial(fast, swing**-0.5, race=9))]  # fmt: skip
+    last = session.standings.confirmed(ran)
+    winner, verdict = pick_winner(session, last)
+    said = _outcome._whose_figure(session, winner, last)
+    alone, found = last[1].speedup, winner.speedup
+    assert verdict == "faster"
+    assert found.low <= 9.5 <= found.high
+    assert math.log(found.high / found.low) < (0.8 if swing > 1 else 1.0) * math.log(alone.high / alone.low)
+    assert "all 9 races together" in said
+    assert f"{alone.low:.2f} to {alone.high:.2f}" in said
+
+
 @pytest.mark.parametrize(("slower_ms", "enough"), [(3.5, True), (9.0, False)])
 def test_two_processes_that_differ_by_chance_bring_in_no_more(tmp_path, monkeypatch, slower_ms, enough):
     """A seventh is no reason where all races before saw nothing of the kind; three times as long is one."""

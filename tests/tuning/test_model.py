@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fettle.measure import Interval, Slice, Trial
+from fettle.measure import Interval, Slice, Trial, student
 from fettle.recipe import Recipe
 from fettle.tuning.model import Races, points_of, widened
 
@@ -102,6 +102,22 @@ def test_what_recipes_drift_from_race_to_race_widens_what_one_race_says(shift):
     assert without == pytest.approx(0.07, abs=0.02)
     assert with_it == pytest.approx(without if shift == 1 else 0.4, abs=0.1)
     assert with_it > without
+
+
+def test_more_processes_of_a_race_do_not_average_out_what_a_recipe_drifts():
+    """They drift together: where four of each ran in one of two races its ratio is no surer for that."""
+    errors = []
+    for processes in (1, 4):
+        machine, races = Machine(6, luck=0.0), Races(elapsed=True)
+        for number in range(1, 6):
+            given, fast = machine.race(number, [GIVEN, FAST], slower={FAST: 1.2 ** (-1) ** number})
+            held = [replace(one, process="held fast") for one in fast.slices]
+            races.add([given, replace(fast, slices=held)])
+        races.add(machine.race(6, [GIVEN, FASTER], processes=processes))
+        found = races.fit()
+        ratio = found.log_ratio(FASTER, GIVEN, 0.95)
+        errors.append((ratio.high - ratio.low) / student(found.freedom, 0.05))
+    assert errors[1] > 0.8 * errors[0]
 
 
 def test_a_process_that_is_slow_for_life_moves_little():

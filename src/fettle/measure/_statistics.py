@@ -13,6 +13,11 @@ would differ. Where each candidate ran in several processes (replicates), the pr
 and Welch's t interval between the two groups (B. L. Welch, *Biometrika* 34, 1947). From five processes on, each side's
 fastest and slowest fifth is trimmed (K. K. Yuen, *Biometrika* 61, 1974): about one process in a hundred is slow for
 life here, by a tenth to a third, and four of them cannot tell that from a difference between the recipes.
+
+All processes of a candidate ran in the same rounds, and what a moment does to all of them, as a host does that slows
+memory and nothing else, is no difference between them. That part is found from round to round, and its variance is
+added to that between processes: two effects that are crossed, each with its own sample (Searle, Casella and McCulloch,
+*Variance Components*, 1992, chapter 4).
 """
 
 from __future__ import annotations
@@ -40,6 +45,10 @@ LITTLE = 0.3
 """Share of what processes differ by that may come of the rounds where more of these are hardly worth their time."""
 ENOUGH = LOOKS[0]
 """Quiet rounds from which those in which others had the machine are left out."""
+_FAR = 3.0
+"""Standard deviations to which a slice that is further from its process's others is brought in."""
+_ROUNDS_A_LAG = 8
+"""Rounds for each lag at which they are compared with one another."""
 
 
 def log_interval(observations: Sequence[float], alpha: float) -> Interval:
@@ -96,9 +105,10 @@ def contrast_interval(
     """The sum of `weights` times the means of `groups` of processes, with its two-sided interval of level 1 - `alpha`:
     processes are the units as in `replicate_interval`, of which this is the form for more than two groups, with the
     same trimming and the degrees of freedom of Welch and Satterthwaite, or with a spread that all share where a group
-    has two only. At least two processes a group; the weights add up to 0.
+    has two only. What rounds do to whole groups is added (`_of_rounds`). At least two processes a group; the weights
+    add up to 0.
     """
-    estimate, parts = 0.0, []
+    estimate, parts = 0.0, list[tuple[float, float, float]]()
     fewest, each_units = min(map(len, groups)), _units(groups)
     if each_units is None:
         return Interval(math.nan, -math.inf, math.inf)
@@ -112,12 +122,50 @@ def contrast_interval(
     degrees = sum(part[2] for part in parts)
     shared = sum(squares for squares, _, _ in parts) / degrees
     each = [(times * (shared if fewest == 2 else squares / free), free) for squares, times, free in parts]
+    if fewest == 2:
+        each = [(sum(part for part, _ in each), degrees)]
+    each.append(_of_rounds(groups, weights))
     variance = sum(part for part, _ in each)
     if variance <= 0:  # all equal to the last bit
         return Interval(estimate, estimate, estimate)
-    freedom = degrees if fewest == 2 else variance**2 / sum(part**2 / free for part, free in each)
+    freedom = variance**2 / sum(part**2 / free for part, free in each)
     half = student(freedom, alpha) * math.sqrt(variance)
     return Interval(estimate, estimate - half, estimate + half)
+
+
+def _of_rounds(groups: Sequence[Sequence[Mapping[int, float]]], weights: Sequence[float]) -> tuple[float, float]:
+    """What each round does to all processes of a group adds so much to the variance of a contrast of groups; and its
+    degrees of freedom. Nothing where there are fewer than `ENOUGH` rounds in which all processes ran.
+
+    Each process is taken from its own mean; what is left is its group's mean in that round and a rest (an analysis of
+    variance of two crossed effects, values far out brought in to `_FAR`). The contrast of the groups' means varies from
+    round to round by both; less what the rests explain it is what is shared. Rounds in a row may be alike, as what a
+    host does lasts longer than one: their covariances at short lags count (W. K. Newey and K. D. West, *Econometrica*
+    55, 1987). A process's number is a median over rounds, which has pi / 2 times the variance of a mean.
+    """
+    common = set.intersection(*(set(process) for group in groups for process in group))
+    quiet = [number for number in common if number > 0]
+    rounds = sorted(quiet if len(quiet) >= ENOUGH else common, key=abs)
+    count = len(rounds)
+    if count < ENOUGH:
+        return 0.0, 1.0
+    logs = [np.array([[process[number] for number in rounds] for process in group]) for group in groups]
+    apart = [values - np.median(values, axis=1, keepdims=True) for values in logs]
+    middle = np.median(np.concatenate(apart), axis=0)
+    contrast, rests = np.zeros(count), 0.0
+    for values, weight in zip(apart, weights, strict=True):
+        off = values - middle
+        usual = 1.4826 * float(np.median(np.abs(off[off != 0]))) if off.any() else 0.0
+        off = np.clip(off, -_FAR * usual, _FAR * usual)
+        off -= off.mean(axis=1, keepdims=True)
+        group = off.mean(axis=0)
+        contrast += weight * group
+        rests += weight**2 * float(((off - group) ** 2).sum()) / ((len(off) - 1) * (count - 1)) / len(off)
+    lags = count // _ROUNDS_A_LAG
+    covariances = [float(contrast[lag:] @ contrast[: count - lag]) / (count - 1) for lag in range(lags + 1)]
+    shared = covariances[0] + 2 * sum((1 - lag / (lags + 1)) * covariances[lag] for lag in range(1, lags + 1))
+    shared -= rests * (1 + math.sqrt(2 / (count - 1)))  # and the standard error of a variance: what is there by chance
+    return max(0.0, shared) * math.pi / 2 / count, (count - 1) / (lags + 1)
 
 
 def places(logs: Sequence[Mapping[int, float]]) -> list[dict[int, float]]:
@@ -156,7 +204,7 @@ def is_exhausted(
     """Whether more rounds would hardly narrow `replicate_interval`, or half of it is `narrow` already.
 
     What rounds leave open of a process is how far one half of them is from the other: the variance of all is a quarter
-    of that of the difference.
+    of that of the difference. What they leave open of all processes of a group is `_of_rounds`.
     """
     interval = replicate_interval(slower, faster, alpha)
     if interval.high - interval.low < 2 * narrow:
@@ -170,8 +218,10 @@ def is_exhausted(
     if whole is None or odd is None or even is None:
         return False
     apart = [(one - other) ** 2 for a, b in zip(odd, even, strict=True) for one, other in zip(a, b, strict=True)]
-    between = statistics.fmean(statistics.variance(group) for group in whole)
-    return statistics.fmean(apart) / 4 < LITTLE * between
+    variances = [statistics.variance(group) for group in whole]
+    of_means = sum(variance / len(group) for variance, group in zip(variances, whole, strict=True))
+    shared, _ = _of_rounds([slower, faster], (1, -1))
+    return statistics.fmean(apart) / 4 < LITTLE * statistics.fmean(variances) and shared < LITTLE * of_means
 
 
 def is_vague(speedup: Interval) -> bool:

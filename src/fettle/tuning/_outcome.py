@@ -44,8 +44,11 @@ def outcome(
     session.study.set_note("seconds", session.seconds)
     trials = [trial for trial in session.standings.known.values() if session.standings.allowed(trial.recipe)]
     baseline = again or session.standings.known.get(Recipe())
-    notes = [*session.notes, session.plan.note, _threads_under_load(session, winner), *_remarks(session, winner),
-             depends_on_memory(baseline, winner, session.facts)]  # fmt: skip
+    notes = [
+        *session.notes, session.plan.note, _whose_figure(session, winner, last.trials),
+        _threads_under_load(session, winner), *_remarks(session, winner),
+        depends_on_memory(baseline, winner, session.facts),
+    ]  # fmt: skip
     return Result(
         name=session.target.name,
         target=session.target.reference,
@@ -77,7 +80,8 @@ def outcome(
 
 
 def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, Verdict]:
-    """Who won the final race, and what that race says of it against the workload as given."""
+    """Who won the final race, and what is said of it against the workload as given: what that race says or, where it is
+    surer, what all races together do."""
 
     def said(speedup: Interval | None) -> Verdict:
         return cast(Verdict, verdict(speedup, session.rules.indifference))
@@ -94,11 +98,13 @@ def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, 
             claim = said(winner.speedup)
         elif again and not any(trial.ok and not trial.is_compared for trial in again):
             winner = None  # they held once and not again: nothing to hand out with a good conscience
-        together = _together(session, winner) if winner is not None and claim == "cannot tell" else None
-        if winner is not None and together is not None and (together.low > 1 or not last):
-            winner, claim = replace(winner, speedup=together), said(together)
-            if claim == "cannot tell":
-                return winner, claim  # what earlier races say is neither "no difference" nor a promise
+        together = _together(session, winner) if winner is not None else None
+        if winner is not None and together is not None:
+            settles = claim == "cannot tell" and (together.low > 1 or not last)
+            if settles or (claim == said(together) == "faster" and _is_surer(together, winner.speedup)):
+                winner, claim = replace(winner, speedup=together), said(together)
+                if claim == "cannot tell":
+                    return winner, claim  # what earlier races say is neither "no difference" nor a promise
     gained = claim == "faster"
     if session.standings.goal not in TIMES and winner is not None:
         goal = session.standings.goal
@@ -111,6 +117,11 @@ def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, 
         if leader is None or winner.recipe != leader.recipe:  # nobody picked it for its speed
             claim = said(winner.speedup) if winner.recipe.levels else "same"
     return winner, claim
+
+
+def _is_surer(one: Interval, other: Interval | None) -> bool:
+    """Whether an interval is narrower, on the log scale."""
+    return other is None or one.high * other.low < other.high * one.low
 
 
 def _fastest(session: Session, able: Sequence[Trial]) -> Trial:
@@ -166,6 +177,18 @@ def _ladder(session: Session, winner: Trial, baseline: Trial) -> tuple[Rung, ...
         rungs.append(Rung(" ".join(f"{name}={level}" for name, level in added.items()), trial))
         last = recipe
     return tuple(rungs)
+
+
+def _whose_figure(session: Session, winner: Trial | None, last: Sequence[Trial]) -> str:
+    """What the final race alone said, where the figure is that of all races."""
+    alone = next((trial.speedup for trial in last if winner is not None and trial.recipe == winner.recipe), None)
+    if winner is None or alone is None or alone == winner.speedup:
+        return ""
+    return (
+        f"The figure is that of all {len(session.standings.races.trials)} races together, its interval that of the "
+        f"best of all recipes tried. The final race alone, in fresh processes, says {alone.estimate:.2f}x "
+        f"({alone.low:.2f} to {alone.high:.2f})."
+    )
 
 
 def _remarks(session: Session, winner: Trial | None) -> list[str]:

@@ -188,8 +188,8 @@ def fit(points: Sequence[Point], *, known: Fit | None = None) -> Fit:
     off = np.array([_busy_error(each) for each in taken])
     same_recipe = names[:, None] == names[None, :]
     noise += np.outer(off, off) * same_recipe
-    if known is not None:  # of one race, in which the processes of a recipe drift together
-        noise += known.drift * same_recipe
+    places = np.array([races[point.race] for point in points])
+    together = same_recipe & (places[:, None] == places[None, :])  # the processes of a recipe drift together in a race
     shown = float(np.mean([point.variance for point in points]))
     weights = np.ones(len(points))
     for _ in range(2):
@@ -197,7 +197,8 @@ def fit(points: Sequence[Point], *, known: Fit | None = None) -> Fit:
         variances = _variances(design, values, noise / scale, same_process / scale, shown)
         if known is not None:
             variances = replace(variances, process=known.spread**2, contrasts=known.freedom - PRIOR_WEIGHT)
-        solved = _Solved(design, values, variances.noise * noise / scale + variances.process * same_process / scale)
+        drift = variances.shown_drift if known is None else known.drift
+        solved = _Solved(design, values, (noise + drift * together + variances.process * same_process) / scale)
         if variances.left < _FEWEST_TO_JUDGE:
             break
         # Told by how far the middle ones are, or one that is far would widen the spread and hide in it.
@@ -226,12 +227,17 @@ class _Variances:
     """Variance between processes."""
     contrasts: float
     """How many it was estimated from."""
-    noise: float
-    """By how much the noise is larger than the rounds say: a process may drift from race to race."""
     left: int
     """The number of contrasts."""
-    drift: float
-    """The variance by which it is larger."""
+    selves: int
+    """How many of them are of a process with itself."""
+    shown_drift: float
+    """The variance by which the noise is larger than the rounds say: a process may drift from race to race."""
+
+    @property
+    def drift(self) -> float:
+        """The same drawn towards what is known of such machines."""
+        return self.shown_drift + PRIOR_WEIGHT * PRIOR_DRIFT**2 / (self.selves + PRIOR_WEIGHT)
 
 
 class _Solved:
@@ -254,15 +260,15 @@ def _variances(design: Numbers, values: Numbers, noise: Numbers, same_process: N
     so much in the mean."""
     left = len(values) - int(np.linalg.matrix_rank(design))
     if left == 0:
-        return _Variances(PRIOR_SPREAD**2, 0, 1.0, 0, PRIOR_DRIFT**2)
+        return _Variances(PRIOR_SPREAD**2, 0, 0, 0, 0.0)
     rest = np.linalg.svd(design)[0][:, len(values) - left :]
     root = np.linalg.inv(np.linalg.cholesky(rest.T @ noise @ rest))
     ratios, turned = np.linalg.eigh(root @ rest.T @ same_process @ rest @ root.T)
     squares = (turned.T @ (root @ (rest.T @ values))) ** 2
     tells = ratios * PRIOR_SPREAD**2 > _TELLS
     own, selves = float(squares[~tells].sum()), int((~tells).sum())
-    drift = max(1.0, (own + PRIOR_WEIGHT) / (selves + PRIOR_WEIGHT))
-    ratios, squares = ratios[tells] / drift, squares[tells] / drift
+    larger = max(1.0, (own + PRIOR_WEIGHT) / (selves + PRIOR_WEIGHT))
+    ratios, squares = ratios[tells] / larger, squares[tells] / larger
     low, high = math.log(1e-7), math.log(1.0)
     for _ in range(20):
         middle = (low + high) / 2
@@ -272,8 +278,8 @@ def _variances(design: Numbers, values: Numbers, noise: Numbers, same_process: N
             low = middle
         else:
             high = middle
-    more = (max(0.0, own - selves) * shown + PRIOR_WEIGHT * PRIOR_DRIFT**2) / (selves + PRIOR_WEIGHT)
-    return _Variances(math.exp((low + high) / 2), len(squares), drift, left, more)
+    drift = max(0.0, own - selves) * shown / (selves + PRIOR_WEIGHT)
+    return _Variances(math.exp((low + high) / 2), len(squares), left, selves, drift)
 
 
 def _median_variance(values: Sequence[float]) -> float:
