@@ -37,6 +37,9 @@ from fettle.result import Limits
 
 MODELS = ("t5", "distilbert", "resnet", "mlp", "swin")
 BUDGETS_S = (180, 300)
+RACE_S = 150
+"""Time for a race on the quiet machine. Starting its processes takes a minute of it: what is left must do for more than the
+fewest rounds."""
 _BUSY = "while True: pass"
 _BURSTS = """
 import time
@@ -150,7 +153,7 @@ def quiet_race(model: str, recipes: list[str]) -> dict[str, list[float]]:
     """Speed-ups over the model as given on the quiet machine, of all in one race."""
     named = [Recipe.parse(text) for text in recipes]
     found = bench(f"{HERE / 'busy_workloads.py'}:{model}", named, limits=Limits(max_error=None), max_rounds=20,
-                  settle=False, budget_s=60)  # fmt: skip
+                  settle=False, budget_s=RACE_S)  # fmt: skip
     return {
         text: [trial.speedup.estimate, trial.speedup.low, trial.speedup.high]
         for text, trial in zip(recipes, found.trials[1:], strict=True)
@@ -253,7 +256,7 @@ def main() -> None:
     for number, budget_s, name, model in order:
         if options.show or f"{model} {budget_s} {name} {number}" in seen["studies"]:
             continue
-        if time.monotonic() + 1.2 * budget_s + 60 > end:
+        if time.monotonic() + 1.2 * budget_s + RACE_S > end:
             break
         load = others()
         if not math.isnan(load.others) and load.others > 0.1:
@@ -264,7 +267,7 @@ def main() -> None:
     for model, budget_s in itertools.product(options.models, options.budgets):
         recipe = seen["studies"].get(f"{model} {budget_s} none 0", {}).get("recipe")
         while recipe and not options.show and len(ratios(seen, model, [recipe])) < options.races:
-            if time.monotonic() + 90 > end or others().others > 0.1:
+            if time.monotonic() + RACE_S > end or others().others > 0.1:
                 break
             seen["races"].setdefault(model, []).append(quiet_race(model, [recipe]))
             print(model, seen["races"][model][-1], flush=True)

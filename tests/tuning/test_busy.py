@@ -335,6 +335,7 @@ def test_preconditions_that_win_are_called_what_their_figures_say(tmp_path, monk
     winner, claim = pick_winner(session, last)
     assert winner.recipe == plain
     assert claim == "faster"
+    assert not _outcome._whose_figure(session, winner, [*last, trial(str(plain), 6.1, race=2)])
     assert winner.speedup.low > 1.3
 
 

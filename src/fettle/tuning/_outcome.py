@@ -181,7 +181,8 @@ def _ladder(session: Session, winner: Trial, baseline: Trial) -> tuple[Rung, ...
 
 def _whose_figure(session: Session, winner: Trial | None, last: Sequence[Trial]) -> str:
     """What the final race alone said, where the figure is that of all races."""
-    alone = next((trial.speedup for trial in last if winner is not None and trial.recipe == winner.recipe), None)
+    where = (winner.recipe, winner.race) if winner is not None else None
+    alone = next((trial.speedup for trial in last if (trial.recipe, trial.race) == where), None)
     if winner is None or alone is None or alone == winner.speedup:
         return ""
     return (
