@@ -38,8 +38,8 @@ from fettle.result import Limits
 MODELS = ("t5", "distilbert", "resnet", "mlp", "swin")
 BUDGETS_S = (180, 300)
 RACE_S = 150
-"""Time for a race on the quiet machine. Starting its processes takes a minute of it: what is left must do for more than the
-fewest rounds."""
+"""Time for a race on the quiet machine: starting its processes takes a minute of it, and what is left must do for more
+than the fewest rounds."""
 _BUSY = "while True: pass"
 _BURSTS = """
 import time
