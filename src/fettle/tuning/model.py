@@ -188,8 +188,8 @@ def fit(points: Sequence[Point], *, known: Fit | None = None) -> Fit:
     off = np.array([_busy_error(each) for each in taken])
     same_recipe = names[:, None] == names[None, :]
     noise += np.outer(off, off) * same_recipe
-    places = np.array([races[point.race] for point in points])
-    together = same_recipe & (places[:, None] == places[None, :])  # the processes of a recipe drift together in a race
+    ran_in = np.array([races[point.race] for point in points])
+    together = same_recipe & (ran_in[:, None] == ran_in[None, :])  # the processes of a recipe drift together in a race
     shown = float(np.mean([point.variance for point in points]))
     weights = np.ones(len(points))
     for _ in range(2):
