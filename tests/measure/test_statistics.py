@@ -73,7 +73,7 @@ def test_what_a_process_is_given_for_life_does_not_pass_for_a_difference(process
         effects = generator.normal(0, 0.01, (2, processes, 1))
         common = generator.normal(0, 0.3, 30)  # what a round does to all
         logs = effects + common + generator.normal(0, 0.02, (2, processes, 30))
-        first, second = [[dict(enumerate(process)) for process in group] for group in logs]
+        first, second = [[dict(enumerate(process, 1)) for process in group] for group in logs]
         found = replicate_interval(first, second, 0.05)
         claims["replicates"] += not found.low <= 0 <= found.high
         rounds = log_interval((logs[0].mean(axis=0) - logs[1].mean(axis=0)).tolist(), 0.05)
@@ -88,7 +88,7 @@ def test_replicates_find_a_difference_of_three_per_cent() -> None:
     for _ in range(200):
         logs = generator.normal(0, 0.007, (2, 4, 1)) + generator.normal(0, 0.02, (2, 4, 48))
         logs[0] += np.log(1.03)
-        first, second = [[dict(enumerate(process)) for process in group] for group in logs]
+        first, second = [[dict(enumerate(process, 1)) for process in group] for group in logs]
         found += replicate_interval(first, second, 0.05).low > 0
     assert found >= 0.9 * 200
 
@@ -102,7 +102,7 @@ def test_slices_in_which_the_machine_was_taken_away_do_not_widen_the_interval(ga
         logs = generator.normal(0, 0.003, (2, 4, 1)) + generator.normal(0, 0.02, (2, 4, 48))
         logs += generator.uniform(0.2, 1.0, logs.shape) * (generator.random(logs.shape) < 0.15)
         logs[0] += gap
-        first, second = [[dict(enumerate(process)) for process in group] for group in logs]
+        first, second = [[dict(enumerate(process, 1)) for process in group] for group in logs]
         interval = replicate_interval(first, second, 0.05)
         claims += not interval.low <= gap <= interval.high
         found += interval.high < gap + np.log(1.03)
@@ -117,7 +117,7 @@ def test_six_processes_see_past_one_that_is_slow_for_life() -> None:
     for _ in range(200):
         logs = generator.normal(0, 0.007, (2, 6, 1)) + generator.normal(0, 0.02, (2, 6, 30))
         logs[generator.integers(2), 0] += generator.uniform(0.1, 0.3)
-        first, second = [[dict(enumerate(process)) for process in group] for group in logs]
+        first, second = [[dict(enumerate(process, 1)) for process in group] for group in logs]
         interval = replicate_interval(first, second, 0.05)
         claims += not interval.low <= 0 <= interval.high
         found += interval.high < np.log(1.03)
@@ -190,7 +190,7 @@ def test_more_rounds_are_needless_beside_what_processes_differ_by(spread, noise,
     generator, found = np.random.default_rng(11), 0
     for _ in range(40):
         logs = generator.normal(0, spread, (2, 4, 1)) + generator.normal(0, noise, (2, 4, rounds))
-        first, second = [[dict(enumerate(process)) for process in group] for group in logs]
+        first, second = [[dict(enumerate(process, 1)) for process in group] for group in logs]
         found += is_exhausted(first, second, 0.025, 0.01)
     assert found >= 36 if exhausted else found <= 4
 

@@ -120,6 +120,22 @@ def test_more_processes_of_a_race_do_not_average_out_what_a_recipe_drifts():
     assert errors[1] > 0.8 * errors[0]
 
 
+def test_a_drift_is_told_by_the_recipes_whose_rounds_can_show_it():
+    """One recipe scatters by a fifth from round to round, which is no drift, nor the scale of what the others do."""
+    drifts = []
+    for seed in range(40):
+        steady, rough = Machine(seed, luck=0.0, noise=0.005), Machine(seed, luck=0.0, noise=0.2)
+        races, draw = Races(elapsed=True), random.Random(seed)
+        for number in range(1, 7):
+            shifts = {recipe: math.exp(draw.gauss(0, 0.03)) for recipe in (GIVEN, FAST, FASTER)}
+            trials = steady.race(number, list(shifts), slower=shifts) + rough.race(number, [SLOW])
+            for trial in trials:
+                held = [replace(each, process=f"held {trial.recipe}") for each in trial.slices]
+                races.add([replace(trial, slices=held)])
+        drifts.append(races.fit().drift)
+    assert sum(drifts) / len(drifts) == pytest.approx(0.03**2, rel=0.3)
+
+
 def test_a_process_that_is_slow_for_life_moves_little():
     machine = Machine(3)
     races = Races()

@@ -10,17 +10,17 @@ random ones with one spread for the whole study (a linear mixed model: Searle, C
 Components*, 1992). Races are tied together by the recipes that ran in several: the workload as given and the leader
 run in each. The spread between processes is what makes the weighted squares add up to their degrees of freedom (Paule
 and Mandel, *J. Res. NBS* 87, 1982), drawn towards `PRIOR_SPREAD` as if `PRIOR_WEIGHT` more differences had shown that:
-it carries the spread where few recipes ran in several processes. What a process does from race to race, beside the
-others, that its rounds do not show is its drift, drawn towards `PRIOR_DRIFT` with the same weight; what one race says
-alone is as uncertain as that, too. Processes that are far from what the rest says weigh
-less (P. J. Huber, *Ann. Math. Statist.* 35, 1964).
+it carries the spread where few recipes ran in several processes. What a recipe does from race to race, beside the
+others, that its rounds do not show is its drift, found likewise from contrasts of processes with themselves and drawn
+towards `PRIOR_DRIFT` with the same weight; what one race says alone is as uncertain as that, too. Processes that are
+far from what the rest says weigh less (P. J. Huber, *Ann. Math. Statist.* 35, 1964).
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -173,71 +173,59 @@ def points_of(race: int, trials: Sequence[Trial], *, elapsed: bool = False) -> l
 
 def fit(points: Sequence[Point], *, known: Fit | None = None) -> Fit:
     """Fit the model to the points. The spread and the drift that are `known` are not estimated."""
-    recipes = {recipe: index for index, recipe in enumerate(dict.fromkeys(point.recipe for point in points))}
-    races = {race: index for index, race in enumerate(dict.fromkeys(point.race for point in points))}
-    design = np.zeros((len(points), len(recipes) + len(races)))
-    for row, point in enumerate(points):
-        design[row, recipes[point.recipe]] = 1.0
-        design[row, len(recipes) + races[point.race]] = 1.0
+    recipes = _belong([point.recipe for point in points])
+    processes = _belong([point.process for point in points])
+    turns = _belong([(point.recipe, point.race) for point in points])  # processes of a recipe drift together in a race
+    design = np.hstack([recipes, _belong([point.race for point in points])])
     values = np.array([point.value for point in points])
-    taken = np.array([point.taken_out for point in points])
-    names = np.array([recipes[point.recipe] for point in points])
-    same_process = np.array([[a.process == b.process for b in points] for a in points], float)
-    noise = np.diag([point.variance for point in points])
     # A recipe's error from waiting that was taken out is the same in all its processes and races.
-    off = np.array([_busy_error(each) for each in taken])
-    same_recipe = names[:, None] == names[None, :]
-    noise += np.outer(off, off) * same_recipe
-    ran_in = np.array([races[point.race] for point in points])
-    together = same_recipe & (ran_in[:, None] == ran_in[None, :])  # the processes of a recipe drift together in a race
-    shown = float(np.mean([point.variance for point in points]))
+    off = np.array([_busy_error(point.taken_out) for point in points])[:, None] * recipes
+    noise = np.diag([point.variance for point in points]) + off @ off.T
+    left = len(values) - int(np.linalg.matrix_rank(design))
     weights = np.ones(len(points))
     for _ in range(2):
         scale = np.outer(np.sqrt(weights), np.sqrt(weights))
-        variances = _variances(design, values, noise / scale, same_process / scale, shown)
-        if known is not None:
-            variances = replace(variances, process=known.spread**2, contrasts=known.freedom - PRIOR_WEIGHT)
-        drift = variances.shown_drift if known is None else known.drift
-        solved = _Solved(design, values, (noise + drift * together + variances.process * same_process) / scale)
-        if variances.left < _FEWEST_TO_JUDGE:
+        same_process, together = processes @ processes.T / scale, turns @ turns.T / scale
+        if known is None:
+            # With what each process is like taken out, contrasts are of processes with themselves, in other races.
+            drifted = _shown(np.hstack([design, processes]), values, noise / scale, together, PRIOR_DRIFT)
+            drift, told = drifted.drawn(0.0), drifted.drawn(PRIOR_DRIFT)
+            shown = _shown(design, values, noise / scale + drift * together, same_process, PRIOR_SPREAD)
+            spread, freedom = math.sqrt(shown.drawn(PRIOR_SPREAD)), shown.contrasts + PRIOR_WEIGHT
+        else:
+            drift = told = known.drift
+            spread, freedom = known.spread, known.freedom
+        solved = _Solved(design, values, noise / scale + drift * together + spread**2 * same_process)
+        if left < _FEWEST_TO_JUDGE:
             break
         # Told by how far the middle ones are, or one that is far would widen the spread and hide in it.
-        usual = 1.4826 * float(np.median(np.abs(solved.residuals))) * math.sqrt(len(points) / variances.left)
+        usual = 1.4826 * float(np.median(np.abs(solved.residuals))) * math.sqrt(len(points) / left)
         far = np.abs(solved.residuals) / np.maximum(usual, np.sqrt(np.diag(noise) + PRIOR_SPREAD**2))
         if (far <= _FAR).all():
             break
         weights = np.where(far > _FAR, np.maximum(0.02, (_FAR / np.maximum(far, 1e-12)) ** 2), 1.0)
-    count = len(recipes)
-    return Fit(
-        recipes,
-        solved.effects[:count],
-        solved.covariance[:count, :count],
-        solved.tied[:count, :count],
-        variances.contrasts + PRIOR_WEIGHT,
-        math.sqrt(variances.process),
-        variances.drift,
-    )
+    names = {recipe: place for place, recipe in enumerate(dict.fromkeys(point.recipe for point in points))}
+    count = len(names)
+    covariance, tied = solved.covariance[:count, :count], solved.tied[:count, :count]
+    return Fit(names, solved.effects[:count], covariance, tied, freedom, spread, told)
+
+
+def _belong(labels: Sequence[Hashable]) -> Numbers:
+    """A column for each label, in order of appearance, with 1 in the rows that have it."""
+    columns = {label: column for column, label in enumerate(dict.fromkeys(labels))}
+    return np.eye(len(columns))[[columns[label] for label in labels]]
 
 
 @dataclass(frozen=True)
-class _Variances:
-    """What scatters, found from the contrasts that recipes and races leave over."""
+class _Shown:
+    """A variance that contrasts have shown."""
 
-    process: float
-    """Variance between processes."""
-    contrasts: float
-    """How many it was estimated from."""
-    left: int
-    """The number of contrasts."""
-    selves: int
-    """How many of them are of a process with itself."""
-    shown_drift: float
-    """The variance by which the noise is larger than the rounds say: a process may drift from race to race."""
+    variance: float
+    contrasts: int
 
-    @property
-    def drift(self) -> float:
-        """The same drawn towards what is known of such machines."""
-        return self.shown_drift + PRIOR_WEIGHT * PRIOR_DRIFT**2 / (self.selves + PRIOR_WEIGHT)
+    def drawn(self, prior: float) -> float:
+        """The variance drawn towards that of a standard deviation known from other machines."""
+        return (self.contrasts * self.variance + PRIOR_WEIGHT * prior**2) / (self.contrasts + PRIOR_WEIGHT)
 
 
 class _Solved:
@@ -252,34 +240,28 @@ class _Solved:
         self.residuals = values - design @ self.effects
 
 
-def _variances(design: Numbers, values: Numbers, noise: Numbers, same_process: Numbers, shown: float) -> _Variances:
-    """Variance between processes: where the weighted squares, which fall as it grows, come to their expectation.
+def _shown(design: Numbers, values: Numbers, noise: Numbers, shared: Numbers, prior: float) -> _Shown:
+    """The variance of what is `shared`: where the squares weighted by it and the noise, which fall as it grows, come to
+    their number. Contrasts in which even the `prior` would drown in the noise say nothing of it.
 
-    Both parts of the variance are made diagonal at once, so the squares at any spread are a sum. A contrast of one
-    process with itself, in two races, says nothing of the spread and all of the noise, of which the rounds have `shown`
-    so much in the mean."""
+    Both parts of the variance are made diagonal at once, so the squares at any variance are a sum."""
     left = len(values) - int(np.linalg.matrix_rank(design))
     if left == 0:
-        return _Variances(PRIOR_SPREAD**2, 0, 0, 0, 0.0)
+        return _Shown(0.0, 0)
     rest = np.linalg.svd(design)[0][:, len(values) - left :]
     root = np.linalg.inv(np.linalg.cholesky(rest.T @ noise @ rest))
-    ratios, turned = np.linalg.eigh(root @ rest.T @ same_process @ rest @ root.T)
+    ratios, turned = np.linalg.eigh(root @ rest.T @ shared @ rest @ root.T)
     squares = (turned.T @ (root @ (rest.T @ values))) ** 2
-    tells = ratios * PRIOR_SPREAD**2 > _TELLS
-    own, selves = float(squares[~tells].sum()), int((~tells).sum())
-    larger = max(1.0, (own + PRIOR_WEIGHT) / (selves + PRIOR_WEIGHT))
-    ratios, squares = ratios[tells] / larger, squares[tells] / larger
-    low, high = math.log(1e-7), math.log(1.0)
-    for _ in range(20):
+    tells = ratios * prior**2 > _TELLS
+    ratios, squares = ratios[tells], squares[tells]
+    low, high = 0.0, 1.0
+    for _ in range(30):
         middle = (low + high) / 2
-        variance = math.exp(middle)
-        total = float((squares / (1 + variance * ratios)).sum())
-        if total + PRIOR_WEIGHT * PRIOR_SPREAD**2 / variance > len(squares) + PRIOR_WEIGHT:
+        if float((squares / (1 + middle * ratios)).sum()) > len(squares):
             low = middle
         else:
             high = middle
-    drift = max(0.0, own - selves) * shown / (selves + PRIOR_WEIGHT)
-    return _Variances(math.exp((low + high) / 2), len(squares), left, selves, drift)
+    return _Shown((low + high) / 2, len(squares))
 
 
 def _median_variance(values: Sequence[float]) -> float:
