@@ -26,7 +26,6 @@ import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
 
@@ -42,7 +41,7 @@ LOOKS = (3, 4, 6, 8, 11, 15, 20, 27, 36, 48)
 
 VAGUE = 0.025
 """Half an interval of 2.5% hides a difference of 3%."""
-LITTLE = 0.3
+LITTLE = 0.25
 """Share of what processes differ by that may come of the rounds where more of these are hardly worth their time."""
 ENOUGH = LOOKS[0]
 """Quiet rounds from which those in which others had the machine are left out."""
@@ -125,8 +124,7 @@ def contrast_interval(
     each = [(times * (shared if fewest == 2 else squares / free), free) for squares, times, free in parts]
     if fewest == 2:
         each = [(sum(part for part, _ in each), degrees)]
-    rounds = _of_rounds(groups, weights)
-    each.append((rounds.shared, rounds.freedom))
+    each.append(_of_rounds(groups, weights))
     variance = sum(part for part, _ in each)
     if variance <= 0:  # all equal to the last bit
         return Interval(estimate, estimate, estimate)
@@ -135,21 +133,9 @@ def contrast_interval(
     return Interval(estimate, estimate - half, estimate + half)
 
 
-@dataclass(frozen=True)
-class _OfRounds:
-    """Variance of a contrast of groups of processes that comes of the rounds, and would fall with more of them."""
-
-    shared: float
-    """From what each does to all processes of a group."""
-    freedom: float
-    """Degrees of freedom of `shared`."""
-    alone: float
-    """From what each does to single processes, which the spread between them holds already."""
-
-
-def _of_rounds(groups: Sequence[Sequence[Mapping[int, float]]], weights: Sequence[float]) -> _OfRounds:
-    """What the rounds leave open of a contrast of groups. Of fewer than `ENOUGH` in which all processes ran nothing is
-    known.
+def _of_rounds(groups: Sequence[Sequence[Mapping[int, float]]], weights: Sequence[float]) -> tuple[float, float]:
+    """What each round does to all processes of a group adds so much to the variance of a contrast of groups; and its
+    degrees of freedom. Nothing where there are fewer than `ENOUGH` rounds in which all processes ran.
 
     Each process is taken from its own mean; what is left is its group's mean in that round and a rest (an analysis of
     variance of two crossed effects, values far out brought in to `_FAR`). The contrast of the groups' means varies from
@@ -160,7 +146,7 @@ def _of_rounds(groups: Sequence[Sequence[Mapping[int, float]]], weights: Sequenc
     rounds = _rounds([process for group in groups for process in group])
     count = len(rounds)
     if count < ENOUGH:
-        return _OfRounds(0.0, 1.0, math.inf)
+        return 0.0, 1.0
     logs = [np.array([[process[number] for number in rounds] for process in group]) for group in groups]
     apart = [values - np.median(values, axis=1, keepdims=True) for values in logs]
     middle = np.median(np.concatenate(apart), axis=0)
@@ -177,8 +163,7 @@ def _of_rounds(groups: Sequence[Sequence[Mapping[int, float]]], weights: Sequenc
     covariances = [float(contrast[lag:] @ contrast[: count - lag]) / (count - 1) for lag in range(lags + 1)]
     shared = covariances[0] + 2 * sum((1 - lag / (lags + 1)) * covariances[lag] for lag in range(1, lags + 1))
     shared -= rests * (1 + math.sqrt(2 / (count - 1)))  # and the standard error of a variance: what is there by chance
-    of_medians = math.pi / 2 / count
-    return _OfRounds(max(0.0, shared) * of_medians, (count - 1) / (lags + 1), rests * of_medians)
+    return max(0.0, shared) * math.pi / 2 / count, (count - 1) / (lags + 1)
 
 
 def places(logs: Sequence[Mapping[int, float]]) -> list[dict[int, float]]:
@@ -216,18 +201,25 @@ def is_exhausted(
 ) -> bool:
     """Whether more rounds would hardly narrow `replicate_interval`, or half of it is `narrow` already.
 
-    That is where what they leave open, of single processes and of all of a group, is little beside what the processes
-    differ by.
+    What rounds leave open of a process is how far one half of them is from the other: the variance of all is a quarter
+    of that of the difference. What they leave open of all processes of a group is `_of_rounds`.
     """
     interval = replicate_interval(slower, faster, alpha)
     if interval.high - interval.low < 2 * narrow:
         return True
-    units = _units([slower, faster])
-    if units is None:
+
+    def half(rest: int) -> list[list[float]] | None:
+        return _units([[{k: v for k, v in process.items() if k % 2 == rest} for process in group]
+                       for group in (slower, faster)])  # fmt: skip
+
+    whole, odd, even = _units([slower, faster]), half(1), half(0)
+    if whole is None or odd is None or even is None:
         return False
-    of_processes = sum(statistics.variance(group) / len(group) for group in units)
-    rounds = _of_rounds([slower, faster], (1, -1))
-    return max(rounds.shared, rounds.alone) < LITTLE * of_processes
+    apart = [(one - other) ** 2 for a, b in zip(odd, even, strict=True) for one, other in zip(a, b, strict=True)]
+    variances = [statistics.variance(group) for group in whole]
+    of_means = sum(variance / len(group) for variance, group in zip(variances, whole, strict=True))
+    shared, _ = _of_rounds([slower, faster], (1, -1))
+    return statistics.fmean(apart) / 4 < LITTLE * statistics.fmean(variances) and shared < LITTLE * of_means
 
 
 def is_vague(speedup: Interval) -> bool:
