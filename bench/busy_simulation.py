@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from fettle.measure import Interval, Slice, Trial
 from fettle.recipe import Recipe
@@ -61,6 +62,9 @@ class Study:
     shift: float = 0.0
     """Standard deviation of the log of what a host makes of each recipe's time for as long as it leaves the cores where
     they are, a minute and a half; the truth is the mean over such times."""
+    stretch: float = 0.0
+    """Standard deviation of the share by which it makes all differences between log times larger or smaller for as
+    long."""
     watched: bool = True
     """Whether fettle looks at the machine: without, every slice counts as quiet, as it did before."""
     random: random.Random = field(init=False)
@@ -115,6 +119,7 @@ class Study:
             slow = draw.uniform(0.1, 0.33) if draw.random() < 0.01 else 0.0
             self.luck[name] = draw.gauss(0, self.spread) + slow
         place = random.Random(f"{self.seed} {recipe} {self.now // PLACE_S}").gauss(0, self.shift)
+        place += self.log_ms[recipe] * random.Random(f"{self.seed} {self.now // PLACE_S}").gauss(0, self.stretch)
         log = self.log_ms[recipe] + place + self.luck[name] + draw.gauss(0, self.noise)
         if not busy:
             return Slice(name, turn, math.exp(log), math.exp(log), True, 0.0, 0.0)
@@ -170,19 +175,21 @@ def keep(session: Session, trials: Sequence[Trial]) -> None:
 
 
 def summary(
-    name: str, studies: int, watched: bool, goes_first: bool = False, seed: int = 0, shift: float = 0.0
-) -> dict[str, float | str | int]:
+    name: str, studies: int, watched: bool, goes_first: bool = False, seed: int = 0, shift: float = 0.0,
+    stretch: float = 0.0,
+) -> dict[str, float | str | int]:  # fmt: skip
     """Many studies beside one neighbour."""
     with tempfile.TemporaryDirectory() as folder:
         truths = [
-            Study(seed + index, NEIGHBOURS[name], watched=watched, goes_first=goes_first, shift=shift)
+            Study(seed + index, NEIGHBOURS[name], watched=watched, goes_first=goes_first, shift=shift, stretch=stretch)
             for index in range(studies)
         ]
         found = [run(truth, Path(folder)) for truth in truths]
     said = [held for _, held, quiet, *_ in found if quiet]
     halves = [half for *_, half in found if not math.isnan(half)]
     return {
-        "neighbour": name, "watched": watched, "goes first": goes_first, "shift": shift, "studies": studies,
+        "neighbour": name, "watched": watched, "goes first": goes_first, "shift": shift,
+        "stretch": stretch, "studies": studies,
         "more than 5% behind": sum(behind > math.log(1.05) for behind, *_ in found) / studies,
         "more than 15% behind": sum(behind > math.log(1.15) for behind, *_ in found) / studies,
         "interval held": sum(held for _, held, *_ in found) / studies,
@@ -198,11 +205,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "busy_simulation.json")
     options = parser.parse_args()
     rows = []
-    cases = [(name, watched, False, 0.0) for name in NEIGHBOURS for watched in (True, False)]
-    cases += [("always", True, True, 0.0), ("none", True, False, 0.03), ("none", True, False, 0.08)]
-    for name, watched, goes_first, shift in cases:
+    cases: list[dict[str, Any]] = [{"name": name, "watched": one} for name in NEIGHBOURS for one in (True, False)]
+    cases += [{"name": "always", "watched": True, "goes_first": True}]
+    cases += [
+        {"name": "none", "watched": True, **host} for host in ({"stretch": 0.04}, {"shift": 0.03}, {"shift": 0.08})
+    ]
+    for case in cases:
         began = time.process_time()
-        rows.append(summary(name, options.studies // len(cases), watched, goes_first, shift=shift))
+        rows.append(summary(studies=options.studies // len(cases), **case))
         print(rows[-1], f"{time.process_time() - began:.0f} s", flush=True)
     options.output.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -4,11 +4,12 @@ import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from fettle.measure import Interval, Slice, Trial, student
+from fettle.measure import Interval, Slice, Trial
 from fettle.recipe import Recipe
-from fettle.tuning.model import Races, points_of, widened
+from fettle.tuning.model import PRIOR_DRIFT, PRIOR_STRETCH, Races, points_of, widened
 
 GIVEN = Recipe()
 FAST, FASTER, SLOW = (Recipe({"precision": level}) for level in ("bf16", "autocast-bf16", "fp16"))
@@ -16,20 +17,22 @@ TRUTH_MS = {GIVEN: 8.0, FAST: 4.0, FASTER: 2.0, SLOW: 10.0}
 
 
 class Machine:
-    def __init__(self, seed: int, luck: float = 0.02, noise: float = 0.01) -> None:
-        self.random, self.luck, self.noise = random.Random(seed), luck, noise
+    """Processes differ by luck, rounds by noise, and a race stretches what its recipes differ by."""
+
+    def __init__(self, seed: int, luck: float = 0.02, noise: float = 0.01, stretch: float = 0.0) -> None:
+        self.random, self.luck, self.noise, self.stretch = random.Random(seed), luck, noise, stretch
         self.lucks: dict[str, float] = {}
 
     def race(self, number, recipes, *, rounds=8, processes=1, slower=None, quiet=True) -> list[Trial]:
         """A race in which some recipes took so many times longer than they should."""
-        trials = []
+        trials, stretch = [], 1 + self.random.gauss(0, self.stretch)
         for recipe in recipes:
-            slices = []
+            slices, true_ms = [], TRUTH_MS[GIVEN] * (TRUTH_MS[recipe] / TRUTH_MS[GIVEN]) ** stretch
             for copy in range(processes):
                 name = "held" if recipe == GIVEN and processes == 1 else f"{number}:{recipe}:{copy}"
                 luck = self.lucks.setdefault(name, self.random.gauss(0, self.luck))
                 for turn in range(1, rounds + 1):
-                    ms = TRUTH_MS[recipe] * math.exp(luck + self.random.gauss(0, self.noise))
+                    ms = true_ms * math.exp(luck + self.random.gauss(0, self.noise))
                     elapsed = ms * (slower or {}).get(recipe, 1.0)
                     slices.append(Slice(name, turn, elapsed, ms, quiet, 0.0 if quiet else 0.8))
             trials.append(Trial(recipe, "measured", time_ms=1.0, slices=slices, race=number))
@@ -74,7 +77,7 @@ def test_a_comparison_beside_others_allows_for_what_was_taken_out():
 def test_intervals_hold_the_truth_as_often_as_they_say():
     held = told = 0
     for seed in range(300):
-        machine = Machine(seed)
+        machine = Machine(seed, stretch=PRIOR_STRETCH)
         races = Races()
         races.add(machine.race(1, [GIVEN, FAST, SLOW]))
         races.add(machine.race(2, [GIVEN, FAST, FASTER]))
@@ -94,10 +97,10 @@ def test_what_recipes_drift_from_race_to_race_widens_what_one_race_says(shift):
         given, fast = machine.race(number, [GIVEN, FAST], slower={FAST: shift ** (-1) ** number})
         held = [replace(one, process="held fast") for one in fast.slices]
         races.add([given, replace(fast, slices=held)])
-    races.add(machine.race(6, [GIVEN, FASTER], processes=2))
+    races.add(machine.race(6, [GIVEN, FAST], processes=2))
     with_it, without = (
         math.log(found.high / found.low) / 2
-        for found in (races.of_race(6, races.fit(), drifts=drifts).speedup(FASTER) for drifts in (True, False))
+        for found in (races.of_race(6, races.fit(), drifts=drifts).speedup(FAST) for drifts in (True, False))
     )
     assert without == pytest.approx(0.07, abs=0.02)
     assert with_it == pytest.approx(without if shift == 1 else 0.4, abs=0.1)
@@ -115,8 +118,9 @@ def test_more_processes_of_a_race_do_not_average_out_what_a_recipe_drifts():
             races.add([given, replace(fast, slices=held)])
         races.add(machine.race(6, [GIVEN, FASTER], processes=processes))
         found = races.fit()
-        ratio = found.log_ratio(FASTER, GIVEN, 0.95)
-        errors.append((ratio.high - ratio.low) / student(found.freedom, 0.05))
+        between = np.zeros(len(found.recipes))
+        between[found.recipes[FASTER]], between[found.recipes[GIVEN]] = 1, -1
+        errors.append(math.sqrt(between @ found.covariance @ between))
     assert errors[1] > 0.8 * errors[0]
 
 
@@ -124,16 +128,17 @@ def test_a_drift_is_told_by_the_recipes_whose_rounds_can_show_it():
     """One recipe scatters by a fifth from round to round, which is no drift, nor the scale of what the others do."""
     drifts = []
     for seed in range(40):
-        steady, rough = Machine(seed, luck=0.0, noise=0.005), Machine(seed, luck=0.0, noise=0.2)
+        steady = Machine(seed, luck=0.0, noise=0.005, stretch=2 * PRIOR_STRETCH)
+        rough = Machine(seed, luck=0.0, noise=0.2)
         races, draw = Races(elapsed=True), random.Random(seed)
         for number in range(1, 7):
-            shifts = {recipe: math.exp(draw.gauss(0, 0.03)) for recipe in (GIVEN, FAST, FASTER)}
+            shifts = {recipe: math.exp(draw.gauss(0, 2 * PRIOR_DRIFT)) for recipe in (GIVEN, FAST, FASTER)}
             trials = steady.race(number, list(shifts), slower=shifts) + rough.race(number, [SLOW])
             for trial in trials:
                 held = [replace(each, process=f"held {trial.recipe}") for each in trial.slices]
                 races.add([replace(trial, slices=held)])
         drifts.append(races.fit().drift)
-    assert sum(drifts) / len(drifts) == pytest.approx(0.03**2, rel=0.3)
+    assert sum(drift.variance for drift in drifts) / len(drifts) == pytest.approx(2**2, rel=0.3)
 
 
 def test_a_process_that_is_slow_for_life_moves_little():

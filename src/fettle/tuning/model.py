@@ -11,9 +11,10 @@ Components*, 1992). Races are tied together by the recipes that ran in several: 
 run in each. The spread between processes is what makes the weighted squares add up to their degrees of freedom (Paule
 and Mandel, *J. Res. NBS* 87, 1982), drawn towards `PRIOR_SPREAD` as if `PRIOR_WEIGHT` more differences had shown that:
 it carries the spread where few recipes ran in several processes. What a recipe does from race to race, beside the
-others, that its rounds do not show is its drift, found likewise from contrasts of processes with themselves and drawn
-towards `PRIOR_DRIFT` with the same weight; what one race says alone is as uncertain as that, too. Processes that are
-far from what the rest says weigh less (P. J. Huber, *Ann. Math. Statist.* 35, 1964).
+others, that its rounds do not show is its drift: more of it the further it is from them (`PRIOR_STRETCH`), and a
+little by chance (`PRIOR_DRIFT`). How much there is of both is found likewise, from contrasts of processes with
+themselves, with the same weight on what is known; what one race says alone is as uncertain as that, too. Processes that
+are far from what the rest says weigh less (P. J. Huber, *Ann. Math. Statist.* 35, 1964).
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ Numbers = NDArray[np.floating[Any]]
 PRIOR_SPREAD = 0.03
 """Standard deviation of the log time between processes of the same code, where a study has not shown it: with this one
 intervals held the truth as often as they say in simulated studies (``bench/busy_simulation.py``)."""
-PRIOR_DRIFT = 0.015
-"""The same of one process from race to race, beside the others. Simulated, 0.01 makes intervals narrower by 7%, and 88%
-of them instead of 90% hold on a host that changes recipes by 3% (``bench/busy_simulation.py``)."""
+PRIOR_DRIFT = 0.01
+"""The same of one recipe from race to race, beside others that are about as fast."""
+PRIOR_STRETCH = 0.04
+"""By what share a race stretches or shrinks all differences between log times. Quiet races of the same recipes in other
+hours, on five shared machines, scattered by this share of the log of their speed-up (46 degrees of freedom), and two
+recipes that both were twelve times as fast as the model as given moved together (``bench/results/busy*.json``)."""
 PRIOR_WEIGHT = 3.0
 BUSY_ERROR, UNHINDERED_ERROR = 0.05, 0.12
 """Error of a time that was measured on a busy machine: in any case, and as a share of the log of the waiting that was
@@ -49,6 +53,8 @@ _FAR = 3.0
 """Standard deviations from which a process weighs less."""
 _TELLS = 0.01
 """Variance between processes over that of noise, in a contrast, above which it says something about the spread."""
+_MOST = 1e4
+"""Times the prior variance that one is looked for up to."""
 _FEWEST_TO_JUDGE = 4
 """Degrees of freedom from which it can be told that a process is far from the rest."""
 
@@ -71,6 +77,15 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A variance that the races have shown, or what is known of it from elsewhere."""
+
+    variance: float
+    freedom: float
+    """Degrees of freedom that it is known with."""
+
+
+@dataclass(frozen=True)
 class Fit:
     """What the races say together."""
 
@@ -79,15 +94,16 @@ class Fit:
     effects: Numbers
     """Log time of each recipe, up to a constant."""
     covariance: Numbers
+    of_spread: Numbers
+    """What of the covariance comes of the spread, and what of the drift."""
+    of_drift: Numbers
     tied: Numbers
     """Projection onto what the data can show: two recipes that no chain of races connects cannot be compared."""
-    freedom: float
-    """Degrees of freedom of the spread."""
-    spread: float
-    """Standard deviation between processes of the same recipe."""
-    drift: float
-    """Variance of a process's log time from race to race, beside the others of each, that its rounds do not show: a
-    host that moves its cores changes recipes differently."""
+    spread: Part
+    """Between processes of the same recipe."""
+    drift: Part
+    """From race to race, what rounds do not show: a host that moves its cores changes recipes differently. Its unit is
+    what `PRIOR_STRETCH` and `PRIOR_DRIFT` make of each."""
 
     def speedup(self, recipe: Recipe, over: Recipe = Recipe(), confidence: float = 0.95) -> Interval | None:  # noqa: B008
         """How many times as fast one recipe is as another; None where no chain of races connects them."""
@@ -95,7 +111,8 @@ class Fit:
         return None if log is None else Interval(*(math.exp(min(700.0, x)) for x in (log.estimate, log.low, log.high)))
 
     def log_ratio(self, recipe: Recipe, over: Recipe, confidence: float = 0.95) -> Interval | None:
-        """Log of the ratio of times, `over` / `recipe`, with its interval by Student's t."""
+        """Log of the ratio of times, `over` / `recipe`, with its interval by Student's t, whose degrees of freedom are
+        those of both parts (F. E. Satterthwaite, *Biometrics Bulletin* 2, 1946)."""
         if recipe not in self.recipes or over not in self.recipes:
             return None
         contrast = np.zeros(len(self.effects))
@@ -104,8 +121,12 @@ class Fit:
         if not np.allclose(contrast @ self.tied, contrast, atol=1e-6):
             return None
         estimate = float(contrast @ self.effects)
-        error = math.sqrt(max(0.0, float(contrast @ self.covariance @ contrast)))
-        half = student(self.freedom, 1 - confidence) * error
+        variance, of_spread, of_drift = (
+            max(0.0, float(contrast @ each @ contrast)) for each in (self.covariance, self.of_spread, self.of_drift)
+        )
+        unsure = of_spread**2 / self.spread.freedom + of_drift**2 / self.drift.freedom
+        freedom = variance**2 / unsure if unsure > 0 else math.inf
+        half = student(freedom, 1 - confidence) * math.sqrt(variance)
         return Interval(estimate, estimate - half, estimate + half)
 
 
@@ -135,7 +156,8 @@ class Races:
         """What one race says alone, with the spread of processes that `every` race has shown, and their drift unless
         it is left out."""
         points = self._points_of(race)
-        return fit(points, known=every if drifts else replace(every, drift=0.0)) if points else None
+        drift = every.drift if drifts else Part(0.0, math.inf)
+        return fit(points, known=(every.spread, drift)) if points else None
 
     def _points_of(self, race: int) -> list[Point]:
         if race not in self._points:
@@ -171,13 +193,16 @@ def points_of(race: int, trials: Sequence[Trial], *, elapsed: bool = False) -> l
     return points
 
 
-def fit(points: Sequence[Point], *, known: Fit | None = None) -> Fit:
-    """Fit the model to the points. The spread and the drift that are `known` are not estimated."""
+def fit(points: Sequence[Point], *, known: tuple[Part, Part] | None = None) -> Fit:
+    """Fit the model to the points. Spread and drift that are `known` are not estimated."""
     recipes = _belong([point.recipe for point in points])
     processes = _belong([point.process for point in points])
-    turns = _belong([(point.recipe, point.race) for point in points])  # processes of a recipe drift together in a race
-    design = np.hstack([recipes, _belong([point.race for point in points])])
+    races = _belong([point.race for point in points])
+    turns = _belong([(point.recipe, point.race) for point in points])
+    design = np.hstack([recipes, races])
     values = np.array([point.value for point in points])
+    # What a race does to all processes of a recipe, by how far it is from the others and by chance.
+    moments = np.hstack([PRIOR_STRETCH * values[:, None] * races, PRIOR_DRIFT * turns])
     # A recipe's error from waiting that was taken out is the same in all its processes and races.
     off = np.array([_busy_error(point.taken_out) for point in points])[:, None] * recipes
     noise = np.diag([point.variance for point in points]) + off @ off.T
@@ -185,17 +210,16 @@ def fit(points: Sequence[Point], *, known: Fit | None = None) -> Fit:
     weights = np.ones(len(points))
     for _ in range(2):
         scale = np.outer(np.sqrt(weights), np.sqrt(weights))
-        same_process, together = processes @ processes.T / scale, turns @ turns.T / scale
+        same_process, together = processes @ processes.T / scale, moments @ moments.T / scale
         if known is None:
             # With what each process is like taken out, contrasts are of processes with themselves, in other races.
-            drifted = _shown(np.hstack([design, processes]), values, noise / scale, together, PRIOR_DRIFT)
-            drift, told = drifted.drawn(0.0), drifted.drawn(PRIOR_DRIFT)
-            shown = _shown(design, values, noise / scale + drift * together, same_process, PRIOR_SPREAD)
-            spread, freedom = math.sqrt(shown.drawn(PRIOR_SPREAD)), shown.contrasts + PRIOR_WEIGHT
+            drift = _shown(np.hstack([design, processes]), values, noise / scale, together, 1.0)
+            beside = noise / scale + drift.variance * together
+            spread = _shown(design, values, beside, same_process, PRIOR_SPREAD)
         else:
-            drift = told = known.drift
-            spread, freedom = known.spread, known.freedom
-        solved = _Solved(design, values, noise / scale + drift * together + spread**2 * same_process)
+            spread, drift = known
+        of_spread, of_drift = spread.variance * same_process, drift.variance * together
+        solved = _Solved(design, values, noise / scale + of_spread + of_drift)
         if left < _FEWEST_TO_JUDGE:
             break
         # Told by how far the middle ones are, or one that is far would widen the spread and hide in it.
@@ -206,26 +230,16 @@ def fit(points: Sequence[Point], *, known: Fit | None = None) -> Fit:
         weights = np.where(far > _FAR, np.maximum(0.02, (_FAR / np.maximum(far, 1e-12)) ** 2), 1.0)
     names = {recipe: place for place, recipe in enumerate(dict.fromkeys(point.recipe for point in points))}
     count = len(names)
-    covariance, tied = solved.covariance[:count, :count], solved.tied[:count, :count]
-    return Fit(names, solved.effects[:count], covariance, tied, freedom, spread, told)
+    covariance, of_spread, of_drift, tied = (
+        each[:count, :count] for each in (solved.covariance, solved.of(of_spread), solved.of(of_drift), solved.tied)
+    )
+    return Fit(names, solved.effects[:count], covariance, of_spread, of_drift, tied, spread, drift)
 
 
 def _belong(labels: Sequence[Hashable]) -> Numbers:
     """A column for each label, in order of appearance, with 1 in the rows that have it."""
     columns = {label: column for column, label in enumerate(dict.fromkeys(labels))}
     return np.eye(len(columns))[[columns[label] for label in labels]]
-
-
-@dataclass(frozen=True)
-class _Shown:
-    """A variance that contrasts have shown."""
-
-    variance: float
-    contrasts: int
-
-    def drawn(self, prior: float) -> float:
-        """The variance drawn towards that of a standard deviation known from other machines."""
-        return (self.contrasts * self.variance + PRIOR_WEIGHT * prior**2) / (self.contrasts + PRIOR_WEIGHT)
 
 
 class _Solved:
@@ -236,32 +250,39 @@ class _Solved:
         information = design.T @ inverse @ design
         self.covariance = np.linalg.pinv(information, rcond=1e-9, hermitian=True)
         self.tied = self.covariance @ information
-        self.effects = self.covariance @ (design.T @ (inverse @ values))
+        self._weights = self.covariance @ design.T @ inverse
+        self.effects = self._weights @ values
         self.residuals = values - design @ self.effects
 
+    def of(self, part: Numbers) -> Numbers:
+        """What of the covariance of the effects comes of a part of the variance."""
+        return self._weights @ part @ self._weights.T
 
-def _shown(design: Numbers, values: Numbers, noise: Numbers, shared: Numbers, prior: float) -> _Shown:
+
+def _shown(design: Numbers, values: Numbers, noise: Numbers, shared: Numbers, prior: float) -> Part:
     """The variance of what is `shared`: where the squares weighted by it and the noise, which fall as it grows, come to
-    their number. Contrasts in which even the `prior` would drown in the noise say nothing of it.
+    their number; drawn towards a `prior` standard deviation. Contrasts in which even that would drown in the noise say
+    nothing of it.
 
     Both parts of the variance are made diagonal at once, so the squares at any variance are a sum."""
     left = len(values) - int(np.linalg.matrix_rank(design))
     if left == 0:
-        return _Shown(0.0, 0)
+        return Part(prior**2, PRIOR_WEIGHT)
     rest = np.linalg.svd(design)[0][:, len(values) - left :]
     root = np.linalg.inv(np.linalg.cholesky(rest.T @ noise @ rest))
     ratios, turned = np.linalg.eigh(root @ rest.T @ shared @ rest @ root.T)
     squares = (turned.T @ (root @ (rest.T @ values))) ** 2
     tells = ratios * prior**2 > _TELLS
     ratios, squares = ratios[tells], squares[tells]
-    low, high = 0.0, 1.0
-    for _ in range(30):
+    low, high = 0.0, _MOST * prior**2
+    for _ in range(40):
         middle = (low + high) / 2
         if float((squares / (1 + middle * ratios)).sum()) > len(squares):
             low = middle
         else:
             high = middle
-    return _Shown((low + high) / 2, len(squares))
+    freedom = len(squares) + PRIOR_WEIGHT
+    return Part((len(squares) * (low + high) / 2 + PRIOR_WEIGHT * prior**2) / freedom, freedom)
 
 
 def _median_variance(values: Sequence[float]) -> float:
