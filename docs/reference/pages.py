@@ -128,7 +128,7 @@ def outputs() -> tuple[Output, ...]:
     from fettle.doctor import Finding as Seen
     from fettle.gate import Bisection, Gate, Judged
     from fettle.machine import Machine
-    from fettle.measure import Trial
+    from fettle.measure import Interval, Trial
     from fettle.result import Outcome
 
     class Advisories(typing.TypedDict):
@@ -145,7 +145,7 @@ def outputs() -> tuple[Output, ...]:
             "comparison", "`fettle bench --json`, `fettle check --json`",
             {
                 "workload": str, "goal": str, "under_load": bool, "machine": Machine, "interrupted": bool,
-                "left_out": list[dict[str, str]], "trials": list[Trial],
+                "another_hour": Interval | None, "left_out": list[dict[str, str]], "trials": list[Trial],
             },
             {"Trial": {"verdict": str}},
         ),

@@ -13,7 +13,7 @@ from typing import Any
 from fettle.errors import UsageError
 from fettle.files import plain
 from fettle.machine import Machine, this_machine
-from fettle.measure import Rules, Stop, Trial, close_all, verdict
+from fettle.measure import Interval, Rules, Stop, Trial, close_all, verdict
 from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile, read_recipe
 from fettle.result import TIMES, Goal, Limits, goal_figure, needs_less
@@ -24,6 +24,7 @@ from fettle.tuning import (
     OnProgress,
     Options,
     Session,
+    another_hour,
     check_options,
     check_ranks,
     target_of,
@@ -39,6 +40,8 @@ MOST_REPLICATES = 6
 """The same where one process is slow for life, so that the slowest and the fastest of each recipe can be left out."""
 _NARROW = Rules.indifference / 2
 """Half an interval that needs no more rounds. Where processes differ by more than their rounds, these end before."""
+_MUCH = 1.5
+"""How many times as wide an interval of other hours is that is worth a line."""
 _WAIT_S = 30.0
 """Longest that a comparison waits for a quiet machine, all its slices together."""
 
@@ -65,6 +68,19 @@ class Comparison:
     """What the recipe was tuned for, where one is checked."""
     under_load: bool = False
     """Whether it is of time elapsed beside whatever else the machine did."""
+    confidence: float = 0.95
+    """Of the intervals."""
+
+    @property
+    def another_hour(self) -> Interval | None:
+        """What a race of another hour may say of the fastest recipe where others share the machine; None where this one
+        leaves about as much open, and where none is faster."""
+        faster = [trial.speedup for trial, word in zip(self.trials, self.verdicts, strict=True) if word == "faster"]
+        best = max((ratio for ratio in faster if ratio is not None), key=lambda ratio: ratio.estimate, default=None)
+        if best is None:
+            return None
+        wider = another_hour(best, self.confidence)
+        return wider if math.log(wider.high / wider.low) > _MUCH * math.log(best.high / best.low) else None
 
     @property
     def failed(self) -> bool:
@@ -217,7 +233,7 @@ def _race(
     ]
     return Comparison(
         session.target.name, session.probed.fingerprint, this_machine(), trials, verdicts, stop.asked,
-        wanted[len(trials) - 1 :], options.goal, options.under_load,
+        wanted[len(trials) - 1 :], options.goal, options.under_load, rules.confidence,
     )  # fmt: skip
 
 
@@ -238,6 +254,7 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
         "under_load": comparison.under_load,
         "machine": plain(comparison.machine),
         "interrupted": comparison.interrupted,
+        "another_hour": plain(comparison.another_hour),
         "left_out": [dict(recipe.levels) for recipe in comparison.left_out],
         "trials": [
             {**trial.to_json(), "verdict": word}

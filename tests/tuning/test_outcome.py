@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fettle import comparing
 from fettle.cli._show import print_comparison
-from fettle.comparing import Comparison
+from fettle.comparing import Comparison, comparison_json
 from fettle.errors import UsageError
 from fettle.machine import this_machine
 from fettle.measure import Accuracy, Interval, Startup, Trial
@@ -153,6 +153,24 @@ def test_a_recipe_is_checked_by_the_goal_it_was_tuned_for(goal, theirs, verdict,
     console = Console(width=200, record=True, file=io.StringIO())
     print_comparison(console, checked)
     assert said in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"),
+    [
+        (Interval(4.56, 4.50, 4.62), "another hour may say 4.05x to 5.14x of the fastest"),
+        (Interval(4.56, 3.9, 5.33), ""),
+        (Interval(1.03, 1.02, 1.04), ""),
+    ],
+)
+def test_a_large_gain_says_what_another_hour_may_say(ratio: Interval, said: str) -> None:
+    found = Comparison("made up", "f", this_machine(), [GIVEN, replace(WINNER, speedup=ratio)], ["same", "faster"])
+    assert (found.another_hour is not None) is bool(said)
+    assert (comparison_json(found)["another_hour"] is not None) is bool(said)
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_comparison(console, found)
+    assert said in (text := console.export_text())
+    assert ("another hour" in text) is bool(said)
 
 
 def test_a_comparison_whose_time_was_over_before_it_began_is_one_line(tmp_path, monkeypatch):

@@ -160,6 +160,9 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
         console.print(f"There was no time for {recipe}: give a larger --budget.", markup=False)
     for line in load_lines(comparison.trials, comparison.under_load):
         console.print(line, markup=False)
+    if (wider := comparison.another_hour) is not None:
+        console.print(f"The intervals are of these minutes: where others share the machine, another hour may say "
+                      f"{wider.low:.2f}x to {wider.high:.2f}x of the fastest.", markup=False)  # fmt: skip
     if (fetched := fetching(given.slices)) is not None:
         console.print(f"The model as given takes {fetched}.", markup=False)
 

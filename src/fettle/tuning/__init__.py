@@ -13,14 +13,14 @@ from fettle.tuning._arguments import (
     writable,
 )
 from fettle.tuning.kept import atlas_rows, recalled, studies_in
-from fettle.tuning.model import widened
+from fettle.tuning.model import another_hour, widened
 from fettle.tuning.options import Effort, Options
 from fettle.tuning.session import WAITING, Event, OnProgress, Session
 from fettle.tuning.space import space_for
 from fettle.tuning.tune import guide_for, tune
 
 __all__ = [
-    "WAITING", "Effort", "Event", "OnProgress", "Options", "Session", "atlas_rows", "check_limits", "check_options",
-    "check_ranks", "check_techniques", "guide_for", "recalled", "space_for", "studies_in", "target_of", "tune",
-    "widened", "workload_of", "writable",
+    "WAITING", "Effort", "Event", "OnProgress", "Options", "Session", "another_hour", "atlas_rows", "check_limits",
+    "check_options", "check_ranks", "check_techniques", "guide_for", "recalled", "space_for", "studies_in", "target_of",
+    "tune", "widened", "workload_of", "writable",
 ]  # fmt: skip

@@ -298,11 +298,23 @@ def widened(trial: Trial, given: Trial, confidence: float) -> Trial:
     """The trial with the error of times from a busy machine in the interval of its speed-up over the workload as given,
     which says what processes and rounds differ by."""
     ratio, error = trial.speedup, math.hypot(*(_busy_error(_taken_out(one.slices)) for one in (trial, given)))
-    if ratio is None or trial is given or not (error > 0 < ratio.low and ratio.high < math.inf):
+    if ratio is None or trial is given or error == 0:
         return trial
+    return replace(trial, speedup=_with_error(ratio, error, confidence))
+
+
+def another_hour(speedup: Interval, confidence: float) -> Interval:
+    """What a race of another hour may say of a speed-up, on a machine that others share."""
+    return _with_error(speedup, PRIOR_STRETCH * abs(math.log(speedup.estimate)), confidence)
+
+
+def _with_error(ratio: Interval, error: float, confidence: float) -> Interval:
+    """An interval with the standard deviation of another error of the log in it."""
+    if not 0 < ratio.low <= ratio.high < math.inf:
+        return ratio
     own, more = math.log(ratio.high / ratio.low) / 2, student(math.inf, 1 - confidence) * error
     wider = math.exp(math.hypot(own, more) - own)
-    return replace(trial, speedup=replace(ratio, low=ratio.low / wider, high=ratio.high * wider))
+    return replace(ratio, low=ratio.low / wider, high=ratio.high * wider)
 
 
 def _busy_error(taken_out: float) -> float:
