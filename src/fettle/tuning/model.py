@@ -3,7 +3,7 @@
 A race says how far apart its processes were, on rounds in which both ran. Across races nothing is compared directly:
 the workload as given may be eight times slower in one beside a busy neighbour. Instead
 
-    log time of a process in a race  =  recipe + race + process + noise
+    log time of a process in a race  =  recipe + race + process + drift + noise
 
 is fitted to all races at once by generalised least squares, where recipes and races are fixed effects and processes
 random ones with one spread for the whole study (a linear mixed model: Searle, Casella and McCulloch, *Variance
@@ -52,7 +52,7 @@ _SOMETHING = 1e-6
 _FAR = 3.0
 """Standard deviations from which a process weighs less."""
 _TELLS = 0.01
-"""Variance between processes over that of noise, in a contrast, above which it says something about the spread."""
+"""What the prior makes of a contrast over its noise, as variances, from which it says something about that part."""
 _MOST = 1e4
 """Times the prior variance that one is looked for up to."""
 _FEWEST_TO_JUDGE = 4
