@@ -40,8 +40,9 @@ PRIOR_DRIFT = 0.01
 """The same of one recipe from race to race, beside others that are about as fast."""
 PRIOR_STRETCH = 0.04
 """By what share a race stretches or shrinks all differences between log times. Quiet races of the same recipes in other
-hours, on five shared machines, scattered by this share of the log of their speed-up (46 degrees of freedom), and two
-recipes that both were twelve times as fast as the model as given moved together (``bench/results/busy*.json``)."""
+hours, on shared machines of several kinds, scattered by this share of the log of their speed-up (46 degrees of
+freedom), and two recipes that both were twelve times as fast as the model as given moved together (the five tables
+``bench/results/busy*.json`` with races, as of 27 November 2026)."""
 PRIOR_WEIGHT = 3.0
 BUSY_ERROR, UNHINDERED_ERROR = 0.05, 0.12
 """Error of a time that was measured on a busy machine: in any case, and as a share of the log of the waiting that was
