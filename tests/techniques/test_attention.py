@@ -94,6 +94,33 @@ def test_left_alone(model):
         optimised(model, (x,))
 
 
+class Scaled(Attention):
+    """A query that is scaled in place, and a mask of a few."""
+
+    def __init__(self, fill: float) -> None:
+        super().__init__("scaled")
+        self.fill = fill
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        q.mul_(0.1)
+        scores = (q @ k.transpose(-2, -1)).masked_fill(self.causal[0, :, : x.shape[1], : x.shape[1]] == 0, self.fill)
+        return torch.softmax(scores, dim=-1) @ v
+
+
+def test_what_is_changed_in_place_and_used_by_nobody_stays():
+    model, x = Scaled(float("-inf")).eval(), torch.randn(2, 9, 16)
+    with torch.no_grad():
+        expected = model(x)
+        torch.testing.assert_close(optimised(model, (x,))(x), expected)
+
+
+def test_a_fill_that_does_not_drown_the_scores_is_left_alone():
+    model, x = Scaled(1e-9).eval(), torch.randn(2, 9, 16)
+    model.requires_grad_(False)
+    assert count_manual_attention(model, lambda: model(x)) == 0
+
+
 def test_rewritten_attention_compiles_in_one_graph_and_follows_its_weights():
     model, x = nn.Sequential(Attention("gpt"), Attention("divided")).eval(), torch.randn(2, 9, 16)
     expected = model(x)

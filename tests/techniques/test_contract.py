@@ -35,7 +35,7 @@ from fettle.techniques.compile import During
 from fettle.techniques.cuda_graphs import Graphed
 from fettle.techniques.precision import to_16_bits
 from fettle.tuning._arguments import check_techniques
-from fettle.workload import Workload, leaves, spread
+from fettle.workload import Target, Workload, find_target, leaves, spread
 from tests.forking import run_script
 
 WORKLOAD = '''
@@ -190,7 +190,7 @@ def test_mixtures(text, target, tmp_path):
 
 def check(recipe: Recipe, target: Path, folder: Path) -> None:
     """The script in a fresh process, without fettle, and the same source loaded here give the same answers."""
-    text = source(recipe, FACTS, target=(str(target), "workload"), calibration=2)
+    text = source(recipe, FACTS, target=find_target(f"{target}:workload"), calibration=2)
     script, saved = folder / "optimized.py", folder / "outputs.pt"
     save = f"\n    torch.save([run(**batch) for batch in batches], {str(saved)!r})\n"
     script.write_text(text + save)
@@ -357,14 +357,47 @@ def test_a_script_takes_batches_out_of_a_loader(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "workload_file", None)  # gone afterwards
     (tmp_path / "loads.py").write_text(LOADS)
-    text = source(Recipe({"mode": "eval"}), Facts(training=True), target=(str(tmp_path / "loads.py"), "workload"))
+    text = source(Recipe({"mode": "eval"}), Facts(training=True), target=find_target(str(tmp_path / "loads.py")))
     exec(compile(text, "optimized.py", "exec"), {"__name__": "__main__"})
     assert "later calls: " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["ours.models:workload", "bench/model.py"])
+def test_a_script_finds_what_the_study_found(name, tmp_path, monkeypatch):
+    """A package in the folder where fettle was called, from another folder."""
+    for folder in ("ours", "bench", "out"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "ours" / "models.py").write_text(
+        "import torch\n\n\ndef workload():\n    return torch.nn.Linear(4, 2), [torch.rand(3, 4)]\n"
+    )
+    (tmp_path / "bench" / "model.py").write_text("from ours.models import workload\n")
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "out" / "optimized.py"
+    script.write_text(source(Recipe({"grad": "no_grad"}), Facts(), target=find_target(name)))
+    monkeypatch.chdir(script.parent)
+    code, out, err = run_script(script, {**os.environ, "PYTHONPATH": ""})
+    assert code == 0, err[-2000:]
+    assert "later calls:" in out
+
+
+def test_a_script_of_a_model_that_writes_has_its_draft(tmp_path):
+    (tmp_path / "writes.py").write_text(
+        "import torch\n\n\ndef workload():\n    model, draft = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)\n"
+        '    return {"model": model, "inputs": [torch.rand(3, 4)], "draft": draft}\n'
+    )
+    names = {"__name__": "optimized"}
+    text = source(Recipe({"grad": "no_grad"}), Facts(), target=find_target(str(tmp_path / "writes.py")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path])
+        patch.setitem(sys.modules, "workload_file", None)  # gone afterwards
+        exec(compile(text, "optimized.py", "exec"), names)
+        model, *_ = names["load"]()
+    assert not model.draft.training
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
 def test_a_script_times_what_a_device_does_and_not_its_launches(device):
-    text = source(Recipe({"grad": "no_grad"}), Facts(device=device), target=("/a.py", "workload"))
+    text = source(Recipe({"grad": "no_grad"}), Facts(device=device), target=Target("/a.py:workload"))
     assert ("torch.accelerator.synchronize()\n        times.append(" in text) == (device != "cpu")
 
 
@@ -448,6 +481,45 @@ def test_a_cuda_graph_holds_the_conversion_of_weights(monkeypatch):
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         Graphed(torch.nn.Linear(3, 2))(torch.rand(2, 3))
     assert sum(name.startswith("_to_copy") for name in names) == 3  # input, weight, bias
+
+
+def test_a_graph_is_of_the_values_of_what_is_not_on_the_gpu():
+    graphed = Graphed(torch.nn.Identity())
+    assert graphed.kind(torch.tensor(0.5)) == graphed.kind(torch.tensor(0.5))
+    assert graphed.kind(torch.tensor(0.5)) != graphed.kind(torch.tensor(0.9))
+
+
+def test_batch_norms_keep_every_digit_beside_16_bits():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4))
+    model[1].running_mean.copy_(torch.rand(4))
+    before = {name: value.clone() for name, value in model[1].state_dict().items()}
+    to_16_bits(model, torch.bfloat16)
+    assert model[0].weight.dtype == torch.bfloat16
+    torch.testing.assert_close(model[1].state_dict(), before, rtol=0, atol=0)
+
+
+def test_what_a_workload_has_already_is_no_conflict():
+    loads, switched = Facts(mode="training", loader_workers=4, physical_cores=4), Facts(hf_attention=("sdpa", "eager"))
+    for recipe, facts in (("loading=workers-4", loads), ("attention=hf-sdpa", switched),
+                          ("attention[encoder]=hf-sdpa", Facts(parts={"encoder": switched}))):  # fmt: skip
+        assert canonical(Recipe.parse(recipe), facts) == Recipe()
+    assert canonical(Recipe.parse("attention=hf-eager"), switched).levels
+    assert conflict(Recipe.parse("compile=default shapes=dynamic"), Facts(num_input_shapes=1)) == ""
+
+
+def test_any_number_of_batches_may_be_one_where_it_fits():
+    larger = Facts(mode="training", allow_batch=True, largest_batch=12)
+    assert conflict(Recipe.parse("batch=x11"), larger) == ""
+    assert "only 12 times" in conflict(Recipe.parse("batch=x13"), larger)
+    assert conflict(Recipe.parse("batch=x64"), replace(larger, largest_batch=0)) == ""
+    assert "no such level" in conflict(Recipe.parse("batch=x65"), larger)
+    assert "may not change" in conflict(Recipe.parse("batch=x2"), Facts(mode="training"))
+
+
+@pytest.mark.parametrize("factor", ["precision[", "precision[]", "precision[encoder"])
+def test_a_part_that_is_misspelt_is_refused(factor):
+    with pytest.raises(UsageError, match=r"write precision\["):
+        check_names(Recipe({factor: "bf16"}))
 
 
 @pytest.mark.parametrize("mode", ["inference", "training"])

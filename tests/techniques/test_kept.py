@@ -1,5 +1,6 @@
 """What was converted before is read, where the same operators would run on the same numbers, and nowhere else."""
 
+import hashlib
 import logging
 
 import pytest
@@ -45,6 +46,26 @@ def start(monkeypatch, tmp_path, caplog):
         return _kept.tally["read"] - before["read"], _kept.tally["converted"] - before["converted"]
 
     return start
+
+
+class Remembering(Net):
+    """A model that keeps what depends on the length of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.memo, self.lengths = {}, []
+
+    def forward(self, x):
+        if len(x) not in self.memo:
+            self.memo[len(x)] = x.new_ones(4)
+            self.lengths.append(x.new_ones(1))
+        return self.layer(x) * self.memo[len(x)]
+
+
+def test_what_a_model_remembers_of_a_call_without_data_is_forgotten():
+    model, x = Remembering().eval(), torch.rand(3, 8)
+    _kept._add_operators(model, [x], hashlib.sha256())
+    assert (model.memo, model.lengths) == ({}, [])
 
 
 def test_the_second_time_it_is_read_and_answers_alike(start, caplog):

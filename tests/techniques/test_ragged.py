@@ -42,7 +42,7 @@ def test_each_row_is_answered_as_alone(model: Reader, level: str, lengths: list[
     workload = fettle.Workload(model, batch, padding="mask")
     facts = probe_facts(workload)
     assert facts.padding is not None
-    assert facts.padding.at == ()
+    assert facts.padding.axes == (("ids", 1), ("mask", 1))
     assert facts.padding.share == pytest.approx(1 - sum(lengths) / (64 * len(lengths)))
     run = load(source(Recipe({"ragged": level}), facts), level)(model, [batch])
     assert run.name == "reader"
@@ -58,7 +58,7 @@ def test_each_row_is_answered_as_alone(model: Reader, level: str, lengths: list[
 def test_what_is_filled_from_the_left_or_has_no_mask_is_run_as_given(model: Reader) -> None:
     asked = []
     model.register_forward_pre_hook(lambda _, args, kwargs: asked.append(kwargs), with_kwargs=True)
-    run = ByLength(model, "mask", {})
+    run = ByLength(model, "mask", {"ids": 1, "mask": 1})
     batch = _batch([9, 4], 12)
     left = {name: value.flip(1) for name, value in batch.items()}
     empty = {**batch, "mask": batch["mask"] * torch.tensor([[1], [0]])}
@@ -74,7 +74,29 @@ def test_a_mask_by_its_place(model: Reader) -> None:
     facts = probe_facts(workload)
     assert facts.padding is not None
     assert facts.padding.mask == 1
-    assert "ByLength(model, 1, {})" in source(Recipe({"ragged": "grouped"}), facts)
+    assert "ByLength(model, 1, {0: 1, 1: 1})" in source(Recipe({"ragged": "grouped"}), facts)
+
+
+class Asked(nn.Module):
+    """Questions beside documents, which have a length of their own."""
+
+    def forward(self, question, mask, document):
+        return {"asked": (question * mask).cumsum(1), "told": document.cumsum(1)}
+
+
+def test_another_sequence_of_the_same_length_by_chance_is_left_whole() -> None:
+    def batch(places: int, others: int) -> dict[str, torch.Tensor]:
+        mask = (torch.arange(places) < torch.tensor([5, 3, 2])[:, None]).float()
+        return {"question": torch.rand(3, places), "mask": mask, "document": torch.rand(3, others)}
+
+    first = batch(8, 20)
+    facts = probe_facts(fettle.Workload(Asked().eval(), first))
+    assert facts.padding is not None
+    assert facts.padding.axes == (("question", 1), ("mask", 1))
+    run = load(source(Recipe({"ragged": "trimmed"}), facts), "trimmed")(Asked().eval(), [first])
+    for one in (first, batch(8, 8), batch(8, 30), batch(8, 12)):
+        told = run(**one)["told"]
+        torch.testing.assert_close(told, one["document"].cumsum(1))
 
 
 class Listener(nn.Module):
@@ -101,7 +123,7 @@ def test_places_in_the_last_axis_and_an_answer_for_every_second(level: str, plac
     facts = probe_facts(workload)
     padding = facts.parts["listener"].padding
     assert padding is not None
-    assert padding.at == (("pictures", 3),)
+    assert padding.axes == (("pictures", 3), ("mask", 1))
     assert "set for each part" in conflict(Recipe({"ragged": level}), facts)
     recipe = Recipe({"ragged[listener]": "grouped" if places == 64 else level})
     run = load(source(recipe, facts), level)(workload.model, [batch], workload.call)

@@ -24,7 +24,7 @@ from fettle.techniques.optimizer import compile_update
 from fettle.techniques.precision import gradients_to_masters, masters_to_weights
 from fettle.train import Steps, TrainingWorkload, load_training, training_facts
 from fettle.train.steps import intervals_of, step_parts
-from fettle.workload import find_target
+from fettle.workload import Target, find_target
 
 TINY = Path(__file__).parent / "tiny_loop.py"
 PLANNED = Path(__file__).parent / "planned.py"
@@ -282,7 +282,7 @@ def test_bundles_are_possible_and_inference_levels_are_not():
 def test_the_loop_is_plain_pytorch_that_runs(tmp_path):
     (tmp_path / "fettle.py").write_text("raise ImportError('must stand without fettle')\n")
     recipe = Recipe.parse("precision=autocast-bf16 optimizer=fused channels_last=on accumulate=x2 checkpoint=selective")
-    text = source(recipe, FACTS, heading="A test.", target=(str(TINY), "workload"))
+    text = source(recipe, FACTS, heading="A test.", target=Target(f"{TINY}:workload"))
     (tmp_path / "optimized.py").write_text(text)
     done = subprocess.run(
         [sys.executable, "optimized.py"], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"},
@@ -297,6 +297,27 @@ def test_the_loop_is_plain_pytorch_that_runs(tmp_path):
     assert json.loads(lines[0].split()[3].rstrip(",")) < 3
 
 
+@pytest.mark.parametrize("level", ["blocks", "selective"])
+def test_running_averages_change_once_a_step_beside_checkpoints(level):
+    def trained(recipe):
+        torch.manual_seed(0)
+        blocks = [torch.nn.Sequential(torch.nn.Conv2d(3, 3, 1), torch.nn.BatchNorm2d(3)) for _ in range(3)]
+        model, x = torch.nn.Sequential(*blocks), torch.rand(4, 3, 5, 5)
+        facts = replace(FACTS, block_classes=("Sequential",))
+        loop = load(source(recipe, facts), str(recipe))(
+            model,
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            lambda model, x: model(x).square().mean(),
+            [x],
+        )
+        losses = [float(next(loop)) for _ in range(3)]
+        return losses, model.state_dict()
+
+    wanted, found = trained(Recipe()), trained(Recipe({"checkpoint": level}))
+    assert found[0] == pytest.approx(wanted[0])
+    torch.testing.assert_close(found[1], wanted[1])
+
+
 def test_a_loop_of_live_objects_says_how_to_use_it(capsys):
     text = source(Recipe({"optimizer": "fused"}), FACTS, heading="A live loop, optimised.")
     exec(compile(text, "optimized.py", "exec"), {"__name__": "__main__"})
@@ -305,7 +326,7 @@ def test_a_loop_of_live_objects_says_how_to_use_it(capsys):
 
 def test_of_several_ranks_one_speaks_and_a_larger_batch_counts_its_rows():
     several = replace(FACTS, ranks=2)
-    text = source(Recipe.parse("parallel=ddp batch=x4"), several, heading="A test.", target=("loop.py", "workload"))
+    text = source(Recipe.parse("parallel=ddp batch=x4"), several, heading="A test.", target=Target("loop.py:workload"))
     assert '["RANK"] == "0" else lambda text: None' in text
     assert "samples/s at 64 a step" in text
     assert "Start it with: torchrun --nproc-per-node 2 optimized.py" in text
@@ -313,7 +334,7 @@ def test_of_several_ranks_one_speaks_and_a_larger_batch_counts_its_rows():
 
 def test_of_several_nodes_each_is_a_group_that_shards():
     nodes = replace(FACTS, ranks=8, nodes=4)
-    text = source(Recipe.parse("parallel=hsdp"), nodes, heading="A test.", target=("loop.py", "workload"))
+    text = source(Recipe.parse("parallel=hsdp"), nodes, heading="A test.", target=Target("loop.py:workload"))
     assert "on each node: torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc-per-node 2" in text
     assert 'init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))' in text
     assert "nothing to shard inside it" in conflict(Recipe.parse("parallel=hsdp"), replace(FACTS, ranks=2, nodes=2))
@@ -328,7 +349,7 @@ def test_a_split_loop_is_plain_pytorch_that_torchrun_starts(kind, ranks, near, t
     facts = replace(training_facts(workload), ranks=ranks)
     torch.manual_seed(0)
     wanted = Steps(load(source(Recipe(), facts), "single"), load_training(find_target(f"{PLANNED}:llama"))).curve(8)
-    text = source(Recipe({"parallel": kind}), facts, heading="A test.", target=(str(PLANNED), "llama"))
+    text = source(Recipe({"parallel": kind}), facts, heading="A test.", target=Target(f"{PLANNED}:llama"))
     (tmp_path / "optimized.py").write_text(text)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "optimized.py"]
     done = subprocess.run(

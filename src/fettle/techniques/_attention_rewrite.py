@@ -121,6 +121,8 @@ def read_scores(scores: Any, module: torch.nn.Module) -> Any:
             scores = argument(scores, 0, "input")
         elif kind == "fill":
             mask, fill = argument(scores, 1, "mask"), argument(scores, 2, "value")
+            if not isinstance(fill, (int, float)) or fill > -1e9:
+                return None  # it is added to the scores, beside which it must be all that counts
             scores = argument(scores, 0, "input")
         elif len(sides) < 2 or (scores.kwargs and kind):
             return None  # add(..., alpha=2), say
@@ -222,9 +224,11 @@ def manual_attention(model: torch.nn.Module, run: Any) -> list[Any]:
             for now, then in containers:
                 now.clear()
                 now.extend(then) if isinstance(now, list) else now.update(then)
+            # What nobody uses may change something in place.
+            kept = {node for node in graph.nodes if not node.users or node.op == "placeholder"}
             if not remembers and rewrite_graph(graph, module):
                 traced = torch.fx.GraphModule(twin, graph)
-                traced.graph.eliminate_dead_code()
+                traced.graph.eliminate_dead_code(kept.__contains__)
                 traced.recompile()
                 constants = {name: value for name, value in vars(twin).items() if name not in vars(module)}
                 rewritten.append((module, type(traced).forward, list(given), fixed, constants))

@@ -55,7 +55,10 @@ def canonical(recipe: Recipe, facts: Facts | None = None) -> Recipe:
     """The same recipe without default levels, so that equal recipes compare equal; with `facts` also without those that
     the workload has already."""
     levels = {name: level for name, level in recipe.levels.items() if level != find(name).default}
-    return Recipe({n: level for n, level in levels.items() if facts is None or not find(n).is_met(level, facts)})
+    if facts is not None:
+        seen = {name: facts.parts.get(technique_and_part(name)[1], facts) for name in levels}
+        levels = {name: level for name, level in levels.items() if not find(name).is_met(level, seen[name])}
+    return Recipe(levels)
 
 
 def for_parts(levels: Mapping[str, str], facts: Facts) -> dict[str, str]:
@@ -109,6 +112,8 @@ def check_names(recipe: Recipe) -> None:
         name, part = technique_and_part(factor)
         if name not in known:
             raise UsageError(f"unknown technique {name!r}: there are {', '.join(known)}")
+        if factor_name(name, part) != factor:
+            raise UsageError(f"{factor!r} names no part of a pipeline: write {factor_name(name, part or 'PART')}")
         if part and not find(name).of_module:
             raise UsageError(f"{factor}: {name} is set for the whole call, not for one part of it")
         if level not in known[name]:

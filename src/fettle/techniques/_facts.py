@@ -13,8 +13,8 @@ class Padding:
 
     mask: str | int
     """The argument [rows, places] that is 1 where a row has something: its name, or its place."""
-    at: tuple[tuple[str | int, int], ...]
-    """By name or place of an argument, the axis of its places where that is not the second."""
+    axes: tuple[tuple[str | int, int], ...]
+    """By name or place of each argument that has the places, their axis in it."""
     share: float
     """Of the places, those that are padding in the first batch."""
     longest: float

@@ -9,6 +9,7 @@ batches, and of the machine and the versions. What is not there, does not fit or
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import itertools
@@ -291,16 +292,19 @@ def _add_operators(flat: torch.nn.Module, tensors: Sequence[torch.Tensor], diges
 
 @contextmanager
 def _unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Put every attribute of every module back afterwards: what a model remembers of this call has no data."""
-    before = [(vars(module), {**vars(module)}, {**module._buffers}) for module in model.modules()]
+    """Put every attribute of every module back afterwards, with what lists and dictionaries hold: what a model
+    remembers of this call has no data."""
+    before = [(vars(module), {**vars(module)}) for module in model.modules()]
+    held = [(one, copy.copy(one)) for _, then in before for one in then.values() if type(one) in (list, dict)]
     try:
         yield
     finally:
-        for now, then, buffers in before:
+        for now, then in before:
             now.clear()
             now.update(then)
-            now["_buffers"].clear()
-            now["_buffers"].update(buffers)
+        for one, had in held:
+            one.clear()
+            one.extend(had) if isinstance(one, list) else one.update(had)
 
 
 @contextmanager

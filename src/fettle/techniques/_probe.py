@@ -158,7 +158,7 @@ def machine_facts(mode: str = "inference") -> Facts:
         optimizer_levels=("foreach", "fused"),
         loader_workers=0,
         samples=8,
-        padding=Padding("attention_mask", (), share=0.5, longest=0.9),
+        padding=Padding("attention_mask", (("attention_mask", 1),), share=0.5, longest=0.9),
         training=True,
         calibration_batches=1,
         num_linear=1,

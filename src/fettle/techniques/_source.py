@@ -24,7 +24,7 @@ from fettle.techniques._base import Code, Facts
 from fettle.techniques._catalogue import changed, changed_by_part
 from fettle.techniques._generation import writing
 from fettle.techniques._pipeline import Part, calls_of_parts, put_part
-from fettle.workload import spread
+from fettle.workload import Target, spread
 
 _BEFORE_START = ("LD_PRELOAD", "MALLOC_CONF")
 """Variables that a process which is running already takes no notice of."""
@@ -42,20 +42,19 @@ _MAIN = '''
 
 def load():
     """Build the workload that was tuned: its model, sample batches and call."""
-    import importlib
     import importlib.util
     import inspect
     import sys
     from collections import UserDict
     from itertools import islice
 
-{path}{load}
-    factory = module.{factory}
-    made = factory(seed=0) if "seed" in inspect.signature(factory).parameters else factory()
+{made}
     if isinstance(made, tuple):
         model, batches, call = made[0], made[1], None
     elif isinstance(made, dict):
         model, batches, call = made["model"], made["inputs"], made.get("call")
+        if made.get("draft") is not None:  # a smaller model that guesses what this one writes
+            model.__dict__["draft"] = made["draft"].eval()
     else:
         model, batches, call = made.model, made.inputs, made.call
     if isinstance(batches, torch.utils.data.DataLoader):  # a list in it was a tuple before it was collated
@@ -92,24 +91,23 @@ def render(
     facts: Facts,
     *,
     heading: str = "",
-    target: tuple[str, str] | None = None,
+    target: Target | None = None,
     calibration: int = 1,
 ) -> str:
     """The source of ``optimized.py`` for `recipe`.
 
-    `target` is (location, factory) of the workload; with it the file runs as it stands, and without it says how to use
-    it. `calibration` is how many of the workload's first batches are handed to ``optimize``.
+    With the `target` of the workload the file runs as it stands; without it it says how to use it. `calibration` is how
+    many of the workload's first batches are handed to ``optimize``.
     """
     helpers = Code(helpers=(spread,) if target is not None else ())
     title = heading or f"Optimised for inference: {recipe}."
     lines = (_pipeline if facts.parts else _whole)(recipe, facts, title, helpers)
     if target is not None:
-        path, load_lines = module_lines(target[0])
         wait = "" if facts.device == "cpu" else "        torch.accelerator.synchronize()\n"
         lines += [
             _MAIN.format(
-                path=path, load=load_lines, factory=target[1], calibration=max(1, calibration), call=_call(facts),
-                most=FROM_LOADER, wait=wait,
+                made=lines_that_make(target), calibration=max(1, calibration), call=_call(facts), most=FROM_LOADER,
+                wait=wait,
             )
         ]  # fmt: skip
     elif heading:
@@ -270,19 +268,24 @@ def _call(facts: Facts) -> str:
     return ", call" if facts.custom_call and not facts.generates else ""
 
 
-def module_lines(location: str) -> tuple[str, str]:
-    """The lines that import the workload's module: a path, and the import itself."""
+def lines_that_make(target: Target) -> str:
+    """The lines that import the workload's module, from where the study found it, and call its factory."""
+    location, _, factory = target.reference.rpartition(":")
+    lines = [f"sys.path[:0] = {list(target.search_path)}"] if target.search_path else []
     if location.endswith(".py"):
-        path = f"    path = {location!r}\n    sys.path.insert(0, path.rpartition('/')[0])\n"
-        load_lines = (
-            "    spec = importlib.util.spec_from_file_location('workload_file', path)\n"
-            "    module = importlib.util.module_from_spec(spec)\n"
-            "    sys.modules['workload_file'] = module\n"
-            "    spec.loader.exec_module(module)"
-        )
+        lines += [
+            f"spec = importlib.util.spec_from_file_location('workload_file', {location!r})",
+            "module = importlib.util.module_from_spec(spec)",
+            "sys.modules['workload_file'] = module",
+            "spec.loader.exec_module(module)",
+        ]
     else:
-        path, load_lines = "", f"    module = importlib.import_module({location!r})"
-    return path, load_lines
+        lines += [f"module = importlib.import_module({location!r})"]
+    lines += [
+        f"factory = module.{factory}",
+        'made = factory(seed=0) if "seed" in inspect.signature(factory).parameters else factory()',
+    ]
+    return textwrap.indent("\n".join(lines), "    ")
 
 
 def _uses_name(source: str, name: str) -> bool:

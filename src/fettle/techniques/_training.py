@@ -9,21 +9,19 @@ from __future__ import annotations
 from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts
 from fettle.techniques._catalogue import batch_factor, uses_ranks
-from fettle.techniques._source import codes, module_lines, preamble, text_of
+from fettle.techniques._source import codes, lines_that_make, preamble, text_of
 from fettle.techniques.batch import endless
+from fettle.workload import Target
 
 _MAIN = '''
 
 def load():
     """Build the workload that was tuned: its model, optimizer factory, loss and data."""
-    import importlib
     import importlib.util
     import inspect
     import sys
 
-{path}{load}
-    factory = module.{factory}
-    made = factory(seed=0) if "seed" in inspect.signature(factory).parameters else factory()
+{made}
     get = made.get if isinstance(made, dict) else lambda name, other=None: getattr(made, name, other)
     return get("model"), get("optimizer"), get("loss"), get("data"), get("steps") or 20
 
@@ -61,7 +59,7 @@ def render_training(
     facts: Facts,
     *,
     heading: str = "",
-    target: tuple[str, str] | None = None,
+    target: Target | None = None,
     calibration: int = 1,
 ) -> str:
     """The source of ``optimized.py`` for a training `recipe`.
@@ -79,14 +77,11 @@ def render_training(
     lines = preamble(title, [Code(helpers=(endless,)), *(code for _, code in titled)])
     lines += ["", *_train(titled, facts)]
     if target is not None:
-        path, load_lines = module_lines(target[0])
         device = '    torch.cuda.set_device(int(__import__("os").environ["LOCAL_RANK"]))\n'
         one = '    say = print if __import__("os").environ["RANK"] == "0" else lambda text: None\n'
         lines += [
             _MAIN.format(
-                path=path,
-                load=load_lines,
-                factory=target[1],
+                made=lines_that_make(target),
                 device=device if over_ranks and facts.device == "cuda" else "",
                 say=one if over_ranks else "    say = print\n",
                 samples=facts.samples * batch_factor(recipe),

@@ -53,6 +53,9 @@ class Attention(Technique):
             found.append(Level(f"hf-{name}", f"transformers' {name} implementation", why_not))
         return found
 
+    def is_met(self, level: str, facts: Facts) -> bool:
+        return bool(facts.hf_attention) and level == f"hf-{facts.hf_attention[0]}"
+
     def level_cost(self, level: str) -> int:
         return 2 if level == "flex" else self.cost
 

@@ -44,15 +44,20 @@ class BatchSize(Technique):
     default = "as-given"
 
     def levels(self, facts: Facts) -> list[Level]:
-        why_not = "" if facts.allow_batch else "the batch size may not change here"
-        if facts.generates:
-            why_not = "tokens a second are told at several numbers of rows"
-        most = facts.largest_batch or FACTORS[-1]
-        small = f"only {facts.largest_batch} times the batch fits into memory"
         return [Level("as-given", "as given")] + [
-            Level(f"x{factor}", f"{factor} batches joined into one call", why_not or (small if factor > most else ""))
+            Level(f"x{factor}", f"{factor} batches joined into one call", self.why_not(f"x{factor}", facts))
             for factor in sorted({*FACTORS, facts.largest_batch} - {0, 1})
         ]
+
+    def why_not(self, level: str, facts: Facts) -> str:
+        if level == self.default or level not in self.every_level():
+            return "" if level == self.default else f"there is no such level: {self.default}, x2 to x{LARGEST}"
+        if not facts.allow_batch:
+            return "the batch size may not change here"
+        if facts.generates:
+            return "tokens a second are told at several numbers of rows"
+        fits = not facts.largest_batch or self.batch_factor(level) <= facts.largest_batch
+        return "" if fits else f"only {facts.largest_batch} times the batch fits into memory"
 
     def every_level(self) -> list[str]:
         return [self.default, *(f"x{factor}" for factor in range(2, LARGEST + 1))]

@@ -22,17 +22,34 @@ def keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpoint_blocks(model: torch.nn.Module, policy: Any = None) -> None:
-    """Checkpoint the repeated blocks of a model."""
+def checkpoint_blocks(model: torch.nn.Module, policy: Any = None, compiled: bool = False) -> None:
+    """Checkpoint the repeated blocks of a model. Batch norms change their running averages in the forward pass, and not
+    again where it is recomputed; a compiler sees to that by itself."""
+    import contextlib
     import functools
 
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+    contexts: Any = functools.partial(create_selective_checkpoint_contexts, policy) if policy is not None else None
+
+    @contextlib.contextmanager
+    def recomputed(norms: list[Any], context: Any) -> Any:
+        with context, contextlib.ExitStack() as after:
+            for norm in norms:
+                norm.track_running_stats = False
+                after.callback(setattr, norm, "track_running_stats", True)
+            yield
+
+    def of_norms(norms: list[Any]) -> Any:
+        first, second = contexts() if contexts else (contextlib.nullcontext(), contextlib.nullcontext())
+        return first, recomputed(norms, second)
+
     blocks = blocks_of(model)
-    options: dict[str, Any] = {} if policy is None else {
-        "context_fn": functools.partial(create_selective_checkpoint_contexts, policy)
-    }  # fmt: skip
     for block in blocks:
+        norms = [m for m in block.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+        norms = [norm for norm in norms if norm.track_running_stats and not compiled]
+        context_fn = functools.partial(of_norms, norms) if norms else contexts
+        options: dict[str, Any] = {"context_fn": context_fn} if context_fn else {}
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
     if not blocks:
         raise RuntimeError("checkpointing found no repeated blocks")
@@ -73,9 +90,10 @@ class Checkpointing(Technique):
             budget = f'budget = During(functorch, "activation_memory_budget", {level.removeprefix("budget-")})'
             lines = ("from torch._functorch import config as functorch", budget)
             return Code(helpers=(During,), setup=lines, contexts=("budget",))
+        compiled = "" if recipe.levels.get("compile", "off") == "off" else ", compiled=True"
         if level == "selective":
             return Code(
                 helpers=(blocks_of, keep_products, checkpoint_blocks),
-                prepare=("checkpoint_blocks(model, keep_products)",),
+                prepare=(f"checkpoint_blocks(model, keep_products{compiled})",),
             )
-        return Code(helpers=(blocks_of, checkpoint_blocks), prepare=("checkpoint_blocks(model)",))
+        return Code(helpers=(blocks_of, checkpoint_blocks), prepare=(f"checkpoint_blocks(model{compiled})",))

@@ -191,6 +191,9 @@ class Shapes(_Within):
             Level("dynamic", "one compiled graph for all shapes", one),
         ]
 
+    def why_not(self, level: str, facts: Facts) -> str:
+        return "" if level in self.every_level() else super().why_not(level, facts)  # of one shape merely pointless
+
 
 @register
 class Region(_Within):

@@ -24,7 +24,7 @@ class Graphed:
         from torch.utils import _pytree as pytree
 
         leaves, spec = flatten((args, kwargs))
-        key = (spec, *((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves))
+        key = (spec, *map(self.kind, leaves))
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda), -1)
         on: Any = torch.cuda.device  # what runs on another than the current one would not be recorded
         with self.lock, on(device):
@@ -40,6 +40,13 @@ class Graphed:
             # copies, since the next replay writes into the same memory
             results = [item.clone() if isinstance(item, torch.Tensor) else item for item in outputs]
         return pytree.tree_unflatten(results, out_spec)
+
+    def kind(self, leaf: Any) -> Any:
+        """What of an argument is the same in each replay: of a tensor that is not on the GPU its values, too, which
+        kernels are given as numbers."""
+        if not isinstance(leaf, torch.Tensor):
+            return repr(leaf)
+        return leaf.shape, leaf.dtype, None if leaf.is_cuda else repr(leaf.tolist())
 
     def record(self, leaves: list[Any], spec: Any) -> Any:
         """Record one call on inputs like `leaves`, after three that let libraries and compilers settle."""

@@ -49,5 +49,8 @@ class Loading(Technique):
             levels.append(Level(f"workers-{count}", f"{count} worker processes", why_not or same or many))
         return levels
 
+    def is_met(self, level: str, facts: Facts) -> bool:
+        return level == f"workers-{facts.loader_workers}"
+
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         return Code(helpers=(with_workers,), prepare=(f"data = with_workers(data, {level.removeprefix('workers-')})",))

@@ -48,10 +48,13 @@ def to_dtype(model: Any, dtype: torch.dtype) -> None:
 
 def to_16_bits(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Convert a model's weights; batch norms stay in float32, for their running averages change by small amounts."""
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
+    before = [tensor.detach().clone() for norm in norms for tensor in (*norm.parameters(), *norm.buffers())]
     to_dtype(model, dtype)
-    for module in model.modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            module.float()
+    for norm in norms:
+        norm.float()
+    for tensor, value in zip((t for norm in norms for t in (*norm.parameters(), *norm.buffers())), before, strict=True):
+        tensor.data.copy_(value)
 
 
 def computes_in_bf16(facts: Facts) -> bool:

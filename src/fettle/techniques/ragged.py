@@ -21,14 +21,14 @@ _LEAST = 0.05
 """Share of the places from which padding is worth a level."""
 
 
-def cut_to(value: Any, axis: int, rows: int, places: int, index: Any, longest: int) -> Any:
-    """Those rows of an argument's tensors, only so many places long; `axis` is that of the places."""
+def cut_to(value: Any, axis: Any, rows: int, places: int, index: Any, longest: int) -> Any:
+    """Those rows of an argument's tensors, only so many places long; `axis` is that of the places, if it has them."""
     from torch.utils import _pytree as pytree
 
     def cut(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
             return leaf
-        if leaf.dim() > axis and leaf.shape[axis] == places and leaf.shape[0] in (1, rows):
+        if axis is not None and leaf.dim() > axis and leaf.shape[axis] == places and leaf.shape[0] in (1, rows):
             leaf = leaf.narrow(axis, 0, longest)
         return leaf[index] if leaf.shape[0] == rows else leaf
 
@@ -41,14 +41,14 @@ class ByLength(torch.nn.Module):
 
     `mask` is the name or the place of the argument [rows, places] that is 1 where a row has something; what a row has
     comes first. The first axis of every output is the rows'; places that are left out are 0 in it. `at` is the axis of
-    the places in arguments, by name or place, where it is not the second. With `apart` false all rows are run at once,
+    the places in the arguments that have them, by name or place. With `apart` false all rows are run at once,
     as long as the longest of them.
     """
 
     def __init__(self, model: Any, mask: Any, at: Any, apart: bool = True) -> None:
         super().__init__()
         self.model, self.mask, self.at, self.apart = model, mask, at, apart
-        self.shapes: dict[int, Any] = {}
+        self.shapes: dict[Any, Any] = {}
         self.training = model.training
 
     def __getattr__(self, name: str) -> Any:
@@ -72,8 +72,8 @@ class ByLength(torch.nn.Module):
             return self.model(*args, **kwargs)
 
         def run(index: Any, longest: int) -> Any:
-            some = [cut_to(v, self.at.get(n, 1), rows, places, index, longest) for n, v in enumerate(args)]
-            named = {n: cut_to(v, self.at.get(n, 1), rows, places, index, longest) for n, v in kwargs.items()}
+            some = [cut_to(v, self.at.get(n), rows, places, index, longest) for n, v in enumerate(args)]
+            named = {n: cut_to(v, self.at.get(n), rows, places, index, longest) for n, v in kwargs.items()}
             outputs, form = flatten(self.model(*some, **named))
             return outputs, form, [leaf for leaf in outputs if isinstance(leaf, torch.Tensor)]
 
@@ -84,9 +84,11 @@ class ByLength(torch.nn.Module):
             if not whole:  # the longest rows
                 shapes = [part.shape for part in tensors]
                 if longest < places:
-                    if places not in self.shapes:  # an answer may have a place for every few of the input
-                        self.shapes[places] = [part.shape for part in run(index[:1], places)[2]]
-                    shapes = self.shapes[places]
+                    given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+                    key = tuple(leaf.shape[1:] for leaf in given)
+                    if key not in self.shapes:  # an answer may have a place for every few of the input
+                        self.shapes[key] = [part.shape for part in run(index[:1], places)[2]]
+                    shapes = self.shapes[key]
                 whole = [part.new_zeros([rows, *shape[1:]]) for part, shape in zip(tensors, shapes, strict=True)]
             for part, into in zip(tensors, whole, strict=True):
                 into[(index, *(slice(0, size) for size in part.shape[1:]))] = part
@@ -145,7 +147,7 @@ class Ragged(Technique):
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         assert facts.padding is not None
         apart = "" if level == "grouped" else ", apart=False"
-        made = f"model = ByLength(model, {facts.padding.mask!r}, {dict(facts.padding.at)}{apart})"
+        made = f"model = ByLength(model, {facts.padding.mask!r}, {dict(facts.padding.axes)}{apart})"
         return Code(helpers=(flatten, cut_to, ByLength), prepare=(made,))
 
 
@@ -178,26 +180,29 @@ def padding_of(model: torch.nn.Module, run: Callable[[], Any]) -> Padding | None
         return None
     name, mask = found[0]
     rows, places = mask.shape
-    at = {name: value.dim() - 1 for name, value in arguments if _ends_in_places(value, rows, places)}
+    axes = {name: axis for name, value in arguments if (axis := _axis_of_places(value, rows, places))}
 
     def shapes(some_rows: int) -> list[torch.Size]:
         index, half = torch.arange(some_rows, device=mask.device), -(-places // 2)
-        some = [cut_to(value, at.get(n, 1), rows, places, index, half) for n, value in enumerate(args)]
-        named = {n: cut_to(value, at.get(n, 1), rows, places, index, half) for n, value in kwargs.items()}
+        some = [cut_to(value, axes.get(n), rows, places, index, half) for n, value in enumerate(args)]
+        named = {n: cut_to(value, axes.get(n), rows, places, index, half) for n, value in kwargs.items()}
         return [leaf.shape for leaf in flatten(model(*some, **named))[0] if isinstance(leaf, torch.Tensor)]
 
     for two, one in zip(shapes(2), shapes(1), strict=True):
         if [axis for axis, (a, b) in enumerate(zip(two, one, strict=True)) if a != b] != [0]:
             return None
     has = mask != 0
-    return Padding(name, tuple(at.items()), 1 - float(has.float().mean()), int(has.sum(1).max()) / places)
+    return Padding(name, tuple(axes.items()), 1 - float(has.float().mean()), int(has.sum(1).max()) / places)
 
 
-def _ends_in_places(value: Any, rows: int, places: int) -> bool:
-    """Whether the places of an argument are its last axis, as the columns of images and the frames of spectrograms."""
-    if not isinstance(value, torch.Tensor) or value.dim() < 3:
-        return False
-    return value.shape[0] in (1, rows) and value.shape[1] != places and value.shape[-1] == places
+def _axis_of_places(value: Any, rows: int, places: int) -> int:
+    """Which axis of an argument's tensors is the places': the second or, as the columns of images and the frames of
+    spectrograms are, the last; 0 for none."""
+    tensors = [leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor) and leaf.dim() > 1]
+    tensors = [leaf for leaf in tensors if leaf.shape[0] in (1, rows)]
+    if any(leaf.shape[1] == places for leaf in tensors):
+        return 1
+    return next((leaf.dim() - 1 for leaf in tensors if leaf is value and leaf.shape[-1] == places), 0)
 
 
 def _is_mask(value: Any) -> bool:

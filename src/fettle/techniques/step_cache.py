@@ -139,7 +139,6 @@ class StepCache(Steps):
     def given(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """Arguments of the UNet by name, without those that are None."""
         bound = self.signature.bind(*args, **kwargs).arguments
-        bound = {**bound, **bound.pop("kwargs", {})}
         return {name: value for name, value in bound.items() if value is not None}
 
     def before(self, args: Any, kwargs: Any) -> dict[str, Any]:

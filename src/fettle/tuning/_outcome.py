@@ -220,7 +220,6 @@ def _code(session: Session, winner: Trial) -> str:
     """``optimized.py`` of the winner."""
     target, facts = session.target, session.facts
     facts = replace(facts, learned={**facts.learned, **winner.learned})  # of two in one race each has its own
-    location, _, factory = target.reference.rpartition(":")
     heading = f"{target.name}, optimised for {facts.mode}: {winner.recipe}."
     if winner.speedup is not None:
         off = f"relative error {winner.accuracy.error:.2g}"
@@ -231,6 +230,6 @@ def _code(session: Session, winner: Trial) -> str:
         winner.recipe,
         facts,
         heading=heading,
-        target=None if target.is_live else (location, factory),
+        target=None if target.is_live else target,
         calibration=max(1, facts.calibration_batches),
     )
