@@ -65,6 +65,11 @@ def test_only_loads_that_are_alike(tmp_path):
         compare([run(2, mode="open")], baseline(tmp_path, nothing))
 
 
+def test_of_two_loads_that_are_alike_the_nearer(tmp_path):
+    then = baseline(tmp_path, {**run(1, 0.5, mode="open"), "rate": 95.0}, {**run(1, mode="open"), "rate": 100.0})
+    assert verdicts(compare([{**run(1, mode="open"), "rate": 100.0}], then))["p50"] == "same"
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", "[1]", '[{"mode": "closed"}]', '{"runs": 3}', "\x00", "[" * 10**5])
 def test_what_is_no_baseline(tmp_path, text):
     (tmp_path / "b").write_text(text)

@@ -151,6 +151,55 @@ def test_what_fails_when_a_closed_loop_ends_is_counted():
     assert asyncio.run(counted()).failed == 1
 
 
+@pytest.mark.parametrize("sent", [0, 1])
+def test_ctrl_c_ends_an_open_loop_that_waits(sent):
+    """For its next request, an hour from now, or for an answer that does not come."""
+    stop = asyncio.Event()
+
+    async def handle(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        stop.set()
+
+    async def run():
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        request = http_request(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"", {})
+        due = np.array([0.0, 3600.0][: 2 - sent])
+        found = await asyncio.wait_for(open_loop([request], due, patience_s=3600.0, stop=stop), 60)
+        server.close()
+        return found
+
+    found = asyncio.run(run())
+    assert found.interrupted
+    assert found.statuses == {UNANSWERED: 1}
+
+
+def test_what_is_due_does_not_wait_for_a_connection_of_another(monkeypatch):
+    """Connections that take a tenth of a second to make, each used once."""
+    plain = _Load._open
+
+    async def slow(self):
+        await asyncio.sleep(0.1 if self.start else 0)
+        return await plain(self)
+
+    async def handle(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    async def run():
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        request = http_request(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"", {})
+        found = await open_loop([request], np.arange(100) / 100, limit_s=60.0)
+        server.close()
+        return found
+
+    monkeypatch.setattr(_Load, "_open", slow)
+    found = asyncio.run(run())
+    assert set(found.statuses) == {200}
+    assert found.percentile(99) < 5  # one after the other: nine seconds
+    assert not found.void
+
+
 def test_a_closed_loop_keeps_its_clients_busy(server):
     run = asyncio.run(closed_loop([model_request(server.url)], 4, 1.5))
     assert run.answered > 20

@@ -115,7 +115,10 @@ def test_what_the_server_says_of_itself(server):
         ("net", "1", "READY"),
         ("net", "2", "READY"),
     }
-    assert ask(server.url + "/v2/repository/index", b'{"ready": true}', "POST")[1] == index
+    nested = b'{"more": ' + b"[" * 50 + b"]" * 50 + b', "ready": true}'
+    assert ask(server.url + "/v2/repository/index", nested, "POST")[1] == index
+    for wrong in (b"[]", b"{", b'{"ready": "yes"}', b'{"more": ' + b"[" * 100_000):
+        assert ask(server.url + "/v2/repository/index", wrong, "POST")[0] == 400
     assert b"fettle_model_seconds_bucket" in ask(server.url + "/metrics")[1]
     stats = ask(server.url + "/v2/models/net/stats")[1]["model_stats"]
     assert {row["version"] for row in stats} == {"1", "2"}
@@ -421,6 +424,22 @@ def test_a_restart_serves_what_was_served(store, tmp_path):
         with pytest.raises(UsageError, match="state file"), running([], options):
             pass
         assert (tmp_path / "state.json").read_text() == damaged
+
+
+def test_what_one_start_cannot_serve_is_there_for_the_next(store, tmp_path):
+    """A package that is away, as a store that is not mounted yet: the others are served as they were set, and the state
+    file keeps it."""
+    state, away = tmp_path / "state.json", tmp_path / "net-3"
+    versions = {"1": str(store / "net-1"), "2": str(store / "net-2"), "3": str(away)}
+    said = {"versions": versions, "default": "2", "weights": {}, "shadow": "3", "changed": {"3": {"delay_ms": 1.0}}}
+    state.write_text(json.dumps({"net": said}))
+    with running([], Options(store=store, state=state)) as server:
+        assert infer(server, [[1, 2, 3, 4]])[1]["model_version"] == "2"
+        assert json.loads(state.read_text())["net"] == said
+        server.call(server.registry.unload("net", "1"))
+        kept = json.loads(state.read_text())["net"]
+        assert (kept["default"], kept["changed"]) == ("2", said["changed"])
+        assert kept["versions"] == {number: versions[number] for number in ("2", "3")}
 
 
 # -- starting ---------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fettle.cli.serve.slo import _Work
 from fettle.errors import UsageError
 from fettle.load.torchserve import COLUMNS
 from fettle.package.host import host_id
@@ -187,7 +188,7 @@ def made_up(monkeypatch):
     async def overheads(self, setting):
         return Overheads(0.0, 0.0, 0.0, 0.0, 0.0)
 
-    async def prove(package, point, costs, found, seconds, journal, on_progress, stop, expected, to_beat):
+    async def prove(package, point, costs, found, seconds, journal, on_progress, stop, expected, to_beat, trust):
         real = Costs({rows: (value,) for rows, value in World.truth.items()}, 0, 0)
         point.measured = capacity(point.setting.batching(), real, found.limit_s, requests=1500)[0]
 
@@ -197,13 +198,18 @@ def made_up(monkeypatch):
     return World
 
 
-def test_workers_that_fail_are_a_failure_and_the_search_goes_on(package, made_up):
+def test_workers_that_fail_are_a_failure_and_the_search_goes_on(package, made_up, tmp_path):
     made_up.costs = made_up.truth = {1: 0.01, 2: 0.012, 4: 0.016}
     made_up.broken = (2,)
     found = asyncio.run(search(package, 0.1, most_rows=4, cores=4))
     assert found.met
     assert [failure.why for failure in found.failures] == ["no memory"]
     assert "2 workers" in found.failures[0].what
+    made_up.broken = (1, 2, 3, 4)
+    keep = tmp_path / "measured.jsonl"
+    assert asyncio.run(search(package, 0.1, most_rows=4, cores=1, keep=keep)).failures
+    made_up.broken = ()  # as when memory is free again
+    assert asyncio.run(search(package, 0.1, most_rows=4, cores=1, keep=keep)).met
     made_up.broken = (1, 2, 3, 4)
     nothing = asyncio.run(search(package, 0.1, most_rows=4, cores=4))
     assert nothing.best is None
@@ -218,7 +224,7 @@ def test_others_are_tested_from_where_the_first_one_lets_expect_and_none_that_di
 ):
     begun, rows = [], []
 
-    async def prove(package, point, costs, found, seconds, journal, on_progress, stop, expected, to_beat):
+    async def prove(package, point, costs, found, seconds, journal, on_progress, stop, expected, to_beat, trust):
         begun.append(expected and expected / point.predicted)
         rows.append(point.setting.max_rows)
         point.measured = 0.97 * point.predicted
@@ -405,12 +411,21 @@ def test_a_setting_and_what_it_is_called():
     assert setting.batching().delay_ms == pytest.approx(1)
 
 
+def test_code_of_its_own_needs_trust_before_anything_is_measured(store):
+    digest = open_package(store / "echo").handler_digest
+    with pytest.raises(UsageError, match=f"--trust {digest}"):
+        _Work.of(str(store / "echo"), [], None, "", 3, ["0" * 64])
+    assert _Work.of(str(store / "echo"), [], None, "", 3, [digest]).package is not None
+
+
 def test_what_is_found_can_be_served(package):
     costs = Costs({1: (0.01,), 4: (0.02,)})
     made = serve_settings(package.settings, Setting(2, 1, 4, 0.001), costs, 0.1)
     assert made.max_rows == 4
     assert made.cost_curve(host_id()).at(4) == 0.02
     assert made.cost_curve("elsewhere") is None  # a curve of another machine is not believed
+    on_gpu = serve_settings(package.settings, Setting(1, 1, 4, device="cuda:0"), costs, 0.1)
+    assert (made.devices, on_gpu.devices) == (("cpu",), ("cuda:0",))
     assert read_settings(package.folder, package.manifest) == package.settings
 
 

@@ -204,7 +204,7 @@ def test_costs_are_corrected_where_steps_take_longer_than_simulated(package, mon
 
 
 def test_a_setting_whose_server_fails_is_not_tried_again(package, monkeypatch):
-    async def start(package, settings, device):
+    async def start(package, settings):
         async def close(): ...
 
         if settings.max_rows == 8:

@@ -41,7 +41,7 @@ class Replica:
         override = {"threads": threads} if threads else {}
         options = Options(trust=(trust,) if trust else (), device=device, override=override)
         self.name = opened.manifest.name
-        self.registry = Registry(Metrics(opened.settings.limit_ms / 1e3), options)
+        self.registry = Registry(Metrics([opened.settings.limit_ms / 1e3]), options)
         try:
             await self.registry.load(opened)
         except Rejected as error:

@@ -48,6 +48,10 @@ async def open_loop(
         load.start = start
         next_window, grown, last, stable = start + WINDOW_S, 0, 0, True
         for index, moment in enumerate(due):
+            if stop is not None and (left_s := start + moment - time.perf_counter()) > 0.5:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), left_s - 0.1)
+                    break
             await clock.wait(start + moment)
             await load.send(index, float(moment))
             if not index % 16:
@@ -63,7 +67,7 @@ async def open_loop(
                     break
             if stop is not None and stop.is_set():
                 break
-        await load.drain(patience_s if stable else 1.0)
+        await load.drain(patience_s if stable else 1.0, stop)
     run = load.result("open")
     run.limits = limits or run.limits
     lost = sum(run.statuses.get(kind, 0) for kind in KINDS)
@@ -95,7 +99,7 @@ async def closed_loop(
             await asyncio.sleep(min(0.25, max(0.001, seconds - (time.perf_counter() - load.start))))
             on_progress(time.perf_counter() - load.start, load.waiting)
         load.again, load.until = False, time.perf_counter() - load.start
-        await load.drain(10.0)
+        await load.drain(10.0, stop)
     run = load.result("closed")
     run.limits = limits or run.limits
     run.concurrency, run.rate = concurrency, run.throughput
@@ -138,6 +142,8 @@ class _Load:
         self._loop = asyncio.get_running_loop()
         self._empty = asyncio.Event()
         self._count = 0
+        self._opening = 0
+        """Connections that are being made."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def connect(self, count: int) -> None:
@@ -168,27 +174,35 @@ class _Load:
                 connection.send(self.requests[index % len(self.requests)], (due, time.perf_counter() - self.start))
                 return
             self._all.discard(connection)
-        if len(self._all) < MAX_CONNECTIONS:
-            await self._send_on_new(self.requests[index % len(self.requests)], due)
+        if len(self._all) + self._opening < MAX_CONNECTIONS:  # those that are due meanwhile do not wait for it
+            self._send_on_new(self.requests[index % len(self.requests)], due, time.perf_counter() - self.start)
         else:
             self._queue.append((index, due))
 
-    async def _send_on_new(self, request: Request, due: float, sent: float | None = None) -> None:
-        """On a new connection; `sent` is when it was sent on one that the server had closed."""
+    def _send_on_new(self, request: Request, due: float, sent: float) -> None:
+        """On a new connection, when there is one; `sent` is when it should have been sent."""
+        self._opening += 1
+        self._keep_task(self._opened(request, due, sent))
+
+    async def _opened(self, request: Request, due: float, sent: float) -> None:
         try:
             connection = await self._open()
-        except UsageError:
+        except (UsageError, asyncio.CancelledError):
+            self.rows.append((due, sent, time.perf_counter() - self.start, UNANSWERED if self._ending else UNREACHED))
             self._move(-1)
-            self.rows.append((due, due if sent is None else sent, time.perf_counter() - self.start, UNREACHED))
+            if not self.waiting:
+                self._empty.set()
             return
-        connection.send(request, (due, time.perf_counter() - self.start if sent is None else sent))
+        finally:
+            self._opening -= 1
+        connection.send(request, (due, sent))
 
     def _done(self, connection: Connection, status: int) -> None:
         now = time.perf_counter() - self.start
         due, sent = connection.tag
         if not status and connection.was_stale and not self._ending:
             self._all.discard(connection)
-            self._keep_task(self._send_on_new(connection.request, due, sent))
+            self._send_on_new(connection.request, due, sent)
             return
         if status:
             self.longest_s = max(self.longest_s, now - sent)
@@ -272,12 +286,19 @@ class _Load:
         end = self.until if begin else float(table[status == 200, 2].max())
         return table[begin:], status[begin:], first, end
 
-    async def drain(self, seconds: float) -> None:
-        """Wait for what is still on its way, then close everything; what has not come counts as lost."""
+    async def drain(self, seconds: float, stop: asyncio.Event | None) -> None:
+        """Wait for what is still on its way, then close everything; what has not come counts as lost. After Ctrl-C, which
+        sets `stop`, the wait is a second at most."""
+        if stop is not None and stop.is_set():
+            seconds, stop = min(1.0, seconds), None
         if self.waiting:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._empty.wait(), seconds)
+            waits = [asyncio.ensure_future(event.wait()) for event in (self._empty, stop) if event is not None]
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
         self.again, self._ending = False, True
+        for task in self._tasks:
+            task.cancel()
         now = time.perf_counter() - self.start
         # What was never sent is as lost as what never came back.
         self.rows += [(due, now, now, UNANSWERED) for _, due in self._queue]

@@ -84,12 +84,12 @@ class Address:
 
 
 class Server:
-    """One server in the running event loop."""
+    """One server in the running event loop. Its histograms are exact around the latencies `limits_s`."""
 
-    def __init__(self, address: Address, options: Options) -> None:
+    def __init__(self, address: Address, options: Options, limits_s: Sequence[float] = ()) -> None:
         address.check()
         self.address = address
-        self.metrics = Metrics(float(options.override.get("limit_ms", 0.0)) / 1e3)
+        self.metrics = Metrics(limits_s)
         self.registry = Registry(self.metrics, options)
         self._listening: list[asyncio.Server] = []
         self._connections: set[Connection] = set()
@@ -138,7 +138,8 @@ class Server:
             await self._load(package)
         await self._restore(state, {package.manifest.name for package in packages})
         self.registry.starting = False
-        self.registry.remember()
+        if not self.registry.lost:
+            self.registry.remember()
 
     async def _load(self, package: Package, changed: dict[str, Any] | None = None) -> None:
         try:
@@ -151,15 +152,23 @@ class Server:
         for name, model in state.items():
             if name in named:
                 continue
+            lost = {}
             for number, folder in model.versions.items():
                 try:
                     await self._load(open_package(Path(folder)), model.changed.get(number))
                 except UsageError as error:
-                    log.error("%s of the last run is not served: %s", name, error)
-            wanted = {"default": model.default, "weights": model.weights, "shadow": model.shadow}
-            wanted = {key: value for key, value in wanted.items() if value}
+                    log.error("%s of the last run is not served, the next start tries again: %s", name, error)
+                    lost[number] = folder
+            if lost:
+                changed = {number: model.changed[number] for number in lost if number in model.changed}
+                self.registry.lost[name] = Remembered(lost, changed=changed)
+            wanted: dict[str, Any] = {
+                "default": "" if model.default in lost else model.default,
+                "weights": {number: weight for number, weight in model.weights.items() if number not in lost},
+                "shadow": "" if model.shadow in lost else model.shadow,
+            }
             with contextlib.suppress(Rejected):
-                self.registry.change(name, wanted)
+                self.registry.change(name, {key: value for key, value in wanted.items() if value})
 
     async def close(self) -> None:
         """Stop listening, answer what was accepted, end the workers."""
@@ -181,7 +190,7 @@ class Server:
 
 async def serve(address: Address, options: Options, packages: Sequence[Package], started: Any = None) -> None:
     """Serve until SIGINT or SIGTERM; then drain and end. `started(server)` is called once all is ready."""
-    server = Server(address, options)
+    server = Server(address, options, [package.settings.limit_ms / 1e3 for package in packages])
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -101,7 +101,7 @@ async def loaded(served: ServerProcess, requests: list[Request], due: np.ndarray
 async def prove(
     package: Package, point: Point, costs: Costs, result: SearchResult, seconds: float, journal: Journal | None = None,
     on_progress: Callable[[str], None] = lambda text: None, stop: asyncio.Event | None = None,
-    expected: float | None = None, to_beat: float = 0.0,
+    expected: float | None = None, to_beat: float = 0.0, trust: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Open-loop load tests around the predicted capacity, as `bracket` has them.
 
@@ -122,7 +122,7 @@ async def prove(
 
     await bracket(
         point, result, journal or Journal(), expected or point.predicted, to_beat, near=bool(expected), key=key,
-        start=lambda: ServerProcess.start(package, settings, setting.device), on_test=on_test,
+        start=lambda: ServerProcess.start(package, settings, trust), on_test=on_test,
         test=lambda served, rate: _test(
             served, package, point, costs, rate, test_s(rate, seconds), limit_s, stop
         ),
@@ -177,7 +177,8 @@ def serve_settings(settings: ServeSettings, setting: Setting, costs: Costs, limi
     curve = costs.curve
     return msgspec.structs.replace(
         settings, max_rows=setting.max_rows, delay_ms=setting.delay_s * 1e3, workers=setting.workers,
-        threads=setting.threads, limit_ms=limit_s * 1e3, curve=CostCurve(curve.rows, curve.seconds, host_id()),
+        threads=setting.threads, devices=(setting.device,), limit_ms=limit_s * 1e3,
+        curve=CostCurve(curve.rows, curve.seconds, host_id()),
     )  # fmt: skip
 
 

@@ -50,19 +50,21 @@ async def search(
     packages: Package | Sequence[Variant], limit_s: float, *, rate: float = 0.0, headroom: float = 0.0,
     most_rows: int = 32, cores: int = 2, devices: Sequence[str] = ("cpu",), seconds: float = 8.0, confirm: int = 3,
     prices: Mapping[str, float] | None = None, keep: Path | None = None, failures: Iterable[Failure] = (),
-    on_progress: OnProgress = lambda text: None, stop: asyncio.Event | None = None,
+    on_progress: OnProgress = lambda text: None, stop: asyncio.Event | None = None, trust: Sequence[str] = (),
 ) -> SearchResult:  # fmt: skip
     """Find the setting with the greatest capacity under the limit; `seconds` is the length of one load test.
 
     `prices` are of an hour, by device (``""``: any). `keep` is a file in which everything measured is kept, so that a
-    search that was killed measures nothing twice; `stop` ends it early, with what is known by then.
+    search that was killed measures nothing twice; `stop` ends it early, with what is known by then. `trust`: digests of
+    handlers that may run.
     """
     began = time.monotonic()
     variants = [Variant("", packages)] if isinstance(packages, Package) else list(packages)
     result = SearchResult(limit_s, rate=rate, headroom=headroom, failures=list(failures))
     by_name = {variant.name: variant for variant in variants}
     journal = open_journal(keep)
-    work = _Search(result, by_name, journal, on_progress, stop or asyncio.Event(), seconds, most_rows, cores)
+    work = _Search(result, by_name, journal, on_progress, stop or asyncio.Event(), seconds, most_rows, cores,
+                   trust)  # fmt: skip
     try:
         await work.calibrate(variants, devices)
         if work.possible():
@@ -83,10 +85,10 @@ class _Search:
 
     def __init__(
         self, result: SearchResult, variants: Mapping[str, Variant], journal: Journal, on_progress: OnProgress,
-        stop: asyncio.Event, seconds: float, most_rows: int, cores: int,
+        stop: asyncio.Event, seconds: float, most_rows: int, cores: int, trust: Sequence[str],
     ) -> None:  # fmt: skip
         self.result, self.variants, self.journal, self.stop = result, variants, journal, stop
-        self.seconds, self.most_rows, self.cores = seconds, most_rows, cores
+        self.seconds, self.most_rows, self.cores, self.trust = seconds, most_rows, cores, trust
         self._on_progress, self._until = on_progress, 0.0
         """When the part that is under way is done, about, of `time.monotonic`."""
         self._tested: set[Setting] = set()
@@ -130,7 +132,8 @@ class _Search:
                     device=branch.device, limit_s=self.result.limit_s, on_progress=self.progress,
                     stopped=self.stop.is_set,
                 )  # fmt: skip
-            self.journal.put(key, calibration)
+            if calibration.samples:  # memory may be free the next time
+                self.journal.put(key, calibration)
         else:
             self._until -= CALIBRATION_S
         for rows, why in calibration.failures.items():
@@ -192,6 +195,7 @@ class _Search:
             top.overheads = await self._overheads(points[0].setting)
             if top.overheads is None:  # it cannot be served
                 del self.result.branches[top.branch]
+                self._rank()
                 continue
             self._lender = top
             for other in self.result.branches.values():
@@ -209,7 +213,7 @@ class _Search:
             at_once = replace(setting, delay_s=0.0)
             settings = serve_settings(package.settings, at_once, self.result.branches[branch].costs, 0.0)
             try:
-                served = await ServerProcess.start(package, settings, branch.device)
+                served = await ServerProcess.start(package, settings, self.trust)
                 try:
                     requests = sample_requests(package, served.url)
                     overheads = await measure_overheads(served, requests, curve, workers=branch.workers, max_rows=rows)
@@ -293,7 +297,7 @@ class _Search:
         costs, expected = self.result.branches[point.setting.branch].costs, self._expected(point)
         try:
             await prove(package, point, costs, self.result, self.seconds, self.journal, self.progress, self.stop,
-                        expected, to_beat)  # fmt: skip
+                        expected, to_beat, self.trust)  # fmt: skip
         except ServerFailure as failure:
             self.result.failures.append(Failure(str(point.setting), str(failure)))
 

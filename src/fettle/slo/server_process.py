@@ -70,8 +70,8 @@ class ServerFailure(Exception):
 
 class _Serve(Request, tag="starting"):
     folder: str
-    device: str
     settings: ServeSettings
+    trust: tuple[str, ...]
 
 
 class _Stats(Request, tag="looking"):
@@ -86,11 +86,12 @@ class ServerProcess:
         self.url = ""
 
     @classmethod
-    async def start(cls, package: Package, settings: ServeSettings, device: str = "cpu") -> ServerProcess:
-        """Serve `package` with `settings`; returns when it is warm. Raises `ServerFailure`."""
+    async def start(cls, package: Package, settings: ServeSettings, trust: Sequence[str] = ()) -> ServerProcess:
+        """Serve `package` with `settings`; returns when it is warm. `trust`: digests of handlers that may run. Raises
+        `ServerFailure`."""
         server = cls()
         try:
-            port = await server._ask(_Serve(str(package.folder), device, settings), int, START_S)
+            port = await server._ask(_Serve(str(package.folder), settings, tuple(trust)), int, START_S)
         except BaseException:
             await server.close()
             raise
@@ -167,7 +168,7 @@ async def _serve(parent: Parent) -> None:
 
     wanted = msgspec.msgpack.decode(await next_request() or b"", type=_Serve)
     package = replace(open_package(Path(wanted.folder)), settings=wanted.settings)
-    server = Server(Address(port=0), Options(device=wanted.device))
+    server = Server(Address(port=0), Options(trust=wanted.trust))
     try:
         await server.start([package])
     except Exception as error:

@@ -174,7 +174,8 @@ class _Search:
                 calibrate_texts, self.package, most=most, prompt=prompt, whole=self.longest, threads=threads,
                 device=device, on_progress=self.on_progress, stopped=self.stop.is_set,
             )  # fmt: skip
-            self.journal.put(key, costs)
+            if costs.writing:  # memory may be free the next time
+                self.journal.put(key, costs)
         if costs.writing and (costs.prompts or not costs.keeps):
             result.costs[threads], result.scale[threads] = costs, 1.0
         result.failures += [Failure(what, why) for what, why in costs.failures.items()]
@@ -251,7 +252,7 @@ class _Search:
         await bracket(
             point, result, self.journal, point.predicted, to_beat, near=bool(to_beat), on_test=on_test,
             key=lambda rate: f"test {package_key(self.package)} {setting} {rate:.6g}/s {seconds(rate):.6g}s {about}",
-            start=lambda: ServerProcess.start(self.package, settings, setting.device),
+            start=lambda: ServerProcess.start(self.package, settings),
             test=lambda served, rate: self._test(served, setting, rate, seconds(rate)),
         )  # fmt: skip
 

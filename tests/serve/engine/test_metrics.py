@@ -53,7 +53,7 @@ def test_answers_are_counted_by_status():
 
 
 def test_the_stages_of_a_request_each_have_a_histogram():
-    metrics = Metrics(limit_s=0.1)
+    metrics = Metrics([0.1])
     model = ModelMetrics(metrics, "m", "1")
     model.request(0.2, 0.01, 0.1)
     model.batch(3, 4, 0.001, 0.05)

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 
+import msgspec
 import psutil
 import pytest
 
@@ -66,6 +67,23 @@ def test_a_start_that_fails_leaves_everything_as_it_was(managed, monkeypatch):
     assert [worker.pid for worker in pool.workers] == before
     assert (pool.settings.workers, pool.ready) == (1, True)
     assert infer(managed, [[1, 2, 3, 4]])[0] == 200
+
+
+def test_batching_that_is_set_while_workers_start_stays(managed, monkeypatch):
+    pool = managed.registry.choose("net").pool
+    before = pool.settings
+
+    async def meanwhile(workers):
+        pool.change(msgspec.structs.replace(pool.settings, delay_ms=7.0))
+
+    monkeypatch.setattr(pool, "start_all", meanwhile)
+    managed.call(pool.scale(before, [worker.cores for worker in pool.workers]))
+    assert (pool.settings.delay_ms, pool.settings.workers) == (7.0, before.workers)
+
+    async def back():
+        pool.change(before)
+
+    managed.call(back())
 
 
 @two_cores

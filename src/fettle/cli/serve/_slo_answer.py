@@ -38,8 +38,7 @@ def print_result(result: SearchResult, busy: str, written: Path | None, console:
         share = result.headroom or HEADROOM
         room = (1 - share) * best.measured
         console.print(f"with {share:.0%} headroom: up to {rate_text(room)} requests/s")
-    device = best.setting.device if best is not None else "cpu"
-    _print_end(result.interrupted, written, console, f" --device {device}" if device != "cpu" else "")
+    _print_end(result.interrupted, written, console)
 
 
 def _table(result: SearchResult, most: int = 12) -> Table:
@@ -92,9 +91,8 @@ def _print_how(failures: Sequence[str], kept: int, tests: int, console: Console)
         console.print(f"{kept} of {tests} load tests had been made before")
 
 
-def _print_end(interrupted: bool, written: Path | str | None, console: Console, options: str = "") -> None:
+def _print_end(interrupted: bool, written: Path | str | None, console: Console) -> None:
     if interrupted:
         console.print("interrupted: the same command goes on from here")
     if written:
-        text = f"written to {written}/serve.toml: fettle serve {written}{options}"
-        console.print(text, markup=False, soft_wrap=True)
+        console.print(f"written to {written}/serve.toml: fettle serve {written}", markup=False, soft_wrap=True)

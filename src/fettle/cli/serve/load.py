@@ -131,8 +131,12 @@ def command(
     with _show.telling("starting", quiet=as_json) as show:
         runs = run(_all(requests, plans, seconds, limit_s, limits, show))
     interrupted = any(run.interrupted for run in runs)
-    changes = compare([as_data(run) for run in runs], earlier) if earlier and not interrupted else []
     data: Any = [as_data(run) for run in runs]
+    changes, trouble = [], None
+    try:
+        changes = compare(data, earlier) if earlier and not interrupted else []
+    except UsageError as error:  # what was measured is told first
+        trouble = error
     if baseline is not None:
         data = {"runs": data, "changes": [plain(asdict(change)) for change in changes]}
     _show.answer(as_json, lambda: data, lambda console: _print(runs, changes, console))
@@ -142,6 +146,8 @@ def command(
         write_text(markdown, _markdown(runs))
     if csv_file is not None:
         _options.write_csv(csv_file, COLUMNS, (torchserve_row(as_data(run), url) for run in runs))
+    if trouble is not None:
+        raise trouble
     # What was refused or failed was not answered within the limit either.
     worse = any(change.verdict == "worse" for change in changes)
     missed = worse or (limit_s and any(run.within < 0.99 for run in runs)) or any(run.missed for run in runs)

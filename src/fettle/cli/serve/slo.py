@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -56,6 +56,7 @@ def command(
             help="cpu, cuda, or several: cpu,cuda:1; default: the CPU and a GPU of each kind; of texts the package's"
         ),
     ] = None,
+    trust: Annotated[list[str] | None, typer.Option(help="SHA-256 of a handler.py that may run")] = None,
     seconds: Annotated[str, typer.Option(help="length of one load test")] = "8s",
     confirm: Annotated[int, typer.Option(min=1, help="how many settings to prove by load tests")] = 3,
     price: Annotated[
@@ -141,8 +142,9 @@ def command(
         "limit_s": limit_s, "rate": rate, "headroom": _options.share(headroom, "--headroom"),
         "most_rows": max_rows, "cores": cores or host.cores(), "confirm": confirm, "prices": _prices(price or []),
         "devices": _options.devices(device) or host.devices(), "seconds": _options.duration_s(seconds, "--seconds"),
+        "trust": trust or (),
     }  # fmt: skip
-    work = _Work.of(target, recipe or [], storage, study, recipes)
+    work = _Work.of(target, recipe or [], storage, study, recipes, trust or ())
     folder = wanted.get("", Path(f"slo-{work.name}"))
     if work.package is None:
         check_place(folder / "package")
@@ -222,7 +224,9 @@ class _Work:
     packages: tuple[Variant, ...] = ()
 
     @classmethod
-    def of(cls, text: str, recipes: list[str], storage: str | None, study: str, most: int) -> _Work:
+    def of(
+        cls, text: str, recipes: list[str], storage: str | None, study: str, most: int, trust: Sequence[str]
+    ) -> _Work:  # fmt: skip
         """Read what the command line names. Raises `UsageError`."""
         from fettle.package.manifest import open_package
         from fettle.package.requires import check_here
@@ -234,6 +238,8 @@ class _Work:
                 raise UsageError(f"{text} is packaged with its recipe already: name the target to try others")
             package = open_package(Path(text))
             check_here(package.manifest.name, package.manifest.requires)
+            if (digest := package.handler_digest) and digest not in trust:
+                raise UsageError(f"{package.manifest.name} brings code of its own; to let it run, say --trust {digest}")
             return cls(package.manifest.name, package)
         from fettle.techniques import check_names
 

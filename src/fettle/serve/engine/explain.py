@@ -41,7 +41,7 @@ class Explainer:
             raise UsageError(f"{package.manifest.name} cannot be explained: its tensors do not all have rows")
         self._attr, self._device = attr, device
         self._most = package.manifest.max_rows
-        self._model = load_program(package.folder)
+        self._model = load_program(package.folder, device)
 
     def attribute(self, arrays: Sequence[Array], target: int = -1) -> list[Array]:
         """Attributions for every input, float32 of its shape: zeros for inputs that were not varied.

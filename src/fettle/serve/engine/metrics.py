@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -78,10 +78,11 @@ class Counts(Collector):
 
 
 class Metrics:
-    def __init__(self, limit_s: float = 0.0) -> None:
+    def __init__(self, limits_s: Iterable[float] = ()) -> None:
         self.registry = CollectorRegistry()
-        # Buckets close together around the limit: a percentile is as exact as the buckets beside it.
-        around = [round(limit_s * factor, 6) for factor in (0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)]
+        # Buckets close together around each limit: a percentile is as exact as the buckets beside it.
+        factors = (0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
+        around = [round(limit_s * factor, 6) for limit_s in limits_s for factor in factors]
         seconds = tuple(sorted({*_SECONDS, *around} - {0.0}))
         labels = ("model", "version")
 

@@ -109,7 +109,8 @@ class Pool:
             joined, self.joining = self.joining, []
         left = [worker for worker in self.workers if worker not in kept]
         self.workers = sorted([*kept, *joined], key=lambda worker: worker.index) + left
-        self.change(settings)
+        # Of the settings now, which may have been changed while the workers started.
+        self.change(msgspec.structs.replace(self.settings, workers=settings.workers))
         for worker in left:
             worker.leave()
 

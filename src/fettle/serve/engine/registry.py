@@ -97,6 +97,8 @@ class Registry:
         self.models: dict[str, Model] = {}
         self._unserved: dict[tuple[str, str], Version] = {}
         """Versions that are being loaded or drained, or could not be loaded."""
+        self.lost: dict[str, Remembered] = {}
+        """Versions in the state file that this start could not load: they stay there for the next one."""
         self.starting = False
         """Whether the state file is still being read: nothing is written to it meanwhile."""
         self._lock = asyncio.Lock()
@@ -300,6 +302,14 @@ class Registry:
             )
             for name, model in self.models.items()
         }  # fmt: skip
+        for name, lost in self.lost.items():
+            now = state.get(name, Remembered())
+            still = [number for number in lost.versions if number not in now.versions]
+            state[name] = msgspec.structs.replace(
+                now,
+                versions={number: lost.versions[number] for number in still} | now.versions,
+                changed={number: lost.changed[number] for number in still if number in lost.changed} | now.changed,
+            )
         try:
             write_text(self.options.state, json.dumps(msgspec.to_builtins(state), indent=1) + "\n")
         except UsageError as error:  # a full disk must not stop the serving

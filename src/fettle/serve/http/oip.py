@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from fettle import __version__
 from fettle.package.tensors import TensorSpec
 from fettle.serve.engine.refusal import Malformed, Refusal, Rejected
@@ -85,6 +87,19 @@ def _target(parameters: Mapping[str, Any]) -> int:
     return target
 
 
+class _Index(msgspec.Struct):
+    """What a client may ask of the index. Whatever else it sends is skipped, and not made into objects."""
+
+    ready: bool = False
+
+
+def _wanted(body: bytes) -> _Index:
+    try:
+        return msgspec.json.decode(body or b"{}", type=_Index)
+    except (ValueError, RecursionError):
+        raise Malformed('the body is a JSON object, of which "ready" is true or false') from None
+
+
 async def _shadowed(version: Version, inference: protocol.Inference, key: Hashable) -> None:
     with contextlib.suppress(Rejected):
         await version.pool.submit(Request(inference.rows, key, inference.arrays))
@@ -111,7 +126,7 @@ async def read(call: Call) -> Reply | None:
             return json_reply({"model_stats": [_statistics(*row) for row in registry.versions()]})
         case "POST", ["v2", "repository", "index"]:
             index = registry.index()
-            if call.json().get("ready") is True:
+            if _wanted(call.sent).ready:
                 index = [entry for entry in index if entry[2] == "READY"]
             return json_reply(
                 [dict(zip(("name", "version", "state", "reason"), entry, strict=True)) for entry in index]
