@@ -46,7 +46,7 @@ freedom), and two recipes that both were twelve times as fast as the model as gi
 PRIOR_WEIGHT = 3.0
 BUSY_ERROR, UNHINDERED_ERROR = 0.05, 0.12
 """Error of a time that was measured on a busy machine: in any case, and as a share of the log of the waiting that was
-taken out. It belongs to the recipe: another process of it has the same. The nine cases of docs/measuring.md in which
+taken out. It belongs to the recipe: another process of it has the same. The nine cases of docs/evidence.md in which
 slices went first were off by 0.034 in the mean and scattered by 0.06."""
 _SMALLEST_NOISE = 0.002
 _SOMETHING = 1e-6
