@@ -123,7 +123,7 @@ def test_ctrl_c_keeps_what_is_done(done, package, tmp_path, forks):
     keep = tmp_path / "measured.jsonl"
     keep.write_bytes(done[1].read_bytes())  # other load tests, of the same calibration
     found = asyncio.run(
-        search(package, LIMIT, keep=keep, on_progress=on_progress, stop=stop, **{**QUICK, "seconds": 0.7})
+        search(package, LIMIT, keep=keep, on_progress=on_progress, stop=stop, **{**QUICK, "seconds": 30.0})
     )
     assert found.interrupted
     assert found.points  # simulated by then

@@ -71,7 +71,7 @@ def test_the_stages_of_a_request_each_have_a_histogram():
 
 def test_the_dashboard_asks_for_what_there_is():
     """Every metric and label of docs/grafana-serve.json; no metric of the server is left out but a handler's own."""
-    metrics = Metrics(0.1)
+    metrics = Metrics([0.1])
     model = ModelMetrics(metrics, "m", "1")
     model.request(0.1, 0.1, 0.1)
     model.response(200)
