@@ -20,6 +20,7 @@ def test_the_place_is_the_callers_innermost_line(tmp_path: Path) -> None:
     assert place(raised.value) == " at model.py:3"
     assert first_line(raised.value).startswith("RuntimeError: ")
     assert place(ValueError("never raised")) == ""
+    assert is_users("/home/me/torch/model.py")
     assert not any(is_users(file) for file in (torch.__file__, Workload.run.__code__.co_filename, "<string>"))
 
 

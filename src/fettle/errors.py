@@ -3,6 +3,8 @@
 Commands print its single line and leave with exit code 2; nothing has been written by then.
 """
 
+import functools
+import importlib.util
 import os
 import re
 import traceback
@@ -53,7 +55,14 @@ def place(error: BaseException) -> str:
 
 def is_users(file: str) -> bool:
     """Whether a line of this file is the caller's to change: not torch's, not fettle's, not made up in memory."""
-    return "/torch/" not in file and not file.startswith((_HERE, "<"))
+    return not file.startswith((_HERE, _torchs_folder(), "<"))
+
+
+@functools.cache
+def _torchs_folder() -> str:
+    """Found without importing it."""
+    spec = importlib.util.find_spec("torch")
+    return os.path.dirname(spec.origin) + os.sep if spec and spec.origin else _HERE
 
 
 def is_program(file: str) -> bool:

@@ -4,6 +4,7 @@ import json
 import pickle
 import sys
 import textwrap
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from fettle.cli import main
 from fettle.diagnose import Diagnosis, Finding, diagnose, diagnosis_json
 from fettle.diagnose.collect import _settings, collect
 from fettle.diagnose.collectors.memory import kept_alive, weights
+from fettle.diagnose.collectors.variants import variants, without_anomaly_checks
 from fettle.diagnose.evidence import Evidence, Operation
 from fettle.diagnose.finding import Verified
 from fettle.diagnose.report import page
@@ -21,7 +23,7 @@ from fettle.diagnose.rules import RULES, findings
 from fettle.errors import UsageError
 from fettle.measure import Interval
 from fettle.techniques import Facts
-from fettle.workload import find_target
+from fettle.workload import Workload, find_target
 from tests.conftest import Run
 from tests.memory.memory_machine import healthy_training
 from tests.trace.build import Build
@@ -381,6 +383,42 @@ def test_a_planted_cause_is_named_and_a_mended_program_is_not_accused(kind: str,
     assert named[rule].bound <= 1
     assert named[rule].bound > 0 or named[rule].bound_bytes > 0
     assert rule not in {finding.rule for finding in findings(mended)}
+
+
+def test_a_slow_call_is_made_as_seldom_as_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def slow(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        time.sleep(0.1)
+        return model(batch)
+
+    for place in ("collect", "collectors.variants"):
+        monkeypatch.setattr(f"fettle.diagnose.{place}.SLOW_S", 0.05)
+    evidence = collect(Workload(torch.nn.Linear(2, 2).eval(), [torch.ones(1, 2)], call=slow), 0.0)
+    assert calls <= 25
+    assert evidence.wall_s >= 0.1
+    assert "grad=inference_mode" in evidence.variants
+
+
+def test_settings_come_back_as_they_were() -> None:
+    def settings() -> list[bool]:
+        return [torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled()]  # fmt: skip
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.autograd.set_detect_anomaly(True, check_nan=False)
+    try:
+        tried = variants(lambda: torch.ones(64).sum(), 1e-3, 0.0)
+        assert {"anomaly=off", "deterministic=off"} <= set(tried)
+        assert settings() == [True, False, True]
+        with without_anomaly_checks():
+            assert not torch.is_anomaly_enabled()
+        assert settings() == [True, False, True]
+    finally:
+        torch.autograd.set_detect_anomaly(False)
+        torch.use_deterministic_algorithms(False)
 
 
 def test_kept_tensors_are_found_while_others_go_away() -> None:

@@ -91,6 +91,20 @@ def test_a_sound_loop_is_left_alone_on_the_cpu(tmp_path: Path) -> None:
     assert "parameter" in {row.category for row in before}
 
 
+def test_an_allocation_that_fails_costs_the_recording_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "failed.pickle"
+    with record(file, device="cpu") as recorder:
+        for _ in range(3):
+            held = torch.empty(2 * MIB, dtype=torch.uint8)
+            with pytest.raises(RuntimeError):
+                torch.empty(10**13)
+            recorder.step()
+    assert analyse(read(file)).replay.end_bytes >= held.nbytes
+    with pytest.raises(RuntimeError), record(tmp_path / "ended.pickle", device="cpu"):
+        torch.empty(10**13)
+    assert (tmp_path / "ended.pickle").exists()
+
+
 def test_sizes_and_order_are_those_of_the_program(tmp_path: Path) -> None:
     file = tmp_path / "sizes.pickle"
     with record(file, device="cpu"):

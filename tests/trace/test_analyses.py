@@ -644,6 +644,8 @@ def test_sql(tmp_path: Path) -> None:
     traces = [training(3).load(tmp_path)]
     frame = T.query(traces, "select class, sum(sum_ns) as ns from kernels group by class order by ns desc")
     assert frame["ns"].to_list() == [90_000, 60_000, 15_000]
+    idle = "select rank, sum(end_ns - start_ns) as ns from idle group by rank order by rank"
+    assert T.query([*traces, replace(traces[0], rank=1)], idle)["rank"].to_list() == [0, 1]
     for text in ("select", "drop table events", "select * from nowhere", "select nothing_here from events"):
         with pytest.raises(UsageError):
             T.query(traces, text)

@@ -41,7 +41,7 @@ def test_costs_of_products() -> None:
     assert matrix_cost([8, 16], [15, 4]) is None
     assert call_cost("aiter::gemm_a16w16", [[8, 16], [4, 16], []], []) == matrix_cost([8, 16], [16, 4])
     # Two images of 3 x 9 x 9, four filters of 3 x 3 x 3: each of 2 * 7 * 7 places costs 4 * 27 multiplications.
-    assert convolution_cost([2, 3, 9, 9], [4, 3, 3, 3], [7, 7], 1) == Cost(
+    assert convolution_cost([2, 3, 9, 9], [4, 3, 3, 3], [2, 4, 7, 7], 1) == Cost(
         1, 98, 4, 27, 2 * 98 * 4 * 27, 2 * 3 * 81 + 4 * 27 + 98 * 4
     )
     one = attention_cost([1, 2, 10, 8], [1, 2, 20, 8], [1, 2, 20, 8])
@@ -68,6 +68,20 @@ def test_a_convolution_takes_its_strides_from_the_values(strides: list[str], gro
     back = call_cost("aten::convolution_backward", [[2, 4, side, side], [2, 3, 9, 9], [4, 3, 3, 3]], backward)
     assert back is not None
     assert back.flops == flops  # of the weight's gradient alone
+
+
+def test_a_transposed_convolution_moves_its_result() -> None:
+    """Two images of 6 x 5 x 5 to 8 x 11 x 11, in two groups: each place of the input times 3 filters of 4 x 3 x 3."""
+    data, weight, result = [2, 6, 5, 5], [6, 4, 3, 3], [2, 8, 11, 11]
+    values = ["", "", "", "[2, 2]", "[0, 0]", "[1, 1]", "True", "[0, 0]", "2"]
+    flops, elements = 2 * 2 * 50 * 3 * 36, 2 * 6 * 25 + 6 * 36 + 2 * 8 * 121
+    assert call_cost("aten::convolution", [data, weight], values) == Cost(2, 50, 3, 36, flops, elements)
+    backward = ["", "", "", "[0]", *values[3:], "[True, False, False]"]
+    back = call_cost("aten::convolution_backward", [result, data, weight], backward)
+    assert back == Cost(2, 50, 3, 36, flops, elements)
+    wider = call_cost("aten::convolution", [data, weight], [*values[:7], "[1, 1]", "2"])
+    assert wider is not None
+    assert wider.elements - elements == 2 * 8 * (144 - 121)
 
 
 @pytest.mark.parametrize(
@@ -142,3 +156,16 @@ def test_products_in_8_bits_have_bytes(tmp_path: Path) -> None:
     shapes = {"Input Dims": [[16, 64], [64, 32]], "Input type": ["signed char", "signed char"]}
     table = product_table(Build().op("aten::_int_mm", 0, 10, **shapes).load(tmp_path))
     assert table.row(0, named=True)["bytes"] == 16 * 64 + 64 * 32 + 16 * 32
+
+
+def test_bytes_are_by_the_type_of_the_operands(tmp_path: Path) -> None:
+    """Scales of operands in 8 bits, and the sums and the seed of attention's backward, are of wider types."""
+    scaled = {"Input Dims": [[16, 64], [64, 32], [], []], "Input type": ["c10::Float8_e4m3fn"] * 2 + ["float"] * 2}
+    one = [1, 2, 16, 8]
+    build = Build().op("aten::_scaled_mm", 0, 10, **scaled)
+    types = ["c10::BFloat16"] * 5 + ["float", "long int"]
+    backward = {"Input Dims": [*[one] * 5, one[:3], []], "Input type": types}
+    build.op("aten::_scaled_dot_product_flash_attention_backward", 20, 5, **backward)
+    table = product_table(build.load(tmp_path))
+    assert table["bytes"].to_list() == [16 * 64 + 64 * 32 + 16 * 32, 2 * 4 * 256]
+    assert table["types"].to_list() == ["c10::Float8_e4m3fn, float", "c10::BFloat16, float, long int"]

@@ -168,6 +168,41 @@ def test_commands_over_ranks(tmp_path: Path, run_fettle: Run) -> None:
     assert found["kernels"]["across_ranks"]
 
 
+def test_where_one_rank_is_taken_it_is_said(tmp_path: Path, run_fettle: Run) -> None:
+    ranks, out = tmp_path / "ranks", tmp_path / "out"
+    ranks.mkdir()
+    for rank in (1, 2):
+        build = training(3)
+        build.metadata["distributedInfo"] = {"rank": rank}
+        build.write(ranks / f"{rank}.json")
+    for args in (["compare", ranks / "2.json", ranks], ["augment", ranks, "-o", out / "a.json"],
+                 ["report", ranks, "--before", ranks, "-o", out / "r.html"]):  # fmt: skip
+        said = run_fettle("trace", *args)
+        assert said.code == 0
+        assert said.err.count("of its 2 ranks only rank 1 is taken") == 1
+    assert "is taken" not in run_fettle("trace", "compare", ranks / "1.json", ranks / "2.json").err
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["account", "nowhere.json", "--chart", "x.bmp"], "charts are .html"),
+        (["compare", "nowhere.json", "nowhere.json", "--chart", "x.bmp"], "charts are .html"),
+        (["compare", "nowhere.json", "nowhere.json", "--chart", "."], "charts are .html"),
+        (["critical", "nowhere.json", "--overlay", "."], "it is a folder"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_the_trace_is_read(args: list[str], said: str, run_fettle: Run) -> None:
+    told = run_fettle("trace", *args)
+    assert told.code == 2
+    assert said in told.err
+
+
+def test_a_moment_is_shown_as_it_is_where_it_was_asked_for(tmp_path: Path, run_fettle: Run) -> None:
+    path = training(3).write(tmp_path / "t.json")
+    assert "1.000" in run_fettle("trace", "sql", path, "select start_ns from steps where step = 0").out
+
+
 @pytest.mark.parametrize(
     "args",
     [

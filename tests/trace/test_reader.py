@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import polars as pl
@@ -178,7 +179,7 @@ def test_several_processes_read_what_one_reads(tmp_path: Path, monkeypatch: pyte
     assert shares == sorted(shares)
     assert 0 <= shares[0] < 1
     assert metadata == one.metadata
-    two = assemble(path, None, columns, metadata)
+    two = assemble(path, columns, metadata)
     assert two.names == one.names
     assert two.events.drop("thread").equals(one.events.drop("thread"))
     # Threads are numbered as they are met: the numbers may differ, what they stand for may not.
@@ -281,6 +282,32 @@ def test_sidecar_serves_the_same_file_and_never_a_changed_one(tmp_path: Path) ->
     changed = load(path)
     assert not changed.facts.from_sidecar
     assert any("mmeg" in n for n in changed.names)
+
+
+def test_a_rank_that_was_given_is_not_kept(tmp_path: Path) -> None:
+    build = training(3)
+    build.metadata["note"] = "x" * (1 << 20)  # smaller files are not kept at all
+    path = build.write(tmp_path / "t.json")
+    assert load(path, rank=3).rank == 3
+    again = load(path)
+    assert (again.facts.from_sidecar, again.rank) == (True, 0)
+    assert load(path, rank=2).rank == 2
+
+
+def test_what_was_read_longest_ago_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = [load(training(3).write(tmp_path / f"{name}.json"), use_sidecar=False) for name in "abc"]
+    keys = [sidecar.key_of(trace.path) or {} for trace in traces]
+    for age, trace, key in zip((200, 100), traces, keys, strict=False):
+        sidecar.write(trace, key)
+        os.utime(sidecar._place(key), (time.time() - age,) * 2)
+    assert load(traces[0].path).facts.from_sidecar
+    size = sum(file.stat().st_size for file in sidecar._place(keys[0]).iterdir())
+    monkeypatch.setattr(sidecar, "MOST_BYTES", 2 * size + size // 2)
+    sidecar.write(traces[2], keys[2])
+    assert [load(trace.path).facts.from_sidecar for trace in traces] == [True, False, True]
+    monkeypatch.setattr(sidecar, "MOST_BYTES", 0)  # the newest stays
+    sidecar.write(traces[1], keys[1])
+    assert [load(trace.path).facts.from_sidecar for trace in traces] == [False, True, False]
 
 
 def test_a_damaged_sidecar_is_ignored(tmp_path: Path) -> None:

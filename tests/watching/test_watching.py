@@ -64,6 +64,35 @@ def test_several_epochs_and_a_loop_inside_a_loop() -> None:
     assert steps.report.steps == 12
 
 
+def test_loaders_that_are_asked_in_turn_make_one_step() -> None:
+    with watch(to=None) as steps:
+        for _ in zip(*(torch.utils.data.DataLoader(torch.ones(4, 2)) for _ in range(3)), strict=True):
+            pass
+    assert steps.report is not None
+    assert steps.report.steps == 4
+
+
+def test_a_loader_that_was_left_is_followed_by_the_next() -> None:
+    with watch(to=None) as steps:
+        next(iter(torch.utils.data.DataLoader(torch.ones(4, 2))))
+        for _ in range(2):
+            for _ in torch.utils.data.DataLoader(torch.ones(4, 2)):
+                pass
+    assert steps.report is not None
+    assert steps.report.steps == 8
+
+
+def test_what_waits_outside_of_all_steps_is_of_none() -> None:
+    steps = Steps(_on_gpu=True)
+    steps._syncs = 5
+    steps._begin_again(1)
+    for _ in range(2):
+        steps._syncs += 3
+        steps.step()
+    steps._syncs += 7
+    assert steps.summary().syncs_per_step == 3
+
+
 def test_workers_that_persist_make_no_more_steps() -> None:
     loader = torch.utils.data.DataLoader(torch.ones(4, 2), num_workers=1, persistent_workers=True)
     with watch(to=None) as steps:

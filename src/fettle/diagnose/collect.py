@@ -26,7 +26,7 @@ from fettle.diagnose.collectors.memory import (
 from fettle.diagnose.collectors.operators import operations, watched
 from fettle.diagnose.collectors.syncs import syncs_on
 from fettle.diagnose.collectors.training import TrainingSteps, as_workload, device_type, trained
-from fettle.diagnose.collectors.variants import held, timed, variants
+from fettle.diagnose.collectors.variants import SLOW_S, timed, variants, without_anomaly_checks
 from fettle.diagnose.collectors.waiting import CoreClock, waiting
 from fettle.diagnose.evidence import Batches, Cost, Evidence, Fresh
 from fettle.generate import brief
@@ -42,7 +42,8 @@ _MANY_PAGES = 64
 
 
 def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
-    """All evidence of one workload, in about `seconds` and at least a few calls each; of a training loop its steps."""
+    """All evidence of one workload, in about `seconds` and at least a few calls each, of a slow call as few as can be;
+    of a training loop its steps."""
     workload = as_workload(measured)
     model = workload.model
     owner = trained(workload)
@@ -60,27 +61,29 @@ def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
 
     module = owner if isinstance(owner, torch.nn.Module) else None
     began = time.perf_counter()
-    call()
+    records = any(tensor.requires_grad for tensor in tensors(call()))
     first_call_s = time.perf_counter() - began
+    least = 1 if first_call_s > SLOW_S else 3
     counters, pages = allocator_counts(device), pages_fetched()
     with CoreClock() as clock:
-        plain = noted("plain calls", lambda: timed(call, device, 0.25 * seconds))
+        plain = noted("plain calls", lambda: timed(call, device, 0.25 * seconds, least))
     pages = pages_fetched() - pages
     allocator = {name: count - counters[name] for name, count in allocator_counts(device).items()}
     wall_s = statistics.median(plain)
+    least = 1 if wall_s > SLOW_S else 3
 
     def slower(name: str, watched_s: float) -> None:
         costs[name] = replace(costs[name], slowdown=max(1.0, watched_s / wall_s))
 
-    watch, watched_s = noted("operators", lambda: watched(workload, device))
+    watch, watched_s = noted("operators", lambda: watched(workload, device, least))
     slower("operators", watched_s)
-    with held(torch.autograd, "set_detect_anomaly", False, torch.is_anomaly_enabled()):  # its own checks would be found
+    with without_anomaly_checks():  # they would be found
         report = noted("syncs", lambda: syncs_on(device, call, [owner, workload.inputs[0]]))
     slower("syncs", report.wall_s / report.calls)
     facts = probe_facts(workload)
     if isinstance(model, TrainingSteps):
         facts = replace(facts, mode="training", training=True)
-    gc_s, slept_s, loading = noted("waiting", lambda: waiting(call, wall_s, device))
+    gc_s, slept_s, loading = noted("waiting", lambda: waiting(call, wall_s, device, least))
     kept = noted("kept alive", lambda: kept_alive(call))
     fetched = pages / len(plain) if device == "cpu" and pages >= _MANY_PAGES * len(plain) else 0.0
     fresh = Fresh()
@@ -95,7 +98,7 @@ def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
         wall_s=wall_s,
         operations=watch.rows(),
         peaks=noted("peaks", lambda: measure_peaks(device)),
-        settings={**_settings(), "records": str(any(tensor.requires_grad for tensor in tensors(call())))},
+        settings={**_settings(), "records": str(records)},
         variants=switched,
         threads=torch.get_num_threads(),
         cores=facts.physical_cores,

@@ -72,8 +72,6 @@ class CacheHealth:
     """Graphs that cannot be cached at all."""
     temporary: bool
     """The folder is under the system's temporary folder: it may not outlive a reboot, a container does not keep it."""
-    second_process_s: float | None = None
-    """Seconds that a second process spent compiling, with the first one's cache; None where it was not tried."""
 
     @property
     def persists(self) -> bool:

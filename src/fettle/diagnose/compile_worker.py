@@ -36,28 +36,18 @@ def compile_health(
     dynamic: bool | None = None,
     backend: str = "inductor",
     rounds: int = 3,
-    second_process: bool = False,
     timeout_s: float = 600.0,
 ) -> CompileHealth:
     """Compile a workload in a process of its own, call it `rounds` times on each of its inputs, and say what happened.
 
-    A workload whose model is compiled already is run as it is. `second_process` runs it once more with the cache of the
-    first, which shows what a restart costs. `backend="aot_eager"` sees the same breaks and recompilations in a fraction
-    of the time, and nothing of inductor's cache.
+    A workload whose model is compiled already is run as it is. `backend="aot_eager"` sees the same breaks and
+    recompilations in a fraction of the time, and nothing of inductor's cache.
 
     Raises:
         UsageError: The target cannot be built, or the process ended or ran out of time.
     """
     named = find_target(target) if isinstance(target, str) else target
     request = Compile(named, mode, dynamic, backend, rounds)
-    health = _in_worker(request, timeout_s)
-    if second_process:
-        again = _in_worker(request, timeout_s)
-        health = replace(health, cache=replace(health.cache, second_process_s=again.compile_s))
-    return health
-
-
-def _in_worker(request: Compile, timeout_s: float) -> CompileHealth:
     with Child("fettle.diagnose.compile_worker") as child:
         try:
             return child.call(request, CompileHealth, timeout_s)

@@ -133,6 +133,9 @@ _TIMED_UNWATCHED = ("data-wait", "python-bound", "garbage-collection")
 """On a CPU these are timed by collectors that leave the call as it is: a trace, which makes Python slower, may confirm
 what they found, and adds no cause of its own."""
 
+_LONGEST_S = 1800.0
+"""A collector may take so long: that of a slow call makes some twenty, a few of them with one thread."""
+
 
 @dataclass(frozen=True)
 class Recording:
@@ -247,7 +250,7 @@ class Examiner:
                 raise UsageError(f"the workload could not be built: {error}") from error
         try:
             request = messages.Examine(f"fettle.diagnose.{collector}", seconds, path)
-            return self._worker.ask(request, messages.Examined, 300.0)
+            return self._worker.ask(request, messages.Examined, _LONGEST_S)
         except WorkerError as error:
             if error.kind != "error":  # anything but an exception, and the process is gone
                 self._leave()

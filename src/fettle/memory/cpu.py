@@ -104,7 +104,7 @@ class CpuTimeline:
         if kind == "TorchOp" and event.name.startswith(("Optimizer.", "ProfilerStep")):
             for stage, at_ns in (("START", event.start_time_ns), ("END", event.end_time_ns)):
                 self.annotations.append({"stage": stage, "name": event.name, "device": 0, "time_us": at_ns // 1000})
-        if kind not in ("Allocation", "OutOfMemory"):
+        if kind != "Allocation":  # of one that failed, the profiler tells Python neither size nor device
             return
         fields = event.extra_fields
         if fields.device.type != "cpu":
@@ -112,9 +112,6 @@ class CpuTimeline:
         self.recorded += 1
         size, time_us = int(fields.alloc_size), event.start_time_ns // 1000
         entry = {"size": abs(size), "stream": 0, "time_us": time_us, "frames": _frames(event)}
-        if kind == "OutOfMemory":
-            self.events.append({"action": "oom", "device_free": 0, **entry})
-            return
         address = int(fields.ptr)
         if size >= 0:
             category = categories.of(fields)

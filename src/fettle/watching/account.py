@@ -42,8 +42,8 @@ class Steps:
     _data: int = 0
     _sync: int = 0
     _gc: int = 0
-    _before: tuple[int, int, int] = (0, 0, 0)
-    """Data, sync and gc when the step began."""
+    _before: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Data, sync, gc and how many syncs, when the step began."""
     _count: int = 0
     _syncs: int = 0
     _started: int = 0
@@ -70,7 +70,7 @@ class Steps:
         self._count += 1
         if wall > self._slow_ns and len(self._slow) < _MOST_SLOW:
             self._note_slow(wall)
-        self._before = (self._data, self._sync, self._gc)
+        self._before = (self._data, self._sync, self._gc, self._syncs)
         if self._count % _RENEW == 0 or self._count == _FEWEST_FOR_SLOW + 1:
             self._slow_ns = self.slow_factor * self._median()
 
@@ -94,7 +94,7 @@ class Steps:
     def summary(self) -> StepReport:
         """The account so far."""
         # What went on since the last step's end belongs to no step.
-        data, sync, collecting = self._before
+        data, sync, collecting, syncs = self._before
         first = self._walls[0] if self._walls else 0  # of those kept
         walls = sorted(itertools.islice(self._walls, 1, None)) or [first]
         return StepReport(
@@ -107,7 +107,7 @@ class Steps:
             median_ms=statistics.median(walls) / 1e6,
             p95_ms=walls[min(len(walls) - 1, int(0.95 * len(walls)))] / 1e6,
             first_ms=first / 1e6,
-            syncs_per_step=self._syncs / self._count if self._on_gpu and self._count else None,
+            syncs_per_step=syncs / self._count if self._on_gpu and self._count else None,
             device_idle=None,
             data_bound=self._wall / max(1, self._wall - data) if self._wall else 1.0,
             slow=tuple(self._slow),
@@ -115,8 +115,8 @@ class Steps:
 
     def _begin_again(self, now: int) -> None:
         """Forget what was before the first step, which begins at `now`."""
-        self._started, self._before = now, (0, 0, 0)
-        self._data = self._sync = self._gc = 0
+        self._started, self._before = now, (0, 0, 0, 0)
+        self._data = self._sync = self._gc = self._syncs = 0
 
     def _median(self) -> float:
         """Median of the last 51 steps, without the very first; infinite while there are too few."""
@@ -131,7 +131,7 @@ class Steps:
         return self._count, time.perf_counter_ns() - self._started - self._slow_ns
 
     def _note_slow(self, wall: int) -> None:
-        now = zip(("data", "sync", "gc"), (self._data, self._sync, self._gc), self._before, strict=True)
+        now = zip(("data", "sync", "gc"), (self._data, self._sync, self._gc), self._before[:3], strict=True)
         parts = {name: after - before for name, after, before in now}
         parts["host"] = wall - sum(parts.values())
         samples = self._sampler.of(self._count - 1) if self._sampler else []

@@ -48,7 +48,7 @@ def _loader_iter(steps: Steps, original: Callable[[Any], Any]) -> Callable[[Any]
         with steps.waiting("data"):
             iterator = original(self)
         with contextlib.suppress(AttributeError):  # a loader of the user's own may return anything that iterates
-            iterator._fettle_first = True  # one with workers that persist has been through an epoch
+            iterator._fettle_asked = None  # one with workers that persist has been through an epoch
         return iterator
 
     return iterate
@@ -60,12 +60,11 @@ def _loader_next(steps: Steps, original: Callable[[Any], Any]) -> Callable[[Any]
         if steps._in is not None or threading.get_ident() != steps._thread:
             return original(self)
         started = time.perf_counter_ns()
-        if not getattr(self, "_fettle_first", True):
+        if getattr(self, "_fettle_asked", None) == steps._count:  # for the second time in this step, which ends
             steps._end(started)
-        else:  # what ran before the loop is not a step of it
-            self._fettle_first = False
-            if steps._count == 0:
-                steps._begin_again(started)
+        elif steps._count == 0:  # what ran before the loop is not a step of it
+            steps._begin_again(started)
+        self._fettle_asked = steps._count
         steps._in, collecting = "data", steps._gc
         try:
             return original(self)

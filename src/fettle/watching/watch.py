@@ -33,7 +33,8 @@ def watch(
 ) -> Iterator[Steps]:
     """Watch the loop inside the block and print where its steps went when it ends, also with an exception.
 
-    A step ends where the loop asks a `torch.utils.data.DataLoader` for the next batch, or where it says `step()`.
+    A step ends where the loop asks a `torch.utils.data.DataLoader` for the next batch, or where it says `step()`. Of
+    several loaders that are asked in turn, all batches are of one step.
     `json_to` writes the report as JSON, `to` is where the summary goes (None: nowhere). A step that has taken
     `slow_factor` times the median is sampled until it ends, and what was seen goes to `slow_trace`, for Perfetto.
     The report is in `.report` afterwards. One watch at a time, in the thread of the loop.

@@ -88,10 +88,11 @@ def comm(traces: list[Trace]) -> Answer:
     frames = {"overlap": joined(traces, T.overlap), "collectives": collectives}
     notes = {}
     if len(traces) > 1:
+        matched = match_collectives(traces)
         frames |= {
-            "stragglers": T.stragglers(traces),
-            "clocks": clock_offsets(match_collectives(traces)),
-            "arrival": T.arrival(traces).drop("key"),
+            "stragglers": T.stragglers(traces, matched),
+            "clocks": clock_offsets(matched),
+            "arrival": T.arrival(traces, matched).drop("key"),
         }
     else:
         notes["stragglers"] = "unknown: one rank only; give a folder of ranks"

@@ -17,6 +17,7 @@ from fettle.cli.trace.shared import (
     Source,
     app,
     listing,
+    open_one,
     open_traces,
     question,
 )
@@ -73,7 +74,7 @@ def sql(
 
       fettle trace sql trace.json.gz "select name, sum(dur_ns) as ns from events group by name order by ns desc"
     """
-    return Answer({"result": T.query(traces, text)})
+    return Answer({"result": T.query(traces, text)}, as_it_is=True)
 
 
 @app.command()
@@ -92,7 +93,7 @@ def augment(
     """
     output = target or output
     check_writable(output)
-    trace = open_traces(source, fresh)[0]
+    trace = open_one(source, fresh)
     added = T.augment(trace, output, path=T.critical_path(trace))
     data = {"file": str(output), "added_events": added}
     text = f"wrote {output}: {count_text(added, 'event')} added"
@@ -117,7 +118,7 @@ def report(
       fettle trace report after.json.gz --before before.json.gz
     """
     _options.check_page(output)
-    earlier = open_traces(before, fresh, own_end)[0] if before is not None else None
+    earlier = open_one(before, fresh, own_end) if before is not None else None
     failed = T.write_report(open_traces(source, fresh, own_end), output, before=earlier)
     text = f"wrote {output}" + "".join(f"\nnot answered: {line}" for line in failed)
     data = {"file": str(output), "not_answered": failed}

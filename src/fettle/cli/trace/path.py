@@ -19,8 +19,9 @@ from fettle.cli.trace.shared import (
     Source,
     Step,
     app,
+    check_chart,
     doubts,
-    open_traces,
+    open_one,
     question,
     show,
     step_windows,
@@ -139,7 +140,8 @@ def compare(
 
       fettle trace compare before.json.gz after.json.gz --skip 1
     """
-    first, second = (open_traces(path, fresh, label=path.name)[0] for path in (before, after))
+    check_chart(chart)
+    first, second = (open_one(path, fresh, label=path.name) for path in (before, after))
     result = T.compare(first, second, skip=skip, steps_before=_numbers(steps_before), steps_after=_numbers(steps_after))
     shown = result.parts.filter(pl.col("change_ns") != 0)
     write_chart(

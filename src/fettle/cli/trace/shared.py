@@ -18,6 +18,7 @@ from fettle import trace as T
 from fettle.cli import _options, _show
 from fettle.cli._console import console
 from fettle.cli._lazy import SETTINGS
+from fettle.errors import UsageError
 from fettle.files import check_writable, plain
 from fettle.trace.model import Trace
 
@@ -48,6 +49,8 @@ class Answer:
     """What draws it, given the module of the charts: that is slow to load, and few ask for one."""
     long: Callable[[], Mapping[str, pl.DataFrame]] = dict
     """For machines only: too long to be read."""
+    as_it_is: bool = False
+    """Whether people see moments as they are, too, and not since the first of them."""
     doubts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """By rank: what is uncertain beside what the trace's health says."""
     failed: bool = False
@@ -68,14 +71,15 @@ def question(look: Callable[..., Answer], *, charted: bool = True) -> Callable[.
 
     @functools.wraps(look)
     def command(**options: Any) -> None:
-        check_writable(options.get("chart"))
+        check_chart(options.get("chart"))
+        check_writable(*(options[name] for name in own if isinstance(options[name], Path)))
         traces = open_traces(options["source"], options["fresh"], options.get("own_end", False))
         answer = look(traces, **{name: options[name] for name in own})
         if answer.chart is not None:
             write_chart(options["chart"], answer.chart)
         as_json = options["as_json"]
         frames = {**answer.frames, **(answer.long() if as_json else {})}
-        show(frames, as_json, options["rows"], answer.notes, traces, answer.doubts)
+        show(frames, as_json, options["rows"], answer.notes, traces, answer.doubts, answer.as_it_is)
         if answer.failed:
             raise typer.Exit(1)
 
@@ -102,16 +106,29 @@ def open_traces(path: Path, fresh: bool = False, own_end: bool = False, label: s
     """Read a trace or a folder, and say what was left out of it and which answers are uncertain.
 
     `label` stands for the rank where there are several traces of one rank."""
-    out = console(error=True)
-    traces = [replace(trace, own_end=own_end) for trace in read_traces(path, fresh)]
-    for trace in traces:
-        name = escape(label) or f"rank {trace.rank}"
-        for note in trace.facts.notes:
-            out.print(f"[yellow]{name}: {escape(note)}[/]")
-        uncertain = T.trace_health(trace).uncertain
-        if uncertain:
-            out.print(f"[yellow]{name}: uncertain: {', '.join(uncertain)}; see 'fettle trace health'[/]")
-    return traces
+    return [_opened(trace, own_end, label) for trace in read_traces(path, fresh)]
+
+
+def open_one(path: Path, fresh: bool = False, own_end: bool = False, label: str = "") -> Trace:
+    """The same of a trace, or of the first rank in a folder, and say so."""
+    first, *others = read_traces(path, fresh)
+    if others:
+        console(error=True).print(
+            f"{path}: of its {len(others) + 1} ranks only rank {first.rank} is taken; for another name its file",
+            style="yellow", markup=False, soft_wrap=True,
+        )  # fmt: skip
+    return _opened(first, own_end, label)
+
+
+def _opened(trace: Trace, own_end: bool, label: str) -> Trace:
+    trace = replace(trace, own_end=own_end)
+    out, name = console(error=True), escape(label) or f"rank {trace.rank}"
+    for note in trace.facts.notes:
+        out.print(f"[yellow]{name}: {escape(note)}[/]")
+    uncertain = T.trace_health(trace).uncertain
+    if uncertain:
+        out.print(f"[yellow]{name}: uncertain: {', '.join(uncertain)}; see 'fettle trace health'[/]")
+    return trace
 
 
 def step_windows(own_end: bool) -> dict[str, str]:
@@ -126,6 +143,7 @@ def show(
     notes: Mapping[str, Any] | None = None,
     traces: Sequence[Trace] = (),
     more_doubts: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    as_it_is: bool = False,
 ) -> None:
     """Print frames as JSON ({name: rows}) or as tables for people.
 
@@ -143,7 +161,7 @@ def show(
         out.print(f"{key}: {value}", markup=False)
     for name, frame in frames.items():
         if frame.height:
-            _print_table(out, name.replace("_", " "), frame, rows)
+            _print_table(out, name.replace("_", " "), frame if as_it_is else _since_the_first(frame), rows)
         else:
             out.print(f"{name.replace('_', ' ')}: nothing")
 
@@ -157,14 +175,19 @@ def doubts(traces: dict[str, Trace]) -> dict[str, list[str]]:
 _CLOCK = ("start_ns", "end_ns", "ts_ns", "first_ns")
 
 
+def _since_the_first(frame: pl.DataFrame) -> pl.DataFrame:
+    """With the time since the first moment, which a person wants to know, in place of a clock's."""
+    clocks = [c for c in _CLOCK if c in frame.columns]
+    if not clocks:
+        return frame
+    zero = min(int(frame[c].min() or 0) for c in clocks)  # type: ignore[arg-type]
+    return frame.with_columns(pl.col(clocks) - zero)
+
+
 def _print_table(out: Console, title: str, frame: pl.DataFrame, rows: int) -> None:
     """One table; columns that say nothing are left out."""
     from fettle.trace.report.section import as_table, cell
 
-    clocks = [c for c in _CLOCK if c in frame.columns]
-    if clocks:  # a person wants the time since the first, not a clock's
-        zero = min(int(frame[c].min() or 0) for c in clocks)  # type: ignore[arg-type]
-        frame = frame.with_columns(pl.col(clocks) - zero)
     same = [c for c in ("rank", "device") if c in frame.columns and frame[c].n_unique() == 1]
     empty = [c for c in frame.columns if c.startswith("idle_") and frame[c].dtype.is_numeric() and not frame[c].sum()]
     shared = ", ".join(f"{c} {frame[c][0]}" for c in same if frame[c][0] != -1)
@@ -172,6 +195,13 @@ def _print_table(out: Console, title: str, frame: pl.DataFrame, rows: int) -> No
     _show.print_table(out, table)
     if frame.height > rows:
         out.print(f"{frame.height - rows} more rows: --rows {frame.height}")
+
+
+def check_chart(path: Path | None) -> None:
+    """Raise `UsageError` for a ``--chart`` of another suffix than those that are drawn, or that cannot be written."""
+    if path is not None and path.suffix not in (".html", ".png", ".svg", ".json"):
+        raise UsageError(f"charts are .html, .png, .svg or .json files, not '{path.suffix}'")
+    check_writable(path)
 
 
 def write_chart(path: Path | None, make: Callable[[Any], Any]) -> None:

@@ -14,13 +14,17 @@ from fettle.measure import log_interval
 from fettle.patches import replaced
 from fettle.procs.limits import affinity_cores
 
+SLOW_S = 2.0
+"""A call that takes longer is made as seldom as can be."""
+
 
 def variants(
     call: Callable[[], Any], wall_s: float, seconds: float, module: torch.nn.Module | None = None
 ) -> dict[str, tuple[float, float, float]]:
     """What switching one thing brings, tried in this process: share of time saved, and its 95% interval.
 
-    Interleaved rounds; only what can be switched there and back between two calls. A slow call gets three rounds.
+    Interleaved rounds; only what can be switched there and back between two calls. A slow call gets three rounds,
+    once in each.
     """
     own = torch.get_num_threads()
     usable = affinity_cores()
@@ -34,20 +38,22 @@ def variants(
     if module is not None and module.training and all(part.training for part in module.modules()):
         switches["mode=eval"] = lambda: _evaluating(module)
     if torch.is_anomaly_enabled():
-        switches["anomaly=off"] = lambda: held(torch.autograd, "set_detect_anomaly", False, True)
+        switches["anomaly=off"] = without_anomaly_checks
     if torch.are_deterministic_algorithms_enabled():
-        switches["deterministic=off"] = lambda: held(torch, "use_deterministic_algorithms", False, True)
+        warn = torch.is_deterministic_algorithms_warn_only_enabled()
+        switches["deterministic=off"] = lambda: held(torch, "use_deterministic_algorithms", False, True, warn_only=warn)
     rounds = int(min(12, max(3, seconds / max(wall_s, 1e-4) / (len(switches) + 1) / 3)))
+    least = 1 if wall_s > SLOW_S else 2
     logs: dict[str, list[float]] = {name: [] for name in switches}
     broken: set[str] = set()
     for _ in range(rounds):
-        base = min(timed(call, "cpu", 0.0, least=2))
+        base = min(timed(call, "cpu", 0.0, least=least))
         for name, switched in switches.items():
             if name in broken:
                 continue
             try:
                 with switched():
-                    logs[name].append(math.log(base / min(timed(call, "cpu", 0.0, least=3))))
+                    logs[name].append(math.log(base / min(timed(call, "cpu", 0.0, least=2 * least - 1))))
             except Exception:
                 broken.add(name)
     by_name: dict[str, tuple[float, float, float]] = {}
@@ -83,15 +89,21 @@ def timed(call: Callable[[], Any], device: str, seconds: float, least: int = 3) 
 
 
 @contextlib.contextmanager
-def held(holder: Any, setter_name: str, value: Any, original: Any) -> Iterator[None]:
-    """A process-wide setting at `value`, whatever the call itself asks for; then at `original` again."""
+def held(holder: Any, setter_name: str, value: Any, original: Any, **more: Any) -> Iterator[None]:
+    """A process-wide setting at `value`, whatever the call itself asks for; then at `original` again, with `more`."""
     setter = getattr(holder, setter_name)
     setter(value)
     try:
         with replaced(holder, setter_name, lambda _: lambda *_, **__: contextlib.nullcontext()):
             yield
     finally:
-        setter(original)
+        setter(original, **more)
+
+
+def without_anomaly_checks() -> contextlib.AbstractContextManager[None]:
+    """Autograd's checks off, and then as before."""
+    before, nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    return held(torch.autograd, "set_detect_anomaly", False, before, check_nan=nan)
 
 
 def threads(count: int) -> contextlib.AbstractContextManager[None]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fettle.trace.analyses.stacks import host_stacks
+from fettle.trace.analyses.stacks import host_stacks, nearest
 from fettle.trace.analyses.stops import autograd_threads, main_thread
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Ints, Trace, per_trace
@@ -16,7 +16,7 @@ from fettle.trace.ordering import in_groups
 _MODULE = re.compile(r"^nn\.Module: ")
 _LINE = re.compile(r"^(.+)\((\d+)\): (.+)$")
 LIBRARY = re.compile(
-    r"site-packages|dist-packages|/torch/|^torch/|<frozen|<built-in|/lib/python3|^(threading|runpy|contextlib)\.py"
+    r"site-packages|dist-packages|^torch/|<frozen|<built-in|/lib/python3|^(threading|runpy|contextlib)\.py"
 )
 
 
@@ -67,24 +67,6 @@ def outer_first(trace: Trace, rows: Ints) -> Ints:
     main = trace.column("thread")[rows] != main_thread(trace)
     ordered: Ints = rows[np.lexsort((host_stacks(trace).depth[rows], main, trace.ts[rows]))]
     return ordered
-
-
-def nearest(trace: Trace, flags: np.ndarray, rows: Ints, parent: Ints | None = None) -> Ints:
-    """The nearest event at or above each row that is flagged: parents (the stacks' own, or those given) followed in
-    doubling steps.
-    """
-    answer = np.where(flags, np.arange(len(flags)), -1)
-    above = (host_stacks(trace).parent if parent is None else parent).copy()
-    active = rows[(answer[rows] < 0) & (above[rows] >= 0)]
-    while len(active):
-        own = answer[above[active]]
-        hit = own >= 0
-        # The whole stretch above has been searched only once its own answer is settled, so take the nearest known one.
-        answer[active[hit]] = own[hit]
-        rest = active[~hit]
-        above[rest] = above[above[rest]]
-        active = rest[above[rest] >= 0]
-    return answer
 
 
 def outermost(trace: Trace, flags: np.ndarray, rows: Ints) -> Ints:

@@ -122,14 +122,14 @@ def _base_ns(trace: Trace) -> int:
     return max(0, integer(trace.metadata.get("baseTimeNanoseconds")))
 
 
-def arrival(traces: list[Trace]) -> pl.DataFrame:
-    """Arrival skew of every matched collective, on aligned clocks.
+def arrival(traces: list[Trace], matched: pl.DataFrame | None = None) -> pl.DataFrame:
+    """Arrival skew of every matched collective, on aligned clocks; `matched`: their `match_collectives`, where known.
 
     Columns: key, collective, group, bytes, ranks, first_ns (earliest start), skew_ns (latest start minus earliest),
     last_rank (who arrived last), waited_ns (summed over ranks: time from own start to the last start), transfer_ns
     (from the last start to the median end), bus_gb_per_s (over transfer_ns: without waiting).
     """
-    matched = match_collectives(traces)
+    matched = match_collectives(traces) if matched is None else matched
     if not matched.height:
         texts, ints = ("collective", "group"), ("bytes", "ranks", "first_ns", "skew_ns", "last_rank", "waited_ns")
         columns = dict.fromkeys(("key", *texts), str) | dict.fromkeys(ints, int)
@@ -159,7 +159,7 @@ def arrival(traces: list[Trace]) -> pl.DataFrame:
     return frame.with_columns(bus_gb_per_s=rate).drop("group_size").sort("first_ns")
 
 
-def stragglers(traces: list[Trace]) -> pl.DataFrame:
+def stragglers(traces: list[Trace], matched: pl.DataFrame | None = None) -> pl.DataFrame:
     """Which ranks the others wait for, and what held those ranks up before the collectives they came last to.
 
     Ranks leave a shared collective together and run apart until the next one. In the stretches that end with a clearly
@@ -168,12 +168,12 @@ def stragglers(traces: list[Trace]) -> pl.DataFrame:
 
     Columns: rank, last_times (collectives it arrived last at), caused_ns (waiting of other ranks for it), share (of
     all waiting), compute_excess_ns and idle_excess_ns (in those stretches, over the others), reason (the largest
-    excess, by name). Empty for fewer than two ranks, or without collectives that match.
+    excess, by name). Empty for fewer than two ranks, or without collectives that match. `matched` as in `arrival`.
     """
-    skews = arrival(traces)
+    matched = match_collectives(traces) if matched is None else matched
+    skews = arrival(traces, matched)
     if len(traces) < 2:
         skews = skews.clear()
-    matched = match_collectives(traces) if skews.height else pl.DataFrame(schema={"rank": pl.Int64()})
     before = [_upstream(t, matched.filter(pl.col("rank") == t.rank)) for t in traces if skews.height]
     whole = int(skews["waited_ns"].sum()) or 1
     caused = skews.group_by("last_rank").agg(last_times=pl.len(), caused_ns=pl.col("waited_ns").sum())

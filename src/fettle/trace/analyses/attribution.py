@@ -11,8 +11,9 @@ from collections.abc import Collection
 import numpy as np
 import polars as pl
 
-from fettle.trace.analyses.ancestry import LIBRARY, Ancestors, ancestors, nearest
+from fettle.trace.analyses.ancestry import LIBRARY, Ancestors, ancestors
 from fettle.trace.analyses.launches import launch_links, text_column
+from fettle.trace.analyses.stacks import nearest
 from fettle.trace.analyses.stops import BACKWARD
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Ints, Trace

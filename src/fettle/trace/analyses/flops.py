@@ -77,12 +77,13 @@ def matrix_cost(a: Shape, b: Shape) -> Cost | None:
     return Cost(batch, m, n, k, 2 * batch * m * n * k, batch * (m * k + k * n + m * n))
 
 
-def convolution_cost(data: Shape, weight: Shape, space: Shape, groups: int) -> Cost | None:
-    """Cost of a convolution whose result (of a transposed one: whose input) has the spatial extent `space`."""
-    if len(data) < 3 or len(weight) != len(data) or groups < 1 or len(space) != len(data) - 2:
+def convolution_cost(data: Shape, weight: Shape, result: Shape, groups: int, transposed: bool = False) -> Cost | None:
+    """Cost of a convolution, from the shapes of its operands and its result."""
+    if len(data) < 3 or groups < 1 or not len(data) == len(weight) == len(result):
         return None
+    space = data[2:] if transposed else result[2:]
     m, n, k = data[0] * prod(space), weight[0] // groups, prod(weight[1:])
-    return Cost(groups, m, n, k, 2 * groups * m * n * k, prod(data) + prod(weight) + m * weight[0])
+    return Cost(groups, m, n, k, 2 * groups * m * n * k, prod(data) + prod(weight) + prod(result))
 
 
 def attention_cost(q: Shape, k: Shape, v: Shape, products: int = 2) -> Cost | None:
@@ -142,8 +143,7 @@ def call_cost(operator: str, shapes: Sequence[Any], values: Sequence[str]) -> Co
         transposed, groups, wanted = value(7), value(9), numbers(10)
         if not isinstance(groups, int):
             return None
-        space = shape(1)[2:] if transposed else shape(0)[2:]
-        cost = convolution_cost(shape(1), shape(2), space, groups)
+        cost = convolution_cost(shape(1), shape(2), shape(0), groups, bool(transposed))
         times = sum(wanted[:2]) if len(wanted) == 3 else 2
         return cost and Cost(cost.batch, cost.m, cost.n, cost.k, times * cost.flops, times * cost.elements)
     stride, padding, dilation = map(numbers, (3, 4, 5))
@@ -152,11 +152,16 @@ def call_cost(operator: str, shapes: Sequence[Any], values: Sequence[str]) -> Co
         return None
     wide = len(data) - 2
     stride, padding, dilation = (v * wide if len(v) == 1 else v for v in (stride, padding, dilation))
-    if transposed:
-        return convolution_cost(data, weight, data[2:], groups)
     sizes = zip(data[2:], weight[2:], stride, padding, dilation, strict=False)
+    if transposed:
+        more = numbers(7) or [0]
+        more = more * wide if len(more) == 1 else more
+        space = [
+            max((i - 1) * s - 2 * p + d * (w - 1) + 1 + o, 0) for (i, w, s, p, d), o in zip(sizes, more, strict=False)
+        ]
+        return convolution_cost(data, weight, [*data[:1], groups * prod(weight[1:2]), *space], groups, transposed=True)
     space = [max((i + 2 * p - d * (w - 1) - 1) // s + 1, 0) if s > 0 else 0 for i, w, s, p, d in sizes]
-    return convolution_cost(data, weight, space, groups)
+    return convolution_cost(data, weight, [*data[:1], *weight[:1], *space], groups)
 
 
 def limits_of(trace: Trace) -> Limits | None:
@@ -189,7 +194,8 @@ def product_table(trace: Trace, limits: Limits | None = None) -> pl.DataFrame:
     for (name, shapes, types, values), calls in groups.items():
         cost = _cost(name, trace.shapes[shapes], values)
         if cost is not None:
-            width = max((dtype_bytes(one) or 0 for one in types.split(", ")), default=0) or None
+            # Of the first operand: what else there is may be the scales of one, a seed, a sum in higher precision.
+            width = dtype_bytes(types.split(", ")[0])
             key = (trace.rank, name, trace.shapes[shapes], types, len(calls), cost.batch, cost.m, cost.n, cost.k)
             costs.append((*key, cost.flops, width and width * cost.elements, int(time[calls].sum()), width))
     texts, numbers = ("operator", "shapes", "types"), ("count", "batch", "m", "n", "k", "flops", "bytes", "time_ns")

@@ -6,10 +6,10 @@ import numpy as np
 import polars as pl
 
 from fettle.errors import UsageError
-from fettle.trace.analyses.ancestry import ancestors, called_from, nearest, outer_first, outermost
+from fettle.trace.analyses.ancestry import ancestors, called_from, outer_first, outermost
 from fettle.trace.analyses.attribution import names_of_rows
 from fettle.trace.analyses.launches import launch_links, text_column
-from fettle.trace.analyses.stacks import host_stacks
+from fettle.trace.analyses.stacks import host_stacks, nearest
 from fettle.trace.frames import frame_of, with_rank
 from fettle.trace.kinds import Kind, without_address
 from fettle.trace.model import Ints, Trace

@@ -49,7 +49,7 @@ def _idle(trace: Trace) -> pl.DataFrame:
         idle_pieces(trace, d).with_columns(device=pl.lit(d), cause=pl.col("cause").cast(pl.String()))
         for d in trace.device_keys
     ]
-    return pl.concat(parts) if parts else frame_of([], start_ns=int, end_ns=int, cause=str)
+    return with_rank(trace, pl.concat(parts) if parts else frame_of([], start_ns=int, end_ns=int, cause=str))
 
 
 TABLES: dict[str, Callable[[Trace], pl.DataFrame]] = {

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from fettle.trace.analyses.launches import launch_links
 from fettle.trace.intervals import ranges
 from fettle.trace.kinds import Kind
-from fettle.trace.model import Bools, Ints, Trace, per_trace
+from fettle.trace.model import Ints, Trace, per_trace
 from fettle.trace.ordering import in_groups, order_by
 
 # Outer to inner, for events with the same start and length.
@@ -356,16 +356,22 @@ def _sweep(
     return depth, (thread[owner], time[keep], time[keep + 1], rows[owner])
 
 
-def inherit(flags: Bools, parent: Ints, rows: Ints) -> Bools:
-    """Mark everything inside a marked event: flags and parents are indexed by event row."""
-    flags = flags.copy()
-    above = parent.copy()
-    while True:
-        has = rows[above[rows] >= 0]
-        if not len(has):
-            return flags
-        flags[has] |= flags[above[has]]
-        above[has] = above[above[has]]
+def nearest(trace: Trace, flags: np.ndarray, rows: Ints, parent: Ints | None = None) -> Ints:
+    """The nearest event at or above each row that is flagged: parents (the stacks' own, or those given) followed in
+    doubling steps.
+    """
+    answer = np.where(flags, np.arange(len(flags)), -1)
+    above = (host_stacks(trace).parent if parent is None else parent).copy()
+    active = rows[(answer[rows] < 0) & (above[rows] >= 0)]
+    while len(active):
+        own = answer[above[active]]
+        hit = own >= 0
+        # The whole stretch above has been searched only once its own answer is settled, so take the nearest known one.
+        answer[active[hit]] = own[hit]
+        rest = active[~hit]
+        above[rest] = above[above[rest]]
+        active = rest[above[rest] >= 0]
+    return answer
 
 
 def _causes(trace: Trace, parent: Ints, host_rows: Ints) -> npt.NDArray[np.uint8]:
@@ -393,7 +399,7 @@ def _causes(trace: Trace, parent: Ints, host_rows: Ints) -> npt.NDArray[np.uint8
     for owner in ("compile_or_load", "data_loading"):
         marked = cause == number[owner]
         if marked.any():
-            inside = inherit(marked, parent, host_rows)
+            inside = nearest(trace, marked, host_rows, parent) >= 0
             gives = np.isin(np.arange(len(CAUSES_OF_HOST)), [number[c] for c in _GIVE_WAY])
             cause[inside & gives[cause]] = number[owner]
     return cause

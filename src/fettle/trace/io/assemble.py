@@ -17,7 +17,7 @@ _WEEK_NS = 7 * 86_400 * 10**9
 _IS_WORK = np.isin(np.arange(256), [*HOST_KINDS, *DEVICE_KINDS])
 
 
-def assemble(path: Path, rank: int | None, columns: Columns, metadata: dict[str, Any]) -> Trace:
+def assemble(path: Path, columns: Columns, metadata: dict[str, Any]) -> Trace:
     """The trace of all decoded columns; lets go of them as it goes."""
     data = {}
     for name, dtype in EVENT_COLUMNS.items():
@@ -39,7 +39,7 @@ def assemble(path: Path, rank: int | None, columns: Columns, metadata: dict[str,
     facts.notes = list(dict.fromkeys(facts.notes))
     return Trace(
         path=path,
-        rank=_rank(path, metadata) if rank is None else rank,
+        rank=_rank(path, metadata),
         events=events,
         names=[_clean(n) for n in columns.names],
         threads=threads,

@@ -49,19 +49,19 @@ def load(
         raise UsageError(f"no such trace file: {path}")
     key = sidecar.key_of(path) if use_sidecar else None
     if key is not None:
-        kept = sidecar.read(path, key, rank)
+        kept = sidecar.read(path, key)
         if kept is not None:
-            return kept
+            return kept if rank is None else replace(kept, rank=rank)
     try:
         columns, metadata = _read(path, processes, max_events, on_progress)
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
     except UsageError as error:
         raise UsageError(f"{path.name}: {error}") from error
-    trace = assemble(path, rank, columns, metadata)
+    trace = assemble(path, columns, metadata)
     if key is not None and trace.facts.file_bytes > 1 << 20:
         sidecar.write(trace, key)
-    return trace
+    return trace if rank is None else replace(trace, rank=rank)
 
 
 def load_all(path: str | Path, *, on_progress: Callable[[float], None] | None = None, **options: Any) -> list[Trace]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ import polars as pl
 from fettle.files import cache_folder
 from fettle.trace.model import EVENT_COLUMNS, SIDE_TABLES, ReadFacts, Trace
 
-FORMAT = 3
-KEEP = 30
+FORMAT = 4
+MOST_BYTES = 16 << 30
+"""More is not kept: what was read longest ago goes first."""
 _AS_JSON = ("rank", "names", "threads", "shapes", "metadata", "thread_names")
 _WHOLE_BYTES = 64 << 20
 _SAMPLE_BYTES = 1 << 20
@@ -61,7 +63,7 @@ def _place(key: dict[str, Any]) -> Path:
     return folder() / hashlib.blake2b(key["path"].encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 
-def read(path: Path, key: dict[str, Any], rank: int | None) -> Trace | None:
+def read(path: Path, key: dict[str, Any]) -> Trace | None:
     """The kept columns where they belong to exactly this content; None otherwise, whatever is wrong with them."""
     place = _place(key)
     try:
@@ -75,9 +77,11 @@ def read(path: Path, key: dict[str, Any], rank: int | None) -> Trace | None:
         met = ReadFacts(**{**facts["facts"], "from_sidecar": True})
         kept = {name: facts[name] for name in _AS_JSON} | {"threads": [(p, t) for p, t in facts["threads"]]}
         trace = Trace(path=path, events=events, side=side, **kept, facts=met)
-        return trace if rank is None else replace(trace, rank=rank)
     except (OSError, ValueError, KeyError, TypeError, pl.exceptions.PolarsError):
         return None
+    with contextlib.suppress(OSError):
+        os.utime(place)
+    return trace
 
 
 def write(trace: Trace, key: dict[str, Any]) -> None:
@@ -103,6 +107,9 @@ def write(trace: Trace, key: dict[str, Any]) -> None:
 def _forget_old(root: Path) -> None:
     places = [p for p in root.iterdir() if p.is_dir()]
     places.sort(key=lambda p: p.stat().st_mtime, reverse=True)
-    for old in places[KEEP:]:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(old)
+    size = 0
+    for number, place in enumerate(places):
+        size += sum(file.stat().st_size for file in place.iterdir())
+        if number and size > MOST_BYTES:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(place)

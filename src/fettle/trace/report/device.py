@@ -91,11 +91,11 @@ def communication(traces: list[Trace]) -> Section | None:
     section.table("Collectives", joined(traces, collective_table))
     if len(traces) > 1:
         matched = match_collectives(traces)
-        skews = arrival(traces)
+        skews = arrival(traces, matched)
         if not skews.height:
             section.text += " No collective could be matched between the ranks: no stragglers, no skew."
             return section
-        late = stragglers(traces)
+        late = stragglers(traces, matched)
         who = late.with_columns(who=pl.format("rank {}: {}", "rank", "reason"))
         caption = "Waiting of the other ranks, by the rank that came last"
         section.chart(caption, charts.bar_chart(who, "who", "caused_ns"))

@@ -53,11 +53,9 @@ def save(chart: Any, path: Path) -> None:
     """Write a chart as self-contained HTML, PNG, SVG or JSON, by the file's suffix.
 
     Raises:
-        UsageError: Another suffix, a place that cannot be written, or a chart of nothing.
+        UsageError: A place that cannot be written, or a chart of nothing.
     """
     kind = path.suffix.removeprefix(".")
-    if kind not in ("html", "png", "svg", "json"):
-        raise UsageError(f"charts are .html, .png, .svg or .json files, not '{path.suffix}'")
     if not any(frame.height for frame in _frames(chart)):
         raise UsageError(f"no {path.name}: the answer is empty, and there is nothing to draw")
     spec = as_spec(chart)
