@@ -70,6 +70,12 @@ def test_a_view_and_many_rows(multiply) -> None:
     assert torch.equal(multiply(x.T[7:8], packed, scales, 40), found[7:8])  # one row as many
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_no_rows_are_no_work(multiply, bits: int) -> None:
+    """As an expert gets them to which no token was sent."""
+    assert multiply(torch.rand(0, 64), *packed_blocks(torch.randn(40, 64), bits), 40).shape == (0, 40)
+
+
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_no_number_makes_none(multiply, wrong: float, dtype: torch.dtype) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fettle.errors import UsageError
-from fettle.package.export import write_package
+from fettle.package.export import _output_name, write_package
 from fettle.package.handler import find_handler
 from fettle.package.manifest import Package, open_package, seal, write_settings
 from fettle.package.model_runner import ModelRunner, load_model
@@ -71,7 +71,7 @@ def test_a_sample_may_lie_in_memory_as_it_likes(tmp_path):
 
 
 def test_a_recipe_is_applied_to_the_exported_model(tmp_path):
-    recipe = Recipe.parse("precision=bf16 grad=inference_mode")
+    recipe = Recipe.parse("precision=bf16 grad=inference_mode weights=as-given runtime=torch")  # two are the defaults
     package = write_package(odd(), recipe, tmp_path / "odd", name="odd")
     assert package.manifest.recipe == {"precision": "bf16", "grad": "inference_mode"}
     assert 0 < package.manifest.accuracy["relative_error"] < 0.05
@@ -315,8 +315,34 @@ def test_a_folder_that_another_package_was_unpacked_to_is_not_taken_for_this_one
     package = write_settings(package, msgspec.structs.replace(package.settings, max_rows=2))
     assert open_package(path).settings.max_rows == 2  # other settings are no other package
     path.unlink()
-    with pytest.raises(UsageError, match="was not unpacked from what is in"):
-        write_package(odd(), Recipe(), path, name="odd", version="2")
+    with pytest.raises(UsageError, match=r"odd exists already: give another `output`"):  # and not after the work
+        write_package(odd(), Recipe(), path, name="odd", version="2", on_progress=pytest.fail)
+
+
+def test_a_zip_that_is_broken_off_leaves_nothing_behind(tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(zipfile.ZipFile, "write", stop)
+    with pytest.raises(KeyboardInterrupt):
+        write_package(odd(), Recipe(), tmp_path / "odd.zip", name="odd")
+    assert not list(tmp_path.iterdir())
+
+
+def test_whoever_calls_the_model_its_call_has_a_size_that_exists(written, monkeypatch):
+    runner, sizes = ModelRunner(replace(written, settings=ServeSettings(max_rows=4, buckets=(1, 4)))), []
+    call = runner.call
+    monkeypatch.setattr(runner, "call", lambda tensors: sizes.append(len(tensors[0])) or call(tensors))
+    for rows in (1, 3, 6):
+        assert {len(answer) for answer in runner.run([runner.sample(rows)], 0)} == {rows}
+    assert sizes == [1, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("[1]", "output_1"), ("[0].boxes", "0__boxes"), (".scores", "scores"), ("[0][2]", "0__2")]
+)
+def test_outputs_have_names_that_can_be_written(path, name):
+    assert _output_name(path) == name
 
 
 def test_what_a_handler_left_beside_the_packages_files_is_none_of_them(sound):

@@ -125,6 +125,51 @@ def test_a_package_worse_than_its_recipe_allowed_is_refused(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+class Overflows(torch.nn.Module):
+    """In bfloat16 what is close to the largest number becomes infinite."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.layer(x + 0.0 * (x * 3.4e38))
+
+
+def test_answers_that_are_no_numbers_are_refused(tmp_path):
+    work = Workload(Overflows().eval(), [torch.ones(4, 4)])
+    with pytest.raises(UsageError, match="values that are NaN or infinite"):
+        write_package(work, Recipe.parse("precision=bf16"), tmp_path / "model", name="m")
+
+
+class Attends(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        scores = self.query(x) @ self.key(x).transpose(-2, -1) / 8**0.5
+        return scores.softmax(-1) @ self.value(x)
+
+
+class Encodes(torch.nn.Module):
+    """Has no forward: it is called by another method."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Attends()
+
+    def encode(self, x):
+        return self.inner(x)
+
+
+def test_attention_is_rewritten_in_the_workloads_own_call(tmp_path):
+    work = Workload(Encodes().eval(), [torch.randn(4, 6, 8)], call=lambda model, x: model.encode(x))
+    package = write_package(work, Recipe.parse("attention=sdpa"), tmp_path / "model", name="m")
+    assert package.manifest.applied == ("attention",)
+    assert "scaled_dot_product_attention" in (package.folder / "graph.json").read_text()
+
+
 # -- OpenVINO ---------------------------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,7 @@ from fettle.techniques import (
 from fettle.techniques.compile import During
 from fettle.techniques.cuda_graphs import Graphed
 from fettle.techniques.precision import to_16_bits
+from fettle.techniques.quantize import quantize_static
 from fettle.tuning._arguments import check_techniques
 from fettle.workload import Target, Workload, find_target, leaves, spread
 from tests.forking import run_script
@@ -251,6 +252,24 @@ def test_quantisation_that_matches_nothing_says_so(level):
     model = torch.nn.Conv2d(3, 3, 1)
     with pytest.raises(RuntimeError, match=f"{level}: 0 of 0 layers matched"):
         load(source(Recipe({"quantize": level}), Facts(num_linear=1)), "optimized")(model, [torch.rand(1, 3, 4, 4)])
+
+
+class Steps(torch.nn.Module):
+    """A recurrent layer over what is left of the input's steps."""
+
+    def __init__(self, every):
+        super().__init__()
+        self.every, self.onward, self.head = every, torch.nn.LSTM(4, 4, batch_first=True), torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.onward(x[:, :: self.every])[0])
+
+
+@pytest.mark.parametrize("every", [1, 4])  # which torch finds while it exports, and in a call
+def test_calibration_on_steps_that_differ_in_number_says_so(every):
+    said = r"the model with its recurrent layers \(onward\) takes inputs of one size, and the batches differ"
+    with pytest.raises(RuntimeError, match=said):
+        quantize_static(Steps(every).eval(), [torch.rand(2, length, 4) for length in (12, 20)])
 
 
 def test_bundles_are_free_of_conflict():

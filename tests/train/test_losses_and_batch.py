@@ -2,7 +2,10 @@
 
 import functools
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -11,10 +14,13 @@ from hypothesis import strategies as st
 import fettle
 from fettle.errors import UsageError
 from fettle.measure import _meters
-from fettle.measure._training import _largest_batch
+from fettle.measure._training import _largest_batch, reference
+from fettle.measure.messages import WriteReference
 from fettle.techniques import Facts
-from fettle.train import Band, Curve, judge_curve, largest_that_fits
+from fettle.train import Band, Curve, judge_curve, largest_that_fits, load_training
+from fettle.workload import find_target
 
+TINY = Path(__file__).parent / "tiny_loop.py"
 NORMS = [1.0] * 8
 BASE = Curve([2.0, 1.8, 1.6, 1.5, 1.4, 1.3, 1.25, 1.2], NORMS)
 
@@ -47,6 +53,19 @@ def test_a_larger_batch_is_judged_by_the_mean_of_the_steps_it_stands_for():
     pairs = [1.9, 1.55, 1.35, 1.225]
     assert judge_curve(Curve(pairs, [1.0] * 4), BAND, factor=2).share == pytest.approx(0, abs=1e-12)
     assert "too few steps" in judge_curve(Curve([1.5], [1.0]), BAND, factor=8).problem
+
+
+def test_seeds_that_diverge_are_left_out_of_the_band(tmp_path):
+    target = find_target(f"{TINY}:diverges")
+    state = SimpleNamespace(target=target, workload=load_training(target))
+    asked = WriteReference(path=str(tmp_path / "band.json"))
+    found = reference(state, asked)
+    assert found.spread > 0
+    assert len(found.curves) == 3
+    assert msgspec.json.decode((tmp_path / "band.json").read_bytes(), type=Band).spread == found.spread
+    state.target = find_target(f"{TINY}:mostly_diverges")
+    with pytest.raises(UsageError, match="diverges from 3 of 4 other seeds"):
+        reference(state, asked)
 
 
 @given(st.integers(0, 200), st.integers(1, 200))

@@ -426,6 +426,13 @@ def test_the_rows_of_batches_of_any_kind_are_cut_and_joined():
     assert batch["ids"].shape == (4, 2)
 
 
+@pytest.mark.parametrize(("rows", "count", "parts"), [(8, 2, 2), (9, 2, 3), (7, 4, 7), (12, 8, 12), (1, 2, 1)])
+def test_an_incomplete_batch_is_cut_into_more_parts(rows, count, parts):
+    found = split(torch.arange(rows), count)
+    assert [len(part) for part in found] == [rows // parts] * parts
+    assert torch.cat(found).tolist() == list(range(rows))
+
+
 @pytest.mark.parametrize(
     "change", [lambda one: next(joined([one], 2)), lambda one: split(one, 2), lambda one: next(own_rows([one], 0, 2))]
 )

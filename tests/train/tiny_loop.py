@@ -1,6 +1,7 @@
 """A small classifier with dropout, norms and blocks, for tests of training."""
 
 import functools
+import math
 
 import torch
 from torch import nn
@@ -71,6 +72,14 @@ def loader(seed=0):
 
 def explodes(seed=0):
     return made(seed, optimizer=functools.partial(torch.optim.SGD, lr=1e30), max_grad_norm=None)
+
+
+def diverges(seed=0):
+    return made(seed, loss=lambda model, batch: loss(model, batch) * (math.inf if seed in (2, 4) else 1.0))
+
+
+def mostly_diverges(seed=0):
+    return made(seed, loss=lambda model, batch: loss(model, batch) * (math.inf if seed > 1 else 1.0))
 
 
 def raises(seed=0):

@@ -312,6 +312,7 @@ def block_products() -> Any:
     template <int BITS, typename T>
     void product(const T* x, int64_t rows, int64_t blocks, const uint8_t* weights, const int16_t* scales, int64_t size,
                  T* out) {
+      if (rows == 0) return;
       Rounded rounded{std::vector<int8_t>(rows * blocks * BLOCK), std::vector<float>(rows * blocks),
                       std::vector<int32_t>(rows * blocks)};
       at::parallel_for(0, rows, 4, [&](int64_t begin, int64_t end) {

@@ -44,6 +44,8 @@ from fettle.train.facts import MOST_BATCHES
 from fettle.workload import Target
 
 _TIMELINE_STEPS = 3
+_FEWEST_SEEDS = 2
+"""Other seeds that must train to the end: those that diverge say nothing of how far apart two are."""
 _HEADROOM = 0.9
 """Share of free memory that a larger batch may take."""
 
@@ -91,7 +93,13 @@ def reference(state: State, request: messages.WriteReference) -> messages.Refere
             "lower its learning rate, there is nothing to compare with"
         )
     metric, problem = user_metric(first.metric, first.model)
-    others = [_other_seed(state.target, train, seed, baseline) for seed in SEEDS]
+    tried = [_other_seed(state.target, train, seed, baseline) for seed in SEEDS]
+    others = [curve for curve in tried if all(map(math.isfinite, (*curve.losses, *curve.grad_norms)))]
+    if len(others) < _FEWEST_SEEDS:
+        raise UsageError(
+            f"the training as given diverges from {len(tried) - len(others)} of {len(tried)} other seeds, to losses or "
+            "gradients that are not finite: lower its learning rate, there is too little to compare with"
+        )
     band = Band(baseline, others)
     if not band.spread > 0:
         raise UsageError(

@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +118,9 @@ def _key(folder: Path, recipe: Recipe, device: str, samples: Sequence[torch.Tens
     parts = [recipe.without("grad").levels, device, host_id(), cores(), torch.__version__, torch.get_num_threads()]
     parts += [tensor.stride() for tensor in samples if not tensor.is_contiguous()]
     if recipe.levels.get("runtime") == "onnxruntime":
-        parts.append(_version("onnxruntime"))
+        from fettle.techniques import installed
+
+        parts.append(installed(("onnxruntime",)))
     digest.update(json.dumps(parts, sort_keys=True, default=dict).encode())
     return digest.hexdigest()[:40]
 
@@ -241,10 +242,3 @@ def _session(path: Path) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor
         return [torch.from_numpy(result) for result in session.run(None, feed)]
 
     return run
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""

@@ -20,6 +20,8 @@ import tomli_w
 import torch
 
 from fettle.errors import UsageError, extra, first_line
+from fettle.files import whole
+from fettle.measure._accuracy import compare
 from fettle.package import handlers
 from fettle.package.flat import BEFORE_EXPORT, Flat, datatype
 from fettle.package.generating import generating, of_model
@@ -43,7 +45,7 @@ from fettle.package.requires import needed
 from fettle.package.settings import ServeSettings, as_toml_data, powers
 from fettle.package.tensors import TensorSpec
 from fettle.recipe import Recipe
-from fettle.techniques import STATEFUL, Facts, cpu_flags, find, handed_on, quantize_exported
+from fettle.techniques import STATEFUL, Facts, canonical, cpu_flags, find, handed_on, quantize_exported
 from fettle.workload import Workload
 
 NOT_SERVED = ("mode", "batch", "allocator", "threads", "streams", "ragged", "kv_cache", "guessing")
@@ -81,14 +83,16 @@ def write_package(
     """
     if find_spec("safetensors") is None:
         raise extra("a package needs safetensors", "serve")
-    if path.exists():
-        raise UsageError(f"{path} exists already: give another `output` or another `version`")
+    unpacked = path.with_suffix("") if path.suffix == ".zip" else path
+    if there := next((place for place in (path, unpacked) if place.exists()), None):
+        raise UsageError(f"{there} exists already: give another `output` or another `version`")
     check_name(name, version)
     settings = settings or ServeSettings()
     if workload.parts:
         raise UsageError("the workload is a pipeline, and a package holds one model: package the part that is served")
     if not isinstance(workload.model, torch.nn.Module):
         raise UsageError(f"the model is a {type(workload.model).__name__}: only an nn.Module can be packaged")
+    recipe = canonical(recipe)
     served = recipe.without(*NOT_SERVED)
     if served.levels.get("weights") in BITS:  # what is left to compute is little, and in float32
         served = served.without("precision", "matmul")
@@ -125,7 +129,8 @@ def write_package(
         )  # fmt: skip
         seal(scratch, manifest)
         if path.suffix == ".zip":
-            _zip(scratch, path)
+            with whole(path) as partial:
+                _zip(scratch, partial)
         else:
             os.rename(scratch, path)
             os.chmod(path, 0o755)
@@ -267,7 +272,7 @@ def _judge(
             own_answers = _answers(flat, folder, kept)
         except Exception as again:
             raise UsageError(_why(kept, again)) from again
-    errors = [_error(answers, wanted) for answers, wanted in zip(own_answers, flat.wanted, strict=False)]
+    errors = [_error(flat.paths, *pair) for pair in zip(own_answers, flat.wanted, strict=False)]
     # As the study judged: whole batches. A row alone may be further off than all of them together.
     worst = max(errors[flat.cuts :])
     calibrated = any(level in find(name).calibrated for name, level in kept.recipe.items())
@@ -295,7 +300,7 @@ def _judge(
 def _divergence(answer: torch.Tensor, wanted: torch.Tensor) -> float:
     """The mean KL divergence of scores [rows, vocabulary] from those of the model as given, in nats."""
     said, right = answer.float().log_softmax(-1), wanted.float().log_softmax(-1)
-    return float((right.exp() * (right - said)).sum(-1).mean())
+    return float((right.exp() * (right - said)).nansum(-1).mean())  # a score of -inf has no part in it
 
 
 def _mixes_types(kept: Tuned, error: Exception) -> bool:
@@ -313,16 +318,13 @@ def _why(kept: Tuned, error: Exception) -> str:
             f"already, model.to(torch.{dtype}), without precision={level}")  # fmt: skip
 
 
-def _error(answers: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
-    """The largest relative L2 error of the outputs. Raises `UsageError` where they have other shapes."""
-    worst = 0.0
-    for answer, right in zip(answers, wanted, strict=True):
-        if answer.shape != right.shape:
-            raise UsageError(f"the exported model answers in shape {tuple(answer.shape)}, not {tuple(right.shape)}")
-        if right.is_floating_point():
-            distance = (answer.float() - right.float()).norm() / right.float().norm().clamp_min(1e-12)
-            worst = max(worst, float(distance))
-    return worst
+def _error(paths: Sequence[str], answers: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
+    """The largest relative L2 error of the outputs, as a study judges it. Raises `UsageError` where there is none:
+    another shape, or no numbers."""
+    judged = compare(*(dict(zip(paths, some, strict=True)) for some in (answers, wanted)))
+    if judged.problem:
+        raise UsageError(f"the packaged model answers otherwise than the model as given: {judged.problem}")
+    return judged.error
 
 
 def _answers(flat: Flat, folder: Path, kept: Tuned) -> list[list[torch.Tensor]]:
@@ -358,7 +360,7 @@ def _outputs(flat: Flat, answers: Sequence[Sequence[torch.Tensor]]) -> tuple[Ten
 
 def _output_name(path: str) -> str:
     plain = path.lstrip(".")
-    if path.startswith("[") and path.count("[") == 1:
+    if path.startswith("[") and path.endswith("]") and path.count("[") == 1:
         return f"output_{path.strip('[]')}"
     return plain if plain.isidentifier() else "".join(c if c.isalnum() else "_" for c in plain).strip("_")
 

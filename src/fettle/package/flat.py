@@ -16,7 +16,7 @@ from fettle.package.tensors import FROM_NUMPY, TensorSpec
 from fettle.recipe import Recipe
 from fettle.workload import Workload, device_of, leaves, map_tensors
 
-BEFORE_EXPORT = ("attention", "mode")
+BEFORE_EXPORT = ("attention",)
 """Techniques that rewrite the model's own modules, which an exported program no longer has."""
 MOST_JUDGED = 2
 """Batches on which a package's answers are compared with the model's, beside the sample."""
@@ -68,7 +68,7 @@ class Flat(torch.nn.Module):
                 self.questions.insert(0, cut)
                 self.cuts += 1
         # Only now, so that answers are compared with those of the model as it was given.
-        self.inner = _rewritten(self.inner, recipe, workload)
+        self.inner = _rewritten(workload, self.inner, recipe)
 
     def _cut(self, rows: int) -> list[torch.Tensor]:
         """The sample with so many rows only."""
@@ -104,15 +104,15 @@ def _alike(batches: Sequence[Any], paths: Sequence[str]) -> list[list[torch.Tens
     return [[tensor for _, tensor in batch] for batch in by_batch if [path for path, _ in batch] == list(paths)]
 
 
-def _rewritten(model: torch.nn.Module, recipe: Recipe, workload: Workload) -> torch.nn.Module:
-    """The model after the techniques that change its own modules."""
+def _rewritten(workload: Workload, model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
+    """The workload's model after the techniques that change its own modules."""
     from fettle.applying import apply
 
-    levels = {name: level for name, level in recipe.levels.items() if name in BEFORE_EXPORT and name != "mode"}
+    levels = {name: level for name, level in recipe.levels.items() if name in BEFORE_EXPORT}
     if not levels:
         return model
-    changed = apply(model, Recipe(levels), list(workload.inputs))
-    return changed if isinstance(changed, torch.nn.Module) else model
+    changed = apply(workload, Recipe(levels))
+    return changed if isinstance(changed, torch.nn.Module) else model  # changed in place
 
 
 def _input_names(model: torch.nn.Module, batch: Any, paths: Sequence[str]) -> list[str]:

@@ -45,9 +45,9 @@ class ModelRunner:
     def run(self, parts: Sequence[Sequence[Array]], size: int) -> list[Array]:
         """One call for several requests: `parts` holds each one's arrays in the order of the manifest's inputs.
 
-        Batched inputs are joined along their rows and filled up to `size` rows with copies of the last one; of those
-        that are not batched the first request's is taken. Returns the outputs, batched ones with the joined rows and
-        without the filling.
+        Batched inputs are joined along their rows and filled up to `size` rows, or to the next size that the settings
+        allow, with copies of the last one; of those that are not batched the first request's is taken. Returns the
+        outputs, batched ones with the joined rows and without the filling.
         """
         tensors, rows = [], 0
         for index, spec in enumerate(self.inputs):
@@ -56,6 +56,7 @@ class ModelRunner:
                 continue
             joined = parts[0][index] if len(parts) == 1 else np.concatenate([part[index] for part in parts])
             rows = len(joined)
+            size = max(size, self._package.settings.call_rows(rows))
             if size > rows:
                 joined = np.concatenate([joined, np.repeat(joined[-1:], size - rows, axis=0)])
             elif len(parts) == 1:

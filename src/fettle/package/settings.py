@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
 import re
@@ -98,8 +97,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("cache_bytes is 0 or more, prefill_tokens 1 or more")
 
     def call_rows(self, rows: int) -> int:
-        """Rows of the call that carries so many: where only some sizes exist, the next of them."""
-        return self.buckets[bisect_left(self.buckets, rows)] if self.buckets else rows
+        """Rows of the call that carries so many: where only some sizes exist, the next of them, if there is one."""
+        return next((size for size in self.buckets if size >= rows), rows)
 
     def cost_curve(self, machine: str) -> CostCurve | None:
         """The measured curve, if it is of this machine."""
@@ -134,5 +133,4 @@ def powers(most: int) -> list[int]:
 
 def as_toml_data(settings: ServeSettings) -> dict[str, Any]:
     """Settings as what ``serve.toml`` can hold."""
-    data = {key: value for key, value in msgspec.to_builtins(settings).items() if value is not None}
-    return json.loads(json.dumps(data))  # type: ignore[no-any-return]
+    return {key: value for key, value in msgspec.to_builtins(settings).items() if value is not None}

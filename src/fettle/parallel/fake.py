@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -133,4 +132,4 @@ def fake_tensors(tree: Any) -> Any:
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
-    return tree_map_only(torch.Tensor, fake, dict(tree) if isinstance(tree, UserDict) else tree)
+    return tree_map_only(torch.Tensor, fake, tree)

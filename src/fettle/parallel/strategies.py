@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fettle.errors import UsageError
-from fettle.techniques import modules_by_size, repeated_blocks, split_over, tensor_plan
+from fettle.techniques import modules_by_size, repeated_blocks, shard, split_over, tensor_plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -206,16 +206,14 @@ def _checkpoint(model: torch.nn.Module, blocks: list[torch.nn.Module]) -> None:
 
 
 def _shard(model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh) -> None:
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": strategy.kind != "zero2"}
+    options: dict[str, Any] = {"reshard_after_forward": strategy.kind != "zero2"}
     if strategy.precision == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if strategy.offload == "cpu":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    for unit in units_of(model, strategy):
-        fully_shard(unit, **options)
-    fully_shard(model, **options)
+    shard(model, units_of(model, strategy), mesh, **options)
 
 
 def precision_context(strategy: Strategy, device_type: str) -> AbstractContextManager[Any]:

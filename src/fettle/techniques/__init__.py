@@ -44,7 +44,7 @@ from fettle.techniques._openvino_core import openvino_core
 from fettle.techniques._openvino_int8 import openvino_saturates
 from fettle.techniques._probe import buffers_kept, machine_facts, probe_facts, unchanged
 from fettle.techniques._python import PYTHON
-from fettle.techniques._ranks import modules_by_size, repeated_blocks
+from fettle.techniques._ranks import modules_by_size, repeated_blocks, shard
 from fettle.techniques._source import load
 from fettle.techniques._tensor import split_bytes, split_over, tensor_plan
 from fettle.techniques.batch import LARGEST, enlarged
@@ -108,6 +108,7 @@ __all__ = [
     "repeated_blocks",
     "respelled",
     "run_by",
+    "shard",
     "source",
     "split_bytes",
     "split_over",

@@ -7,10 +7,9 @@ from fettle.techniques._rows import ROWS, rows_in, share_of
 
 
 def split(batch: Any, count: int) -> list[Any]:
-    """`count` equal parts of a batch."""
+    """Equal parts of a batch: `count`, or the next larger number that divides its rows, as in an epoch's last batch."""
     rows = rows_in(batch)
-    if rows % count:
-        raise ValueError(f"a batch of {rows} rows cannot be cut into {count} equal parts")
+    count = next((number for number in range(count, rows) if rows % number == 0), rows)
     return [share_of(batch, part, count) for part in range(count)]
 
 

@@ -151,8 +151,8 @@ def _split(plan: TensorPlan, ranks: int) -> tuple[list[str], list[Callable[..., 
     """Lines that split the model over `ranks` ranks, the mesh's dimension ``tensor``, and their helpers."""
     lines = [
         "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module",
-        *_listed("columns", plan.columns),
-        *_listed("rows", plan.rows),
+        *listed("columns", plan.columns),
+        *listed("rows", plan.rows),
         "styles = {**{name: ColwiseParallel() for name in columns}, **{name: RowwiseParallel() for name in rows}}",
         'parallelize_module(model, mesh["tensor"], styles)',
         'share_inputs(model, columns, mesh["tensor"])',
@@ -167,7 +167,8 @@ def _tuple(names: tuple[str, ...]) -> str:
     return repr(names).replace("'", '"')
 
 
-def _listed(name: str, values: tuple[str, ...]) -> list[str]:
+def listed(name: str, values: tuple[str, ...]) -> list[str]:
+    """The lines that name a tuple of texts."""
     return [f"{name} = (", *(f'    "{value}",' for value in values), ")"]
 
 

@@ -75,10 +75,17 @@ def quantize_static(model: torch.nn.Module, batches: Any) -> Any:
     shapes: Any = torch.export.AdditionalInputs()  # type: ignore[no-untyped-call] # sizes that differ among the batches are left open
     for batch in batches:
         shapes.add(*spread(batch))
-    with torch.no_grad():
-        args, kwargs = spread(batches[0])
-        exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes).module()
-    return quantize_exported(exported, batches)
+    args, kwargs = spread(batches[0])
+    try:
+        with torch.no_grad():
+            exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes).module()
+        return quantize_exported(exported, batches)
+    except Exception as error:
+        if not any(said in str(error) for said in ("Constraints violated", "Guard failed")):
+            raise
+        steps = ", ".join(name for name, layer in model.named_modules() if isinstance(layer, torch.nn.RNNBase))
+        which = f"the model with its recurrent layers ({steps})" if steps else "the model"
+        raise RuntimeError(f"int8: exported, {which} takes inputs of one size, and the batches differ") from error
 
 
 def quantize_exported(exported: Any, batches: Any) -> Any:

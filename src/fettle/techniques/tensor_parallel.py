@@ -12,6 +12,7 @@ import torch
 
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._ranks import fewer_heads, is_named, join_ranks
+from fettle.techniques.parallel import listed
 
 
 def linear_of(weight: torch.Tensor, bias: Any) -> torch.nn.Linear:
@@ -134,12 +135,12 @@ class TensorParallel(Technique):
         plan = facts.tensor
         lines = [
             f'rank, ranks = join_ranks("{facts.device}")',
-            *_listed("columns", plan.columns),
-            *_listed("rows", plan.rows),
+            *listed("columns", plan.columns),
+            *listed("rows", plan.rows),
             "split_over_ranks(model, columns, rows, rank, ranks)",
         ]
         if plan.attentions:
-            lines += [*_listed("attentions", plan.attentions), "fewer_heads(model, attentions, ranks)"]
+            lines += [*listed("attentions", plan.attentions), "fewer_heads(model, attentions, ranks)"]
         # Each rank's threads would take all cores, and wait for each other's.
         each = max(1, facts.physical_cores // max(1, facts.ranks))
         return Code(
@@ -148,7 +149,3 @@ class TensorParallel(Technique):
                      *((fewer_heads,) if plan.attentions else ())),
             prepare=tuple(lines),
         )  # fmt: skip
-
-
-def _listed(name: str, values: tuple[str, ...]) -> list[str]:
-    return [f"{name} = (", *(f'    "{value}",' for value in values), ")"]
