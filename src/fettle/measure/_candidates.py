@@ -151,13 +151,13 @@ class Start:
         Stops at the deadline, and when memory runs short or runs out beside the others: the candidates after the last
         one touched have not been begun."""
         running: dict[int, Started] = {}
-        queue = [(candidate, f"{index:02d}") for index, candidate in enumerate(candidates) if not self._held(candidate)]
+        held = [self.held.take(one.recipe) if self.held is not None else None for one in candidates]
+        queue = [(candidate, f"{index:02d}") for index, candidate in enumerate(candidates) if held[index] is None]
         with closing(self._built(queue)) as line:
             for index, candidate in enumerate(candidates):
                 if index and time.monotonic() > self.rules.deadline:
                     break
-                waiting = self._held(candidate)
-                if waiting is not None:
+                if (waiting := held[index]) is not None:
                     running[index] = Started([waiting], elapsed=self.rules.under_load)
                     continue
                 on_progress(Progress("start", candidate.recipe, candidate.label))
@@ -181,9 +181,6 @@ class Start:
                 if _memory_is_short(running.values()) and len(running) > 1:
                     break
         return running
-
-    def _held(self, candidate: Candidate) -> Runner | None:
-        return self.held.take(candidate.recipe) if self.held is not None else None
 
     def replicate(
         self, running: Mapping[int, Started], wanted: int, workers: list[Worker], on_progress: OnProgress
