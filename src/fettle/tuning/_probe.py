@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import psutil
 import torch
 
 from fettle.atlas import model_features
 from fettle.errors import UsageError
 from fettle.measure import Worker, WorkerError, messages
+from fettle.procs.limits import total_memory_bytes
 from fettle.recipe import Recipe
 from fettle.result import Advice, PlanRow, Reference
 from fettle.study import Study
@@ -200,4 +200,4 @@ def _memory_of_rank(device: str, each: int) -> int:
     """Bytes that one of the ranks of a node may fill: its GPU, or its share of this machine."""
     if device == "cuda":
         return int(torch.cuda.get_device_properties(0).total_memory)
-    return int(psutil.virtual_memory().total) // each
+    return total_memory_bytes() // each
