@@ -69,6 +69,8 @@ def probe(
     about `look_s`: it makes about twice as many calls as finding the facts does.
     """
     kept = _recalled(study) if path.is_file() else None
+    if kept is not None and allow_batch and kept.facts.mode == "training" and not kept.facts.largest_batch:
+        kept = None  # that run did not ask how large the batch may be
     if kept is None:
         began = time.monotonic()
         probed = worker.ask(messages.Probe(allow_batch), messages.Probed, timeout_s)
