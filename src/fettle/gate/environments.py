@@ -15,7 +15,6 @@ from pathlib import Path
 from fettle.errors import UsageError
 from fettle.procs.interpreter import Interpreter, find_interpreters, look
 
-_WORKER = "fettle.measure._worker"
 _PIP_FILE = re.compile(r"(requirements|constraints)[^/]*\.(txt|lock)$|requirements/[^/]+\.txt$")
 _TOOLS = {
     "uv.lock": ("uv", "sync", "--frozen", "--inexact"),
@@ -124,7 +123,7 @@ def _run(command: Sequence[str], place: Path, home: Path) -> None:
 def _able(found: Interpreter, folder: Path, what: str) -> Interpreter:
     source = folder / "cache" / "source"
     source.mkdir(parents=True, exist_ok=True)
-    found = look(found, (), source, module=_WORKER)
+    found = look(found, (), source)
     if found.problem:
         raise UsageError(f"{what} cannot run what is measured here: {found.problem}")
     return found
