@@ -55,10 +55,6 @@ class Journal:
             self.close()
             raise
 
-    def get(self, key: str) -> Line | None:
-        """What is known of a question."""
-        return self.lines.get(key)
-
     def answer(self, key: str, form: type[T]) -> T | None:
         """The answer to a question where there is one that can be read as `form`."""
         line = self.lines.get(key)

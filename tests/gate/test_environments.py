@@ -70,12 +70,35 @@ def test_what_an_environment_is_built_with(tmp_path: Path, monkeypatch: pytest.M
     assert calls("requirements.txt") == [["-r", "requirements.txt"], ["psutil"]]
     assert calls("requirements.txt", "gone/requirements.txt") == [["-r", "requirements.txt"], ["psutil"]]
     assert calls("constraints.txt") == [[".", "-c", "constraints.txt"], ["psutil", "-c", "constraints.txt"]]
+    (tmp_path / "requirements-dev.txt").touch()
+    bounds = ["-c", "constraints.txt"]
+    assert calls("constraints.txt", "requirements-dev.txt", "requirements.txt") == [
+        ["-r", "requirements-dev.txt", *bounds], ["-r", "requirements.txt", *bounds], ["psutil", *bounds],
+    ]  # fmt: skip
     assert environments.can_build(["requirements-dev.txt"])
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}" if name == "poetry" else None)
     assert environments.can_build(["poetry.lock", "pyproject.toml"])
     assert not environments.can_build(["uv.lock", "pixi.lock", "environment.yml"])
     made = environments._commands(tmp_path, ["uv.lock", "poetry.lock", "requirements.txt"], home)
     assert made[1:] == [["poetry", "install", "--no-interaction"], [*made[2][:6], "psutil"]]
+
+
+def test_what_a_project_asks_for_within_constraints_is_installed_anew_where_it_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(command: list[str], place: Path, home: Path) -> None:
+        (home / "bin").mkdir(parents=True)
+        (home / "bin" / "python").symlink_to(sys.executable)
+
+    monkeypatch.setattr(environments, "_commands", lambda *_: [["make"]])
+    monkeypatch.setattr(environments, "_run", made)
+    monkeypatch.setattr(environments, "_able", lambda found, *_: found)
+    (tmp_path / "constraints.txt").touch()
+    built = []
+    for text in ("torch==2.9", "torch==2.10", "torch==2.9"):
+        (tmp_path / "pyproject.toml").write_text(text)
+        built.append(environments.build(tmp_path, ["constraints.txt"], tmp_path / "out", lambda text: None).path)
+    assert built[0] == built[2] != built[1]
 
 
 PROJECT = """

@@ -139,6 +139,37 @@ def test_a_revision_has_files_of_its_own_and_leaves_nothing(git: Git, tmp_path: 
     assert (len(git("worktree", "list").splitlines()), (tmp_path / "out").exists()) == (1, False)
 
 
+def test_a_link_that_leads_out_of_the_repository_is_lent(git: Git, tmp_path: Path, tmp_path_factory) -> None:
+    data = tmp_path_factory.mktemp("data")
+    (tmp_path / "weights").symlink_to(data)
+    settings = Settings(output=tmp_path / "out", links=(Path("weights"),))
+    ground = racing.ground_for("model.py", settings, lambda event: None)
+    repository = racing.repository_for(ground)
+    with racing.revision(ground, repository, repository.resolve("v1")) as side:
+        assert (Path(side.target.checkout) / "weights").readlink() == data
+    with pytest.raises(UsageError, match=r"\.\. does not lie in"):
+        racing.repository_for(racing.ground_for("model.py", replace(settings, links=(Path(".."),)), lambda event: None))
+
+
+def test_an_environment_has_all_lists_that_count_where_one_differs(git: Git, tmp_path: Path, monkeypatch) -> None:
+    for name in ("requirements.txt", "constraints.txt", "docs/requirements.txt", "examples/requirements.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("# then\n")
+    git("add", "."), git("commit", "-qm", "lists"), git("tag", "lists")
+    (tmp_path / "docs" / "requirements.txt").write_text("# now\n")
+    built = []
+
+    def build(place, locks, folder, say):
+        assert (place / "docs" / "requirements.txt").read_text() == "# then\n"
+        built.append(locks)
+
+    monkeypatch.setattr(racing.environments, "build", build)
+    ground = racing.ground_for("model.py", Settings(output=tmp_path / "out"), lambda event: None)
+    repository = racing.repository_for(ground)
+    with racing.revision(ground, repository, repository.resolve("lists")):
+        assert built == [["constraints.txt", "docs/requirements.txt", "requirements.txt"]]
+
+
 def test_submodules_come_from_the_clone_that_is_here_or_are_named(git: Git, tmp_path: Path) -> None:
     """Each at the commit that the revision names, one inside another too; no address is asked."""
     names = ["-c", "user.name=n", "-c", "user.email=n@example.org", "-c", "protocol.file.allow=always"]
@@ -359,6 +390,22 @@ def test_a_bisection_on_made_up_times(git: Git, monkeypatch: pytest.MonkeyPatch,
     found = bisecting.bisect("model.py", "v1", "v4", Settings())
     assert [name.partition(" ")[2] for name in found.suspects] == suspects
     assert says in found.sentence
+
+
+def test_a_bisection_leaves_out_a_commit_whose_environment_cannot_be_built(git: Git, monkeypatch) -> None:
+    def build(place, locks, folder, say):
+        raise UsageError("the revision's environment cannot be built")
+
+    out = git("rev-parse", "v2")
+    monkeypatch.setattr(racing.environments, "build", build)
+    monkeypatch.setattr(
+        racing.Repository, "changed_locks", lambda self, commit: ["requirements.txt"] if commit == out else []
+    )
+    monkeypatch.setattr(racing, "Ground", _MadeUp)
+    monkeypatch.setattr(history, "page", lambda entries: "")
+    found = bisecting.bisect("model.py", "v1", "v4", Settings())
+    assert [name.partition(" ")[2] for name in found.suspects] == ["commit 2", "commit 3"]
+    assert "cannot be built" in found.steps[1].verdict
 
 
 def test_a_bisection_takes_no_answers_of_one_that_asked_less_strictly(git: Git, monkeypatch, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def test_memory_is_what_the_group_still_grants(groups: Path) -> None:
     write(groups / "job" / "memory.max", str(3 << 20))
     write(groups / "job" / "memory.current", str(1 << 20))
     assert room().memory_bytes == 2 << 20
+    assert limits.total_memory_bytes() == 3 << 20
     assert room(ranks=2).memory_bytes == 1 << 20
     # A data set that was read fills the group with files, which are no reason to run no workers.
     write(groups / "job" / "memory.current", str(3 << 20))

@@ -640,8 +640,10 @@ def test_a_further_process_that_dies_fails_its_recipe(
     assert math.isfinite(other.time_ms)
 
 
-def test_memory_is_short_where_a_peak_would_not_fit_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_short_where_a_peak_would_not_fit_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()  # the fixture's word that there is room
+    groups: list[Path] = []
+    monkeypatch.setattr("fettle.procs.limits.control_groups", lambda controller: groups)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=8 << 30, total=24 << 30))
 
     def started(peak_gib: float | None, gpu: str = "") -> _candidates.Started:
@@ -660,6 +662,12 @@ def test_memory_is_short_where_a_peak_would_not_fit_again(monkeypatch: pytest.Mo
     assert _candidates._memory_is_short([started(1), started(6.5, "GPU-1")])
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=5 << 30, total=24 << 30))
     assert _candidates._memory_is_short([started(1)])
+    groups.append(tmp_path)  # a container of 4 GiB on a large host
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=99 << 30, total=256 << 30))
+    (tmp_path / "memory.max").write_text(str(4 << 30))
+    (tmp_path / "memory.current").write_text(str(2 << 30))
+    assert not _candidates._memory_is_short([started(1)])
+    assert _candidates._memory_is_short([started(2)])
 
 
 @pytest.mark.parametrize(("seconds", "collected"), [(0.002, True), (0.1, False)])

@@ -1,10 +1,12 @@
 """Trials of several ranks: they race like any other, and whatever goes wrong is one failed trial, no orphan."""
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
@@ -16,7 +18,7 @@ import pytest
 from fettle.errors import UsageError
 from fettle.measure import Candidate, Judge, Rules, Worker, WorkerError, race
 from fettle.measure.messages import Build, Built, Prepare, Prepared, SliceTaken, TakeSlice
-from fettle.procs import ranks
+from fettle.procs import listener, ranks
 from fettle.procs.listener import KeyedListener
 from fettle.procs.nodes import Nodes
 from fettle.procs.rendezvous import LAUNCHER, Rendezvous, free_ports, variables_of
@@ -206,6 +208,24 @@ def test_strangers_hold_nobody_up():
     listener.close()
     assert listener.accept(30) is None
     silent.close()
+
+
+def test_who_is_silent_makes_room_and_who_has_met_may_be_silent(monkeypatch):
+    monkeypatch.setattr(listener, "_STRANGERS", 1)
+    monkeypatch.setattr(listener, "_HANDSHAKE_S", 1)
+    open_door = KeyedListener("127.0.0.1", 0, b"right")
+    with socket.create_connection(open_door.address) as silent:
+        silent.settimeout(60)
+        while silent.recv(1024):  # the challenge, then the end
+            pass
+    known = None
+    while known is None:  # its place is free a moment later
+        with contextlib.suppress(EOFError, ConnectionError):
+            known = Client(open_door.address, authkey=b"right")
+    met = open_door.accept(30)
+    threading.Timer(1.5, known.send_bytes, [b"hello"]).start()
+    assert met.recv_bytes() == b"hello"
+    open_door.close()
 
 
 @pytest.mark.parametrize("node", [0, 1])

@@ -152,6 +152,15 @@ def test_a_deadline_ends_it_and_says_where_it_was(child):
     assert ended(child.pid)
 
 
+def test_one_that_fills_what_is_granted_here_ends_as_out_of_memory(child, monkeypatch):
+    child.call(Do("this"), list, 60)  # it has started
+    monkeypatch.setattr("fettle.procs.child.granted_memory_bytes", lambda: 0)
+    monkeypatch.setattr("fettle.procs.child.total_memory_bytes", lambda: 1 << 20)  # on a machine with room
+    with pytest.raises(ChildError, match="out of memory: it held") as caught:
+        child.call(Do("hang"), object, 60)
+    assert caught.value.kind == "memory"
+
+
 def test_the_whole_tree_is_killed(child):
     grandchild = child.call(Do("child"), int, 60)  # in a session of its own
     assert not ended(grandchild)

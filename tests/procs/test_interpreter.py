@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fettle.errors import UsageError
+from fettle.procs import interpreter
 from fettle.procs.interpreter import Interpreter, find_interpreters, look
 
 
@@ -50,25 +51,23 @@ def test_what_is_no_environment_is_one_line(bare: Path, tmp_path: Path):
 
 def test_what_is_missing_is_said_by_its_name(bare: Path, tmp_path: Path):
     [found] = find_interpreters([str(bare)])
-    seen = look(found, ["msgspec"], tmp_path, module="fettle.measure._worker")
+    seen = look(found, ["msgspec"], tmp_path)
     assert seen.problem == "torch is not installed there"
     assert seen.versions == {"python": "{}.{}.{}".format(*sys.version_info[:3])}
     (_packages(bare) / "torch.py").touch()
-    assert look(found, (), tmp_path, module="fettle.measure._worker").problem == "msgspec is not installed there"
+    assert look(found, (), tmp_path).problem == "msgspec is not installed there"
     (_packages(bare) / "torch.py").write_text("raise OSError('libtorch.so: no such file')")
-    assert look(found, (), tmp_path, module="fettle.measure._worker").problem == (
-        "torch cannot be imported there (OSError: libtorch.so: no such file)"
-    )
+    assert look(found, (), tmp_path).problem == ("torch cannot be imported there (OSError: libtorch.so: no such file)")
 
 
 def test_an_old_python_and_what_is_no_python_at_all(bare: Path, tmp_path: Path):
     [found] = find_interpreters([f"old={bare}"])
     old = _packages(bare) / "old.pth"  # a sitecustomize.py would stand behind that of Debian's Python
     old.write_text("import sys; sys.version_info = (3, 9, 18)")
-    seen = look(found, (), tmp_path, module="fettle.measure._worker")
+    seen = look(found, (), tmp_path)
     old.unlink()
     assert seen.problem == "it is Python 3.9, and fettle needs 3.11 or later"
-    assert look(Interpreter("no", "/bin/false"), (), tmp_path, module="x").problem == "ended with exit code 1"
+    assert look(Interpreter("no", "/bin/false"), (), tmp_path).problem == "ended with exit code 1"
 
 
 def test_fettle_alone_comes_along(bare: Path, tmp_path: Path, monkeypatch):
@@ -77,7 +76,9 @@ def test_fettle_alone_comes_along(bare: Path, tmp_path: Path, monkeypatch):
     for name in ("torch", "msgspec", "psutil"):
         (_packages(bare) / f"{name}.py").write_text("")
     [found] = find_interpreters([str(bare)])
-    seen = look(found, (), tmp_path, module="fettle.errors")
+    monkeypatch.setattr(interpreter, "WORKER", "fettle.errors")
+    seen = look(found, (), tmp_path)
     assert seen.problem == ""
     assert os.listdir(tmp_path) == ["fettle"]
-    assert look(found, (), tmp_path, module="numpy").problem == "numpy is not installed there"
+    monkeypatch.setattr(interpreter, "WORKER", "numpy")
+    assert look(found, (), tmp_path).problem == "numpy is not installed there"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated import World, made_up_space, session_in, study
 
-from fettle.measure import Interval, Startup, Stop, Trial
+from fettle.measure import Interval, Startup, Stop, Trial, _candidates
 from fettle.recipe import Recipe
 from fettle.search import auto
 from fettle.tuning._budget import FEWEST_ROUNDS, Budget, plan_final_race, race_s, replicates_s, start_s, turn_s
@@ -129,6 +129,23 @@ def test_an_interrupt_of_the_final_race_leaves_what_it_has_shown(tmp_path, monke
     last = study(world, session_in(world, tmp_path, None, facts, on_progress=interrupt), space, auto)
     assert last.interrupted
     assert max(trial.rounds for trial in last.trials) == 4
+
+
+def test_an_interrupt_while_rows_are_measured_leaves_the_final_race(tmp_path, monkeypatch):
+    def rows(start, started):
+        if any(doing.startswith("final race") for doing in heard):
+            raise KeyboardInterrupt
+        return {}
+
+    world, heard = World(time_ms(5), ready_s(1.0)), []
+    world.install(monkeypatch)
+    monkeypatch.setattr(_candidates.Start, "row_rates", rows)
+    space, facts = made_up_space()
+    session = session_in(world, tmp_path, None, facts, on_progress=lambda event: heard.append(event.doing))
+    last = study(world, session, space, auto)
+    assert last.interrupted
+    assert last.trials
+    assert session.study.note("final race")
 
 
 def test_further_processes_are_not_started_for_a_race_that_was_ended(tmp_path, monkeypatch):

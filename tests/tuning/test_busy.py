@@ -11,6 +11,8 @@ from fettle.measure import Accuracy, Interval, Slice, Trial, contrast_interval, 
 from fettle.recipe import Recipe
 from fettle.report._facts import elapsed, load_lines, under
 from fettle.search import auto
+from fettle.studies import sharing
+from fettle.study import Study
 from fettle.techniques import Facts, preconditions
 from fettle.tuning import _outcome
 from fettle.tuning._baseline import depends_on_memory, how_it_swings
@@ -88,6 +90,27 @@ def test_what_no_slice_shows_is_not_claimed(tmp_path, monkeypatch):
     assert others
     assert not any(trial.is_compared for trial in others)
     assert all(trial.elapsed_speedup.estimate > 100 for trial in others if "runtime" in trial.recipe.levels)
+
+
+def test_a_study_that_several_work_at_ends_with_what_no_slice_shows(tmp_path, monkeypatch):
+    world = World(time_ms, neighbour=lambda now: 0.95, beside=lambda recipe: 600.0, tells=lambda recipe: False)
+    world.install(monkeypatch)
+    _, facts = made_up_space()
+    waited = []
+
+    def sleep(seconds):
+        waited.append(seconds)
+        assert len(waited) < 3, "it waits for what nobody is about to measure"
+
+    monkeypatch.setattr(sharing, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep))
+    cells = [Recipe(), *(Recipe.parse(text) for text in ("precision=bf16", "channels_last=on", "matmul=medium"))]
+    for _ in range(2):  # the second joins when all is done
+        session = session_in(world, tmp_path, None, facts)
+        session.study = Study.open("s", f"sqlite:///{tmp_path}/s.db", "made up", "here")
+        session.refresh()
+        sharing.measure_shares(session, cells, 2, math.inf)
+        assert set(session.standings.known) == set(cells)
+        assert not any(session.standings.known[cell].is_compared for cell in cells[1:])
 
 
 def test_on_a_quiet_machine_nothing_is_said_of_load(tmp_path, monkeypatch):
@@ -275,6 +298,8 @@ def test_threads_that_help_only_beside_a_neighbour_are_advice_and_no_recipe(tmp_
     assert "17% of the time" in said
     assert "150% without them" in said
     assert "--under-load" in said
+    session.standings.known[recipe] = replace(session.standings.known[recipe], speedup=None)
+    assert "but it is not known how much without them" in _threads_under_load(session, None)
 
 
 def test_a_study_that_is_resumed_knows_the_races_that_repeated_what_was_known(tmp_path, monkeypatch):

@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from fettle.measure.messages import Reference
+from fettle.measure.messages import Peaks, Probe, Probed, Reference
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, bundles, idle, machine_facts
-from fettle.tuning._probe import _Kept, _recalled
+from fettle.tuning._probe import _Kept, _recalled, probe
 from fettle.tuning.space import space_for
 
 FACTS = Facts(num_linear=12, packages={"openvino": "1", "nncf": "1"}, calibration_batches=2, cpu_flags=("avx512_bf16",))
@@ -51,3 +51,24 @@ def test_a_study_that_goes_on_knows_what_was_installed_meanwhile():
     assert facts.num_linear == 3
     assert facts.packages == facts.parts["unet"].packages == here.packages
     assert facts.libraries == here.libraries
+
+
+def test_a_training_study_that_goes_on_with_larger_batches_asks_how_large_they_may_be(tmp_path):
+    asked = []
+
+    def ask(request, answer, timeout_s):
+        asked.append(type(request))
+        if isinstance(request, Probe):
+            facts = Facts(mode="training", largest_batch=6 if request.allow_batch else 0)
+            return Probed(facts=facts, has_metric=False)
+        return Peaks(peaks={}) if answer is Peaks else Reference(dtype="float32", seconds=1.0)
+
+    notes: dict[str, Any] = {}
+    study: Any = SimpleNamespace(note=notes.get, set_note=notes.__setitem__)
+    worker: Any = SimpleNamespace(ask=ask)
+    path = tmp_path / "reference.pt"
+    path.touch()
+    for allowed, most, questions in ((False, 0, 3), (False, 0, 0), (True, 6, 3), (True, 6, 0)):
+        asked.clear()
+        found = probe(worker, study, path, "made up", allowed, 60.0, -1.0)
+        assert (found.facts.largest_batch, len(asked)) == (most, questions)

@@ -46,6 +46,16 @@ def test_a_process_that_is_held_is_no_second_start(tmp_path, monkeypatch):
     assert opened.standings.known[recipe].startup == fresh.startup
 
 
+def test_a_held_process_that_dies_while_the_others_start_takes_nobody_elses(tmp_path, monkeypatch):
+    world, _, opened = session(tmp_path, monkeypatch)
+    opened.measure([Recipe()])
+    codes = iter([None])  # when it is asked for the first time
+    opened.held.runners[Recipe()].worker.wait = lambda timeout_s: next(codes, -9)
+    recipe = Recipe.parse("runtime=onnxruntime")
+    assert [one.recipe for one in opened.run([Recipe(), recipe], opened.rules, opened.held)] == [Recipe(), recipe]
+    assert world.started == ["baseline", str(recipe)]
+
+
 def test_the_goal_of_a_warm_start_starts_each_recipe_twice(tmp_path, monkeypatch):
     world, _, opened = session(tmp_path, monkeypatch)
     options = replace(opened.options, goal="warm-startup")

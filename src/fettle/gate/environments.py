@@ -15,7 +15,6 @@ from pathlib import Path
 from fettle.errors import UsageError
 from fettle.procs.interpreter import Interpreter, find_interpreters, look
 
-_WORKER = "fettle.measure._worker"
 _PIP_FILE = re.compile(r"(requirements|constraints)[^/]*\.(txt|lock)$|requirements/[^/]+\.txt$")
 _TOOLS = {
     "uv.lock": ("uv", "sync", "--frozen", "--inexact"),
@@ -24,6 +23,8 @@ _TOOLS = {
     "Pipfile.lock": ("pipenv", "sync"),
 }
 """What installs a tool's lock file into the virtual environment that is active."""
+_PROJECT = ("pyproject.toml", "setup.py", "setup.cfg")
+"""Where a project says what it asks for."""
 _ACTIVE = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "POETRY_ACTIVE",
            "PIPENV_ACTIVE", "PDM_PROJECT_ROOT")  # fmt: skip
 """Variables that say which environment or project is active here."""
@@ -50,7 +51,8 @@ def can_build(locks: Sequence[str]) -> bool:
 def build(place: Path, locks: Sequence[str], folder: Path, say: Callable[[str], None]) -> Interpreter:
     """The environment that the lock files `locks` of the checkout `place` ask for, and what fettle needs beside it. It
     lies below `folder`, by the files' content, and is built once. Raises `UsageError` where it cannot be."""
-    content = b"".join(name.encode() + b"\0" + (place / name).read_bytes() for name in locks if (place / name).exists())
+    files = [*locks, *(_PROJECT if _is_installed_itself(place, locks) else ())]
+    content = b"".join(name.encode() + b"\0" + (place / name).read_bytes() for name in files if (place / name).exists())
     home = folder / "environments" / hashlib.sha256(content + sys.version.encode()).hexdigest()[:12]
     done = home / "complete"
     if not done.exists():
@@ -76,15 +78,25 @@ def _commands(place: Path, locks: Sequence[str], home: Path) -> list[list[str]]:
     needs = _needs()
     if tool := _tool(locks):
         return [make, tool, [*pip, *needs]]
+    lists, constraints = _pip_files(place, locks)
+    wanted = [["-r", name] for name in lists]
+    bounds = [word for name in constraints for word in ("-c", name)]
+    if _is_installed_itself(place, locks):
+        wanted = [["."]]
+    # Hashes, where a list has them, are asked of everything in one call: each list has its own, and what fettle needs.
+    return [make, *([*pip, *words, *bounds] for words in (*wanted, needs))]
+
+
+def _pip_files(place: Path, locks: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Lists of what to install, and constraints on their versions."""
     files = [name for name in locks if _PIP_FILE.search(name) and (place / name).exists()]
-    lists = [name for name in files if "constraints" not in name]
-    wanted = [word for name in lists for word in ("-r", name)]
-    bounds = [word for name in files if name not in lists for word in ("-c", name)]
-    if not lists and any((place / name).exists() for name in ("pyproject.toml", "setup.py")):
-        wanted = ["."]  # constraints alone say no more than which versions of what the project asks for
-    install = [[*pip, *wanted, *bounds]] if wanted else []
-    # Hashes, where a list has them, are asked of everything in one call: what fettle needs comes in another.
-    return [make, *install, [*pip, *needs, *bounds]]
+    return [name for name in files if "constraints" not in name], [name for name in files if "constraints" in name]
+
+
+def _is_installed_itself(place: Path, locks: Sequence[str]) -> bool:
+    """Whether the project says what is installed: constraints alone tell no more than in which versions."""
+    has_lists = bool(_tool(locks) or _pip_files(place, locks)[0])
+    return not has_lists and any((place / name).exists() for name in ("pyproject.toml", "setup.py"))
 
 
 def _needs() -> list[str]:
@@ -124,7 +136,7 @@ def _run(command: Sequence[str], place: Path, home: Path) -> None:
 def _able(found: Interpreter, folder: Path, what: str) -> Interpreter:
     source = folder / "cache" / "source"
     source.mkdir(parents=True, exist_ok=True)
-    found = look(found, (), source, module=_WORKER)
+    found = look(found, (), source)
     if found.problem:
         raise UsageError(f"{what} cannot run what is measured here: {found.problem}")
     return found

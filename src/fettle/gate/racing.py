@@ -13,7 +13,7 @@ import fettle
 from fettle.errors import UsageError
 from fettle.gate import environments
 from fettle.gate.judging import Judged, judge, more_memory, overall, slowdown
-from fettle.gate.revisions import Repository, at, repository_of
+from fettle.gate.revisions import Repository, at, repository_of, unfollowed
 from fettle.measure import (
     Candidate,
     Judge,
@@ -107,9 +107,9 @@ class Ground:
     _began: float = field(default_factory=time.monotonic)
     _races: int = 0
 
-    def say(self, doing: str, note: str = "") -> None:
+    def say(self, doing: str) -> None:
         """Tell what runs now."""
-        self.on_progress(Event(doing, elapsed_s=time.monotonic() - self._began, note=note))
+        self.on_progress(Event(doing, elapsed_s=time.monotonic() - self._began))
 
     def note(self, text: str) -> None:
         """Something that the outcome should say."""
@@ -223,7 +223,7 @@ def repository_for(ground: Ground) -> Repository:
     location = ground.target.reference.rpartition(":")[0]
     repository = repository_of(Path(location) if location.endswith(".py") else Path.cwd())
     for path in ground.settings.links:
-        if repository.root not in path.resolve().parents:
+        if repository.root not in unfollowed(path).parents:
             raise UsageError(f"`link`: {path} does not lie in {repository.root}")
     if repository.root in Path(fettle.__file__).resolve().parents:
         ground.note("fettle itself measures, and is the same on both sides: its own code is not compared")
@@ -250,7 +250,11 @@ def revision(
             )
         changed = repository.changed_locks(commit)
         if changed and interpreter is None and not ground.settings.same_environment and environments.can_build(changed):
-            interpreter = environments.build(place, changed, ground.folder, ground.say)
+            locks = sorted({*changed, *repository.locks_beside(changed, place)})
+            try:
+                interpreter = environments.build(place, locks, ground.folder, ground.say)
+            except UsageError as error:
+                raise UsageError(f"{label}: {error}") from error
             ground.note(f"{label!r} has another {_listed(changed)}, and runs in the environment that it asks for")
         elif changed and interpreter is None:
             ground.note(

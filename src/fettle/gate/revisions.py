@@ -59,6 +59,12 @@ class Repository:
         """Files that say what the environment holds, and differ between a commit and the working tree."""
         return self._git("diff", "--name-only", commit, "--", *LOCKS).splitlines()
 
+    @staticmethod
+    def locks_beside(names: Sequence[str], place: Path) -> list[str]:
+        """Files of the checkout `place` that say what the environment holds, in the folders of `names` and above."""
+        folders = {folder for name in names for folder in Path(name).parents}
+        return [one for one in _git(place, "ls-files", "--", *LOCKS).splitlines() if Path(one).parent in folders]
+
     def between(self, good: str, bad: str) -> list[str]:
         """The commits after `good` up to `bad`, the oldest first, along first parents."""
         if not self._is_ancestor(good, bad):
@@ -101,7 +107,7 @@ class Repository:
             # no hook: what a checkout triggers on a developer's machine has no business here
             self._git("-c", "core.hooksPath=/dev/null", "worktree", "add", "--force", "--detach", str(place), commit)
             for path in links:
-                there = place / path.resolve().relative_to(self.root)
+                there = place / unfollowed(path).relative_to(self.root)
                 if not there.exists():
                     there.parent.mkdir(parents=True, exist_ok=True)
                     there.symlink_to(path.resolve())
@@ -122,6 +128,12 @@ class Repository:
 
     def _git(self, *arguments: str, check: bool = True) -> str:
         return _git(self.root, *arguments, check=check)
+
+
+def unfollowed(path: Path) -> Path:
+    """Where a path lies, with links in its folder followed; not where it leads itself."""
+    absolute = Path(os.path.abspath(path))
+    return absolute.parent.resolve() / absolute.name
 
 
 def repository_of(place: Path) -> Repository:

@@ -145,7 +145,7 @@ class Race:
 
     def _known_or(self, question: str, answer: type[T], ask: Callable[[], T]) -> T:
         """The answer that is known, or asked for now and kept. Where there is none: `ChildError`, which is kept too."""
-        line = self.journal.get(question)
+        line = self.journal.lines.get(question)
         if line is not None:
             self.reused += 1
         else:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 from fettle.errors import UsageError
 from fettle.generate.speed import Came
 from fettle.measure._load import gpu_memory
@@ -21,6 +19,7 @@ from fettle.measure._rules import Candidate, Judge, OnProgress, Progress, Rules
 from fettle.measure._trial import Slice, Trial, log_times
 from fettle.measure.messages import Build, Built, MeasureRows, Prepare, Prepared, Probe, Probed, RowsMeasured
 from fettle.procs.forks import ForkServer
+from fettle.procs.limits import granted_memory_bytes, total_memory_bytes
 from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
 from fettle.techniques import source
@@ -151,13 +150,13 @@ class Start:
         Stops at the deadline, and when memory runs short or runs out beside the others: the candidates after the last
         one touched have not been begun."""
         running: dict[int, Started] = {}
-        queue = [(candidate, f"{index:02d}") for index, candidate in enumerate(candidates) if not self._held(candidate)]
+        held = [self.held.take(one.recipe) if self.held is not None else None for one in candidates]
+        queue = [(candidate, f"{index:02d}") for index, candidate in enumerate(candidates) if held[index] is None]
         with closing(self._built(queue)) as line:
             for index, candidate in enumerate(candidates):
                 if index and time.monotonic() > self.rules.deadline:
                     break
-                waiting = self._held(candidate)
-                if waiting is not None:
+                if (waiting := held[index]) is not None:
                     running[index] = Started([waiting], elapsed=self.rules.under_load)
                     continue
                 on_progress(Progress("start", candidate.recipe, candidate.label))
@@ -181,9 +180,6 @@ class Start:
                 if _memory_is_short(running.values()) and len(running) > 1:
                     break
         return running
-
-    def _held(self, candidate: Candidate) -> Runner | None:
-        return self.held.take(candidate.recipe) if self.held is not None else None
 
     def replicate(
         self, running: Mapping[int, Started], wanted: int, workers: list[Worker], on_progress: OnProgress
@@ -341,8 +337,8 @@ def _failure(do: Callable[[], None]) -> WorkerError | None:
 
 def _memory_is_short(running: Iterable[Started]) -> bool:
     """Whether one more process might not fit beside these: the one that runs needs its peak again, the others rest."""
-    memory = psutil.virtual_memory()
     answers = [started.first.answer for started in running]
     peaks = {gpu: max(one.peak_bytes or 0 for one in answers if one.gpu == gpu) for gpu in {one.gpu for one in answers}}
-    room = [(memory.available, memory.total, peaks.pop("", 0)), *((*gpu_memory(gpu), peaks[gpu]) for gpu in peaks)]
+    ours = (granted_memory_bytes(), total_memory_bytes(), peaks.pop("", 0))
+    room = [ours, *((*gpu_memory(gpu), peaks[gpu]) for gpu in peaks)]
     return any(free < max(0.25 * total, 1.1 * peak) for free, total, peak in room)

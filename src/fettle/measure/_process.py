@@ -9,28 +9,26 @@ from typing import TypeVar
 from fettle.measure.messages import Answer, Asked
 from fettle.procs.child import ChildError as WorkerError
 from fettle.procs.forks import ForkServer, Imports
+from fettle.procs.interpreter import WORKER
 from fettle.procs.nodes import Nodes
 from fettle.procs.ranks import Ranks
 
 __all__ = ["Worker", "WorkerError", "close_all", "close_each"]
 
-WORKER = "fettle.measure._worker"
 A = TypeVar("A", bound=Answer)
 
 
 class Worker(Ranks):
     """One worker, alive from construction to `close`, as one process or as several `ranks`. Use as a context manager.
 
-    `module` is what it runs, by `python`, by default ours. `environment` is added to ours. It is one of `forks` where
-    these serve it.
+    It runs by `python`, by default ours. `environment` is added to ours. It is one of `forks` where these serve it.
     """
 
     def __init__(
         self, environment: Mapping[str, str] | None = None, log: Path | None = None, *,
-        module: str = WORKER, ranks: int = 1, nodes: Nodes | None = None, python: str = "",
-        forks: ForkServer | None = None,
+        ranks: int = 1, nodes: Nodes | None = None, python: str = "", forks: ForkServer | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(module, ranks, nodes=nodes, variables=environment, log=log, python=python, forks=forks)
+        super().__init__(WORKER, ranks, nodes=nodes, variables=environment, log=log, python=python, forks=forks)
         self.fingerprint = ""
         """Fingerprint of the workload that it has built, once it has."""
         self.name = ""

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import psutil
 import torch
 
 from fettle.errors import UsageError, first_line
 from fettle.measure._accuracy import Outputs, compare, outputs_of, user_metric, worst
 from fettle.measure.messages import Reference
+from fettle.procs.limits import granted_memory_bytes
 from fettle.techniques import buffers_kept
 from fettle.workload import Workload, map_tensors
 
@@ -171,7 +171,7 @@ def _why_not_float64(module: torch.nn.Module | None, float32_s: float) -> str:
     if any(p.device.type == "cuda" for p in module.parameters()):
         free = torch.cuda.mem_get_info()[0]
     else:
-        free = psutil.virtual_memory().available
+        free = granted_memory_bytes()
     return "it does not fit into memory" if size * 3 > free else ""
 
 

@@ -13,7 +13,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import msgspec
-import psutil
 import torch
 
 from fettle.errors import UsageError, first_line, place
@@ -24,7 +23,7 @@ from fettle.measure._lockstep import mean
 from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._state import State, examine, locate, peaks, prepared, rebase, same_shapes, settled, take_slice
 from fettle.measure._trial import Accuracy
-from fettle.procs.limits import resident_bytes
+from fettle.procs.limits import granted_memory_bytes, resident_bytes
 from fettle.recipe import Recipe
 from fettle.structure import structure
 from fettle.techniques import LARGEST, Facts, enlarged, load, source
@@ -260,7 +259,7 @@ def _largest_batch(workload: TrainingWorkload, facts: Facts) -> int:
     On a GPU an allocator that had to give memory back and try again counts as not fitting. On a CPU the limit is a
     share of the memory that is free now, and a size is not tried when the trend of the smaller ones says it is above.
     """
-    limit = _HEADROOM * psutil.virtual_memory().available
+    limit = _HEADROOM * granted_memory_bytes()
     peaks: dict[int, int] = {}
     on_gpu = facts.device == "cuda"
 

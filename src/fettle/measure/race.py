@@ -82,7 +82,10 @@ def race(
                     ended |= more
             if baseline not in running:
                 ended = {index: replace(trial, speedup=None, elapsed_speedup=None) for index, trial in ended.items()}
-            trials |= {index: _with_rows(trial, start.row_rates(running[index])) for index, trial in ended.items()}
+            trials |= ended
+            with _ended_by_interrupt(start, running.values()):
+                for index, trial in ended.items():
+                    trials[index] = _with_rows(trial, start.row_rates(running[index]))
             if held is not None:
                 held.keep({e.first.candidate.recipe for e in running.values() if not e.failure})
     finally:

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from fettle.errors import UsageError
+from fettle.procs.limits import granted_memory_bytes, total_memory_bytes
 from fettle.procs.process import Fork, Process, how_it_ended
 
 if TYPE_CHECKING:
     from fettle.procs.forks import ForkServer
 
 RESERVE = 0.04
-"""Share of the machine's memory that must stay free: below it a child that holds a quarter of all is ended as out of
+"""Share of the memory granted here that must stay free: below it a child that holds a quarter of all is ended as out of
 memory, before the kernel chooses a process to end. A small child is not the cause."""
 TICK_S = 0.5
 """How often a wait for an answer is interrupted to look at the memory and the other nodes."""
@@ -146,10 +147,8 @@ class Child(Process):
 
     def _look_around(self) -> None:
         """Called while an answer is awaited; raises where it will not come."""
-        import psutil
-
-        memory = psutil.virtual_memory()
-        if memory.available < RESERVE * memory.total and (size := self.resident_bytes()) > memory.total / 4:
+        total = total_memory_bytes()
+        if granted_memory_bytes() < RESERVE * total and (size := self.resident_bytes()) > total / 4:
             self.close()
             raise ChildError(f"out of memory: it held {size / 2**30:.1f} GiB in {self._doing}", "memory")
 

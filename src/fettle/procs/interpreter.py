@@ -14,6 +14,8 @@ from fettle.procs.process import Process, how_it_ended
 
 OURS = "this"
 """What the environment that fettle runs in is called."""
+WORKER = "fettle.measure._worker"
+"""The module that a worker runs."""
 _LOOK_S = 120.0
 _PLAIN = ("bin", "venv", ".venv", "env", ".env", "")
 """Folders whose names tell nobody which environment it is."""
@@ -78,12 +80,12 @@ def find_interpreters(texts: Collection[str]) -> list[Interpreter]:
     return list(by_name.values())
 
 
-def look(interpreter: Interpreter, packages: Collection[str], folder: Path, *, module: str) -> Interpreter:
-    """The same with what is installed there of these `packages` (distributions) and why `module` cannot run, if it
+def look(interpreter: Interpreter, packages: Collection[str], folder: Path) -> Interpreter:
+    """The same with what is installed there of these `packages` (distributions) and why a worker cannot run, if it
     cannot. `folder` is written to: fettle is linked from there."""
     path = os.pathsep.join(filter(None, [str(_linked(folder)), os.environ.get("PYTHONPATH", "")]))
     variables = {"PYTHONPATH": path}
-    words = ["-c", _LOOK, module, *sorted(packages)]
+    words = ["-c", _LOOK, WORKER, *sorted(packages)]
     with Process(words, python=interpreter.path, environment={**os.environ, **variables}) as process:
         code = process.wait(_LOOK_S)
         lines = process.printed(1 << 16).splitlines()

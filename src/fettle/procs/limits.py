@@ -38,12 +38,25 @@ def granted_memory_bytes() -> int:
     import psutil
 
     memory = int(psutil.virtual_memory().available)
+    for folder, limit in _memory_limits():
+        used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
+        memory = min(memory, max(0, limit - used + _files_kept(folder)))
+    return memory
+
+
+def total_memory_bytes() -> int:
+    """The machine's memory, or what the control groups grant of it in all."""
+    import psutil
+
+    return min([int(psutil.virtual_memory().total), *(limit for _, limit in _memory_limits())])
+
+
+def _memory_limits() -> Iterator[tuple[Path, int]]:
+    """The control groups that limit memory, and to how much."""
     for folder in control_groups("memory"):
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
-        used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
         if limit is not None and limit < 1 << 60:
-            memory = min(memory, max(0, limit - used + _files_kept(folder)))
-    return memory
+            yield folder, limit
 
 
 def _files_kept(folder: Path) -> int:

@@ -8,8 +8,10 @@ meet there as torchrun's do, but who may join, and what a node is told to run, c
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import socket
+import struct
 import threading
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 
@@ -17,6 +19,8 @@ from fettle.errors import UsageError, first_line
 
 _STRANGERS = 64
 """Handshakes under way at once; who comes above that is turned away."""
+_HANDSHAKE_S = 10
+"""How long a visitor may be silent before it has said that it knows the key."""
 
 
 class KeyedListener:
@@ -61,11 +65,19 @@ class KeyedListener:
 
     def _meet(self, visitor: Connection) -> None:
         try:
+            _limit_silence(visitor, _HANDSHAKE_S)
             deliver_challenge(visitor, self._key)
             answer_challenge(visitor, self._key)
+            _limit_silence(visitor, 0)
         except Exception:  # a stranger: whatever it sent instead
             visitor.close()
         else:
             self._met.put(visitor)
         finally:
             self._places.release()
+
+
+def _limit_silence(visitor: Connection, seconds: int) -> None:
+    """Let reading fail after so many seconds without a byte; 0 for no limit."""
+    with socket.socket(fileno=os.dup(visitor.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))

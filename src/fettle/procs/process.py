@@ -28,12 +28,6 @@ class Fork:
         self.pid, self._ended = pid, ended
         self.returncode: int | None = None
 
-    def poll(self) -> int | None:
-        """The exit code; None where it has not ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.wait(0)
-        return None
-
     def wait(self, timeout: float | None = None) -> int:
         """The exit code. Raises `subprocess.TimeoutExpired` where it has not ended after `timeout` seconds."""
         if self.returncode is None:
@@ -152,7 +146,7 @@ class Process:
             return
         self._killed = True
         # Before the kill: orphans are no longer found through their parent.
-        tree = self.tree() if whole_tree and self._process.poll() is None else []
+        tree = self.tree() if whole_tree and self.wait(0) is None else []
         self._signal(signal.SIGKILL, {self.pid})
         for process in tree:
             with contextlib.suppress(Exception):  # psutil's own: it has ended

@@ -4,28 +4,16 @@ Searching knows nothing of measuring: a design is handed a `Session` that evalua
 name; all are called alike and return the leader.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 from fettle.measure import Trial
-from fettle.recipe import Recipe
 from fettle.search._space import Session, Space, holds, moved, valid, with_required
 from fettle.search.auto import auto
 from fettle.search.designs import Step, ablation, combinations_of, factorial, ladder, removals, steps
 from fettle.search.foresight import SLOWEST, Forecast, Foreseen, Foresight, Guide
 
-
-class Design(Protocol):
-    """The rule that says which recipes a study tries."""
-
-    def __call__(
-        self, space: Space, session: Session, *, first: Sequence[str] = (), start: Recipe | None = None
-    ) -> Trial | None:
-        """Try recipes and return the best, None if none may win. `first`: techniques to try before others;
-        `start`: a recipe to begin with (what it means is for the design to say)."""
-        ...
-
-
+Design = Callable[[Space, Session], Trial | None]
+"""The rule that says which recipes a study tries: it returns the best, None if none may win."""
 DESIGNS: Mapping[str, Design] = {"auto": auto, "ladder": ladder, "factorial": factorial, "ablation": ablation}
 
 __all__ = [

@@ -22,13 +22,12 @@ def auto(
     session: Session,
     *,
     first: Sequence[str] = (),
-    start: Recipe | None = None,
     guide: Guide | None = None,
 ) -> Trial | None:
     """Find the best recipe with few trials; None if none may win.
 
-    `first` names techniques to try before others (a diagnosis says so), `start` is one more recipe to begin with. A
-    `guide` begins with what it expects to be best; as long as it is reliable, what it has tried is not screened.
+    `first` names techniques to try before others (a diagnosis says so). A `guide` begins with what it expects to be
+    best; as long as it is reliable, what it has tried is not screened.
     """
     evidence = Evidence(space, session)
     led: set[Recipe] = set()
@@ -38,7 +37,7 @@ def auto(
         if guide is not None and (leader is None or not guide.is_reliable):
             guide = None
         if guide is None and not screened:
-            going_on, screened = _screen(space, evidence, first, start), True
+            going_on, screened = _screen(space, evidence, first), True
             continue
         if leader is None:
             break
@@ -50,11 +49,11 @@ def auto(
     return evidence.leader()
 
 
-def _screen(space: Space, evidence: Evidence, first: Sequence[str], start: Recipe | None) -> bool:
+def _screen(space: Space, evidence: Evidence, first: Sequence[str]) -> bool:
     """Measure the bundles, and every level that is cheap alone; whether there is budget left."""
     going_on = True
     baseline, root = Recipe(), _root(space)  # both measured once, in the first batch
-    for batch in _batches(space, _bundles(space, start)):
+    for batch in _batches(space, _bundles(space)):
         going_on = going_on and evidence.measure([baseline, *batch, *root])  # where time is short, a bundle comes first
     best = evidence.leader()
     alone = [
@@ -73,9 +72,9 @@ def _root(space: Space) -> list[Recipe]:
     return [root] if valid(space, root) else []
 
 
-def _bundles(space: Space, start: Recipe | None) -> list[Recipe]:
+def _bundles(space: Space) -> list[Recipe]:
     """Combinations that are known to work well."""
-    bundles = [with_required(space, bundle) for bundle in (*([start] if start else []), *space.bundles)]
+    bundles = [with_required(space, bundle) for bundle in space.bundles]
     return [bundle for bundle in bundles if valid(space, bundle)]
 
 

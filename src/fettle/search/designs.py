@@ -29,20 +29,20 @@ class Step:
     """Whether it is part of what comes next."""
 
 
-def ladder(space: Space, session: Session, *, first: Sequence[str] = (), start: Recipe | None = None) -> Trial | None:
+def ladder(space: Space, session: Session) -> Trial | None:
     """Climb the ladder and return the best of all trials; `steps` has what each rung brought."""
     evidence = Evidence(space, session)
-    for _ in _climb(space, evidence, first, start):
+    for _ in _climb(space, evidence):
         pass
     return evidence.leader()
 
 
-def steps(space: Space, session: Session, *, first: Sequence[str] = (), start: Recipe | None = None) -> list[Step]:
+def steps(space: Space, session: Session, *, start: Recipe | None = None) -> list[Step]:
     """The rungs in the order they were tried. One that fails or does not help is there, with `kept` false."""
-    return list(_climb(space, Evidence(space, session), first, start))
+    return list(_climb(space, Evidence(space, session), start))
 
 
-def _climb(space: Space, evidence: Evidence, first: Sequence[str], start: Recipe | None) -> Iterator[Step]:
+def _climb(space: Space, evidence: Evidence, start: Recipe | None = None) -> Iterator[Step]:
     """A rung is a technique; its levels are raced together and the best that helps is kept."""
     bottom = with_required(space, start or Recipe())
     if not evidence.measure([Recipe(), bottom] if valid(space, bottom) else [Recipe()]):
@@ -53,7 +53,7 @@ def _climb(space: Space, evidence: Evidence, first: Sequence[str], start: Recipe
     standing = evidence.trials[bottom]
     if bottom != Recipe():
         yield Step(str(bottom), standing, True)
-    for name in sorted(space.choices, key=lambda name: name not in first):
+    for name in space.choices:
         moves = {f"{name}={level}": evidence.moved(standing.recipe, name, level) for level in space.choices[name][1:]}
         rung = {
             label: recipe
@@ -71,13 +71,11 @@ def _climb(space: Space, evidence: Evidence, first: Sequence[str], start: Recipe
             return
 
 
-def ablation(space: Space, session: Session, *, first: Sequence[str] = (), start: Recipe | None = None) -> Trial | None:
-    """Remove one technique at a time from `start` (default: what `auto` finds); the best of what was tried."""
-    if start is None:
-        winner = auto(space, session, first=first)
-        start = winner.recipe if winner else Recipe()
+def ablation(space: Space, session: Session) -> Trial | None:
+    """Remove one technique at a time from what `auto` finds; the best of what was tried."""
+    winner = auto(space, session)
     evidence = Evidence(space, session)
-    _remove_each(space, evidence, start)
+    _remove_each(space, evidence, winner.recipe if winner else Recipe())
     return evidence.leader()
 
 
@@ -115,13 +113,10 @@ _MOST_WITH_PAIRS = 64
 """Levels whose interactions a fraction is balanced for: their number grows with the square."""
 
 
-def factorial(
-    space: Space, session: Session, *, first: Sequence[str] = (), start: Recipe | None = None, most: int = MOST
-) -> Trial | None:
-    """Measure every valid combination, or a balanced fraction when there are more than `most`; the best of them."""
+def factorial(space: Space, session: Session) -> Trial | None:
+    """Measure every valid combination, or a balanced fraction when there are more than `MOST`; the best of them."""
     evidence = Evidence(space, session)
-    recipes = [recipe for recipe in combinations_of(space, most) if recipe.levels]
-    wanted = [Recipe(), *([with_required(space, start)] if start else []), *recipes]
+    wanted = [Recipe(), *(recipe for recipe in combinations_of(space) if recipe.levels)]
     for begin in range(0, len(wanted), _TOGETHER):
         if not evidence.measure(wanted[begin : begin + _TOGETHER]):
             break

@@ -18,7 +18,7 @@ def environments_of(interpreters: Sequence[Interpreter], folder: Path) -> dict[s
     """By name, with what is installed in each."""
     link = folder / "cache" / "source"
     link.mkdir(parents=True, exist_ok=True)
-    return {one.name: look(one, _PACKAGES, link, module="fettle.measure._worker") for one in interpreters}
+    return {one.name: look(one, _PACKAGES, link) for one in interpreters}
 
 
 def differences(environments: Iterable[Interpreter]) -> list[str]:

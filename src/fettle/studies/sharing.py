@@ -42,7 +42,7 @@ def measure_shares(session: Session, cells: Sequence[Recipe], most: int, deadlin
             if not waiting:
                 session.report("others measure what is left")
             time.sleep(_LOOK_S)
-            session.refresh()
+            session.refresh(anew=False)
         waiting = not busy
 
 

@@ -208,9 +208,10 @@ def _threads_under_load(session: Session, winner: Trial | None) -> str:
         if helps and beside is not None and beside.low > 1.2:
             alone = trial.speedup.estimate if trial.speedup is not None else math.nan
             if not alone > 1.05 and (winner is None or not changed & winner.recipe.levels.keys()):
+                without = "it is not known how much" if math.isnan(alone) else f"{1 / alone:.0%}"
                 return (
                     f"Beside the neighbours of this study {trial.recipe} took {1 / beside.estimate:.0%} of the time, "
-                    f"but {1 / alone:.0%} without them, so no {', '.join(changed)} are set. --under-load tunes for a "
+                    f"but {without} without them, so no {', '.join(changed)} are set. --under-load tunes for a "
                     "machine that is always shared."
                 )
     return ""

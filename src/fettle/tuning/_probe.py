@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import psutil
 import torch
 
 from fettle.atlas import model_features
 from fettle.errors import UsageError
 from fettle.measure import Worker, WorkerError, messages
+from fettle.procs.limits import total_memory_bytes
 from fettle.recipe import Recipe
 from fettle.result import Advice, PlanRow, Reference
 from fettle.study import Study
@@ -69,6 +69,8 @@ def probe(
     about `look_s`: it makes about twice as many calls as finding the facts does.
     """
     kept = _recalled(study) if path.is_file() else None
+    if kept is not None and allow_batch and kept.facts.mode == "training" and not kept.facts.largest_batch:
+        kept = None  # that run did not ask how large the batch may be
     if kept is None:
         began = time.monotonic()
         probed = worker.ask(messages.Probe(allow_batch), messages.Probed, timeout_s)
@@ -200,4 +202,4 @@ def _memory_of_rank(device: str, each: int) -> int:
     """Bytes that one of the ranks of a node may fill: its GPU, or its share of this machine."""
     if device == "cuda":
         return int(torch.cuda.get_device_properties(0).total_memory)
-    return int(psutil.virtual_memory().total) // each
+    return total_memory_bytes() // each

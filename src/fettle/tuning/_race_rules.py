@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import psutil
 import torch
 
 from fettle.measure import Rules, may_go_first
+from fettle.procs.limits import total_memory_bytes
 from fettle.techniques import Facts
 from fettle.tuning.options import Options
 
@@ -33,7 +33,7 @@ def rules_of(options: Options) -> Rules:
 
 def abreast(facts: Facts) -> int:
     """How many processes import and build side by side: two of a small workload, where there are cores for it."""
-    memory = psutil.virtual_memory().total
+    memory = total_memory_bytes()
     if facts.device == "cuda" and torch.cuda.is_available():
         memory = min(memory, torch.cuda.get_device_properties(0).total_memory)
     small = facts.parameter_bytes <= _SMALL_SHARE * memory

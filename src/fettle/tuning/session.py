@@ -186,11 +186,11 @@ class Session:
             limits.exact,
         )  # fmt: skip
 
-    def refresh(self) -> None:
-        """Know what the study knows by now, no more and no less."""
+    def refresh(self, *, anew: bool = True) -> None:
+        """Know what the study knows by now, no more and no less; see `Standings.recall` for `anew`."""
         self.standings.known.clear()
         self.standings.races = Races(self.options.under_load)
-        for trial in self.standings.recall(self.study, self.environments):
+        for trial in self.standings.recall(self.study, self.environments, anew=anew):
             self._recall(trial)
         self._race = max([self._race, *self.standings.races.trials])
 
@@ -210,7 +210,7 @@ class Session:
         mine, place = self.study.claim([canonical(recipe) for recipe in recipes], most, self.facts)
         try:
             if mine:
-                self.refresh()
+                self.refresh(anew=False)  # whoever measured a recipe first has measured it for all
                 self._race = SHARED_RACES + place  # no two workers have a race of the same number
                 self.measure(mine)
         finally:

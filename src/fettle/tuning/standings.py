@@ -53,9 +53,9 @@ class Standings:
             if speedup is not None:
                 self.known[recipe] = replace(trial, speedup=speedup)
 
-    def recall(self, study: Study, environments: Collection[str] | None = ()) -> list[Trial]:
+    def recall(self, study: Study, environments: Collection[str] | None = (), *, anew: bool = True) -> list[Trial]:
         """Take what earlier runs of a study measured, and return its trials; those of other environments only as far as
-        they are named, or all."""
+        they are named, or all. What could not be compared is to be measured `anew`, so it is not known."""
         trials, named = _in_catalogue(study.trials()), (PYTHON.default, *(environments or ()))
         if environments is not None:
             trials = [trial for trial in trials if trial.recipe.levels.get(PYTHON.name, PYTHON.default) in named]
@@ -65,7 +65,7 @@ class Standings:
         kept = self.raced(*again, study.note("final race"), study.note("last race"))
         self.add([*self.known.values(), *kept])
         unclear = [recipe for recipe, trial in self.known.items() if recipe.levels and not trial.is_compared]
-        for recipe in unclear:  # it is measured again
+        for recipe in unclear if anew else ():
             del self.known[recipe]
         return trials
 
