@@ -37,9 +37,9 @@ def ladder(space: Space, session: Session, *, first: Sequence[str] = (), start: 
     return evidence.leader()
 
 
-def steps(space: Space, session: Session, *, first: Sequence[str] = (), start: Recipe | None = None) -> list[Step]:
-    """The rungs in the order they were tried. One that fails or does not help is there, with `kept` false."""
-    return list(_climb(space, Evidence(space, session), first, start))
+def steps(space: Space, session: Session, *, first: Sequence[str] = (), start: Recipe | None = None) -> Iterator[Step]:
+    """The rungs, each as soon as it was tried. One that fails or does not help is there, with `kept` false."""
+    return _climb(space, Evidence(space, session), first, start)
 
 
 def _climb(space: Space, evidence: Evidence, first: Sequence[str], start: Recipe | None) -> Iterator[Step]:
