@@ -57,6 +57,7 @@ def test_a_bad_option_is_one_line(line, says, capsys):
     assert says in said
 
 
-def test_what_a_snippet_raises_comes_through():
-    with pytest.raises(ZeroDivisionError):
-        shell()[0]("", "1 / 0\n---\n2")
+@pytest.mark.parametrize(("snippet", "raises"), [("1 / 0", ZeroDivisionError), ("int('x')", ValueError)])
+def test_what_a_snippet_raises_comes_through(snippet, raises):
+    with pytest.raises(raises):
+        shell()[0]("", f"{snippet}\n---\n2")

@@ -165,13 +165,16 @@ def register(shell: Any) -> None:
     def fettle(line: str, cell: str) -> Snippets | None:
         """Race snippets that are separated by a line ---: %%fettle [--seconds 5] [--confidence 0.95]"""
         try:
-            options, rest = parser.parse_known_args(shlex.split(line))
+            try:
+                options, rest = parser.parse_known_args(shlex.split(line))
+            except (argparse.ArgumentError, ValueError) as error:  # here alone: a snippet raises what it likes
+                raise UsageError(str(error)) from error
             if rest or not options.seconds > 0 or not 0.5 <= options.confidence < 1:
                 raise UsageError("%%fettle takes --seconds above 0 and --confidence from 0.5 to below 1")
             return compare(
                 snippets_of(cell), shell.user_ns, seconds=options.seconds, confidence=options.confidence
             )  # fmt: skip
-        except (UsageError, argparse.ArgumentError, ValueError) as error:
+        except UsageError as error:
             print(f"fettle: {error}", file=sys.stderr)
             return None
 

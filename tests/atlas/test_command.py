@@ -70,6 +70,13 @@ def test_add_show_and_query(folder: Path, run_fettle: Run) -> None:
     assert "what a level brought" in words.out
 
 
+def test_what_another_adds_meanwhile_stays(folder: Path, run_fettle: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, theirs = folder / "atlas.parquet", atlas(models=4, tried=20)
+    monkeypatch.setattr("fcntl.flock", lambda file, how: write_atlas(theirs, path))  # while this one waits
+    assert run_fettle("atlas", "add", path, folder).code == 0
+    assert len(read_atlas(path)) == len(theirs) + 3
+
+
 def test_bad_input_is_one_line(tmp_path: Path, run_fettle: Run) -> None:
     (tmp_path / "a.parquet").write_text("hello")
     for words, says in (

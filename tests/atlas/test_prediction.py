@@ -119,6 +119,16 @@ def test_rows_of_another_mode_or_device_are_not_gone_by() -> None:
     assert len(Predictor(atlas(), training)) == 0
 
 
+def test_models_of_which_less_is_known_may_stand_among_the_others() -> None:
+    """As close to each of two models as can be, while those are far apart: no points lie so."""
+    blind = msgspec.structs.replace(about("blind", 0.5), flops=None, convolution=None, matrix=None)
+    trials = [trial(Recipe(), 0.0), *(trial(recipe, gain(recipe, 0.5)) for recipe in EVERY)]
+    among = Predictor(atlas() + rows_of(blind, trials), about("new", 1.0))
+    apart = Predictor(atlas(), blind)
+    for found in (among.forecast(EVERY, trials), apart.forecast(EVERY, trials[:3])):
+        assert all(math.isfinite(one.gain) and one.spread > 0 for one in found)
+
+
 def test_the_most_promising_ideas_come_first(conv: Predictor) -> None:
     assert {"precision": "bf16", "channels_last": "on"}.items() <= conv.ideas[0].levels.items()
     assert "threads" not in conv.ideas[0].levels

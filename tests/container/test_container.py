@@ -84,14 +84,29 @@ def test_a_recipes_image(recipe: Path, wheel: Path, no_index: None, tmp_path: Pa
     assert write_image(tmp_path / "out" / "recipe.toml", tmp_path / "out", tmp_path / "out" / wheel.name) == made
 
 
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [("My model", "my-model"), ("a" * 39 + " net", "a" * 39), ("3D U-Net", "model-3d-u-net"), ("2024", "model-2024"),
+     ("?", "model")],
+)  # fmt: skip
+def test_a_name_is_one_that_a_service_may_have(name: str, slug: str) -> None:
+    assert image._slug(name) == slug
+
+
 @pytest.mark.parametrize("serves", [True, False])
-def test_compose_and_kubernetes_are_yaml(serves: bool) -> None:
-    made = Image("m", {}, "3.11.7", {}, serves)
-    (service,) = yaml.safe_load(image.compose(made))["services"].values()
+@pytest.mark.parametrize("name", ["m", "true", "null"])
+def test_compose_and_kubernetes_are_yaml(name: str, serves: bool) -> None:
+    made = Image(name, {}, "3.11.7", {}, serves)
+    ((called, service),) = yaml.safe_load(image.compose(made))["services"].items()
+    assert (called, service["image"]) == (name, name)
     assert ("ports" in service) == serves
     kinds = {one["kind"]: one for one in yaml.safe_load_all(image.kubernetes(made))}
     assert set(kinds) == {"PersistentVolumeClaim", "Deployment", *(["Service"] if serves else [])}
     (container,) = kinds["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert (container["name"], container["image"]) == (name, name)
+    pods = kinds["Deployment"]["spec"]
+    assert pods["selector"]["matchLabels"] == pods["template"]["metadata"]["labels"] == {"app": name}
+    assert {one["metadata"]["name"] for one in kinds.values()} == {name, f"{name}-cache"}
     assert container["securityContext"]["readOnlyRootFilesystem"]
     assert ("readinessProbe" in container) == serves
 

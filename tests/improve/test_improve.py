@@ -30,13 +30,14 @@ def loader():
     return torch.utils.data.DataLoader(torch.arange(400.0).reshape(100, 4), batch_size=4)
 """
 FOUND = {
-    "measure": Step(name="measure", says="A call takes 3 ms.", results={"given_ms": 3.0}),
+    "measure": Step(name="measure", says="A call takes 3 ms."),
     "diagnose": Step(name="diagnose", says="It casts.", results={"first": ["precision"], "loading": 0.3}),
     "data": Step(name="data", status="skipped", says="no input pipeline was named"),
     "tune": Step(name="tune", says="Twice.", speedup=Interval(2.0, 1.9, 2.1), results={"recipe": "precision=bf16"}),
     "verify": Step(name="verify", says="Holds.", speedup=Interval(1.9, 1.8, 2.0), results={"verified": True}),
     "package": Step(name="package", says="Written.", files=["package"]),
 }
+HELD = {"recipe": "precision=bf16", "verified": True}
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_each_step_is_told_what_those_before_it_found(work: Path, tmp_path: Path
     assert [name for name, _ in asked] == list(STEPS)
     told = dict(asked)
     assert told["measure"] == {}
-    assert told["tune"] == {"given_ms": 3.0, "first": ["precision"], "loading": 0.3}
+    assert told["tune"] == {"first": ["precision"], "loading": 0.3}
     assert told["package"]["verified"] is True
     assert found.headline == "1.90x [1.80, 2.00] as fast as given, verified in a race of its own."
     assert not found.failed
@@ -111,6 +112,40 @@ def test_an_interrupt_keeps_what_is_done(work: Path, tmp_path: Path, asked, monk
     assert [name for name, _ in asked] == ["data", "verify", "package"]
 
 
+def test_a_recipe_that_does_not_hold_any_more_has_no_package(work: Path, tmp_path: Path, asked, monkeypatch) -> None:
+    improve(str(work), Settings(output=tmp_path / "out", skip=["verify"]))
+    monkeypatch.setitem(guided._DOES, "verify", lambda run, told: Step(name="verify", status="failed", says="Slower."))
+    asked.clear()
+    improve(str(work), Settings(output=tmp_path / "out"))
+    assert [name for name, _ in asked] == ["data", "package"]  # which is asked again, not shown as done
+
+
+def test_what_is_left_out_later_is_not_gone_by(work: Path, tmp_path: Path, asked) -> None:
+    improve(str(work), Settings(output=tmp_path / "out"))
+    asked.clear()
+    found = improve(str(work), Settings(output=tmp_path / "out", skip=["measure"]))
+    assert found.steps[0].status == "skipped"
+    assert [name for name, _ in asked] == ["data"]  # nobody goes by the time as given
+    asked.clear()
+    found = improve(str(work), Settings(output=tmp_path / "out", skip=["diagnose"]))
+    assert found.steps[1].status == "skipped"
+    assert [name for name, _ in asked] == ["measure", "data", "tune", "verify", "package"]
+    assert dict(asked)["tune"] == {}
+
+
+def test_an_interrupt_does_not_forget_what_came_later(work: Path, tmp_path: Path, asked, monkeypatch) -> None:
+    def interrupted(run, told):
+        raise KeyboardInterrupt
+
+    improve(str(work), Settings(output=tmp_path / "out"))
+    with monkeypatch.context() as patch:
+        patch.setitem(guided._DOES, "data", interrupted)
+        assert improve(str(work), Settings(output=tmp_path / "out")).interrupted
+    asked.clear()
+    improve(str(work), Settings(output=tmp_path / "out"))
+    assert [name for name, _ in asked] == ["data"]
+
+
 @pytest.mark.parametrize(("step", "command", "needs"), [
     ("measure", "bench", {}), ("data", "measure_and_search", {}), ("verify", "check", {"recipe": "precision=bf16"}),
 ])  # fmt: skip
@@ -127,7 +162,7 @@ def test_a_folder_of_the_users_is_not_taken_for_a_package(work: Path, tmp_path: 
     monkeypatch.setattr(guided, "load_recipe", lambda path: SimpleNamespace(recipe=Recipe(), evidence={}))
     run = SimpleNamespace(target=str(work), settings=Settings(), folder=tmp_path, quietly=nullcontext, say=print)
     with pytest.raises(UsageError, match="package exists already"):
-        guided._package(run, {"verified": True})  # type: ignore[arg-type]
+        guided._package(run, HELD)  # type: ignore[arg-type]
     assert (tmp_path / "package" / "mine.py").is_file()
 
 
@@ -135,7 +170,7 @@ def test_a_training_loop_has_no_package_and_nothing_failed(work: Path, tmp_path:
     work.write_text("def workload():\n    return {'model': 1, 'optimizer': 2, 'loss': 3, 'data': []}\n")
     monkeypatch.setattr(guided, "load_recipe", lambda path: SimpleNamespace(recipe=Recipe(), evidence={}))
     run = SimpleNamespace(target=str(work), settings=Settings(), folder=tmp_path, quietly=nullcontext, say=print)
-    step = guided._package(run, {"verified": True})  # type: ignore[arg-type]
+    step = guided._package(run, HELD)  # type: ignore[arg-type]
     assert (step.status, step.says) == ("skipped", "a training loop is not served")
 
 
@@ -201,6 +236,11 @@ def test_without_a_pipeline_it_is_said_how_much_waits_for_one() -> None:
     assert guided._verify(run, {}).status == "skipped"  # type: ignore[arg-type]
 
 
+def test_without_a_recipe_of_this_run_nothing_is_packaged(work: Path, tmp_path: Path) -> None:
+    run = SimpleNamespace(target=str(work), settings=Settings(skip=["verify"]), folder=tmp_path)
+    assert guided._package(run, {}).status == "skipped"  # type: ignore[arg-type]
+
+
 def test_a_page_is_drawn_of_any_text(tmp_path: Path) -> None:
     text = page("<b>fast</b>", "x<script>", [Step(name="tune", status="failed", says="<i>", lines=["a & b"])])
     assert "x<script>" not in text
@@ -217,8 +257,9 @@ def test_a_file_that_is_none_is_begun_anew(tmp_path: Path) -> None:
     unknown = Step(name="data", says="More.", lines=[], files=[], speedup=Interval(1.5, 0.0, math.inf))
     keep(path, {"target": "x"}, [unknown])
     assert recall(path, {"target": "x"}) == {"data": unknown}
-    for text in ("", "{}", "[1]", '{"made_for": {}, "steps": [{"name": 3}]}'):
-        path.write_text(text)
+    deep = b'{"made_for": {}, "steps": ' + b"[" * 100_000
+    for text in (b"", b"{}", b"[1]", b'{"made_for": {}, "steps": [{"name": 3}]}', b'{"made_for": {"a": "\xff"}}', deep):
+        path.write_bytes(text)
         assert recall(path, {"target": "x"}) == {}
     assert recall(tmp_path / "absent", {}) == {}
 

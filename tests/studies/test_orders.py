@@ -101,6 +101,16 @@ def test_what_the_study_needs_of_a_machine_is_said(begun: Settings) -> None:
         settings_of(begun)
 
 
+def test_two_targets_of_one_name_are_told_apart_by_their_order(begun: Settings) -> None:
+    targets = ["resnet/model.py", "unet/model.py"]
+    for text in targets:
+        Path(text).parent.mkdir()
+        Path(text).write_text("def workload():\n    ...\n")
+    both = replace(begun, name="both")
+    announce(agree(targets, both), both)
+    assert settings_of(both, targets)[0] == targets
+
+
 # -- jobs --------------------------------------------------------------------------------------------------------------
 
 

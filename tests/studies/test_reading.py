@@ -69,6 +69,9 @@ def test_factors_can_be_named_with_what_was_given(tmp_path):
         ("a\n1\n2\n", {"response": ["a"], "group_by": []}, "no column looks like a setting that was varied"),
         ("a,y\n" + "".join(f"{n},1\n" for n in range(80)), {"response": ["y"], "group_by": [], "factors": ["a"]},
          "a has 80 levels: it looks measured, not set"),
+        (f"{','.join(f'f{n}' for n in range(100))},y\n" + "".join(f"{f'{n},' * 100}{n + 1}\n" for n in (0, 1)),
+         {"response": ["y"], "group_by": []},
+         "the levels of 100 factors and their pairs are 5,050 effects, and no more than 5,000 are told apart"),
     ],
 )  # fmt: skip
 def test_what_is_no_table_is_said_in_one_line(tmp_path, text, options, says):

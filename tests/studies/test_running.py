@@ -14,11 +14,19 @@ import optuna
 import pytest
 
 from fettle.errors import UsageError, extra
+from fettle.machine import Machine
+from fettle.recipe import Recipe
+from fettle.search import Space
 from fettle.studies import running
+from fettle.studies.outcome import Done
 from fettle.studies.running import Settings, study
-from fettle.studies.workloads import _typed
+from fettle.studies.workloads import Workload, _typed
+from fettle.tuning._budget import Budget
+from fettle.tuning._costs import Costs
 from fettle.workload import Target
 from tests.conftest import Run
+from tests.search.recorded import Recorded
+from tests.studies.made_up import switches, table
 
 WORK = """
 import torch
@@ -174,6 +182,61 @@ def test_ctrl_c_while_the_workload_is_built_is_an_interrupt(work: Path, tmp_path
     monkeypatch.setattr(running, "open_workload", interrupted)
     with pytest.raises(KeyboardInterrupt):
         study([str(work)], Settings(output=tmp_path), lambda event: None)
+
+
+class Interrupted(Recorded):
+    """Each level halves the time. Ctrl-C comes in the race of one recipe; those before it in that race are kept."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__(lambda recipe: 100.0 * 0.5 ** len(recipe.levels))
+        self.at, self.budget = Recipe.parse(at), Budget(None, 0.0)
+        self.costs = Costs(None, self.budget)
+
+    def measure(self, recipes):
+        for recipe in recipes:
+            if self.costs.budget.seconds is None and recipe not in self.trials:
+                if recipe == self.at:
+                    raise KeyboardInterrupt
+                self.trials[recipe] = self._run(recipe)
+        return [self.trials[recipe] for recipe in recipes if recipe in self.trials]
+
+
+@pytest.mark.parametrize(("design", "at", "shown"), [
+    ("ladder", "a=on b=on c=on", ["as given", "a=on", "b=on"]),
+    ("ablation", "a=on c=on", ["a=on b=on c=on", "without a"]),
+])  # fmt: skip
+def test_ctrl_c_keeps_the_steps_that_are_done(design: str, at: str, shown: list[str]):
+    workload = Workload("net", {}, Interrupted(at), Space(switches("abc"), lambda recipe: ""))
+    start = Recipe.parse("a=on b=on c=on") if design == "ablation" else None
+    with pytest.raises(KeyboardInterrupt):
+        running._measure(workload, Settings(design=design, start=start), 0.0)
+    assert [step.label for step in workload.steps] == shown
+
+
+def test_ctrl_c_keeps_the_batches_that_have_grown(monkeypatch):
+    def grown(session, recipe, limit_bytes):
+        if "b" in recipe.levels:
+            raise KeyboardInterrupt
+        return recipe
+
+    monkeypatch.setattr(running, "grown", grown)
+    workload = Workload("net", {}, Interrupted(""), Space(switches("ab"), lambda recipe: ""))
+    workload.session.at = None
+    with pytest.raises(KeyboardInterrupt):
+        running._measure(workload, Settings(design="ladder", grow_batch=1e9), 0.0)
+    assert list(workload.grown) == [Recipe(), Recipe.parse("a=on")]
+
+
+def test_a_ladder_that_was_interrupted_before_its_first_step_is_written(tmp_path: Path, monkeypatch, run_fettle: Run):
+    """Where statsmodels is not installed too: it needs no effects."""
+    machine = Machine("id", "cpu", 2, 1, (), "linux", "3.13", {})
+    done = Done("ladder", table({"a=on": 0.5}, switches("ab")), {}, machine, 1.0, interrupted=True)
+    monkeypatch.setattr("fettle.studies.study", lambda *args, **options: done)
+    monkeypatch.setitem(sys.modules, "statsmodels", None)
+    monkeypatch.delitem(sys.modules, "statsmodels.api", raising=False)
+    said = run_fettle("study", "w.py", "--design=ladder", "-o", tmp_path / "out")
+    assert said.code == 130, said.err
+    assert (tmp_path / "out" / "study.json").is_file()
 
 
 def test_values_of_a_factor_are_what_python_reads():

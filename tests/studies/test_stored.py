@@ -24,6 +24,14 @@ RECIPES = ("", "precision=bf16", "compile=default", "compile=default precision=b
 GAINS = {"precision=bf16": 0.6, "compile=default": 0.2}
 
 
+def opened(name: str, url: str, place: int = 0) -> Study:
+    """A study on one kind of machine."""
+    machine = Machine(f"id{place}", f"cpu {place}", 2, 1, (), "linux", "3.13", {"torch": "2.13"})
+    study = Study.open(name, url, name, machine.id)
+    study.set_note("machine", msgspec.to_builtins(machine))
+    return study
+
+
 @pytest.fixture
 def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A study for workers that three kinds of machines measured, and that of one workload by itself."""
@@ -34,9 +42,7 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     url = storage_url("s.db", tmp_path)
     for name in ("night/net-batch1", "night/net-batch4", "alone"):
         for place in range(1 if name == "alone" else 3):
-            machine = Machine(f"id{place}", f"cpu {place}", 2, 1, (), "linux", "3.13", {"torch": "2.13"})
-            study = Study.open(name, url, name, machine.id)
-            study.set_note("machine", msgspec.to_builtins(machine))
+            study = opened(name, url, place)
             random = Random(f"{name} {place}")
             for text in RECIPES:
                 recipe = Recipe.parse(text)
@@ -66,6 +72,20 @@ def test_the_page_is_drawn_with_machine_and_host_of_each_experiment(storage: str
     assert {row["host"] for row in rows} == {platform.node()}
     assert polars.read_parquet(tmp_path / "t.parquet").columns == list(rows[0])
     assert "Which machine measured what" in (tmp_path / "drawn" / "study.html").read_text()
+
+
+def test_a_level_that_was_pinned_is_told_from_the_workload_as_given(storage: str, run_fettle: Run, tmp_path: Path):
+    (tmp_path / "net.py").write_text("def workload():\n    ...\n")
+    settings = Settings(storage=storage, name="pinned", output=tmp_path, techniques={"precision": "bf16"})
+    announce(agree(["net.py"], settings), settings)
+    study = opened("pinned/net", storage_url(storage, tmp_path))
+    for text, ratio in (("", 1.0), ("precision=bf16", 2.0), ("compile=default precision=bf16", 10 / 3)):
+        study.add(trial(Recipe.parse(text), math.log(ratio)))
+    data = json.loads(run_fettle("study", f"--storage={storage}", "--study=pinned", "--json", "-o", "drawn").out)
+    assert data["factors"] == {"precision": ["fp32", "bf16"], "compile": ["off", "default"]}
+    time = next(one for one in data["analyses"] if one["response"] == "ms_per_sample")
+    (found,) = [one["ratio"] for one in time["effects"] if one["levels"] == [["compile", "default"]]]
+    assert found["estimate"] == pytest.approx(5 / 3)
 
 
 def test_one_workloads_study_is_drawn_by_its_own_name_and_its_machine_is_a_column(storage: str, run_fettle: Run):

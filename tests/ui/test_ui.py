@@ -122,7 +122,8 @@ def test_load_and_limits_say_what_was_found(folder: Path, tmp_path: Path) -> Non
     ):  # fmt: skip
         path.write_text(json.dumps({**SLO, **changed}))
         assert listing._look(path) == ("load", said)
-    for broken in ('{"limit_ms": 1, "met": 7}', '[{"latency_ms": {}, "goodput": "x"}]', '{"limit_ms", "met"'):
+    deep = '{"limit_ms": 1, "met": true, "more": ' + "[" * 100_000
+    for broken in ('{"limit_ms": 1, "met": 7}', '[{"latency_ms": {}, "goodput": "x"}]', '{"limit_ms", "met"', deep):
         path.write_text(broken)
         assert inventory(tmp_path).items == []
     (tmp_path / "empty.json").write_text('{"latency_ms": 0, "goodput": 0, "runs": []}')
@@ -145,12 +146,14 @@ def test_a_study_is_shown_with_what_its_result_says(tmp_path: Path) -> None:
     begin_study(tmp_path)
     won = {"recipe": {"precision": "bf16"}, "speedup": {"estimate": 2.0, "low": 1.9, "high": None}}
     for text, said in (
-        (json.dumps({"winner": won, "trials": []}), "; 2.00x [1.90, ?] with precision=bf16"),
-        (json.dumps({"winner": None}), ""),
-        (json.dumps({"winner": 7}), ""),
-        ("{" * 100, ""),
+        (json.dumps({"winner": won, "trials": []}).encode(), "; 2.00x [1.90, ?] with precision=bf16"),
+        (json.dumps({"winner": None}).encode(), ""),
+        (json.dumps({"winner": 7}).encode(), ""),
+        (b"{" * 100, ""),
+        (b'{"winner": {"recipe": {"precision": "\xff"}}}', ""),
+        (b'{"more": ' + b"[" * 100_000, ""),
     ):
-        (tmp_path / "result.json").write_text(text)
+        (tmp_path / "result.json").write_bytes(text)
         assert inventory(tmp_path).items[0].says.partition(")")[2] == said
 
 
@@ -201,6 +204,18 @@ def test_the_page_links_reports_escapes_what_it_shows_and_is_sent_once(site: Sit
 )  # fmt: skip
 def test_no_path_leads_anywhere_but_to_what_was_found(site: Site, place: str) -> None:
     assert site.respond("GET", f"/right/file/{place}", HERE, PORT).status == 404
+
+
+def test_a_folder_whose_name_is_no_text_is_shown_like_others(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    begin_study(tmp_path / "plain")
+    (tmp_path / "plain").rename(folder)
+    (folder / "recipe.toml").write_text("format = 1\n")
+    site = Site(tmp_path, token="right")
+    text = site.respond("GET", "/right/", HERE, PORT).body.decode()
+    assert "digits: 3 trials" in text
+    assert 'href="/right/file/caf%E9/recipe.toml"' in text
+    assert site.respond("GET", "/right/file/caf%E9/recipe.toml", HERE, PORT).file == folder / "recipe.toml"
 
 
 def test_who_has_no_token_or_comes_by_another_name_is_refused(site: Site) -> None:

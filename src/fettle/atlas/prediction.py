@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,14 +89,16 @@ class Predictor:
         self.about, self.max_error, self._guess_s = about, max_error, guess_s
         rows = [row for row in rows if (row.mode, row.device) == (about.mode, about.device)]
         subjects = {(row.fingerprint, row.machine, row.torch): row for row in rows}
-        near = {key: _distance(row, about) for key, row in subjects.items()}
+        *points, here = _points([*subjects.values(), about])
+        at = dict(zip(subjects, points, strict=True))
+        near = {key: _distance(row, about, at[key] - here) for key, row in subjects.items()}
         rows = sorted(rows, key=lambda row: near[row.fingerprint, row.machine, row.torch])[:MOST]
         keys = list(dict.fromkeys((row.fingerprint, row.machine, row.torch) for row in rows))
         self.models = len({row.fingerprint for row in rows})
         self._rows = rows
-        self._apart = np.array([[_distance(subjects[a], subjects[b]) for b in keys] for a in keys]).reshape(
-            len(keys), len(keys)
-        )
+        self._apart = np.array(
+            [[_distance(subjects[a], subjects[b], at[a] - at[b]) for b in keys] for a in keys]
+        ).reshape(len(keys), len(keys))
         self._far = np.array([near[key] for key in keys])
         self._beside = np.array([[float(a[1] == b[1]) for b in keys] for a in keys]).reshape(len(keys), len(keys))
         self._here = np.array([float(key[1] == about.machine) for key in keys])
@@ -260,15 +263,27 @@ def _close(one: Numbers, other: Numbers) -> Numbers:
     return np.asarray(np.divide(both, either, out=np.zeros_like(both), where=either > 0) ** 4)
 
 
-def _distance(one: Subject, other: Subject) -> float:
-    """Squared, over the features that both have, as if all were known; and what machines differ by."""
-    parts = []
+def _points(subjects: Sequence[Subject]) -> Numbers:
+    """Models by the features that any of them has, as if all were known.
+
+    What is not known of one is taken for the median of the others: distances over what each two have in common need not
+    be those of any points, and a likeness that goes by them is no covariance.
+    """
+    columns = []
     for names, change in ((_LOGS, lambda value: math.log10(1 + value)), (_SHARES, float)):
         for name, unit in names.items():
-            ours, theirs = getattr(one, name), getattr(other, name)
-            if ours is not None and theirs is not None:
-                parts.append(((change(ours) - change(theirs)) / unit) ** 2)
-    models = sum(parts) / len(parts) * (len(_LOGS) + len(_SHARES)) if parts else 0.0
+            values = [getattr(one, name) for one in subjects]
+            known = [change(value) / unit for value in values if value is not None]
+            if known:
+                usual = statistics.median(known)
+                columns.append([usual if value is None else change(value) / unit for value in values])
+    scale = math.sqrt((len(_LOGS) + len(_SHARES)) / max(1, len(columns)))
+    return scale * np.array(columns, dtype=np.float64).reshape(len(columns), len(subjects)).T
+
+
+def _distance(one: Subject, other: Subject, way: Numbers) -> float:
+    """Squared: `way` from one model to the other, and what machines differ by."""
+    models = float(way @ way)
     if one.machine == other.machine:
         return models
     units = (one.matrix_units, one.vector) != (other.matrix_units, other.vector)

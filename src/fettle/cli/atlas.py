@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -54,7 +55,6 @@ def add(
     from fettle.tuning import atlas_rows
 
     check_writable(atlas)
-    old = read_atlas(atlas) if atlas.exists() else []
     new = []
     for study in studies:
         if "://" not in study and not Path(study, "study.db").is_file():
@@ -63,13 +63,33 @@ def add(
             new += atlas_rows(study if "://" in study else storage_url(None, Path(study)), family=family)
         except UsageError as error:
             raise UsageError(f"{study.rpartition('@')[2]}: {error}") from error
-    rows = merged(old, new)
-    write_atlas(rows, atlas)
+    with _alone(atlas):
+        rows = merged(read_atlas(atlas) if atlas.exists() else [], new)
+        write_atlas(rows, atlas)
     counts = {"added": len(new), "rows": len(rows), "models": len({row.fingerprint for row in rows})}
     _show.answer(as_json, lambda: counts, lambda console: console.print(
         f"{escape(str(atlas))}: {count_text(len(new), 'trial')} added; {count_text(len(rows), 'trial')} "
         f"of {count_text(counts['models'], 'model')}",
         soft_wrap=True))  # fmt: skip
+
+
+@contextmanager
+def _alone(atlas: Path) -> Iterator[None]:
+    """Whoever else adds to it waits: of two that read the same rows, one's would be lost."""
+    import fcntl
+
+    from fettle.errors import UsageError
+
+    target = atlas.resolve()
+    path = target.with_name(f".{target.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("a")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @app.command()

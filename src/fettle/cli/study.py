@@ -209,13 +209,14 @@ def show(
 ) -> None:  # fmt: skip
     """Analyse what was measured, write it, and say it; `theirs` is a ladder that was published."""
     from fettle.studies import analyse
+    from fettle.studies.designs import STEPS
     from fettle.studies.ladder_chart import unmatched
     from fettle.studies.output import study_json
 
     steps = done.steps if done is not None else {}
     if done is not None and (missing := unmatched(steps, theirs)):
         done = replace(done, notes=(*done.notes, f"published, and no step here: {', '.join(missing)}"))
-    analyses = [] if steps else analyse(table)
+    analyses = [] if done is not None and done.design in STEPS else analyse(table)
     paths = _write(folder, wanted, name, table, analyses, done, theirs)
     _show.answer(
         as_json,

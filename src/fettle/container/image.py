@@ -184,9 +184,9 @@ def compose(image: Image) -> str:
     """A compose file: the cache is a volume, what is compiled outlives the container."""
     ports = "    ports: ['127.0.0.1:8080:8080']  # without a token: not for other machines\n" if image.serves else ""
     return f"""services:
-  {image.name}:
+  "{image.name}":
     build: {{context: ., dockerfile: Containerfile}}
-    image: {image.name}
+    image: "{image.name}"
 {ports}    volumes: ['cache:/cache']
     read_only: true
     tmpfs: [/tmp]
@@ -208,9 +208,9 @@ def kubernetes(image: Image) -> str:
     service = f"""---
 apiVersion: v1
 kind: Service
-metadata: {{name: {image.name}}}
+metadata: {{name: "{image.name}"}}
 spec:
-  selector: {{app: {image.name}}}
+  selector: {{app: "{image.name}"}}
   ports: [{{port: 8080, targetPort: 8080}}]
 """ if image.serves else ""  # fmt: skip
     return f"""apiVersion: v1
@@ -222,17 +222,17 @@ spec:
 ---
 apiVersion: apps/v1
 kind: Deployment
-metadata: {{name: {image.name}}}
+metadata: {{name: "{image.name}"}}
 spec:
   replicas: 1
-  selector: {{matchLabels: {{app: {image.name}}}}}
+  selector: {{matchLabels: {{app: "{image.name}"}}}}
   template:
-    metadata: {{labels: {{app: {image.name}}}}}
+    metadata: {{labels: {{app: "{image.name}"}}}}
     spec:
       securityContext: {{runAsNonRoot: true, runAsUser: {_USER}, fsGroup: {_USER}}}
       containers:
-        - name: {image.name}
-          image: {image.name}
+        - name: "{image.name}"
+          image: "{image.name}"
 {port}          resources: {{requests: {{cpu: "2", memory: 4Gi}}, limits: {{cpu: "2", memory: 4Gi}}}}
           securityContext:
             allowPrivilegeEscalation: false
@@ -266,5 +266,6 @@ def _carried(image: Image) -> list[str]:
 
 
 def _slug(name: str) -> str:
-    """A name as Kubernetes takes it."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "model"
+    """A name as Kubernetes takes it: that of a Service begins with a letter."""
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-")
+    return slug if slug[:1].isalpha() else f"model-{slug}".strip("-")

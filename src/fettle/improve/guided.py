@@ -117,17 +117,26 @@ def improve(
     steps: list[Step] = []
     interrupted = False
     for name in STEPS:
+        before = known.pop(name, None)
         try:
-            steps.append(known.get(name) or _step(name, run, steps))
+            step = before if before is not None and name not in settings.skip else _step(name, run, steps)
         except KeyboardInterrupt:
             interrupted = True
             break
-        if name not in known and steps[-1].status == "done":
+        steps.append(step)
+        if step is not before and _says_otherwise(step, before):
             known = {}  # what came after went by what it said before
-        keep(run.folder / "improve.json", made_for, steps)
+        keep(run.folder / "improve.json", made_for, [*steps, *known.values()])
     improvement = Improvement(target, steps, run.folder, interrupted)
     write_text(run.folder / "improve.html", page(improvement.headline, target, steps))
     return improvement
+
+
+def _says_otherwise(step: Step, before: Step | None) -> bool:
+    """Whether a step hands on something else than `before`, which those after it went by; one that was not done hands
+    on nothing. But a recipe that was packaged without `verify` is none to package once that fails."""
+    told = before.results if before is not None else {}
+    return step.results != told or (step.name == "verify" and step.status == "failed")
 
 
 @dataclass(frozen=True)
@@ -184,7 +193,7 @@ def _measure(run: _Run, results: Mapping[str, Any]) -> Step:
         lines.append(f"the machine was not quiet: {trial.load}")
     rate = f"{trial.throughput:,.0f}" if trial.throughput >= 1000 else f"{trial.throughput:.3g}"
     says = f"A call takes {seconds_text(trial.time_ms / 1e3)}, {rate} samples a second."
-    return Step(name="measure", says=says, lines=lines, results={"given_ms": trial.time_ms})
+    return Step(name="measure", says=says, lines=lines)
 
 
 def _diagnose(run: _Run, results: Mapping[str, Any]) -> Step:
@@ -277,7 +286,7 @@ def _verify(run: _Run, results: Mapping[str, Any]) -> Step:
 def _package(run: _Run, results: Mapping[str, Any]) -> Step:
     """The model with its recipe, ready to be served."""
     target = replace(find_target(run.target), mode=run.settings.mode)
-    if not results.get("verified", "verify" in run.settings.skip):
+    if "recipe" not in results or not results.get("verified", "verify" in run.settings.skip):
         return Step(name="package", status="skipped", says="there is no recipe that held")
     tuned = load_recipe(run.folder / "tune" / "recipe.toml")
     path = run.folder / "package"

@@ -47,7 +47,7 @@ def recall(path: Path, made_for: Mapping[str, Any]) -> dict[str, Step]:
             return {}
         kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
         steps = [_step(data) for data in kept.steps]
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError, RecursionError):
         return {}
     if kept.made_for != msgspec.json.decode(msgspec.json.encode(made_for)):
         return {}

@@ -15,7 +15,6 @@ import re
 import signal
 import statistics
 import time
-from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -185,7 +184,7 @@ class Process:
     def _describe(self, request: Describe) -> Facts:
         loader, self.step = pipeline(request.target)
         ways, notes = fetches(loader)
-        plain = replace(Setting(), fetch=ways[0])
+        plain = Setting()
         self.loop = Loop(with_setting(loader, plain), self.step, plain, request.device)
         return Facts(
             loader.num_workers, loader.prefetch_factor or 2, bool(loader.persistent_workers), bool(loader.pin_memory),

@@ -5,7 +5,6 @@ It reads the plain data of the search (`fettle.slo.outcome.as_data`), which is a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,8 +60,8 @@ def headline(data: Data) -> str:
     if data["interrupted"]:
         return "A search that was interrupted"
     if point is None:
-        return f"No setting keeps {_ms(data['limit_ms'])}"
-    words = f"{rate_text(point['measured'])} requests a second within {_ms(data['limit_ms'])}"
+        return f"No setting keeps {fmt.milliseconds(data['limit_ms'])}"
+    words = f"{rate_text(point['measured'])} requests a second within {fmt.milliseconds(data['limit_ms'])}"
     return words if data["met"] else f"Not met: {words}"
 
 
@@ -169,13 +168,13 @@ def cost(data: Data) -> Drawn | None:
                  alt.Tooltip("row_ms:Q", title="ms a row", format=".4~g"), alt.Tooltip("calls:Q")],
     )  # fmt: skip
     band = base.transform_filter("datum.main").mark_area(opacity=0.18).encode(y="low_ms:Q", y2="high_ms:Q")
-    limit = level(data["limit_ms"], f"limit {_ms(data['limit_ms'])}")
+    limit = level(data["limit_ms"], f"limit {fmt.milliseconds(data['limit_ms'])}")
     return sized(_HEIGHT, band, base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=42), *limit)
 
 
 def _cost_words(data: Data) -> str:
     main = [row for row in _cost_rows(data) if row["main"]]
-    return "Line: " + "; ".join(f"{row['rows']} rows {_ms(row['median_ms'])}" for row in main) + "."
+    return "Line: " + "; ".join(f"{row['rows']} rows {fmt.milliseconds(row['median_ms'])}" for row in main) + "."
 
 
 def _prediction_rows(data: Data) -> Rows:
@@ -272,7 +271,3 @@ def _nice(low: float, high: float) -> list[float]:
     bases = (1, 2, 5) if high > 20 * low else (1, 1.5, 2, 3, 5, 7)
     ticks = [base * 10.0**power for power in range(-3, 7) for base in bases]
     return [tick for tick in ticks if low <= tick <= high] or [low, high]
-
-
-def _ms(value: float) -> str:
-    return fmt.milliseconds(value) if math.isfinite(value) else fmt.MISSING

@@ -37,9 +37,9 @@ def ladder(space: Space, session: Session) -> Trial | None:
     return evidence.leader()
 
 
-def steps(space: Space, session: Session, *, start: Recipe | None = None) -> list[Step]:
-    """The rungs in the order they were tried. One that fails or does not help is there, with `kept` false."""
-    return list(_climb(space, Evidence(space, session), start))
+def steps(space: Space, session: Session, *, start: Recipe | None = None) -> Iterator[Step]:
+    """The rungs, each as soon as it was tried. One that fails or does not help is there, with `kept` false."""
+    return _climb(space, Evidence(space, session), start)
 
 
 def _climb(space: Space, evidence: Evidence, start: Recipe | None = None) -> Iterator[Step]:

@@ -121,8 +121,10 @@ def settings_of(settings: Settings, targets: Sequence[str] = ()) -> tuple[list[s
             raise UsageError(
                 f"the study {settings.name!r} is of {', '.join(orders.names)}: name those targets, or none"
             )
-        named = {find_target(text).name: text for text in targets}
-        texts = [named[name] for name in orders.names]
+        named: dict[str, list[str]] = {}  # two may have one name: they are told apart by their order
+        for text in targets:
+            named.setdefault(find_target(text).name, []).append(text)
+        texts = [named[name].pop(0) for name in orders.names]
     else:
         texts = [_harmless(text) for text in orders.targets]
     here = [one.name for one in find_interpreters(settings.pythons)]

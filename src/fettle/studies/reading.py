@@ -7,7 +7,7 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from itertools import dropwhile
+from itertools import combinations, dropwhile
 from pathlib import Path
 
 from fettle.errors import UsageError
@@ -19,6 +19,8 @@ MOST_COLUMNS = 1_000
 MOST_LEVELS = 12
 """Levels from which a column of numbers that nobody named a factor is taken for something measured."""
 MOST_NAMED_LEVELS = 60
+MOST_EFFECTS = 5_000
+"""Levels and pairs of levels that are told apart. Each is a column of the model."""
 _PLAIN = ("", "as given", "none", "false", "no", "off", "0", "baseline", "default", "float32", "fp32", "torch.float32")
 """Levels that usually stand for nothing done, the likeliest first."""
 _LARGER = re.compile(
@@ -57,6 +59,11 @@ def read_csv(
     if not names:
         raise UsageError("no column looks like a setting that was varied: name them, `factors`")
     levels = {name: _levels(name, rows, named.get(name)) for name in names}
+    if (count := _effects(levels)) > MOST_EFFECTS:
+        raise UsageError(
+            f"the levels of {len(names)} factors and their pairs are {count:,} effects, and no more than "
+            f"{MOST_EFFECTS:,} are told apart: name fewer columns, `factors`"
+        )
     experiments = tuple(
         Experiment(
             levels={name: row[name] for name in names},
@@ -174,6 +181,12 @@ def _levels(name: str, rows: Sequence[Row], default: str | None) -> tuple[str, .
         usual = [level for word in _PLAIN for level in values if level.lower() == word]
         default = usual[0] if usual else min(values, key=_order)
     return (default, *sorted(values - {default}, key=_order))
+
+
+def _effects(levels: Mapping[str, Sequence[str]]) -> int:
+    """How many levels and pairs of levels of different factors may have an effect."""
+    counts = [len(known) - 1 for known in levels.values()]
+    return sum(counts) + sum(one * two for one, two in combinations(counts, 2))
 
 
 def _order(level: str) -> tuple[bool, float, str]:

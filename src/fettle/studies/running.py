@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fettle.atlas import read_atlas
 from fettle.errors import UsageError
@@ -158,17 +159,23 @@ def _seconds(workload: Workload, settings: Settings) -> list[float]:
 def _measure(workload: Workload, settings: Settings, began: float) -> None:
     session, space = workload.session, workload.space
     if settings.design == "ladder":
-        workload.steps = steps(space, session, start=settings.start)
+        for step in steps(space, session, start=settings.start):
+            workload.steps.append(step)  # one by one: an interrupt leaves those before it
         if settings.grow_batch is not None:
-            ran = [step.trial.recipe for step in workload.steps if step.trial.status != "failed"]
-            workload.grown = {recipe: grown(session, recipe, settings.grow_batch) for recipe in ran}
+            for recipe in [step.trial.recipe for step in workload.steps if step.trial.status != "failed"]:
+                workload.grown[recipe] = grown(session, recipe, settings.grow_batch)
         return
     if settings.design == "ablation":
         start = settings.start
         if start is None:
             searched = auto(space, session, guide=workload.guide)
             start = searched.recipe if searched else Recipe()
-        workload.steps = removals(space, session, start)
+        try:
+            workload.steps = removals(space, session, start)
+        except KeyboardInterrupt:  # the race has kept what it has: with no time left, that is what the answer goes by
+            session.costs = replace(session.costs, budget=replace(session.budget, seconds=0.0))
+            workload.steps = removals(space, session, start)
+            raise
         return
     if settings.is_shared:
         deadline = math.inf if settings.budget_s is None else began + settings.budget_s

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from fettle.errors import UsageError
 from fettle.measure import Trial
 from fettle.result import Limits
 from fettle.storage import check_there, hidden, storage_url
-from fettle.studies.orders import Orders, begun, orders_of
+from fettle.studies.orders import begun, orders_of
 from fettle.studies.outcome import Done, together
 from fettle.studies.settings import Settings
 from fettle.studies.sharing import labels, shares
@@ -43,7 +43,7 @@ def stored(settings: Settings) -> Done:
     for study, machine in studies:
         trials = recalled(study, limits, None)
         group, arguments = wanted[study.name]
-        measured.append(Measured(group, arguments, _choices(trials, orders), trials, names[machine.id], study.hosts()))
+        measured.append(Measured(group, arguments, _choices(trials), trials, names[machine.id], study.hosts()))
         notes += shares(f"{study.name} on {names[machine.id]}", study.workers())
         going += study.claimed()
     count = sum(len(one.trials) for one in measured)
@@ -60,18 +60,17 @@ def _there(url: str) -> list[str]:
     return sorted({*begun(url), *single})
 
 
-def _choices(trials: Iterable[Trial], orders: Orders | None) -> Mapping[str, Sequence[str]]:
-    """Levels by technique, the default first, as far as they were tried; what was pinned is not a factor."""
+def _choices(trials: Iterable[Trial]) -> Mapping[str, Sequence[str]]:
+    """Levels by technique, the default first, as far as they were tried. One that was pinned is a factor too: the
+    workload as given is without it."""
     tried: dict[str, set[str]] = {}
     for trial in trials:
         for name, level in trial.recipe.levels.items():
             tried.setdefault(name, set()).add(level)
-    ordered: Mapping[str, Collection[str] | str] = orders.techniques if orders is not None else {}
     order = {**known_levels(), PYTHON.name: sorted(tried.get(PYTHON.name, ()))}
     choices = {}
     for name in sorted(tried, key=lambda one: list(order).index(find(one).name)):
         levels = [level for level in order[find(name).name] if level in tried[name]]
         levels += sorted(tried[name].difference(levels))
-        pinned = name in ordered and (isinstance(ordered[name], str) or len(ordered[name]) == 1)
-        choices[name] = levels if pinned else [find(name).default, *levels]
+        choices[name] = [find(name).default, *levels]
     return choices

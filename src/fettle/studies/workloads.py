@@ -40,8 +40,8 @@ class Workload:
     space: Space = field(default_factory=lambda: Space({}, lambda recipe: ""))
     cells: Sequence[Recipe] = ()
     failure: str = ""
-    steps: Sequence[Step] = ()
-    grown: Mapping[Recipe, Grown] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    grown: dict[Recipe, Grown] = field(default_factory=dict)
     guide: Guide | None = None
     environments: Mapping[str, Interpreter] = field(default_factory=dict)
 

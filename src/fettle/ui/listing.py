@@ -124,7 +124,7 @@ def _known(path: Path, about: os.stat_result) -> tuple[str, str]:
             _known_files.clear()
         try:
             known = _look(path)
-        except (OSError, TypeError, ValueError, msgspec.MsgspecError, sqlite3.Error, zlib.error):
+        except (OSError, TypeError, ValueError, RecursionError, sqlite3.Error, zlib.error):
             known = "", ""
         if time() - about.st_mtime < _SETTLED_S:  # it may change once more within one tick of the file system's clock
             return known
@@ -183,7 +183,7 @@ def _head(path: Path, size: int = _PEEK) -> bytes:
 
 def _study(path: Path) -> tuple[str, str]:
     """The studies of an Optuna storage and their trials, read with nothing but SQL, and without a lock for long."""
-    address = f"file:{quote(str(path))}?mode=ro"
+    address = f"file:{quote(os.fsencode(path))}?mode=ro"
     with contextlib.closing(sqlite3.connect(address, uri=True, timeout=1.0)) as base:
         until = monotonic() + _MOST_SQL_S
         base.set_progress_handler(lambda: monotonic() > until, 10_000)  # a view may ask for more than there is
@@ -271,7 +271,7 @@ class _Result(msgspec.Struct):
 def _best(path: Path) -> str:
     """What a result says of its winner, as more of a study's line; empty where there is none."""
     winner = None
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         about = path.lstat()
         if stat.S_ISREG(about.st_mode) and about.st_size < _MOST_RESULT:
             winner = _winner(path, about.st_mtime_ns, about.st_size)

@@ -72,7 +72,7 @@ class Site:
         if not rest:
             return self._index(known)
         kind, _, place = rest.partition("/")
-        path = self.contents().files.get(unquote(place)) if kind == "file" else None
+        path = self.contents().files.get(unquote(place, errors="surrogateescape")) if kind == "file" else None
         return _shown(path) if path else _MISSING
 
     def contents(self) -> Contents:
@@ -120,7 +120,7 @@ def _row(item: Item, contents: Contents, token: str) -> dict[str, object]:
     return {
         "path": clean(item.path), "says": clean(item.says), "running": item.running, "command": clean(item.command),
         "size": size_text(item.size_bytes), "when": time.strftime("%Y-%m-%d %H:%M", time.localtime(item.changed)),
-        "links": [(clean(path.rpartition("/")[2]), f"/{token}/file/{quote(path)}") for path in links],
+        "links": [(clean(path.rpartition("/")[2]), f"/{token}/file/{quote(os.fsencode(path))}") for path in links],
     }  # fmt: skip
 
 
