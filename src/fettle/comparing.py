@@ -17,7 +17,7 @@ from fettle.measure import Interval, Rules, Stop, Trial, close_all, verdict
 from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile, read_recipe
 from fettle.result import TIMES, Goal, Limits, goal_figure, needs_less
-from fettle.techniques import canonical, conflict
+from fettle.techniques import batch_factor, canonical, conflict
 from fettle.tuning import (
     WAITING,
     Effort,
@@ -185,7 +185,7 @@ def _options(limits: Limits | None, **asked: Any) -> Options:
     """What a comparison asks of its session. That has no budget: the race has one."""
     if limits is not None:
         asked |= {"limits": limits, "max_spread": limits.max_error, "max_kl": limits.max_error}
-    return Options(budget_s=None, allow_batch=True, **asked)
+    return Options(budget_s=None, **asked)
 
 
 def _race(
@@ -203,7 +203,7 @@ def _race(
     check_options(options)
     with tempfile.TemporaryDirectory(prefix="fettle-", ignore_cleanup_errors=True) as text:
         folder = Path(text)
-        options = replace(options, output=folder)
+        options = replace(options, output=folder, allow_batch=any(batch_factor(file.recipe) > 1 for file in files))
         session = Session(check_ranks(options, target_of(workload, folder)), options, on_progress)
         try:
             session.report("building the workload and its reference")

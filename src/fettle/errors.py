@@ -71,10 +71,13 @@ def is_program(file: str) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error's text says first, on one line and with its type: ``ValueError: too few channels``."""
+    """What an error's text says first, on one line and with its type: ``ValueError: too few channels``.
+
+    Back-quotes become plain ones: in messages of our own they stand around arguments.
+    """
     lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
     if lines and _OPENVINO.match(lines[0]):  # the place in its source, headings, then what is wrong
         lines = [line.removeprefix("-- ") for line in lines if not line.endswith(":")] or lines
         lines.sort(key=lambda line: not line.startswith("No conversion rule"))
     said = lines[0].partition(" This could be because the operator")[0] if lines else ""
-    return f"{type(error).__name__}: {said}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {said}".replace("`", "'") if lines else type(error).__name__

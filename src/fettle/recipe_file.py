@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 import tomli_w
 
-from fettle.errors import UsageError
+from fettle.errors import UsageError, first_line
 from fettle.files import read_text, write_text
 from fettle.recipe import FORMAT, Recipe
 from fettle.techniques import check_names, handed_on, learned_types, respelled
@@ -84,8 +84,8 @@ def load_recipe(path: str | Path) -> RecipeFile:
     path = Path(path)
     try:
         data = tomllib.loads(read_text(path, _MAX_BYTES, "the recipe "))
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path} is not a recipe: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not a recipe: {first_line(error)}") from error
     if "levels" not in data:
         raise UsageError(f"{path} is not a fettle recipe: it has no [levels] table")
     try:

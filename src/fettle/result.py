@@ -20,8 +20,10 @@ MAX_ERROR = 0.02
 
 
 def goal_figure(goal: Goal, trial: Trial) -> float | None:
-    """What the goal asks to be small, NaN where it is not known; None for goals that are times, which races compare."""
-    values = {"memory": trial.peak_bytes, "energy": trial.energy_j, "startup": trial.startup.total_s,
+    """What the goal asks to be small, NaN where it is not known; None for goals that are times, which races compare.
+    Energy is that of a row: a recipe may have larger batches."""
+    energy = None if trial.energy_j is None else trial.energy_j / trial.samples
+    values = {"memory": trial.peak_bytes, "energy": energy, "startup": trial.startup.total_s,
               "warm-startup": trial.startup.again_s}  # fmt: skip
     if goal not in values:
         return None

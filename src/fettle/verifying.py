@@ -21,8 +21,8 @@ def verify(
     *,
     budget_s: float = 180.0,
     on_progress: Callable[[str], None] = lambda text: None,
-) -> list[Verified]:
-    """Race the levels that each finding names, all in one race with the workload as given.
+) -> tuple[list[Verified], bool]:
+    """Race the levels that each finding names, all in one race with the workload as given; whether it was interrupted.
 
     Where train mode changes the answers, no fix but eval mode can be right: the others are put beside that.
     """
@@ -39,16 +39,17 @@ def verify(
         else:
             able[recipe] = finding
     if not able:
-        return answers
+        return answers, False
     on_progress(f"racing {len(able)} fixes against the workload as given")
     recipes = list(dict.fromkeys([first, *able] if first.levels else able))
-    trials = bench(target, recipes, limits=Limits(max_error=None), budget_s=budget_s, max_rounds=20).trials[1:]
-    trial_of = dict(zip(recipes, trials, strict=False))  # the last ones are left out where there was no time for them
+    found = bench(target, recipes, limits=Limits(max_error=None), budget_s=budget_s, max_rounds=20)
+    # The last ones are left out where there was no time for them.
+    trial_of = dict(zip(recipes, found.trials[1:], strict=False))
     for recipe, finding in able.items():
         beside = first if recipe != first else Recipe()
         trial = trial_of.get(recipe, Trial(recipe, "failed", "there was no time for it"))
         answers.append(_verified(finding, trial, str(beside) if beside.levels else "", trial_of.get(beside)))
-    return answers
+    return answers, found.interrupted
 
 
 def _verified(finding: Finding, trial: Trial, beside: str, without: Trial | None) -> Verified:

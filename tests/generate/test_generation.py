@@ -294,6 +294,7 @@ def test_a_recipe_is_judged_by_divergence_and_not_by_its_free_text(tmp_path) -> 
     forced = [piece.forced for piece in again]
     assert quality.unequal(forced, forced[:2]) == 0
     assert quality.unequal(forced, [forced[0] + 1]) == 1
+    assert quality.unequal([forced[0][:, :3]], forced[:1]) == 0  # of a long one less is kept
 
 
 def test_no_more_of_a_long_text_is_scored_than_is_kept(monkeypatch, tmp_path) -> None:

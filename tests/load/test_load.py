@@ -483,6 +483,7 @@ def test_the_commands(server, store, tmp_path, run_fettle):
     for wrong in (["load", url], ["load", "http://127.0.0.1:9", "--rate", "1"], ["run"], ["slo", "x", "--p99", "1s"],
                   ["slo", package, "--p99", "100"], ["load", url, "-c", "1", "--p99", "50"],
                   [str(tmp_path)], [package, "--host", "0.0.0.0"], [package, "--delay", "soon"],
+                  ["load", url, "--rate", "inf"],
                   ["package", "nothing.py"], ["load", url, "-c", "1", "--output", str(tmp_path)],
                   ["load", url, "-c", "1", "--baseline", str(tmp_path / "none")],
                   ["load", f"{url}/v1", "-c", "1", "--body", __file__],

@@ -12,6 +12,7 @@ from fettle.measure import _meters
 from fettle.measure._clock import Clock
 from fettle.measure._load import Load, gpu_memory, with_gpu
 from fettle.measure._state import gpus_of
+from fettle.measure.messages import SliceTaken
 
 
 def nvml(monkeypatch, *, running=(1,), utilisation=(), reasons=0, now=1500, missing=""):
@@ -81,6 +82,25 @@ def test_energy_is_that_of_the_gpus_which_the_model_lies_on(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda gpu: SimpleNamespace(uuid=gpu + 1))
     assert _meters.energy_j([0]) == 7.0
     assert _meters.energy_j([1]) is None
+
+
+def test_energy_of_several_ranks_is_that_of_all_their_gpus():
+    def slice_of(energy_j, on_gpus):
+        return SliceTaken(samples_ns=[1], unhindered_ns=1.0, waits=0.0, cpu_s=1.0, energy_j=energy_j, on_gpus=on_gpus)
+
+    assert slice_of(2.0, True).with_ranks([slice_of(3.0, True)]).energy_j == 5.0
+    assert slice_of(2.0, True).with_ranks([slice_of(None, True)]).energy_j is None
+    assert slice_of(2.0, False).with_ranks([slice_of(2.0, False)]).energy_j == 2.0  # the machine's, either time
+
+
+def test_energy_of_a_machine_is_that_of_its_packages(monkeypatch, tmp_path):
+    for place, name, microjoules in (("intel-rapl:0", "package-0", 3e6), ("intel-rapl:0:0", "core", 2e6),
+                                     ("intel-rapl:1", "psys", 9e6)):  # fmt: skip
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "name").write_text(f"{name}\n")
+        (tmp_path / place / "energy_uj").write_text(f"{microjoules:.0f}\n")
+    monkeypatch.setattr(_meters, "_RAPL", tmp_path)
+    assert _meters.energy_j([]) == 3.0
 
 
 def test_where_a_model_lies_decides_which_gpus_are_waited_for(monkeypatch):

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fettle.errors import UsageError
+from fettle.package import manifest
 from fettle.package.export import _output_name, write_package
 from fettle.package.handler import find_handler
 from fettle.package.manifest import Package, open_package, seal, write_settings
@@ -317,6 +318,32 @@ def test_a_folder_that_another_package_was_unpacked_to_is_not_taken_for_this_one
     path.unlink()
     with pytest.raises(UsageError, match=r"odd exists already: give another `output`"):  # and not after the work
         write_package(odd(), Recipe(), path, name="odd", version="2", on_progress=pytest.fail)
+
+
+def test_of_two_that_unpack_a_package_at_once_both_have_it(tmp_path, monkeypatch):
+    path = tmp_path / "odd.zip"
+    write_package(odd(), Recipe(), path, name="odd")
+    folder = path.with_suffix("")
+    shutil.rmtree(folder)
+    plain = manifest.unzip
+
+    def meanwhile(archive, scratch, **options):
+        plain(archive, scratch, **options)
+        shutil.copytree(scratch, folder)
+
+    monkeypatch.setattr(manifest, "unzip", meanwhile)
+    assert open_package(path).folder == folder
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["odd", "odd.zip"]
+    assert folder.stat().st_mode & 0o055 == 0o055  # another user may serve it
+
+
+def test_settings_that_are_nested_too_deep_are_one_line(tmp_path):
+    package = write_package(odd(), Recipe(), tmp_path / "odd", name="odd")
+    (path := package.folder / "serve.toml").write_text("a = " + "[" * 5000)
+    files = {**package.manifest.files, "serve.toml": manifest._digest(path)}
+    manifest._write(package.folder, package.manifest, files)
+    with pytest.raises(UsageError, match="cannot be used"):
+        open_package(package.folder)
 
 
 def test_a_zip_that_is_broken_off_leaves_nothing_behind(tmp_path, monkeypatch):

@@ -26,6 +26,8 @@ def test_a_score_is_smaller_for_the_better_trial():
     assert score_of(trial(speedup=Interval(3.0, 2.9, 3.1)), "throughput") < score_of(trial(), "throughput")
     assert score_of(trial(peak_bytes=1), "memory") < score_of(trial(), "memory")
     assert score_of(trial(startup=Startup(0.1, 0.1, 0.1)), "startup") < score_of(trial(), "startup")
+    larger = trial(energy_j=6.0, samples=40)  # eight times the rows
+    assert score_of(larger, "energy") < score_of(trial(energy_j=1.0), "energy")
     again = trial(startup=Startup(1.0, 4.0, 5.0, "cold", warm_s=0.5))
     assert score_of(again, "startup") > score_of(trial(), "startup")
     assert score_of(again, "warm-startup") < score_of(trial(), "warm-startup")

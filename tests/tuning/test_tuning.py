@@ -294,6 +294,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ("[levels]\nwarp = 'on'", "unknown technique"),
         ("[other]\nx = 1", "no [levels] table"),
         ("not toml at all [", "is not a recipe"),
+        ("a = " + "[" * 5000, "is not a recipe"),
+        ("a = " + "1" * 5000, "is not a recipe"),
         ("format = 99\n[levels]\n", "format 99"),
         ("[levels]\n[surprise]\ny = 1", "surprise"),
     ],

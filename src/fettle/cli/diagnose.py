@@ -74,7 +74,13 @@ def command(
             mode=mode,
             on_progress=show,
         )
-        checked = _verified(diagnosis, target, budget_s, show) if verify else []
+        checked: list[Verified] = []
+        interrupted, trouble = False, None
+        try:
+            if verify:
+                checked, interrupted = _verified(diagnosis, target, budget_s, show)
+        except UsageError as error:  # what was found is told first
+            trouble = error
         if output is not None:
             from fettle.diagnose.report import write_report
 
@@ -84,7 +90,9 @@ def command(
     _show.answer(as_json, lambda: diagnosis_json(diagnosis) | more, lambda out: _print(diagnosis, checked, out), output)
     for line in () if as_json else over:
         console(error=True).print(f"[bold red]limit not kept[/]: {line}")
-    _show.leave(missed=bool(over))
+    if trouble is not None:
+        raise trouble
+    _show.leave(interrupted=interrupted, missed=bool(over))
 
 
 def _allowed(text: str | None) -> dict[str, int]:
@@ -109,8 +117,10 @@ def _over(diagnosis: Diagnosis, allowed: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _verified(diagnosis: Diagnosis, target: str, budget_s: float, show: Callable[[str], None]) -> list[Verified]:
-    """Race the fix of each finding. Raises `UsageError` for what cannot be run again."""
+def _verified(
+    diagnosis: Diagnosis, target: str, budget_s: float, show: Callable[[str], None]
+) -> tuple[list[Verified], bool]:  # fmt: skip
+    """Race the fix of each finding; whether that was interrupted. Raises `UsageError` for what cannot be run again."""
     from fettle.verifying import verify
 
     if diagnosis.evidence is None:

@@ -70,7 +70,9 @@ def energy_j(gpus: Sequence[int]) -> float | None:
         except Exception:  # NVML raises its own types, and may be absent altogether
             return None
     try:
-        packages = [path / "energy_uj" for path in _RAPL.glob("intel-rapl:[0-9]*") if path.name.count(":") == 1]
-        return sum(int(path.read_text()) for path in packages) / 1e6 if packages else None
+        # Not those of a package's parts, nor that of the whole board, which holds the packages.
+        zones = [path for path in _RAPL.glob("intel-rapl:[0-9]*") if path.name.count(":") == 1]
+        packages = [path for path in zones if (path / "name").read_text().startswith("package")]
+        return sum(int((path / "energy_uj").read_text()) for path in packages) / 1e6 if packages else None
     except (OSError, ValueError):
         return None

@@ -38,7 +38,7 @@ class Rounds:
     patience: Patience = field(default_factory=Patience)
     watch: Watch = field(default_factory=Watch)
     own: set[int] = field(default_factory=set)
-    """Processes of the race."""
+    """Processes of the race that use a GPU."""
     loads: dict[str, list[Load]] = field(default_factory=dict)
     """Loads by process."""
     _busy_until: float = 0.0
@@ -59,7 +59,8 @@ class Rounds:
     def _run(self, running: Sequence[Started], anchor: Started, before: int) -> None:
         rules = self.rules
         self.watch.restart()
-        self.own |= {runner.worker.pid for started in running for runner in started.runners}
+        for runner in [runner for started in running for runner in started.runners if runner.answer.gpu]:
+            self.own |= {one.pid for one in runner.worker.tree()}  # ranks are children of the process that is asked
         for count in range(1, (rules.equal_rounds or rules.max_rounds) + 1):
             turns = [(started, runner) for started in running if started.live for runner in started.runners]
             self.order.shuffle(turns)

@@ -247,13 +247,19 @@ class SliceTaken(Answer, frozen=True, kw_only=True):
     cpu_s: float
     energy_j: float | None
     """Energy of one call."""
+    on_gpus: bool = False
+    """Whether that is of the process's own GPUs, and not of the whole machine."""
     pages: float = 0.0
     """Pages of memory a call that the system had to give."""
     texts: Sequence[Came] = ()
 
     def with_ranks(self, others: Sequence[Self]) -> Self:
-        """With the CPU time of all ranks, and the waiting of the one that waited longest."""
-        waits = [one.waits for one in (self, *others) if one.waits == one.waits]
+        """With the CPU time of all ranks and the energy of all their GPUs, and the waiting of the one that waited
+        longest."""
+        every = (self, *others)
+        waits = [one.waits for one in every if one.waits == one.waits]
+        energy = [one.energy_j for one in every if one.energy_j is not None] if self.on_gpus else [self.energy_j]
         return msgspec.structs.replace(
-            self, cpu_s=self.cpu_s + sum(one.cpu_s for one in others), waits=max(waits, default=self.waits)
-        )
+            self, cpu_s=sum(one.cpu_s for one in every), waits=max(waits, default=self.waits),
+            energy_j=None if self.energy_j is None or len(energy) < len(every) * self.on_gpus else sum(energy),
+        )  # fmt: skip

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 import tempfile
 import tomllib
 import zipfile
@@ -144,7 +143,7 @@ def read_settings(folder: Path, manifest: Manifest) -> ServeSettings:
         settings = ServeSettings(max_rows=manifest.max_rows)
         if path.name == SETTINGS:
             settings = settings_from(tomllib.loads(read_text(path, _MAX_TEXT)), str(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be used: {first_line(error)}") from error
     if settings.max_rows > manifest.max_rows:
         raise UsageError(f"{path} asks for {settings.max_rows} rows; the model takes {manifest.max_rows}")
@@ -170,14 +169,15 @@ def unpack(archive: Path, folder: Path) -> Path:
         if not _was_unpacked(archive, folder):
             raise UsageError(f"{folder} was not unpacked from what is in {archive} now: move the folder away")
         return folder
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
-        unzip(archive, scratch, what="package", max_files=MAX_FILES)
-        os.rename(scratch, folder)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as text:
+            scratch = Path(text) / folder.name
+            scratch.mkdir()
+            unzip(archive, scratch, what="package", max_files=MAX_FILES)
+            os.rename(scratch, folder)
     except OSError as error:
-        raise UsageError(f"{archive} cannot be unpacked: {first_line(error)}") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if not _was_unpacked(archive, folder):  # by another process, meanwhile
+            raise UsageError(f"{archive} cannot be unpacked: {first_line(error)}") from error
     return folder
 
 

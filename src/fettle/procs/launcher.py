@@ -201,7 +201,7 @@ def be_a_rank() -> None:
     """The life of one rank: the module's, asked over a socket."""
     # Each rank builds its model on a device of its own, whatever number the factory knows it by.
     local, rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
-    devices = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name] or [str(local)]
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", str(local)).split(",")  # none where it is empty
     os.environ["CUDA_VISIBLE_DEVICES"] = devices[local % len(devices)]
     be_a_worker()
     rendezvous = from_environment()

@@ -87,7 +87,7 @@ def count(value: float) -> str:
 
 
 def joules(value: float | None) -> str:
-    """The energy of one call."""
+    """An energy."""
     if value is None or not math.isfinite(value):
         return MISSING
     return f"{_three(value)} J" if value >= 1 else f"{_three(value * 1e3)} mJ"

@@ -126,7 +126,8 @@ def miss_text(result: Outcome, trial: Trial) -> str:
     return ", ".join(parts)
 
 
-_GOAL_NOUN = {"memory": "memory", "energy": "energy", "startup": "start-up time", "warm-startup": "warm start-up time"}
+_GOAL_NOUN = {"memory": "memory", "energy": "energy a row", "startup": "start-up time",
+              "warm-startup": "warm start-up time"}  # fmt: skip
 _SHOWN: Mapping[str, Callable[[float], str]] = {"memory": fmt.size, "energy": fmt.joules}
 """How the figure of a goal is written, where it is no time."""
 

@@ -12,7 +12,7 @@ from fettle.measure import Trial
 from fettle.page import clean
 from fettle.report import _facts, _text, _verdict
 from fettle.report import _format as fmt
-from fettle.result import Goal, Outcome
+from fettle.result import Goal, Outcome, goal_figure
 from fettle.techniques import parts_sentence
 
 _ALIKE = 3
@@ -75,7 +75,7 @@ def comparison_table(trials: Sequence[Trial], verdicts: Sequence[str], goal: Goa
     return table
 
 
-_OF_GOAL = {"memory": "memory", "startup": "start-up", "warm-startup": "warm start", "energy": "energy"}
+_OF_GOAL = {"memory": "memory", "startup": "start-up", "warm-startup": "warm start", "energy": "energy a row"}
 """The column that each goal goes by, where it is not the speed-up."""
 _FIGURES: Mapping[str, Callable[[Trial], str]] = {
     "time": lambda trial: fmt.milliseconds(trial.time_ms),
@@ -84,7 +84,7 @@ _FIGURES: Mapping[str, Callable[[Trial], str]] = {
     "memory": lambda trial: fmt.size(trial.peak_bytes),
     "start-up": lambda trial: fmt.seconds(trial.startup.total_s),
     "warm start": lambda trial: fmt.seconds(trial.startup.again_s),
-    "energy": lambda trial: fmt.joules(trial.energy_j),
+    "energy a row": lambda trial: fmt.joules(goal_figure("energy", trial)),
 }
 
 

@@ -53,6 +53,7 @@ class Orders(msgspec.Struct, frozen=True):
     max_error: float
     confidence: float
     only: bool = False
+    under_load: bool = False
 
 
 def orders_for(targets: Sequence[str], settings: Settings) -> Orders:
@@ -74,7 +75,7 @@ def orders_for(targets: Sequence[str], settings: Settings) -> Orders:
         environments=tuple(one.name for one in find_interpreters(settings.pythons)),
         order=tuple(settings.order), start=None if settings.start is None else str(settings.start),
         cells=settings.cells, rounds=settings.rounds, mode=settings.mode, max_error=settings.max_error,
-        confidence=settings.confidence, only=settings.only,
+        confidence=settings.confidence, only=settings.only, under_load=settings.under_load,
     )  # fmt: skip
 
 
@@ -127,6 +128,8 @@ def settings_of(settings: Settings, targets: Sequence[str] = ()) -> tuple[list[s
         texts = [named[name].pop(0) for name in orders.names]
     else:
         texts = [_harmless(text) for text in orders.targets]
+    if settings.under_load and not orders.under_load:
+        raise UsageError(f"the study {settings.name!r} compares quiet times: it was begun without `under_load`")
     here = [one.name for one in find_interpreters(settings.pythons)]
     if sorted(here) != sorted(orders.environments):
         missing = [name for name in orders.environments if name not in here] or ["no others"]
@@ -135,6 +138,7 @@ def settings_of(settings: Settings, targets: Sequence[str] = ()) -> tuple[list[s
         settings, design=orders.design, techniques=orders.techniques, arguments=orders.arguments, order=orders.order,
         start=None if orders.start is None else Recipe.parse(orders.start), cells=orders.cells, rounds=orders.rounds,
         mode=orders.mode, max_error=orders.max_error, confidence=orders.confidence, only=orders.only,
+        under_load=orders.under_load,
     )  # fmt: skip
 
 

@@ -36,8 +36,9 @@ def checkpoint_blocks(model: torch.nn.Module, policy: Any = None, compiled: bool
     def recomputed(norms: list[Any], context: Any) -> Any:
         with context, contextlib.ExitStack() as after:
             for norm in norms:
-                norm.track_running_stats = False
-                after.callback(setattr, norm, "track_running_stats", True)
+                for name, value in (("momentum", 0.0), ("num_batches_tracked", None)):
+                    after.callback(setattr, norm, name, getattr(norm, name))
+                    setattr(norm, name, value)
             yield
 
     def of_norms(norms: list[Any]) -> Any:

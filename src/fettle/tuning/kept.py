@@ -26,7 +26,8 @@ T = TypeVar("T")
 def atlas_rows(storage: str, *, family: str = "") -> list[Row]:
     """The trials of all studies in an Optuna storage, on every machine that took part, as rows of an atlas.
 
-    Speed-ups are what all races of a study say together. Raises `UsageError` where there is no study of fettle's.
+    Speed-ups are what all races of a study say together; those of a first token alone, or of the further ones, are left
+    out. Raises `UsageError` where there is no study of fettle's.
     """
     rows = [row for study, machine in studies_in(storage) for row in _rows(study, machine, family)]
     if not rows:
@@ -50,7 +51,7 @@ def studies_in(storage: str, names: Collection[str] | None = None) -> Iterator[t
 
 def _rows(study: Study, machine: Machine, family: str) -> list[Row]:
     probed = study.note("probe")
-    if not isinstance(probed, Mapping) or "facts" not in probed:
+    if not isinstance(probed, Mapping) or "facts" not in probed or study.note("goal") in ("ttft", "tpot"):
         return []
     trials = recalled(study, Limits(max_error=None))
     about = subject(study.name, study.fingerprint, _read(probed["facts"], Facts, study),
@@ -67,5 +68,5 @@ def _read(value: Any, kind: type[T], study: Study) -> T:
 
 def recalled(study: Study, limits: Limits, environments: Collection[str] | None = ()) -> list[Trial]:
     """What a study knows of one machine, with what all races there say together; None for all environments."""
-    standings = Standings("throughput", limits, Races())
+    standings = Standings("throughput", limits, Races(elapsed=bool(study.note("under load"))))
     return [standings.known[trial.recipe] for trial in standings.recall(study, environments)]

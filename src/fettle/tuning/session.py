@@ -140,6 +140,8 @@ class Session:
                 raise UsageError(f"the workload could not be probed: {error}") from error
         self._imports = built.imports
         self.study.set_note("machine", msgspec.to_builtins(machine))
+        self.study.set_note("goal", self.options.goal)
+        self.study.set_note("under load", self.options.under_load)
         self.probed_as(probed)
         if self.standings.limits.max_metric_drop is not None and not probed.has_metric:
             raise UsageError("`max_metric_drop` needs a metric: give the workload one, Workload(..., metric=function)")

@@ -310,7 +310,7 @@ class TestVerify:
                 speedup = 1 / times[str(recipe)]
                 return Trial(recipe, "measured", speedup=Interval(speedup, 0.99 * speedup, 1.01 * speedup))
 
-            return SimpleNamespace(trials=[trial(recipe) for recipe in [Recipe(), *recipes][:most]])
+            return SimpleNamespace(trials=[trial(one) for one in [Recipe(), *recipes][:most]], interrupted=most < 3)
 
         monkeypatch.setattr("fettle.verifying.bench", bench)
         found = [
@@ -320,7 +320,9 @@ class TestVerify:
             Finding("syncs", "No technique.", 0.5),
             Finding("small-kernels", "For a GPU.", 0.5, levels={"cuda_graphs": "on"}),
         ]
-        return {item.finding.rule: item for item in verify("model.py", found, given)}
+        answers, interrupted = verify("model.py", found, given)
+        assert interrupted == (most < 3)
+        return {item.finding.rule: item for item in answers}
 
     def test_beside_the_workload_as_given(self, monkeypatch: pytest.MonkeyPatch) -> None:
         times = {"": 1.0, "precision=bf16": 0.75, "grad=inference_mode": 0.5, "mode=eval": 0.9}

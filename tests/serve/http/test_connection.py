@@ -197,6 +197,16 @@ def test_bodies_of_all_connections_together_are_bounded() -> None:
     talk(what, Limits(max_unanswered=1000))
 
 
+def test_a_byte_after_the_last_request_is_of_no_body() -> None:
+    async def what(reader, writer, app, every):
+        writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 700\r\n\r\n" + b"x" * 701)
+        assert (await read(reader))[0] == 200
+        await reader.read()
+        assert app.unanswered == 0
+
+    talk(what, Limits(max_unanswered=1000))
+
+
 def test_events_come_in_chunks_or_until_the_connection_ends() -> None:
     async def what(reader, writer, app, every):
         writer.write(get("/events") + get("/next"))

@@ -139,6 +139,8 @@ def test_timeouts_are_microseconds():
     for bad in (-1, "soon", True, 1e30):
         with pytest.raises(Malformed):
             read(json.dumps(body | {"parameters": {"timeout": bad}}).encode())
+    with pytest.raises(Malformed, match="too long"):
+        read(json.dumps(body | {"parameters": {"x": [[]] * 10_000}}).encode())
 
 
 @pytest.mark.parametrize("datatype", TO_NUMPY)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from fettle.page import Table
 
 
+_MOST_REQUESTS = 10**8
+
+
 def command(
     url: Annotated[
         str,
@@ -161,6 +164,11 @@ def _plans(
     """The runs, one after the other: closed with so many clients, or open with the moments at which to send."""
     from fettle.load.arrivals import constant, poisson, read_schedule
 
+    for rate in rates:
+        if not rate * seconds <= _MOST_REQUESTS:
+            raise UsageError(
+                f"--rate {rate:g}: more than {_MOST_REQUESTS:,} requests; for the greatest throughput use -c CLIENTS"
+            )
     plans: list[tuple[str, Any]] = [("closed", count) for count in clients]
     plans += [("open", constant(rate, seconds) if even else poisson(rate, seconds, seed)) for rate in rates]
     if schedule is not None:

@@ -136,7 +136,7 @@ def toml_settings(path: Path | None) -> dict[str, Any]:
         return {}
     try:
         return tomllib.loads(read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read: {first_line(error)}") from error
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +149,9 @@ def command(
     work = _Work.of(target, recipe or [], storage, study, recipes, trust or ())
     folder = wanted.get("", Path(f"slo-{work.name}"))
     if work.package is None:
-        check_place(folder / "package")
+        check_place(place := folder / "package")
+        if place.exists() and not (folder / "measured.jsonl").exists():
+            raise UsageError(f"{place} exists already and is of no search: give another --output")
     around = Surroundings()
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
         result = run(work.search(folder, max_error, options, progress))
@@ -306,8 +310,10 @@ class _Work:
         package = next(v.package for v in self.packages if v.name == result.best.setting.variant)
         if self.package is None:
             place = folder / "package"
-            shutil.rmtree(place, ignore_errors=True)
-            shutil.copytree(package.folder, place)
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".package") as scratch:
+                made = shutil.copytree(package.folder, Path(scratch) / "package")
+                shutil.rmtree(place, ignore_errors=True)
+                os.rename(made, place)
             package = open_package(place)
         write_settings(package, tuned(result, package))
         return package.folder

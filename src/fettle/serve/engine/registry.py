@@ -137,9 +137,9 @@ class Registry:
                 version.state, version.reason = "UNAVAILABLE", error.reason
                 raise
             except BaseException:
-                del self._unserved[name, number]
+                self._forget(version)
                 raise
-            del self._unserved[name, number]
+            self._forget(version)
             version.state = "READY"
             model.versions[number] = version
             model.default = model.default or number
@@ -323,8 +323,13 @@ class Registry:
 
     async def _retire(self, version: Version) -> None:
         key = (version.package.manifest.name, version.package.manifest.version)
-        version.state, self._unserved[key] = "UNLOADING", version
+        version.state = "UNLOADING"
+        self._unserved.setdefault(key, version)  # another of that number may be on its way already
         await version.pool.close(DRAIN_S)
+        self._forget(version)
+
+    def _forget(self, version: Version) -> None:
+        key = (version.package.manifest.name, version.package.manifest.version)
         if self._unserved.get(key) is version:
             del self._unserved[key]
 

@@ -134,7 +134,9 @@ class _Worker:
         running = self.running
         if running is None:
             return
-        while running.texts and not select.select([link], [], [], 0)[0]:
+        asked = select.poll()  # takes any number of descriptors
+        asked.register(link, select.POLLIN)
+        while running.texts and not asked.poll(0):
             frames: list[Any] = []
 
             def on_piece(number: int, piece: Piece | Exception, frames: list[Any] = frames) -> None:

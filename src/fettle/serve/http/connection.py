@@ -204,7 +204,7 @@ class Connection(asyncio.Protocol):
         """Say what was wrong after the answers that are under way, and close: what follows cannot be told apart."""
         self._drop()
         self._in_body, self._last = False, True
-        self._ask(self._call, json_reply({"error": reason}, 400))
+        self._ask(self._app.call("", b"", {}, self.gone), json_reply({"error": reason}, 400))
         if self._transport is not None:
             self._transport.pause_reading()
 

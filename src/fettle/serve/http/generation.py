@@ -153,10 +153,11 @@ async def generate(call: Call) -> Reply | None:
     """``POST /v2/models/NAME[/versions/V]/generate`` and ``/generate_stream``."""
     match call.method, call.model_path:
         case "POST", (name, number, ["generate" | "generate_stream" as how]):
-            version = writer(call, name, number)
+            writer(call, name, number)
         case _:
             return None
     prompt = await aside(len(call.sent), partial(read_prompt, call.sent))
+    version = writer(call, name, number)  # another may have taken its place meanwhile
     manifest = version.package.manifest
 
     def text(written: str) -> Text:

@@ -37,6 +37,10 @@ async def infer(call: Call) -> Reply | None:
         len(call.sent) if json_bytes is None else json_bytes,
         lambda: protocol.read_request(call.sent, json_bytes, pool.specs, pool.output_specs, pool.settings.max_rows),
     )
+    if pool.closing:  # a version of the same number took its place while the body was read
+        newer = call.choose(name, number)
+        if (newer.pool.specs, newer.pool.output_specs) == (pool.specs, pool.output_specs):
+            version, pool = newer, newer.pool
     key = _key(inference, pool.specs)
     request = Request(inference.rows, key, inference.arrays, gone=call.gone, explain=explain)
     if explain:

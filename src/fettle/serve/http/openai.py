@@ -50,7 +50,8 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     seed: int | None = None
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: msgspec.Raw | None = None
+    """Nobody reads it, and so it is not made into objects."""
     store: bool | None = None
     service_tier: str | None = None
 
@@ -73,6 +74,12 @@ class Completions(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True
     logit_bias: Annotated[dict[str, float], Meta(max_length=0)] | None = None
 
 
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """How the answer is to be written."""
+
+    type: str = ""
+
+
 class Chat(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request for the next message of a conversation."""
 
@@ -80,7 +87,7 @@ class Chat(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    response_format: Any = None
+    response_format: ResponseFormat | None = None
     tools: None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=0)] | None = None
 
@@ -182,7 +189,7 @@ def _prompts(prompts: Any) -> list[Ask]:
 async def _chat(call: Call) -> Reply:
     wanted = await _read(call, Chat)
     version = _version(call, wanted.model)
-    if wanted.response_format not in (None, {"type": "text"}):
+    if wanted.response_format is not None and wanted.response_format.type != "text":
         raise BadRequest("response_format is text", "response_format")
     if wanted.top_logprobs is not None and not wanted.logprobs:
         raise BadRequest("top_logprobs needs logprobs", "top_logprobs")

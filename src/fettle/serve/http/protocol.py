@@ -29,19 +29,19 @@ class _Input(msgspec.Struct):
     name: str
     shape: list[int]
     datatype: str
-    parameters: dict[str, Any] = {}
+    parameters: msgspec.Raw = msgspec.Raw(b"{}")
     data: msgspec.Raw = msgspec.Raw(b"")
 
 
 class _Output(msgspec.Struct):
     name: str
-    parameters: dict[str, Any] = {}
+    parameters: msgspec.Raw = msgspec.Raw(b"{}")
 
 
 class _Request(msgspec.Struct):
     inputs: list[_Input]
     id: str = ""
-    parameters: dict[str, Any] = {}
+    parameters: msgspec.Raw = msgspec.Raw(b"{}")
     outputs: list[_Output] | None = None
 
 
@@ -66,12 +66,15 @@ class Outputs(msgspec.Struct, omit_defaults=True):
 
 _requests = msgspec.json.Decoder(_Request)
 _ints = msgspec.json.Decoder(list[int])
+_objects = msgspec.json.Decoder(dict[str, Any])
 _lists: dict[str, msgspec.json.Decoder[Any]] = {
     "f": msgspec.json.Decoder(list[float]), "i": _ints, "u": _ints, "b": msgspec.json.Decoder(list[bool])
 }  # fmt: skip
 """By numpy's letter for a dtype: how flat values are read."""
 _VALUES = b"0123456789+-.eEtruefals \t\r\n"
 """The bytes of numbers, true, false and white space."""
+_MOST_PARAMETERS = 1 << 14
+"""Bytes of an object of parameters: those of long ones would be twenty times as large in memory."""
 _UNSUPPORTED = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset", "classification")
 
 
@@ -116,8 +119,9 @@ def read_request(
         if tensor.name in by_name:
             raise Malformed(f"the input {spec.name} is given twice")
         shape = _shape(tensor, spec, max_rows)
-        size = tensor.parameters.get("binary_data_size")
-        if tensor.parameters and any(name in tensor.parameters for name in _UNSUPPORTED):
+        said = _parameters(tensor.parameters)
+        size = said.get("binary_data_size")
+        if said and any(name in said for name in _UNSUPPORTED):
             raise Malformed("shared memory is not supported")
         if size is None:
             by_name[spec.name] = _from_json(tensor, spec, shape)
@@ -143,9 +147,18 @@ def read_request(
                 raise Malformed("the inputs differ in their number of rows")
             rows = len(array)
         arrays.append(array)
-    return Inference(
-        request.id, arrays, rows or 1, _wanted(request, outputs), _timeout_s(request.parameters), request.parameters
-    )
+    parameters = _parameters(request.parameters)
+    wanted = _wanted(request.outputs, parameters.get("binary_data_output") is True, outputs)
+    return Inference(request.id, arrays, rows or 1, wanted, _timeout_s(parameters), parameters)
+
+
+def _parameters(raw: msgspec.Raw) -> dict[str, Any]:
+    if len(memoryview(raw)) > _MOST_PARAMETERS:
+        raise Malformed("the parameters are too long")
+    try:
+        return _objects.decode(raw)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"the request is not an inference request: parameters: {str(error)[:200]}") from None
 
 
 def _shape(tensor: _Input, spec: TensorSpec, max_rows: int) -> tuple[int, ...]:
@@ -222,20 +235,20 @@ def _raw_request(body: bytes, inputs: Sequence[TensorSpec], outputs: Sequence[Te
     return Inference("", [array], 1, [(index, True) for index in range(len(outputs))])
 
 
-def _wanted(request: _Request, outputs: Sequence[TensorSpec]) -> list[tuple[int, bool]]:
-    binary = request.parameters.get("binary_data_output") is True
-    if not request.outputs:
+def _wanted(asked: Sequence[_Output] | None, binary: bool, outputs: Sequence[TensorSpec]) -> list[tuple[int, bool]]:
+    if not asked:
         return [(index, binary) for index in range(len(outputs))]
     places = {spec.name: index for index, spec in enumerate(outputs)}
-    if len(request.outputs) > len(places):
-        raise Malformed(f"the model has {len(places)} outputs, and {len(request.outputs)} are asked for")
+    if len(asked) > len(places):
+        raise Malformed(f"the model has {len(places)} outputs, and {len(asked)} are asked for")
     wanted = []
-    for output in request.outputs:
+    for output in asked:
         if output.name not in places:
             raise Malformed(f"no output is called {output.name[:80]!r}: {', '.join(places)}")
-        if any(name in output.parameters for name in _UNSUPPORTED):
+        said = _parameters(output.parameters)
+        if any(name in said for name in _UNSUPPORTED):
             raise Malformed("shared memory and classification are not supported")
-        wanted.append((places[output.name], bool(output.parameters.get("binary_data", binary))))
+        wanted.append((places[output.name], bool(said.get("binary_data", binary))))
     return wanted
 
 
