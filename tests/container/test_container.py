@@ -120,6 +120,14 @@ def test_the_entry_point_says_how_many_threads() -> None:
     assert int(run()) >= 1
 
 
+def test_torch_is_known_by_the_name_it_gives_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyPI's wheel for CUDA is the distribution 2.13.0, and calls itself 2.13.0+cu130."""
+    monkeypatch.setattr(image, "this_machine", lambda: SimpleNamespace(versions={"torch": "2.13.0+cu130"}))
+    image._check({"torch": "2.13.0", "numpy": "2.0"}, {"torch": "2.13.0+cu130", "id": "1a", "cuda": "13.0"})
+    with pytest.raises(UsageError, match=r"with torch 2\.12\.0, and 2\.13\.0\+cu130 is installed here"):
+        image._check({"torch": "2.13.0"}, {"torch": "2.12.0"})
+
+
 def test_what_does_not_fit_is_one_line(recipe: Path, wheel: Path, no_index: None, tmp_path: Path, run_fettle) -> None:
     recipe.write_text(recipe.read_text() + '[machine.versions]\ntorch = "1.0"\n')
     with pytest.raises(UsageError, match=r"measured with torch 1\.0, and .* is installed here"):

@@ -151,6 +151,15 @@ def test_what_fails_when_a_closed_loop_ends_is_counted():
     assert asyncio.run(counted()).failed == 1
 
 
+def test_requests_that_are_all_due_at_once_have_the_rate_of_their_answers():
+    async def counted():
+        load = _Load([], 0.0)
+        load.rows = [(0.0, 0.0, 0.1 * (n + 1), 200) for n in range(50)]
+        return load.result("open")
+
+    assert asyncio.run(counted()).throughput == pytest.approx(50 / 5.0)
+
+
 @pytest.mark.parametrize("sent", [0, 1])
 def test_ctrl_c_ends_an_open_loop_that_waits(sent):
     """For its next request, an hour from now, or for an answer that does not come."""

@@ -85,12 +85,13 @@ def test_energy_is_that_of_the_gpus_which_the_model_lies_on(monkeypatch):
 
 
 def test_energy_of_several_ranks_is_that_of_all_their_gpus():
-    def slice_of(energy_j, on_gpus):
-        return SliceTaken(samples_ns=[1], unhindered_ns=1.0, waits=0.0, cpu_s=1.0, energy_j=energy_j, on_gpus=on_gpus)
+    def slice_of(energy_j, *gpus):
+        return SliceTaken(samples_ns=[1], unhindered_ns=1.0, waits=0.0, cpu_s=1.0, energy_j=energy_j, gpus=gpus)
 
-    assert slice_of(2.0, True).with_ranks([slice_of(3.0, True)]).energy_j == 5.0
-    assert slice_of(2.0, True).with_ranks([slice_of(None, True)]).energy_j is None
-    assert slice_of(2.0, False).with_ranks([slice_of(2.0, False)]).energy_j == 2.0  # the machine's, either time
+    assert slice_of(2.0, "GPU-1").with_ranks([slice_of(3.0, "GPU-2")]).energy_j == 5.0
+    assert slice_of(2.0, "GPU-1").with_ranks([slice_of(2.0, "GPU-1")]).energy_j == 2.0
+    assert slice_of(2.0, "GPU-1").with_ranks([slice_of(None, "GPU-2")]).energy_j is None
+    assert slice_of(2.0).with_ranks([slice_of(2.0)]).energy_j == 2.0  # the machine's, either time
 
 
 def test_energy_of_a_machine_is_that_of_its_packages(monkeypatch, tmp_path):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from fettle.errors import UsageError
-from fettle.measure import Interval, Slice
+from fettle.measure import Interval, Slice, Startup
 from fettle.report import _format as fmt
 from fettle.report import cell, load_result, page, print_result, progress, save, save_result, to_json, write_charts
 from fettle.report._facts import checks, front_trials, goal_figure, levers, ranked, status_of
@@ -423,6 +423,15 @@ def test_what_is_paid_back_is_counted_in_what_the_workload_does() -> None:
     limited = dataclasses.replace(training, limits=dataclasses.replace(made.limits, max_latency_ms=100.0))
     assert made.winner is not None
     assert "time of a step" in [check.name for check in checks(limited, made.winner)]
+
+
+def test_a_start_that_comes_sooner_needs_no_paying_back() -> None:
+    made = resnet()
+    assert made.winner is not None
+    assert made.baseline is not None
+    sooner = dataclasses.replace(made.winner, startup=Startup(0.1, 0.2, 0.1), time_ms=2 * made.baseline.time_ms)
+    said = payback(dataclasses.replace(made, winner=sooner))
+    assert "sooner than the model as given: there is nothing to pay back" in said
 
 
 def test_what_was_measured_is_told_from_what_was_predicted_on_the_front_of_a_service_level() -> None:

@@ -13,7 +13,7 @@ from fettle.package.export import write_package
 from fettle.package.manifest import MANIFEST, open_package
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
-from fettle.slo.calibrate import Calibration, Stopped, calibrate, sizes_up_to
+from fettle.slo.calibrate import Calibration, Stopped, _steps, calibrate, sizes_up_to
 from fettle.workload import Workload
 
 
@@ -52,6 +52,12 @@ def test_an_error_at_a_size_ends_there_and_is_kept(odd):
     assert msgspec.json.decode(msgspec.json.encode(made), type=Calibration) == made
     earlier = {**msgspec.to_builtins(made), "pad_error": 0.5}  # kept by an earlier version
     assert msgspec.json.decode(msgspec.json.encode(earlier), type=Calibration) == made
+
+
+def test_a_size_that_failed_is_not_asked_again():
+    curve = {1: (0.001,), 4: (0.001,), 6: (0.009,), 8: (0.01,)}
+    assert _steps(Calibration(curve)) == [2, 5, 7]
+    assert _steps(Calibration(curve, {5: "a guard failed"})) == [2, 7]
 
 
 def test_a_recipe_that_cannot_work_on_a_device_is_its_failure(store, tmp_path):

@@ -739,6 +739,21 @@ def test_clocks_of_ranks_that_share_no_collective_with_the_first(tmp_path: Path)
     assert skews["skew_ns"].to_list() == [0] * 15
 
 
+def test_exchanges_whose_sizes_differ_by_rank_are_matched_in_their_order(tmp_path: Path) -> None:
+    """As of a mixture of experts, whose ranks send as many tokens as each expert is asked for."""
+    traces = []
+    for rank, sizes in enumerate(((10, 20, 30), (20, 10, 40))):
+        build = Build(distributedInfo={"rank": rank})
+        for i, size in enumerate(sizes):
+            facts = {"Collective name": "all_to_allv", "In msg nelems": size, "Out msg nelems": size, "dtype": "Float"}
+            more = {"Group size": 2, "Process Group Name": "0"}
+            build.kernel("ncclDevKernel_SendRecv", 1000 + 300 * i, 20, call=980 + 300 * i, stream=20, **facts, **more)
+        traces.append(build.load(tmp_path, f"r{rank}.json"))
+    skews = T.arrival(traces)
+    assert skews["skew_ns"].to_list() == [0, 0, 0]
+    assert skews["bytes"].to_list() == [None, None, None]
+
+
 @pytest.mark.parametrize("base", ["yesterday", float("nan"), [1], 10**40])
 def test_a_base_time_that_is_not_a_number_is_none(tmp_path: Path, base: object) -> None:
     traces = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 from fettle.trace import product_summary, product_table
@@ -158,6 +159,22 @@ def test_products_in_8_bits_have_bytes(tmp_path: Path) -> None:
     assert table.row(0, named=True)["bytes"] == 16 * 64 + 64 * 32 + 16 * 32
 
 
+def test_attention_on_a_cpu_is_a_product(tmp_path: Path) -> None:
+    one = {"Input Dims": [[1, 2, 16, 8]] * 3, "Input type": ["float"] * 3}
+    name = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    table = product_table(Build().op(name, 0, 10, **one).load(tmp_path))
+    assert table.row(0, named=True)["flops"] == 2 * 2 * 2 * 16 * 16 * 8
+
+
+def test_a_product_of_nothing_leaves_the_others_their_share(tmp_path: Path) -> None:
+    """An expert that got no tokens."""
+    build = Build().op("aten::mm", 0, 10, **{"Input Dims": [[0, 64], [64, 32]], "Input type": ["float"] * 2})
+    build.op("aten::mm", 20, 10, **{"Input Dims": [[16, 64], [64, 32]], "Input type": ["float"] * 2})
+    table = product_table(build.load(tmp_path), Limits({4: 1.0}, 100.0))
+    (some,) = table.filter(pl.col("flops") > 0)["roof_share"].to_list()
+    assert product_summary(table)["roof_share"].to_list() == [pytest.approx(some)]
+
+
 def test_bytes_are_by_the_type_of_the_operands(tmp_path: Path) -> None:
     """Scales of operands in 8 bits, and the sums and the seed of attention's backward, are of wider types."""
     scaled = {"Input Dims": [[16, 64], [64, 32], [], []], "Input type": ["c10::Float8_e4m3fn"] * 2 + ["float"] * 2}
@@ -167,5 +184,6 @@ def test_bytes_are_by_the_type_of_the_operands(tmp_path: Path) -> None:
     backward = {"Input Dims": [*[one] * 5, one[:3], []], "Input type": types}
     build.op("aten::_scaled_dot_product_flash_attention_backward", 20, 5, **backward)
     table = product_table(build.load(tmp_path))
-    assert table["bytes"].to_list() == [16 * 64 + 64 * 32 + 16 * 32, 2 * 4 * 256]
+    # Read are q, k, v, the output and its gradient, written three gradients.
+    assert table["bytes"].to_list() == [16 * 64 + 64 * 32 + 16 * 32, 2 * 8 * 256]
     assert table["types"].to_list() == ["c10::Float8_e4m3fn, float", "c10::BFloat16, float, long int"]

@@ -133,6 +133,7 @@ def test_damage_is_mended_or_counted(tmp_path: Path) -> None:
         event % ('quote " inside', 30, 2, ""),
         event % ("huge correlation", 40, 2, '"correlation": 123456789012345678901234567890'),
         event % ("text correlation", 50, 2, '"correlation": "12", "External id": 1.5, "bytes": [1]'),
+        event % ("half a character", 55, 2, '"correlation": "x", "Input Dims": ["\\ud800"]'),
         event % ("negative", 60, -2, ""),
         event % ("absurd", 70, 9e15, ""),
         event % ("not finite", "NaN", 2, ""),
@@ -145,7 +146,9 @@ def test_damage_is_mended_or_counted(tmp_path: Path) -> None:
     path.write_bytes(('{"traceEvents": [' + ", ".join(bodies) + "]}").encode("latin-1"))
     trace = load(path, use_sidecar=False)
     names = trace.name_of(trace.events.select(pl.int_range(pl.len())).to_series().to_numpy())
-    assert {"fine", "huge correlation", "text correlation", "negative", "nested", "last"} <= set(names)
+    assert {"fine", "huge correlation", "text correlation", "half a character", "negative", "nested", "last"} <= set(
+        names
+    )
     assert not {"absurd", "not finite", "no duration"} & set(names)
     assert trace.facts.skipped_events >= 1
     assert trace.facts.negative_durations == 1

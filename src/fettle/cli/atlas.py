@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -88,7 +89,8 @@ def _alone(atlas: Path) -> Iterator[None]:
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # not every file system has locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from fettle.container.lock import OWN, closure, locks, torch_index
 from fettle.errors import UsageError
 from fettle.files import write_text
+from fettle.machine import this_machine
 from fettle.package.manifest import check_place, open_package
 from fettle.recipe import Recipe
 from fettle.recipe_file import load_recipe
@@ -253,11 +254,12 @@ def _libraries(levels: Mapping[str, str]) -> list[str]:
 
 
 def _check(versions: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    named = this_machine().versions  # torch names itself more exactly than its distribution does: 2.13.0+cu130
     for name, version in expected.items():
-        if name in versions and re.match(r"\d", version) and versions[name] != version:
+        here = named.get(name, versions.get(name, version))
+        if name in versions and re.match(r"\d", version) and here != version:
             raise UsageError(
-                f"it was measured with {name} {version}, and {versions[name]} is installed here: run this where it was "
-                "measured"
+                f"it was measured with {name} {version}, and {here} is installed here: run this where it was measured"
             )
 
 

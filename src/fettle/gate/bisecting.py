@@ -129,10 +129,10 @@ class _Search:
         asked as strictly, is not asked again."""
         name, settings = self.repository.name(commit), self.ground.settings
         asked = (self.target, this_machine().id, f"{self.good}..{self.bad}", commit,
-                 settings.fail_slower, settings.confidence, settings.under_load)  # fmt: skip
+                 settings.fail_slower, settings.confidence, settings.under_load, settings.how)  # fmt: skip
         for entry in history.read(self.ground.folder):
             answered = (entry.target, entry.machine, entry.bisect, entry.new_commit,
-                        entry.limit, entry.confidence, entry.under_load)  # fmt: skip
+                        entry.limit, entry.confidence, entry.under_load, entry.how)  # fmt: skip
             if answered == asked and entry.verdict in ("slow", "fast"):
                 return Step(commit, name, entry.time, entry.verdict)
         change, verdict = None, "cannot tell"
@@ -183,8 +183,8 @@ class _Search:
             return f"it cannot be told whether BAD is slower than GOOD ({percent(change)}): nothing was searched"
         if len(names) == 1:
             return f"{names[0]} made it slower: {percent(change)} from GOOD to BAD"
-        left_out = steps[-1].verdict.startswith("left out")
-        why = "could not be measured" if left_out else "is near neither GOOD nor BAD, or too noisy to say which"
+        unclear = steps[-1].verdict == "cannot tell"  # else nobody was left to ask
+        why = "is near neither GOOD nor BAD, or too noisy to say which" if unclear else "could not be measured"
         return f"one of {len(names)} commits, {names[0]} to {names[-1]}, made it slower; what lies between {why}"
 
     def _error_rate(self) -> str:
@@ -202,6 +202,7 @@ class _Search:
             round(old.time_ms, 6), round(new.time_ms, 6), change, limit=self.ground.settings.fail_slower,
             processes=new.processes, old_commit=self.good, new_commit=commit, bisect=f"{self.good}..{self.bad}",
             confidence=self.ground.settings.confidence, under_load=self.ground.settings.under_load,
+            how=self.ground.settings.how,
         )  # fmt: skip
 
 

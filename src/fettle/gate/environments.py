@@ -43,6 +43,12 @@ def named(path: str, folder: Path) -> Interpreter:
     return _able(found, folder, f"`against_python`: {path}")
 
 
+def is_list(name: str) -> bool:
+    """Whether a file says what pip is to install wherever it lies, as alternatives to it (`requirements-cuda.txt`) and
+    other tools' files do not."""
+    return Path(name).name == "requirements.txt" or bool(_PIP_FILE.search(name) and "constraints" in name)
+
+
 def can_build(locks: Sequence[str]) -> bool:
     """Whether an environment can be built from these files."""
     return bool(_tool(locks)) or any(_PIP_FILE.search(name) for name in locks)

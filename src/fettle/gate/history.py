@@ -45,7 +45,9 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     confidence: float = 0.0
     """the confidence of the whole search, 0 where an earlier version kept it,"""
     under_load: bool = False
-    """and whether time was taken beside whatever else the machine did."""
+    """whether time was taken beside whatever else the machine did,"""
+    how: str = ""
+    """and in which mode, in whose environment and with which files lent; empty where all is as usual."""
     reason: str = ""
 
 

@@ -69,6 +69,12 @@ class Settings:
     under_load: bool = False
     polite: bool = False
 
+    @property
+    def how(self) -> str:
+        """What is run beside the usual; a race of another mode or with other files answers another question."""
+        words = [self.mode] * (self.mode != AUTO) + ["same environment"] * self.same_environment
+        return ", ".join([*words, *sorted(map(str, self.links))])
+
     def __post_init__(self) -> None:
         check_mode(self.mode)
         if not 0.5 <= self.confidence < 1:
@@ -249,8 +255,10 @@ def revision(
                 "without them; git submodule update --init fetches those of a revision that is checked out"
             )
         changed = repository.changed_locks(commit)
-        if changed and interpreter is None and not ground.settings.same_environment and environments.can_build(changed):
-            locks = sorted({*changed, *repository.locks_beside(changed, place)})
+        locks = sorted({*changed, *repository.locks_beside(changed, place)})
+        locks = [name for name in locks if (place / name).exists() and (name in changed or environments.is_list(name))]
+        may_build = interpreter is None and not ground.settings.same_environment
+        if changed and may_build and environments.can_build(locks):
             try:
                 interpreter = environments.build(place, locks, ground.folder, ground.say)
             except UsageError as error:

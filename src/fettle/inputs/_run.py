@@ -147,6 +147,8 @@ class Loop:
 
     def step_alone(self) -> float:
         """Median seconds of a step on a batch that is there already."""
+        if self.batches is None:
+            self.begin()
         times: list[float] = []
         began = time.perf_counter()
         while len(times) < 5 or (time.perf_counter() - began < 0.5 and len(times) < 200):

@@ -262,10 +262,10 @@ class _Load:
         """For an open loop: requests that were due in the steady part, their statuses, its first and last moment."""
         rows = sorted(self.rows)
         table, status = np.array([row[:3] for row in rows]), np.array([row[3] for row in rows])
-        begin = warm_up(table[:, 2] - table[:, 0])
+        begin = warm_up(table[:, 2] - table[:, 0]) if table[0, 0] < table[-1, 0] else 0
         table, status = table[begin:], status[begin:]
-        first = float(table[0, 0])
-        return table, status, first, max(float(table[:, 0].max()), first)
+        first, last = float(table[0, 0]), float(table[-1, 0])
+        return table, status, first, last if last > first else float(table[:, 2].max())  # all were due at once
 
     def _answered(self) -> tuple[_Array, _Array, float, float]:
         """For a closed loop: what was answered in the steady part.
@@ -316,7 +316,7 @@ class _Load:
         table, status, first, end = self._due() if mode == "open" else self._answered()
         good = status == 200
         span = max(end - first, 1e-9)
-        if mode == "open" and len(table) > 1:
+        if mode == "open" and table[0, 0] < table[-1, 0]:
             span *= len(table) / (len(table) - 1)  # n arrivals have n - 1 gaps
         latency = table[:, 2] - table[:, 0]
         return Run(

@@ -276,7 +276,7 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
         cpu_s=state.told_s - before_s,
         pages=pages / len(samples) / state.calls,
         energy_j=_meters.spent(energy, after, len(samples) * state.calls),
-        on_gpus=bool(state.gpus),
+        gpus=[_meters.uuid_of(gpu) for gpu in state.gpus],
         texts=state.watcher.take() if state.writes else (),
     )
 

@@ -247,8 +247,8 @@ class SliceTaken(Answer, frozen=True, kw_only=True):
     cpu_s: float
     energy_j: float | None
     """Energy of one call."""
-    on_gpus: bool = False
-    """Whether that is of the process's own GPUs, and not of the whole machine."""
+    gpus: Sequence[str] = ()
+    """The GPUs that it is of, by NVML's names; none where it is the whole machine's."""
     pages: float = 0.0
     """Pages of memory a call that the system had to give."""
     texts: Sequence[Came] = ()
@@ -258,8 +258,9 @@ class SliceTaken(Answer, frozen=True, kw_only=True):
         longest."""
         every = (self, *others)
         waits = [one.waits for one in every if one.waits == one.waits]
-        energy = [one.energy_j for one in every if one.energy_j is not None] if self.on_gpus else [self.energy_j]
+        energy = {tuple(one.gpus): one.energy_j for one in every}  # several ranks may share one
+        known = [joules for joules in energy.values() if joules is not None]
         return msgspec.structs.replace(
             self, cpu_s=sum(one.cpu_s for one in every), waits=max(waits, default=self.waits),
-            energy_j=None if self.energy_j is None or len(energy) < len(every) * self.on_gpus else sum(energy),
+            energy_j=sum(known) if len(known) == len(energy) else None,
         )  # fmt: skip

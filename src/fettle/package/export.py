@@ -377,4 +377,4 @@ def _machine() -> dict[str, str]:
     from fettle.machine import this_machine
 
     machine = this_machine()
-    return {"id": host_id(), "summary": machine.summary}
+    return {**machine.versions, "id": host_id(), "summary": machine.summary}

@@ -54,6 +54,9 @@ def payback(result: Outcome) -> str:
     extra = winner.startup.total_s - baseline.startup.total_s
     calls, unit = result.payback_calls, unit_name(result)
     cache = f", with a {winner.startup.cache} compile cache" if winner.startup.cache else ""
+    if calls is None and extra <= 0:
+        sooner = f"{fmt.seconds(-extra)} sooner than the model as given" if extra else "as soon as the model as given"
+        return f"It starts in {fmt.seconds(winner.startup.total_s)}{cache}, {sooner}: there is nothing to pay back."
     if calls is None or not math.isfinite(calls):
         return (
             f"It starts in {fmt.seconds(winner.startup.total_s)}{cache}; no time is saved per {unit} to pay that back."

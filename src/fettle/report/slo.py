@@ -101,8 +101,8 @@ def _main_branch(data: Data) -> tuple[Any, ...] | None:
 def _capacity_rows(data: Data) -> Rows:
     main = _main_branch(data)
     return [
-        {"rows": point["max_rows"], "capacity": point["predicted"], "kind": _kind(point), "setting": point["setting"],
-         "measured": point["measured"]}
+        {"rows": point["max_rows"], "capacity": point.get("simulated", point["predicted"]), "kind": _kind(point),
+         "setting": point["setting"], "measured": point["measured"]}
         for point in data["points"]
         if _branch_of(point) == main
     ]  # fmt: skip

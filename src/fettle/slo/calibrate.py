@@ -93,7 +93,7 @@ def calibrate(
                 calibration.failures[size] = str(failure)
                 todo = [other for other in todo if other < size]
                 # A process that ran out of memory may be in any state: what is still to be measured gets new ones.
-                todo = todo or _steps(calibration.samples, buckets)
+                todo = todo or _steps(calibration, buckets)
                 if not calibration.samples or not todo or not _started(processes, calibration):
                     break
                 continue
@@ -101,7 +101,7 @@ def calibrate(
                 todo = [other for other in todo if other < size]
             least = statistics.median(calibration.samples[min(calibration.samples)])
             if not todo and not (limit_s and least > limit_s):
-                todo = _steps(calibration.samples, buckets)
+                todo = _steps(calibration, buckets)
         calibration.samples = dict(sorted(calibration.samples.items()))
         return calibration
     finally:
@@ -117,22 +117,23 @@ def _started(processes: _Workers, made: Calibration) -> bool:
     return True
 
 
-def _steps(times: dict[int, tuple[float, ...]], buckets: Sequence[int] = ()) -> list[int]:
-    """Sizes to add: in the middle of gaps beside a size that lies 8% off the line between its neighbours.
+def _steps(made: Calibration, buckets: Sequence[int] = ()) -> list[int]:
+    """Sizes to add that did not fail: in the middle of gaps beside a size that lies 8% off the line between its
+    neighbours.
 
     None where calls have the sizes of `buckets` only.
     """
     if buckets:
         return []
-    rows = sorted(times)
-    curve = {size: statistics.median(times[size]) for size in rows}
+    rows = sorted(made.samples)
+    curve = {size: statistics.median(made.samples[size]) for size in rows}
     wanted = set()
     for left, middle, right in zip(rows, rows[1:], rows[2:], strict=False):
         share = (middle - left) / (right - left)
         line = curve[left] + share * (curve[right] - curve[left])
         if abs(curve[middle] - line) > 0.08 * line:
             wanted |= {(a + b) // 2 for a, b in ((left, middle), (middle, right)) if b - a > 1}
-    return sorted(size for size in wanted if size not in times)
+    return sorted(wanted - made.samples.keys() - made.failures.keys())
 
 
 class _Load(Request, tag="loading"):

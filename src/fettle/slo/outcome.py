@@ -116,7 +116,7 @@ def _of_rows(best: Point, result: SearchResult) -> list[str]:
     top: dict[int, float] = {}
     for point in result.points:
         if point.setting.branch == setting.branch:
-            top[point.setting.max_rows] = max(top.get(point.setting.max_rows, 0.0), point.predicted)
+            top[point.setting.max_rows] = max(top.get(point.setting.max_rows, 0.0), point.now)
     sizes = sorted(top)
     for fewer, more in itertools.pairwise(sizes):
         if not top[fewer]:
@@ -143,11 +143,12 @@ def _of_rows(best: Point, result: SearchResult) -> list[str]:
 def _of_delay(best: Point, points: Sequence[Point]) -> list[str]:
     """What waiting for fuller batches brings or costs, beside the same setting with or without it."""
     mine = best.setting
-    other = next((p for p in points if p is not best and replace(p.setting, delay_s=mine.delay_s) == mine), None)
-    if other is None or not other.predicted:
+    alike = (p for p in points if replace(p.setting, delay_s=mine.delay_s) == mine)
+    other = next((p for p in alike if bool(p.setting.delay_s) != bool(mine.delay_s)), None)
+    if other is None or not other.now or not best.now:
         return []
     what = "no delay instead" if mine.delay_s else f"waiting {other.setting.delay_s * 1e3:.3g} ms for fuller batches"
-    return [f"{what}: {other.predicted / best.predicted - 1:+.0%} in simulation"]
+    return [f"{what}: {other.now / best.now - 1:+.0%} in simulation"]
 
 
 def _of_workers(best: Point, points: Sequence[Point]) -> list[str]:
@@ -155,13 +156,13 @@ def _of_workers(best: Point, points: Sequence[Point]) -> list[str]:
     tops: dict[Any, Point] = {}
     for point in points:
         branch = point.setting.branch
-        if branch not in tops or point.predicted > tops[branch].predicted:
+        if branch not in tops or point.now > tops[branch].now:
             tops[branch] = point
     notes = []
     for branch, point in tops.items():
         if branch != best.setting.branch:
-            change = point.predicted / best.predicted - 1
-            notes.append(f"{branch}, at best: " + (f"{change:+.0%}" if point.predicted else "cannot keep the limit"))
+            change = point.now / (best.now or math.nan) - 1
+            notes.append(f"{branch}, at best: " + (f"{change:+.0%}" if point.now else "cannot keep the limit"))
     return notes
 
 
@@ -195,6 +196,7 @@ def _plain_point(point: Point) -> dict[str, Any]:
     ]  # fmt: skip
     return {
         **asdict(point.setting), "setting": str(point.setting), "predicted": point.predicted,
+        "simulated": point.now,
         "measured": point.measured, "p50_ms": plain(point.predicted_p50_s * 1e3),
         "p99_ms": plain(point.p99_s * 1e3), "memory_bytes": point.memory_bytes, "error": plain(point.error),
         "cost_per_million": point.cost, "front": point.front, "tests": tests,

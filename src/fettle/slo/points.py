@@ -101,6 +101,8 @@ class Point(Proven):
     setting: Setting
     predicted: float
     """Requests a second under the limit, by simulation."""
+    simulated: float | None = None
+    """The same with costs that were corrected since; None where they were not."""
     predicted_p50_s: float = math.nan
     """The median at that rate."""
     p99_s: float = math.inf
@@ -113,6 +115,11 @@ class Point(Proven):
     """Cost of a million requests at `capacity`, in the unit of the price."""
     front: bool = False
     """Whether no other point is better in one respect and no worse in the others."""
+
+    @property
+    def now(self) -> float:
+        """Requests a second by simulation with the costs as they are known now, as for every other point."""
+        return self.predicted if self.simulated is None else self.simulated
 
     @property
     def lowest(self) -> float:

@@ -27,7 +27,7 @@ from fettle.slo.points import Branch, Failure, Measured, Point, SearchResult, Se
 from fettle.slo.proof import prove, sample_requests, serve_settings, test_s
 from fettle.slo.ranking import Known, between, rank, worker_splits
 from fettle.slo.server_process import ServerFailure, ServerProcess
-from fettle.slo.simulate import simulate
+from fettle.slo.simulate import capacity, simulate
 from fettle.units import rate_text
 
 HEADROOM = 0.2
@@ -326,7 +326,8 @@ class _Search:
         point.error = self.variants[setting.variant].error
         seen = [test.inside.memory_bytes for test in point.tests if test.inside.memory_bytes]
         calibrated = result.branches[setting.branch].calibration.memory_at(setting.max_rows)
-        point.memory_bytes = seen[-1] if seen else calibrated
+        # What a server's workers hold of the host's memory says nothing of another device's.
+        point.memory_bytes = seen[-1] if seen and setting.device == "cpu" else calibrated
         price = prices.get(setting.device, prices.get(setting.device.partition(":")[0], prices.get("")))
         if price is not None and point.capacity:
             point.cost = price / 3600 / point.capacity * 1e6
@@ -339,6 +340,10 @@ class _Search:
         """All settings, simulated with what is known now; points that were measured stay as they are."""
         old = {point.setting: point for point in self.result.points if point.measured is not None or point.tests}
         fresh = rank(self.result.branches.values(), self.result.limit_s, self.progress, self._simulated)
+        for point in old.values():
+            measured = self.result.branches.get(point.setting.branch)
+            if measured is not None and measured.scale != 1.0:
+                point.simulated, _ = capacity(point.setting.batching(), measured.costs, self.result.limit_s)
         points = [old.pop(point.setting, point) for point in fresh] + list(old.values())
         points.sort(key=lambda point: point.order)
         self.result.points = points

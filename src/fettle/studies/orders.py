@@ -53,7 +53,8 @@ class Orders(msgspec.Struct, frozen=True):
     max_error: float
     confidence: float
     only: bool = False
-    under_load: bool = False
+    under_load: bool | None = None
+    """None: an earlier version began the study, and did not say."""
 
 
 def orders_for(targets: Sequence[str], settings: Settings) -> Orders:
@@ -128,7 +129,7 @@ def settings_of(settings: Settings, targets: Sequence[str] = ()) -> tuple[list[s
         texts = [named[name].pop(0) for name in orders.names]
     else:
         texts = [_harmless(text) for text in orders.targets]
-    if settings.under_load and not orders.under_load:
+    if settings.under_load and orders.under_load is False:
         raise UsageError(f"the study {settings.name!r} compares quiet times: it was begun without `under_load`")
     here = [one.name for one in find_interpreters(settings.pythons)]
     if sorted(here) != sorted(orders.environments):
@@ -138,7 +139,7 @@ def settings_of(settings: Settings, targets: Sequence[str] = ()) -> tuple[list[s
         settings, design=orders.design, techniques=orders.techniques, arguments=orders.arguments, order=orders.order,
         start=None if orders.start is None else Recipe.parse(orders.start), cells=orders.cells, rounds=orders.rounds,
         mode=orders.mode, max_error=orders.max_error, confidence=orders.confidence, only=orders.only,
-        under_load=orders.under_load,
+        under_load=settings.under_load if orders.under_load is None else orders.under_load,
     )  # fmt: skip
 
 
@@ -193,7 +194,8 @@ def _differing(known: Orders, wanted: Orders) -> str:
     b: dict[str, Any] = msgspec.to_builtins(wanted)
     spelled = {"names": "target", "environments": "python", "techniques": "technique", "arguments": "factor",
                "start": "recipe"}  # fmt: skip
-    return next((spelled.get(key, key) for key in a if key != "targets" and a[key] != b[key]), "")
+    not_said = {"targets"} | ({"under_load"} if known.under_load is None else set())
+    return next((spelled.get(key, key) for key in a if key not in not_said and a[key] != b[key]), "")
 
 
 def _from_here(text: str) -> str:

@@ -88,6 +88,8 @@ class Facts:
     num_conv_transpose: int = 0
     num_4d_inputs: int = 0
     """Floating 4-D tensors in the first batch: what channels_last converts."""
+    is_channels_last: bool = False
+    """Whether those, or weights of convolutions, are in that layout already."""
     num_input_shapes: int = 1
     """Distinct shapes among the batches."""
     samples: int = 1

@@ -106,6 +106,7 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
         num_conv=_count(module, torch.nn.Conv2d) + _exported_convolutions(module),
         num_conv_transpose=_count(module, torch.nn.ConvTranspose2d),
         num_4d_inputs=sum(tensor.dim() == 4 and tensor.is_floating_point() for tensor in tensors),
+        is_channels_last=any(map(_is_channels_last, [*tensors, *parameters])),
         num_input_shapes=len({_shapes(batch) for batch in [*workload.inputs, *workload.check_inputs]}),
         samples=workload.samples or next((len(tensor) for tensor in tensors if tensor.dim() > 0), 1),
         padding=None if generation else _padding(workload),
@@ -324,6 +325,13 @@ def _shapes(batch: Any) -> tuple[Any, ...]:
 
 def _count(module: torch.nn.Module, kind: type[torch.nn.Module]) -> int:
     return sum(isinstance(child, kind) for child in module.modules())
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    """In that layout and no other: of one channel, or one place, a tensor is in both."""
+    if tensor.dim() != 4 or not tensor.is_floating_point() or tensor.layout != torch.strided:
+        return False
+    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
 def _commonest(names: list[str], default: str) -> str:

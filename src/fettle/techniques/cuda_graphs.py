@@ -10,8 +10,8 @@ from fettle.techniques._exported import flatten
 
 
 class Graphed:
-    """A model recorded as CUDA graphs, one for each of the first sixteen kinds of input (shapes, and values that are no
-    tensors) at the first call with it. A graph holds memory, so further kinds are run as they are."""
+    """A model recorded as CUDA graphs, one for each of the first sixteen kinds of input (shapes, and values of what is
+    not on the GPU) at the first call with it. A graph holds memory, so further kinds are run as they are."""
 
     def __init__(self, model: Any) -> None:
         from threading import Lock
@@ -24,6 +24,8 @@ class Graphed:
         from torch.utils import _pytree as pytree
 
         leaves, spec = flatten((args, kwargs))
+        if any(isinstance(leaf, torch.Tensor) and not leaf.is_cuda and leaf.numel() > 64 for leaf in leaves):
+            return self.model(*args, **kwargs)  # a graph for each of its values would never be used again
         key = (spec, *map(self.kind, leaves))
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda), -1)
         on: Any = torch.cuda.device  # what runs on another than the current one would not be recorded

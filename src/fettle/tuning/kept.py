@@ -54,9 +54,17 @@ def _rows(study: Study, machine: Machine, family: str) -> list[Row]:
     if not isinstance(probed, Mapping) or "facts" not in probed or study.note("goal") in ("ttft", "tpot"):
         return []
     trials = recalled(study, Limits(max_error=None))
-    about = subject(study.name, study.fingerprint, _read(probed["facts"], Facts, study),
+    about = subject(study.name, study.fingerprint, _read(_without_padding(probed["facts"]), Facts, study),
                     probed.get("features", {}), machine, probed.get("peaks", {}), family)  # fmt: skip
     return rows_of(about, trials)
+
+
+def _without_padding(facts: Any) -> Any:
+    """Facts of any version: that part was kept in another form, and an atlas does not go by it."""
+    if not isinstance(facts, Mapping):
+        return facts
+    parts = {name: _without_padding(own) for name, own in (facts.get("parts") or {}).items()}
+    return {**facts, "padding": None, "parts": parts}
 
 
 def _read(value: Any, kind: type[T], study: Study) -> T:

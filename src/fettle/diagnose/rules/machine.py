@@ -94,7 +94,7 @@ def int8(call: Evidence) -> Finding | None:
 @rule("inference", "training")
 def channels_first(call: Evidence) -> Finding | None:
     """Convolutions far below the machine's peak in the layout that suits them least."""
-    if not call.facts.num_4d_inputs or not call.facts.num_conv:
+    if not call.facts.num_4d_inputs or not call.facts.num_conv or call.facts.is_channels_last:
         return None
     ops = [op for op in call.operations if "conv" in op.name]
     norms = [op for op in call.operations if op.group == POINTWISE and len(op.largest) == 4]

@@ -152,6 +152,9 @@ class Registry:
     async def unload(self, name: str, number: str | None = None) -> None:
         """Stop serving a version, or the whole model: new requests are refused, accepted ones are answered."""
         async with self._lock:
+            if self._forget_lost(name, number) and name not in self.models:
+                self.remember()
+                return
             model = self._model(name)
             numbers = [number] if number else list(model.versions)
             old = [model.versions.pop(one) for one in numbers if one in model.versions]
@@ -169,6 +172,14 @@ class Registry:
                 del self.models[name]
             self.remember()
         await asyncio.gather(*(self._retire(version) for version in old))
+
+    def _forget_lost(self, name: str, number: str | None) -> bool:
+        """Leave versions that could not be loaded at the start out of the state file, too; whether there were any."""
+        lost = self.lost.pop(name, Remembered())
+        left = {one: folder for one, folder in lost.versions.items() if number not in (None, one)}
+        if left:
+            self.lost[name] = msgspec.structs.replace(lost, versions=left)
+        return len(left) < len(lost.versions)
 
     async def scale(self, name: str, number: str | None, workers: int) -> None:
         """Another number of workers for a version, the default one where none is named; returns when they are warm."""

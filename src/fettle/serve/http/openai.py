@@ -50,7 +50,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     seed: int | None = None
     user: str | None = None
-    metadata: msgspec.Raw | None = None
+    metadata: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     """Nobody reads it, and so it is not made into objects."""
     store: bool | None = None
     service_tier: str | None = None

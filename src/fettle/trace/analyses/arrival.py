@@ -52,16 +52,17 @@ def match_collectives(traces: list[Trace]) -> pl.DataFrame:
 
     Columns of `collectives`, with start_ns on a clock shared by the files where they give their base time, and key
     (one a collective). Ranks that saw fewer of a group's collectives are matched from the end, which is where traces
-    agree; send-receive kernels, whose partner is not named, count only where every rank has the same number of them.
-    Only keys seen on two ranks or more are kept.
+    agree; send-receive kernels, whose partner is not named, and exchanges of all with all, whose sizes may differ from
+    rank to rank, count only where every rank has the same number of them. Only keys seen on two ranks or more are kept.
     """
     frames = []
     for trace in traces:
         frame = collectives(trace).filter(pl.col("collective") != "unknown")
         short = pl.Series([short_kernel_name(n) for n in frame["name"]], dtype=pl.String())
+        size, uneven = pl.coalesce(pl.col("bytes").cast(pl.String()), short), pl.col("collective") == "alltoall"
         frame = frame.with_columns(
             start_ns=pl.col("start_ns") + (_base_ns(trace) - _base_ns(traces[0])),
-            family=pl.format("{}|{}|{}", "group", "collective", pl.coalesce(pl.col("bytes").cast(pl.String()), short)),
+            family=pl.format("{}|{}|{}", "group", "collective", pl.when(uneven).then(pl.lit("")).otherwise(size)),
         )
         order = pl.len().over("family") - 1 - pl.int_range(pl.len()).over("family")
         frames.append(frame.with_columns(key=pl.col("family") + "|" + order.cast(pl.String())).drop("family"))
@@ -76,6 +77,10 @@ def match_collectives(traces: list[Trace]) -> pl.DataFrame:
         counts = both.filter(pl.col("collective") == "sendrecv").group_by("rank").len()
         if counts.height and (counts.height != len(traces) or counts["len"].n_unique() != 1):
             both = both.filter(pl.col("collective") != "sendrecv")
+        kind = ("group", "collective")
+        both = both.with_columns(calls=pl.len().over("rank", *kind))
+        even = pl.col("calls").min().over(kind) == pl.col("calls").max().over(kind)
+        both = both.filter((pl.col("collective") != "alltoall") | even).drop("calls")
     return both.filter(pl.col("rank").n_unique().over("key") > 1)
 
 
@@ -143,7 +148,7 @@ def arrival(traces: list[Trace], matched: pl.DataFrame | None = None) -> pl.Data
         collective=pl.col("collective").first(),
         group=pl.col("group").first(),
         group_size=pl.col("group_size").first(),
-        bytes=pl.col("bytes").first(),
+        bytes=pl.when(pl.col("bytes").n_unique() == 1).then(pl.col("bytes").first()),
         ranks=pl.len(),
         first_ns=start.min(),
         skew_ns=start.max() - start.min(),

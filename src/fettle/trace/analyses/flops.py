@@ -87,12 +87,13 @@ def convolution_cost(data: Shape, weight: Shape, result: Shape, groups: int, tra
 
 
 def attention_cost(q: Shape, k: Shape, v: Shape, products: int = 2) -> Cost | None:
-    """Cost of attention over (batch, heads, length, width); its backward has five products."""
+    """Cost of attention over (batch, heads, length, width); its backward has five products, and moves twice as much."""
     if len(q) != 4 or len(k) != 4 or len(v) != 4:
         return None
     batch = q[0] * q[1]
     flops = products * batch * q[2] * k[2] * (q[3] + v[3])
-    return Cost(batch, q[2], k[2], q[3], flops, prod(q) + prod(k) + prod(v) + batch * q[2] * v[3])
+    elements = prod(q) + prod(k) + prod(v) + batch * q[2] * v[3]
+    return Cost(batch, q[2], k[2], q[3], flops, products // 2 * elements)
 
 
 _MATRIX = {
@@ -103,8 +104,8 @@ _ADDED = frozenset(("aten::addmm", "aten::baddbmm", "aten::addmv", "aten::_addmm
 _TRANSPOSED = frozenset(("aiter::gemm_a16w16", "vllm::rocm_unquantized_gemm"))
 """Products with a weight of (n, k), as serving engines name their own."""
 _ATTENTION = {
-    f"aten::_scaled_dot_product_{kind}_attention{backward}": (1, 5) if backward else (0, 2)
-    for kind in ("flash", "efficient", "cudnn")
+    f"aten::_scaled_dot_product_{kind}{backward}": (1, 5) if backward else (0, 2)
+    for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
     for backward in ("", "_backward")
 }
 _MOST = 1 << 60
@@ -211,7 +212,7 @@ def product_table(trace: Trace, limits: Limits | None = None) -> pl.DataFrame:
     )
     table = table.with_columns(
         bound=known.then(pl.when(reachable < pl.col("most")).then(pl.lit("memory")).otherwise(pl.lit("compute"))),
-        roof_share=known.then(pl.col("tflop_per_s") / reachable),
+        roof_share=pl.when(pl.col("flops") > 0).then(known.then(pl.col("tflop_per_s") / reachable)),
     )
     order = ("time_ns", "operator", "shapes", "types")
     first = ("rank", "operator", "count", "time_ns", "tflop_per_s", "roof_share", "bound", "batch", "m", "n", "k")
@@ -248,9 +249,11 @@ def product_summary(table: pl.DataFrame) -> pl.DataFrame:
     """`product_table` by operator.
 
     Columns: rank, operator, shapes (how many distinct), count, flops (of all calls), time_ns, tflop_per_s, roof_share
-    (of the time that the roofline allows in the time taken; null without limits). Longest first.
+    (of the time that the roofline allows in the time taken, over calls that compute something; null without limits).
+    Longest first.
     """
-    least = (pl.col("roof_share") * pl.col("time_ns")).sum() / pl.col("time_ns").sum()
+    did = (pl.col("time_ns") > 0) & (pl.col("flops") > 0)
+    share, spent = pl.col("roof_share").filter(did), pl.col("time_ns").filter(did)
     return (
         table.group_by("rank", "operator")
         .agg(
@@ -258,7 +261,7 @@ def product_summary(table: pl.DataFrame) -> pl.DataFrame:
             count=pl.col("count").sum(),
             flops=(pl.col("flops") * pl.col("count")).sum(),
             time_ns=pl.col("time_ns").sum(),
-            roof_share=pl.when(pl.col("roof_share").null_count() == 0).then(least),
+            roof_share=pl.when(share.null_count() == 0, share.len() > 0).then((share * spent).sum() / spent.sum()),
         )
         .with_columns(tflop_per_s=pl.when(pl.col("time_ns") > 0).then(pl.col("flops") / pl.col("time_ns") / 1e3))
         .select("rank", "operator", "shapes", "count", "flops", "time_ns", "tflop_per_s", "roof_share")

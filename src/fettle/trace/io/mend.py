@@ -99,5 +99,5 @@ def _as_it_is(value: Any) -> Any:
 _FIT: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("correlation", "external", "external_old", "sequence"), integer),
     **dict.fromkeys(("stream", "device"), lambda value: value if isinstance(value, (int, str)) else None),
-    "dims": lambda value: msgspec.Raw(msgspec.json.encode(value)) if isinstance(value, list) else None,
+    "dims": lambda value: msgspec.Raw(json.dumps(value).encode()) if isinstance(value, list) else None,
 }
