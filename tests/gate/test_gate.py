@@ -399,9 +399,7 @@ def test_a_bisection_leaves_out_a_commit_whose_environment_cannot_be_built(git: 
     out = git("rev-parse", "v2")
     monkeypatch.setattr(racing.environments, "build", build)
     monkeypatch.setattr(racing.environments, "can_build", lambda locks: True)
-    monkeypatch.setattr(
-        racing.Repository, "changed_locks", lambda self, commit: ["requirements.txt"] if commit == out else []
-    )
+    monkeypatch.setattr(racing.Repository, "changed_locks", lambda self, commit: ["model.py"] if commit == out else [])
     monkeypatch.setattr(racing, "Ground", _MadeUp)
     monkeypatch.setattr(history, "page", lambda entries: "")
     found = bisecting.bisect("model.py", "v1", "v4", Settings())

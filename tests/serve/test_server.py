@@ -440,6 +440,8 @@ def test_what_one_start_cannot_serve_is_there_for_the_next(store, tmp_path):
         kept = json.loads(state.read_text())["net"]
         assert (kept["default"], kept["changed"]) == ("2", said["changed"])
         assert kept["versions"] == {number: versions[number] for number in ("2", "3")}
+        server.call(server.registry.unload("net", "3"))
+        assert list(json.loads(state.read_text())["net"]["versions"]) == ["2"]
         server.call(server.registry.unload("net"))
         assert json.loads(state.read_text()) == {}
 

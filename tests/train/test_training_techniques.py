@@ -298,10 +298,11 @@ def test_the_loop_is_plain_pytorch_that_runs(tmp_path):
 
 
 @pytest.mark.parametrize("level", ["blocks", "selective"])
-def test_running_averages_change_once_a_step_beside_checkpoints(level):
+@pytest.mark.parametrize("norm", [torch.nn.BatchNorm2d, functools.partial(torch.nn.BatchNorm2d, momentum=None)])
+def test_running_averages_change_once_a_step_beside_checkpoints(level, norm):
     def trained(recipe):
         torch.manual_seed(0)
-        blocks = [torch.nn.Sequential(torch.nn.Conv2d(3, 3, 1), torch.nn.BatchNorm2d(3)) for _ in range(3)]
+        blocks = [torch.nn.Sequential(torch.nn.Conv2d(3, 3, 1), norm(3)) for _ in range(3)]
         model, x = torch.nn.Sequential(*blocks), torch.rand(4, 3, 5, 5)
         facts = replace(FACTS, block_classes=("Sequential",))
         loop = load(source(recipe, facts), str(recipe))(

@@ -257,7 +257,7 @@ def _check(versions: Mapping[str, str], expected: Mapping[str, str]) -> None:
     named = this_machine().versions  # torch names itself more exactly than its distribution does: 2.13.0+cu130
     for name, version in expected.items():
         here = named.get(name, versions.get(name, version))
-        if name in versions and re.match(r"\d", version) and here != version:
+        if name in versions and name != OWN and re.match(r"\d", version) and here != version:
             raise UsageError(
                 f"it was measured with {name} {version}, and {here} is installed here: run this where it was measured"
             )

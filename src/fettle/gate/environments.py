@@ -43,10 +43,13 @@ def named(path: str, folder: Path) -> Interpreter:
     return _able(found, folder, f"`against_python`: {path}")
 
 
-def is_list(name: str) -> bool:
-    """Whether a file says what pip is to install wherever it lies, as alternatives to it (`requirements-cuda.txt`) and
-    other tools' files do not."""
-    return Path(name).name == "requirements.txt" or bool(_PIP_FILE.search(name) and "constraints" in name)
+def installed_from(changed: Sequence[str], beside: Sequence[str]) -> list[str]:
+    """Of the lock files `beside` each other in a checkout those that its environment is built from: the `changed` ones
+    with the main list and all constraints, but not alternatives to these (`requirements-cuda.txt`) or what another tool
+    reads, unless nothing else says what to install."""
+    usual = [name for name in beside if Path(name).name == "requirements.txt" or "constraints" in name]
+    chosen = sorted({*usual, *(name for name in beside if name in changed)})
+    return chosen if any("constraints" not in name for name in chosen) else sorted(beside)
 
 
 def can_build(locks: Sequence[str]) -> bool:

@@ -255,10 +255,10 @@ def revision(
                 "without them; git submodule update --init fetches those of a revision that is checked out"
             )
         changed = repository.changed_locks(commit)
-        locks = sorted({*changed, *repository.locks_beside(changed, place)})
-        locks = [name for name in locks if (place / name).exists() and (name in changed or environments.is_list(name))]
+        there = [name for name in changed if (place / name).exists()]  # others have come since
         may_build = interpreter is None and not ground.settings.same_environment
-        if changed and may_build and environments.can_build(locks):
+        if there and may_build and environments.can_build(there):
+            locks = environments.installed_from(there, repository.locks_beside(there, place))
             try:
                 interpreter = environments.build(place, locks, ground.folder, ground.say)
             except UsageError as error:

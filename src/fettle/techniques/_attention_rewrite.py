@@ -121,8 +121,7 @@ def read_scores(scores: Any, module: torch.nn.Module) -> Any:
             scores = argument(scores, 0, "input")
         elif kind == "fill":
             mask, fill = argument(scores, 1, "mask"), argument(scores, 2, "value")
-            dtype = next((tensor.dtype for tensor in module.parameters() if tensor.is_floating_point()), torch.float32)
-            if not isinstance(fill, (int, float)) or fill > max(-1e9, torch.finfo(dtype).min):
+            if not isinstance(fill, (int, float)) or fill > -1e9:
                 return None  # it is added to the scores, beside which it must be all that counts
             scores = argument(scores, 0, "input")
         elif len(sides) < 2 or (scores.kwargs and kind):

@@ -34,11 +34,13 @@ def checkpoint_blocks(model: torch.nn.Module, policy: Any = None, compiled: bool
 
     @contextlib.contextmanager
     def recomputed(norms: list[Any], context: Any) -> Any:
-        with context, contextlib.ExitStack() as after:
+        with contextlib.ExitStack() as after:
             for norm in norms:
-                for name, value in (("momentum", 0.0), ("num_batches_tracked", None)):
-                    after.callback(setattr, norm, name, getattr(norm, name))
-                    setattr(norm, name, value)
+                counted = norm.num_batches_tracked
+                after.callback(setattr, norm, "num_batches_tracked", counted)
+                after.callback(setattr, norm, "momentum", norm.momentum)
+                norm.momentum, norm.num_batches_tracked = 0.0, counted if counted is None else counted.clone()
+            after.enter_context(context)
             yield
 
     def of_norms(norms: list[Any]) -> Any:

@@ -24,8 +24,6 @@ class Graphed:
         from torch.utils import _pytree as pytree
 
         leaves, spec = flatten((args, kwargs))
-        if any(isinstance(leaf, torch.Tensor) and not leaf.is_cuda and leaf.numel() > 64 for leaf in leaves):
-            return self.model(*args, **kwargs)  # a graph for each of its values would never be used again
         key = (spec, *map(self.kind, leaves))
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda), -1)
         on: Any = torch.cuda.device  # what runs on another than the current one would not be recorded
@@ -48,7 +46,8 @@ class Graphed:
         kernels are given as numbers."""
         if not isinstance(leaf, torch.Tensor):
             return repr(leaf)
-        return leaf.shape, leaf.dtype, None if leaf.is_cuda else repr(leaf.tolist())
+        values = None if leaf.is_cuda else bytes(leaf.detach().reshape(-1).contiguous().view(torch.uint8).numpy())
+        return leaf.shape, leaf.dtype, values
 
     def record(self, leaves: list[Any], spec: Any) -> Any:
         """Record one call on inputs like `leaves`, after three that let libraries and compilers settle."""

@@ -152,12 +152,13 @@ class Registry:
     async def unload(self, name: str, number: str | None = None) -> None:
         """Stop serving a version, or the whole model: new requests are refused, accepted ones are answered."""
         async with self._lock:
-            if self._forget_lost(name, number) and name not in self.models:
-                self.remember()
-                return
-            model = self._model(name)
+            was_lost = self._forget_lost(name, number)
+            model = self.models.get(name, Model()) if was_lost else self._model(name)
             numbers = [number] if number else list(model.versions)
             old = [model.versions.pop(one) for one in numbers if one in model.versions]
+            if not old and was_lost:
+                self.remember()
+                return
             if not old:
                 raise Rejected(404, f"the model {name} has no version {number}")
             for one in numbers:

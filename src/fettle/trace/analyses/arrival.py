@@ -52,8 +52,8 @@ def match_collectives(traces: list[Trace]) -> pl.DataFrame:
 
     Columns of `collectives`, with start_ns on a clock shared by the files where they give their base time, and key
     (one a collective). Ranks that saw fewer of a group's collectives are matched from the end, which is where traces
-    agree; send-receive kernels, whose partner is not named, and exchanges of all with all, whose sizes may differ from
-    rank to rank, count only where every rank has the same number of them. Only keys seen on two ranks or more are kept.
+    agree; send-receive kernels, whose partner is not named, and exchanges of all with all whose sizes differ by rank
+    count only where every rank has the same number of them. Only keys seen on two ranks or more are kept.
     """
     frames = []
     for trace in traces:
@@ -79,8 +79,9 @@ def match_collectives(traces: list[Trace]) -> pl.DataFrame:
             both = both.filter(pl.col("collective") != "sendrecv")
         kind = ("group", "collective")
         both = both.with_columns(calls=pl.len().over("rank", *kind))
-        even = pl.col("calls").min().over(kind) == pl.col("calls").max().over(kind)
-        both = both.filter((pl.col("collective") != "alltoall") | even).drop("calls")
+        certain = pl.col("calls").min().over(kind) == pl.col("calls").max().over(kind)
+        differs = pl.col("bytes").n_unique().over("key") > 1
+        both = both.filter((pl.col("collective") != "alltoall") | certain | ~differs.any().over(kind)).drop("calls")
     return both.filter(pl.col("rank").n_unique().over("key") > 1)
 
 
