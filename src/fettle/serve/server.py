@@ -25,8 +25,9 @@ from fettle.package.manifest import Package, open_package
 from fettle.package.requires import check_here
 from fettle.serve.engine.metrics import Metrics
 from fettle.serve.engine.refusal import Rejected
-from fettle.serve.engine.registry import DRAIN_S, Options, Registry, Remembered
+from fettle.serve.engine.registry import DRAIN_S, Options, Registry
 from fettle.serve.engine.spans import Spans
+from fettle.serve.engine.state_file import Remembered
 from fettle.serve.http import App, Limits
 from fettle.serve.http.connection import Connection
 
@@ -132,13 +133,14 @@ class Server:
             )
 
     async def _load_all(self, packages: Sequence[Package]) -> None:
-        state = self.registry.remembered()
-        self.registry.starting = True  # a start that is cut short forgets nothing
+        kept = self.registry.state
+        state = kept.read()
+        kept.starting = True  # a start that is cut short forgets nothing
         for package in packages:
             await self._load(package)
         await self._restore(state, {package.manifest.name for package in packages})
-        self.registry.starting = False
-        if not self.registry.lost:
+        kept.starting = False
+        if not kept.lost:
             self.registry.remember()
 
     async def _load(self, package: Package, changed: dict[str, Any] | None = None) -> None:
@@ -152,16 +154,15 @@ class Server:
         for name, model in state.items():
             if name in named:
                 continue
-            lost = {}
+            lost = set()
             for number, folder in model.versions.items():
                 try:
                     await self._load(open_package(Path(folder)), model.changed.get(number))
                 except UsageError as error:
                     log.error("%s of the last run is not served, the next start tries again: %s", name, error)
-                    lost[number] = folder
+                    lost.add(number)
             if lost:
-                changed = {number: model.changed[number] for number in lost if number in model.changed}
-                self.registry.lost[name] = Remembered(lost, changed=changed)
+                self.registry.state.lost[name] = model.only(lost)
             wanted: dict[str, Any] = {
                 "default": "" if model.default in lost else model.default,
                 "weights": {number: weight for number, weight in model.weights.items() if number not in lost},

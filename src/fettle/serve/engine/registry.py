@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import random
 from collections.abc import Mapping
@@ -14,7 +13,6 @@ from typing import Any
 import msgspec
 
 from fettle.errors import UsageError
-from fettle.files import read_bytes, write_text
 from fettle.package.host import cores
 from fettle.package.manifest import Package
 from fettle.package.requires import check_here
@@ -23,6 +21,7 @@ from fettle.serve.engine.metrics import Metrics, ModelMetrics
 from fettle.serve.engine.placement import cores_for, usable_cores
 from fettle.serve.engine.pool import Pool
 from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.state_file import Remembered, StateFile
 from fettle.serve.engine.store import find_package, in_order
 from fettle.serve.engine.worker_start import Spare
 
@@ -57,18 +56,6 @@ class Model:
     """A version that gets a copy of every request with tensors, and whose answers nobody sees."""
 
 
-class Remembered(msgspec.Struct, frozen=True):
-    """A model in the state file."""
-
-    versions: dict[str, str] = {}
-    """The folder of each version's package."""
-    default: str = ""
-    weights: dict[str, float] = {}
-    shadow: str = ""
-    changed: dict[str, dict[str, Any]] = {}
-    """Settings of a version that were set while it ran."""
-
-
 @dataclass(frozen=True)
 class Options:
     """How a server starts its pools."""
@@ -97,10 +84,7 @@ class Registry:
         self.models: dict[str, Model] = {}
         self._unserved: dict[tuple[str, str], Version] = {}
         """Versions that are being loaded or drained, or could not be loaded."""
-        self.lost: dict[str, Remembered] = {}
-        """Versions in the state file that this start could not load: they stay there for the next one."""
-        self.starting = False
-        """Whether the state file is still being read: nothing is written to it meanwhile."""
+        self.state = StateFile(options.state)
         self._lock = asyncio.Lock()
         self._later: set[asyncio.Task[Any]] = set()
 
@@ -152,7 +136,7 @@ class Registry:
     async def unload(self, name: str, number: str | None = None) -> None:
         """Stop serving a version, or the whole model: new requests are refused, accepted ones are answered."""
         async with self._lock:
-            was_lost = self._forget_lost(name, number)
+            was_lost = self.state.forget(name, number)
             model = self.models.get(name, Model()) if was_lost else self._model(name)
             numbers = [number] if number else list(model.versions)
             old = [model.versions.pop(one) for one in numbers if one in model.versions]
@@ -173,14 +157,6 @@ class Registry:
                 del self.models[name]
             self.remember()
         await asyncio.gather(*(self._retire(version) for version in old))
-
-    def _forget_lost(self, name: str, number: str | None) -> bool:
-        """Leave versions that could not be loaded at the start out of the state file, too; whether there were any."""
-        lost = self.lost.pop(name, Remembered())
-        left = {one: folder for one, folder in lost.versions.items() if number not in (None, one)}
-        if left:
-            self.lost[name] = msgspec.structs.replace(lost, versions=left)
-        return len(left) < len(lost.versions)
 
     async def scale(self, name: str, number: str | None, workers: int) -> None:
         """Another number of workers for a version, the default one where none is named; returns when they are warm."""
@@ -288,21 +264,9 @@ class Registry:
 
     # -- restart -----------------------------------------------------------------------------------------------------
 
-    def remembered(self) -> dict[str, Remembered]:
-        """What the state file says was served; empty where there is none. Raises `UsageError` for a damaged one."""
-        path = self.options.state
-        if path is None or not path.exists():
-            return {}
-        try:
-            return msgspec.json.decode(read_bytes(path), type=dict[str, Remembered])
-        except ValueError as error:
-            raise UsageError(f"the state file {path} cannot be read: move it away to start afresh") from error
-
     def remember(self) -> None:
         """Write to the state file what is served."""
-        if self.options.state is None or self.starting:
-            return
-        state = {
+        served = {
             name: Remembered(
                 {number: str(v.package.folder) for number, v in model.versions.items()},
                 model.default, model.weights, model.shadow,
@@ -314,18 +278,7 @@ class Registry:
             )
             for name, model in self.models.items()
         }  # fmt: skip
-        for name, lost in self.lost.items():
-            now = state.get(name, Remembered())
-            still = [number for number in lost.versions if number not in now.versions]
-            state[name] = msgspec.structs.replace(
-                now,
-                versions={number: lost.versions[number] for number in still} | now.versions,
-                changed={number: lost.changed[number] for number in still if number in lost.changed} | now.changed,
-            )
-        try:
-            write_text(self.options.state, json.dumps(msgspec.to_builtins(state), indent=1) + "\n")
-        except UsageError as error:  # a full disk must not stop the serving
-            log.error("what is served could not be remembered: %s", error)
+        self.state.write(served)
 
     # -- parts -------------------------------------------------------------------------------------------------------
 

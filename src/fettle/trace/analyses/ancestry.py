@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fettle.trace.analyses.stacks import host_stacks, nearest
+from fettle.trace.analyses.enclosing import nearest
+from fettle.trace.analyses.stacks import host_stacks
 from fettle.trace.analyses.stops import autograd_threads, main_thread
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Ints, Trace, per_trace
@@ -38,14 +39,14 @@ def ancestors(trace: Trace) -> Ancestors:
     is_module = np.array([bool(_MODULE.match(n)) for n in names], dtype=bool)
     is_line = np.array([bool(_LINE.match(n)) and not LIBRARY.search(n) for n in names], dtype=bool)
     is_step = np.array([n.startswith("ProfilerStep#") for n in names], dtype=bool)
-    rows = np.flatnonzero(trace.is_host)
+    rows, parent = np.flatnonzero(trace.is_host), host_stacks(trace).parent
     python = kind == Kind.PYTHON
     return Ancestors(
-        operator=nearest(trace, kind == Kind.OPERATOR, rows),
+        operator=nearest(parent, kind == Kind.OPERATOR, rows),
         top_operator=outermost(trace, kind == Kind.OPERATOR, rows),
-        module=nearest(trace, python & is_module[code], rows),
-        line=nearest(trace, python & is_line[code], rows),
-        annotation=nearest(trace, (kind == Kind.ANNOTATION) & ~is_step[code], rows),
+        module=nearest(parent, python & is_module[code], rows),
+        line=nearest(parent, python & is_line[code], rows),
+        annotation=nearest(parent, (kind == Kind.ANNOTATION) & ~is_step[code], rows),
     )
 
 

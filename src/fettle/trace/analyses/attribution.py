@@ -12,8 +12,9 @@ import numpy as np
 import polars as pl
 
 from fettle.trace.analyses.ancestry import LIBRARY, Ancestors, ancestors
+from fettle.trace.analyses.enclosing import nearest
 from fettle.trace.analyses.launches import launch_links, text_column
-from fettle.trace.analyses.stacks import nearest
+from fettle.trace.analyses.stacks import host_stacks
 from fettle.trace.analyses.stops import BACKWARD
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Ints, Trace
@@ -110,7 +111,7 @@ def _by_external_id(trace: Trace, rows: Ints, operator: Ints, top: Ints, up: Anc
 def _forward_rows(trace: Trace, operator: Ints) -> Ints:
     """The forward operator of the nearest backward operator around each operator row; -1 for none."""
     partner = forward_of_backward(trace)
-    around = nearest(trace, partner >= 0, np.flatnonzero(trace.is_host))
+    around = nearest(host_stacks(trace).parent, partner >= 0, np.flatnonzero(trace.is_host))
     here = np.where(operator >= 0, around[np.maximum(operator, 0)], -1)
     answer: Ints = np.where(here >= 0, partner[np.maximum(here, 0)], -1)
     return answer
@@ -133,7 +134,7 @@ def kernels_under(trace: Trace, operators: Collection[str]) -> pl.DataFrame:
     """
     wanted = (trace.kind == Kind.OPERATOR) & trace.named(operators.__contains__)
     rows, calls = launch_links(trace).known
-    owner = nearest(trace, wanted, np.flatnonzero(trace.is_host))[calls]
+    owner = nearest(host_stacks(trace).parent, wanted, np.flatnonzero(trace.is_host))[calls]
     known = (owner >= 0) & (trace.kind[rows] == Kind.KERNEL)
     return (
         pl.DataFrame(

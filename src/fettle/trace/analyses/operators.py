@@ -8,8 +8,9 @@ import polars as pl
 from fettle.errors import UsageError
 from fettle.trace.analyses.ancestry import ancestors, called_from, outer_first, outermost
 from fettle.trace.analyses.attribution import names_of_rows
+from fettle.trace.analyses.enclosing import nearest
 from fettle.trace.analyses.launches import launch_links, text_column
-from fettle.trace.analyses.stacks import host_stacks, nearest
+from fettle.trace.analyses.stacks import host_stacks
 from fettle.trace.frames import frame_of, with_rank
 from fettle.trace.kinds import Kind, without_address
 from fettle.trace.model import Ints, Trace
@@ -32,7 +33,7 @@ def operator_table(trace: Trace) -> pl.DataFrame:
     """
     rows = np.flatnonzero(trace.kind == Kind.OPERATOR)
     work, calls = launch_links(trace).known
-    owner = nearest(trace, trace.kind == Kind.OPERATOR, calls)[calls]
+    owner = nearest(host_stacks(trace).parent, trace.kind == Kind.OPERATOR, calls)[calls]
     work, owner = work[owner >= 0], owner[owner >= 0]
     device, kernels = np.zeros((2, trace.events.height), dtype=np.int64)
     np.add.at(device, owner, trace.dur[work])
@@ -137,7 +138,7 @@ def _merged_names(trace: Trace) -> tuple[Ints, list[str]]:
 def parent_among(trace: Trace, wanted: np.ndarray) -> Ints:
     """The nearest wanted event strictly above each event."""
     up = called_from(trace)
-    around = nearest(trace, wanted, np.flatnonzero(trace.is_host), up)
+    around = nearest(up, wanted, np.flatnonzero(trace.is_host))
     answer: Ints = np.where(up >= 0, around[np.maximum(up, 0)], -1)
     return answer
 
@@ -227,7 +228,7 @@ def device_time(trace: Trace, wanted: np.ndarray, parent: Ints) -> tuple[Ints, I
     """
     exclusive, kernels = np.zeros(trace.events.height, dtype=np.int64), np.zeros(trace.events.height, dtype=np.int64)
     work, calls = launch_links(trace).known
-    owner = nearest(trace, wanted, np.flatnonzero(trace.is_host), called_from(trace))[calls]
+    owner = nearest(called_from(trace), wanted, np.flatnonzero(trace.is_host))[calls]
     known = owner >= 0
     np.add.at(exclusive, owner[known], trace.dur[work][known])
     np.add.at(kernels, owner[known], 1)

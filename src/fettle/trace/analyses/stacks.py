@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fettle.trace.analyses.enclosing import nearest
 from fettle.trace.analyses.launches import launch_links
 from fettle.trace.intervals import ranges
 from fettle.trace.kinds import Kind
@@ -356,24 +357,6 @@ def _sweep(
     return depth, (thread[owner], time[keep], time[keep + 1], rows[owner])
 
 
-def nearest(trace: Trace, flags: np.ndarray, rows: Ints, parent: Ints | None = None) -> Ints:
-    """The nearest event at or above each row that is flagged: parents (the stacks' own, or those given) followed in
-    doubling steps.
-    """
-    answer = np.where(flags, np.arange(len(flags)), -1)
-    above = (host_stacks(trace).parent if parent is None else parent).copy()
-    active = rows[(answer[rows] < 0) & (above[rows] >= 0)]
-    while len(active):
-        own = answer[above[active]]
-        hit = own >= 0
-        # The whole stretch above has been searched only once its own answer is settled, so take the nearest known one.
-        answer[active[hit]] = own[hit]
-        rest = active[~hit]
-        above[rest] = above[above[rest]]
-        active = rest[above[rest] >= 0]
-    return answer
-
-
 def _causes(trace: Trace, parent: Ints, host_rows: Ints) -> npt.NDArray[np.uint8]:
     number = {cause: i for i, cause in enumerate(CAUSES_OF_HOST)}
     table = np.zeros(len(trace.names) * 256, dtype=np.uint8)
@@ -399,7 +382,7 @@ def _causes(trace: Trace, parent: Ints, host_rows: Ints) -> npt.NDArray[np.uint8
     for owner in ("compile_or_load", "data_loading"):
         marked = cause == number[owner]
         if marked.any():
-            inside = nearest(trace, marked, host_rows, parent) >= 0
+            inside = nearest(parent, marked, host_rows) >= 0
             gives = np.isin(np.arange(len(CAUSES_OF_HOST)), [number[c] for c in _GIVE_WAY])
             cause[inside & gives[cause]] = number[owner]
     return cause
