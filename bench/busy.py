@@ -95,6 +95,9 @@ def quota(name: str) -> Iterator[Path | None]:
             (group / "cpu.max").write_text("150000 100000")
         yield group / "cgroup.procs"
     finally:
+        for process in (group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(OSError):
+                (group.parent / "cgroup.procs").write_text(process)
         for _ in range(50):
             with contextlib.suppress(OSError):
                 group.rmdir()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from busy import NEIGHBOURS, neighbour, others
+from busy import NEIGHBOURS, neighbour, others, quota
 
 from fettle.gate import Settings, gate
 from fettle.machine import this_machine
@@ -51,7 +52,6 @@ def workload():
 PLANTED = {"none": ("STEPS = 100  # unchanged\n", 0.03), "3%": ("STEPS = 103\n", 0.02), "10%": ("STEPS = 110\n", 0.03)}
 """What the new code is, and the limit."""
 OWN = "own"
-WITHOUT_QUOTA = [name for name in NEIGHBOURS if "quota" not in name]
 WAIT_S = 300.0
 """How long a piece waits for others to go."""
 
@@ -89,7 +89,9 @@ def own_repository(folder: Path, commit: str) -> Path:
 
 def piece(planted: str, beside: str, name: str) -> dict[str, object]:
     """One gate; `name` is its number, or the commit of fettle's own history."""
-    with tempfile.TemporaryDirectory() as folder, neighbour(beside):
+    with tempfile.TemporaryDirectory() as folder, neighbour(beside), quota(beside) as processes:
+        if processes is not None:
+            processes.write_text(str(os.getpid()))
         own = planted == OWN
         model = own_repository(Path(folder), name) if own else repository(Path(folder), planted)
         limit = PLANTED["none" if own else planted][1]
@@ -128,7 +130,7 @@ def summary(pieces: dict[str, dict[str, object]]) -> list[dict[str, object]]:
     """By what was planted and beside whom: how many gates said what."""
     rows = []
     for planted in (*PLANTED, OWN):
-        for beside in WITHOUT_QUOTA:
+        for beside in NEIGHBOURS:
             found = [one for key, one in pieces.items() if key.rpartition(" ")[0] == f"{planted} {beside}"]
             if found:
                 said = [one["verdict"] for one in found]
@@ -142,7 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0, help="begin nothing later")
     parser.add_argument("--planted", nargs="+", default=list(PLANTED), choices=[*PLANTED, OWN])
-    parser.add_argument("--neighbours", nargs="+", default=["none", "busy"], choices=WITHOUT_QUOTA)
+    parser.add_argument("--neighbours", nargs="+", default=["none", "busy"], choices=list(NEIGHBOURS))
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--show", action="store_true")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "gate.json")
