@@ -46,7 +46,7 @@ def test_this_process_is_one_of_ours():
     assert load.others == 0.0
 
 
-@pytest.mark.parametrize("field", ["busy_s", "steal_s", "pressure_s", "throttled_s", "clock_mhz"])
+@pytest.mark.parametrize("field", ["busy_s", "steal_s", "pressure_s", "throttled_s", "clock_mhz", "overheated"])
 def test_a_source_that_is_missing_or_vanishes_decides_nothing(field):
     assert load_of(replace(START, **{field: None}), replace(after(1.0), **{field: None})).is_quiet
     assert load_of(START, replace(after(1.0), **{field: None})).is_quiet
@@ -82,9 +82,32 @@ def test_a_quota_that_stops_us_and_a_hypervisor_that_takes_are_seen():
     assert not load_of(START, after(1.0, steal_s=2 * QUIET_OTHERS + 0.1)).is_quiet
 
 
-def test_a_clock_that_falls_is_seen():
-    assert not load_of(replace(START, clock_mhz=3000.0), replace(after(1.0), clock_mhz=3000.0),
-                       replace(after(2.0), clock_mhz=2000.0)).is_quiet  # fmt: skip
+def test_a_clock_that_falls_by_heat_is_seen():
+    cool = (replace(START, clock_mhz=3000.0, overheated=4), replace(after(1.0), clock_mhz=3000.0, overheated=4))
+    assert not load_of(*cool, replace(after(2.0), clock_mhz=2000.0, overheated=5)).is_quiet
+    assert load_of(*cool, replace(after(2.0), clock_mhz=2900.0, overheated=5)).is_quiet
+
+
+def test_a_low_clock_alone_is_none():
+    """A core that rests has one, and so have cores that are all busy beside what one of them reaches alone."""
+    cool = (replace(START, clock_mhz=5000.0, overheated=4), replace(after(1.0), clock_mhz=5000.0, overheated=4))
+    assert load_of(*cool, replace(after(2.0), clock_mhz=3900.0, overheated=4)).is_quiet
+    assert load_of(replace(START, clock_mhz=5000.0), replace(after(1.0), clock_mhz=800.0)).is_quiet
+
+
+def test_clocks_and_heat_are_those_of_the_cores_that_we_may_use(tmp_path, monkeypatch):
+    for core, khz, count in ((0, 5_000_000, 9), (2, 3_900_000, 1), (10, 4_000_000, 2)):
+        for name, value in (("cpufreq/scaling_cur_freq", khz), ("thermal_throttle/core_throttle_count", count),
+                            ("thermal_throttle/package_throttle_count", count)):  # fmt: skip
+            path = tmp_path / f"cpu{core}" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{value}\n")
+    monkeypatch.setattr(_watch, "_CORES", tmp_path)
+    monkeypatch.setattr(_watch.os, "sched_getaffinity", lambda _: {10, 2}, raising=False)
+    _watch._core_files.cache_clear()
+    read = read_machine()
+    _watch._core_files.cache_clear()
+    assert (read.clock_mhz, read.overheated) == (4000.0, 6.0)
 
 
 def test_waiting_for_a_core_is_no_quiet_slice():
@@ -122,7 +145,7 @@ def test_sources_that_are_not_there_are_none(tmp_path, monkeypatch):
     monkeypatch.setattr(_watch, "_STAT", nothing)
     monkeypatch.setattr(_watch, "_PRESSURE", nothing)
     monkeypatch.setattr(_watch, "_own_files", lambda name: [nothing])
-    monkeypatch.setattr(_watch, "_clock_files", lambda: [nothing])
+    monkeypatch.setattr(_watch, "_core_files", lambda name: [nothing])
     read = read_machine()
     assert (read.busy_s, read.steal_s, read.pressure_s, read.throttled_s, read.clock_mhz) == (None,) * 5
 

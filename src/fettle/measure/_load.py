@@ -20,7 +20,7 @@ QUIET_OTHERS = 0.08
 """Share of the machine's cores that others may have in a quiet slice whose threads did not wait. The most of those
 slices was 5.3%."""
 QUIET_CLOCK = 0.9
-"""A clock below this share of the fastest that was seen is throttled."""
+"""A clock below this share of the fastest that was seen, while heat or a GPU's driver throttled it, is no quiet one."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Load:
     throttled: float = math.nan
     """Share of the time in which a cgroup's quota stopped us."""
     clock: float = math.nan
-    """Clock of the cores over the fastest that was seen."""
+    """Clock of the cores over the fastest that was seen, where the machine says that heat has throttled it."""
     slept: bool = False
     """The machine was suspended meanwhile."""
     cores: int = 2

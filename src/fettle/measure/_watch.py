@@ -1,6 +1,6 @@
 """What the machine did beyond our processes: CPU time of others and of the hypervisor (`/proc/stat`), waiting
-(our cgroup's `cpu.pressure`, else the machine's `/proc/pressure/cpu`), throttling by a cgroup's quota (`cpu.stat`), the
-clock.
+(our cgroup's `cpu.pressure`, else the machine's `/proc/pressure/cpu`), throttling by a cgroup's quota (`cpu.stat`), and
+by heat (`thermal_throttle` of x86 cores).
 
 The counters tick in hundredths of a second, so they are read over half a second at least. A source that is missing, or
 that runs backwards, is NaN and decides nothing. Formats: the kernel's *proc* and *Control Group* documentation.
@@ -26,7 +26,9 @@ from fettle.procs.limits import control_groups
 _WINDOW_S = 0.5
 _TICKS = 100.0  # USER_HZ of /proc/stat
 _STAT, _LOAD, _PRESSURE = Path("/proc/stat"), Path("/proc/loadavg"), Path("/proc/pressure/cpu")
-_CLOCKS = Path("/sys/devices/system/cpu")
+_CORES = Path("/sys/devices/system/cpu")
+_LOOKED_AT = 4
+"""Cores whose clock and heat are read: a machine may have hundreds, and each takes its time."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Reading:
     pressure_s: float | None = None
     throttled_s: float | None = None
     clock_mhz: float | None = None
+    overheated: float | None = None
+    """How often heat has throttled a core so far."""
     cores: int = 1
 
 
@@ -60,7 +64,8 @@ def read_machine() -> Reading:
         steal_s=steal_s,
         pressure_s=_pressure_s(),
         throttled_s=throttled_s(),
-        clock_mhz=_clock_mhz(),
+        clock_mhz=max(_of_cores("cpufreq/scaling_cur_freq"), default=0.0) / 1e3 or None,
+        overheated=sum(_of_cores("thermal_throttle/*_throttle_count")),
         cores=os.cpu_count() or 1,
     )
 
@@ -97,13 +102,15 @@ class Watch:
         spent_s = last.at_s - first.at_s
         share = _share(spent_s * min(first.cores, last.cores))
         busy_s = _difference(last.busy_s, first.busy_s)
+        # A clock alone says nothing: idle cores have a low one, and a single busy core a higher one than many.
+        is_hot = last.clock_mhz is not None and _difference(last.overheated, before.overheated) > 0
         return Load(
             waits=waits,
             others=share(busy_s - (last_own_s - first_own_s)) if first.cores == last.cores else math.nan,
             steal=share(_difference(last.steal_s, first.steal_s)),
             pressure=_share(spent_s)(_difference(last.pressure_s, first.pressure_s)),
             throttled=_share(last.at_s - before.at_s)(_difference(last.throttled_s, before.throttled_s)),
-            clock=last.clock_mhz / self._fastest_mhz if last.clock_mhz else math.nan,
+            clock=(last.clock_mhz or 0.0) / self._fastest_mhz if is_hot else math.nan,
             slept=(last.boot_s - before.boot_s) - (last.at_s - before.at_s) > 0.1,
             cores=last.cores,
         )
@@ -205,19 +212,19 @@ def _own_files(name: str) -> list[Path]:
     return [path for folder in control_groups("cpu") if (path := folder / name).is_file()]
 
 
-def _clock_mhz() -> float | None:
-    """Mean clock of the cores where the kernel reports it."""
-    clocks = []
-    for path in _clock_files():
+def _of_cores(name: str) -> list[float]:
+    """What the files of that name say of a few of the cores that we may use."""
+    values = []
+    for path in _core_files(name):
         with contextlib.suppress(OSError, ValueError):
-            clocks.append(int(path.read_text()) / 1e3)
-    return sum(clocks) / len(clocks) if clocks else None
+            values.append(float(path.read_text()))
+    return values
 
 
-@lru_cache(maxsize=1)
-def _clock_files() -> list[Path]:
-    """The files of four cores: a machine may have hundreds, and each takes its time to read."""
-    return sorted(_CLOCKS.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"))[:4]
+@lru_cache(maxsize=2)
+def _core_files(name: str) -> list[Path]:
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return [path for core in list(cores)[:_LOOKED_AT] for path in sorted((_CORES / f"cpu{core}").glob(name))]
 
 
 class Surroundings:
