@@ -247,7 +247,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_trace_without_time_says_so(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text('{"traceEvents": [{"ph": "X", "ts": "a"}]}')
+    (tmp_path / "x.json").write_text('{"traceEvents": [{"ph": "X", "cat": "cpu_op", "ts": 1, "dur": 0}]}')
     with pytest.raises(UsageError, match=r"x\.json: its events take no time"):
         diagnose(tmp_path / "x.json")
 

@@ -111,13 +111,14 @@ class Machine:
         segments = []
         for segment in self.segments:
             blocks = segment["blocks"]
-            live = [block for block in blocks if block["state"] == "active_allocated"]
+            active = [block for block in blocks if block["state"] != "inactive"]
+            live = [block for block in active if block["state"] == "active_allocated"]
             segments.append(
                 segment
                 | {
                     "allocated_size": sum(block["size"] for block in live),
-                    "active_size": sum(block["size"] for block in blocks if block["state"] != "inactive"),
-                    "requested_size": sum(block["requested_size"] for block in live),
+                    "active_size": sum(block["size"] for block in active),
+                    "requested_size": sum(block["requested_size"] for block in active),
                 }
             )
         events = self.events if window is None else self.events[len(self.events) - window :]

@@ -53,6 +53,24 @@ def test_a_request_that_failed_is_judged_at_its_own_moment() -> None:
     assert fit.largest_free_bytes <= 11 * MIB
 
 
+def test_a_request_that_failed_among_expandable_segments_is_not_judged_by_what_came_later() -> None:
+    machine = Machine()
+    held = machine.alloc(70 * MIB, stack("a"))
+    machine.note("oom", 60 * MIB, stack("big:8"), device_free=MIB)
+    data = machine.data()
+    data["segments"][0]["is_expandable"] = True
+    then = analyse(parse(data)).fit
+    assert then is not None
+    assert then.answer == "no"  # nothing has changed since
+    machine.free(held)
+    data = machine.data()
+    data["segments"][0]["is_expandable"] = True
+    later = analyse(parse(data)).fit
+    assert later is not None
+    assert later.answer == "unknown"
+    assert "70.0 MiB were in use when the request failed, 0 B when the snapshot was taken" in later.sentence
+
+
 def test_expandable_segments_are_not_guessed_at() -> None:
     machine = Machine()
     machine.alloc(4 * MIB, stack("a"))

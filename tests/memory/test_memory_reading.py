@@ -103,6 +103,17 @@ def test_a_ring_written_from_its_first_slot_is_turned_back() -> None:
     assert np.array_equal(parse(data).traces[0].time_us, parse(machine.data()).traces[0].time_us)
 
 
+def test_addresses_of_64_bits_are_read() -> None:
+    machine = Machine()
+    machine.next_address = 0xFF00_0000_0000_0000
+    machine.free(machine.alloc(4 * MIB, stack("f")))
+    machine.alloc(4 * MIB, stack("f"))
+    snapshot = parse(machine.data())
+    assert not snapshot.notes
+    assert not check(snapshot)
+    assert analyse(snapshot).replay.peak_bytes == 4 * MIB
+
+
 def test_equal_stacks_are_one_stack_whether_shared_or_not() -> None:
     machine = Machine()
     machine.alloc(MIB, stack("f:1", "g:2"))

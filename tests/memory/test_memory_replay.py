@@ -63,9 +63,11 @@ def test_the_peak_may_be_the_start_of_the_window() -> None:
 def test_a_freed_block_that_another_stream_awaits_is_still_in_use() -> None:
     machine = Machine()
     machine.free(machine.alloc(10 * MIB, stack("f")), complete=False)
-    result = replay(parse(machine.data()), 0)
+    snapshot = parse(machine.data())
+    result = replay(snapshot, 0)
     assert result.start_bytes == 0
     assert result.end_bytes == 10 * MIB
+    assert check(snapshot) == []
 
 
 def test_a_file_without_completed_frees_is_replayed_by_the_requested_ones() -> None:

@@ -72,6 +72,7 @@ def test_a_gap_is_split_not_labelled(tmp_path: Path) -> None:
         ("cpu_op", "aten::add", "operator"),
         ("python_function", "train.py(12): loop", "python"),
         ("python_function", "<built-in function collect>", "garbage_collection"),
+        ("python_function", "Python GC", "garbage_collection"),  # torch 2.9 and later
         ("overhead", "Command Buffer Full", "profiler"),
         ("overhead", "Lazy Function Loading", "compile_or_load"),
         ("python_function", "opentelemetry/instrumentation/torch.py(7): call", "python"),

@@ -17,6 +17,7 @@ from fettle.trace.analyses.communication import bus_factor
 from fettle.trace.analyses.idle import missing_information
 from fettle.trace.analyses.launches import launch_links
 from fettle.trace.analyses.operators import counter_sums
+from fettle.trace.analyses.waits import device_waits
 from fettle.trace.kinds import is_collective_name, short_kernel_name
 from tests.trace.build import Build, training
 
@@ -318,9 +319,10 @@ def test_what_if(tmp_path: Path) -> None:
         T.what_if(trace, "kernels", kernels="(")
 
 
-def test_a_graph_does_not_make_the_data_of_a_copy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("copy", ["Memcpy HtoD", "Memcpy M2D (MEMORY(Unknown) -> DEVICE)", "CopyHostToDevice"])
+def test_a_graph_does_not_make_the_data_of_a_copy(tmp_path: Path, copy: str) -> None:
     made = Build().step(0, 0, 1000).op("aten::mm", 600, 200)
-    made.kernel("Memcpy HtoD", 520, 10, call=510, launch="cudaMemcpyAsync", cat="gpu_memcpy")  # after 510 us of host
+    made.kernel(copy, 520, 10, call=510, launch="cudaMemcpyAsync", cat="gpu_memcpy")  # after 510 us of host
     made.kernel("gemm", 620, 40, call=610).kernel("gemm", 760, 40, call=750).call("cudaDeviceSynchronize", 900, 100)
     found = T.what_if(made.load(tmp_path), "graph")
     assert 510_000 <= found.estimate_ns < 700_000
@@ -640,6 +642,19 @@ def test_health_counts_what_is_missing(tmp_path: Path) -> None:
     assert T.trace_health(training(3).load(tmp_path)).uncertain == ()
 
 
+def test_ranks_merged_into_one_file_are_told(tmp_path: Path) -> None:
+    def merged(first: int, at: float) -> T.Health:
+        build = training(1)
+        build.add("cuda_runtime", "cudaLaunchKernel", at - 5, 2, pid=2, correlation=first)
+        build.add("kernel", "gemm", at, 30, pid=0, tid=7, device=0, stream=7, correlation=first)
+        return T.trace_health(build.load(tmp_path))
+
+    for health in (merged(101, 2000), merged(900, 1030)):  # the number of another's launch, its stream at the same time
+        assert ("serious", 2) in [(f.severity, f.count) for f in health.findings]
+        assert {"account", "idle", "kernels"} <= set(health.uncertain)
+    assert merged(900, 2000).uncertain == ()
+
+
 def test_sql(tmp_path: Path) -> None:
     traces = [training(3).load(tmp_path)]
     frame = T.query(traces, "select class, sum(sum_ns) as ns from kernels group by class order by ns desc")
@@ -699,6 +714,16 @@ def test_a_step_may_end_with_its_own_annotation(tmp_path: Path) -> None:
     trace = build.load(tmp_path)
     assert T.steps(trace)["wall_ns"].to_list() == [100_000, 100_000, 60_000]
     assert T.steps(replace(trace, own_end=True))["wall_ns"].to_list() == [60_000] * 3
+
+
+def test_waits_are_exact_on_clocks_that_count_from_1970(tmp_path: Path) -> None:
+    def waits(base: int) -> list[int]:
+        build = Build()
+        for i in range(10):  # every other piece is queued behind the one before while its call goes on
+            build.kernel("k", base + 400 * i + 60, 330 + 20 * (i % 2), call=base + 400 * i, call_dur=120)
+        return (device_waits(build.load(tmp_path)).since - 1000 * base).tolist()
+
+    assert waits(1_700_000_000_000_000) == waits(1000)
 
 
 def test_two_reasons_at_once_are_told_as_a_range(tmp_path: Path) -> None:

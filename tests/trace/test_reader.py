@@ -237,6 +237,38 @@ def test_what_is_no_trace_is_one_clear_line(tmp_path: Path, content: bytes) -> N
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "event",
+    [{"ph": "X", "name": "fusion.1", "dur": 90}, {"ph": "B", "cat": "cpu_op", "name": "a"}, {"ph": "M", "name": "b"}],
+)
+def test_a_trace_of_another_writer_is_one_clear_line(tmp_path: Path, event: dict[str, object]) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"traceEvents": [{"pid": 1, "tid": 1, "ts": at, **event} for at in range(30)]}))
+    with pytest.raises(UsageError, match="none of its 30 events is a complete one") as caught:
+        load(path, use_sidecar=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_events_that_are_in_no_answer_are_counted(tmp_path: Path) -> None:
+    build = training(3).add("", "fusion.1", 10, 5)
+    health = trace_health(build.load(tmp_path))
+    assert health.uncertain == ()
+    assert {f.what: f.count for f in health.findings}["events without a category"] == 1
+    for phase in "BE":
+        build.add("cpu_op", "a", 20, 0, ph=phase)
+    health = trace_health(build.load(tmp_path))
+    assert "account" in health.uncertain
+    assert {f.what: f.count for f in health.findings}["begins and ends (ph B and E)"] == 2
+
+
+def test_both_spellings_of_an_external_id_in_one_chunk(tmp_path: Path) -> None:
+    """As torch up to 1.12 writes them."""
+    build = Build().add("Operator", "aten::mm", 0, 100, **{"External id": 7})
+    build.add("Kernel", "gemm", 200, 50, pid=0, tid="stream 7", device=0, **{"external id": 7})
+    build.add("Operator", "aten::mm", 300, 100, **{"External id": 8})  # the last one is read by itself
+    assert build.load(tmp_path).column("external").tolist() == [7, 7, 8]
+
+
 def test_more_events_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "BLOCK_BYTES", 500)
     with pytest.raises(UsageError, match="more than 10 events"):

@@ -72,6 +72,45 @@ def test_loaders_that_are_asked_in_turn_make_one_step() -> None:
     assert steps.report.steps == 4
 
 
+def test_what_the_first_of_several_loaders_waits_at_first_counts() -> None:
+    with watch(to=None) as steps:
+        for _ in zip(torch.utils.data.DataLoader(Slow()), torch.utils.data.DataLoader(torch.ones(8, 2)), strict=True):
+            pass
+    assert steps.report is not None
+    assert steps.report.data_s >= 8 * 0.04
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_ran_before_the_loop_is_forgotten_with_the_batch_that_was_tried(workers: int) -> None:
+    loader = torch.utils.data.DataLoader(torch.ones(4, 2), num_workers=workers, persistent_workers=workers > 0)
+    with watch(to=None) as steps:
+        next(iter(loader))
+        steps._data += 10**15
+        for _ in loader:
+            pass
+    assert steps.report is not None
+    assert steps.report.steps == 4
+    assert steps.report.data_s < 10**6
+
+
+def test_a_loader_in_the_body_ends_no_step_of_a_loop_that_says_where_they_end() -> None:
+    out = io.StringIO()
+    for _ in fettle.step_timer(range(3), to=out):
+        for _ in torch.utils.data.DataLoader(torch.ones(4, 2)):
+            pass
+    assert out.getvalue().startswith("3 steps")
+    with watch(to=None) as steps:
+        for number, _ in enumerate(torch.utils.data.DataLoader(Slow())):
+            if number % 4 == 3:
+                steps.step()
+    report = steps.report
+    assert report is not None
+    assert report.steps == 2
+    assert 8 * 0.04 <= report.data_s <= report.wall_s
+    assert report.first_ms >= 4 * 40
+    assert total(report) == pytest.approx(report.wall_s)
+
+
 def test_a_loader_that_was_left_is_followed_by_the_next() -> None:
     with watch(to=None) as steps:
         next(iter(torch.utils.data.DataLoader(torch.ones(4, 2))))

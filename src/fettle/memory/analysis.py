@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -211,8 +211,19 @@ def _fit(snapshot: Snapshot, window: Replay, request_bytes: int | None, device_f
     event = int(failed[-1])
     if device_free_bytes is None:
         device_free_bytes = int(window.trace.address[event])
-    then = state_at(snapshot, window, event) or snapshot
-    stream = int(window.trace.stream[event])
-    return would_fit(
-        then, window.device, int(window.trace.size_bytes[event]), stream=stream, device_free_bytes=device_free_bytes
+    then = state_at(snapshot, window, event)
+    fit = would_fit(
+        then or snapshot,
+        window.device,
+        int(window.trace.size_bytes[event]),
+        stream=int(window.trace.stream[event]),
+        device_free_bytes=device_free_bytes,
     )
+    used, reserved = window.used_bytes, window.reserved_bytes
+    if then is not None or (used[event] == used[-1] and reserved[event] == reserved[-1]):
+        return fit
+    sentence = (
+        f"not known: {size_text(window.at(event))} were in use when the request failed, {size_text(window.end_bytes)} "
+        "when the snapshot was taken, and what expandable segments were like before is not in it"
+    )
+    return replace(fit, answer="unknown", sentence=sentence, fragmented=False)

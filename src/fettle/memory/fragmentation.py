@@ -81,7 +81,9 @@ class Fit:
     request_bytes: int
     rounded_bytes: int
     answer: str
-    """cache, device, after_release, no, or unknown (it depends on the device's free memory, which is not known)."""
+    """cache, device, after_release, no, or unknown: it depends on the device's free memory, which is not known, or the
+    request failed at a moment that the snapshot does not show.
+    """
     sentence: str
     fragmented: bool
     """Enough is free in the request's own pool, but in pieces that are all too small."""

@@ -42,7 +42,7 @@ def _segment_sums(snapshot: Snapshot) -> list[Violation]:
         ("its blocks do not add up to total_size", blocks.size_bytes, every, segments.total_bytes),
         ("allocated_size is not that of its blocks", blocks.size_bytes, allocated, segments.allocated_bytes),
         ("active_size is not that of its blocks", blocks.size_bytes, active, segments.active_bytes),
-        ("requested_size is not that of its blocks", blocks.requested_bytes, allocated, segments.requested_bytes),
+        ("requested_size is not that of its blocks", blocks.requested_bytes, active, segments.requested_bytes),
     ]
     broken = []
     for rule, sizes, chosen, expected in rules:

@@ -131,7 +131,7 @@ class _Parser:
         blocks: list[Any] = []
         owner: list[int] = []
         address: list[int] = []
-        segment_address = column("address")
+        segment_address = self.ints([_signed(row.get("address")) for row in rows], "the address of a segment")
         for number, row in enumerate(rows):
             inside = row.get("blocks", [])
             if not isinstance(inside, list) or not all(isinstance(block, dict) for block in inside):
@@ -169,7 +169,7 @@ class _Parser:
             ),
             Blocks(
                 segment=np.array(owner, np.int64),
-                address=self.ints(address, "a block's address"),
+                address=self.ints(map(_signed, address), "a block's address"),
                 size_bytes=self.column(blocks, "size", "block"),
                 requested_bytes=self.ints((_requested(block) for block in blocks), "a block's requested size"),
                 state=np.array([_STATES.get(s, 0) if isinstance(s, str) else 0 for s in states], np.int8),
@@ -214,11 +214,14 @@ class _Parser:
         oom = int(Action.OOM)
         if (actions == oom).any():
             address = self.ints(
-                (e.get("device_free", 0) if a == oom else e.get("addr") for e, a in zip(events, actions, strict=True)),
+                (
+                    e.get("device_free", 0) if a == oom else _signed(e.get("addr"))
+                    for e, a in zip(events, actions, strict=True)
+                ),
                 "an event's address",
             )
         else:
-            address = self.column(events, "addr", "event")
+            address = self.ints([_signed(e.get("addr")) for e in events], "the addr of an event")
         trace = Trace(
             action=actions,
             address=address,
@@ -267,6 +270,11 @@ class _Parser:
             raise self.bad(f"{what} does not fit in 64 bits") from None
 
 
+def _signed(address: Any) -> Any:
+    """An address as the columns hold it: those from 2**63 on, which Intel's Level Zero gives, in two's complement."""
+    return address - (1 << 64) if type(address) is int and 1 << 63 <= address < 1 << 64 else address
+
+
 def _what_is_wrong(event: object) -> str:
     """Why an event cannot be read; empty where it can."""
     if not isinstance(event, dict):
@@ -275,6 +283,7 @@ def _what_is_wrong(event: object) -> str:
     defaults = {"device_free" if oom else "addr": 0 if oom else None, "size": None, "stream": 0, "time_us": 0}
     for key, default in defaults.items():
         value = event.get(key, default)
+        value = _signed(value) if key == "addr" else value
         if type(value) is not int:
             return f"has no {key}" if value is None else f"has a {key} that is not a whole number"
         if not -(1 << 63) <= value < 1 << 63:

@@ -51,8 +51,8 @@ def render(analysis: Analysis, difference: Difference | None = None) -> str:
 def _payload(analysis: Analysis) -> tuple[dict[str, Any], str]:
     """What the viewer draws: small facts as JSON, columns as compressed little-endian arrays in base64.
 
-    Numbers beyond 2**53 do not occur in addresses or sizes of real devices; a hostile file may have them, and they are
-    merely drawn imprecisely.
+    Sizes of real devices are below 2**53, and addresses above it are multiples of 512, which a float64 holds; other
+    numbers, which a hostile file may have, are merely drawn imprecisely.
     """
     window, groups, snapshot = analysis.replay, analysis.groups, analysis.snapshot
     table = window.allocations

@@ -112,7 +112,7 @@ _OTHER_RANK = re.compile(
     r"<built-in method wait of .*Work\b"
 )
 _PROFILER = re.compile(r"torch/(profiler|autograd)/profiler\.py|^PyTorch Profiler|profiler::", re.IGNORECASE)
-_GARBAGE = re.compile(r"<built-in (function|method) collect|gc\.collect|^gc\b")
+_GARBAGE = re.compile(r"<built-in (function|method) collect|gc\.collect|^gc\b|^Python GC$")
 _LAUNCH = re.compile(
     r"LaunchKernel|LaunchCooperative|ModuleLaunch|GraphLaunch|^runFunction|LaunchByPtr|^(cu|hip|cuda)Launch|KernelLaunch|"
     r"EnqueueKernel|AppendLaunch"

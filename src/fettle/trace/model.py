@@ -74,6 +74,8 @@ class ReadFacts:
     absurd_times: int = 0
     missing_duration: int = 0
     wide_clock_chunks: int = 0
+    begin_end: int = 0
+    uncategorised: int = 0
     unknown_categories: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     from_sidecar: bool = False

@@ -7,7 +7,7 @@
     for batch in fettle.step_timer(loader):  # any iterable
         train_step(batch)
 
-    with fettle.watch() as steps:            # a serving loop: say where a step ends
+    with fettle.watch() as steps:            # a loop without a loader, or of several batches a step: say where one ends
         while True:
             answer(queue.get())
             steps.step()

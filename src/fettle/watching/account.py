@@ -8,6 +8,7 @@ import math
 import statistics
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -55,10 +56,20 @@ class Steps:
     _sampler: Sampler | None = None
     _on_gpu: bool = False
     _gc_started: int = 0
+    _said: bool = False
+    """Whether the loop says where its steps end: loaders end none then."""
+    _first: weakref.ref[Any] | None = None
+    """The loader's iterator with whose first batch the first step began."""
 
     def step(self) -> None:
-        """The step ends here and the next begins."""
-        self._end(time.perf_counter_ns())
+        """The step ends here and the next begins. From the first call on, and for what came before it, a loader that is
+        asked for the next batch ends none.
+        """
+        now = time.perf_counter_ns()
+        if not self._said:
+            self._said = True
+            self._merge()
+        self._end(now)
 
     def _end(self, now: int) -> None:
         if not self._started:
@@ -117,6 +128,15 @@ class Steps:
         """Forget what was before the first step, which begins at `now`."""
         self._started, self._before = now, (0, 0, 0, 0)
         self._data = self._sync = self._gc = self._syncs = 0
+
+    def _merge(self) -> None:
+        """What loaders took for steps so far is part of the one that goes on."""
+        self._slow_ns = math.inf
+        self._started -= self._wall
+        self._wall = self._count = 0
+        self._before = (0, 0, 0, 0)
+        self._walls.clear()
+        self._slow.clear()
 
     def _median(self) -> float:
         """Median of the last 51 steps, without the very first; infinite while there are too few."""

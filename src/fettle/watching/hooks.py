@@ -8,6 +8,7 @@ import gc
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,10 +61,12 @@ def _loader_next(steps: Steps, original: Callable[[Any], Any]) -> Callable[[Any]
         if steps._in is not None or threading.get_ident() != steps._thread:
             return original(self)
         started = time.perf_counter_ns()
-        if getattr(self, "_fettle_asked", None) == steps._count:  # for the second time in this step, which ends
-            steps._end(started)
-        elif steps._count == 0:  # what ran before the loop is not a step of it
-            steps._begin_again(started)
+        if not steps._said:
+            if getattr(self, "_fettle_asked", None) == steps._count:  # for the second time in this step, which ends
+                steps._end(started)
+            elif steps._count == 0 and (steps._first is None or steps._first() in (None, self)):
+                steps._begin_again(started)  # what ran before the loop is not a step of it
+                steps._first = weakref.ref(self)
         self._fettle_asked = steps._count
         steps._in, collecting = "data", steps._gc
         try:

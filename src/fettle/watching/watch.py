@@ -7,6 +7,7 @@ import os
 import statistics
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -33,8 +34,8 @@ def watch(
 ) -> Iterator[Steps]:
     """Watch the loop inside the block and print where its steps went when it ends, also with an exception.
 
-    A step ends where the loop asks a `torch.utils.data.DataLoader` for the next batch, or where it says `step()`. Of
-    several loaders that are asked in turn, all batches are of one step.
+    A step ends where the loop asks a `torch.utils.data.DataLoader` for the next batch; in a loop that says `step()`,
+    there alone. Of several loaders that are asked in turn, all batches are of one step.
     `json_to` writes the report as JSON, `to` is where the summary goes (None: nowhere). A step that has taken
     `slow_factor` times the median is sampled until it ends, and what was seen goes to `slow_trace`, for Perfetto.
     The report is in `.report` afterwards. One watch at a time, in the thread of the loop.
@@ -53,7 +54,7 @@ def watch(
                 steps._sampler = stack.enter_context(Sampler(steps._lateness, steps._thread))
             stack.enter_context(patched(steps))
             busy = stack.enter_context(_utilisation(steps._on_gpu))
-            steps.step()
+            steps._end(time.perf_counter_ns())  # the first begins
             try:
                 yield steps
             finally:
@@ -75,6 +76,7 @@ def watch(
 def step_timer(iterable: Iterable[T], **options: Any) -> Iterator[T]:
     """Iterate and time: getting the next item is `data`, the loop's body a step. Options as for `watch`."""
     with watch(**options) as steps:
+        steps._said = True  # what a loader in the body ends is no step
         source = iter(iterable)
         while True:
             with steps.waiting("data"):

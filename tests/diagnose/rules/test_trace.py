@@ -216,6 +216,11 @@ def test_a_device_that_works_all_the_time_gets_no_finding(tmp_path: Path) -> Non
     assert trace_findings(on_device(10).load(tmp_path))[0] == []
 
 
+@pytest.mark.parametrize("name", ["Memcpy M2D (MEMORY(Unknown) -> DEVICE)", "Memcpy D2M (DEVICE -> MEMORY(Unknown))"])
+def test_copies_of_memory_that_is_not_pinned_on_an_xpu_are_transfers(tmp_path: Path, name: str) -> None:
+    assert [finding.rule for finding in trace_findings(alone("gpu_memcpy", name).load(tmp_path))[0]] == ["transfers"]
+
+
 def test_copies_that_no_pinned_memory_would_help_are_no_transfers(tmp_path: Path) -> None:
     for category, name in (("gpu_memcpy", "Memcpy DtoD (Device -> Device)"), ("gpu_memset", "Memset (Device)")):
         assert trace_findings(alone(category, name).load(tmp_path))[0] == []

@@ -153,7 +153,7 @@ _CAUSES = {
     ),
 }
 """By column of the time account: what is said of time that was lost in this way, without its numbers."""
-_CROSSING = re.compile(r"HtoD|DtoH|H2D|D2H|HostToDevice|DeviceToHost", re.IGNORECASE)
+_CROSSING = re.compile(r"HtoD|DtoH|H2D|D2H|M2D|D2M|HostToDevice|DeviceToHost", re.IGNORECASE)
 _ON_HOST = {
     "python-bound": "The main thread runs Python between many small operators.",
     "garbage-collection": "Python's garbage collector runs during steps.",

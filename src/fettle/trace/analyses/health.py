@@ -52,7 +52,7 @@ class Health:
 def trace_health(trace: Trace, *, replayed: bool = False) -> Health:
     """Examine one trace; `replayed`: also by replaying it, which takes as long as a what-if."""
     low, high = trace.span
-    findings = [*_reading(trace), *_links(trace), *_clock(trace), *_steps(trace), *_profiler(trace)]
+    findings = [*_reading(trace), *_links(trace), _merged(trace), *_clock(trace), *_steps(trace), *_profiler(trace)]
     if replayed and trace.device_keys:
         findings += _replayed(trace)
     return Health(
@@ -90,6 +90,9 @@ def _reading(trace: Trace) -> list[Finding]:
         _doubt("absurd times (over a day long, or over a week from the others)", facts.absurd_times, "dropped",
                "account, kernels"),
         _note("events without start or duration", facts.missing_duration, "dropped"),
+        _doubt("begins and ends (ph B and E)", facts.begin_end, "not read: missing from every answer",
+               "account, kernels"),
+        _note("events without a category", facts.uncategorised, "kept, in no analysis"),
         _note("chunks read with decimal clocks", facts.wide_clock_chunks,
               "the clock counts from 1970 in fractions: read exactly, slower"),
         _note(f"unknown categories: {', '.join(unknown)[:300]}", len(unknown), "kept, in no analysis"),
@@ -128,6 +131,22 @@ def _shared_numbers(trace: Trace) -> int:
     single = trace.named(lambda name: is_launch_call(name) and not is_graph_launch(name), calls)
     chosen = single & (trace.kind[work] == Kind.KERNEL)
     return int((np.unique(calls[chosen], return_counts=True)[1] > 1).sum())
+
+
+def _merged(trace: Trace) -> Finding:
+    """Ranks that were put into one file keep the numbers that each had of its own."""
+    calls = np.flatnonzero(trace.kind == Kind.RUNTIME)
+    _, of_thread = np.unique([process for process, _ in trace.threads], return_inverse=True)
+    process, number = of_thread[trace.column("thread")[calls]], trace.column("correlation")[calls]
+    count = len(np.unique(process))
+    clash = 0
+    if count > 1:
+        used = np.unique(np.column_stack([number, process])[number > 0], axis=0)
+        clash = len(used) - len(np.unique(used[:, 0])) or _overlaps(trace)
+    what = "processes in one file that use the same numbers or streams"
+    means = "devices of one number count as one, and work may be given to another's launch: load each rank's own file"
+    affects = "account, compare, critical path, idle, kernels, operators, queue, what-if"
+    return _doubt(what, count * (clash > 0), means, affects, serious=True)
 
 
 def _replayed(trace: Trace) -> list[Finding]:

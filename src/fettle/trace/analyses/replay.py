@@ -28,7 +28,8 @@ from fettle.trace.kinds import Kind, is_graph_launch
 from fettle.trace.model import Bools, Ints, Trace, per_trace
 from fettle.trace.ordering import in_groups
 
-_UPLOAD = re.compile(r"memcpy\s*(HtoD|H2D|HostToDevice)", re.IGNORECASE)
+_UPLOAD = re.compile(r"(memcpy\s*|copy)(HtoD|H2D|M2D|HostToDevice)", re.IGNORECASE)
+"""On Intel's GPUs M is memory that is not pinned; older versions of ROCm write CopyHostToDevice."""
 _NEVER = float("-inf")
 _WORK, _END, _BEGIN = 0, 1, 2  # at one moment work begins first, then calls end, then others begin
 

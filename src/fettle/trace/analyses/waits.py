@@ -134,8 +134,9 @@ def device_waits(trace: Trace) -> Waits:
     usual = _usual_waits(start, called, reasons, asked | exact | _after_others(start, end, key, arrived), same_graph)
     calls = trace.column("name")[at].astype(np.int64)
     inside, idle = linked & (trace.end[at] > start), linked & (free < called)
-    sent = called + _until_begin(start - called, calls, inside, idle) - usual[Held.LAUNCH].low
-    arrived = np.where(in_call, np.clip(sent, called, start).astype(np.int64), arrived)
+    passed = _until_begin(start - called, calls, inside, idle) - usual[Held.LAUNCH].low
+    sent = called + np.floor(passed).astype(np.int64)  # clocks since 1970 do not fit into a float64
+    arrived = np.where(in_call, np.clip(sent, called, start), arrived)
     reasons[Held.LAUNCH] = _Reason(arrived, linked)
     held, since, rival, rival_since = _last_reason(start, reasons, usual)
     since = np.where((held == Held.NOTHING) & (previous >= 0), np.maximum(free, 0), since)

@@ -107,7 +107,7 @@ class Columns:
         self.facts.events_seen += len(events)
         complete = [e for e in events if e.ph == "X"]
         if len(complete) != len(events):
-            self._append_others([e for e in events if e.ph in ("M", "i")])
+            self._append_others([e for e in events if e.ph != "X"])
         if not complete:
             return
         ts_ns, dur_ns, keep = self._clocks(complete, chunk)
@@ -164,6 +164,8 @@ class Columns:
         args = [e.args or NO_ARGS for e in events]
         categories = np.fromiter(map(self.categories.__getitem__, [e.cat or "" for e in events]), np.int32, count)
         self._learn_categories()
+        if "" in self.categories:
+            self.facts.uncategorised += int((categories == self.categories[""]).sum())
         kind = np.array(self.category_kind, dtype=np.uint8)[categories]
         names = [e.name or "" for e in events]
         if max(map(len, names)) > MAX_NAME_CHARS:
@@ -172,8 +174,8 @@ class Columns:
         thread = np.fromiter(map(self.threads.__getitem__, [(e.pid, e.tid) for e in events]), np.int32, count)
         correlation = integers([a.correlation for a in args])
         external = integers([a.external for a in args])
-        if count and external.max() < 0:
-            external = integers([a.external_old for a in args])
+        missing = np.flatnonzero((external < 0) & (kind != Kind.PYTHON))
+        external[missing] = integers([args[i].external_old for i in missing.tolist()])
         # Old traces know a step only by its name; new ones call it an annotation.
         self._learn_steps()
         if self.step_names:
@@ -234,8 +236,9 @@ class Columns:
             self.names_seen = len(self.names)
 
     def _append_others(self, events: list[Any]) -> None:
-        """Metadata (thread names), and instants of the memory allocator."""
+        """Metadata (thread names), and instants of the memory allocator; begins and ends are only counted."""
         memory = []
+        self.facts.begin_end += sum(e.ph in ("B", "E") for e in events)
         for e in events:
             if e.ph == "M" and e.name in ("thread_name", "process_name") and e.args is not None:
                 key = say(f"{e.pid}/{e.tid}" if e.name == "thread_name" else f"{e.pid}", 200)

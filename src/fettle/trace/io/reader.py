@@ -42,7 +42,7 @@ def load(
         on_progress: Told the share of the file that has been read, again and again.
 
     Raises:
-        UsageError: The file is missing, unreadable, or holds no trace events.
+        UsageError: The file is missing, unreadable, or holds no events that PyTorch's profiler writes.
     """
     path = Path(path)
     if not path.is_file():
@@ -59,6 +59,11 @@ def load(
     except UsageError as error:
         raise UsageError(f"{path.name}: {error}") from error
     trace = assemble(path, columns, metadata)
+    if not (trace.is_host.any() or trace.is_device.any() or trace.side["memory"].height):
+        raise UsageError(
+            f"{path.name}: none of its {trace.facts.events_seen} events is a complete one (ph X) with a category of "
+            "PyTorch's profiler (cpu_op, kernel, ...); traces of JAX and TensorFlow, and begin/end pairs, are not read"
+        )
     if key is not None and trace.facts.file_bytes > 1 << 20:
         sidecar.write(trace, key)
     return trace if rank is None else replace(trace, rank=rank)

@@ -22,7 +22,7 @@ import polars as pl
 from fettle.files import cache_folder
 from fettle.trace.model import EVENT_COLUMNS, SIDE_TABLES, ReadFacts, Trace
 
-FORMAT = 4
+FORMAT = 5
 MOST_BYTES = 16 << 30
 """More is not kept: what was read longest ago goes first."""
 _AS_JSON = ("rank", "names", "threads", "shapes", "metadata", "thread_names")
