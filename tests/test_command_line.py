@@ -241,6 +241,18 @@ def test_a_full_disk_is_one_line(run_fettle, monkeypatch: pytest.MonkeyPatch) ->
     assert (said.code, said.out, said.err.strip()) == (2, "", "fettle: cannot write: No space left on device")
 
 
+def test_no_temporary_folder_is_one_line_and_only_where_one_is_needed(run_fettle, monkeypatch, tmp_path: Path) -> None:
+    def none(*_: object, **__: object) -> None:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("fettle.report.load_result", none)
+    said = run_fettle("report", "anywhere")
+    assert (said.code, said.out, said.err.count("\n")) == (2, "", 1)
+    assert "found in ['/tmp']: set TMPDIR" in said.err
+    code = "import tempfile, fettle.cli\ndel tempfile._get_default_tempdir\nfettle.cli.main()"
+    subprocess.run([sys.executable, "-c", code, "--version"], check=True, capture_output=True, cwd=tmp_path)
+
+
 def test_an_interrupt_is_one_line(run_fettle, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

@@ -1,12 +1,14 @@
 import math
 import os
+import shlex
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from fettle.errors import UsageError
-from fettle.files import check_writable, plain, read_bytes, read_text, whole, write_bytes, write_text
+from fettle.files import check_writable, for_compilers, plain, read_bytes, read_text, whole, write_bytes, write_text
 
 
 def test_a_file_is_written_whole_and_its_folder_made(tmp_path: Path) -> None:
@@ -75,3 +77,20 @@ def test_what_json_cannot_hold_becomes_what_it_can() -> None:
 
     found = plain({1: (math.nan, -math.inf, 2.5), "odd": Odd(), "special": Odd}, {type: lambda kind: kind.__name__})
     assert found == {"1": [None, None, 2.5], "odd": "odd", "special": "Odd"}
+
+
+def test_a_compiler_is_told_a_path_that_needs_no_quotes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    assert for_compilers(tmp_path / "cache") == str(tmp_path / "cache")
+    folders = [tmp_path / "my models" / "cache", tmp_path / "bob's" / "cache"]
+    links = [Path(for_compilers(folder)) for folder in folders]
+    assert [for_compilers(folder) for folder in folders] == [str(link) for link in links]
+    for link, folder in zip(links, folders, strict=True):
+        (link / "made").write_text("here")
+        assert (folder / "made").read_text() == "here"
+        assert shlex.quote(str(link)) == str(link)
+    links[0].unlink()
+    links[0].symlink_to(tmp_path)  # somebody else's is not followed
+    assert for_compilers(folders[0]) == str(folders[0])

@@ -4,8 +4,10 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 from fettle.structure import structure
@@ -72,3 +74,15 @@ def test_where_a_model_lies_counts() -> None:
     model = nn.Linear(2, 2)
     here = structure(model)
     assert structure(model.to("meta")) != here
+
+
+def test_two_kinds_of_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: ("Large", "Large", "Small")[device.index])
+    model = nn.ReLU()
+
+    def on(device: str) -> str:
+        monkeypatch.setattr(model, "buffers", lambda: [SimpleNamespace(device=torch.device(device))])
+        return structure(model)
+
+    assert on("cuda:0") == on("cuda:1")
+    assert len({on(device) for device in ("cpu", "meta", "cuda:1", "cuda:2")}) == 4

@@ -1,6 +1,7 @@
 """Workloads: where they come from, what they hold, and the one clear line when they cannot be had."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import textwrap
@@ -558,3 +559,17 @@ def test_a_factory_is_called_with_the_arguments_of_its_target(tmp_path: Path) ->
     with Refused("has no parameter 'width'"):
         replace(target, arguments={"width": 4}).make()
     assert replace(find_target(f"{path}:anything"), arguments={"width": 4}).make() == (0, {"width": 4})
+
+
+def test_only_texts_of_the_search_path_are_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [tmp_path, *sys.path])  # type: ignore[list-item]
+    target = target_from_objects(Workload(nn.Identity(), torch.ones(2)), tmp_path)
+    assert target.search_path
+    assert str(tmp_path) not in target.search_path
+    monkeypatch.setattr(sys, "path", ["/mod\udce8le", *sys.path])
+    with Refused(r"'/mod\udce8le' is not a name in UTF-8"):
+        target_from_objects(Workload(nn.Identity(), torch.ones(2)), tmp_path)
+    folder = tmp_path / os.fsdecode(b"mod\xe8le")
+    folder.mkdir()
+    with Refused("is not a name in UTF-8"):
+        find_target(str(write(folder, "def workload(): pass")))

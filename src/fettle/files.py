@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +25,23 @@ def cache_folder(name: str) -> Path:
     """Where what can be made again is kept: $FETTLE_CACHE or the user's cache folder."""
     root = os.environ.get("FETTLE_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(root) / "fettle" / name
+
+
+def for_compilers(folder: Path) -> str:
+    """The path of a folder as torch can hand it to a C++ compiler: it puts paths into a command line as they are, so
+    one with a space or a quote goes by a link in the temporary folder, the same in every run."""
+    path = str(folder.resolve())
+    if shlex.quote(path) == path:
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+    link = Path(tempfile.gettempdir()) / f"fettle-{os.getuid()}-{name}"
+    try:
+        link.symlink_to(path)
+    except OSError:  # it is there, or cannot be made
+        is_ours = link.is_symlink() and link.lstat().st_uid == os.getuid() and os.readlink(link) == path
+        return str(link) if is_ours else path
+    return str(link)
 
 
 def check_writable(*paths: str | os.PathLike[str] | None) -> None:

@@ -21,8 +21,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def structure(model: Any, *functions: Any) -> str:
-    """A short hash of the modules as they print, of devices other than the CPU that they lie on, and of the user's own
-    code in them and in `functions`.
+    """A short hash of the modules as they print, of the kinds of devices other than the CPU that they lie on, and of
+    the user's own code in them and in `functions`.
 
     Comments and layout do not count; functions that this code calls by their name in the same module do. The hash is
     stable for one version of Python.
@@ -37,9 +37,14 @@ def structure(model: Any, *functions: Any) -> str:
         for function in _functions_of(part):
             _add(function, digest, visited)
     if isinstance(model, torch.nn.Module):
-        devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
-        digest.update(" ".join(sorted(devices - {"cpu"})).encode())
+        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        digest.update(" ".join(sorted({_kind(device) for device in devices} - {"cpu"})).encode())
     return digest.hexdigest()[:16]
+
+
+def _kind(device: torch.device) -> str:
+    """What two devices have in common that compute alike: GPUs of two models may lie in one machine."""
+    return f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else device.type
 
 
 def _functions_of(part: Any) -> Iterator[types.FunctionType]:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -493,3 +494,9 @@ def test_freed_memory_is_kept_on_both_sides_unless_the_user_has_set_the_allocato
     assert ground.environment.items() >= racing._KEEPS_MEMORY.items()
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
     assert not ground.environment.keys() & racing._KEEPS_MEMORY.keys()
+
+
+def test_torch_can_compile_for_a_gate_in_a_folder_with_a_space_in_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ground = racing.Ground(Target("work.py:workload"), Settings(), lambda event: None, tmp_path / "my gate")
+    assert " " not in ground.environment["TORCHINDUCTOR_CACHE_DIR"]

@@ -3,7 +3,9 @@
 import io
 import math
 import os
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -72,6 +74,14 @@ def test_memory_is_saved_where_each_process_takes_less_than_any_as_given(peaks, 
     session.standings.known = {one.recipe: one for one in (given, saving)}
     winner, _ = pick_winner(session, [given, saving])
     assert (winner.recipe == saving.recipe) == wins
+
+
+def test_torch_can_compile_for_a_study_in_a_folder_with_a_quote_in_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    session = Session(Target("made/up.py:workload"), Options(output=tmp_path / "bob's"), lambda event: None)
+    cache = session._environment()["TORCHINDUCTOR_CACHE_DIR"]
+    assert "'" not in cache
+    assert Path(cache).resolve() == tmp_path.resolve() / "bob's" / "cache" / "inductor"
 
 
 @pytest.mark.parametrize(("goal", "seconds"), [("energy", 0.5), ("throughput", 0.08)])

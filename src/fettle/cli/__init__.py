@@ -125,10 +125,12 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except OSError as error:
-        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        no_place = "temporary directory" in (error.strerror or "")  # the tempfile module's own words
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT) and not no_place:
             raise
         # a name that is too long, a disk that fails, or is full while a table is written to it
-        _fail(f"{error.filename or 'cannot write'}: {error.strerror}")
+        mend = ": set TMPDIR to a folder that can be written" if no_place else ""
+        _fail(f"{error.filename or 'cannot write'}: {error.strerror}{mend}")
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:

@@ -1,7 +1,7 @@
 """What libraries print, kept off the user's terminal: there is only what fettle says.
 
-Warnings, logs and progress bars are switched off, and what C++ code writes to standard error goes to a file that
-is not read. fettle's own lines go to the terminal as before. A crash of the process itself is still shown.
+Warnings, logs and progress bars are switched off, and what C++ code writes to standard error goes nowhere.
+fettle's own lines go to the terminal as before. A crash of the process itself is still shown.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import io
 import logging
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -64,7 +63,7 @@ def users_code_quiet() -> Iterator[None]:
 
 @contextmanager
 def _descriptor_apart() -> Iterator[None]:
-    """Give `sys.stderr` a descriptor of its own, and descriptor 2, which C++ code writes to, a file."""
+    """Give `sys.stderr` a descriptor of its own, and descriptor 2, which C++ code writes to, none that is read."""
     try:
         ours = sys.stderr.fileno() == 2
     except (OSError, ValueError, AttributeError):  # replaced, as by a test, or closed
@@ -73,7 +72,7 @@ def _descriptor_apart() -> Iterator[None]:
         yield
         return
     terminal, before = os.dup(2), sys.stderr
-    with tempfile.TemporaryFile() as unread, os.fdopen(terminal, "w", buffering=1, errors="backslashreplace") as mine:
+    with open(os.devnull, "wb") as unread, os.fdopen(terminal, "w", buffering=1, errors="backslashreplace") as mine:
         before.flush()
         os.dup2(unread.fileno(), 2)
         sys.stderr = mine

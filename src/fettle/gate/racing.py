@@ -11,6 +11,7 @@ from pathlib import Path
 
 import fettle
 from fettle.errors import UsageError
+from fettle.files import for_compilers
 from fettle.gate import environments
 from fettle.gate.judging import Judged, judge, more_memory, overall, slowdown
 from fettle.gate.revisions import Repository, at, repository_of, unfollowed
@@ -206,7 +207,7 @@ class Ground:
         """Variables of every process: what is compiled is kept from one gate to the next, and freed memory for the
         next call unless the user has set the allocator."""
         is_set = any(name in os.environ for name in (*_KEEPS_MEMORY, "GLIBC_TUNABLES"))
-        return {"TORCHINDUCTOR_CACHE_DIR": str((self.folder / "cache" / "inductor").resolve()),
+        return {"TORCHINDUCTOR_CACHE_DIR": for_compilers(self.folder / "cache" / "inductor"),
                 "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", **({} if is_set else _KEEPS_MEMORY)}  # fmt: skip
 
     def _pass_on(self, progress: Progress) -> None:

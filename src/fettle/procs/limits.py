@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
+_CORES = Path("/sys/devices/system/cpu")
+_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+"""Variables by which OpenMP binds threads to cores."""
 
 
 def usable_cores() -> int:
     """Physical cores that this process may use: fewer under an affinity mask or a container's quota."""
-    logical, per_core = affinity_cores(), 1
+    return max(1, int(min(_physical_cores(), quota_cores())))
+
+
+def _physical_cores() -> int:
+    """Physical cores of which this process may run on some part; as many of its logical ones as the machine has, where
+    the system does not say which are whose."""
+    try:
+        siblings = {(_CORES / f"cpu{core}/topology/thread_siblings_list").read_text().strip() for core in affinity()}
+        if siblings and "" not in siblings:
+            return len(siblings)
+    except OSError:
+        pass
+    per_core = 1
     try:
         import psutil
 
@@ -21,7 +38,7 @@ def usable_cores() -> int:
         per_core = max(1, round((psutil.cpu_count() or 1) / physical)) if physical else 1
     except Exception:
         pass
-    return max(1, int(min(logical // per_core, quota_cores())))
+    return affinity_cores() // per_core
 
 
 def granted_cores() -> tuple[int, str]:
@@ -88,7 +105,41 @@ def pages_fetched() -> int:
 
 def affinity_cores() -> int:
     """Logical cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(affinity()) or os.cpu_count() or 1
+
+
+def affinity() -> set[int]:
+    """The logical cores that this process may run on; empty where the system does not say. OpenMP, where variables ask
+    for it, binds the thread that imports torch to the first of its places: all of them count."""
+    if not hasattr(os, "sched_getaffinity"):
+        return set()
+    cores = os.sched_getaffinity(0)
+    if "torch" in sys.modules and any(name in os.environ for name in _BINDING):
+        import ctypes
+
+        with contextlib.suppress(AttributeError):  # torch without OpenMP
+            openmp = ctypes.CDLL(None)
+            for place in range(openmp.omp_get_num_places()):
+                numbers = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
+                openmp.omp_get_place_proc_ids(place, numbers)
+                cores.update(numbers)
+    return cores
+
+
+@contextlib.contextmanager
+def unbound() -> Iterator[None]:
+    """A process that this thread starts in here may run on all cores of `affinity`, not only on the one that OpenMP has
+    bound the thread to."""
+    cores = affinity()
+    bound = os.sched_getaffinity(0) if cores else cores
+    if cores == bound:
+        yield
+        return
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, bound)
 
 
 def quota_cores() -> float:

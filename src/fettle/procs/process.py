@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Self
 
+from fettle.procs.limits import unbound
+
 if TYPE_CHECKING:
     import psutil
 
@@ -59,11 +61,12 @@ class Process:
         self._log_start = self._log.tell() if self._log is not None else 0
         try:
             forked = fork(self._log.fileno()) if fork is not None and self._log is not None else None
-            self._process = forked or subprocess.Popen(
-                [python or sys.executable, *arguments], env=environment, pass_fds=pass_fds, stdin=subprocess.DEVNULL,
-                stdout=self._log, stderr=self._log,
-                start_new_session=True,  # its own process group: stopped, continued and killed with its children
-            )  # fmt: skip
+            with unbound():
+                self._process = forked or subprocess.Popen(
+                    [python or sys.executable, *arguments], env=environment, pass_fds=pass_fds,
+                    stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
+                    start_new_session=True,  # its own process group: stopped, continued and killed with its children
+                )  # fmt: skip
         except BaseException:
             if self._log is not None:
                 self._log.close()

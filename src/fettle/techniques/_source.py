@@ -182,7 +182,7 @@ def preamble(heading: str, lines_of: Sequence[Code]) -> list[str]:
     if before_start:
         lines += _start_again(before_start)
     if environment:
-        lines += [f'os.environ.setdefault("{key}", "{value}")' for key, value in sorted(environment.items())] + [""]
+        lines += [f'os.environ["{key}"] = "{value}"' for key, value in sorted(environment.items())] + [""]
     sources = [textwrap.dedent(inspect.getsource(helper)).rstrip() for helper in helpers.values()]
     if any(_uses_name(source, "Any") for source in sources):
         lines += ["from typing import Any", ""]

@@ -18,6 +18,8 @@ _DEVICE = {
     "expandable": ("segments of device memory that grow, so that all sizes fit into them", "expandable_segments:True"),
     "cuda-async": ("the driver's pool of device memory, cudaMallocAsync", "backend:cudaMallocAsync"),
 }
+_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The older name wins where the user has set it, on AMD's GPUs too."""
 
 
 def keep_freed_memory(worker: int = 0) -> None:
@@ -66,7 +68,7 @@ class Allocator(Technique):
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if level in _DEVICE:
-            return Code(environment={"PYTORCH_ALLOC_CONF": _DEVICE[level][1]})
+            return Code(environment=dict.fromkeys(_SETTINGS, _DEVICE[level][1]))
         if level == "keep":
             return Code(helpers=(keep_freed_memory,), setup=("keep_freed_memory()",))
         more = {"MALLOC_CONF": _JEMALLOC} if level == "jemalloc" else {}

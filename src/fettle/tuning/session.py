@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from fettle.errors import UsageError
+from fettle.files import for_compilers
 from fettle.machine import Machine
 from fettle.measure import (
     READY,
@@ -346,8 +347,8 @@ class Session:
         lines, factor = source(recipe, self.facts), batch_factor(recipe)
         interpreter = self._where(recipe)
         if interpreter is not None:
-            cache = self._folder(f"cache/inductor-{interpreter.name}").resolve()
-            variables = {**variables, **interpreter.variables, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+            cache = for_compilers(self._folder(f"cache/inductor-{interpreter.name}"))
+            variables = {**variables, **interpreter.variables, "TORCHINDUCTOR_CACHE_DIR": cache}
         return Candidate(recipe, lines, variables, factor, is_calibrated(recipe), ranks,
                          python=interpreter.path if interpreter is not None else "")  # fmt: skip
 
@@ -367,7 +368,7 @@ class Session:
     def _environment(self) -> dict[str, str]:
         return {
             # One compile cache a study, so that the final race and a resumed study find what was compiled.
-            "TORCHINDUCTOR_CACHE_DIR": str(self._folder("cache/inductor").resolve()),
+            "TORCHINDUCTOR_CACHE_DIR": for_compilers(self._folder("cache/inductor")),
             "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
             "FETTLE_CACHE": str(self._folder(_KEPT).resolve()),
         }

@@ -45,6 +45,13 @@ class Target:
     checkout: str = field(default="", repr=False)
     """For another revision, the root of its own files, which may lie in the working tree."""
 
+    def __post_init__(self) -> None:
+        for path in (self.reference, *self.search_path):
+            try:
+                path.encode()
+            except UnicodeEncodeError:
+                raise UsageError(f"{path!r} is not a name in UTF-8, and no worker can be told it: rename it") from None
+
     @property
     def is_live(self) -> bool:
         """Whether the workload was handed over as live objects."""
@@ -150,7 +157,7 @@ def target_from_objects(workload: Any, folder: Path) -> Target:
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or first_line(error)}") from error
     name = workload.name or type(workload.model).__name__
-    return Target(str(path), name, tuple(entry or str(Path.cwd()) for entry in sys.path))
+    return Target(str(path), name, tuple(entry or str(Path.cwd()) for entry in sys.path if isinstance(entry, str)))
 
 
 def _takes(factory: Callable[..., object], name: str) -> bool:

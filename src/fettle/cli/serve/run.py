@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from fettle.serve.engine.worker_start import Spare
     from fettle.serve.server import Address, Server
 
-_SECRET = Path.home() / ".config" / "fettle" / "management-token"
-
 
 def command(
     packages: Annotated[
@@ -117,7 +115,7 @@ def command(
     }  # fmt: skip
     token = token_from(token_file) if token_file is not None else ""
     address = Address(
-        host, port, management_port, token, token_from(_SECRET) if management_port is not None else "", insecure,
+        host, port, management_port, token, token_from(_secret()) if management_port is not None else "", insecure,
         certificate, key, log_requests=log_requests, spans=Spans() if otel else None,
     )  # fmt: skip
     address.check()
@@ -167,7 +165,12 @@ def _say_where(server: Server, address: Address, as_json: bool) -> None:
         say(f"  texts by OpenAI's protocol: {base}/v1")
     say(f"  all that can be asked: {base}/docs")
     if address.management_port is not None:
-        say(f"management on port {server.ports[1]}, token in {_SECRET}")
+        say(f"management on port {server.ports[1]}, token in {_secret()}")
+
+
+def _secret() -> Path:
+    """The file of the token that the management port asks for."""
+    return Path.home() / ".config" / "fettle" / "management-token"
 
 
 def _spare(packages: list[str] | None, threads: int | None, workers: int | None) -> Spare | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Sequence
+
+from fettle.procs.limits import affinity
 
 
 def usable_cores() -> list[int]:
     """Cores that this process may use; empty where the system does not let processes be bound."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return sorted(affinity())
 
 
 def cores_for(workers: int, threads: int, usable: Sequence[int], taken: Collection[int]) -> list[list[int]]:
