@@ -36,9 +36,9 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def gpt2() -> nn.Module:
+def gpt2(places: int = 256) -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4, n_positions=256,
+    config = transformers.GPT2Config(vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4, n_positions=places,
                                      bos_token_id=None, eos_token_id=None, initializer_range=0.3)  # fmt: skip
     return transformers.GPT2LMHeadModel(config).eval()
 
@@ -72,8 +72,55 @@ def whisper() -> nn.Module:
     return transformers.WhisperForConditionalGeneration(config).eval()
 
 
+def mamba() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(
+        vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, state_size=8, bos_token_id=None, eos_token_id=None,
+        pad_token_id=0, initializer_range=0.5,
+    )  # fmt: skip
+    return transformers.MambaForCausalLM(config).eval()
+
+
+def jamba() -> nn.Module:
+    """A layer with a state, and one with keys and values."""
+    torch.manual_seed(0)
+    config = transformers.JambaConfig(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    return transformers.JambaForCausalLM(config).eval()
+
+
+def lfm2() -> nn.Module:
+    """Layers with a convolution, which remembers a few tokens."""
+    torch.manual_seed(0)
+    config = transformers.Lfm2Config(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=["conv", "full_attention", "conv"], bos_token_id=None, eos_token_id=None,
+        pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    return transformers.Lfm2ForCausalLM(config).eval()
+
+
+def roberta() -> nn.Module:
+    """Its positions begin at 2."""
+    torch.manual_seed(0)
+    config = transformers.RobertaConfig(
+        vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        is_decoder=True, max_position_embeddings=66, pad_token_id=1, initializer_range=0.3,
+    )  # fmt: skip
+    return transformers.RobertaForCausalLM(config).eval()
+
+
 def ids(rows: int, tokens: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(4, WORDS, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(kind: torch.dtype = torch.long) -> dict[str, torch.Tensor]:
+    """Two rows, the second with four tokens of nothing first."""
+    mask = torch.tensor([[1] * 9, [0] * 4 + [1] * 5])
+    return {"input_ids": ids(2, 9) * mask, "attention_mask": mask.to(kind)}
 
 
 class Echo:
@@ -136,22 +183,20 @@ def test_an_encoder_of_sound_has_no_tokens_to_begin_with() -> None:
     assert torch.equal(alone.argmax(-1), text)
 
 
-@pytest.mark.parametrize("make", [llama, gpt2, gemma])
-def test_rows_of_unequal_length_write_what_each_writes_alone(make) -> None:
-    model, long, short = make(), ids(1, 9), ids(1, 5, 2)
-    padded = torch.cat([long, torch.cat([torch.zeros(1, 4).long(), short], 1)])
-    mask = torch.ones(2, 9).long()
-    mask[1, :4] = 0
-    both = write(decoder_of(model), padded, attention_mask=mask, new_tokens=6)
-    assert torch.equal(both[:1], write(decoder_of(model), long, new_tokens=6))
-    assert torch.equal(both[1:], write(decoder_of(model), short, new_tokens=6))
+@pytest.mark.parametrize("kind", [torch.long, torch.bool, torch.float])
+@pytest.mark.parametrize("make", [llama, gpt2, gemma, mamba, jamba])
+def test_rows_of_unequal_length_write_what_each_writes_alone(make, kind) -> None:
+    model, prompt = make(), padded(kind)
+    both = write(decoder_of(model), **prompt, new_tokens=6)
+    assert torch.equal(both[:1], write(decoder_of(model), prompt["input_ids"][:1], new_tokens=6))
+    assert torch.equal(both[1:], write(decoder_of(model), prompt["input_ids"][1:, 4:], new_tokens=6))
 
 
-def mamba() -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.MambaConfig(vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, state_size=8,
-                                      bos_token_id=None, eos_token_id=None, pad_token_id=0)  # fmt: skip
-    return transformers.MambaForCausalLM(config).eval()
+@pytest.mark.parametrize("level", ["as-given", "static"])
+def test_a_prompt_may_say_its_positions(level) -> None:
+    work = fettle.GenerationWorkload(llama(), [padded()], new_tokens=6)
+    prompt = {**padded(), "position_ids": (padded()["attention_mask"].cumsum(1) - 1).clamp(min=0)}
+    assert torch.equal(runs(work, kv_cache=level)(**prompt), write(decoder_of(work.model), **padded(), new_tokens=6))
 
 
 def test_a_model_may_keep_a_state_in_place_of_keys_and_values() -> None:
@@ -162,6 +207,16 @@ def test_a_model_may_keep_a_state_in_place_of_keys_and_values() -> None:
     torch.testing.assert_close(scores, whole[:, 8:-1], rtol=0, atol=1e-4)
     facts = probe_facts(fettle.GenerationWorkload(mamba(), prompt, new_tokens=4))
     assert "one token at a time" in conflict(Recipe({"guessing": "prompt"}), facts)
+
+
+def test_a_state_beside_keys_and_values_takes_one_token_and_no_guess() -> None:
+    prompt, forced = ids(2, 9), ids(2, 7, 3)
+    whole = jamba()(torch.cat([prompt, forced], 1)).logits[:, 8:-1]
+    assert torch.allclose(score(decoder_of(jamba()), forced, 4, input_ids=prompt), whole, atol=1e-4)
+    facts = probe_facts(fettle.GenerationWorkload(jamba(), prompt, new_tokens=4))
+    assert "one token at a time" in conflict(Recipe({"guessing": "prompt"}), facts)
+    with pytest.raises(RuntimeError, match="cannot forget a wrong guess"):
+        write_guessing(decoder_of(jamba()), prompt, new_tokens=4, ahead=3, guesses=Lookup())
 
 
 def test_an_answer_without_what_is_kept_is_told() -> None:
@@ -187,6 +242,12 @@ def test_a_wrapper_hands_on_what_it_does_not_name() -> None:
     for given in ({}, {"attention_mask": mask}):
         wanted = write(decoder_of(model), prompt, new_tokens=6, **given)
         assert torch.equal(write(decoder_of(Wrapper(model)), prompt, new_tokens=6, **given), wanted)
+
+
+def test_a_decoder_may_begin_with_more_than_its_start_token() -> None:
+    model, prompt, begun = t5(), ids(2, 9), ids(2, 3, 2)
+    wanted = model(input_ids=prompt, decoder_input_ids=begun).logits[:, -1]
+    assert torch.allclose(decoder_of(model).prefill(input_ids=prompt, decoder_input_ids=begun), wanted, atol=1e-5)
 
 
 def test_an_encoders_rows_may_be_filled_up_on_their_right() -> None:
@@ -263,6 +324,17 @@ def test_a_dict_with_new_tokens_is_one(tmp_path) -> None:
     assert made.prompt_tokens == 4
 
 
+def test_an_object_may_read_what_is_no_tokens() -> None:
+    class Sound(Echo):
+        def prefill(self, room: int = 0, **prompt: torch.Tensor) -> torch.Tensor:
+            return super().prefill(input_ids=prompt["input_features"].long().sum(2))
+
+    work = fettle.GenerationWorkload(Sound(), [{"input_features": torch.ones(2, 8, 40)}], new_tokens=3)
+    facts = probe_facts(work)
+    assert (facts.prompt_tokens, facts.keeps) == (1, "own")
+    assert runs(work, guessing="prompt")(**work.inputs[0]).shape == (2, 3)
+
+
 # -- quality ----------------------------------------------------------------------------------------------------
 
 
@@ -312,6 +384,26 @@ def test_no_more_of_a_long_text_is_scored_than_is_kept(monkeypatch, tmp_path) ->
     assert sum(fed) == 3 + 15
 
 
+@pytest.mark.parametrize("make", [llama, mamba])
+def test_what_padding_changes_is_not_judged(make, tmp_path) -> None:
+    path = str(tmp_path / "reference.pt")
+    work = fettle.GenerationWorkload(make(), [ids(1, 9), padded()], new_tokens=3)
+    assert len(quality.write_pieces(work, path)) == 2
+    work = fettle.GenerationWorkload(roberta(), [ids(1, 9), padded()], new_tokens=3)
+    with pytest.raises(UsageError, match="other scores with padding than alone"):
+        quality.write_pieces(work, path)
+
+
+def test_a_model_that_is_quantised_as_given_is_its_own_reference(tmp_path) -> None:
+    model = llama().bfloat16().train()
+    model.is_quantized = True  # as from_pretrained leaves it
+    work = fettle.GenerationWorkload(model, [ids(2, 6)], new_tokens=4)
+    assert len(quality.write_pieces(work, str(tmp_path / "reference.pt"))) == 1
+    assert not model.training
+    assert quality.as_reference(model) == "bfloat16, with its quantised weights"
+    assert quality.as_reference(llama().bfloat16()) == "float32"
+
+
 def test_texts_are_judged_where_the_prompts_lie() -> None:
     work = fettle.GenerationWorkload(Echo(), [ids(1, 5).to("meta")], new_tokens=2, texts=[ids(1, 9)])
     [text] = [(prompt["input_ids"], text) for prompt, text in quality._what_is_judged(work) if text is not None]
@@ -350,6 +442,8 @@ def test_text_that_does_not_follow_its_own_scores_is_found_out() -> None:
     asked = run(**prompt, forced=run(**prompt))
     assert "scores highest" in quality.astray(lambda **given: None, prompt, run(**prompt), 6, asked)
     assert "in place of" in quality.astray(run, prompt, ids(1, 5), 6)
+    pictures = {"pictures": torch.rand(3, 8), **prompt}  # more of them than texts
+    assert not quality.astray(lambda **given: None, pictures, asked.argmax(-1), 6, asked)
 
 
 # -- speed ----------------------------------------------------------------------------------------------------
@@ -451,6 +545,19 @@ def test_a_technique_writes_the_same(make, levels) -> None:
         assert torch.equal(run(**prompt), text)
         forced = ids(len(text), 20, 4)
         assert torch.allclose(run(**prompt, forced=forced), score(decoder_of(work.model), forced, **prompt), atol=1e-4)
+
+
+@pytest.mark.parametrize("level", ["as-given", "static"])
+def test_a_loop_of_ones_own_may_follow_inference_mode(level) -> None:
+    work = fettle.GenerationWorkload(llama(), [ids(2, 9)], new_tokens=4)
+    run = runs(work, kv_cache=level, grad="inference_mode")
+    text = run(**work.inputs[0])
+    scores = run.decoder.prefill(room=4, **work.inputs[0])
+    assert torch.equal(scores.argmax(-1), text[:, 0])
+    scores = run.decoder.decode(text[:, :3])
+    assert torch.equal(scores.argmax(-1), text[:, 1:])
+    assert not scores.requires_grad
+    assert torch.equal(run(**work.inputs[0]), text)
 
 
 @pytest.mark.parametrize(
@@ -609,17 +716,32 @@ def test_a_draft_guesses_and_the_text_is_the_models_own(agrees, steps, more) -> 
         assert len(heard) == steps if agrees else len(heard) > 6
 
 
-def test_guesses_that_are_wrong_are_forgotten_behind_a_sliding_window() -> None:
-    class Wrong(Lookup):
-        def guess(self, text: torch.Tensor, ahead: int, *how: object) -> tuple:
-            return torch.full((len(text), ahead), 5), None
+class Wrong(Lookup):
+    def guess(self, text: torch.Tensor, ahead: int, *how: object) -> tuple:
+        return torch.full((len(text), ahead), 5), None
 
+
+@pytest.mark.parametrize("make", [gemma, lfm2])
+def test_guesses_that_are_wrong_are_forgotten_behind_a_sliding_window(make) -> None:
     prompt = ids(2, 9)
-    wanted = write(decoder_of(gemma()), prompt, new_tokens=12)
-    text = write_guessing(decoder_of(gemma()), prompt, new_tokens=12, ahead=3, guesses=Wrong())
+    wanted = write(decoder_of(make()), prompt, new_tokens=12)
+    text = write_guessing(decoder_of(make()), prompt, new_tokens=12, ahead=3, guesses=Wrong())
     assert torch.equal(text, wanted)
+
+
+def test_a_draft_may_have_a_sliding_window() -> None:
+    prompt = ids(2, 9)
     work = fettle.GenerationWorkload(llama(), [prompt], new_tokens=12, draft=gemma())
     assert torch.equal(runs(work, guessing="draft")(prompt), write(decoder_of(work.model), prompt, new_tokens=12))
+
+
+def test_nothing_is_guessed_beyond_the_last_position() -> None:
+    model, prompt = gpt2(21), ids(2, 9)
+    wanted = write(decoder_of(model), prompt, new_tokens=12)
+    assert torch.equal(write_guessing(decoder_of(model), prompt, new_tokens=12, ahead=6, guesses=Wrong()), wanted)
+    for places in (8, 9, 16):  # of the draft: less than the prompt, as much, somewhat more
+        work = fettle.GenerationWorkload(model, [prompt], new_tokens=12, draft=gpt2(places))
+        assert torch.equal(runs(work, guessing="draft")(prompt), wanted)
 
 
 class Chain:

@@ -117,7 +117,10 @@ def test_another_length_or_another_text_is_another_workload(target: Target) -> N
     made = target.load()
     assert isinstance(made, fettle.GenerationWorkload)
     others = [replace(made, new_tokens=7), replace(made, texts=[made.texts[0] + 1])]
-    assert len({fingerprint(work) for work in (made, replace(made), *others)}) == 3
+    drafts = [target.load().model for _ in range(2)]
+    drafts[1].lm_head.weight.data += 1
+    others += [replace(made, draft=draft) for draft in drafts]
+    assert len({fingerprint(work) for work in (made, replace(made), *others)}) == 5
 
 
 def test_goals_of_text_are_for_text(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ class Kept:
         self.model: Any = model
         self.config: Any = getattr(model, "config", None)
         self.takes = set(inspect.signature(model.forward).parameters)
-        self.one_at_a_time = "cache_params" in self.takes  # Mamba's state, which takes one new token exactly
+        # A state takes one new token exactly. That a model has one beside keys and values is seen when it has read.
+        self.one_at_a_time = "cache_params" in self.takes
         self.kept = "cache_params" if self.one_at_a_time else "past_key_values"
         if self.kept not in self.takes:  # a wrapper that hands on what it does not name, as PEFT's
             self.takes |= {"past_key_values", "use_cache", "return_dict", "attention_mask", "position_ids"}
@@ -45,6 +46,7 @@ class Kept:
         self.mask: Any = None
         self.given: dict[str, Any] = {}
 
+    @torch.no_grad()
     def prefill(self, room: int = 0, **prompt: Any) -> torch.Tensor:
         """Read a prompt: scores [rows, vocabulary] of the first new token. At most `room` tokens follow."""
         self.past, mask = self.new_cache(room, **prompt), prompt.pop("attention_mask", None)
@@ -52,23 +54,29 @@ class Kept:
             mask = None
         if not self.two_parts:
             tokens = prompt.pop("input_ids")
-            self.mask, self.given = self.new_mask(mask), prompt
+            self.mask, self.given = self.new_mask(None if mask is None else mask.long()), prompt
             scores = self.ahead(tokens, 1)
             self.given = {}
+            if self.kept == "cache_params":  # the state is without what was filled up
+                self.mask = None
             return scores[:, -1]
-        masked = {} if mask is None else {"attention_mask": mask}
+        masked, start = {} if mask is None else {"attention_mask": mask}, prompt.pop("decoder_input_ids", None)
         states = self.model.get_encoder()(**prompt, **masked)
         self.mask, self.given = None, {"encoder_outputs": states, **masked}
-        first = next(iter(prompt.values()))
-        start = torch.full((len(first), 1), self.start_token(), device=first.device)
+        if start is None:
+            first = next(iter(prompt.values()))
+            start = torch.full((len(first), 1), self.start_token(), device=first.device)
         return self.ahead(start, 1)[:, -1]
 
+    @torch.no_grad()
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Go on with `tokens` [rows, k]: scores [rows, k, vocabulary] of the token after each."""
         return self.ahead(tokens, 0)
 
     def will_crop(self) -> None:
         """To be called after `prefill` by who calls `crop`: a layer with a sliding window keeps what it needs then."""
+        if self.one_at_a_time:
+            raise RuntimeError("the model keeps a state, which cannot forget a wrong guess: write without guesses")
         if hasattr(self.past, "activate_past_recording"):
             self.past.activate_past_recording()
 
@@ -107,8 +115,9 @@ class Kept:
             given |= {"attention_mask": self.mask, "position_ids": places}
         given = {name: value for name, value in given.items() if name in self.takes}
         name = "decoder_input_ids" if self.two_parts else "input_ids"
-        output = self.model(**{name: tokens}, **given, **self.given)
+        output = self.model(**{name: tokens}, **(given | self.given))
         self.past = part(output, self.kept, 1)
+        self.one_at_a_time = self.one_at_a_time or not getattr(self.past, "is_croppable", True)
         scores: torch.Tensor = part(output, "logits", 0)
         return scores
 
@@ -121,8 +130,8 @@ def decoder_of(model: Any) -> Any:
 def score(decoder: Any, forced: torch.Tensor, stride: int = 1, room: int = 0, **prompt: Any) -> torch.Tensor:
     """Scores [rows, tokens, vocabulary] of the tokens that `forced` [rows, tokens] has, whatever the model would have
     written: each goes in as if it had been, `stride` at a time where the model can."""
-    stride = 1 if getattr(decoder, "one_at_a_time", False) else stride
     found = [decoder.prefill(room=forced.shape[1] + room, **prompt)[:, None].to(torch.float32, copy=True)]
+    stride = 1 if getattr(decoder, "one_at_a_time", False) else stride
     for place in range(0, forced.shape[1] - 1, stride):
         scores = decoder.decode(forced[:, place : min(place + stride, forced.shape[1] - 1)])
         found.append(scores.to(torch.float32, copy=True))

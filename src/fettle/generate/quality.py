@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 
-from fettle.generate.decoding import decoder_of, score
+from fettle.errors import UsageError
+from fettle.generate.decoding import Kept, decoder_of, score
+from fettle.generate.speed import rows_in
 from fettle.generate.workload import GenerationWorkload
 
 MAX_KL = 0.01
@@ -36,6 +38,9 @@ _BLOCK = 16
 _ASTRAY = 0.1
 """Nats per token by which a recipe's own text may fall short of its own likeliest tokens: ties broken otherwise are
 hundredths, text that does not follow its scores is whole nats."""
+_ROUNDED = 0.1
+"""Largest relative L2 distance between the scores of a row with padding and of that row alone: in 16 bits, or with
+what comes in rounded to 8, they are hundredths apart."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +76,34 @@ class Closeness:
     problem: str = ""
 
 
+def as_reference(model: Any) -> str:
+    """Put a model into eval mode, and into float32 where transformers lets it be converted: the type that it has then.
+    What is quantised as given is its own reference."""
+    if not isinstance(model, torch.nn.Module):
+        return "float32"
+    model.eval()
+    try:
+        model.float()
+    except ValueError:
+        kinds = [tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()]
+        return f"{str(kinds[0]).removeprefix('torch.') if kinds else 'integers'}, with its quantised weights"
+    return "float32"
+
+
 def write_pieces(workload: GenerationWorkload, path: str) -> list[Piece]:
-    """Let the reference write and score, and save what recipes are judged by; the model is float32 and in eval mode
-    ever after. The pieces are those of the inputs, of the check inputs, then the texts, as far as memory for their
-    distributions goes."""
+    """Let the reference write and score, and save what recipes are judged by; the model stays `as_reference`. The
+    pieces are those of the inputs, of the check inputs, then the texts, as far as memory for their distributions
+    goes."""
     decoder = decoder_of(workload.model)
-    if isinstance(workload.model, torch.nn.Module):
-        workload.model.float().eval()
+    as_reference(workload.model)
     pieces, left, row_bytes = [], _MOST_BYTES, 0
     for prompt, text in _what_is_judged(workload):
         if left <= 0:
             break
         if text is None:
             forced, scores = _written(decoder, prompt, int(workload.new_tokens))
+            if isinstance(decoder, Kept):
+                _check_padding(decoder, prompt, forced, scores)
         else:  # after the inputs, which told how large the vocabulary is: no more of it is scored than is kept
             forced = text[:, : max(1, left // (len(text) * row_bytes))]
             scores = score(decoder, forced, STRIDE, **prompt)
@@ -104,6 +124,28 @@ def _written(decoder: Any, prompt: dict[str, Any], count: int) -> tuple[torch.Te
         found.append(decoder.decode(found[-1].argmax(-1)).to(torch.float32, copy=True))
     scores = torch.cat(found, 1)
     return scores.argmax(-1), scores
+
+
+def _check_padding(decoder: Kept, prompt: dict[str, Any], forced: torch.Tensor, scores: torch.Tensor) -> None:
+    """Raise `UsageError` where the row of a prompt with the most padding is not given the scores that it has alone: a
+    model may count positions in another way than by the mask, or not know the mask at all."""
+    mask = prompt.get("attention_mask")
+    if mask is None or bool(mask.all()) or decoder.two_parts or any(len(each) != len(mask) for each in prompt.values()):
+        return
+    row = int(mask.long().sum(1).argmin())
+    seen = mask[row].bool()
+    alone = {
+        name: tensor[row : row + 1, seen] if tensor.shape[:2] == mask.shape else tensor[row : row + 1]
+        for name, tensor in prompt.items()
+    }
+    own = score(decoder, forced[row : row + 1, :2], **alone)[0]
+    found, wanted = (one - one.mean(-1, keepdim=True) for one in (scores[row, :2], own))
+    off = float((found - wanted).norm() / wanted.norm())
+    if off > _ROUNDED:
+        raise UsageError(
+            f"a row of a prompt gets other scores with padding than alone (relative error {off:.2g}): the model takes "
+            "no attention_mask, or counts positions in its own way; give prompts without padding, such as of one row"
+        )
 
 
 def read_pieces(path: str) -> list[Piece]:
@@ -162,7 +204,7 @@ def astray(
 ) -> str:
     """What is wrong with the `text` that a recipe wrote by itself after `prompt`, where that is not what its own scores
     say: forced tokens alone would never show it. Empty when nothing is. `scores` of that text, where they are known."""
-    rows = len(next(iter(prompt.values())))
+    rows = rows_in(prompt)
     if not isinstance(text, torch.Tensor) or tuple(text.shape) != (rows, new_tokens):
         return f"it wrote {list(getattr(text, 'shape', []))} tokens in place of {[rows, new_tokens]}"
     log_q = (run(**prompt, forced=text).cpu() if scores is None else scores).float().log_softmax(-1)

@@ -112,7 +112,7 @@ class Watcher:
     def sample_ns(self, run: Callable[..., Any], prompt: Mapping[str, Any], number: int) -> int:
         """Write after one prompt: nanoseconds of the part that counts."""
         wanted = 1 if self.part == "ttft" else self.new_tokens
-        text = Text(number, len(next(iter(prompt.values()))))
+        text = Text(number, rows_in(prompt))
         text.began_ns = time.perf_counter_ns()
         run(**prompt, new_tokens=wanted, on_tokens=text.hear, temperature=self.temperature)
         ended = time.perf_counter_ns()
@@ -125,6 +125,11 @@ class Watcher:
         """The texts since the last call, for the parent."""
         found, self.texts = [text.told() for text in self.texts], []
         return found
+
+
+def rows_in(prompt: Mapping[str, torch.Tensor]) -> int:
+    """The rows of a prompt: those of its tokens, where it has such."""
+    return len(prompt["input_ids"] if "input_ids" in prompt else next(iter(prompt.values())))
 
 
 def rows_of(prompt: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:

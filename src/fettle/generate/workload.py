@@ -91,9 +91,8 @@ class GenerationWorkload(Workload):
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the longest prompt; 1, the start token, where a decoder begins with nothing else."""
-        if self.is_two_parts:
-            return 1
-        return max(int(prompt["input_ids"].shape[1]) for prompt in [*self.inputs, *self.check_inputs])
+        given = [] if self.is_two_parts else [*self.inputs, *self.check_inputs]
+        return max((int(prompt["input_ids"].shape[1]) for prompt in given if "input_ids" in prompt), default=1)
 
     def run(self, model: Any, batch: Batch) -> Any:
         """Write text after one prompt: by a model as it is, token after token."""

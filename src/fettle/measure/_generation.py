@@ -14,8 +14,17 @@ import msgspec
 import torch
 
 from fettle.generate.limits import cache_bytes, count_work, weights_read
-from fettle.generate.quality import Closeness, astray, closeness, read_pieces, scores_of, unequal, write_pieces
-from fettle.generate.speed import Generation, Watcher, tokens_per_s
+from fettle.generate.quality import (
+    Closeness,
+    as_reference,
+    astray,
+    closeness,
+    read_pieces,
+    scores_of,
+    unequal,
+    write_pieces,
+)
+from fettle.generate.speed import Generation, Watcher, rows_in, tokens_per_s
 from fettle.measure import _meters
 from fettle.measure._accuracy import user_metric, with_metric
 from fettle.measure._clock import Clock, is_steady
@@ -40,7 +49,7 @@ def reference(state: State, request: WriteReference) -> Reference:
         metric, problem = user_metric(workload.metric, lambda **prompt: workload.run(workload.model, prompt))
     own = closeness(pieces, [piece.log_p for piece in pieces])
     return Reference(
-        dtype="float32", why="it writes text that recipes are judged on",
+        dtype=as_reference(workload.model), why="it writes text that recipes are judged on",
         metric=metric if math.isfinite(metric) else None, metric_problem=problem,
         seconds=time.perf_counter() - started, perplexity=own.perplexity,
         prefill_flops=work.prefill_flops, decode_flops=work.decode_flops,
@@ -91,7 +100,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
             written = [run(**prompt) for prompt in workload.inputs]
         accuracy = with_metric(judged(state, run, fed, written, request), workload.metric, run)
         notes.lines += compiler_notes()
-    rows = len(next(iter(workload.inputs[0].values())))
+    rows = rows_in(workload.inputs[0])
     ready = prepared(state, optimize_s, first_call_s, accuracy, peak, rows * watcher.counted, notes)
     known = Generation(
         rows=rows, weight_bytes=weights_read(workload.model, run.decoder), cache_bytes=held, peak_bytes=ready.peak_bytes

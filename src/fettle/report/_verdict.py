@@ -104,9 +104,9 @@ def yardstick(result: Outcome) -> str:
         )
     if result.facts.generates:
         return (
-            "What a recipe would write is judged token by token against the same model in float32, on that model's own "
-            f"text and the workload's, by the Kullback-Leibler divergence in nats; the reference's perplexity is "
-            f"{fmt.number(reference.perplexity)}."
+            f"What a recipe would write is judged token by token against the same model in {reference.dtype}, on that "
+            "model's own text and the workload's, by the Kullback-Leibler divergence in nats; the reference's "
+            f"perplexity is {fmt.number(reference.perplexity)}."
         )
     why = f" ({reference.why})" if reference.why else ""
     text = f"Answers are judged against the same model run in {reference.dtype}{why}"

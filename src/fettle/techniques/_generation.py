@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +20,12 @@ def generation_facts(workload: Workload) -> dict[str, Any]:
         return {}
     model = workload.model
     decoder = decoder_of(model)
-    own, state = decoder is model, getattr(decoder, "one_at_a_time", False)
-    keeps = "own" if own else "state" if state else "static" if _can_be_static(model) else "dynamic"
+    if decoder is model:
+        keeps = "own"
+    elif _can_be_static(model):
+        keeps = "static"
+    else:
+        keeps = "state" if _has_state(decoder, workload.inputs[0]) else "dynamic"
     return {
         "new_tokens": int(workload.new_tokens),
         "prompt_tokens": workload.prompt_tokens,
@@ -40,6 +45,13 @@ def _can_be_static(model: Any) -> bool:
         return False
     whole = bool(layers) and all(type(layer).__name__ == "StaticLayer" for layer in layers)
     return whole and not getattr(model.config, "is_encoder_decoder", False)
+
+
+def _has_state(decoder: Kept, prompt: dict[str, Any]) -> bool:
+    """Whether some layer keeps a state in place of keys and values, as its cache says once it has read something."""
+    with contextlib.suppress(Exception):  # the baseline trial will say what is wrong with it
+        decoder.prefill(room=1, **prompt)
+    return decoder.one_at_a_time
 
 
 def writing(codes: Sequence[Code]) -> Code:

@@ -17,6 +17,13 @@ from fettle.techniques._generation import NO_TEXT
 from fettle.techniques.kv_cache import AHEAD
 
 
+def most_tokens(decoder: Any) -> float:
+    """The tokens that a model has positions for, where its configuration says so: a text may end just there, and what
+    is guessed beyond has none."""
+    found: float = getattr(getattr(decoder, "config", None), "max_position_embeddings", None) or 0
+    return found if found > 0 else float("inf")
+
+
 class Lookup:
     """Guesses from the text itself."""
 
@@ -50,17 +57,22 @@ class Draft:
         if getattr(model, "draft", None) is None:
             raise RuntimeError("guessing=draft: model.draft is to be the smaller model that guesses")
         self.decoder = decoder_of(model.draft)
+        self.most = most_tokens(self.decoder)
         self.read = 0  # tokens of the text that it has read
 
     def begin(self, room: int, **prompt: Any) -> None:
+        self.read = prompt["input_ids"].shape[1]
+        if self.read >= self.most:  # it guesses nothing
+            return
         self.decoder.prefill(room=room, **prompt)
         if hasattr(self.decoder, "will_crop"):
             self.decoder.will_crop()
-        self.read = prompt["input_ids"].shape[1]
 
     def guess(self, text: torch.Tensor, ahead: int, temperature: float, top_p: float, generator: Any) -> Any:
         """The tokens [rows, ahead] that the smaller model writes, and what it drew them from [rows, ahead, vocabulary];
-        None for the likeliest."""
+        None for the likeliest. Both None where the text is too long for it."""
+        if text.shape[1] + ahead - 1 > self.most:
+            return None, None
         tokens, found, drawn_from = text[:, self.read :], [], []
         for _ in range(ahead):
             scores = self.decoder.decode(tokens)[:, -1]
@@ -120,12 +132,12 @@ def write_guessing(
     if hasattr(decoder, "will_crop"):
         decoder.will_crop()
     text = torch.cat([input_ids, pick(scores, *how)], 1)
-    end = input_ids.shape[1] + new_tokens
+    end, most = input_ids.shape[1] + new_tokens, most_tokens(decoder)
     if on_tokens is not None:
         on_tokens(text[:, -1:])
     guesses.begin(new_tokens + ahead, input_ids=input_ids, **prompt)
     while text.shape[1] < end:
-        guessed, theirs = guesses.guess(text, ahead, *how)
+        guessed, theirs = guesses.guess(text, ahead, *how) if text.shape[1] + ahead <= most else (None, None)
         if guessed is None:
             new = pick(decoder.decode(text[:, -1:])[:, -1], *how)
         else:
@@ -170,7 +182,7 @@ class Guessing(Technique):
         given = (f'kwargs.setdefault("ahead", {AHEAD})', 'kwargs.setdefault("guesses", guesses)')
         own, made = (Lookup, "Lookup()") if level == "prompt" else (Draft, "Draft(model)")
         return Code(
-            helpers=(own, draw_after, write_guessing),
+            helpers=(most_tokens, own, draw_after, write_guessing),
             setup=(f"guesses = {made}",),
             inputs=given,
             writer="write_guessing",

@@ -80,6 +80,9 @@ class Static(Kept):
         if length + room > self.tokens:
             self.tokens, self.caches, self.graphs = -(-(length + room) // 64) * 64, {}, {}
         cache: Any = self.caches.get(rows)
+        made_there = cache is not None and cache.layers[0].cumulative_length.is_inference()
+        if made_there and not torch.is_inference_mode_enabled():  # which could not write into it
+            self.caches, self.graphs, cache = {}, {}, None
         if cache is None:
             cache = self.caches[rows] = StaticCache(config=self.config, max_cache_len=self.tokens)
         for layer in cache.layers:
@@ -105,7 +108,7 @@ class Static(Kept):
         """One call of the model."""
         given = {"attention_mask": mask, "position_ids": places, "logits_to_keep": last}
         given = {name: value for name, value in given.items() if name in self.takes and value is not None}
-        output = self.model(input_ids=tokens, past_key_values=past, use_cache=True, **given, **self.given)
+        output = self.model(input_ids=tokens, past_key_values=past, use_cache=True, **(given | self.given))
         scores: torch.Tensor = output.logits
         return scores
 

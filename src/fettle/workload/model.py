@@ -175,8 +175,11 @@ def fingerprint(workload: Workload) -> str:
         tensors += [(f"input{index}{path}", leaf) for path, leaf in leaves(batch)]
     usual = {item.name for item in dataclasses.fields(Workload)}
     for item in dataclasses.fields(workload):  # what another kind of workload has besides: texts, how much is written
-        if item.name not in usual:
-            tensors += [(f"{item.name}{path}", leaf) for path, leaf in leaves(getattr(workload, item.name))]
+        if item.name in usual:
+            continue
+        value = getattr(workload, item.name)
+        value = dict(value.state_dict()) if isinstance(value, torch.nn.Module) else value  # a draft
+        tensors += [(f"{item.name}{path}", leaf) for path, leaf in leaves(value)]
     for part in workload.parts:
         digest.update(f"part {part}".encode())
     if workload.padding:
