@@ -405,6 +405,18 @@ class TestLiveObjects:
             target_from_objects(made, tmp_path)
         assert list(tmp_path.iterdir()) == []
 
+    @pytest.mark.parametrize(("part", "named"), [(None, "in place,"), ("1", "in place (its 1),")])
+    def test_what_was_compiled_in_place_would_be_eager_there(self, tmp_path: Path, part: str, named: str) -> None:
+        compiled = model()
+        (compiled.get_submodule(part) if part else compiled).compile()
+        with Refused(f"was compiled {named}", "before `compile()`", "'file.py:workload'"):
+            target_from_objects(Workload(compiled, [batch()]), tmp_path)
+
+    def test_another_default_type_would_not_be_known_there(self, tmp_path: Path) -> None:
+        torch.set_default_dtype(torch.float64)
+        with Refused("default type is torch.float64", "torch.set_default_dtype(torch.float64)", "'file.py:workload'"):
+            target_from_objects(Workload(model(), [batch()]), tmp_path)
+
     def test_what_cannot_be_unpickled(self, tmp_path: Path) -> None:
         path = tmp_path / "workload.pkl"
         path.write_bytes(b"cut off")

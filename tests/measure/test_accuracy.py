@@ -8,9 +8,12 @@ import numpy
 import pytest
 import torch
 
+from fettle.errors import UsageError
 from fettle.measure import Accuracy, Judge
 from fettle.measure._accuracy import compare, first_rows, outputs_of, repeat_rows, user_metric, worst
+from fettle.measure._inference import with_check
 from fettle.measure._reference import read_reference, write_reference
+from fettle.techniques import probe_facts
 from fettle.workload import Workload
 
 
@@ -157,3 +160,86 @@ def test_a_random_model_has_its_own_distance_as_noise(tmp_path):
     shaky = Workload(lambda x: torch.nn.functional.dropout(x, 0.5), [torch.rand(4, 64)], samples=4)
     assert steady.noise == 0
     assert write_reference(shaky, str(tmp_path / "shaky")).noise > 0.1
+
+
+class Drawn(torch.nn.Module):
+    """A sample around a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        mean = self.layer(x)
+        return mean + torch.randn_like(mean)
+
+
+def test_a_model_that_draws_has_a_reference_of_the_same_draws(tmp_path):
+    """In float64 it would draw others."""
+    model, x = Drawn().eval(), torch.rand(4, 8)
+    torch.manual_seed(0)
+    wanted = model(x).detach()
+    written = write_reference(Workload(model, [x]), str(tmp_path / "reference"))
+    assert (written.dtype, written.why) == ("float32", "it draws random numbers, and would draw others in float64")
+    assert torch.equal(read_reference(str(tmp_path / "reference"))[0]["output"], wanted)
+
+
+def test_answers_of_other_shapes_with_another_seed_are_said(tmp_path):
+    model = Workload(lambda x: x.repeat(1 + int(torch.randint(1 << 30, ())) % 97, 1), [torch.rand(4, 8)])
+    written = write_reference(model, str(tmp_path / "reference"))
+    assert written.noise == 0
+    assert written.notes == ["the answers have other shapes with another seed: recipes are compared on seed 0 alone"]
+
+
+def test_what_is_rounding_in_one_batch_is_judged_in_the_other(tmp_path):
+    class Split(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("basis", torch.linalg.qr(torch.randn(16, 4))[0])
+
+        def forward(self, x):
+            code = x @ self.basis
+            return {"code": code, "residual": x - code @ self.basis.T}
+
+    torch.manual_seed(0)
+    model = Split()
+    inputs = [torch.randn(8, 4) @ model.basis.T, torch.randn(8, 16)]  # the first lies in the subspace
+    written = write_reference(Workload(model, inputs), str(tmp_path / "reference"))
+    first, second = read_reference(str(tmp_path / "reference"))
+    assert (set(first), set(second)) == ({".code"}, {".code", ".residual"})
+    assert written.notes == ["zero but for rounding, and not judged: the output's .residual (batch 1)"]
+
+
+def test_a_model_that_remembers_in_attributes_has_no_noise(tmp_path):
+    class Counting(torch.nn.Module):
+        step = 0
+
+        def forward(self, x):
+            self.step += 1
+            return x * self.step
+
+    written = write_reference(Workload(Counting(), [torch.rand(2, 3), torch.rand(2, 3)]), str(tmp_path / "reference"))
+    assert written.noise == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [
+        ((torch.empty(0, 8), torch.ones(4, 8)), 4),  # nothing came before
+        ((torch.tensor(0.3), torch.ones(8, 2)), 8),
+        ((torch.tensor(0.3),), 1),
+        (3, 1),
+    ],
+)
+def test_rows_are_those_of_the_first_tensor_that_has_some(batch: object, rows: int) -> None:
+    made = Workload(lambda *args: torch.ones(2), [batch, batch])
+    assert with_check(made).samples == probe_facts(made).samples == rows
+    if rows > 1:
+        assert [len(one) for one in repeat_rows(batch, 2, 99) if one.dim()][-1] == 2 * rows
+
+
+def test_a_batch_without_rows_is_refused_unless_they_are_said() -> None:
+    empty = torch.empty(0, 8)
+    with pytest.raises(UsageError, match=r"no rows: .* `samples=`"):
+        with_check(Workload(len, [(empty, torch.tensor(1.0))]))
+    assert with_check(Workload(len, [empty], samples=3)).samples == 3

@@ -358,6 +358,7 @@ def test_what_is_wrong_with_a_model_is_one_line(body: str, inputs: str, words: s
         ("return self.layer(x.mul_(2))", "[torch.randn(4, 3), torch.randn(4, 3)]", "Net()"),  # writes into its input
         ("return self.lazy(x)", "[torch.randn(4, 3)]", "Net()"),
         ("self.mean = (self.mean + x.mean()) / 2; return self.layer(x) + self.mean", "[torch.ones(4, 3)]", "Net()"),
+        ("self.step = getattr(self, 'step', 0) + 1; return self.layer(x) * self.step", "[torch.ones(4, 3)]", "Net()"),
         ("return self.layer(x)", "[torch.randn(4, 3)]", "torch.export.export(Net(), (torch.randn(4, 3),)).module()"),
         ("return self.layer(x)", "[torch.randn(4, 3)]", "torch.jit.script(torch.nn.Linear(3, 2))"),
     ],

@@ -227,3 +227,15 @@ def test_a_library_gets_its_inputs_as_the_examples_lay(monkeypatch):
     run([plain, last, torch.randn(3, 4)])
     for values in given:
         assert [value.stride() for value in values] == [value.stride() for value in made[0]]
+
+
+@pytest.mark.parametrize("told", [lambda size: size > 16, lambda size: "long" if size > 16 else "short"])
+def test_what_is_told_of_a_size_beside_tensors_is_that_sizes(told):
+    class Telling(torch.nn.Module):
+        def forward(self, x):
+            return {"y": x * 2, "told": told(x.shape[1])}
+
+    model, batches = Telling().eval(), [(torch.randn(2, length),) for length in range(3, 9)]
+    run, _ = applied("runtime=openvino", batches, model, num_input_shapes=6)
+    for length in (5, 20):
+        assert run(torch.randn(2, length))["told"] == told(length)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -190,7 +191,11 @@ class Remembering(Attention):
 def test_what_a_module_keeps_of_its_weights_goes_on_being_kept(form):
     model, x = Remembering(form).eval(), torch.randn(2, 4, 16)
     assert probe_facts(Workload(model, [x])).manual_attention == 0
+    assert not model.seen
+    assert not hasattr(model, "last")  # what the probe's calls left there is gone
+    model(x)
     kept = [*model.seen, *([model.last] if form == "attribute" else [])]
+    assert kept
     assert all(isinstance(weights, torch.Tensor) for weights in kept)
 
 
@@ -199,3 +204,42 @@ def test_a_hook_on_the_weights_goes_on_being_called():
     assert count_manual_attention(model, lambda: model(x)) == 1
     model.drop.register_forward_hook(lambda *call: seen.append(call))
     assert count_manual_attention(model, lambda: model(x)) == 0
+
+
+class Shifting(nn.Module):
+    """It writes into its input, and counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.place = Attention("gpt"), nn.Parameter(torch.randn(9, 16))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        x += self.place
+        return self.attention(x) * self.calls
+
+
+def test_tracing_leaves_the_batch_and_the_buffers_as_they_were():
+    model, batch = Shifting().eval().requires_grad_(False), torch.randn(2, 9, 16)
+    before, wanted = batch.clone(), copy.deepcopy(model)(batch.clone())
+    run = fettle.apply(model, "attention=sdpa", [batch])
+    assert torch.equal(batch, before)
+    assert model.calls == 0
+    torch.testing.assert_close(run(batch), wanted)
+
+
+def test_only_a_model_that_writes_into_its_input_is_given_copies():
+    facts = probe_facts(Workload(Shifting().eval(), [torch.randn(2, 9, 16)]))
+    recipe = Recipe.parse("attention=sdpa")
+    assert facts.changes_inputs
+    assert "map_tensors(torch.clone, batch)" in source(recipe, facts)
+    assert "map_tensors" not in source(Recipe.parse("grad=no_grad"), facts)
+    assert "map_tensors" not in source(recipe, replace(facts, changes_inputs=False))
+
+
+def test_attention_beside_torchscript_is_found():
+    model, x = nn.Sequential(torch.jit.script(nn.Linear(16, 16)), Attention("gpt")).eval(), torch.randn(2, 9, 16)
+    wanted = model(x)
+    assert probe_facts(Workload(model, [x])).manual_attention == 1
+    torch.testing.assert_close(fettle.apply(model, "attention=sdpa", [x])(x), wanted)

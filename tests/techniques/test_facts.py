@@ -1,5 +1,6 @@
 """The probe sees what is there, leaves the workload as it was, and no odd model breaks it."""
 
+from collections import deque
 from dataclasses import dataclass
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from fettle.recipe import Recipe
-from fettle.techniques import conflict, load, probe_facts, source
+from fettle.techniques import conflict, load, probe_facts, source, state_kept
 from fettle.workload import Workload
 
 
@@ -195,3 +196,74 @@ def test_a_dataclass_as_input_is_changed_inside_and_comes_back_in_float32(text):
     assert torch.allclose(found.right, batch.right, atol=0.01)
     assert batch.left.dtype == torch.float32
     assert batch.left.is_contiguous()
+
+
+class Streaming(nn.Module):
+    """What it remembers is in attributes: a tensor, a number, containers, and the state of a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.step, self.sums, self.draws = None, 0, torch.zeros(()), torch.Generator().manual_seed(0)
+        self.seen, self.last, self.kept = [], deque(maxlen=2), {"sums": [torch.zeros(())]}
+
+    def forward(self, x):
+        self.hidden = x if self.hidden is None else self.hidden + x
+        self.step += 1
+        self.sums += 1
+        self.kept["sums"][0].add_(1)
+        self.kept[self.step] = x
+        self.seen.append(x)
+        self.last.append(x)
+        self.more = x
+        return x * self.step + self.hidden + self.sums + torch.rand((), generator=self.draws)
+
+
+def test_what_a_model_remembers_in_attributes_is_forgotten():
+    model, x = nn.Sequential(Streaming()).eval(), torch.rand(2, 3)
+    wanted = Streaming()(x)
+    probe_facts(Workload(model, [x]))
+    assert torch.equal(model(x), wanted)
+    assert (len(model[0].seen), len(model[0].last), list(model[0].kept), model[0].step) == (1, 1, ["sums", 1], 1)
+    del model[0].more
+    with state_kept(model):
+        model[0].more = 1
+    assert not hasattr(model[0], "more")
+
+
+class Rebuilding(nn.Module):
+    """Its first call makes it ready, and an attribute says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.ready, self.head = nn.Linear(4, 4), nn.Linear(4, 4), False, None
+
+    def forward(self, x):
+        if not self.ready:
+            self.one.weight.data = self.one.weight.data + self.other.weight.data
+            del self.other
+            self.head, self.ready = nn.Linear(4, 2), True
+        return self.head(self.one(x))
+
+
+def test_what_a_first_call_makes_ready_stays_so():
+    model, x = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), Rebuilding()).eval(), torch.rand(3, 5)
+    with torch.no_grad(), state_kept(model):
+        wanted = model(x)
+    assert model[2].ready
+    assert "head" not in vars(model[2])
+    assert torch.equal(model(x), wanted)
+
+
+def test_tensors_that_inference_mode_made_are_put_back():
+    with torch.inference_mode():
+        model = Counting().eval()
+        model.sums = torch.zeros(())
+    with state_kept(model), torch.inference_mode():
+        model.calls += 1
+        model.sums += 1
+    assert (model.calls, model.sums) == (0, 0)
+
+
+def test_facts_are_found_with_a_batch_that_was_computed_with_gradients():
+    x = nn.Embedding(9, 4)(torch.arange(6).reshape(2, 3))
+    assert probe_facts(Workload(Counting().eval(), [x])).changes_buffers

@@ -8,6 +8,7 @@ import torch
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, load, probe_facts, source
 from fettle.techniques._linear import is_conv1d, linear_of_conv1d
+from fettle.techniques.quantize import rows_of_linear
 from fettle.workload import Workload
 
 transformers = pytest.importorskip("transformers")
@@ -41,3 +42,15 @@ def test_all_of_them_are_quantised(gpt2, caplog):
         load(source(Recipe.parse("quantize=int8-weight"), Facts(num_linear=8)), "quantised")(gpt2, [])
     assert "int8-weight: 8 of 8 linear layers" in caplog.text
     assert 0 < (answer(gpt2) - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_counting_rows_leaves_the_buffers_as_they_were():
+    class Counting(torch.nn.Linear):
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    layer = Counting(4, 4)
+    layer.register_buffer("calls", torch.zeros(()))
+    assert rows_of_linear(layer, [torch.rand(3, 4)]) == {layer: 3}
+    assert layer.calls == 0

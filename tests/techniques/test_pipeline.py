@@ -323,3 +323,27 @@ def test_tuned_from_end_to_end(tmp_path):
     assert "What each part costs" in (tmp_path / "out" / "report.html").read_text()
     ran = subprocess.run([sys.executable, "out/optimized.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "later calls: " in ran.stdout
+
+
+def test_a_pipeline_that_writes_into_its_input_is_traced_on_copies():
+    class Attention(nn.Module):
+        def forward(self, x):
+            return torch.softmax(x @ x.transpose(-2, -1), -1) @ x
+
+    model = nn.ModuleDict({"attention": Attention()}).eval()
+    batch = torch.randn(2, 4, 8)
+    before = batch.clone()
+    work = Workload(model, [batch], lambda model, x: model["attention"](x.add_(1)), parts=["attention"])
+    assert probe_facts(work).changes_inputs
+    fast = fettle.apply(work, "attention[attention]=sdpa")
+    assert torch.equal(batch, before)
+    torch.testing.assert_close(fast(batch.clone()), Attention()(before + 1))
+
+
+def test_a_batch_that_was_computed_with_gradients_is_looked_at_too():
+    model = nn.ModuleDict({"net": nn.Linear(4, 4)}).eval()
+    embeds = nn.Embedding(9, 4)(torch.arange(6).reshape(2, 3))
+    facts = probe_facts(Workload(model, [{"x": embeds}], lambda model, x: model["net"](x), parts=["net"]))
+    assert facts.parts["net"].calls == 1
+    with pytest.raises(UsageError, match=r"^the workload's part 'net' is TorchScript"):
+        Workload(nn.ModuleDict({"net": torch.jit.script(model["net"])}), [embeds], parts=["net"])

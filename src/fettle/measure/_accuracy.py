@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fettle.measure._trial import Accuracy
-from fettle.workload import is_numbers, leaves, map_tensors, tensors
+from fettle.workload import is_numbers, leaves, map_tensors, rows_of, tensors
 
 Outputs = dict[str, torch.Tensor]
 """The tensor leaves of one output by path, on the CPU."""
@@ -124,10 +124,10 @@ def repeat_rows(batch: Any, factor: int, rows: int) -> Any:
     """
     if factor == 1:
         return batch
-    sizes = [tensor.size(0) for tensor in tensors(batch) if tensor.dim()]
-    if not sizes:
+    found = rows_of(batch)
+    if not found:
         raise RuntimeError("a batch has no rows that could be repeated")
-    rows = rows if rows in sizes else sizes[0]
+    rows = rows if rows in (tensor.size(0) for tensor in tensors(batch) if tensor.dim()) else found
 
     def grow(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor] * factor) if tensor.dim() and tensor.shape[0] == rows else tensor

@@ -19,8 +19,8 @@ from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._reference import read_reference, write_reference
 from fettle.measure._state import State, call, examine, locate, peaks, prepared, rebase, rotation, settled, take_slice
 from fettle.structure import structure
-from fettle.techniques import buffers_kept, keep_converted, load, probe_facts
-from fettle.workload import Workload, fingerprint, map_tensors, tensors
+from fettle.techniques import keep_converted, load, probe_facts, state_kept
+from fettle.workload import Workload, fingerprint, map_tensors, rows_of, tensors
 
 
 def build(state: State, request: messages.Build) -> messages.Built:
@@ -56,7 +56,7 @@ def hides_text(workload: Workload) -> bool:
 def probe(state: State, request: messages.Probe) -> messages.Probed:
     """See that the model takes its inputs, and gather the facts."""
     check_inputs(brief(state.workload))
-    with buffers_kept(state.workload.model):  # the reference starts from them
+    with state_kept(state.workload.model):  # the reference starts from them
         facts = probe_facts(state.workload, allow_batch=request.allow_batch)
     if state.derived_check:  # the same rows again: what calibrates a recipe must not judge it
         parts = {name: replace(part, calibration_batches=0) for name, part in facts.parts.items()}
@@ -125,10 +125,13 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
 def with_check(workload: Any) -> Any:
     """The workload with its rows counted and, where the user gave one batch only, a second one to judge on: the same
     rows in another order, so that a recipe which only knows the first batch is found out."""
-    first = next(iter(tensors(workload.inputs[0])), None)
-    rows = workload.samples or (int(first.size(0)) if first is not None and first.dim() else 1)
-    if rows == 0:
-        raise UsageError("the first batch of the inputs has no rows: give batches with at least one")
+    first = workload.inputs[0]
+    rows = workload.samples or rows_of(first)
+    if not rows and any(tensor.dim() for tensor in tensors(first)):
+        raise UsageError(
+            "the first batch of the inputs has no rows: give batches with at least one, or `samples=`, the number of "
+            "rows in one call"
+        )
     check = list(workload.check_inputs)
     if not check and len(workload.inputs) == 1:
 
@@ -138,7 +141,7 @@ def with_check(workload: Any) -> Any:
             return tensor.roll(1, 0) if tensor.shape[0] > 1 else tensor.flip(-1)
 
         check = [map_tensors(other, workload.inputs[0])]
-    return replace(workload, samples=rows, check_inputs=check)
+    return replace(workload, samples=rows or 1, check_inputs=check)
 
 
 def check_inputs(workload: Any) -> None:
@@ -149,7 +152,7 @@ def check_inputs(workload: Any) -> None:
 
     def once() -> None:
         torch.manual_seed(0)
-        with buffers_kept(workload.model):  # a model may write into what it is given
+        with state_kept(workload.model):  # a model may write into what it is given
             workload.run(workload.model, map_tensors(torch.clone, workload.inputs[0]))
 
     try:

@@ -19,7 +19,7 @@ from fettle.errors import UsageError, first_line
 from fettle.measure._accuracy import Outputs, compare, outputs_of, user_metric, worst
 from fettle.measure.messages import Reference
 from fettle.procs.limits import granted_memory_bytes
-from fettle.techniques import buffers_kept
+from fettle.techniques import state_kept
 from fettle.workload import Workload, map_tensors
 
 SECONDS = 60.0
@@ -33,6 +33,8 @@ _ONE_BATCH = (
     "recipes are judged on the one batch that was given: the model does not take its rows in another order ({why}); a "
     "second batch would show whether a recipe only fits the first"
 )
+_OTHER_SHAPES = "the answers have other shapes with another seed: recipes are compared on seed 0 alone"
+_DRAWS = "it draws random numbers, and would draw others in float64"
 _NOTHING, _OFF = 1e-4, 0.1
 """An output below this share of the largest one's typical size and above this relative error as given is rounding."""
 
@@ -40,7 +42,7 @@ _NOTHING, _OFF = 1e-4, 0.1
 def write_reference(workload: Workload, path: str, derived_check: bool = False) -> Reference:
     """Compute the outputs of all batches and save them; changes the workload's model for good.
 
-    Batches run in order, inputs before check inputs, each with seed 0, from the model's initial buffers. With
+    Batches run in order, inputs before check inputs, each with seed 0, from the model's initial state. With
     `derived_check` the last one is made from the first, and is left out where the model does not take it.
     """
     started = time.perf_counter()
@@ -53,7 +55,7 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
 
     def outputs(cast: Callable[[Any], Any], seed: int = 0) -> list[Outputs]:
         answers = []
-        with buffers_kept(model):
+        with state_kept(model):
             for number, batch in enumerate(list(batches), 1):
                 torch.manual_seed(seed)
                 fresh = map_tensors(torch.clone, batch)  # a model may write into what it is given
@@ -85,7 +87,9 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
             raise UsageError("the model's answers are NaN throughout, so no recipe's answers can be checked")
         noise = 0.0
         if float32_s < SECONDS / 2:
-            noise = _distance(outputs(lambda batch: batch, seed=1), answers)
+            others = outputs(lambda batch: batch, seed=1)
+            noise = _distance(others, answers)
+            notes += [_OTHER_SHAPES] if _shapes(others) != _shapes(answers) else []
             if module is not None and any(isinstance(child, _HAVE_FAST_PATH) for child in module.modules()):
                 with _fast_path(True):
                     off = _distance(outputs(lambda batch: batch), answers)
@@ -94,11 +98,12 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
         def run_float32(*args: Any, **kwargs: Any) -> Any:
             return model(*args, **kwargs) if workload.call is None else workload.call(model, *args, **kwargs)
 
-        metric, problem = user_metric(workload.metric, run_float32)
+        with state_kept(model):
+            metric, problem = user_metric(workload.metric, run_float32)
 
         dtype, why, best = _own_dtype(module), "", answers
         if dtype != "float64":
-            why = _why_not_float64(module, float32_s)
+            why = _DRAWS if noise > _NOTHING else _why_not_float64(module, float32_s)
             if not why:
                 assert module is not None
                 try:
@@ -108,9 +113,10 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
                     text = str(error).splitlines()
                     why = f"it does not run in float64: {text[0][:120] if text else type(error).__name__}"
         unjudged = _only_rounding(answers, best)
-        if unjudged:
-            notes.append(f"zero but for rounding, and not judged: the output's {', '.join(unjudged)}")
-        best = [{key: value for key, value in outputs.items() if key not in unjudged} for outputs in best]
+        if any(unjudged):
+            notes.append(f"zero but for rounding, and not judged: the output's {_said(unjudged)}")
+        best = [{key: value for key, value in outputs.items() if key not in small}
+                for outputs, small in zip(best, unjudged, strict=True)]  # fmt: skip
         torch.save(best, f"{path}.part")
         os.replace(f"{path}.part", path)  # whole or not at all: a resumed study trusts what is there
     return Reference(
@@ -148,17 +154,31 @@ def _distance(outputs: list[Outputs], reference: list[Outputs]) -> float:
     return math.inf if accuracy.problem else accuracy.error
 
 
-def _only_rounding(outputs: list[Outputs], reference: list[Outputs]) -> list[str]:
-    """The paths of outputs that are zero but for rounding, such as a mean of normalised values: far off the reference
-    already as given, and next to nothing beside the largest output."""
-    found = set[str]()
+def _shapes(answers: list[Outputs]) -> list[dict[str, torch.Size]]:
+    return [{path: value.shape for path, value in outputs.items()} for outputs in answers]
+
+
+def _only_rounding(outputs: list[Outputs], reference: list[Outputs]) -> list[set[str]]:
+    """By batch the paths of outputs that are zero but for rounding, such as a mean of normalised values: next to
+    nothing beside the batch's largest output, and far off the reference already as given, in that batch or another."""
+    found, off = list[set[str]](), set[str]()
     for own, exact in zip(outputs, reference, strict=True):
         sizes = {path: float(value.abs().double().square().mean().sqrt()) for path, value in exact.items()
                  if value.numel() and (value.is_floating_point() or value.is_complex())}  # fmt: skip
         largest = max((size for size in sizes.values() if math.isfinite(size)), default=0.0)
-        small = [path for path, size in sizes.items() if size < _NOTHING * largest]
-        found |= {path for path in small if compare(own, {path: exact[path]}).error > _OFF}
-    return sorted(found)
+        small = {path for path, size in sizes.items() if size < _NOTHING * largest}
+        off |= {path for path in small if compare(own, {path: exact[path]}).error > _OFF}
+        found.append(small)
+    return [small & off for small in found]
+
+
+def _said(unjudged: list[set[str]]) -> str:
+    """The paths, each with its batches where it is judged in others."""
+    said = []
+    for path in sorted(set[str]().union(*unjudged)):
+        numbers = [str(number) for number, small in enumerate(unjudged, 1) if path in small]
+        said.append(path if len(numbers) == len(unjudged) else f"{path} (batch {', '.join(numbers)})")
+    return ", ".join(said)
 
 
 def _why_not_float64(module: torch.nn.Module | None, float32_s: float) -> str:

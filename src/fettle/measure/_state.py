@@ -28,7 +28,7 @@ from fettle.measure._watch import throttled_s
 from fettle.measure.messages import Examine, Examined, MeasurePeaks, Peaks, Prepared, SliceTaken, TakeSlice
 from fettle.procs.forks import Imports, imports
 from fettle.procs.limits import pages_fetched, resident_bytes
-from fettle.techniques import buffers_kept
+from fettle.techniques import state_kept
 from fettle.workload import device_of, leaves, spread, tensors
 
 
@@ -98,7 +98,7 @@ def examine(state: State, request: Examine) -> Examined:
     module, _, name = request.function.partition(":")
     function = getattr(importlib.import_module(module), name)
     writes = {"path": request.path} if request.path else {}
-    with buffers_kept(state.workload.model):
+    with state_kept(state.workload.model):
         evidence = function(state.workload, seconds=request.seconds, **writes)
     return Examined(evidence=msgspec.Raw(msgspec.msgpack.encode(evidence)), load_s=state.load_s)
 

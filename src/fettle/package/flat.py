@@ -14,7 +14,7 @@ from fettle.errors import UsageError
 from fettle.package.model_runner import as_array
 from fettle.package.tensors import FROM_NUMPY, TensorSpec
 from fettle.recipe import Recipe
-from fettle.workload import Workload, device_of, leaves, map_tensors
+from fettle.workload import Workload, device_of, leaves, map_tensors, rows_of
 
 BEFORE_EXPORT = ("attention",)
 """Techniques that rewrite the model's own modules, which an exported program no longer has."""
@@ -35,7 +35,7 @@ class Flat(torch.nn.Module):
         if not paths:
             raise UsageError("the model's inputs hold no tensor: nothing can be served")
         batches = _alike(workload.inputs, paths)
-        rows = workload.samples or int(batches[0][0].shape[0] if batches[0][0].dim() else 1)
+        rows = workload.samples or rows_of(first) or 1
         self.rows, self.batches = rows, batches
         self.samples = batches[0]
         self.device = device_of(self.inner, first)

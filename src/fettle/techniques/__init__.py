@@ -42,10 +42,11 @@ from fettle.techniques._kept import keep_converted, tally
 from fettle.techniques._openvino import OpenvinoRequest, openvino_model
 from fettle.techniques._openvino_core import openvino_core
 from fettle.techniques._openvino_int8 import openvino_saturates
-from fettle.techniques._probe import buffers_kept, machine_facts, probe_facts, unchanged
+from fettle.techniques._probe import machine_facts, probe_facts, unchanged
 from fettle.techniques._python import PYTHON
 from fettle.techniques._ranks import modules_by_size, repeated_blocks, shard
 from fettle.techniques._source import load
+from fettle.techniques._state_kept import state_kept
 from fettle.techniques._tensor import split_bytes, split_over, tensor_plan
 from fettle.techniques.batch import LARGEST, enlarged
 from fettle.techniques.quantize import quantize_exported
@@ -68,7 +69,6 @@ __all__ = [
     "OpenvinoRequest",
     "Technique",
     "batch_factor",
-    "buffers_kept",
     "bundles",
     "canonical",
     "changed",
@@ -112,6 +112,7 @@ __all__ = [
     "source",
     "split_bytes",
     "split_over",
+    "state_kept",
     "tally",
     "tensor_plan",
     "unchanged",

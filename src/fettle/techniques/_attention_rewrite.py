@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fettle.techniques._state_kept import BUFFERS, buffers_of, put_buffers_back
+
 
 def attend(
     query: torch.Tensor, key_t: torch.Tensor, value: torch.Tensor, scales: Any, mask: Any, fill: Any
@@ -196,17 +198,20 @@ def manual_attention(model: torch.nn.Module, run: Any) -> list[Any]:
     def leave(module: Any, args: Any, output: Any) -> None:
         stack.pop()
 
+    # Of a softmax its owner is what counts; TorchScript takes no hooks.
+    seen = [one for one in model.modules() if not isinstance(one, (torch.nn.Softmax, torch.jit.ScriptModule))]
     hooks: list[Any] = []
-    for module in model.modules():
-        if not isinstance(module, torch.nn.Softmax):  # its owner is what counts
+    buffers = buffers_of(model)
+    try:
+        for module in seen:
             hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             hooks.append(module.register_forward_hook(leave, always_call=True))
-    try:
         with Watch(), torch.no_grad():
             run()
     finally:
         for hook in hooks:
             hook.remove()
+        put_buffers_back(model, buffers)
 
     rewritten = []
     for module, args, kwargs in found.values():
@@ -285,6 +290,6 @@ def count_manual_attention(model: torch.nn.Module, run: Any) -> int:
 
 REWRITE = (
     attend, kind_of, argument, operands, leads_to_product, read_scores, rewrite_graph, manual_attention,
-    switch_processors, as_traced, rewrite_attention,
+    switch_processors, as_traced, rewrite_attention, *BUFFERS,
 )  # fmt: skip
 """All that `rewrite_attention` needs in a file of its own."""

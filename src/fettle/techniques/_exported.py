@@ -195,8 +195,8 @@ class Exported:
         from torch.utils import _pytree as pytree
 
         engine, parts, _ = made
-        if any(isinstance(part, tuple) and type(part[0]) in (int, float) for part in parts):
-            raise RuntimeError("the model returns numbers, which may depend on the sizes")
+        if any(isinstance(part, tuple) and isinstance(part[0], (int, float, str)) for part in parts):
+            raise RuntimeError("the model returns numbers or texts, which may depend on the sizes")
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         with torch.no_grad():
             wanted = [item for item in flatten(self.model(*args, **kwargs))[0] if isinstance(item, torch.Tensor)]

@@ -9,7 +9,6 @@ batches, and of the machine and the versions. What is not there, does not fit or
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import itertools
@@ -32,6 +31,7 @@ from fettle.kept_files import MOST_BYTES, SUMS, is_sound, keep
 from fettle.machine import cpu_name
 from fettle.techniques._host import cpu_flags, installed
 from fettle.techniques._openvino_core import openvino_core
+from fettle.techniques._state_kept import Attributes
 
 FOLDER = "converted"
 _GRAPH, _SAID = "model.xml", "said.json"
@@ -292,19 +292,15 @@ def _add_operators(flat: torch.nn.Module, tensors: Sequence[torch.Tensor], diges
 
 @contextmanager
 def _unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Put every attribute of every module back afterwards, with what lists and dictionaries hold: what a model
-    remembers of this call has no data."""
-    before = [(vars(module), {**vars(module)}) for module in model.modules()]
-    held = [(one, copy.copy(one)) for _, then in before for one in then.values() if type(one) in (list, dict)]
+    """Put every attribute of every module back afterwards, parameters and buffers too: what a model remembers of this
+    call has no data."""
+    met = set[int]()
+    before = [Attributes(module, met) for module in model.modules()]
     try:
         yield
     finally:
-        for now, then in before:
-            now.clear()
-            now.update(then)
-        for one, had in held:
-            one.clear()
-            one.extend(had) if isinstance(one, list) else one.update(had)
+        for attributes in before:
+            attributes.put_back()
 
 
 @contextmanager

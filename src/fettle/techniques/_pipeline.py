@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from fettle.techniques._state_kept import buffers_of, put_buffers_back
+
 
 class Part(torch.nn.Module):
     """A module of a pipeline in its place: it has the module's attributes and is called as `run` is."""
@@ -65,12 +67,14 @@ def calls_of_parts(model: torch.nn.Module, names: Any, run: Any, most: int = 8) 
         return hook
 
     hooks = [model.get_submodule(name).register_forward_pre_hook(keep(name), with_kwargs=True) for name in names]
+    buffers = buffers_of(model)
     try:
         with torch.no_grad():
             run()
     finally:
         for hook in hooks:
             hook.remove()
+        put_buffers_back(model, buffers)
     return found
 
 

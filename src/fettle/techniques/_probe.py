@@ -28,13 +28,14 @@ from fettle.techniques._generation import generation_facts
 from fettle.techniques._host import cpu_flags, installed
 from fettle.techniques._linear import is_conv1d
 from fettle.techniques._pipeline import calls_of_parts, timed_parts
+from fettle.techniques._state_kept import buffers_of, is_same, state_kept
 from fettle.techniques._tensor import tensor_plan
 from fettle.techniques._tiled_attention import with_decomposed_bias
 from fettle.techniques.compile import blocks_of
 from fettle.techniques.ragged import padding_of
 from fettle.techniques.skip_steps import denoiser_of
 from fettle.techniques.step_cache import is_unet
-from fettle.workload import Workload, leaves
+from fettle.workload import Workload, leaves, map_tensors, rows_of
 
 T = TypeVar("T")
 
@@ -48,13 +49,16 @@ def probe_facts(workload: Workload, *, allow_batch: bool = False) -> Facts:
 
 def _pipeline_facts(workload: Workload, allow_batch: bool) -> Facts:
     """Those of a pipeline, with each part's, which is looked at as a model of its own on what it is called with."""
-    module, later = workload.model, dict[str, list[Any]]()
+    module, later, writes = workload.model, dict[str, list[Any]](), False
     assert isinstance(module, torch.nn.Module)
 
     def calls_with(batch: Any) -> dict[str, list[Any]]:
         def run() -> None:
+            nonlocal writes
             torch.manual_seed(0)
-            workload.run(module, copy.deepcopy(batch))
+            own = _copy(batch)
+            workload.run(module, own)
+            writes = writes or not _equal(own, batch)
 
         return calls_of_parts(module, workload.parts, run)
 
@@ -77,7 +81,8 @@ def _pipeline_facts(workload: Workload, allow_batch: bool) -> Facts:
         child.training and _random_or_batch_dependent(child) for child in module.modules()
     )
     changes = any(one.changes_buffers for one in found.values())
-    whole = _facts(workload, allow_batch, {"train_mode_differs": differs, "changes_buffers": changes})
+    forward = {"train_mode_differs": differs, "changes_buffers": changes, "changes_inputs": writes}
+    whole = _facts(workload, allow_batch, forward)
     return replace(whole, parts=found, seconds=seconds)
 
 
@@ -108,7 +113,7 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
         num_4d_inputs=sum(tensor.dim() == 4 and tensor.is_floating_point() for tensor in tensors),
         is_channels_last=any(map(_is_channels_last, [*tensors, *parameters])),
         num_input_shapes=len({_shapes(batch) for batch in [*workload.inputs, *workload.check_inputs]}),
-        samples=workload.samples or next((len(tensor) for tensor in tensors if tensor.dim() > 0), 1),
+        samples=workload.samples or rows_of(workload.inputs[0]) or 1,
         padding=None if generation else _padding(workload),
         block_classes=_block_classes(module),
         hf_attention=_hf_attention(module, device),
@@ -143,7 +148,7 @@ def _padding(workload: Workload) -> Padding | None:
 
     def found() -> Padding | None:
         module.eval()  # an exported program refuses; no padding is looked for then
-        batch = copy.deepcopy(workload.inputs[0])
+        batch = _copy(workload.inputs[0])
         return padding_of(module, lambda: workload.run(module, batch))
 
     with unchanged(workload, module), torch.no_grad():
@@ -207,22 +212,22 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
             def outputs() -> Any:
                 nonlocal writes
                 torch.manual_seed(0)
-                batch = copy.deepcopy(workload.inputs[0])
+                batch = _copy(workload.inputs[0])
                 answer = workload.run(model, batch)
                 writes = writes or not _equal(batch, workload.inputs[0])
                 return answer
 
-            before = _copies(module)
+            before = buffers_of(module)
             with watch:
                 given = outputs()
             if training and (before or not differs):  # layers of the user's own may look at `self.training` too
                 noise = _distance(given, outputs())
                 module.eval()
-                before = _copies(module)
+                before = buffers_of(module)
                 differs = _distance(given, outputs()) > 4 * noise + 1e-6 or differs
             after = dict(module.named_buffers())
             changes = any(
-                not _same(value, after[name]) for name, value in before.items()
+                not is_same(value, after[name]) for name, value in before.items()
                 if name in after and value.layout == torch.strided
             )  # fmt: skip
             # transformers' models have implementations to choose from
@@ -250,6 +255,14 @@ def _in_train_mode(workload: Workload) -> list[torch.nn.Module]:
     return training
 
 
+def _copy(batch: Any) -> Any:
+    """A batch of its own. What was computed with gradients is no leaf, and torch copies leaves only."""
+    try:
+        return copy.deepcopy(batch)
+    except RuntimeError:
+        return map_tensors(lambda tensor: tensor.detach().clone(), batch)
+
+
 def _equal(one: Any, other: Any) -> bool:
     """Whether two trees hold the same dense tensors, NaN where NaN was."""
     mine, theirs = _tensors(one), _tensors(other)
@@ -259,10 +272,6 @@ def _equal(one: Any, other: Any) -> bool:
     )
 
 
-def _copies(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-
-
 def _random_or_batch_dependent(layer: torch.nn.Module) -> bool:
     drops = isinstance(layer, torch.nn.modules.dropout._DropoutNd) and layer.p > 0
     return drops or isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)
@@ -270,36 +279,15 @@ def _random_or_batch_dependent(layer: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def unchanged(workload: Workload, module: torch.nn.Module) -> Iterator[Any]:
-    """The model, free to be run and switched: buffers, modes and the random state are put back at the end."""
+    """The model, free to be run and switched: what it remembers, modes and the random state are put back at the end."""
     modes = [(child, child.training) for child in module.modules()]
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), buffers_kept(module):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), state_kept(module):
         try:
             yield workload.model
         finally:
             for child, training in modes:
                 child.training = training
-
-
-@contextlib.contextmanager
-def buffers_kept(model: Any) -> Iterator[None]:
-    """Put a module's buffers back as they were: calls in train mode, and caches, change them. One whose shape has
-    changed stays so."""
-    module = model if isinstance(model, torch.nn.Module) else torch.nn.Module()
-    before = _copies(module)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, value in module.named_buffers():
-                if name in before and before[name].shape == value.shape and not _same(value, before[name]):
-                    value.copy_(before[name])
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two dense tensors are equal; others may not be compared."""
-    alike = one.dtype == other.dtype and one.device == other.device and one.layout == other.layout == torch.strided
-    return alike and torch.equal(one, other)
 
 
 def _distance(one: Any, other: Any) -> float:

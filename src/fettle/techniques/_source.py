@@ -24,7 +24,8 @@ from fettle.techniques._base import Code, Facts
 from fettle.techniques._catalogue import changed, changed_by_part
 from fettle.techniques._generation import writing
 from fettle.techniques._pipeline import Part, calls_of_parts, put_part
-from fettle.workload import Target, spread
+from fettle.techniques._state_kept import BUFFERS
+from fettle.workload import Target, map_tensors, spread
 
 _BEFORE_START = ("LD_PRELOAD", "MALLOC_CONF")
 """Variables that a process which is running already takes no notice of."""
@@ -117,7 +118,7 @@ def render(
 
 def _whole(recipe: Recipe, facts: Facts, heading: str, more: Code) -> list[str]:
     """One function for the whole model."""
-    titled = codes(recipe, facts)
+    titled = _on_copies(codes(recipe, facts), facts)
     found = [code for _, code in titled]
     writes = [writing(found)] if facts.generates else []
     return [*preamble(heading, [more, *writes, *found]), "", *_optimize(titled, facts)]
@@ -141,7 +142,7 @@ def _pipeline(recipe: Recipe, facts: Facts, heading: str, more: Code) -> list[st
         looked_at = [part for part, codes in by_part.items() if _looks_at_batches(codes)]
         if looked_at:
             call = "call(model, *args, **kwargs)" if facts.custom_call else "model(*args, **kwargs)"
-            helpers += [spread, calls_of_parts]
+            helpers += [spread, calls_of_parts, *BUFFERS]
             places += [
                 "def run_all():",
                 "    for batch in batches:",
@@ -154,6 +155,8 @@ def _pipeline(recipe: Recipe, facts: Facts, heading: str, more: Code) -> list[st
             batches = f'seen["{part}"]' if part in looked_at else "[]"
             places.append(f'put_part(model, "{part}", {name}(model.get_submodule("{part}"), {batches}))')
         whole.append((f"parts: {', '.join(by_part)}", Code(helpers=tuple(helpers), prepare=tuple(places))))
+    whole = _on_copies(whole, facts)
+    by_part = {part: _on_copies(found, facts_of[part]) for part, found in by_part.items()}
     lines = preamble(heading, [more, *(code for found in (whole, *by_part.values()) for _, code in found)])
     for part, found in by_part.items():
         lines += ["", *_optimize(found, facts.parts[part], names[part], f"The part {part}: change it in place"), ""]
@@ -161,7 +164,16 @@ def _pipeline(recipe: Recipe, facts: Facts, heading: str, more: Code) -> list[st
 
 
 def _looks_at_batches(found: Sequence[tuple[str, Code]]) -> bool:
-    return any(_uses_name(line, "batches") for _, code in found for line in code.prepare)
+    return any(_uses_name("\n".join(code.prepare), "batches") for _, code in found)
+
+
+def _on_copies(found: list[tuple[str, Code]], facts: Facts) -> list[tuple[str, Code]]:
+    """The same lines, with sample batches of their own where the model writes into what it is given."""
+    if not (facts.changes_inputs and _looks_at_batches(found)):
+        return found
+    copies = "batches = [map_tensors(torch.clone, batch) for batch in batches]"
+    return [("sample batches: copies, which the model may write into", Code(helpers=(map_tensors,), prepare=(copies,))),
+            *found]  # fmt: skip
 
 
 def text_of(lines: Iterable[str]) -> str:

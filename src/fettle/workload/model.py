@@ -43,7 +43,8 @@ class Workload:
     """Short name, shown in reports. Empty: taken from the target."""
 
     samples: int | None = None
-    """Rows in one call, for throughput. None: the first dimension of the first tensor of the first batch."""
+    """Rows in one call, for throughput. None: the first dimension of the first tensor of the first batch that has one,
+    and is not empty in it."""
 
     parts: Sequence[str] = ()
     """A pipeline: the names of those submodules of `model` that are tuned each on its own, such as ``("text_encoder",
@@ -126,6 +127,8 @@ def _check_parts(model: Any, parts: Sequence[str]) -> None:
         if part is None:
             known = [child for child, _ in model.named_children()]
             raise UsageError(f"the workload's part {name!r} is not a submodule of its model: it has {', '.join(known)}")
+        if isinstance(part, torch.jit.ScriptModule):
+            raise UsageError(f"the workload's part {name!r} is TorchScript, which cannot be changed: leave it out")
         for other in (*parts[:place], *parts[place + 1 :]):
             if name == other or name.startswith(f"{other}."):
                 raise UsageError(f"the workload's parts {other!r} and {name!r} contain one another: name one of them")

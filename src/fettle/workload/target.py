@@ -139,10 +139,12 @@ def target_from_objects(workload: Any, folder: Path) -> Target:
     """Write a `Workload` or a `fettle.TrainingWorkload` to ``folder/workload.pkl`` with cloudpickle, and return the
     target that reads it.
 
-    Raises `UsageError` when something in them cannot be pickled, with the factory form that always works.
+    Raises `UsageError` when something in them cannot be pickled or would get lost on the way, with the factory form
+    that always works.
     """
     import cloudpickle
 
+    _check_travels(workload)
     try:
         data = cloudpickle.dumps(workload)
     except Exception as error:
@@ -158,6 +160,27 @@ def target_from_objects(workload: Any, folder: Path) -> Target:
         raise UsageError(f"cannot write {path}: {error.strerror or first_line(error)}") from error
     name = workload.name or type(workload.model).__name__
     return Target(str(path), name, tuple(entry or str(Path.cwd()) for entry in sys.path if isinstance(entry, str)))
+
+
+def _check_travels(workload: Any) -> None:
+    """Raise `UsageError` for what a pickle leaves out: what `Module.compile` has compiled, and torch's default type."""
+    import torch
+
+    dtype = torch.get_default_dtype()
+    if dtype != torch.float32:
+        raise UsageError(
+            f"torch's default type is {dtype} here, which a worker process would not know: write a factory that sets "
+            f"it, def workload(): torch.set_default_dtype({dtype}); ...; return model, [batch], and pass "
+            "'file.py:workload'"
+        )
+    modules = workload.model.named_modules() if isinstance(workload.model, torch.nn.Module) else ()
+    for name, module in modules:
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            raise UsageError(
+                f"the model was compiled in place{f' (its {name})' if name else ''}, which gets lost on the way to a "
+                "worker process: give it as it was before `compile()`, or write a factory that compiles it and pass "
+                "'file.py:workload'"
+            )
 
 
 def _takes(factory: Callable[..., object], name: str) -> bool:

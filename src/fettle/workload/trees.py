@@ -54,6 +54,11 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def rows_of(batch: Any) -> int:
+    """The first dimension of the first tensor of a batch that has one and is not empty in it; 0 where there is none."""
+    return next((int(tensor.size(0)) for tensor in tensors(batch) if tensor.dim() and tensor.size(0)), 0)
+
+
 def again(batch: Any) -> Any:
     """The same leaves in containers of their own: whoever is given a batch may take out of it what it needs."""
     import torch

@@ -1,0 +1,120 @@
+"""What a model remembers of its calls, and how it forgets them: a look at it must change none of its later answers."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_TORCHS = frozenset(vars(torch.nn.Module()))
+"""Attributes in which torch itself keeps parameters, buffers, submodules, hooks and the mode."""
+_HOLDS_OTHERS = (list, dict, set, deque, OrderedDict, defaultdict)
+
+
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two dense tensors are equal; others may not be compared."""
+    alike = one.dtype == other.dtype and one.device == other.device and one.layout == other.layout == torch.strided
+    return alike and torch.equal(one, other)
+
+
+def put_value_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Let a tensor have its earlier value again, unless its shape has changed."""
+    if tensor.shape == value.shape and not is_same(tensor, value):
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            tensor.copy_(value)
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of a module's buffers by name. A lazy one has no value yet."""
+    buffers = module.named_buffers()
+    return {name: one.detach().clone() for name, one in buffers if not torch.nn.parameter.is_lazy(one)}
+
+
+def put_buffers_back(module: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:
+    """Let a module's buffers have the values again that they had `before`."""
+    for name, buffer in module.named_buffers():
+        if name in before:
+            put_value_back(buffer, before[name])
+
+
+BUFFERS = (is_same, put_value_back, buffers_of, put_buffers_back)
+"""What a file of its own needs to put buffers back."""
+
+
+@contextmanager
+def state_kept(model: Any) -> Iterator[None]:
+    """Put back what calls change in a model: buffers whose shape stays, attributes of its modules, and what those hold.
+
+    A lazy module stays what its first call made of it. So does a module that got other parameters or submodules, with
+    all that it is part of, whose attributes may say that this was done.
+    """
+    module = model if isinstance(model, torch.nn.Module) else torch.nn.Module()
+    alive = [*module.parameters(), *module.modules()]  # no other may get the identity of one meanwhile
+    buffers, met = buffers_of(module), set[int]()
+    before = [(child, type(child), _made_of(child), Attributes(child, met, _TORCHS)) for child in module.modules()]
+    try:
+        yield
+    finally:
+        put_buffers_back(module, buffers)
+        rebuilt = {id(child) for child, kind, made, _ in before if type(child) is kind and _made_of(child) != made}
+        for child, kind, _, attributes in before:
+            if type(child) is kind and not (rebuilt and rebuilt & {id(one) for one in child.modules()}):
+                attributes.put_back()
+        del alive
+
+
+def _made_of(module: torch.nn.Module) -> list[Any]:
+    """A module's own parameters, with how often each was written into, and its own submodules."""
+    if isinstance(module, torch.jit.ScriptModule):  # makes them anew whenever it is asked
+        return []
+    items = module._parameters.items()
+    parameters = [(name, one) for name, one in items if one is not None and not torch.nn.parameter.is_lazy(one)]
+    children = [(name, id(one)) for name, one in module._modules.items()]
+    return [*children, *((name, id(one), 0 if one.is_inference() else one._version) for name, one in parameters)]
+
+
+class Attributes:
+    """A module's attributes `but` some, and what lists, dictionaries, tensors and generators in them hold. What another
+    module has `met`, and holds as well, is that one's."""
+
+    def __init__(self, module: torch.nn.Module, met: set[int], but: Collection[str] = ()) -> None:
+        self.module, self.met, self.but, self.buffers = module, met, but, {*module._buffers.keys()}
+        self.attributes = {name: value for name, value in vars(module).items() if name not in but}
+        self.held: list[tuple[Any, Any]] = []
+        for value in self.attributes.values():
+            self._note(value)
+
+    def _note(self, value: Any) -> None:
+        is_noted = isinstance(value, (torch.Tensor, torch.Generator, tuple)) or type(value) in _HOLDS_OTHERS
+        if not is_noted or id(value) in self.met:
+            return
+        self.met.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if type(value) is torch.Tensor and value.layout == torch.strided:
+                self.held.append((value, value.detach().clone()))
+        elif isinstance(value, torch.Generator):
+            self.held.append((value, value.get_state()))
+        else:
+            if not isinstance(value, tuple):
+                self.held.append((value, copy.copy(value)))
+            for item in value.values() if isinstance(value, dict) else value:
+                self._note(item)
+
+    def put_back(self) -> None:
+        """Let the module have these attributes again, and no others, and let them hold what they held."""
+        for one, had in self.held:
+            if isinstance(one, torch.Tensor):
+                put_value_back(one, had)
+            elif isinstance(one, torch.Generator):
+                one.set_state(had)
+            else:
+                one.clear()
+                one.extend(had) if isinstance(one, (list, deque)) else one.update(had)
+        now, registered = vars(self.module), self.buffers | {*self.module._buffers.keys()}
+        for name in now.keys() - self.attributes.keys() - registered - {*self.but}:
+            del now[name]
+        now.update({name: value for name, value in self.attributes.items() if name not in registered})
