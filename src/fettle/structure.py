@@ -16,7 +16,7 @@ import torch
 
 from fettle.errors import is_users
 
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -31,7 +31,7 @@ def structure(model: Any, *functions: Any) -> str:
     visited: set[int] = set()
     for part in (model, *functions):
         try:
-            digest.update(_ADDRESS.sub("", repr(part)).encode())
+            digest.update(ADDRESS.sub("", repr(part)).encode())
         except Exception:  # a module of the user's may fail to print
             digest.update(type(part).__name__.encode())
         for function in _functions_of(part):

@@ -154,6 +154,27 @@ def test_an_optimizer_that_takes_nothing_but_matrices_is_planned() -> None:
     assert plan(work, 2, strategies=[Strategy()], device="cpu").optimizer == "Muon"
 
 
+def test_an_optimizer_of_the_models_own_parameters_is_not_planned() -> None:
+    model = torch.nn.Linear(8, 8)
+    work = fettle.TrainingWorkload(
+        model=model, optimizer=lambda _: torch.optim.SGD(model.parameters(), lr=0.1), data=[torch.ones(4, 8)],
+        loss=lambda model, batch: model(batch).mean(),
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="takes its parameters from the model"):
+        plan(work, 2, strategies=[Strategy()], device="cpu")
+
+
+def test_the_batch_of_a_loader_that_shuffles_is_planned() -> None:
+    rows = torch.utils.data.TensorDataset(torch.ones(32, 8))
+    work = fettle.TrainingWorkload(
+        model=torch.nn.Linear(8, 8), optimizer=torch.optim.SGD, loss=lambda model, batch: model(batch[0]).mean(),
+        data=torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True),
+    )  # fmt: skip
+    assert plan(work, 2, strategies=[Strategy()], device="cpu").predictions[0].failed == ""
+    loader = find_target(f"{HERE.parent / 'tiny_loop.py'}:loader")
+    assert {row.failed for row in plan_for_study(loader, 2, None)[0].predictions if row.strategy == "ddp"} == {""}
+
+
 def test_a_step_that_needs_values_says_so() -> None:
     workload, mode, _ = build_fake(find_target(f"{HERE}:needs_values"))
     with pytest.raises(UsageError, match="needs values"):

@@ -508,13 +508,15 @@ def test_a_graph_is_of_the_values_of_what_is_not_on_the_gpu():
     assert graphed.kind(torch.tensor(0.5)) != graphed.kind(torch.tensor(0.9))
 
 
-def test_batch_norms_keep_every_digit_beside_16_bits():
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4))
+@pytest.mark.parametrize("norm", [torch.nn.BatchNorm2d, torch.nn.InstanceNorm2d])
+def test_norms_keep_every_digit_beside_16_bits(norm):
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), norm(4, affine=True, track_running_stats=True))
     model[1].running_mean.copy_(torch.rand(4))
     before = {name: value.clone() for name, value in model[1].state_dict().items()}
     to_16_bits(model, torch.bfloat16)
     assert model[0].weight.dtype == torch.bfloat16
     torch.testing.assert_close(model[1].state_dict(), before, rtol=0, atol=0)
+    assert model(torch.rand(2, 3, 5, 5, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 def test_what_a_workload_has_already_is_no_conflict():

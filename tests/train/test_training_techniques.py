@@ -15,7 +15,7 @@ import torch
 
 from fettle.recipe import Recipe
 from fettle.techniques import CATALOGUE, Facts, bundles, conflict, find, load, source
-from fettle.techniques._ranks import join_ranks, own_rows
+from fettle.techniques._ranks import join_ranks, own_rows, split_state
 from fettle.techniques.accumulate import split
 from fettle.techniques.batch import joined
 from fettle.techniques.convolution import convolutions_by_products, the_faster
@@ -298,11 +298,18 @@ def test_the_loop_is_plain_pytorch_that_runs(tmp_path):
 
 
 @pytest.mark.parametrize("level", ["blocks", "selective"])
-@pytest.mark.parametrize("norm", [torch.nn.BatchNorm2d, functools.partial(torch.nn.BatchNorm2d, momentum=None)])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        torch.nn.BatchNorm2d,
+        functools.partial(torch.nn.BatchNorm2d, momentum=None),
+        functools.partial(torch.nn.InstanceNorm2d, track_running_stats=True),
+    ],
+)
 def test_running_averages_change_once_a_step_beside_checkpoints(level, norm):
     def trained(recipe):
         torch.manual_seed(0)
-        blocks = [torch.nn.Sequential(torch.nn.Conv2d(3, 3, 1), norm(3)) for _ in range(3)]
+        blocks = [torch.nn.Sequential(torch.nn.Conv2d(3, 3, 1), norm(3), torch.nn.Sigmoid()) for _ in range(3)]
         model, x = torch.nn.Sequential(*blocks), torch.rand(4, 3, 5, 5)
         facts = replace(FACTS, block_classes=("Sequential",))
         loop = load(source(recipe, facts), str(recipe))(
@@ -394,6 +401,67 @@ def test_what_waits_for_other_ranks_inside_an_operator_is_communication():
               event("aten::mm", 30, 40), event("gloo:all_reduce", 1, 19)]  # fmt: skip
     parts = step_parts([("forward", 0, 40)], intervals_of(events))
     assert {name: size for name, size in parts.items() if size} == {"forward": 19, "communication": 19, "idle": 2}
+
+
+def of_the_argument(model):
+    return lambda given: torch.optim.SGD([{"params": given[:1]}, {"params": given[1:], "lr": 0.2}], lr=0.1)
+
+
+def of_the_model(model):
+    return lambda given: torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.2}], lr=0.1)
+
+
+def by_identity(model):
+    mine = id(model.bias)
+    return lambda given: torch.optim.SGD([
+        {"params": [p for p in given if id(p) != mine]}, {"params": [p for p in given if id(p) == mine], "lr": 0.2}
+    ], lr=0.1)  # fmt: skip
+
+
+def one_by_one(model):
+    rates = {id(model.bias): 0.2}
+    return lambda given: torch.optim.SGD([{"params": [p], "lr": rates.get(id(p), 0.1)} for p in given])
+
+
+@pytest.mark.parametrize(
+    ("factory", "masters", "shards"),
+    [
+        (of_the_argument, True, True),
+        (of_the_model, False, True),
+        (by_identity, False, False),
+        (one_by_one, False, False),
+    ],
+)
+def test_a_factory_that_groups_only_the_models_own_parameters_is_found(factory, masters, shards):
+    model = torch.nn.Linear(3, 1)
+    before = list(model.parameters())
+    work = TrainingWorkload(model, factory(model), lambda model, batch: model(batch).mean(), [torch.rand(4, 3)])
+    facts = replace(training_facts(work), ranks=2)
+    assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+    assert ("same groups" in find("precision").why_not("bf16-master", facts)) != masters
+    assert ("groups of shards" in find("parallel").why_not("zero3", facts)) != shards
+    assert find("parallel").why_not("ddp", facts) == ""
+
+
+@pytest.fixture
+def one_rank():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_schedule_goes_on_beside_a_split_optimizer_or_is_refused(one_rank):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    optimizer.register_step_post_hook(lambda own, *_: own.param_groups[0].update(lr=0.5))
+    split = split_state(optimizer)
+    for _ in range(2):
+        weight.grad = torch.ones(2)
+        split.step()
+    assert weight.tolist() == [-0.5, -0.5]
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with pytest.raises(ValueError, match="scheduler"):
+        split_state(optimizer)
 
 
 class Rows(torch.utils.data.IterableDataset):

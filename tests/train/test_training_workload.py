@@ -8,6 +8,8 @@ from torch import nn
 
 import fettle
 from fettle.errors import UsageError
+from fettle.recipe import Recipe
+from fettle.techniques import Facts, load, source
 from fettle.train import Steps, load_training, training_fingerprint
 from fettle.workload import find_target
 
@@ -101,6 +103,59 @@ def test_a_step_that_a_grad_scaler_leaves_out_has_no_gradient_norm(fused):
     curve = Steps(train, work).curve(3)
     assert len(curve.losses) == 3
     assert curve.grad_norms == pytest.approx([4 * abs(error)] * 2, rel=1e-3)  # 2 * error for three weights and a bias
+
+
+def test_sparse_gradients_have_a_norm():
+    def train(model, make_optimizer, loss, data):
+        optimizer = make_optimizer(list(model.parameters()))
+        while True:
+            value = loss(model, data[0])
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield value.detach()
+
+    def norms(sparse):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.EmbeddingBag(9, 3, sparse=sparse), nn.Linear(3, 1))
+        return Steps(train, made(model=model, data=[(torch.tensor([[1, 2], [2, 2]]), torch.ones(2, 1))])).curve(2)
+
+    assert norms(True).grad_norms == pytest.approx(norms(False).grad_norms)
+
+
+def test_an_optimizer_around_another_is_watched():
+    """As published ones are, it never calls `Optimizer.__init__`."""
+
+    class Around(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+
+        def step(self, closure=None):
+            return self.inner.step(closure)
+
+    work = made(optimizer=lambda parameters: Around(SGD(parameters)))
+    curve = Steps(load(source(Recipe(), Facts(mode="training")), "baseline"), work).curve(3)
+    assert len(curve.grad_norms) == 3
+
+
+def test_settings_of_groups_count_and_addresses_do_not():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+
+    def hashed(optimizer):
+        return training_fingerprint(made(model=model, optimizer=optimizer))
+
+    def in_groups(rate, count=1):
+        return lambda p: SGD([{"params": p[:count]}, {"params": p[count:], "lr": rate}])
+
+    class Shaped(torch.optim.SGD):
+        def __init__(self, parameters):
+            super().__init__(parameters, lr=0.1)
+            self.defaults["shape"] = lambda step: 1.0
+
+    assert len({hashed(SGD), hashed(in_groups(0.2)), hashed(in_groups(0.3)), hashed(in_groups(0.3, 0))}) == 4
+    assert hashed(in_groups(0.2)) == hashed(in_groups(0.2))
+    assert hashed(Shaped) == hashed(Shaped)
 
 
 def test_a_factory_is_given_the_seed(tmp_path):

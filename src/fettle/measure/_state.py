@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -86,6 +87,14 @@ class State:
         """CPU seconds of the process so far, and of its children, those that have ended among them."""
         ended = os.times()
         return time.process_time() + self.waits.children_s() + ended.children_user + ended.children_system
+
+
+def seed_all(seed: int) -> None:
+    """Seed every generator that data, a loss or a factory may draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        importlib.import_module("numpy.random").seed(seed)
 
 
 def peaks(state: State, request: MeasurePeaks) -> Peaks:
@@ -237,7 +246,8 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
     before_s = state.told_s
     # Where the allocator happens to put a buffer can change the time of a small model by half, for as long as the
     # process lives. Blocks of random sizes, held until the next slice, move the buffers of each slice elsewhere.
-    state.padding = [torch.empty(random.randrange(64, 1 << 18), dtype=torch.uint8) for _ in range(16)]
+    sizes = random.SystemRandom()  # of another place in each process, all of which are seeded alike
+    state.padding = [torch.empty(sizes.randrange(64, 1 << 18), dtype=torch.uint8) for _ in range(16)]
     apart = one_core_each(state.computing) if request.apart and state.device == "cpu" else contextlib.nullcontext()
     samples: list[int] = []
     chunks: list[_Chunk] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, replace
 from typing import Any
@@ -21,7 +22,18 @@ from fettle.measure._accuracy import user_metric, with_metric
 from fettle.measure._clock import Clock
 from fettle.measure._lockstep import mean
 from fettle.measure._notes import compiler_notes, notes_kept
-from fettle.measure._state import State, examine, locate, peaks, prepared, rebase, same_shapes, settled, take_slice
+from fettle.measure._state import (
+    State,
+    examine,
+    locate,
+    peaks,
+    prepared,
+    rebase,
+    same_shapes,
+    seed_all,
+    settled,
+    take_slice,
+)
 from fettle.measure._trial import Accuracy
 from fettle.procs.limits import granted_memory_bytes, resident_bytes
 from fettle.recipe import Recipe
@@ -36,8 +48,10 @@ from fettle.train import (
     judge_curve,
     largest_that_fits,
     load_training,
+    moved_facts,
     training_facts,
     training_fingerprint,
+    untrained,
 )
 from fettle.train.facts import MOST_BATCHES
 from fettle.workload import Target
@@ -55,12 +69,14 @@ def build(state: State, request: messages.Build) -> messages.Built:
     workload = state.workload = load_training(state.target, made=state.made)
     imports = state.end_of_build()
     state.fingerprint = training_fingerprint(workload)
+    factory = getattr(workload.optimizer, "func", workload.optimizer)  # of a partial
+    own = [factory] if isinstance(factory, types.FunctionType) else []  # settings are in the fingerprint
     locate(state)
     rebase(state)
     return messages.Built(
         load_s=state.load_s,
         fingerprint=state.fingerprint,
-        structure=structure(workload.model, workload.loss, workload.metric),
+        structure=structure(workload.model, workload.loss, workload.metric, *own),
         name=workload.name,
         mode=state.mode,
         imports=imports,
@@ -71,7 +87,9 @@ def probe(state: State, request: messages.Probe) -> messages.Probed:
     """Make one step as given, and gather the facts."""
     workload = state.workload
     facts = training_facts(workload, allow_batch=request.allow_batch)
+    before = untrained(workload.model)
     _check_step(workload, facts)
+    facts = replace(facts, **moved_facts(workload.model, before))
     if request.allow_batch:
         facts = replace(facts, largest_batch=_largest_batch(load_training(state.target), facts))
     return messages.Probed(facts=facts, has_metric=workload.metric is not None)
@@ -83,7 +101,13 @@ def reference(state: State, request: messages.WriteReference) -> messages.Refere
     clip = state.workload.max_grad_norm
     facts = Facts(mode="training", max_grad_norm=None if clip is None else float(clip))
     train = load(source(Recipe(), facts), "baseline")
-    first = load_training(state.target)
+    first = _loaded(state.target, 0)
+    ours = set(map(id, state.workload.model.parameters()))
+    if any(id(parameter) in ours and parameter.requires_grad for parameter in first.model.parameters()):
+        raise UsageError(
+            "the factory returns the same model each time, trained further by each run: build the model inside the "
+            "factory"
+        )
     steps = Steps(train, _seeded(first, 0))
     baseline = steps.curve(int(first.steps))
     if len(baseline.losses) < first.steps or not math.isfinite(baseline.losses[-1]):
@@ -123,7 +147,7 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
     with notes_kept() as notes:
         started = time.perf_counter()
         train = load(request.source, request.label)
-        torch.manual_seed(0)
+        seed_all(0)
         _meters.trim()
         steps = Steps(train, workload, mean=mean)
         state.run, state.clock = lambda _: steps.step(), Clock(state.device, state.gpus)
@@ -139,7 +163,10 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
             curve = Curve([*curve.losses, *more.losses], [*curve.grad_norms, *more.grad_norms])
         accuracy = _accuracy(curve, request)
         if not accuracy.problem:
+            modes = [(module, module.training) for module in workload.model.modules()]
             accuracy = with_metric(accuracy, workload.metric, workload.model)
+            for module, training in modes:  # what is timed is a step as the loop makes it
+                module.training = training
 
         group = [None] * _pass_length(workload)
         state.cycle = itertools.repeat(group)
@@ -179,19 +206,27 @@ class _InOrder:
         return self.workload.stream(self.seed)
 
 
+def _loaded(target: Target, seed: int) -> TrainingWorkload:
+    """The workload as `build` leaves it, which reads a batch for the fingerprint: data may remember that."""
+    seed_all(seed)
+    workload = load_training(target, seed)
+    _ = workload.first
+    return workload
+
+
 def _seeded(workload: TrainingWorkload, seed: int, reorder: bool = False) -> TrainingWorkload:
-    torch.manual_seed(seed)
+    seed_all(seed)
     return replace(workload, data=_InOrder(workload, seed)) if reorder else workload
 
 
 def _other_seed(target: Target, train: Any, seed: int, baseline: Curve) -> Curve:
     """The baseline from another seed. The order of the data is changed only where nothing else heeds the seed."""
-    workload = load_training(target, seed)
+    workload = _loaded(target, seed)
     count = int(workload.steps)
     curve = Steps(train, _seeded(workload, seed)).curve(count)
     if list(curve.losses) != list(baseline.losses):
         return curve
-    workload = load_training(target, seed)
+    workload = _loaded(target, seed)
     return Steps(train, _seeded(workload, seed, reorder=True)).curve(count)
 
 
@@ -232,7 +267,7 @@ def _accuracy(curve: Curve, request: messages.Prepare) -> Accuracy:
 def _check_step(workload: TrainingWorkload, facts: Facts) -> None:
     """One step as given; raises `UsageError` with the loop's own error and where it came from."""
     train = load(source(Recipe(), facts), "baseline")
-    torch.manual_seed(0)
+    seed_all(0)
     checked: list[str] = []
 
     def loss(model: Any, batch: Any) -> Any:

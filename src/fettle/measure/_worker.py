@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fettle.errors import first_line, place
-from fettle.measure._state import State
+from fettle.measure._state import State, seed_all
 from fettle.measure.messages import Answer, Asked, Build, Prepare
 from fettle.procs.child import Failure
 from fettle.procs.parent import Parent, be_a_worker, failure_of
@@ -37,6 +37,7 @@ def action(state: State, request: Asked) -> Callable[[State, Any], Answer]:
         if state.mode == AUTO:
             from fettle.train.workload import make
         state.begin_to_build()
+        seed_all(0)
         if state.mode == AUTO:
             state.made, state.mode = make(request.target)
     if state.mode == "training":

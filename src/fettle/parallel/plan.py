@@ -121,6 +121,7 @@ def plan(
     """
     _check(world_size, ranks_per_node, headroom)
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    workload = replace(workload, data=[_batch(workload)])  # a loader that shuffles needs values, which fakes have not
     chosen = list(strategies) or usual_strategies()
     plans: list[Prediction] = []
     with fake_world(world_size):
@@ -165,6 +166,7 @@ def build_fake(target: Target) -> tuple[TrainingWorkload, FakeTensorMode, str]:
     except Exception as error:
         reason = first_line(error)
     workload = load_training(target)  # raises what is really wrong with it
+    workload = replace(workload, data=[_batch(workload)])
     return workload, mode, f"built with real weights, as its factory needs values ({reason[:120]})"
 
 
@@ -239,6 +241,11 @@ def _step(
     # each tensor of each call how it is laid out over the ranks: most of what planning a large model took.
     updated = [_shard(p) for p in mine]
     optimizer = workload.optimizer(updated)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if held.isdisjoint(map(id, updated)):
+        raise UsageError(
+            "the optimizer factory takes its parameters from the model: let it make its groups of those it is given"
+        )
     for group in optimizer.param_groups:
         if device == "cuda" and "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True  # what torch chooses for CUDA tensors

@@ -145,6 +145,15 @@ class Facts:
     out."""
     max_grad_norm: float | None = None
     """Training: what gradients are clipped to."""
+    groups_masters: bool = True
+    """Training: of other parameters that it is given, the optimizer factory makes the same groups,"""
+    groups_shards: bool = True
+    """and of those that take the place of the model's own."""
+    moving: str = ""
+    """Training: a floating buffer or weight that a step changes and does not train. Norms' running averages do not
+    count."""
+    moving_in_block: str = ""
+    """Training: a buffer of a repeated block that a step changes, likewise."""
     ranks: int = 1
     """How many processes a parallel strategy may use,"""
     nodes: int = 1

@@ -204,8 +204,11 @@ def split_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
     if len(optimizer.param_groups) != 1:
         raise ValueError("several parameter groups are not split here")
+    if "initial_lr" in optimizer.param_groups[0]:
+        raise ValueError("a learning rate scheduler made beside the optimizer would not reach the split one")
     named = ("params", "differentiable", "decoupled_weight_decay")
     given = {key: value for key, value in optimizer.param_groups[0].items() if key not in named}
     split = ZeroRedundancyOptimizer(optimizer.param_groups[0]["params"], optimizer_class=type(optimizer), **given)
     split._optimizer_step_pre_hooks.update(optimizer._optimizer_step_pre_hooks)
+    split._optimizer_step_post_hooks.update(optimizer._optimizer_step_post_hooks)
     return split

@@ -23,7 +23,7 @@ def keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def checkpoint_blocks(model: torch.nn.Module, policy: Any = None, compiled: bool = False) -> None:
-    """Checkpoint the repeated blocks of a model. Batch norms change their running averages in the forward pass, and not
+    """Checkpoint the repeated blocks of a model. Norms change their running averages in the forward pass, and not
     again where it is recomputed; a compiler sees to that by itself."""
     import contextlib
     import functools
@@ -49,7 +49,7 @@ def checkpoint_blocks(model: torch.nn.Module, policy: Any = None, compiled: bool
 
     blocks = blocks_of(model)
     for block in blocks:
-        norms = [m for m in block.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+        norms = [m for m in block.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase)]
         norms = [norm for norm in norms if norm.track_running_stats and not compiled]
         context_fn = functools.partial(of_norms, norms) if norms else contexts
         options: dict[str, Any] = {"context_fn": context_fn} if context_fn else {}
@@ -69,6 +69,8 @@ class Checkpointing(Technique):
 
     def levels(self, facts: Facts) -> list[Level]:
         blocks = "" if facts.block_classes else "the model has no block repeated at least three times"
+        if facts.moving_in_block:
+            blocks = f"a block changes {facts.moving_in_block}, and would again where it is recomputed"
         return [
             Level("none", "every activation is kept, as given"),
             Level("blocks", "each repeated block keeps its input only", blocks),

@@ -65,18 +65,19 @@ class Parallel(Technique):
     def levels(self, facts: Facts) -> list[Level]:
         alone = _alone(facts)
         rows = alone or facts.uneven(facts.ranks)
+        groups = "" if facts.groups_shards else "the optimizer factory makes other groups of shards"
         return [
             Level("single", "one process, as given"),
             Level("ddp", "DistributedDataParallel: every rank holds all", rows),
             Level("zero1", "DDP with the optimizer's state split over the ranks", rows),
-            Level("zero2", "FSDP2, parameters gathered once a step (reshard_after_forward=False)", rows),
-            Level("zero3", "FSDP2, parameters gathered for each use (reshard_after_forward=True)", rows),
+            Level("zero2", "FSDP2, parameters gathered once a step (reshard_after_forward=False)", rows or groups),
+            Level("zero3", "FSDP2, parameters gathered for each use (reshard_after_forward=True)", rows or groups),
             Level("hsdp", "FSDP2 on a mesh: shards inside a group of ranks, copies between groups",
-                  rows or _no_mesh(facts)),
+                  rows or _no_mesh(facts) or groups),
             Level("tensor", "tensor parallelism: slices of the same layers on all ranks, which see the same rows",
-                  alone or facts.tensor.why_not_over(facts.ranks)),
+                  alone or facts.tensor.why_not_over(facts.ranks) or groups),
             Level("zero3-tensor", "FSDP2 between groups of ranks, tensor parallelism inside each",
-                  alone or _tensor_mesh(facts)),
+                  alone or _tensor_mesh(facts) or groups),
         ]  # fmt: skip
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:

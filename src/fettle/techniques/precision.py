@@ -47,8 +47,8 @@ def to_dtype(model: Any, dtype: torch.dtype) -> None:
 
 
 def to_16_bits(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Convert a model's weights; batch norms stay in float32, for their running averages change by small amounts."""
-    norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
+    """Convert a model's weights; norms with running averages stay in float32, for these change by small amounts."""
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._NormBase)]
     before = [tensor.detach().clone() for norm in norms for tensor in (*norm.parameters(), *norm.buffers())]
     to_dtype(model, dtype)
     for norm in norms:
@@ -84,6 +84,10 @@ class Precision(Technique):
         fp16 = "" if facts.device != "cpu" or "avx512_fp16" in facts.cpu_flags else "this CPU has no float16 arithmetic"
         other = "" if facts.mode == "inference" else "small updates are lost without float32 weights: see bf16-master"
         masters = "" if facts.mode == "training" else "it is for training"
+        if not facts.groups_masters:
+            masters = "the optimizer factory does not make the same groups of other parameters that it is given"
+        elif facts.moving:
+            masters = f"a step changes {facts.moving}, and bfloat16 would lose small changes"
         copies = facts.no_copies
         return [
             Level("fp32", "as given"),

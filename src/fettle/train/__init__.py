@@ -3,12 +3,12 @@
 The same study, race, recipe, code and report as for inference are used on them; what differs lives here.
 """
 
-from fettle.train.facts import largest_that_fits, training_facts
+from fettle.train.facts import largest_that_fits, moved_facts, training_facts, untrained
 from fettle.train.losses import SEEDS, Band, Curve, judge_curve
 from fettle.train.steps import Steps
 from fettle.train.workload import TrainingWorkload, load_training, rows_of, training_fingerprint
 
 __all__ = [
     "SEEDS", "Band", "Curve", "Steps", "TrainingWorkload", "judge_curve", "largest_that_fits", "load_training",
-    "rows_of", "training_facts", "training_fingerprint",
+    "moved_facts", "rows_of", "training_facts", "training_fingerprint", "untrained",
 ]  # fmt: skip

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from fettle.errors import UsageError, first_line
 from fettle.techniques import Facts, probe_facts
-from fettle.train.workload import TrainingWorkload
+from fettle.techniques.compile import blocks_of
+from fettle.train.workload import TrainingWorkload, settings_of
 from fettle.workload import Workload
 
 MOST_BATCHES = 32
@@ -23,7 +26,7 @@ def training_facts(workload: TrainingWorkload, *, allow_batch: bool = False) -> 
     loss = workload.loss
     plain = Workload(workload.model, [(batch,) for batch in batches], call=lambda model, batch: loss(model, batch))
     try:
-        optimizer = workload.optimizer(list(workload.model.parameters()))
+        optimizer = workload.optimizer(workload.trained)
     except Exception as error:
         raise UsageError(f"the optimizer factory raised {first_line(error)}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -41,7 +44,72 @@ def training_facts(workload: TrainingWorkload, *, allow_batch: bool = False) -> 
         loader_workers=-1 if loader is None else loader.num_workers,
         iterable_data=loader is not None and isinstance(loader.dataset, torch.utils.data.IterableDataset),
         max_grad_norm=None if workload.max_grad_norm is None else float(workload.max_grad_norm),
+        **_groups_others(workload, optimizer),
     )
+
+
+def untrained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Up to 4096 values of each buffer and untrained parameter by name, but for those of norms, whose running averages
+    are looked after."""
+    norms = (module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._NormBase))
+    theirs = {id(buffer) for norm in norms for buffer in norm.buffers()}
+    return {
+        name: tensor.detach().reshape(-1)[:: max(1, -(-tensor.numel() // 4096))].clone()
+        for name, tensor in itertools.chain(model.named_buffers(), model.named_parameters())
+        if not tensor.requires_grad and id(tensor) not in theirs
+        and tensor.layout == torch.strided and not torch.nn.parameter.is_lazy(tensor)
+    }  # fmt: skip
+
+
+def moved_facts(model: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Those fields of `Facts` that show in what of `untrained` a step has changed."""
+    after = untrained(model)
+    moved = [name for name, values in before.items() if name in after and not _same(values, after[name])]
+    buffers = model.named_buffers()
+    in_blocks = {id(buffer) for block in blocks_of(model) for buffer in block.buffers()}
+    return {
+        "moving": next((name for name in moved if after[name].is_floating_point()), ""),
+        "moving_in_block": next((name for name, buffer in buffers if name in moved and id(buffer) in in_blocks), ""),
+    }
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they are equal. One of another size was made anew, not moved."""
+    return one.shape != other.shape or torch.equal(one, other)
+
+
+def _groups_others(workload: TrainingWorkload, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Whether the factory makes the groups of `optimizer` of other parameters, too: given beside the model's own, as
+    float32 masters are, and in their place, as shards are."""
+    trained = workload.trained
+    others = [torch.nn.Parameter(parameter.detach()) for parameter in trained]  # in the same memory
+
+    def groups(made: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> list[Any]:
+        place = {id(parameter): number for number, parameter in enumerate(parameters)}
+        return [([place.get(id(p)) for p in group["params"]], settings_of(group)) for group in made.param_groups]
+
+    def alike() -> bool:
+        try:
+            return groups(workload.optimizer(others), others) == groups(optimizer, trained)
+        except Exception:
+            return False
+
+    masters = alike()
+    with _replaced(workload.model, dict(zip(map(id, trained), others, strict=True))):
+        return {"groups_masters": masters, "groups_shards": alike()}
+
+
+@contextlib.contextmanager
+def _replaced(model: torch.nn.Module, others: Mapping[int, torch.nn.Parameter]) -> Iterator[None]:
+    """The model with other parameters, by the ids of its own."""
+    held = [(module._parameters, dict(module._parameters)) for module in model.modules()]
+    try:
+        for now, given in held:
+            now.update({name: others.get(id(parameter), parameter) for name, parameter in given.items()})
+        yield
+    finally:
+        for now, given in held:
+            now.update(given)
 
 
 def largest_that_fits(fits: Callable[[int], bool], *, most: int = 64) -> int:

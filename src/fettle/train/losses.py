@@ -89,7 +89,8 @@ def joined(losses: Sequence[float], count: int) -> list[float]:
 
 def _norms_problem(curve: Curve, band: Band) -> str:
     ratio = _norm_ratio(curve, band.baseline)
-    allowed = max([_NORM_FACTOR, *(max(r, 1 / r) for r in (_norm_ratio(o, band.baseline) for o in band.others))])
+    others = [_norm_ratio(other, band.baseline) for other in band.others]
+    allowed = max([_NORM_FACTOR, *(max(r, 1 / r if r else math.inf) for r in others)])
     if 1 / allowed <= ratio <= allowed:
         return ""
     return f"the gradient norms are {ratio:.2g} times the baseline's, other seeds' differ by {allowed:.2g} at most"
@@ -98,5 +99,5 @@ def _norms_problem(curve: Curve, band: Band) -> str:
 def _norm_ratio(curve: Curve, baseline: Curve) -> float:
     """Typical ratio of the gradient norms of two curves: exp of the median of the logs."""
     pairs = zip(curve.grad_norms, baseline.grad_norms, strict=False)
-    logs = [math.log(one / other) for one, other in pairs if one > 0 and other > 0]
+    logs = [math.log(one / other) if one > 0 else -math.inf for one, other in pairs if other > 0]
     return math.exp(statistics.median(logs)) if logs else 1.0

@@ -155,6 +155,8 @@ class Steps:
 
     def _make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         optimizer = self._workload.optimizer(parameters)
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # one around another, which never called __init__
+            torch.optim.Optimizer.__setstate__(optimizer, {})
         optimizer.register_step_pre_hook(self._before_optimizer)
         return optimizer
 
@@ -176,6 +178,7 @@ class Steps:
                 # a compiled update takes them from the model's weights itself
                 p.grad for p in self._workload.model.parameters() if p.grad is not None
             ]  # fmt: skip
+            gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
             norm = _whole(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
             scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales inside its step
             self._norms.append(norm / float(scale) if scale is not None else norm)

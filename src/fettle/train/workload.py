@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fettle.errors import UsageError
+from fettle.structure import ADDRESS
 from fettle.workload import Batch, Target, Workload, fingerprint, leaves
 
 FEWEST_STEPS = 4
@@ -99,6 +100,11 @@ class TrainingWorkload:
         raise UsageError("the training workload's data is empty: give at least one batch")
 
     @property
+    def trained(self) -> list[torch.nn.Parameter]:
+        """The parameters that require a gradient, which the optimizer is given."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @property
     def rows(self) -> int:
         """Rows in one batch."""
         return self.samples or rows_of(self.first)
@@ -157,10 +163,18 @@ def load_training(target: Target, seed: int = 0, made: object = None) -> Trainin
 def training_fingerprint(workload: TrainingWorkload) -> str:
     """A short hash of the initial weights, the first batch and the optimizer's settings."""
     plain = Workload(workload.model, [(workload.first,)])
-    optimizer = workload.optimizer(list(workload.model.parameters()))
-    settings = sorted((key, repr(value)) for key, value in optimizer.defaults.items())
+    optimizer = workload.optimizer(workload.trained)
+    settings = settings_of(optimizer.defaults)
     text = f"{fingerprint(plain)} {type(optimizer).__name__} {settings} {workload.steps} {workload.max_grad_norm}"
+    groups = [(settings_of(group), len(group["params"])) for group in optimizer.param_groups]
+    if any(own != settings for own, _ in groups):
+        text += f" {groups}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def settings_of(group: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The settings of a group of parameters, as texts that are alike in all processes."""
+    return sorted((key, ADDRESS.sub("", repr(value))) for key, value in group.items() if key != "params")
 
 
 def rows_of(batch: Batch) -> int:
