@@ -412,10 +412,12 @@ class TestLiveObjects:
         with Refused(f"was compiled {named}", "before `compile()`", "'file.py:workload'"):
             target_from_objects(Workload(compiled, [batch()]), tmp_path)
 
-    def test_another_default_type_would_not_be_known_there(self, tmp_path: Path) -> None:
+    def test_torchs_default_type_goes_with_them(self, tmp_path: Path) -> None:
         torch.set_default_dtype(torch.float64)
-        with Refused("default type is torch.float64", "torch.set_default_dtype(torch.float64)", "'file.py:workload'"):
-            target_from_objects(Workload(model(), [batch()]), tmp_path)
+        target = target_from_objects(Workload(model(), [batch()]), tmp_path)
+        torch.set_default_dtype(torch.float32)
+        target.load()
+        assert torch.get_default_dtype() == torch.float64
 
     def test_what_cannot_be_unpickled(self, tmp_path: Path) -> None:
         path = tmp_path / "workload.pkl"

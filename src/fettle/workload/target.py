@@ -143,10 +143,11 @@ def target_from_objects(workload: Any, folder: Path) -> Target:
     that always works.
     """
     import cloudpickle
+    import torch
 
     _check_travels(workload)
     try:
-        data = cloudpickle.dumps(workload)
+        data = cloudpickle.dumps((torch.get_default_dtype(), workload))
     except Exception as error:
         raise UsageError(
             f"the model or its inputs cannot be handed to a worker process ({first_line(error)}): write a factory "
@@ -163,16 +164,9 @@ def target_from_objects(workload: Any, folder: Path) -> Target:
 
 
 def _check_travels(workload: Any) -> None:
-    """Raise `UsageError` for what a pickle leaves out: what `Module.compile` has compiled, and torch's default type."""
+    """Raise `UsageError` for what a pickle leaves out: what `Module.compile` has compiled."""
     import torch
 
-    dtype = torch.get_default_dtype()
-    if dtype != torch.float32:
-        raise UsageError(
-            f"torch's default type is {dtype} here, which a worker process would not know: write a factory that sets "
-            f"it, def workload(): torch.set_default_dtype({dtype}); ...; return model, [batch], and pass "
-            "'file.py:workload'"
-        )
     modules = workload.model.named_modules() if isinstance(workload.model, torch.nn.Module) else ()
     for name, module in modules:
         if getattr(module, "_compiled_call_impl", None) is not None:
@@ -241,8 +235,11 @@ def _missing(location: str, name: str, known: Sequence[str]) -> UsageError:
 def _load_live(path: Path) -> object:
     import pickle
 
+    import torch
+
     try:
-        built = pickle.loads(path.read_bytes())  # written by this user's own process a moment ago
+        dtype, built = pickle.loads(path.read_bytes())  # written by this user's own process a moment ago
+        torch.set_default_dtype(dtype)  # the model may make tensors of it
     except Exception as error:
         raise UsageError(
             f"the model or its inputs cannot be rebuilt in a worker process ({first_line(error)}): write a factory "
