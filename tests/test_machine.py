@@ -1,5 +1,7 @@
 """How a processor is named: those that a virtual machine hides are told apart. What a device reaches."""
 
+import hashlib
+import math
 import time
 from pathlib import Path
 
@@ -25,6 +27,22 @@ def test_a_name_without_a_number_is_told_with_its_family_and_model(monkeypatch, 
 def test_one_that_tells_no_family_keeps_its_name(monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda self, **options: "processor\t: 0\nmodel name\t: ARMv8\n")
     assert cpu_name() == "ARMv8"
+
+
+def test_numbers_of_other_threads_or_fewer_cores_are_those_of_another_machine(monkeypatch):
+    for name in machine._DECIDES:
+        monkeypatch.delenv(name, raising=False)
+    ids = []
+    for quota, variables in ((math.inf, {}), (0.5, {}), (math.inf, {"OMP_NUM_THREADS": "1"}), (math.inf, {})):
+        monkeypatch.setattr(machine, "quota_cores", lambda quota=quota: quota)
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            ids.append(machine.this_machine.__wrapped__().id)
+    assert len(set(ids)) == 3
+    here = machine.this_machine()
+    text = "|".join([here.cpu, str(here.cores), *here.gpus, here.versions["torch"]])
+    assert ids[0] == ids[3] == hashlib.sha256(text.encode()).hexdigest()[:12]  # as earlier versions of fettle had it
 
 
 def test_a_device_without_room_for_them_has_no_peaks(monkeypatch):

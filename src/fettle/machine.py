@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import platform
 import re
 import subprocess
@@ -18,12 +19,14 @@ from typing import Any
 
 import psutil
 
-from fettle.procs.limits import affinity_cores
+from fettle.procs.limits import affinity_cores, quota_cores
 
 _PACKAGES = (
     "torch", "torchao", "onnxruntime", "openvino", "triton", "transformers", "diffusers", "numpy", "torch-fettle",
 )  # fmt: skip
 
+_DECIDES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "LD_PRELOAD")
+"""Variables that the time of a call depends on."""
 _LONG_S = 0.03
 """Eight times as many operations are not tried after a product that took this long."""
 _NUMBERED = re.compile(r"\d[0-9A-Z]{2}")
@@ -35,8 +38,9 @@ _ALLOCATORS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """Hardware and software of one machine. `id` is equal where numbers may be compared; those of what ran by another
-    package than torch hold for its version (`fettle.measure.Trial.versions`)."""
+    """Hardware and software of one machine. `id` is equal where numbers may be compared, so it also goes by threads,
+    instruction sets and a preloaded library that the environment sets, and by a quota of cores; numbers of what ran by
+    another package than torch hold for its version (`fettle.measure.Trial.versions`)."""
 
     id: str
     cpu: str
@@ -71,7 +75,10 @@ def this_machine() -> Machine:
     versions["torch"] = str(torch.__version__)
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
-    text = "|".join([cpu, str(cores), *gpus, versions["torch"]])
+    given = [f"{name}={os.environ[name]}" for name in _DECIDES if os.environ.get(name)]
+    if (quota := quota_cores()) < cores:
+        given.append(f"quota={quota:g}")
+    text = "|".join([cpu, str(cores), *gpus, versions["torch"], *given])
     return Machine(
         id=hashlib.sha256(text.encode()).hexdigest()[:12],
         cpu=cpu,

@@ -131,6 +131,12 @@ class Study:
         return str(self._study.user_attrs.get(_WORKLOAD, ""))
 
     @property
+    def version(self) -> str:
+        """The fingerprint and, where it was kept, a hash of the code: what an atlas takes for one model."""
+        code = self._study.user_attrs.get(f"{_CODE}:{self._machine_id}", "")
+        return f"{self.fingerprint}-{code}" if code else self.fingerprint
+
+    @property
     def is_file(self) -> bool:
         """Whether the storage is a file and no server."""
         backend = getattr(self._study._storage, "_backend", self._study._storage)
@@ -180,7 +186,7 @@ class Study:
             except (ValueError, KeyError, RecursionError, msgspec.ValidationError) as error:
                 raise UsageError(f"trial {trial.number} of the study cannot be read: {first_line(error)}") from error
             first = by_recipe.setdefault(read.recipe, read)  # who was first has measured it
-            if first.versions != read.versions or not first.is_compared:
+            if first.versions != read.versions or first.status == "failed" or not first.is_compared:
                 by_recipe[read.recipe] = read
         return list(by_recipe.values())
 

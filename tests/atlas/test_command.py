@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fettle.atlas import read_atlas, subject, write_atlas
+from fettle.atlas import merged, read_atlas, subject, write_atlas
 from fettle.machine import Machine
 from fettle.recipe import Recipe
 from fettle.storage import storage_url
@@ -22,14 +22,19 @@ MACHINE = Machine("here", "made up", 2, 1, (), "linux", "3.13", {"torch": "2.13"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder in which a study was made."""
-    study = Study.open("model", storage_url(None, tmp_path), "f00", MACHINE.id)
+    made(tmp_path, "model")
+    return tmp_path
+
+
+def made(folder: Path, name: str, structure: str = "") -> Study:
+    study = Study.open(name, storage_url(None, folder), "f00", MACHINE.id, structure=structure, beside=True)
     facts = Facts(num_conv=3, num_parameters=1000, cpu_flags=("avx512f", "amx_bf16"), samples=4)
     study.set_note("machine", msgspec.to_builtins(MACHINE))
     study.set_note("probe", {"facts": msgspec.to_builtins(facts), "peaks": {"matmul_float32": 1e12},
                              "features": {"convolution": 0.9, "matrix": 0.7, "shapes": "4x8"}})  # fmt: skip
     for recipe in (Recipe(), Recipe.parse("precision=bf16"), Recipe.parse("compile=default precision=bf16")):
         study.add(trial(recipe, gain(recipe, 1.0)))
-    return tmp_path
+    return study
 
 
 def test_a_study_is_added_with_what_its_probe_saw(folder: Path) -> None:
@@ -45,6 +50,17 @@ def test_a_study_is_added_with_what_its_probe_saw(folder: Path) -> None:
     )
     assert (last.machine, last.torch, last.versions, last.peak_fp32) == ("here", "2.13", "openvino=2026.4", 1e12)
     assert (last.start_s, last.given_start_s, last.shapes) == (40.0, 4.0, "4x8")
+
+
+def test_two_versions_of_the_code_are_two_models_and_what_is_under_load_is_none(tmp_path: Path) -> None:
+    names = [made(tmp_path, "model", structure).name for structure in ("one", "two")]
+    made(tmp_path, "model-under-load", "one").set_note("under load", True)
+    rows = atlas_rows(storage_url(None, tmp_path))
+    assert list(dict.fromkeys((row.workload, row.fingerprint) for row in rows)) == [
+        (names[0], "f00-one"),
+        (names[1], "f00-two"),
+    ]
+    assert len(merged(rows, rows)) == len(rows) == 6
 
 
 def test_features_that_are_not_known_stay_missing() -> None:

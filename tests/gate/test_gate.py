@@ -450,6 +450,16 @@ def test_a_page_and_a_comment_escape_what_they_show(tmp_path: Path) -> None:
     assert history.read(tmp_path) == []
 
 
+def test_an_entry_after_a_line_that_was_cut_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "page", lambda entries: "")
+    history.path_of(tmp_path).write_text('{"when": "cut')
+    entry = history.Entry(history.now(), "model.py", "machine", "v1", "v2", "within", 1.0, 1.0)
+    for _ in range(2):
+        history.keep(tmp_path, entry)
+    assert history.read(tmp_path) == [entry, entry]
+    assert history.path_of(tmp_path).read_text().count("\n") == 3
+
+
 @pytest.mark.slow
 def test_another_environment_is_raced_for_real(git: Git, tmp_path: Path, run_fettle) -> None:
     """One that sees the packages of this one, by another path; there the model waits twenty times as long."""
@@ -479,6 +489,18 @@ def test_a_target_that_is_newer_than_the_revision_is_lent_to_it(git: Git, tmp_pa
         lent = Path(side.target.reference.rpartition(":")[0])
         assert lent.name == "newer.py"
         assert lent.resolve() == tmp_path / "newer.py"
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "net.py").write_text(MODEL)
+    settings = replace(settings, links=(Path("models"),))
+    ground = racing.ground_for("models/net.py", settings, lambda event: None)
+    with racing.revision(ground, repository, repository.resolve("v1")) as side:
+        assert Path(side.target.reference.rpartition(":")[0]).resolve() == tmp_path / "models" / "net.py"
+    git("add", "."), git("commit", "-qm", "models")
+    (tmp_path / "models" / "other.py").write_text(MODEL)
+    ground = racing.ground_for("models/other.py", settings, lambda event: None)
+    head, says = repository.resolve("HEAD"), r"link=models/other\.py"
+    with pytest.raises(UsageError, match=says), racing.revision(ground, repository, head):
+        pass  # the folder is there, and is not replaced
 
 
 def test_the_gate_needs_something_to_compare_with() -> None:

@@ -13,6 +13,7 @@ from fettle.errors import UsageError
 from fettle.improve import STEPS, Improvement, Settings, Step, guided, improve, page
 from fettle.improve.guided import _line
 from fettle.improve.state import keep, recall
+from fettle.inputs.kept import content_hash
 from fettle.measure import Interval
 from fettle.recipe import Recipe
 from tests.conftest import Run
@@ -54,6 +55,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict]]:
     def does(name: str):
         def step(run, told):
             seen.append((name, dict(told)))
+            for file in FOUND[name].files:
+                (run.folder / file).touch()
             return FOUND[name]
 
         return step
@@ -146,6 +149,31 @@ def test_an_interrupt_does_not_forget_what_came_later(work: Path, tmp_path: Path
     assert [name for name, _ in asked] == ["data"]
 
 
+def test_other_weights_another_machine_and_a_page_that_is_gone_are_not_taken_for_todays(
+    work: Path, tmp_path: Path, asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, built = Settings(output=tmp_path / "out"), {"fingerprint": "first"}
+    measured = Step(name="measure", says="3 ms.", results=dict(built))
+    monkeypatch.setitem(guided._DOES, "measure", lambda run, told: asked.append(("measure", {})) or measured)
+    worker = SimpleNamespace(ask=lambda *request: SimpleNamespace(**built))
+    monkeypatch.setattr(guided, "Worker", lambda: nullcontext(worker))
+
+    def again() -> list[str]:
+        asked.clear()
+        improve(str(work), settings)
+        return [name for name, _ in asked]
+
+    assert again() == list(STEPS)
+    assert again() == ["data"]
+    (tmp_path / "out" / "package").unlink()
+    assert again() == ["data", "package"]
+    built["fingerprint"] = "another"
+    assert again() == list(STEPS)
+    built["fingerprint"] = "first"
+    monkeypatch.setattr(guided, "this_machine", lambda: SimpleNamespace(id="another", versions={}))
+    assert again() == list(STEPS)
+
+
 @pytest.mark.parametrize(("step", "command", "needs"), [
     ("measure", "bench", {}), ("data", "measure_and_search", {}), ("verify", "check", {"recipe": "precision=bf16"}),
 ])  # fmt: skip
@@ -191,6 +219,24 @@ def test_an_edit_of_what_the_target_imports_begins_anew(edited: str, work: Path,
     (tmp_path / edited).write_text((tmp_path / edited).read_text() + "# edited\n")
     improve(str(work), settings)
     assert [name for name, _ in asked] == list(STEPS)
+
+
+def test_a_package_in_the_src_of_a_project_is_looked_at_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "src" / "made_up_net"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('it was imported')\n")
+    (package / "parts.py").write_text("WIDTH = 3\n")
+    (package / "model.py").write_text("import torch\nfrom made_up_net.parts import WIDTH\n")
+    (tmp_path / "train.py").write_text("from made_up_net.model import workload\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "src"))
+    targets = "made_up_net.model:workload", f"{tmp_path / 'train.py'}:workload"
+    before = [content_hash(target) for target in targets]
+    (package / "parts.py").write_text("WIDTH = 4\n")
+    after = [content_hash(target) for target in targets]
+    assert all(before)
+    assert not set(before) & set(after)
+    assert content_hash("torch.nn:Linear") == ""  # what is installed has a version
 
 
 def test_what_cannot_be_done_says_why_and_the_others_go_on(work: Path, tmp_path: Path, asked, monkeypatch) -> None:

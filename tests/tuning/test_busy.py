@@ -12,6 +12,8 @@ from fettle.recipe import Recipe
 from fettle.report._facts import elapsed, load_lines, under
 from fettle.search import auto
 from fettle.studies import sharing
+from fettle.studies.running import _measure_as_given
+from fettle.studies.workloads import Workload
 from fettle.study import Study
 from fettle.techniques import Facts, preconditions
 from fettle.tuning import _outcome
@@ -111,6 +113,21 @@ def test_a_study_that_several_work_at_ends_with_what_no_slice_shows(tmp_path, mo
         sharing.measure_shares(session, cells, 2, math.inf)
         assert set(session.standings.known) == set(cells)
         assert not any(session.standings.known[cell].is_compared for cell in cells[1:])
+
+
+def test_a_workload_that_failed_in_an_earlier_run_is_measured_by_the_next(tmp_path, monkeypatch):
+    world = World(time_ms)
+    world.install(monkeypatch)
+    study = Study.open("s", f"sqlite:///{tmp_path}/s.db", "made up", "here")
+    for recipe in (Recipe(), Recipe({"matmul": "medium"})):
+        study.add(Trial(recipe, "failed", "out of memory"))
+    for is_shared, started in ((True, 1), (False, 1)):
+        session = session_in(world, tmp_path, None, made_up_space()[1])
+        session.study = study
+        session.refresh()
+        workload = Workload("net", {}, session)
+        _measure_as_given(workload, SimpleNamespace(is_shared=is_shared))
+        assert (workload.failure, workload.known[Recipe()].ok, len(world.started)) == ("", True, started)
 
 
 def test_on_a_quiet_machine_nothing_is_said_of_load(tmp_path, monkeypatch):

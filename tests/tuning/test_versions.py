@@ -11,12 +11,12 @@ from simulated import World, made_up_space, session_in
 
 from fettle import study as room
 from fettle.errors import UsageError
-from fettle.measure import Accuracy, Interval, Slice, Trial, by_round, messages
+from fettle.measure import Accuracy, Interval, Judge, Slice, Trial, by_round, messages
 from fettle.recipe import Recipe
 from fettle.result import Limits
 from fettle.study import Study
 from fettle.techniques import Facts, run_by
-from fettle.tuning import _probe, studies_in
+from fettle.tuning import _probe, recalled, studies_in
 from fettle.tuning.model import Races
 from fettle.tuning.standings import Standings
 
@@ -61,6 +61,38 @@ def test_what_could_not_be_compared_is_measured_again(tmp_path):
     assert list(found.known) == [Recipe()]
     study.add(clear)
     assert [one.race for one in study.trials()] == [1, 3]
+
+
+def test_who_only_reads_a_study_sees_what_could_not_be_compared_and_what_was_inaccurate(tmp_path):
+    study = Study.open("s", f"sqlite:///{tmp_path}/s.db", "w", "m")
+    hidden = replace(ran("compile=default", 2, 90.0), slices=[Slice("2:x", 1, 90.0, None, False, 1.9)])
+    why = "relative error 0.4 is above 0.02"
+    wrong = replace(ran("precision=bf16", 1, 2.0), status="rejected", reason=why, accuracy=Accuracy(0.4, finite=True))
+    kept = [ran("baseline", 1, 8.0), wrong, replace(hidden, accuracy=Accuracy(0.01, finite=True))]
+    for one in kept:
+        study.add(one)
+    found = recalled(study)
+    assert [(one.recipe, one.status, one.reason) for one in found] == [(k.recipe, k.status, k.reason) for k in kept]
+    assert [one.speedup is not None for one in found] == [False, True, False]
+    today = recalled(study, judge=Judge(max_error=0.5))
+    assert [one.status for one in today] == ["measured"] * 3
+    assert recalled(study, judge=Judge(max_error=0.001))[2].status == "rejected"
+
+
+def test_as_given_is_tried_again_after_a_failure_and_so_is_what_was_not_ready_in_time(tmp_path):
+    study, late = Study.open("s", f"sqlite:///{tmp_path}/s.db", "w", "m"), "timed out after 60 s in {}"
+    failed = {"baseline": "out of memory", "compile=default": late.format("prepare: compiling"),
+              "matmul=medium": late.format("slice"), "precision=bf16": "it broke"}  # fmt: skip
+    for text, reason in failed.items():
+        study.add(Trial(Recipe.parse(text), "failed", reason))
+    for timeout_s, known in ((60.4, list(failed)[1:]), (900.0, list(failed)[2:])):
+        found = Standings("throughput", Limits(max_error=None), Races())
+        found.recall(study, timeout_s=timeout_s)
+        assert [str(recipe) for recipe in found.known] == known
+    study.add(ran("baseline", 1, 8.0))
+    assert study.trials()[0].status == "measured"
+    found.recall(study)
+    assert found.known[Recipe()].ok
 
 
 def test_what_only_another_version_of_fettle_has_is_not_known():

@@ -37,7 +37,8 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     workload: Text
     """Name of the target, for people."""
     fingerprint: Text
-    """Fingerprint of the weights and inputs: rows with the same one are of one model."""
+    """Fingerprint of the weights and inputs, then ``-`` and a hash of the code where the study kept one (those of
+    earlier versions of fettle lack it): rows with the same one are of one model."""
     family: Text
     """``transformer``, ``convolutional``, ``recurrent``, ...: as it was named, else guessed from the operators."""
     mode: Text

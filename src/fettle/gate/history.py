@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -78,8 +79,11 @@ def keep(folder: Path, entry: Entry) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = path_of(folder)
     try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(plain(msgspec.to_builtins(entry))) + "\n")
+        with path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+            cut = file.read(1) not in (b"", b"\n")  # a line of a process that was killed must not take this one with it
+            file.write(b"\n" * cut + json.dumps(plain(msgspec.to_builtins(entry))).encode() + b"\n")
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
     write_text(folder / "gate.html", page(read(folder)))

@@ -243,11 +243,13 @@ def revision(
 ) -> Iterator[Side]:
     """A side that runs a commit, in a worktree of its own until the block ends; in the environment of `interpreter`, or
     in one that is built where its lock file differs from the working tree's."""
-    location = ground.target.reference.rpartition(":")[0]
+    location = Path(ground.target.reference.rpartition(":")[0])
     label = repository.name(commit)
     lent = {path.resolve() for path in ground.settings.links}
-    if location.endswith(".py") and Path(location) not in lent and not repository.holds(commit, Path(location)):
-        name = Path(location).relative_to(repository.root)
+    inside = [one for one in (location, *location.parents) if repository.root in one.parents]
+    is_lent = any(one in lent and not repository.holds(commit, one) for one in inside)  # what is there is not replaced
+    if location.suffix == ".py" and not is_lent and not repository.holds(commit, location):
+        name = location.relative_to(repository.root)
         raise UsageError(f"{name} is not there at {label!r}: lend it today's, `link={name}`")
     with repository.checkout(commit, ground.folder / "worktrees", ground.settings.links) as place:
         if missing := repository.add_submodules(commit, place):

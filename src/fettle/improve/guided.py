@@ -26,7 +26,8 @@ from fettle.improve.state import Step, keep, recall
 from fettle.inputs import PipelineResult, measure_and_search
 from fettle.inputs.kept import content_hash
 from fettle.inputs.report import write_report as write_pipeline
-from fettle.measure import Interval
+from fettle.machine import this_machine
+from fettle.measure import Interval, Worker, WorkerError, messages
 from fettle.package.export import write_package
 from fettle.recipe_file import load_recipe
 from fettle.report import Result, save, verdict
@@ -112,8 +113,12 @@ def improve(
     run = _Run(target, settings, writable(settings.output), on_progress, quietly, command)
     made_for = {"target": target, "content": content_hash(where), "data": settings.data, "mode": settings.mode,
                 "loader": content_hash(settings.data), "limits": repr(settings.limits), "budget": settings.budget_s,
-                "techniques": settings.techniques, "atlas": str(settings.atlas)}  # fmt: skip
-    known = recall(run.folder / "improve.json", made_for)
+                "techniques": settings.techniques, "atlas": str(settings.atlas),
+                "machine": this_machine().id, "versions": this_machine().versions}  # fmt: skip
+    known = {name: step for name, step in recall(run.folder / "improve.json", made_for).items()
+             if all((run.folder / file).exists() for file in step.files)}  # fmt: skip
+    if (kept := known.get("measure")) is not None and _is_another(kept, run):
+        known = {}
     steps: list[Step] = []
     interrupted = False
     for name in STEPS:
@@ -136,6 +141,8 @@ def _says_otherwise(step: Step, before: Step | None) -> bool:
     """Whether a step hands on something else than `before`, which those after it went by; one that was not done hands
     on nothing. But a recipe that was packaged without `verify` is none to package once that fails."""
     told = before.results if before is not None else {}
+    if step.name == "measure":  # nobody goes by the time as given
+        return False
     return step.results != told or (step.name == "verify" and step.status == "failed")
 
 
@@ -172,6 +179,20 @@ def _step(name: str, run: _Run, before: Sequence[Step]) -> Step:
     return msgspec.structs.replace(made, seconds=time.monotonic() - began)
 
 
+def _is_another(measured: Step, run: _Run) -> bool:
+    """Whether the workload has other weights or inputs than when it was measured, or cannot be built any more."""
+    if "fingerprint" not in measured.results:
+        return False
+    run.say("building the workload: is it the one that was measured?")
+    with Worker() as worker:
+        try:
+            target = replace(find_target(run.target), mode=run.settings.mode)
+            built = worker.ask(messages.Build(target), messages.Built, Options.trial_timeout_s)
+        except WorkerError:
+            return True  # measuring it anew says why
+    return bool(built.fingerprint != measured.results["fingerprint"])
+
+
 def _go_on(found: Comparison | PipelineResult | Result) -> None:
     """What was interrupted ends the run: a single command would show what it knows, and the next step goes by it."""
     if found.interrupted:
@@ -193,7 +214,7 @@ def _measure(run: _Run, results: Mapping[str, Any]) -> Step:
         lines.append(f"the machine was not quiet: {trial.load}")
     rate = f"{trial.throughput:,.0f}" if trial.throughput >= 1000 else f"{trial.throughput:.3g}"
     says = f"A call takes {seconds_text(trial.time_ms / 1e3)}, {rate} samples a second."
-    return Step(name="measure", says=says, lines=lines)
+    return Step(name="measure", says=says, lines=lines, results={"fingerprint": race.fingerprint})
 
 
 def _diagnose(run: _Run, results: Mapping[str, Any]) -> Step:

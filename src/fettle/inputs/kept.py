@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import contextlib
 import hashlib
+import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from fettle.errors import is_program
 
 
 def default_path(target: str) -> Path | None:
@@ -21,8 +24,8 @@ def default_path(target: str) -> Path | None:
 
 
 def content_hash(target: str) -> str:
-    """Hash of the target's own file and of what it imports from files beside it or in this folder, so that an edited
-    program is measured anew; empty where there is none."""
+    """Hash of the target's own file and of what it imports from files beside it, in this folder or in a package that is
+    installed from its source, so that an edited program is measured anew; empty where there is none."""
     place = target.rpartition(":")[0]
     digest = hashlib.sha256()
     folders = [Path(place).parent, Path()] if place.endswith(".py") else [Path()]
@@ -51,7 +54,17 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 
 
 def _files(module: str, folders: Sequence[Path]) -> list[Path]:
-    """The file of a module that lies in one of these folders."""
+    """The file of a module that lies in one of these folders, or else where the user's own source is installed from."""
     stem = module.replace(".", "/")
-    return [path for folder in folders for path in (folder / f"{stem}.py", folder / stem / "__init__.py")
-            if path.is_file()][:1]  # fmt: skip
+    return [path for folder in (*folders, *_sources(module.partition(".")[0]))
+            for path in (folder / f"{stem}.py", folder / stem / "__init__.py") if path.is_file()][:1]  # fmt: skip
+
+
+def _sources(package: str) -> list[Path]:
+    """The folders that hold a package of the user's own, such as the ``src`` of a project. It is not imported."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return []
+    places = [] if spec is None else spec.submodule_search_locations or [spec.origin or ""]
+    return [Path(place).parent for place in places if is_program(place)]

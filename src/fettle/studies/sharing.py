@@ -72,7 +72,7 @@ def elsewhere(session: Session) -> list[tuple[Machine, list[Trial]]]:
     others = []
     for name, facts in session.study.machines().items():
         if name != this_one(session).id:
-            trials = recalled(session.study.on(name), session.standings.limits, session.environments)
+            trials = recalled(session.study.on(name), session.environments, session.standings.judge)
             if trials:
                 others.append((msgspec.convert(facts, Machine), trials))
     return others

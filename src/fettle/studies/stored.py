@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from fettle.errors import UsageError
 from fettle.measure import Trial
-from fettle.result import Limits
 from fettle.storage import check_there, hidden, storage_url
 from fettle.studies.orders import begun, orders_of
 from fettle.studies.outcome import Done, together
@@ -38,10 +37,9 @@ def stored(settings: Settings) -> Done:
             f"there is no study {name!r} in {hidden(url)}; there are: {', '.join(map(repr, there)) or 'none'}"
         )
     names = labels([machine for _, machine in studies])
-    limits = Limits(max_error=orders.max_error if orders is not None else settings.max_error)
     measured, notes, going = [], [], 0
     for study, machine in studies:
-        trials = recalled(study, limits, None)
+        trials = recalled(study, None)
         group, arguments = wanted[study.name]
         measured.append(Measured(group, arguments, _choices(trials), trials, names[machine.id], study.hosts()))
         notes += shares(f"{study.name} on {names[machine.id]}", study.workers())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -11,7 +12,7 @@ import optuna
 from fettle.atlas import Row, rows_of, subject
 from fettle.errors import UsageError, first_line
 from fettle.machine import Machine
-from fettle.measure import Trial
+from fettle.measure import Judge, Trial
 from fettle.result import Limits
 from fettle.storage import check_there, open_storage, opening
 from fettle.study import Study
@@ -26,8 +27,8 @@ T = TypeVar("T")
 def atlas_rows(storage: str, *, family: str = "") -> list[Row]:
     """The trials of all studies in an Optuna storage, on every machine that took part, as rows of an atlas.
 
-    Speed-ups are what all races of a study say together; those of a first token alone, or of the further ones, are left
-    out. Raises `UsageError` where there is no study of fettle's.
+    Speed-ups are what all races of a study say together; those of a first token alone, of the further ones, or under
+    load are left out. Raises `UsageError` where there is no study of fettle's.
     """
     rows = [row for study, machine in studies_in(storage) for row in _rows(study, machine, family)]
     if not rows:
@@ -51,10 +52,11 @@ def studies_in(storage: str, names: Collection[str] | None = None) -> Iterator[t
 
 def _rows(study: Study, machine: Machine, family: str) -> list[Row]:
     probed = study.note("probe")
-    if not isinstance(probed, Mapping) or "facts" not in probed or study.note("goal") in ("ttft", "tpot"):
+    apart = study.note("under load") or study.note("goal") in ("ttft", "tpot")
+    if not isinstance(probed, Mapping) or "facts" not in probed or apart:
         return []
-    trials = recalled(study, Limits(max_error=None))
-    about = subject(study.name, study.fingerprint, _read(_without_padding(probed["facts"]), Facts, study),
+    trials = recalled(study)
+    about = subject(study.name, study.version, _read(_without_padding(probed["facts"]), Facts, study),
                     probed.get("features", {}), machine, probed.get("peaks", {}), family)  # fmt: skip
     return rows_of(about, trials)
 
@@ -74,7 +76,12 @@ def _read(value: Any, kind: type[T], study: Study) -> T:
         raise UsageError(f"the study {study.name!r} cannot be read: {first_line(error)}") from error
 
 
-def recalled(study: Study, limits: Limits, environments: Collection[str] | None = ()) -> list[Trial]:
-    """What a study knows of one machine, with what all races there say together; None for all environments."""
-    standings = Standings("throughput", limits, Races(elapsed=bool(study.note("under load"))))
-    return [standings.known[trial.recipe] for trial in standings.recall(study, environments)]
+def recalled(study: Study, environments: Collection[str] | None = (), judge: Judge | None = None) -> list[Trial]:
+    """What a study knows of one machine, with what all races there say together; None for all environments. Answers
+    stay as they were judged, unless there is a `judge` of today's."""
+    standings = Standings("throughput", Limits(), Races(elapsed=bool(study.note("under load"))), judge=judge or Judge())
+    kept = standings.recall(study, environments, anew=False)
+    known = [standings.known[trial.recipe] for trial in kept]
+    if judge is not None:
+        return known
+    return [replace(now, status=then.status, reason=then.reason) for now, then in zip(known, kept, strict=True)]

@@ -193,7 +193,8 @@ class Session:
         """Know what the study knows by now, no more and no less; see `Standings.recall` for `anew`."""
         self.standings.known.clear()
         self.standings.races = Races(self.options.under_load)
-        for trial in self.standings.recall(self.study, self.environments, anew=anew):
+        timeout_s = self.rules.prepare_timeout_s
+        for trial in self.standings.recall(self.study, self.environments, anew=anew, timeout_s=timeout_s):
             self._recall(trial)
         self._race = max([self._race, *self.standings.races.trials])
 
@@ -203,7 +204,7 @@ class Session:
         """Race those of `recipes` that are not known yet beside the baseline; answer for all that are known then."""
         wanted = list(dict.fromkeys(canonical(recipe) for recipe in recipes))
         missing = [recipe for recipe in wanted if recipe not in self.standings.known]
-        if missing and not (self.standings.known and self.spent()):
+        if missing and not (Recipe() in self.standings.known and self.spent()):
             self.race_unknown(missing)
         return [self.standings.known[recipe] for recipe in wanted if recipe in self.standings.known]
 
@@ -245,7 +246,7 @@ class Session:
         """Race recipes that are not known in one race, beside the baseline, and keep their trials. Those that do not
         fit before the `deadline` (default: when the final race must begin) are left out."""
         if deadline is None:  # the workload as given comes first, and is measured
-            deadline = self.costs.deadline() if self.standings.known else math.inf
+            deadline = self.costs.deadline() if Recipe() in self.standings.known else math.inf
         for recipe in recipes:
             if problem := self._problem(recipe):
                 self.keep([Trial(recipe, "failed", problem, race=self._race, versions=self._versions(recipe))])
@@ -253,7 +254,7 @@ class Session:
         if self.forks is not None:
             self.costs = replace(self.costs, saved_s=self.forks.saved_s / self.rules.abreast)
         candidates = candidates[: self.costs.how_many_fit(candidates, self.costs.left_s(deadline))]
-        if candidates or not self.standings.known:
+        if candidates or Recipe() not in self.standings.known:
             stop = Stop()
             rules = replace(self.rules, deadline=deadline, grace_s=0.0, stop=stop,
                             indifference=max(self.rules.indifference, _SCREENING_INDIFFERENCE))  # fmt: skip

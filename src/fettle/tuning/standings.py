@@ -4,6 +4,7 @@ goal and the limits as numbers."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +25,9 @@ GAIN_OF_SHARING = math.log(1.15)
 """What a level that helps beside a neighbour (fewer threads, a stream a core) must gain there before it counts. Without
 this, two of 28 studies beside neighbours announced a stream a core, by 3% and more, which is 8% slower on the quiet
 machine (``bench/busy.py``)."""
+
+_LATE = re.compile(r"timed out after (\d+) s in (?:build|probe|prepare)\b")
+"""Why a recipe failed that was not ready in time."""
 
 
 @dataclass
@@ -53,19 +57,22 @@ class Standings:
             if speedup is not None:
                 self.known[recipe] = replace(trial, speedup=speedup)
 
-    def recall(self, study: Study, environments: Collection[str] | None = (), *, anew: bool = True) -> list[Trial]:
+    def recall(
+        self, study: Study, environments: Collection[str] | None = (), *, anew: bool = True, timeout_s: float = 0.0
+    ) -> list[Trial]:
         """Take what earlier runs of a study measured, and return its trials; those of other environments only as far as
-        they are named, or all. What could not be compared is to be measured `anew`, so it is not known."""
+        they are named, or all. What could not be compared is to be measured `anew`, so it is not known; nor is the
+        workload as given where it failed, nor what was not ready in time where `timeout_s` is longer today."""
         trials, named = _in_catalogue(study.trials()), (PYTHON.default, *(environments or ()))
         if environments is not None:
             trials = [trial for trial in trials if trial.recipe.levels.get(PYTHON.name, PYTHON.default) in named]
         for trial in trials:
             self.known[trial.recipe] = self.judged(trial)
-        again = study.notes("again in race ")  # what was known by then ran in these
-        kept = self.raced(*again, study.note("final race"), study.note("last race"))
+        repeated = study.notes("again in race ")  # what was known by then ran in these
+        kept = self.raced(*repeated, study.note("final race"), study.note("last race"))
         self.add([*self.known.values(), *kept])
-        unclear = [recipe for recipe, trial in self.known.items() if recipe.levels and not trial.is_compared]
-        for recipe in unclear if anew else ():
+        again = [recipe for recipe, trial in self.known.items() if _may_tell_more(trial, timeout_s)]
+        for recipe in again if anew else ():
             del self.known[recipe]
         return trials
 
@@ -156,6 +163,14 @@ class Standings:
             return trial
         reason = self.judge.reason(trial.accuracy)
         return replace(trial, status="rejected" if reason else "measured", reason=reason)
+
+
+def _may_tell_more(trial: Trial, timeout_s: float) -> bool:
+    """Whether a recipe is worth another trial, with `timeout_s` to get ready."""
+    if trial.status != "failed":
+        return bool(trial.recipe.levels) and not trial.is_compared
+    late = _LATE.match(trial.reason)
+    return not trial.recipe.levels or (late is not None and int(late[1]) < round(timeout_s))
 
 
 def _in_catalogue(trials: Iterable[Trial]) -> list[Trial]:

@@ -158,7 +158,7 @@ def guide_for(session: Session, rows: Sequence[Row], atlas: Path | str, machine:
 def _predictor(session: Session, rows: Sequence[Row], machine: Machine) -> Predictor:
     """What the rows foresee for the workload of a session, on which the workload as given was measured."""
     probed, target = session.probed, session.target
-    about = subject(target.name, probed.fingerprint, probed.facts, probed.features, machine, probed.peaks)
+    about = subject(target.name, session.study.version, probed.facts, probed.features, machine, probed.peaks)
     facts = session.facts
     judged = facts.mode == "inference" and not facts.by_metric
     return Predictor(rows, about, max_error=facts.max_error if judged else None,
