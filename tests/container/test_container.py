@@ -15,6 +15,7 @@ import yaml
 from fettle.container import image, lock, write_image
 from fettle.container.image import Image, containerfile
 from fettle.errors import UsageError
+from fettle.techniques import CATALOGUE
 
 DIGEST = "a" * 64
 
@@ -56,12 +57,34 @@ def no_index(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("levels", "compiles"),
     [({"runtime": "aoti"}, True), ({"weights": "int8-blocks"}, True), ({"kv_cache": "static-compiled"}, True),
-     ({"kv_cache": "static", "weights": "int8-dynamic"}, False)],
+     ({"kv_cache": "static", "weights": "int8-dynamic"}, False), ({"compile[encoder]": "default"}, True),
+     ({"runtime[decoder.net]": "aoti"}, True), ({"runtime": "exported"}, True), ({"attention": "flex"}, True),
+     ({"optimizer": "compiled"}, True), ({"runtime": "openvino", "optimizer": "fused"}, False)],
 )  # fmt: skip
 def test_what_compiles_has_a_compiler(levels, compiles: bool, wheel: Path, no_index: None, tmp_path: Path) -> None:
-    lines = "\n".join(f'{name} = "{level}"' for name, level in levels.items())
+    lines = "\n".join(f'"{name}" = "{level}"' for name, level in levels.items())
     (tmp_path / "recipe.toml").write_text(f'format = 1\n[levels]\n{lines}\n[workload]\nname = "m"\n')
     assert write_image(tmp_path / "recipe.toml", tmp_path / "out", wheel).debian == (["g++"] if compiles else [])
+
+
+@pytest.mark.parametrize(
+    ("levels", "values"),
+    [({"threads": "3", "wait_policy": "passive"}, {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "passive"}),
+     ({"allocator": "expandable"}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+     ({"allocator": "cuda-async"}, {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}),
+     ({"allocator": "tcmalloc"}, {"LD_PRELOAD": "libtcmalloc_minimal.so.4"})],
+)  # fmt: skip
+def test_a_process_has_the_recipes_environment(levels, values: dict[str, str]) -> None:
+    plain = Image("m", {}, "3.11.7", {}, False).variables
+    assert Image("m", levels, "3.11.7", {}, False).variables == {**plain, **values}
+
+
+def test_every_level_has_an_image() -> None:
+    for technique in CATALOGUE:
+        for level in technique.every_level():
+            made = Image("m", {technique.name: level}, "3.11.7", {}, False)
+            assert {*made.debian} <= {"g++", "libjemalloc2", "libtcmalloc-minimal4"}
+            assert made.variables["HOME"] == "/cache"
 
 
 def test_a_recipes_image(recipe: Path, wheel: Path, no_index: None, tmp_path: Path) -> None:

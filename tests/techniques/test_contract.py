@@ -1,5 +1,7 @@
 """What every technique and level must pass. A new technique is covered by being in the catalogue."""
 
+import ast
+import copy
 import os
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from fettle.recipe import Recipe
 from fettle.recipe_file import read_recipe
 from fettle.techniques import (
     CATALOGUE,
+    Code,
     Facts,
     bundles,
     canonical,
@@ -28,9 +31,13 @@ from fettle.techniques import (
     conflict,
     find,
     load,
+    machine_facts,
     probe_facts,
     source,
 )
+from fettle.techniques._pipeline import Part, calls_of_parts, put_part
+from fettle.techniques._source import preamble
+from fettle.techniques.batch import endless
 from fettle.techniques.compile import During
 from fettle.techniques.cuda_graphs import Graphed
 from fettle.techniques.precision import to_16_bits
@@ -272,6 +279,52 @@ def test_calibration_on_steps_that_differ_in_number_says_so(every):
         quantize_static(Steps(every).eval(), [torch.rand(2, length, 4) for length in (12, 20)])
 
 
+class Masked(torch.nn.Module):
+    """Takes an argument that may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = torch.nn.Linear(8, 32), torch.nn.Linear(32, 4)
+
+    def forward(self, x, mask=None):
+        x = self.layer(x).relu()
+        return self.head(x if mask is None else x * mask)
+
+
+@pytest.fixture
+def masked():
+    torch.manual_seed(0)
+    return Masked().eval()
+
+
+def test_int8_takes_another_number_of_rows(masked):
+    run, x = quantize_static(masked, [(torch.rand(4, 8), torch.ones(4, 1)) for _ in range(2)]), torch.rand(3, 8)
+    with torch.no_grad():
+        for mask in (torch.ones(3, 1), torch.ones(3, 1) / 2):
+            wanted = masked(x, mask)
+            assert (run(x, mask) - wanted).norm() < 0.05 * wanted.norm()
+
+
+def test_int8_does_not_ignore_an_argument_that_was_none(masked):
+    run = quantize_static(masked, [(torch.rand(4, 8), None) for _ in range(2)])
+    assert run(torch.rand(4, 8), None).shape == (4, 4)
+    for args, named in (((torch.zeros(4, 32),), {}), ((), {"mask": torch.zeros(4, 32)})):
+        with pytest.raises(RuntimeError, match="int8: mask must be None where it was in the sample batches"):
+            run(torch.rand(4, 8), *args, **named)
+
+
+@pytest.mark.slow
+def test_int8_is_compiled_for_each_number_of_rows(masked):
+    recipe = Recipe.parse("quantize=int8-static compile=default freeze=on grad=inference_mode")
+    assert "shapes=static or auto" in conflict(recipe.with_levels(shapes="dynamic"), FACTS)
+    text = source(recipe, FACTS)
+    run = load(text, "optimized")(copy.deepcopy(masked), [(torch.rand(8, 8), torch.ones(8, 1)) for _ in range(2)])
+    for rows in (8, 5, 3, 1):
+        batch = torch.rand(rows, 8), torch.ones(rows, 1)
+        wanted = masked(*batch)
+        assert (run(*batch) - wanted).norm() < 0.05 * wanted.norm()
+
+
 def test_bundles_are_free_of_conflict():
     for facts in (FACTS, replace(FACTS, num_conv=0), replace(FACTS, num_conv=50), replace(FACTS, cpu_flags=())):
         found = bundles(facts)
@@ -418,6 +471,42 @@ def test_a_script_of_a_model_that_writes_has_its_draft(tmp_path):
 def test_a_script_times_what_a_device_does_and_not_its_launches(device):
     text = source(Recipe({"grad": "no_grad"}), Facts(device=device), target=Target("/a.py:workload"))
     assert ("torch.accelerator.synchronize()\n        times.append(" in text) == (device != "cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_script_of_several_ranks_says_how_it_starts_and_speaks_once(device):
+    text = source(Recipe({"tensor_parallel": "on"}), Facts(device=device, ranks=2), target=Target("/a.py:workload"))
+    assert "Start it with: torchrun --nproc-per-node 2 optimized.py" in ast.get_docstring(ast.parse(text))
+    before, _, after = text.partition("    model, batches, call = load()\n")
+    assert ("torch.cuda.set_device(int(" in before) == (device == "cuda")
+    assert '["RANK"] == "0"' in before
+    assert " print(" not in after
+    assert "while len(times) < 11:" in after  # a rank that goes on by its own clock would wait for the others
+
+
+def test_helpers_of_one_name_are_one():
+    """Over all techniques: each may stand beside each other, and in a pipeline."""
+    facts = replace(
+        machine_facts(), ranks=2, is_unet=True, denoiser=("x", 1), libraries={"jemalloc": "j", "tcmalloc": "t"},
+        tensor=replace(Facts().tensor, attentions=("a",)),
+    )  # fmt: skip
+    found = [Code(helpers=(Part, put_part, calls_of_parts, spread, endless))]
+    for mode in ("inference", "training"):
+        own = replace(facts, mode=mode)
+        for technique in CATALOGUE:
+            recipe = {"runtime": "openvino", **technique.needs}
+            levels = [level.name for level in technique.levels(own) if level.name != technique.default]
+            found += [technique.code(level, Recipe({**recipe, technique.name: level}), own) for level in levels]
+    preamble("all of them", found)
+    same = type("Part", (), {})
+    with pytest.raises(ValueError, match="both have a helper Part"):
+        preamble("two", [Code(helpers=(Part,)), Code(helpers=(same,))])
+
+
+@pytest.mark.parametrize("name", [r"C:\users\net", 'a """net"""', 'of "one"', "plain"])
+def test_a_heading_may_be_anything(name):
+    for recipe, facts in ((Recipe({"mode": "eval"}), Facts(training=True)), (Recipe(), Facts(mode="training"))):
+        assert ast.get_docstring(ast.parse(source(recipe, facts, heading=name))) == name
 
 
 def test_weights_are_frozen_in_calls_of_the_recipe_only():

@@ -112,6 +112,24 @@ def test_an_exported_program_has_one_mode_and_torchscript_is_not_compiled():
     assert "TorchScript" in conflict(Recipe({"runtime": "aoti"}), scripted)
 
 
+def test_what_an_exported_program_calls_is_seen():
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.same, self.up = nn.Conv2d(3, 4, 3, padding="same"), nn.ConvTranspose2d(4, 4, 2)
+
+        def forward(self, x):
+            x = self.up(self.same(x))
+            return nn.functional.scaled_dot_product_attention(x[:, :, :1], x, x)
+
+    batch = torch.rand(2, 3, 8, 8)
+    given = probe_facts(Workload(Attends().eval(), [batch]))
+    exported = probe_facts(Workload(torch.export.export(Attends().eval(), (batch,)).module(), [batch]))
+    assert (given.num_conv, given.num_conv_transpose, given.uses_sdpa, given.uneven_sdpa) == (1, 1, True, 1)
+    for name in ("num_conv", "num_conv_transpose", "uses_sdpa", "uneven_sdpa"):
+        assert getattr(exported, name) == getattr(given, name), name
+
+
 def test_input_is_not_written_into():
     batch = torch.ones(3)
     probe_facts(Workload(lambda x: x.add_(1), [batch]))

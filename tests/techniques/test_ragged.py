@@ -68,6 +68,25 @@ def test_what_is_filled_from_the_left_or_has_no_mask_is_run_as_given(model: Read
         assert not asked
 
 
+class Weighted(Reader):
+    """Beside the rows it takes a table, which is the same for all of them."""
+
+    def forward(self, ids, mask, table):
+        return super().forward(ids, mask)["first"] @ table.T
+
+
+def test_a_table_of_as_many_entries_as_there_are_rows_is_no_rows() -> None:
+    torch.manual_seed(0)
+    model, table = Weighted().eval(), torch.rand(3, 16)
+    facts = probe_facts(fettle.Workload(model, {**_batch([9, 4, 2, 8], 12), "table": table}))
+    assert facts.padding is not None
+    assert facts.padding.whole == ("table",)
+    batch = {**_batch([2, 9, 40], 40), "table": table}
+    run = load(source(Recipe({"ragged": "grouped"}), facts), "table")(model, [batch])
+    with torch.no_grad():
+        torch.testing.assert_close(run(**batch), model(**batch), atol=1e-5, rtol=1e-4)
+
+
 def test_a_mask_by_its_place(model: Reader) -> None:
     ids, mask = _batch([9, 4, 2], 12).values()
     workload = fettle.Workload(model, [(ids, mask)], call=lambda model, *batch: model(*batch)["first"])
@@ -82,6 +101,12 @@ class Asked(nn.Module):
 
     def forward(self, question, mask, document):
         return {"asked": (question * mask).cumsum(1), "told": document.cumsum(1)}
+
+
+def test_a_batch_of_no_rows_is_run_as_given() -> None:
+    none = torch.zeros(0, 12)
+    run = ByLength(Asked(), "mask", {"question": 1, "mask": 1})
+    assert run(question=none, mask=none, document=none)["asked"].shape == (0, 12)
 
 
 def test_another_sequence_of_the_same_length_by_chance_is_left_whole() -> None:

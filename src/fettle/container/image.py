@@ -17,13 +17,11 @@ from fettle.machine import this_machine
 from fettle.package.manifest import check_place, open_package
 from fettle.recipe import Recipe
 from fettle.recipe_file import load_recipe
-from fettle.techniques import changed
+from fettle.techniques import Facts, changed
 
 _LIBRARIES = {"jemalloc": ("libjemalloc2", "libjemalloc.so.2"),
               "tcmalloc": ("libtcmalloc-minimal4", "libtcmalloc_minimal.so.4")}  # fmt: skip
 """Debian's packages of allocators, and their files."""
-_JEMALLOC = "oversize_threshold:1,background_thread:true,metadata_thp:auto,dirty_decay_ms:-1,muzzy_decay_ms:-1"
-_COMPILED = ("aoti",)
 _USER = 10001
 
 _ENTRY = """#!/bin/sh
@@ -69,11 +67,7 @@ class Image:
     def debian(self) -> list[str]:
         """Packages of the system: an allocator, and a compiler where something is compiled."""
         libraries = [_LIBRARIES[level][0] for level in [self.levels.get("allocator", "")] if level in _LIBRARIES]
-        levels = self.levels
-        compiles = (
-            levels.get("compile", "off") != "off" or levels.get("runtime") in _COMPILED
-            or levels.get("kv_cache", "").startswith("static-") or levels.get("weights", "").endswith("-blocks")
-        )  # fmt: skip
+        compiles = any(level in technique.compiles for technique, level in changed(Recipe(self.levels)))
         return [*libraries, *(["g++"] if compiles else [])]
 
     @property
@@ -81,13 +75,12 @@ class Image:
         """The environment that the recipe's processes had."""
         values = {"HOME": "/cache", "PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_CACHE_DIR": "/cache/inductor",
                   "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TRITON_CACHE_DIR": "/cache/triton"}  # fmt: skip
-        if self.levels.get("threads", "").isdigit():
-            values["OMP_NUM_THREADS"] = self.levels["threads"]
-        allocator = self.levels.get("allocator", "")
-        if allocator in _LIBRARIES:
-            values["LD_PRELOAD"] = _LIBRARIES[allocator][1]  # by its name: the loader knows its architecture's folder
-        if allocator == "jemalloc":
-            values["MALLOC_CONF"] = _JEMALLOC
+        # Libraries by their names: the loader knows its architecture's folder.
+        recipe, facts = Recipe(self.levels), Facts(libraries={name: file for name, (_, file) in _LIBRARIES.items()})
+        for technique, level in changed(recipe):
+            # Threads of ranks are theirs only where it is known how many there are: torchrun is told that.
+            if not technique.of_module and not technique.uses_ranks(level):
+                values |= technique.code(level, recipe, facts).environment
         return values
 
 

@@ -165,6 +165,11 @@ def _check_levels(recipe: Recipe) -> None:
                 f"{name}={level} cannot be packaged yet: its model keeps keys and values between calls, which a stored "
                 f"one may not. Tune without it: fettle tune TARGET --technique {name}=torch"
             )
+        if name == "algebra":
+            raise UsageError(
+                f"{name}={level} cannot be packaged: it writes the sizes of one batch into the graph, and a package "
+                f"takes any number of rows. Tune without it: fettle tune TARGET --technique {name}={find(name).default}"
+            )
         if level in find(name).calibrated and (why := find(name).conflict(level, recipe, Facts())):
             raise UsageError(f"the recipe cannot work here: {name}={level}: {why}")
 

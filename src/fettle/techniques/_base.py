@@ -133,6 +133,8 @@ class Technique:
     """Whether it is set for each part of a pipeline, and not for the whole call or the process."""
     calibrated: ClassVar[frozenset[str]] = frozenset()
     """Levels that look at the values of `batches`: such batches must not judge them."""
+    compiles: ClassVar[frozenset[str]] = frozenset()
+    """Levels that need a C++ compiler where they run; Triton's kernels do, too."""
     learns: ClassVar[Learned | None] = None
     remarks: ClassVar[Mapping[str, str]] = {}
     """By level, a sentence for whoever is going to use it."""

@@ -19,6 +19,8 @@ class Padding:
     """Of the places, those that are padding in the first batch."""
     longest: float
     """Its longest row, as a share of the places."""
+    whole: tuple[str | int, ...] = ()
+    """By name or place, arguments that are no rows: another batch may have as many rows as they have by chance."""
 
 
 @dataclass(frozen=True)

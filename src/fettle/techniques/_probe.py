@@ -88,7 +88,7 @@ def _pipeline_facts(workload: Workload, allow_batch: bool) -> Facts:
 
 def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Facts:
     """All facts, of which `forward` has those that calls of the model have shown."""
-    model = workload.model
+    model, aten = workload.model, torch.ops.aten
     module = model if isinstance(model, torch.nn.Module) else torch.nn.Module()
     tensors = [leaf for _, leaf in _tensors(workload.inputs[0])]
     parameters = list(module.parameters())
@@ -108,8 +108,8 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
         num_parameters=sum(parameter.numel() for parameter in parameters),
         parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         num_linear=_count(module, torch.nn.Linear) + sum(map(is_conv1d, module.modules())),
-        num_conv=_count(module, torch.nn.Conv2d) + _exported_convolutions(module),
-        num_conv_transpose=_count(module, torch.nn.ConvTranspose2d),
+        num_conv=_count(module, torch.nn.Conv2d) + _exported(module, aten.conv2d.default, aten.conv2d.padding),
+        num_conv_transpose=_count(module, torch.nn.ConvTranspose2d) + _exported(module, aten.conv_transpose2d.input),
         num_4d_inputs=sum(tensor.dim() == 4 and tensor.is_floating_point() for tensor in tensors),
         is_channels_last=any(map(_is_channels_last, [*tensors, *parameters])),
         num_input_shapes=len({_shapes(batch) for batch in [*workload.inputs, *workload.check_inputs]}),
@@ -186,6 +186,10 @@ def machine_facts(mode: str = "inference") -> Facts:
     )
 
 
+_EXPORTED_SDPA = torch.ops.aten.scaled_dot_product_attention.default
+"""What an exported program calls."""
+
+
 class _SeesSdpa(torch.overrides.TorchFunctionMode):
     """Notes whether scaled_dot_product_attention is called while it is active, and how often between few tokens and
     many."""
@@ -193,7 +197,7 @@ class _SeesSdpa(torch.overrides.TorchFunctionMode):
     seen, uneven = False, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.scaled_dot_product_attention:
+        if func in (torch.nn.functional.scaled_dot_product_attention, _EXPORTED_SDPA):
             self.seen = True
             tokens = sorted(item.shape[-2] for item in args[:2] if isinstance(item, torch.Tensor) and item.dim() == 4)
             self.uneven += len(tokens) == 2 and 8 * tokens[0] <= tokens[1]
@@ -373,8 +377,8 @@ def _quietly(ask: Callable[[], T], default: T) -> T:
         return default
 
 
-def _exported_convolutions(module: Any) -> int:
-    """2-D convolutions in an exported program, which has no modules for them any more."""
+def _exported(module: Any, *operators: Any) -> int:
+    """Calls of these operators in an exported program, which has no modules for them any more."""
     graph = getattr(module, "graph", None)
     nodes = graph.nodes if isinstance(graph, torch.fx.Graph) else ()
-    return sum(node.target is torch.ops.aten.conv2d.default for node in nodes)
+    return sum(node.target in operators for node in nodes)

@@ -21,7 +21,7 @@ from typing import Any
 from fettle.batches import FROM_LOADER
 from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts
-from fettle.techniques._catalogue import changed, changed_by_part
+from fettle.techniques._catalogue import changed, changed_by_part, uses_ranks
 from fettle.techniques._generation import writing
 from fettle.techniques._pipeline import Part, calls_of_parts, put_part
 from fettle.techniques._state_kept import BUFFERS
@@ -68,17 +68,17 @@ def load():
 if __name__ == "__main__":
     import time
 
-    torch.manual_seed(0)
+{ranks}    torch.manual_seed(0)
     model, batches, call = load()
     run = optimize(model, batches[:{calibration}]{call})
     (args, kwargs), times = spread(batches[0]), []
-    while len(times) < 2 or (len(times) < 50 and sum(times[1:]) < 1):  # about a second after the first
+    while {going}
         start = time.perf_counter()
         run(*args, **kwargs)
 {wait}        times.append(time.perf_counter() - start)
     later = sorted(times[1:])
-    print(f"first call: {{times[0] * 1e3:.1f}} ms")
-    print(f"later calls: {{later[len(later) // 2] * 1e3:.3g}} ms (median of {{len(later)}})")
+    say(f"first call: {{times[0] * 1e3:.1f}} ms")
+    say(f"later calls: {{later[len(later) // 2] * 1e3:.3g}} ms (median of {{len(later)}})")
 '''
 
 
@@ -101,19 +101,36 @@ def render(
     many of the workload's first batches are handed to ``optimize``.
     """
     helpers = Code(helpers=(spread,) if target is not None else ())
-    title = heading or f"Optimised for inference: {recipe}."
+    title, ranks = over_ranks(heading or f"Optimised for inference: {recipe}.", recipe, facts)
     lines = (_pipeline if facts.parts else _whole)(recipe, facts, title, helpers)
     if target is not None:
         wait = "" if facts.device == "cpu" else "        torch.accelerator.synchronize()\n"
+        going = "len(times) < 2 or (len(times) < 50 and sum(times[1:]) < 1):  # about a second after the first"
+        if uses_ranks(recipe):
+            going = "len(times) < 11:  # as often in each rank: they wait for each other"
         lines += [
             _MAIN.format(
                 made=lines_that_make(target), calibration=max(1, calibration), call=_call(facts), most=FROM_LOADER,
-                wait=wait,
+                wait=wait, ranks=ranks, going=going,
             )
         ]  # fmt: skip
     elif heading:
         lines += [_USE.format(call=_call(facts))]
     return text_of(lines)
+
+
+def over_ranks(title: str, recipe: Recipe, facts: Facts) -> tuple[str, str]:
+    """The heading of a file, and what its main part begins with, which is where `say` is defined: of several ranks each
+    has its own GPU and one speaks."""
+    if not uses_ranks(recipe):
+        return title, "    say = print\n"
+    several = f" --nnodes {facts.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+    each = f"{several if facts.nodes > 1 else ''} --nproc-per-node {facts.ranks // facts.nodes}"
+    where = ", on each node" if facts.nodes > 1 else ""
+    device = '    torch.cuda.set_device(int(__import__("os").environ["LOCAL_RANK"]))\n'
+    one = '    say = print if __import__("os").environ["RANK"] == "0" else lambda text: None\n'
+    title = f"{title.rstrip()}\n\nStart it with{where}: torchrun{each} optimized.py\n"
+    return title, (device if facts.device == "cuda" else "") + one
 
 
 def _whole(recipe: Recipe, facts: Facts, heading: str, more: Code) -> list[str]:
@@ -186,8 +203,12 @@ def text_of(lines: Iterable[str]) -> str:
 def preamble(heading: str, lines_of: Sequence[Code]) -> list[str]:
     """The lines before the function: what it is, variables for the process, imports, helpers."""
     environment = {key: value for code in lines_of for key, value in code.environment.items()}
-    helpers = {helper.__name__: helper for code in lines_of for helper in code.helpers}
-    lines = [f'"""{heading}"""', ""]
+    helpers: dict[str, Callable[..., Any]] = {}
+    for helper in (helper for code in lines_of for helper in code.helpers):
+        if (other := helpers.setdefault(helper.__name__, helper)) is not helper:
+            raise ValueError(f"{other.__module__} and {helper.__module__} both have a helper {helper.__name__}")
+    said = re.sub(r'"(?="")|"$', r'\\"', heading.replace("\\", r"\\"))  # a workload may have any name
+    lines = [f'"""{said}"""', ""]
     before_start = {key: environment.pop(key) for key in _BEFORE_START if key in environment}
     if environment or before_start:
         lines += ["import os", *(["import sys"] if before_start else []), ""]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts
-from fettle.techniques._catalogue import batch_factor, uses_ranks
-from fettle.techniques._source import codes, lines_that_make, preamble, text_of
+from fettle.techniques._catalogue import batch_factor
+from fettle.techniques._source import codes, lines_that_make, over_ranks, preamble, text_of
 from fettle.techniques.batch import endless
 from fettle.workload import Target
 
@@ -29,7 +29,7 @@ def load():
 if __name__ == "__main__":
     import time
 
-{device}{say}    torch.manual_seed(0)
+{ranks}    torch.manual_seed(0)
     model, make_optimizer, loss, data, steps = load()
     torch.manual_seed(0)
     seconds = []
@@ -67,23 +67,14 @@ def render_training(
     With `target` the file runs as it stands; without it says how to use it.
     """
     titled = codes(recipe, facts)
-    over_ranks = uses_ranks(recipe)
-    title = heading or f"A training loop: {recipe}."
-    if over_ranks:
-        several = f" --nnodes {facts.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
-        each = f"{several if facts.nodes > 1 else ''} --nproc-per-node {facts.ranks // facts.nodes}"
-        where = ", on each node" if facts.nodes > 1 else ""
-        title = f"{title.rstrip()}\n\nStart it with{where}: torchrun{each} optimized.py\n"
+    title, ranks = over_ranks(heading or f"A training loop: {recipe}.", recipe, facts)
     lines = preamble(title, [Code(helpers=(endless,)), *(code for _, code in titled)])
     lines += ["", *_train(titled, facts)]
     if target is not None:
-        device = '    torch.cuda.set_device(int(__import__("os").environ["LOCAL_RANK"]))\n'
-        one = '    say = print if __import__("os").environ["RANK"] == "0" else lambda text: None\n'
         lines += [
             _MAIN.format(
                 made=lines_that_make(target),
-                device=device if over_ranks and facts.device == "cuda" else "",
-                say=one if over_ranks else "    say = print\n",
+                ranks=ranks,
                 samples=facts.samples * batch_factor(recipe),
             )
         ]

@@ -31,6 +31,7 @@ class Attention(Technique):
     default = "as-is"
     of_module = True
     packages = _TRITON
+    compiles = frozenset({"flex", "fused"})
 
     def levels(self, facts: Facts) -> list[Level]:
         manual = "" if facts.manual_attention else "no attention written out by hand was found that can be rewritten"

@@ -66,8 +66,9 @@ class Compile(Technique):
     default = "off"
     of_module = True
     cost = 2
+    compiles = frozenset({"default", "reduce-overhead", "max-autotune"})
     remarks: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("default", "reduce-overhead", "max-autotune"),
+        sorted(compiles),
         "Inputs of another shape are compiled when they first come, which takes about as long as the first start.",
     )
 
@@ -110,6 +111,8 @@ class Compile(Technique):
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         shapes, inductor = recipe.levels.get("shapes", "auto"), mode_options(level)
+        if recipe.levels.get("quantize") == "int8-static":
+            shapes = "static"  # for any size at once torch 2.13 cannot compile it, or its answers are wrong
         options = [] if shapes == "auto" else [f"dynamic={shapes == 'dynamic'}"]
         if inductor:  # a mode is a bundle of options, and torch takes one or the other
             options.append(f"options={inductor}")

@@ -135,6 +135,7 @@ class KvCache(Technique):
     title = "keys and values"
     default = "as-given"
     packages = ("transformers",)
+    compiles = frozenset({"static-compiled", "static-prompts", "static-frozen"})
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = ""

@@ -61,6 +61,7 @@ class OptimizerKind(Technique):
     title = "optimizer implementation"
     default = "as-given"
     changes_memory = False
+    compiles = frozenset({"compiled"})
 
     def levels(self, facts: Facts) -> list[Level]:
         def lacks(name: str) -> str:

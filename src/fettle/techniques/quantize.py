@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
+from fettle.techniques._exported import flatten
 from fettle.techniques._linear import is_conv1d, linear_of_conv1d
 from fettle.techniques._state_kept import BUFFERS, buffers_of, put_buffers_back
 from fettle.techniques.compile import FROZEN
@@ -73,16 +74,52 @@ def quantize_linear(model: torch.nn.Module, config: str, label: str, batches: An
     logging.getLogger("optimized").info("%s: %d of %d linear layers", label, done, len(linear))
 
 
+def open_sizes(model: torch.nn.Module, batches: Any) -> Any:
+    """For torch.export: rows, and sizes that differ among the batches, are left open where the model takes others."""
+    import inspect
+
+    from torch.utils import _pytree as pytree
+
+    takes = inspect.signature(model.forward)
+    given = [takes.bind(*args, **kwargs).arguments for args, kwargs in map(spread, batches)]
+    leaves, specs = zip(*(flatten(dict(arguments)) for arguments in given), strict=True)
+
+    def sizes(*each: Any) -> Any:
+        if not all(isinstance(one, torch.Tensor) for one in each):
+            return None
+        differ = [dim for dim in range(each[0].dim()) if dim == 0 or len({one.shape[dim] for one in each}) > 1]
+        return dict.fromkeys(differ, torch.export.Dim.AUTO)
+
+    return pytree.tree_unflatten([sizes(*each) for each in zip(*leaves, strict=True)], specs[0])
+
+
 def quantize_static(model: torch.nn.Module, batches: Any) -> Any:
     """Convolutions and linear layers in int8 with scales measured on `batches`, exported for the x86 compiler."""
-    shapes: Any = torch.export.AdditionalInputs()  # type: ignore[no-untyped-call] # sizes that differ among the batches are left open
-    for batch in batches:
-        shapes.add(*spread(batch))
+    import inspect
+
     args, kwargs = spread(batches[0])
-    try:
+    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+
+    def refuse_others(_: Any, args: Any, kwargs: Any) -> None:
+        for name, value in (*zip(given, args, strict=False), *kwargs.items()):
+            if (value is None) != (given.get(name) is None):  # the exported model ignores what was None
+                raise RuntimeError(f"int8: {name} must be None where it was in the sample batches, and only there")
+
+    def quantized(shapes: Any) -> Any:
         with torch.no_grad():
             exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes).module()
         return quantize_exported(exported, batches)
+
+    try:
+        try:
+            made = quantized(open_sizes(model, batches))
+        except Exception:
+            shapes: Any = torch.export.AdditionalInputs()  # type: ignore[no-untyped-call] # what differs is open, no more
+            for batch in batches:
+                shapes.add(*spread(batch))
+            made = quantized(shapes)
+        made.register_forward_pre_hook(refuse_others, with_kwargs=True)
+        return made
     except Exception as error:
         if not any(said in str(error) for said in ("Constraints violated", "Guard failed")):
             raise
@@ -110,7 +147,8 @@ def quantize_exported(exported: Any, batches: Any) -> Any:
         converted = convert_pt2e(prepared)
     move_exported_model_to_eval(converted)
     aten = torch.ops.aten
-    heavy = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.linear.default}
+    heavy = {aten.conv1d.default, aten.conv2d.default, aten.conv2d.padding, aten.conv3d.default,
+             aten.linear.default}  # fmt: skip
     layers = [node for node in converted.graph.nodes if node.target in heavy]
     done = sum("dequantize" in str(node.args[0]) for node in layers)
     if done == 0:
@@ -139,6 +177,10 @@ class Quantize(Technique):
     cost = 2
     packages = ("torchao",)
     calibrated = frozenset({"int8-static"})
+    remarks: ClassVar[Mapping[str, str]] = {
+        "int8-static": "Its model is exported, and takes sizes that no sample batch has only as the number of rows, if "
+        "that is more than one in them, and where they differ."
+    }
 
     def levels(self, facts: Facts) -> list[Level]:
         cannot = "" if facts.is_module else "the model is a plain callable"
@@ -166,6 +208,8 @@ class Quantize(Technique):
                 return f"the layers left in floating point go by autocast, not precision={precision}"
             if recipe.levels.get("region", "whole") == "blocks":
                 return "the exported model is one graph, without blocks"
+            if recipe.levels.get("shapes", "auto") == "dynamic":
+                return "it is compiled for each shape by itself: needs shapes=static or auto"
         return ""
 
     def bundles(self, facts: Facts) -> list[Bundle]:
@@ -184,7 +228,7 @@ class Quantize(Technique):
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if level == "int8-static":
             return Code(
-                helpers=(quiet_torchao, spread, quantize_static, quantize_exported),
+                helpers=(quiet_torchao, spread, flatten, open_sizes, quantize_static, quantize_exported),
                 prepare=("model = quantize_static(model, batches)",),
             )
         helpers: tuple[Any, ...] = (

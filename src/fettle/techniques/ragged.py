@@ -41,13 +41,13 @@ class ByLength(torch.nn.Module):
 
     `mask` is the name or the place of the argument [rows, places] that is 1 where a row has something; what a row has
     comes first. The first axis of every output is the rows'; places that are left out are 0 in it. `at` is the axis of
-    the places in the arguments that have them, by name or place. With `apart` false all rows are run at once,
-    as long as the longest of them.
+    the places in the arguments that have them, by name or place, and those that are `whole` are no rows. With `apart`
+    false all rows are run at once, as long as the longest of them.
     """
 
-    def __init__(self, model: Any, mask: Any, at: Any, apart: bool = True) -> None:
+    def __init__(self, model: Any, mask: Any, at: Any, apart: bool = True, whole: Any = ()) -> None:
         super().__init__()
-        self.model, self.mask, self.at, self.apart = model, mask, at, apart
+        self.model, self.mask, self.at, self.apart, self.whole = model, mask, at, apart, whole
         self.shapes: dict[Any, Any] = {}
         self.training = model.training
 
@@ -68,12 +68,15 @@ class ByLength(torch.nn.Module):
         rows, places = mask.shape
         groups = self.groups(lengths)
         filled_from_the_left = not bool((has[:, :-1] >= has[:, 1:]).all())
-        if filled_from_the_left or min(lengths) == 0 or (len(groups) == 1 and max(lengths) == places):
+        if not lengths or filled_from_the_left or min(lengths) == 0 or (len(groups) == 1 and max(lengths) == places):
             return self.model(*args, **kwargs)
 
         def run(index: Any, longest: int) -> Any:
-            some = [cut_to(v, self.at.get(n), rows, places, index, longest) for n, v in enumerate(args)]
-            named = {n: cut_to(v, self.at.get(n), rows, places, index, longest) for n, v in kwargs.items()}
+            def cut(name: Any, value: Any) -> Any:
+                at = self.at.get(name)
+                return value if name in self.whole else cut_to(value, at, rows, places, index, longest)
+
+            some, named = [cut(n, v) for n, v in enumerate(args)], {n: cut(n, v) for n, v in kwargs.items()}
             outputs, form = flatten(self.model(*some, **named))
             return outputs, form, [leaf for leaf in outputs if isinstance(leaf, torch.Tensor)]
 
@@ -147,6 +150,7 @@ class Ragged(Technique):
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         assert facts.padding is not None
         apart = "" if level == "grouped" else ", apart=False"
+        apart += f", whole={facts.padding.whole}" if facts.padding.whole else ""
         made = f"model = ByLength(model, {facts.padding.mask!r}, {dict(facts.padding.axes)}{apart})"
         return Code(helpers=(flatten, cut_to, ByLength), prepare=(made,))
 
@@ -192,7 +196,8 @@ def padding_of(model: torch.nn.Module, run: Callable[[], Any]) -> Padding | None
         if [axis for axis, (a, b) in enumerate(zip(two, one, strict=True)) if a != b] != [0]:
             return None
     has = mask != 0
-    return Padding(name, tuple(axes.items()), 1 - float(has.float().mean()), int(has.sum(1).max()) / places)
+    longest, whole = int(has.sum(1).max()) / places, tuple(name for name, value in arguments if _is_whole(value, rows))
+    return Padding(name, tuple(axes.items()), 1 - float(has.float().mean()), longest, whole)
 
 
 def _axis_of_places(value: Any, rows: int, places: int) -> int:
@@ -203,6 +208,12 @@ def _axis_of_places(value: Any, rows: int, places: int) -> int:
     if any(leaf.shape[1] == places for leaf in tensors):
         return 1
     return next((leaf.dim() - 1 for leaf in tensors if leaf is value and leaf.shape[-1] == places), 0)
+
+
+def _is_whole(value: Any, rows: int) -> bool:
+    """Whether tensors of an argument have another first size than rows have."""
+    sizes = [leaf.shape[0] for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    return bool(sizes) and not {1, rows} & set(sizes)
 
 
 def _is_mask(value: Any) -> bool:

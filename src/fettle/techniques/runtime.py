@@ -150,6 +150,7 @@ class Runtime(Technique):
     of_module = True
     cost = 2
     calibrated = frozenset({"openvino-int8", "openvino-int8-part"})
+    compiles = frozenset({"aoti", "exported"})
     learns = Learned("int8_layers", frozenset({"openvino-int8-part"}), _LAYERS)
     shared_failures: ClassVar[Mapping[str, frozenset[str]]] = {
         "torch.export cannot take this model": frozenset({*_OPENVINO, "aoti", "exported", "tensorrt"}),

@@ -24,8 +24,8 @@ def linear_of(weight: torch.Tensor, bias: Any) -> torch.nn.Linear:
     return layer
 
 
-class Part(torch.nn.Module):
-    """A linear layer of which the rank has a part."""
+class Slice(torch.nn.Module):
+    """A linear layer of which the rank has a slice."""
 
     def __init__(self, weight: torch.Tensor, bias: Any) -> None:
         super().__init__()
@@ -33,11 +33,11 @@ class Part(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The rank's part, for a model that looks at it."""
+        """The rank's slice, for a model that looks at it."""
         return self.own.weight
 
 
-class AddedUp(Part):
+class AddedUp(Slice):
     """A linear layer of which the rank has the columns [out, part of in]: the products of all ranks are added up."""
 
     def __init__(self, weight: torch.Tensor, bias: Any) -> None:
@@ -52,7 +52,7 @@ class AddedUp(Part):
         return found if self.bias is None else found + self.bias
 
 
-class SideBySide(Part):
+class SideBySide(Slice):
     """A linear layer of which the rank has the rows [part of out, in]: what all ranks give is put side by side."""
 
     def __init__(self, weight: torch.Tensor, bias: Any, ranks: int) -> None:
@@ -145,7 +145,7 @@ class TensorParallel(Technique):
         each = max(1, facts.physical_cores // max(1, facts.ranks))
         return Code(
             environment={"OMP_NUM_THREADS": str(each)} if facts.device == "cpu" else {},
-            helpers=(join_ranks, is_named, linear_of, Part, AddedUp, SideBySide, split_over_ranks,
+            helpers=(join_ranks, is_named, linear_of, Slice, AddedUp, SideBySide, split_over_ranks,
                      *((fewer_heads,) if plan.attentions else ())),
             prepare=tuple(lines),
         )  # fmt: skip

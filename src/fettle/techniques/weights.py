@@ -242,8 +242,9 @@ class Weights(Technique):
     order = 495
     title = "weights in few bits"
     default = "as-given"
+    compiles = frozenset({"int8-blocks", "int4-blocks"})
     remarks: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("int8-blocks", "int4-blocks"),
+        sorted(compiles),
         "Its kernel in C++ is compiled when it is first used on a machine, which needs a C++ compiler.",
     )
 
