@@ -229,6 +229,21 @@ def test_a_tensor_handler_takes_no_part_of_a_number_for_a_whole_one(tmp_path):
             answers(package, body)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_tensor_handler_takes_numbers_only_that_the_input_can_hold(tmp_path, dtype):
+    class Largest(torch.nn.Module):
+        def forward(self, x):
+            return x.argmax(1)
+
+    package = packaged(Largest(), [torch.rand(2, 2).to(dtype)], tmp_path / "m", "tensor")
+    assert answers(package, b"[[1, 2.5]]", b"[[7, 3]]") == [[1], [0]]
+    if dtype == torch.float32:
+        assert answers(package, b"[[100000000000000000000, 0.5]]") == [[0]]  # how JavaScript writes 1e20
+    for body in (b"[[null, 2]]", b'[["1", "2"]]', b"[[1e39, 0]]", b"[[true, false]]", b"[[%s, 0]]" % (b"9" * 400)):
+        with pytest.raises(UsageError, match="not an array of FP"):
+            answers(package, body)
+
+
 def test_ready_handlers_are_served_without_trust_and_settings_are_data(images):
     manifest = json.loads((images.folder / "manifest.json").read_text())
     assert manifest["handler"]["kind"] == "image"

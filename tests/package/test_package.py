@@ -18,6 +18,7 @@ import torch
 from fettle.errors import UsageError
 from fettle.package import manifest
 from fettle.package.export import _output_name, write_package
+from fettle.package.flat import Flat
 from fettle.package.handler import find_handler
 from fettle.package.manifest import Package, open_package, seal, write_settings
 from fettle.package.model_runner import ModelRunner, load_model
@@ -307,7 +308,7 @@ def test_a_model_with_so_many_positions_takes_texts_up_to_that_length(tmp_path):
     package = write_package(Workload(Positions().eval(), batches), Recipe(), tmp_path / "p", name="p")
     run, _ = load_model(package)
     assert run(torch.randint(50, (3, 16)))[0].shape == (3, 16, 8)
-    with pytest.raises(Exception, match="16"):
+    with pytest.raises(UsageError, match=r"no inputs of these sizes: .* 16.* 17"):
         run(torch.randint(50, (3, 17)))
 
 
@@ -387,3 +388,136 @@ def test_a_damaged_archive_is_one_line(tmp_path):
         path.write_bytes(data[:at] + b"\xff" * 20 + data[at + 20 :])
         with pytest.raises(UsageError):
             open_package(path)
+
+
+class Scores(torch.nn.Module):
+    """Every image against every text."""
+
+    def forward(self, images, texts):
+        return {"scores": images @ texts.T, "images": 2 * images}
+
+
+class Sequence(torch.nn.Module):
+    """One sequence without a batch: each step is told from the mean of all."""
+
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+def statistics_of_the_batch():
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4, track_running_stats=False), torch.nn.Flatten()
+    )
+
+
+MIXES = {
+    "scores": (Scores(), [{"images": torch.rand(4, 6), "texts": torch.rand(4, 6)}]),
+    "one pair": (Scores(), [{"images": torch.rand(1, 6), "texts": torch.rand(1, 6)}]),
+    "time first": (torch.nn.LSTM(4, 8), [torch.randn(5, 2, 4)]),
+    "a sequence": (Sequence(), [torch.randn(5, 8), torch.randn(7, 8)]),
+    "statistics": (statistics_of_the_batch(), [torch.randn(4, 3, 8, 8)]),
+}
+
+
+@pytest.mark.parametrize("what", MIXES)
+def test_a_model_that_mixes_rows_is_refused(tmp_path, what):
+    model, inputs = MIXES[what]
+    with pytest.raises(UsageError, match=r"mixes rows.*samples=1") as failure:
+        write_package(Workload(model.eval(), inputs), Recipe(), tmp_path / "m", name="m")
+    assert "\n" not in str(failure.value)
+    if what != "one pair":  # as it advises
+        package = write_package(Workload(model, inputs, samples=1), Recipe(), tmp_path / "m", name="m")
+        assert not any(spec.batched for spec in (*package.manifest.inputs, *package.manifest.outputs))
+        ModelRunner(package).warm([1, 2])
+
+
+class Noisy(torch.nn.Module):
+    def forward(self, x):
+        return x + torch.rand_like(x), x.sum(1).relu()
+
+
+class Longest(torch.nn.Module):
+    """As long as the longest row, and 0 beyond a row's own end."""
+
+    def forward(self, x):
+        return x[:, : x.count_nonzero(1).max().item()]
+
+
+def test_random_answers_and_those_as_long_as_the_longest_row_are_no_mixed_rows(tmp_path):
+    for model, x in ((Noisy(), torch.rand(4, 3)), (Longest(), torch.tril(torch.ones(4, 4)))):
+        flat = Flat(Workload(model.eval(), [x]), Recipe())
+        assert flat.cuts == 2
+    package = write_package(Workload(Noisy().eval(), [torch.rand(4, 3)]), Recipe(), tmp_path / "m", name="m")
+    assert all(spec.batched for spec in package.manifest.outputs)
+
+
+class Counts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+        self.norm = torch.nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        self.calls += 1
+        return self.norm(x) * self.calls
+
+
+def test_a_model_that_keeps_something_from_one_client_for_the_next_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="writes to its buffer calls"):
+        write_package(Workload(Counts().eval(), [torch.rand(4, 4)]), Recipe(), tmp_path / "m", name="m")
+    write_package(Workload(Counts().norm.eval(), [torch.rand(4, 4)]), Recipe(), tmp_path / "m", name="m")
+
+
+class Flattened(torch.nn.Module):
+    def forward(self, x):
+        return x.reshape(-1, 3)
+
+
+def test_answers_for_each_place_of_each_row_are_no_rows(tmp_path):
+    with pytest.raises(UsageError, match="do not have a row for each row of the input"):
+        write_package(Workload(Flattened(), [torch.rand(4, 5, 3)]), Recipe(), tmp_path / "m", name="m")
+
+
+def test_outputs_without_rows_are_not_computed_with_rows_that_only_fill_up(tmp_path, monkeypatch):
+    model = torch.nn.LSTM(4, 8, num_layers=2, batch_first=True).eval()
+    settings = ServeSettings(max_rows=4, buckets=(4,))
+    package = write_package(Workload(model, [torch.randn(4, 6, 4)]), Recipe(), tmp_path / "m", name="m",
+                            settings=settings)  # fmt: skip
+    assert [(spec.batched, spec.shape) for spec in package.manifest.outputs] == [
+        (True, (-1, 6, 8)), (False, (2, -1, 8)), (False, (2, -1, 8))
+    ]  # fmt: skip
+    x = torch.randn(1, 6, 4)
+    with torch.no_grad():
+        scores, state = model(x)
+    for answer, wanted in zip(ModelRunner(package).run([[x.numpy()]], 4), (scores, *state), strict=True):
+        torch.testing.assert_close(torch.from_numpy(answer), wanted)
+
+
+def test_an_answer_with_another_number_of_rows_is_not_cut_up(written, monkeypatch):
+    runner = ModelRunner(written)
+    call = runner.call
+    monkeypatch.setattr(runner, "call", lambda tensors: [answer[1:] for answer in call(tensors)])
+    with pytest.raises(RuntimeError, match="answers 1 rows for 2"):
+        runner.run([runner.sample(1), runner.sample(1)], 2)
+
+
+class Typed(torch.nn.Module):
+    def forward(self, ids, mask=None, types=None):
+        return ids if types is None else ids + types
+
+
+@pytest.mark.parametrize(
+    ("batch", "call", "names"),
+    [
+        (torch.ones(2, 3), None, ["ids"]),
+        ((torch.ones(2, 3),), None, ["ids"]),
+        ((torch.ones(2, 3), None, torch.ones(2, 3)), None, ["ids", "types"]),
+        ((torch.ones(2, 3), 2.0, torch.ones(2, 3)), None, ["ids", "types"]),
+        ((torch.ones(2, 3), torch.ones(2, 3)), lambda model, types, ids: model(ids, None, types), ["types", "ids"]),
+        ((torch.ones(2, 3), torch.ones(2, 3)), lambda model, *given: model(*given), ["ids", "mask"]),
+        (([torch.ones(2, 3)] * 2, torch.ones(2, 3)), lambda model, pair, x: model(x), ["0__0", "0__1", "x"]),
+        ({"types": torch.ones(2, 3), "ids": torch.ones(2, 3)}, None, ["types", "ids"]),
+    ],
+)
+def test_inputs_are_called_by_the_arguments_that_they_are(batch, call, names):
+    assert Flat(Workload(Typed(), [batch], call=call), Recipe()).names == names

@@ -311,7 +311,12 @@ def test_a_part_that_stays_float32_is_named(tmp_path):
     made = Workload(KeepsAType().eval().to(torch.bfloat16), [torch.rand(4, 4, dtype=torch.bfloat16)])
     assert not (tmp_path / "model").exists()
     for name, what, recipe in (("cast", work, "precision=autocast-bf16"), ("given", made, "")):  # as it advises
-        write_package(what, Recipe.parse(recipe), tmp_path / name, name="m")
+        runner = ModelRunner(write_package(what, Recipe.parse(recipe), tmp_path / name, name="m"))
+        runner.warm([1, 3])
+        with torch.no_grad():
+            wanted = what.model(what.inputs[0])[:3].float()
+        answer = torch.from_numpy(runner.run([runner.sample(1), runner.sample(3)[:1]], 0)[0])
+        torch.testing.assert_close(answer[1:], wanted, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("loaded", [load_program, lambda folder: as_function(load_program(folder))])
@@ -321,7 +326,7 @@ def test_a_program_looks_at_new_shapes_only_and_at_all_of_them(store, loaded):
     for rows in (right, right, wrong, right, wrong, torch.zeros(3, 4)):
         try:
             calls.append(tuple(module(rows)[0].shape))
-        except RuntimeError:
+        except UsageError:
             calls.append("refused")
     assert calls == [(2, 3), (2, 3), "refused", (2, 3), "refused", (3, 3)]
 
@@ -331,23 +336,22 @@ class Branches(torch.nn.Module):
         return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
 
 
-class Counts(torch.nn.Module):
+class Straight(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("scale", torch.full((1,), 3.0))
 
     def forward(self, x, y):
-        self.calls += 1
-        return x * self.calls, y
+        return x * self.scale, y
 
 
 def test_a_straight_program_answers_as_the_program_does(tmp_path):
     for name, model, inputs in (
-        ("branches", Branches(), [torch.ones(2, 3)]), ("counts", Counts(), [torch.ones(2, 3), torch.ones(2, 1)])
+        ("branches", Branches(), [torch.ones(2, 3)]), ("straight", Straight(), [torch.ones(2, 3), torch.ones(2, 1)])
     ):  # fmt: skip
         write_package(Workload(model.eval(), [tuple(inputs)]), Recipe(), tmp_path / name, name="m")
         program, call = (load_program(tmp_path / name) for _ in range(2))
         fast = as_function(call)
         assert (fast is call) == (name == "branches")  # its graph holds two others
-        for _ in range(4):
+        for _ in range(2):
             torch.testing.assert_close(fast(*inputs), program(*inputs))

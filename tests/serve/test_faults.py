@@ -193,6 +193,44 @@ def test_large_and_small_requests_get_their_own_answers_also_after_a_worker_was_
         assert set(threads.map(infer, range(12))) == {(200, True)}
 
 
+def test_states_without_rows_go_to_no_other_client_and_wrong_sizes_are_the_clients(tmp_path):
+    class Places(torch.nn.Module):
+        """No more than 8 places, as many as the mask has."""
+
+        def __init__(self):
+            super().__init__()
+            self.places = torch.nn.Parameter(torch.randn(8, 4))
+
+        def forward(self, x, mask):
+            last = ((x + self.places[: x.shape[1]]) * mask[..., None]).sum(1)
+            return {"last": last, "state": last[None]}
+
+    model = Places().eval()
+    inputs = [{"x": torch.randn(2, places, 4), "mask": torch.ones(2, places)} for places in (3, 5)]
+    package = write_package(Workload(model, inputs), Recipe(), tmp_path / "m", name="m",
+                            settings=ServeSettings(max_rows=4, threads=1))  # fmt: skip
+
+    def infer(x, mask):
+        tensors = [
+            {"name": name, "shape": list(value.shape), "datatype": "FP32", "data": value.ravel().tolist()}
+            for name, value in (("x", x), ("mask", mask))
+        ]
+        return ask(server.url + "/v2/models/m/infer", {"inputs": tensors})
+
+    with running([package], Options(override={"delay_ms": 50.0})) as server, ThreadPoolExecutor(4) as threads:
+        rows = [torch.randn(1, 3, 4) for _ in range(4)]
+        for x, (status, answer, _) in zip(rows, threads.map(infer, rows, [torch.ones(1, 3)] * 4), strict=True):
+            with torch.no_grad():
+                wanted = model(x, torch.ones(1, 3))
+            assert status == 200
+            for output in answer["outputs"]:
+                found = np.array(output["data"], np.float32).reshape(output["shape"])
+                np.testing.assert_allclose(found, wanted[output["name"]], atol=1e-5)
+        for x, mask in ((torch.ones(1, 9, 4), torch.ones(1, 9)), (torch.ones(1, 3, 4), torch.ones(1, 5))):
+            status, answer, _ = infer(x, mask)
+            assert (status, answer["error"].partition(":")[0]) == (400, "the model takes no inputs of these sizes")
+
+
 def test_nan_stays_in_its_own_row(server):
     x = np.array([[np.nan] * 4, [1, 2, 3, 4]], np.float32)
     wanted = net()(torch.from_numpy(x[1:])).detach().numpy()

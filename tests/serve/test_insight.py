@@ -136,6 +136,15 @@ def test_attributions_add_up_to_what_the_input_changes(store):
         assert executions == 0  # an explanation is no inference
 
 
+def test_a_model_given_in_bfloat16_is_explained(tmp_path):
+    pytest.importorskip("captum")
+    model = torch.nn.Linear(4, 3).bfloat16().eval()
+    x = torch.rand(2, 4, dtype=torch.bfloat16)
+    package = write_package(Workload(model, [x]), Recipe(), tmp_path / "m", name="m", settings=SETTINGS)
+    (attributions,) = Explainer(package).attribute([x.float().numpy()], 1)
+    np.testing.assert_allclose(attributions, x.float() * model.weight[1].detach().float(), atol=0.02)
+
+
 def test_the_tokens_that_moved_a_texts_answer(tmp_path):
     pytest.importorskip("captum")
 

@@ -14,6 +14,7 @@ from fettle.package.manifest import MANIFEST, open_package
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
 from fettle.slo.calibrate import Calibration, Stopped, _steps, calibrate, sizes_up_to
+from fettle.slo.proof import sample_requests
 from fettle.workload import Workload
 
 
@@ -34,6 +35,14 @@ def odd(tmp_path_factory):
     folder = tmp_path_factory.mktemp("odd")
     work = Workload(FailsFromEight().eval(), [torch.rand(2, 4)])
     return write_package(work, Recipe(), folder / "odd", name="odd", settings=ServeSettings(max_rows=16))
+
+
+def test_a_model_given_in_bfloat16_is_asked_in_float32(tmp_path):
+    x = torch.rand(2, 4, dtype=torch.bfloat16)
+    package = write_package(Workload(torch.nn.Linear(4, 3).bfloat16(), [x]), Recipe(), tmp_path / "m", name="m")
+    requests = sample_requests(package, "http://127.0.0.1:8080")
+    for request, row in zip(requests, x.float().numpy(), strict=True):
+        assert request.data.endswith(row.tobytes())
 
 
 def test_sizes():

@@ -178,9 +178,9 @@ def _exported(
     choices: Sequence[Workload], recipe: Recipe, max_rows: int
 ) -> tuple[Flat, torch.export.ExportedProgram, int]:
     """The first of the workloads that can be exported, and the most rows that it takes."""
-    flat = Flat(choices[0], recipe)
-    most = 2 * max(max_rows, flat.rows)
     try:
+        flat = Flat(choices[0], recipe)
+        most = 2 * max(max_rows, flat.rows)
         return flat, export_program(flat, flat.samples, flat.shapes, most), most
     except UsageError:
         if not choices[1:]:
@@ -337,10 +337,9 @@ def _answers(flat: Flat, folder: Path, kept: Tuned) -> list[list[torch.Tensor]]:
     run = tuned(folder, kept, flat.samples, flat.device)
     sizes = [tensor.shape for tensor in flat.samples]
     other = next((batch for batch in flat.batches if [tensor.shape for tensor in batch] != sizes), flat.samples)
-    twice = [torch.cat([t, t]) if s.batched else t for t, s in zip(flat.samples, flat.inputs, strict=True)]
     answers = []
     with torch.inference_mode():
-        for question in (*flat.questions, twice, other):
+        for question in (*flat.questions, flat.twice(), other):
             answer = run(*[tensor.clone() for tensor in question])
             answers.append([tensor.clone() for tensor in ([answer] if isinstance(answer, torch.Tensor) else answer)])
     return answers
@@ -351,8 +350,9 @@ def _outputs(flat: Flat, answers: Sequence[Sequence[torch.Tensor]]) -> tuple[Ten
     sample = answers[flat.cuts]  # the few rows come first; exporting copies lists, so identity says nothing
     outputs = []
     for path, answer, double, there in zip(flat.paths, sample, answers[-2], answers[-1], strict=True):
-        batched = answer.dim() > 0 and double.shape[0] == 2 * answer.shape[0]
-        fixed = [size if size == b else -1 for size, b in zip(answer.shape, there.shape, strict=True)]
+        batched = (answer.shape[:1], double.shape[:1]) == ((flat.rows,), (2 * flat.rows,))
+        sizes = zip(answer.shape, double.shape, there.shape, strict=True)
+        fixed = [size if size == two == other else -1 for size, two, other in sizes]
         shape = (-1, *fixed[1:]) if batched else tuple(fixed)
         outputs.append(TensorSpec(_output_name(path), datatype(answer), shape, batched))
     if not any(spec.batched for spec in outputs) and any(spec.batched for spec in flat.inputs):

@@ -20,6 +20,10 @@ BEFORE_EXPORT = ("attention",)
 """Techniques that rewrite the model's own modules, which an exported program no longer has."""
 MOST_JUDGED = 2
 """Batches on which a package's answers are compared with the model's, beside the sample."""
+_LOOSE, _ROUNDED = 0.02, 0.25
+"""How far, relative, roundings may move an answer where a call has other rows; in 16 bits a deep model's by a tenth."""
+_FEW = 0.05
+"""Share of an answer's values that may be further apart: of two that are as good, the other may be chosen."""
 
 
 class Flat(torch.nn.Module):
@@ -40,7 +44,7 @@ class Flat(torch.nn.Module):
         self.samples = batches[0]
         self.device = device_of(self.inner, first)
         """Type of the device that the model lies on."""
-        self.names = _input_names(self.inner, first, paths)
+        self.names = _input_names(workload, paths)
         self.shapes = [_dynamic(index, batches, rows) for index in range(len(paths))]
         self.paths: list[str] = []
         self.inputs = tuple(
@@ -59,6 +63,7 @@ class Flat(torch.nn.Module):
         )
         """others, on which answers are compared. Where there is one batch only it is that."""
         self.questions = [self.samples, *self.judged[:MOST_JUDGED]]
+        before = {name: one.clone() for name, one in self.inner.named_buffers() if one.layout == torch.strided}
         self.wanted = [self._answers(question) for question in self.questions]
         self.cuts = 0
         """How many of the questions, at the beginning, are a few rows of the sample."""
@@ -67,8 +72,51 @@ class Flat(torch.nn.Module):
                 self.wanted.insert(0, self._answers(cut))
                 self.questions.insert(0, cut)
                 self.cuts += 1
+        now = dict(self.inner.named_buffers())
+        for name, was in before.items():
+            if name in now and now[name].shape == was.shape and not _same(now[name], was):
+                raise UsageError(
+                    f"the model writes to its buffer {name}: what one client leaves there would be in the next one's "
+                    "answer. Make it an input and an output of the model, or leave it out"
+                )
+        if any(spec.batched for spec in self.inputs):
+            self._check_rows()
         # Only now, so that answers are compared with those of the model as it was given.
         self.inner = _rewritten(workload, self.inner, recipe)
+
+    def twice(self) -> list[torch.Tensor]:
+        """The sample with its rows twice over."""
+        return [torch.cat([t, t]) if spec.batched else t for t, spec in zip(self.samples, self.inputs, strict=True)]
+
+    def _check_rows(self) -> None:
+        """Raise `UsageError` where the answer to a row depends on other rows: they would be another client's.
+
+        Answers are those of the model as given. One that is another each time is not judged; where it is as long as the
+        longest row of a batch, what both have is compared.
+        """
+        whole, held = self.wanted[self.cuts], (*self.inner.parameters(), *self.inner.buffers(), *self.samples)
+        rounded = any(one.is_floating_point() and one.element_size() < 4 for one in held)
+        try:
+            again, double = self._answers(self.samples), self._answers(self.twice())
+        except Exception:  # one that was traced may take its own number of rows only
+            return
+        for place, path in enumerate(self.paths):
+            one, two = whole[place], double[place]
+            if one.shape[:1] != (self.rows,) or two.shape[:1] != (2 * self.rows,):
+                continue  # it has no rows
+            if one.shape != again[place].shape or _differ(one, again[place], rounded):
+                continue
+            pairs = [(half, one) for half in torch.split(two, self.rows)]
+            for answers in self.wanted[: self.cuts]:
+                few = answers[place]
+                common = tuple(map(slice, map(min, few.shape, one.shape)))
+                pairs.append((few[common], one[common]))
+            if any(found.shape != right.shape or _differ(found, right, rounded) for found, right in pairs):
+                raise UsageError(
+                    f"the model's output {path.lstrip('.')} mixes rows: what it says of one depends on the others in "
+                    "the call, which may be other clients'. Put the batch first in every input; or, where the rows of "
+                    "a batch belong together as one request, give the workload samples=1 and batches of several rows"
+                )
 
     def _cut(self, rows: int) -> list[torch.Tensor]:
         """The sample with so many rows only."""
@@ -85,7 +133,7 @@ class Flat(torch.nn.Module):
 
     def _answers(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with torch.no_grad():
-            return [tensor.clone() for tensor in self(*tensors)]
+            return [tensor.clone() for tensor in self(*[tensor.clone() for tensor in tensors])]
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Put the tensors where the batch had them, call the model, and take its tensors out again."""
@@ -104,6 +152,24 @@ def _alike(batches: Sequence[Any], paths: Sequence[str]) -> list[list[torch.Tens
     return [[tensor for _, tensor in batch] for batch in by_batch if [path for path, _ in batch] == list(paths)]
 
 
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same bytes: NaN, too, and whatever type cannot be compared."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor, rounded: bool) -> bool:
+    """Whether more than a few values are further apart than roundings, which in 16 bits may fall to another class."""
+    if not one.numel() or (rounded and not one.is_floating_point()):
+        return False
+    if one.is_floating_point():
+        one, other, loose = one.float(), other.float(), _ROUNDED if rounded else _LOOSE
+        usual = float(other.abs().nanmedian().nan_to_num())
+        far = ~torch.isclose(one, other, rtol=loose, atol=loose * usual, equal_nan=True)
+    else:
+        far = one != other
+    return float(far.float().mean()) > _FEW
+
+
 def _rewritten(workload: Workload, model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
     """The workload's model after the techniques that change its own modules."""
     from fettle.applying import apply
@@ -115,22 +181,36 @@ def _rewritten(workload: Workload, model: torch.nn.Module, recipe: Recipe) -> to
     return changed if isinstance(changed, torch.nn.Module) else model  # changed in place
 
 
-def _input_names(model: torch.nn.Module, batch: Any, paths: Sequence[str]) -> list[str]:
-    """What a client calls each tensor: its keyword, else the name of the argument of ``forward``, else its path."""
-    try:
-        arguments = [name for name in inspect.signature(model.forward).parameters if name != "self"]
-    except (TypeError, ValueError):
-        arguments = []
+def _input_names(workload: Workload, paths: Sequence[str]) -> list[str]:
+    """What a client calls each tensor: its keyword, else the name of the argument that it is, else its path."""
+    batch, arguments = workload.inputs[0], _arguments(workload)
+    if isinstance(batch, torch.Tensor):
+        by_path = {"output": arguments[0]} if arguments else {}
+    else:
+        by_path = {f"[{place}]": name for place, name in enumerate(arguments)} if isinstance(batch, tuple) else {}
     names = []
     for index, path in enumerate(paths):
         plain = path.lstrip(".")
         if plain.isidentifier() and path != "output":
             names.append(plain)
-        elif (isinstance(batch, (tuple, torch.Tensor))) and index < len(arguments) and path.count("[") <= 1:
-            names.append(arguments[index])
+        elif path in by_path:
+            names.append(by_path[path])
         else:
             names.append("".join(c if c.isalnum() else "_" for c in plain).strip("_") or f"input_{index}")
     return names if len(set(names)) == len(names) else [f"input_{index}" for index in range(len(paths))]
+
+
+def _arguments(workload: Workload) -> list[str]:
+    """Names of what the workload is called with: those of its own call, unless it passes on whatever it is given."""
+    model: Any = workload.model
+    try:
+        if workload.call is not None:
+            _, *given = inspect.signature(workload.call).parameters.values()
+            if not any(one.kind is one.VAR_POSITIONAL for one in given):
+                return [one.name for one in given]
+        return [name for name in inspect.signature(model.forward).parameters if name != "self"]
+    except (TypeError, ValueError):
+        return []
 
 
 def _dynamic(index: int, batches: Sequence[Sequence[torch.Tensor]], rows: int) -> dict[int, str]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fettle.kernels import block_products, packed_blocks
-from fettle.package.program import remember
+from fettle.package.program import check_sizes, remember
 
 _LARGE = 1 << 16
 """Elements of a matrix whose layout matters."""
@@ -23,8 +23,6 @@ def as_function(module: torch.nn.Module, bits: int = 0) -> Callable[..., Any]:
     held in so many of them (`_in_blocks`). A program with graphs inside of its graph stays what it is; else the
     module's weights are the function's, and it cannot run again. ImportError where `bits` cannot be had here.
     """
-    from torch.export._unlift import _check_input_constraints_for_module
-
     found = _graph_and_weights(module)
     if found is None:
         return module
@@ -41,10 +39,9 @@ def as_function(module: torch.nn.Module, bits: int = 0) -> Callable[..., Any]:
         shapes = tuple([tensor.shape for tensor in tensors])
         if shapes in seen:
             return forward(*tensors)
-        _check_input_constraints_for_module(module, tensors, {})
-        answer = forward(*tensors)
+        check_sizes(module, tensors)
         remember(seen, shapes)
-        return answer
+        return forward(*tensors)
 
     return call
 

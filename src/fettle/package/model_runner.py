@@ -41,32 +41,37 @@ class ModelRunner:
         else:
             self._model, samples = load_model(package, device)
         self._samples = [as_array(tensor) for tensor in samples]
+        self._dtypes = [tensor.dtype for tensor in samples]
+        self._fills = all(spec.batched for spec in self.outputs)  # an output without rows may depend on the filling
 
     def run(self, parts: Sequence[Sequence[Array]], size: int) -> list[Array]:
         """One call for several requests: `parts` holds each one's arrays in the order of the manifest's inputs.
 
-        Batched inputs are joined along their rows and filled up to `size` rows, or to the next size that the settings
-        allow, with copies of the last one; of those that are not batched the first request's is taken. Returns the
-        outputs, batched ones with the joined rows and without the filling.
+        Batched inputs are joined along their rows and, where all outputs have rows, filled up to `size` rows, or to the
+        next size that the settings allow, with copies of the last one; of those that are not batched the first
+        request's is taken. Returns the outputs, batched ones with the joined rows and without the filling. RuntimeError
+        where the model gives an output another number of rows.
         """
-        tensors, rows = [], 0
-        for index, spec in enumerate(self.inputs):
+        tensors, rows, filled = [], 0, 0
+        for index, (spec, dtype) in enumerate(zip(self.inputs, self._dtypes, strict=True)):
             if not spec.batched:
-                tensors.append(torch.from_numpy(np.array(parts[0][index])))
+                tensors.append(torch.from_numpy(np.array(parts[0][index])).to(dtype))
                 continue
             joined = parts[0][index] if len(parts) == 1 else np.concatenate([part[index] for part in parts])
             rows = len(joined)
-            size = max(size, self._package.settings.call_rows(rows))
-            if size > rows:
-                joined = np.concatenate([joined, np.repeat(joined[-1:], size - rows, axis=0)])
+            filled = max(size, self._package.settings.call_rows(rows)) if self._fills else rows
+            if filled > rows:
+                joined = np.concatenate([joined, np.repeat(joined[-1:], filled - rows, axis=0)])
             elif len(parts) == 1:
                 joined = np.array(joined)  # what came over the wire is read-only
-            tensors.append(torch.from_numpy(joined))
+            tensors.append(torch.from_numpy(joined).to(dtype))  # bfloat16 comes in float32
         if self.device != "cpu":
             tensors = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
         answers = []
         for tensor, spec in zip(self.call(tensors), self.outputs, strict=True):
             array = as_array(tensor).astype(spec.kind, copy=False)  # whoever reads the bytes goes by the manifest
+            if spec.batched and len(array) != filled:
+                raise RuntimeError(f"the model answers {len(array)} rows for {filled}: it cannot be batched")
             answers.append(array[:rows] if spec.batched else array)
         return answers
 
@@ -98,10 +103,7 @@ class ModelRunner:
         """Run every batch size twice, so that nothing is compiled while clients wait."""
         for size in sizes:
             for _ in range(2):
-                answers = self.run([self.sample(size)], size)
-            for answer, spec in zip(answers, self.outputs, strict=True):
-                if spec.batched and len(answer) != size:
-                    raise UsageError(f"the model answers {len(answer)} rows for {size}: it cannot be batched")
+                self.run([self.sample(size)], size)
 
 
 @dataclass(frozen=True)

@@ -205,16 +205,24 @@ def _check_new_shapes_only(module: torch.nn.Module) -> None:
     def before(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
         if torch.compiler.is_compiling():
             return  # compiled code has guards of its own
-        new = tuple(tensor.shape for tensor in inputs) not in seen
-        if module.validate_inputs is not new:
-            module.validate_inputs = new
-
-    def after(module: Any, inputs: tuple[torch.Tensor, ...], answer: Any) -> None:
-        if not torch.compiler.is_compiling() and module.validate_inputs:
-            remember(seen, tuple(tensor.shape for tensor in inputs))
+        shapes = tuple(tensor.shape for tensor in inputs)
+        if shapes not in seen:
+            check_sizes(module, inputs)
+            remember(seen, shapes)
+            module.validate_inputs = False  # torch's own check, at each call
 
     module.register_forward_pre_hook(before, prepend=True)
-    module.register_forward_hook(after)
+
+
+def check_sizes(module: torch.nn.Module, tensors: tuple[torch.Tensor, ...]) -> None:
+    """Raise `UsageError` where a loaded program takes no inputs of these sizes."""
+    from torch.export._unlift import _check_input_constraints_for_module
+
+    try:
+        _check_input_constraints_for_module(module, tensors, {})
+    except RuntimeError as error:
+        why = first_line(error).removeprefix("RuntimeError: ").partition(". If you meant")[0]
+        raise UsageError(f"the model takes no inputs of these sizes: {why}") from error
 
 
 def remember(seen: set[tuple[torch.Size, ...]], shapes: tuple[torch.Size, ...]) -> None:

@@ -17,7 +17,7 @@ from fettle.load.client import Request, tensor_request
 from fettle.load.loops import open_loop
 from fettle.load.run import Run, as_data
 from fettle.package.host import host_id
-from fettle.package.manifest import SAMPLES, Package
+from fettle.package.manifest import Package
 from fettle.package.settings import CostCurve, ServeSettings
 from fettle.slo.calibrate import Stopped
 from fettle.slo.kept import Tested, package_key
@@ -157,16 +157,16 @@ def _slower(inside: ServerStats, costs: Costs, stretch: float) -> float | None:
 
 def sample_requests(package: Package, url: str) -> list[Request]:
     """Requests of one row each, with the rows of the package's own sample."""
-    from safetensors.numpy import load_file
+    from fettle.package.model_runner import as_array, load_samples
 
-    samples = load_file(package.folder / SAMPLES)
     specs = package.manifest.inputs
-    rows = min([8, *(len(samples[spec.name]) for spec in specs if spec.batched)])
+    samples = [as_array(tensor) for tensor in load_samples(package)]
+    rows = min([8, *(len(sample) for sample, spec in zip(samples, specs, strict=True) if spec.batched)])
     requests = []
     for row in range(rows):
         tensors = [
-            (spec.name, spec.datatype, samples[spec.name][row : row + 1] if spec.batched else samples[spec.name])
-            for spec in specs
+            (spec.name, spec.datatype, sample[row : row + 1] if spec.batched else sample)
+            for sample, spec in zip(samples, specs, strict=True)
         ]
         requests.append(tensor_request(f"{url}/v2/models/{package.manifest.name}/infer", tensors, {}))
     return requests

@@ -22,6 +22,18 @@ def suggest(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], files: 
     return Settings()
 
 
+def _as_kind(given: Array, kind: Any) -> Array:
+    """The values of JSON as an input takes them. ValueError, TypeError or ArithmeticError where they are none such."""
+    large = given.dtype.kind == "O" and {int, float}.issuperset(map(type, given.flat))  # beyond 64 bits
+    if kind.kind == "f" and given.dtype.kind not in "iuf" and not large:
+        raise ValueError  # null would be NaN, and "1" a number
+    with np.errstate(over="raise", invalid="raise"):
+        array = given.astype(np.float64 if kind.kind == "f" else kind).astype(kind)  # as `/infer` reads them
+    if kind.kind != "f" and not np.array_equal(array, given):
+        raise ValueError  # 1.5 would be 1, and any text true
+    return array
+
+
 class Handler(ItemHandler):
     """An array for the only input, or an object of arrays by the inputs' names; the answer alike.
 
@@ -54,10 +66,8 @@ class Handler(ItemHandler):
             if spec.name not in values:
                 raise UsageError(f"the input {spec.name} is missing")
             try:
-                array = np.asarray(values[spec.name], dtype=spec.kind)
-                if spec.kind.kind != "f" and not np.array_equal(array, np.asarray(values[spec.name])):
-                    raise ValueError  # 1.5 would be 1, and any text true
-            except (ValueError, TypeError, OverflowError) as error:
+                array = _as_kind(np.asarray(values[spec.name]), spec.kind)
+            except (ValueError, TypeError, ArithmeticError) as error:
                 raise UsageError(f"the input {spec.name} is not an array of {spec.datatype}") from error
             if spec.batched and array.ndim == len(spec.shape) - 1:
                 array = array[None]

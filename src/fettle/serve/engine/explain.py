@@ -17,6 +17,7 @@ import torch
 
 from fettle.errors import UsageError, extra
 from fettle.package.manifest import Package
+from fettle.package.model_runner import load_samples
 from fettle.package.program import load_program
 
 Array = np.ndarray[Any, Any]
@@ -42,6 +43,7 @@ class Explainer:
         self._attr, self._device = attr, device
         self._most = package.manifest.max_rows
         self._model = load_program(package.folder, device)
+        self._dtypes = [tensor.dtype for tensor in load_samples(package)]
 
     def attribute(self, arrays: Sequence[Array], target: int = -1) -> list[Array]:
         """Attributions for every input, float32 of its shape: zeros for inputs that were not varied.
@@ -63,7 +65,7 @@ class Explainer:
 
     def _scores(self, *tensors: torch.Tensor) -> torch.Tensor:
         """The first output, a row of elements for each row."""
-        answer = self._model(*tensors)
+        answer = self._model(*(tensor.to(dtype) for tensor, dtype in zip(tensors, self._dtypes, strict=True)))
         first = answer if isinstance(answer, torch.Tensor) else answer[0]
         return first.reshape(len(first), -1).float()
 

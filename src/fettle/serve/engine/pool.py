@@ -38,6 +38,9 @@ class Pool:
     ) -> None:  # fmt: skip
         self.package, self.settings, self.metrics = package, settings, metrics
         self.specs, self.output_specs = package.manifest.inputs, package.manifest.outputs
+        has_rows = any(spec.batched for spec in self.specs)
+        self._alone = has_rows and not all(spec.batched for spec in self.output_specs)
+        """Whether an output may be about all rows of a call together, so that no two requests can share one."""
         self.attribution_specs = [msgspec.structs.replace(spec, datatype="FP32") for spec in self.specs]
         self.queue: BatchQueue[Request] = BatchQueue(settings)
         self.texts: BatchQueue[Request] = BatchQueue(_one_by_one(settings))
@@ -160,10 +163,10 @@ class Pool:
 
     def submit(self, request: Request, timeout_s: float | None = None) -> asyncio.Future[Answer]:
         """Let a request wait for its batch. Raises `Rejected` at once when the queue is full or the model not ready."""
-        if request.explain:
-            if not self.explains:
-                raise Rejected(501, "explanations are off: the server was started without --explain")
-            request.key = ("explain", self.next_id())  # explained alone
+        if request.explain and not self.explains:
+            raise Rejected(501, "explanations are off: the server was started without --explain")
+        if request.explain or (self._alone and request.body is None):  # a handler splits its calls itself
+            request.key = ("alone", self.next_id())
         self.admit()
         longest = self.settings.timeout_ms / 1e3
         now = request.arrival_s = time.perf_counter()

@@ -62,7 +62,7 @@ class Answer:
 def answers(
     items: Sequence[Request], specs: Sequence[TensorSpec], done: wire.Done, body: memoryview
 ) -> Iterator[Answer]:
-    """One for each of `items`: a body from a handler, else its rows of each output; what has no rows is everybody's."""
+    """One for each of `items`: a body from a handler, else its rows of each output, and all of one without rows."""
     if items[0].body is not None:
         bodies = wire.pieces(body, [length for (length,) in done.shapes])
         yield from (Answer(body=part, kind=kind) for part, kind in zip(bodies, done.kinds, strict=True))
