@@ -21,3 +21,21 @@ def test_another_version_of_the_runtime_of_a_recipe_is_said(monkeypatch):
     assert applying.warn_if_foreign(file) == ""
     file.levels, file.machine = {"runtime": "openvino"}, {"id": here.id}  # of an earlier version
     assert applying.warn_if_foreign(file) == ""
+
+
+def test_threads_of_the_process_make_no_machine_another(monkeypatch):
+    """A recipe's threads are set before the program starts, as its warning says: then the id is another."""
+    here = this_machine()
+    monkeypatch.setattr(applying, "this_machine", lambda: replace(here, id="with OMP_NUM_THREADS"))
+    then = {
+        "id": "without",
+        "cpu": here.cpu,
+        "cores": here.cores,
+        "gpus": [*here.gpus],
+        "versions": dict(here.versions),
+    }
+    file = RecipeFile(levels={"threads": "2"}, machine=then)
+    assert applying.warn_if_foreign(file) == ""
+    then["cores"] = here.cores + 1
+    with pytest.warns(UserWarning, match="was measured on"):
+        assert applying.warn_if_foreign(file)

@@ -77,7 +77,9 @@ def test_where_a_model_lies_counts() -> None:
 
 
 def test_two_kinds_of_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: ("Large", "Large", "Small")[device.index])
+    names = ["Large", "Large", "Small"]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: names[number])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
     model = nn.ReLU()
 
     def on(device: str) -> str:
@@ -86,3 +88,8 @@ def test_two_kinds_of_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> No
 
     assert on("cuda:0") == on("cuda:1")
     assert len({on(device) for device in ("cpu", "meta", "cuda:1", "cuda:2")}) == 4
+    one_of_two = on("cuda:0")
+    del names[2]
+    alike = on("cuda:0")
+    names[:] = ["Small"]
+    assert on("cuda:0") == alike != one_of_two  # a study says by its machine which

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
@@ -12,7 +12,7 @@ from typing import Any, overload
 import torch
 
 from fettle.errors import UsageError
-from fettle.machine import this_machine
+from fettle.machine import Machine, this_machine
 from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile, read_recipe
 from fettle.techniques import (
@@ -131,12 +131,21 @@ def _built(target: Target) -> Workload | TrainingWorkload:
         return load_training(target, made=built) if mode == "training" else target.load(built)
 
 
+def _is_here(then: Mapping[str, Any], here: Machine) -> bool:
+    """Whether a recipe was measured on a machine like this one. The threads and the quota of the process that measured
+    it, by which the `id` goes as well, are not asked for: the recipe sets its own."""
+    if then.get("id") in (None, here.id):
+        return True
+    known = (then.get("cpu"), then.get("cores"), tuple(then.get("gpus") or ()), then.get("versions", {}).get("torch"))
+    return known == (here.cpu, here.cores, here.gpus, here.versions["torch"])
+
+
 def warn_if_foreign(recipe: RecipeFile) -> str:
     """Warn, and return the text, when a recipe was measured on another machine, or with another version of torch or of
     what its levels run by."""
     here, then = this_machine(), recipe.machine.get("versions", {})
     text = ""
-    if recipe.machine.get("id") not in (None, here.id):
+    if not _is_here(recipe.machine, here):
         where = ", ".join(recipe.machine.get("gpus") or []) or recipe.machine.get("cpu", "another machine")
         text = f"this recipe was measured on {where} with torch {then.get('torch')}; here is {here.summary}"
     else:

@@ -43,8 +43,12 @@ def structure(model: Any, *functions: Any) -> str:
 
 
 def _kind(device: torch.device) -> str:
-    """What two devices have in common that compute alike: GPUs of two models may lie in one machine."""
-    return f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else device.type
+    """What two devices have in common that compute alike: the name of a GPU where the machine has others as well."""
+    if device.type == "cuda":
+        names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        if len(set(names)) > 1:
+            return f"cuda {names[device.index or 0]}"
+    return device.type
 
 
 def _functions_of(part: Any) -> Iterator[types.FunctionType]:

@@ -153,6 +153,14 @@ def test_models_of_one_name_are_never_set_against_each_other() -> None:
     assert len(merged(fast, on_cuda)) == 2 * len(fast)
 
 
+def test_a_row_from_before_code_counted_gives_way_to_the_same_trial_made_again() -> None:
+    old = rows_of(about("model", 1.0), [trial(Recipe(), 0), trial(BF16, 1.0)])
+    new = [msgspec.structs.replace(row, fingerprint=f"{row.fingerprint}-code") for row in old]
+    assert merged(old, new) == new
+    other = [msgspec.structs.replace(row, fingerprint=f"{row.fingerprint}-other") for row in old]
+    assert len(merged(new, other)) == 4
+
+
 def test_whatever_a_study_comes_to_can_be_read_again(tmp_path: Path) -> None:
     parts = Recipe({f"precision[image_encoder.layer_{number:02d}]": "bf16" for number in range(10)})
     unsure = replace(trial(BF16, 0.7), speedup=Interval(2.0, 1e-300, math.exp(700)))

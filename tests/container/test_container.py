@@ -18,6 +18,8 @@ from fettle.errors import UsageError
 from fettle.techniques import CATALOGUE
 
 DIGEST = "a" * 64
+TORCHS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables that torch's allocators read."""
 
 
 @pytest.fixture
@@ -70,8 +72,8 @@ def test_what_compiles_has_a_compiler(levels, compiles: bool, wheel: Path, no_in
 @pytest.mark.parametrize(
     ("levels", "values"),
     [({"threads": "3", "wait_policy": "passive"}, {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "passive"}),
-     ({"allocator": "expandable"}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-     ({"allocator": "cuda-async"}, {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}),
+     ({"allocator": "expandable"}, dict.fromkeys(TORCHS, "expandable_segments:True")),
+     ({"allocator": "cuda-async"}, dict.fromkeys(TORCHS, "backend:cudaMallocAsync")),
      ({"allocator": "tcmalloc"}, {"LD_PRELOAD": "libtcmalloc_minimal.so.4"})],
 )  # fmt: skip
 def test_a_process_has_the_recipes_environment(levels, values: dict[str, str]) -> None:

@@ -1,5 +1,6 @@
 """Outputs against the reference: nothing that is missing, NaN or of another shape may pass."""
 
+import itertools
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -182,6 +183,16 @@ def test_a_model_that_draws_has_a_reference_of_the_same_draws(tmp_path):
     written = write_reference(Workload(model, [x]), str(tmp_path / "reference"))
     assert (written.dtype, written.why) == ("float32", "it draws random numbers, and would draw others in float64")
     assert torch.equal(read_reference(str(tmp_path / "reference"))[0]["output"], wanted)
+
+
+def test_a_model_that_only_remembers_draws_nothing(tmp_path):
+    """What an object of the user's remembers is not put back: the answers move, but in float64 they would as well."""
+    calls = itertools.count(1)
+    model = torch.nn.Linear(8, 8)
+    model.register_forward_hook(lambda module, args, output: output * (1 + 0.01 * next(calls)))
+    written = write_reference(Workload(model, [torch.rand(4, 8)]), str(tmp_path / "reference"))
+    assert written.noise > 1e-3
+    assert (written.dtype, written.why) == ("float64", "")
 
 
 def test_answers_of_other_shapes_with_another_seed_are_said(tmp_path):

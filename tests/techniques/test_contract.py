@@ -313,6 +313,19 @@ def test_int8_does_not_ignore_an_argument_that_was_none(masked):
             run(torch.rand(4, 8), *args, **named)
 
 
+def test_int8_takes_what_a_model_hands_on(masked):
+    class Wrapper(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = masked
+
+        def forward(self, *args):
+            return self.inner(*args)
+
+    batch = torch.rand(4, 8), torch.ones(4, 1)
+    assert quantize_static(Wrapper().eval(), [batch] * 2)(*batch).shape == (4, 4)
+
+
 @pytest.mark.slow
 def test_int8_is_compiled_for_each_number_of_rows(masked):
     recipe = Recipe.parse("quantize=int8-static compile=default freeze=on grad=inference_mode")

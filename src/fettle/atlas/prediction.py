@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import cho_solve, cholesky, solve_triangular
 
-from fettle.atlas.table import Row, Subject, rows_of
+from fettle.atlas.table import Row, Subject, rows_of, weights_of
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search import SLOWEST, Forecast
@@ -102,7 +102,8 @@ class Predictor:
         self._far = np.array([near[key] for key in keys])
         self._beside = np.array([[float(a[1] == b[1]) for b in keys] for a in keys]).reshape(len(keys), len(keys))
         self._here = np.array([float(key[1] == about.machine) for key in keys])
-        self._mine = np.array([key[:2] == (about.fingerprint, about.machine) for key in keys], dtype=float)
+        own = (about.fingerprint, weights_of(about.fingerprint))
+        self._mine = np.array([key[1] == about.machine and key[0] in own for key in keys], dtype=float)
         self._same = np.eye(len(keys))
         self._whose = np.array([keys.index((row.fingerprint, row.machine, row.torch)) for row in rows], dtype=int)
         self._recipes = [Recipe.parse(row.recipe) for row in rows]

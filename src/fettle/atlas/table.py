@@ -144,11 +144,17 @@ SCHEMA: dict[str, Any] = {
 """Type of each column, in their order."""
 
 
+def weights_of(fingerprint: str) -> str:
+    """The part of a model's fingerprint that earlier versions kept alone: its weights and inputs without its code."""
+    return fingerprint.partition("-")[0]
+
+
 def merged(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
     """Both; where a trial was made again the later one."""
     by_key: dict[tuple[str, ...], Row] = {}
     for row in (*old, *new):
         by_key.pop(row.key, None)
+        by_key.pop((weights_of(row.fingerprint), *row.key[1:]), None)
         by_key[row.key] = row
     return list(by_key.values())
 

@@ -132,7 +132,8 @@ def _check_padding(decoder: Kept, prompt: dict[str, Any], forced: torch.Tensor, 
     mask = prompt.get("attention_mask")
     if mask is None or bool(mask.all()) or decoder.two_parts or any(len(each) != len(mask) for each in prompt.values()):
         return
-    row = int(mask.long().sum(1).argmin())
+    counts = mask.long().sum(1)
+    row = int(counts.where(counts > 0, mask.shape[1]).argmin())  # one of nothing but padding has no scores alone
     seen = mask[row].bool()
     alone = {
         name: tensor[row : row + 1, seen] if tensor.shape[:2] == mask.shape else tensor[row : row + 1]

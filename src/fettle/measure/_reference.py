@@ -45,7 +45,7 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
     Batches run in order, inputs before check inputs, each with seed 0, from the model's initial state. With
     `derived_check` the last one is made from the first, and is left out where the model does not take it.
     """
-    started = time.perf_counter()
+    started, draws = time.perf_counter(), False
     model, batches = workload.model, [*workload.inputs, *workload.check_inputs]
     notes: list[str] = []
     module = model if isinstance(model, torch.nn.Module) else None
@@ -54,10 +54,12 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
             module.eval()
 
     def outputs(cast: Callable[[Any], Any], seed: int = 0) -> list[Outputs]:
+        nonlocal draws
         answers = []
         with state_kept(model):
             for number, batch in enumerate(list(batches), 1):
                 torch.manual_seed(seed)
+                seeded = _random_states()
                 fresh = map_tensors(torch.clone, batch)  # a model may write into what it is given
                 try:
                     answers.append(outputs_of(workload.judged(workload.run(model, cast(fresh)), batch)))
@@ -68,6 +70,7 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
                         break
                     error.add_note(f"batch {number} of {len(batches)}")
                     raise
+                draws = draws or not all(map(torch.equal, seeded, _random_states()))
         return answers
 
     with torch.no_grad(), _fast_path(False):  # with gradients, as a model is called as given, there is none
@@ -103,7 +106,7 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
 
         dtype, why, best = _own_dtype(module), "", answers
         if dtype != "float64":
-            why = _DRAWS if noise > _NOTHING else _why_not_float64(module, float32_s)
+            why = _DRAWS if draws and noise > _NOTHING else _why_not_float64(module, float32_s)
             if not why:
                 assert module is not None
                 try:
@@ -152,6 +155,12 @@ def read_reference(path: str) -> list[Outputs]:
 def _distance(outputs: list[Outputs], reference: list[Outputs]) -> float:
     accuracy = worst(compare(y, r) for y, r in zip(outputs, reference, strict=True))
     return math.inf if accuracy.problem else accuracy.error
+
+
+def _random_states() -> list[torch.Tensor]:
+    """Where torch's generators are."""
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return [torch.random.get_rng_state(), *on_gpus]
 
 
 def _shapes(answers: list[Outputs]) -> list[dict[str, torch.Size]]:

@@ -20,8 +20,9 @@ BEFORE_EXPORT = ("attention",)
 """Techniques that rewrite the model's own modules, which an exported program no longer has."""
 MOST_JUDGED = 2
 """Batches on which a package's answers are compared with the model's, beside the sample."""
-_LOOSE, _ROUNDED = 0.02, 0.25
-"""How far, relative, roundings may move an answer where a call has other rows; in 16 bits a deep model's by a tenth."""
+_LOOSE = 0.25
+"""How far, relative, roundings may move an answer where a call has other rows: a deep model's that computes in 16 bits,
+whatever its weights are, by a tenth."""
 _FEW = 0.05
 """Share of an answer's values that may be further apart: of two that are as good, the other may be chosen."""
 
@@ -162,9 +163,9 @@ def _differ(one: torch.Tensor, other: torch.Tensor, rounded: bool) -> bool:
     if not one.numel() or (rounded and not one.is_floating_point()):
         return False
     if one.is_floating_point():
-        one, other, loose = one.float(), other.float(), _ROUNDED if rounded else _LOOSE
+        one, other = one.float(), other.float()
         usual = float(other.abs().nanmedian().nan_to_num())
-        far = ~torch.isclose(one, other, rtol=loose, atol=loose * usual, equal_nan=True)
+        far = ~torch.isclose(one, other, rtol=_LOOSE, atol=_LOOSE * usual, equal_nan=True)
     else:
         far = one != other
     return float(far.float().mean()) > _FEW

@@ -66,6 +66,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The ready handler between a client's bytes and the model's tensors. None: tensors as JSON, or ``handler.py``."""
     created: str = ""
 
+    @property
+    def shares_calls(self) -> bool:
+        """Whether requests may share a call of the model: no output is about all rows of a call together."""
+        return all(spec.batched for spec in self.outputs) or not any(spec.batched for spec in self.inputs)
+
 
 @dataclass(frozen=True)
 class Package:

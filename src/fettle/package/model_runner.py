@@ -42,7 +42,7 @@ class ModelRunner:
             self._model, samples = load_model(package, device)
         self._samples = [as_array(tensor) for tensor in samples]
         self._dtypes = [tensor.dtype for tensor in samples]
-        self._fills = all(spec.batched for spec in self.outputs)  # an output without rows may depend on the filling
+        self._fills = package.manifest.shares_calls  # else an output would be about the filling as well
 
     def run(self, parts: Sequence[Sequence[Array]], size: int) -> list[Array]:
         """One call for several requests: `parts` holds each one's arrays in the order of the manifest's inputs.

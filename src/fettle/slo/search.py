@@ -119,7 +119,7 @@ class _Search:
             return
         self._tried.add(branch)
         package = self.variants[branch.variant].package
-        most = min(self.most_rows, package.manifest.max_rows)
+        most = min(self.most_rows, package.manifest.max_rows) if package.manifest.shares_calls else 1
         where = f"{branch.device} {branch.workers}x{branch.threads}"
         key = f"calibration {package_key(package)} {where} {most} {self.result.limit_s:g}"
         calibration = self.journal.answer(key, Calibration)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fettle.atlas import read_atlas
+from fettle.atlas import read_atlas, weights_of
 from fettle.errors import UsageError
 from fettle.machine import this_machine
 from fettle.measure import close_all
@@ -53,7 +53,7 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
             _measure_as_given(workload, settings)
             if settings.atlas is not None and not workload.failure:
                 own = workload.session.probed.fingerprint
-                others = [row for row in rows if row.fingerprint.partition("-")[0] != own]  # whatever its code was
+                others = [row for row in rows if weights_of(row.fingerprint) != own]  # whatever its code was
                 workload.guide = guide_for(workload.session, others, settings.atlas, machine)
         if all(workload.failure for workload in workloads):
             raise UsageError(workloads[0].failure)

@@ -295,7 +295,7 @@ def _unchanged(model: torch.nn.Module) -> Iterator[None]:
     """Put every attribute of every module back afterwards, parameters and buffers too: what a model remembers of this
     call has no data."""
     met = set[int]()
-    before = [Attributes(module, met) for module in model.modules()]
+    before = [Attributes(module, met, values=False) for module in model.modules()]
     try:
         yield
     finally:

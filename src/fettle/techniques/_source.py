@@ -211,11 +211,17 @@ def preamble(heading: str, lines_of: Sequence[Code]) -> list[str]:
     lines = [f'"""{said}"""', ""]
     before_start = {key: environment.pop(key) for key in _BEFORE_START if key in environment}
     if environment or before_start:
-        lines += ["import os", *(["import sys"] if before_start else []), ""]
+        lines += ["import os", "import sys", ""]
     if before_start:
         lines += _start_again(before_start)
     if environment:
-        lines += [f'os.environ["{key}"] = "{value}"' for key, value in sorted(environment.items())] + [""]
+        lines += [
+            f"measured_with = {dict(sorted(environment.items()))}",
+            'if "torch" in sys.modules:  # this process has begun with others',
+            "    measured_with |= os.environ",
+            "os.environ.update(measured_with)",
+            "",
+        ]
     sources = [textwrap.dedent(inspect.getsource(helper)).rstrip() for helper in helpers.values()]
     if any(_uses_name(source, "Any") for source in sources):
         lines += ["from typing import Any", ""]

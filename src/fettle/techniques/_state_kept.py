@@ -78,11 +78,11 @@ def _made_of(module: torch.nn.Module) -> list[Any]:
 
 
 class Attributes:
-    """A module's attributes `but` some, and what lists, dictionaries, tensors and generators in them hold. What another
-    module has `met`, and holds as well, is that one's."""
+    """A module's attributes `but` some, and what lists, dictionaries and generators in them hold, and the `values` of
+    tensors. What another module has `met`, and holds as well, is that one's."""
 
-    def __init__(self, module: torch.nn.Module, met: set[int], but: Collection[str] = ()) -> None:
-        self.module, self.met, self.but, self.buffers = module, met, but, {*module._buffers.keys()}
+    def __init__(self, module: torch.nn.Module, met: set[int], but: Collection[str] = (), values: bool = True) -> None:
+        self.module, self.met, self.but, self.buffers, self.values = module, met, but, {*module._buffers.keys()}, values
         self.attributes = {name: value for name, value in vars(module).items() if name not in but}
         self.held: list[tuple[Any, Any]] = []
         for value in self.attributes.values():
@@ -94,7 +94,7 @@ class Attributes:
             return
         self.met.add(id(value))
         if isinstance(value, torch.Tensor):
-            if type(value) is torch.Tensor and value.layout == torch.strided:
+            if self.values and type(value) is torch.Tensor and value.layout == torch.strided:
                 self.held.append((value, value.detach().clone()))
         elif isinstance(value, torch.Generator):
             self.held.append((value, value.get_state()))

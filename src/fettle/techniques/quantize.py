@@ -98,26 +98,27 @@ def quantize_static(model: torch.nn.Module, batches: Any) -> Any:
     import inspect
 
     args, kwargs = spread(batches[0])
-    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    takes = inspect.signature(model.forward).parameters
+    names = [name for name, one in takes.items() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    was_none = {name: value is None for name, value in (*zip(names, args, strict=False), *kwargs.items())}
 
     def refuse_others(_: Any, args: Any, kwargs: Any) -> None:
-        for name, value in (*zip(given, args, strict=False), *kwargs.items()):
-            if (value is None) != (given.get(name) is None):  # the exported model ignores what was None
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            if (value is None) != was_none.get(
+                name, name in takes or value is None
+            ):  # the exported model ignores those
                 raise RuntimeError(f"int8: {name} must be None where it was in the sample batches, and only there")
 
-    def quantized(shapes: Any) -> Any:
-        with torch.no_grad():
-            exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes).module()
-        return quantize_exported(exported, batches)
-
     try:
-        try:
-            made = quantized(open_sizes(model, batches))
-        except Exception:
-            shapes: Any = torch.export.AdditionalInputs()  # type: ignore[no-untyped-call] # what differs is open, no more
-            for batch in batches:
-                shapes.add(*spread(batch))
-            made = quantized(shapes)
+        with torch.no_grad():
+            try:
+                exported = torch.export.export(model, args, kwargs, dynamic_shapes=open_sizes(model, batches))
+            except Exception:
+                shapes: Any = torch.export.AdditionalInputs()  # type: ignore[no-untyped-call] # what differs, no more
+                for batch in batches:
+                    shapes.add(*spread(batch))
+                exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes)
+        made = quantize_exported(exported.module(), batches)
         made.register_forward_pre_hook(refuse_others, with_kwargs=True)
         return made
     except Exception as error:

@@ -38,14 +38,11 @@ class Pool:
     ) -> None:  # fmt: skip
         self.package, self.settings, self.metrics = package, settings, metrics
         self.specs, self.output_specs = package.manifest.inputs, package.manifest.outputs
-        has_rows = any(spec.batched for spec in self.specs)
-        self._alone = has_rows and not all(spec.batched for spec in self.output_specs)
-        """Whether an output may be about all rows of a call together, so that no two requests can share one."""
         self.attribution_specs = [msgspec.structs.replace(spec, datatype="FP32") for spec in self.specs]
-        self.queue: BatchQueue[Request] = BatchQueue(settings)
+        self.queue: BatchQueue[Request] = BatchQueue(self._batching(settings))
         self.texts: BatchQueue[Request] = BatchQueue(_one_by_one(settings))
         """Requests for a text, in the order in which they came."""
-        self._row_s = settings.row_s(host_id())
+        self._row_s = self.queue.settings.row_s(host_id())
         self.trust, self.explains = trust, explain
         threads = threads_each(settings.threads, settings.workers)
         self.workers = [
@@ -154,19 +151,24 @@ class Pool:
 
     def change(self, settings: ServeSettings) -> None:
         """Other batching settings, while running."""
-        self.settings, self._row_s = settings, settings.row_s(host_id())
-        self.queue.change(settings)
+        self.settings = settings
+        self.queue.change(self._batching(settings))
+        self._row_s = self.queue.settings.row_s(host_id())
         self.texts.change(_one_by_one(settings))
         self.plan_pump()
+
+    def _batching(self, settings: ServeSettings) -> ServeSettings:
+        """The settings of the queue of tensors."""
+        return settings if self.package.manifest.shares_calls else _one_by_one(settings)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, timeout_s: float | None = None) -> asyncio.Future[Answer]:
         """Let a request wait for its batch. Raises `Rejected` at once when the queue is full or the model not ready."""
-        if request.explain and not self.explains:
-            raise Rejected(501, "explanations are off: the server was started without --explain")
-        if request.explain or (self._alone and request.body is None):  # a handler splits its calls itself
-            request.key = ("alone", self.next_id())
+        if request.explain:
+            if not self.explains:
+                raise Rejected(501, "explanations are off: the server was started without --explain")
+            request.key = ("explain", self.next_id())  # explained alone
         self.admit()
         longest = self.settings.timeout_ms / 1e3
         now = request.arrival_s = time.perf_counter()
@@ -379,5 +381,5 @@ class Pool:
 
 
 def _one_by_one(settings: ServeSettings) -> ServeSettings:
-    """The settings of the queue of texts: each joins others for itself, and nothing is gained by waiting."""
+    """The settings of a queue whose requests go each for itself: nothing is gained by waiting."""
     return msgspec.structs.replace(settings, max_rows=1, delay_ms=0.0, buckets=())

@@ -86,7 +86,7 @@ class Worker:
         spare = pool.spare.take(self.threads) if pool.spare is not None else None
         await process.start(spare or spawn(self.threads))
         self._wait(START_S)
-        sizes = sorted({settings.call_rows(rows) for rows in range(1, settings.max_rows + 1)})
+        sizes = sorted({pool.queue.settings.call_rows(rows) for rows in range(1, settings.max_rows + 1)})
         process.write(wire.Load(
             str(pool.package.folder), sizes, self.threads, self.cores, pool.trust, self.device, pool.explains,
             settings.max_rows, settings.cache_bytes, settings.prefill_tokens,
