@@ -451,6 +451,24 @@ def test_random_answers_and_those_as_long_as_the_longest_row_are_no_mixed_rows(t
     assert all(spec.batched for spec in package.manifest.outputs)
 
 
+class Rounds(torch.nn.Module):
+    """Its answers move by hundredths with the number of rows, as a deep model's do that computes in 16 bits inside."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x):
+        return x.to(self.dtype).float() * (1 + 0.01 * len(x))
+
+
+def test_what_is_computed_in_16_bits_may_move_further():
+    x = torch.rand(4, 3) + 1
+    assert Flat(Workload(Rounds(torch.bfloat16), [x]), Recipe()).cuts == 2
+    with pytest.raises(UsageError, match="mixes rows"):
+        Flat(Workload(Rounds(torch.float32), [x]), Recipe())
+
+
 class Counts(torch.nn.Module):
     def __init__(self):
         super().__init__()

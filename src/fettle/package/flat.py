@@ -9,20 +9,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fettle.errors import UsageError
 from fettle.package.model_runner import as_array
 from fettle.package.tensors import FROM_NUMPY, TensorSpec
 from fettle.recipe import Recipe
-from fettle.workload import Workload, device_of, leaves, map_tensors, rows_of
+from fettle.workload import Workload, device_of, leaves, map_tensors, rows_of, tensors
 
 BEFORE_EXPORT = ("attention",)
 """Techniques that rewrite the model's own modules, which an exported program no longer has."""
 MOST_JUDGED = 2
 """Batches on which a package's answers are compared with the model's, beside the sample."""
-_LOOSE = 0.25
-"""How far, relative, roundings may move an answer where a call has other rows: a deep model's that computes in 16 bits,
-whatever its weights are, by a tenth."""
+_LOOSE, _ROUNDED = 0.02, 0.25
+"""How far, relative, roundings may move an answer where a call has other rows; in 16 bits a deep model's by a tenth."""
 _FEW = 0.05
 """Share of an answer's values that may be further apart: of two that are as good, the other may be chosen."""
 
@@ -95,8 +95,10 @@ class Flat(torch.nn.Module):
         Answers are those of the model as given. One that is another each time is not judged; where it is as long as the
         longest row of a batch, what both have is compared.
         """
-        whole, held = self.wanted[self.cuts], (*self.inner.parameters(), *self.inner.buffers(), *self.samples)
-        rounded = any(one.is_floating_point() and one.element_size() < 4 for one in held)
+        whole, sees = self.wanted[self.cuts], _Sees16Bits()  # type: ignore[no-untyped-call]
+        with contextlib.suppress(Exception), sees:  # a compiled model may not be looked into
+            self._answers(self.samples)
+        rounded = sees.seen or any(map(_has_16_bits, (*self.inner.parameters(), *self.inner.buffers(), *self.samples)))
         try:
             again, double = self._answers(self.samples), self._answers(self.twice())
         except Exception:  # one that was traced may take its own number of rows only
@@ -158,14 +160,29 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
+class _Sees16Bits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether something is computed in 16 bits while it is active."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self.seen = self.seen or any(map(_has_16_bits, tensors(output)))
+        return output
+
+
+def _has_16_bits(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() < 4
+
+
 def _differ(one: torch.Tensor, other: torch.Tensor, rounded: bool) -> bool:
     """Whether more than a few values are further apart than roundings, which in 16 bits may fall to another class."""
     if not one.numel() or (rounded and not one.is_floating_point()):
         return False
     if one.is_floating_point():
-        one, other = one.float(), other.float()
+        one, other, loose = one.float(), other.float(), _ROUNDED if rounded else _LOOSE
         usual = float(other.abs().nanmedian().nan_to_num())
-        far = ~torch.isclose(one, other, rtol=_LOOSE, atol=_LOOSE * usual, equal_nan=True)
+        far = ~torch.isclose(one, other, rtol=loose, atol=loose * usual, equal_nan=True)
     else:
         far = one != other
     return float(far.float().mean()) > _FEW

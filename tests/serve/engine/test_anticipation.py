@@ -126,7 +126,8 @@ def test_clients_in_two_groups_find_together(monkeypatch):
     """Three ask first and five while those are served. However short a call is, soon all eight share each."""
     monkeypatch.setattr(anticipation, "SHARE", 0.0)  # as if a call took no time at all
     spec = TensorSpec("x", "FP32", (-1, 2))
-    package = SimpleNamespace(manifest=SimpleNamespace(name="net", inputs=(spec,), outputs=(spec,)))
+    manifest = SimpleNamespace(name="net", inputs=(spec,), outputs=(spec,), shares_calls=True)
+    package = SimpleNamespace(manifest=manifest)
 
     async def watch():
         pool = Pool(package, ServeSettings(max_rows=8), ModelMetrics(Metrics(), "net", "1"))
