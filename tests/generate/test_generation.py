@@ -103,6 +103,17 @@ def lfm2() -> nn.Module:
     return transformers.Lfm2ForCausalLM(config).eval()
 
 
+def bamba() -> nn.Module:
+    """In each call it counts positions from 0 unless it is told."""
+    torch.manual_seed(0)
+    config = transformers.BambaConfig(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1,
+        mamba_d_state=8, mamba_expand=2, bos_token_id=None, eos_token_id=None, pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    return transformers.BambaForCausalLM(config).eval()
+
+
 def roberta() -> nn.Module:
     """Its positions begin at 2."""
     torch.manual_seed(0)
@@ -392,6 +403,18 @@ def test_what_padding_changes_is_not_judged(make, tmp_path) -> None:
     work = fettle.GenerationWorkload(roberta(), [ids(1, 9), padded()], new_tokens=3)
     with pytest.raises(UsageError, match="other scores with padding than alone"):
         quality.write_pieces(work, path)
+
+
+@pytest.mark.parametrize("make", [llama, mamba, jamba, roberta])
+def test_a_model_goes_on_after_a_prompt_as_in_it(make, tmp_path) -> None:
+    path = str(tmp_path / "reference.pt")
+    assert len(quality.write_pieces(fettle.GenerationWorkload(make(), [ids(2, 9)], new_tokens=3), path)) == 1
+
+
+def test_a_model_that_counts_anew_in_each_call_is_not_judged(tmp_path) -> None:
+    work = fettle.GenerationWorkload(bamba(), [ids(1, 9)], new_tokens=3)
+    with pytest.raises(UsageError, match="other scores after the prompt than as its last token"):
+        quality.write_pieces(work, str(tmp_path / "reference.pt"))
 
 
 def test_a_model_that_is_quantised_as_given_is_its_own_reference(tmp_path) -> None:

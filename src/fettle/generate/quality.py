@@ -104,6 +104,8 @@ def write_pieces(workload: GenerationWorkload, path: str) -> list[Piece]:
             forced, scores = _written(decoder, prompt, int(workload.new_tokens))
             if isinstance(decoder, Kept):
                 _check_padding(decoder, prompt, forced, scores)
+                if not row_bytes:  # once is enough
+                    _check_going_on(decoder, prompt, forced, scores)
         else:  # after the inputs, which told how large the vocabulary is: no more of it is scored than is kept
             forced = text[:, : max(1, left // (len(text) * row_bytes))]
             scores = score(decoder, forced, STRIDE, **prompt)
@@ -139,14 +141,34 @@ def _check_padding(decoder: Kept, prompt: dict[str, Any], forced: torch.Tensor, 
         name: tensor[row : row + 1, seen] if tensor.shape[:2] == mask.shape else tensor[row : row + 1]
         for name, tensor in prompt.items()
     }
-    own = score(decoder, forced[row : row + 1, :2], **alone)[0]
-    found, wanted = (one - one.mean(-1, keepdim=True) for one in (scores[row, :2], own))
-    off = float((found - wanted).norm() / wanted.norm())
+    off = _apart(scores[row, :2], score(decoder, forced[row : row + 1, :2], **alone)[0])
     if off > _ROUNDED:
         raise UsageError(
             f"a row of a prompt gets other scores with padding than alone (relative error {off:.2g}): the model takes "
             "no attention_mask, or counts positions in its own way; give prompts without padding, such as of one row"
         )
+
+
+def _check_going_on(decoder: Kept, prompt: dict[str, Any], forced: torch.Tensor, scores: torch.Tensor) -> None:
+    """Raise `UsageError` where a token that follows the prompt in a call of its own gets other scores than as a part of
+    the prompt: a model may count positions anew in each call."""
+    if decoder.two_parts or forced.shape[1] < 2 or set(prompt) - {"input_ids", "attention_mask"}:
+        return
+    longer = {name: torch.cat([one, torch.ones_like(one[:, :1])], 1) for name, one in prompt.items()}
+    longer["input_ids"][:, -1:] = forced[:, :1]
+    off = _apart(scores[:, 1], decoder.prefill(room=1, **longer).float())
+    if off > _ROUNDED:
+        raise UsageError(
+            f"a token gets other scores after the prompt than as its last token (relative error {off:.2g}): the model "
+            "counts positions anew in calls with past_key_values; give an object with `prefill` and `decode` that "
+            "hands it position_ids"
+        )
+
+
+def _apart(scores: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Relative L2 distance of scores, each token's less their mean."""
+    found, exact = (one - one.mean(-1, keepdim=True) for one in (scores, wanted))
+    return float((found - exact).norm()) / max(float(exact.norm()), 1e-30)
 
 
 def read_pieces(path: str) -> list[Piece]:
