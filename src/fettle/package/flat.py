@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fettle.errors import UsageError
 from fettle.package.model_runner import as_array
@@ -95,7 +94,7 @@ class Flat(torch.nn.Module):
         Answers are those of the model as given. One that is another each time is not judged; where it is as long as the
         longest row of a batch, what both have is compared.
         """
-        whole, sees = self.wanted[self.cuts], _Sees16Bits()  # type: ignore[no-untyped-call]
+        whole, sees = self.wanted[self.cuts], _Sees16Bits()
         with contextlib.suppress(Exception), sees:  # a compiled model may not be looked into
             self._answers(self.samples)
         rounded = sees.seen or any(map(_has_16_bits, (*self.inner.parameters(), *self.inner.buffers(), *self.samples)))
@@ -160,12 +159,12 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
-class _Sees16Bits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Sees16Bits(torch.overrides.TorchFunctionMode):
     """Notes whether something is computed in 16 bits while it is active."""
 
     seen = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         self.seen = self.seen or any(map(_has_16_bits, tensors(output)))
         return output
