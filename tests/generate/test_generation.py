@@ -43,15 +43,35 @@ def gpt2(places: int = 256) -> nn.Module:
     return transformers.GPT2LMHeadModel(config).eval()
 
 
+def small(family: str, **settings: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0, initializer_range=0.3, **settings,
+    )  # fmt: skip
+    model: nn.Module = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    return model
+
+
 def gemma() -> nn.Module:
     """Every other layer sees the last six tokens only."""
-    torch.manual_seed(0)
-    config = transformers.Gemma2Config(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, sliding_window=6, bos_token_id=None,
-        eos_token_id=None, pad_token_id=0, initializer_range=0.3,
-    )  # fmt: skip
-    return transformers.Gemma2ForCausalLM(config).eval()
+    return small("Gemma2", num_hidden_layers=2, head_dim=8, query_pre_attn_scalar=8, sliding_window=6)
+
+
+def jamba() -> nn.Module:
+    """A layer with a state, and one with keys and values."""
+    return small("Jamba", num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8)
+
+
+def lfm2() -> nn.Module:
+    """Layers with a convolution, which remembers a few tokens."""
+    return small("Lfm2", num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"])
+
+
+def bamba() -> nn.Module:
+    """In each call it counts positions from 0 unless it is told."""
+    mixer = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_expand": 2}
+    return small("Bamba", num_hidden_layers=2, attn_layer_indices=[1], **mixer)
 
 
 def t5() -> nn.Module:
@@ -79,39 +99,6 @@ def mamba() -> nn.Module:
         pad_token_id=0, initializer_range=0.5,
     )  # fmt: skip
     return transformers.MambaForCausalLM(config).eval()
-
-
-def jamba() -> nn.Module:
-    """A layer with a state, and one with keys and values."""
-    torch.manual_seed(0)
-    config = transformers.JambaConfig(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8,
-        bos_token_id=None, eos_token_id=None, pad_token_id=0, initializer_range=0.3,
-    )  # fmt: skip
-    return transformers.JambaForCausalLM(config).eval()
-
-
-def lfm2() -> nn.Module:
-    """Layers with a convolution, which remembers a few tokens."""
-    torch.manual_seed(0)
-    config = transformers.Lfm2Config(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, layer_types=["conv", "full_attention", "conv"], bos_token_id=None, eos_token_id=None,
-        pad_token_id=0, initializer_range=0.3,
-    )  # fmt: skip
-    return transformers.Lfm2ForCausalLM(config).eval()
-
-
-def bamba() -> nn.Module:
-    """In each call it counts positions from 0 unless it is told."""
-    torch.manual_seed(0)
-    config = transformers.BambaConfig(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1,
-        mamba_d_state=8, mamba_expand=2, bos_token_id=None, eos_token_id=None, pad_token_id=0, initializer_range=0.3,
-    )  # fmt: skip
-    return transformers.BambaForCausalLM(config).eval()
 
 
 def roberta() -> nn.Module:

@@ -18,7 +18,7 @@ import torch
 
 from fettle.errors import UsageError
 from fettle.structure import ADDRESS
-from fettle.workload import Batch, Target, Workload, fingerprint, leaves
+from fettle.workload import Batch, Target, Workload, fingerprint, rows_of
 
 FEWEST_STEPS = 4
 """Fewer losses than this make no curve."""
@@ -107,7 +107,7 @@ class TrainingWorkload:
     @property
     def rows(self) -> int:
         """Rows in one batch."""
-        return self.samples or rows_of(self.first)
+        return self.samples or rows_of(self.first) or 1
 
     def stream(self, seed: int = 0) -> Iterator[Batch]:
         """Batches without end: `data` again and again, a list in another order for each seed but 0.
@@ -175,14 +175,6 @@ def training_fingerprint(workload: TrainingWorkload) -> str:
 def settings_of(group: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The settings of a group of parameters, as texts that are alike in all processes."""
     return sorted((key, ADDRESS.sub("", repr(value))) for key, value in group.items() if key != "params")
-
-
-def rows_of(batch: Batch) -> int:
-    """The first dimension of the first tensor of a batch, 1 where it has none."""
-    for _, leaf in leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return int(leaf.shape[0])
-    return 1
 
 
 def _length(data: Sized) -> int:

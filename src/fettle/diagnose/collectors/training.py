@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fettle.train import TrainingWorkload, rows_of
+from fettle.train import TrainingWorkload
 from fettle.workload import Workload, device_of
 
 
@@ -45,7 +45,7 @@ def as_workload(workload: Workload | TrainingWorkload) -> Workload:
     """The workload itself, or the steps of a training loop as one."""
     if isinstance(workload, Workload):
         return workload
-    rows = workload.samples or rows_of(workload.first)
+    rows = workload.rows
     return Workload(TrainingSteps(workload), [()], name=workload.name, samples=rows)
 
 
