@@ -28,6 +28,7 @@ from fettle.workload import (
     map_tensors,
     spread,
     target_from_objects,
+    wait_for,
     workload_from,
 )
 
@@ -534,6 +535,15 @@ def test_a_model_on_several_devices_is_waited_for_on_the_one_that_is_not_the_cpu
     assert device_of(Spread("cpu", "cuda", "cpu"), batch) == "cuda"
     assert device_of(Spread("cpu", "meta"), batch) == device_of(Spread(), batch) == "cpu"
     assert device_of(len, "no tensor") == "cpu"
+
+
+def test_any_device_but_the_cpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int | None] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    for device in ("cpu", "mps", torch.device("xpu:1"), torch.device("cpu")):
+        wait_for(device)
+    assert waited == [None, 1]
 
 
 def test_a_line_of_an_error_has_no_colours() -> None:

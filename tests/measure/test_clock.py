@@ -1,10 +1,13 @@
 """The clock waits for whatever accelerator the work is on."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fettle.diagnose.collectors.variants import timed
+from fettle.generate.speed import Text
 from fettle.measure._clock import Clock
 from fettle.measure._state import rotation
 
@@ -13,7 +16,7 @@ def test_work_on_another_accelerator_is_waited_for(monkeypatch: pytest.MonkeyPat
     """Work that is only handed over takes as long as it takes, not as long as handing it over."""
     pending: list[float] = []
 
-    def wait() -> None:
+    def wait(device: int | None) -> None:
         while pending:
             time.sleep(pending.pop())
 
@@ -21,6 +24,15 @@ def test_work_on_another_accelerator_is_waited_for(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.accelerator, "synchronize", wait)
     assert Clock("mps").time_ns(lambda: pending.append(0.05)) >= 50e6
     assert not pending
+
+
+def test_texts_and_the_calls_of_a_diagnosis_wait_for_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int | None] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    Text(0, 1).hear(SimpleNamespace(device=torch.device("mps:0"), shape=(1, 1)))  # type: ignore[arg-type]
+    timed(lambda: None, "mps", 0.0, least=2)
+    assert waited == [0, None, None]
 
 
 def test_a_cpu_is_not_asked_whether_there_is_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """What NVML says of a GPU, from a made-up NVML."""
 
+import itertools
 import math
 import sys
 from types import SimpleNamespace
@@ -8,11 +9,13 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from fettle.measure import _meters
+from fettle.measure import _inference, _meters
 from fettle.measure._clock import Clock
 from fettle.measure._load import Load, gpu_memory, with_gpu
-from fettle.measure._state import gpus_of
-from fettle.measure.messages import SliceTaken
+from fettle.measure._state import State, gpus_of, take_slice
+from fettle.measure.messages import Prepare, SliceTaken, TakeSlice
+from fettle.workload import Workload
+from tests.techniques.test_devices import on_gpu
 
 
 def nvml(monkeypatch, *, running=(1,), utilisation=(), reasons=0, now=1500, missing=""):
@@ -113,6 +116,39 @@ def test_where_a_model_lies_decides_which_gpus_are_waited_for(monkeypatch):
     monkeypatch.setattr("torch.cuda.synchronize", waited.append)
     assert Clock("cuda", [1, 3]).time_ns(lambda: None) > 0  # no events: they are those of one GPU
     assert waited == [1, 3, 1, 3]
+
+
+@pytest.fixture
+def second_gpu(monkeypatch):
+    """Stands in for it; what was waited for."""
+    waited = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # no events
+    monkeypatch.setattr("torch.cuda.set_device", lambda gpu: None)
+    monkeypatch.setattr("torch.cuda.synchronize", waited.append)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda gpu: (9, 10))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda gpu: SimpleNamespace(uuid=gpu))
+    return waited
+
+
+def test_a_callable_whose_weights_nobody_sees_is_found_by_its_answers(second_gpu):
+    state = State(workload=Workload(lambda x: on_gpu(2, 3), [torch.ones(2, 3)], samples=2))
+    answer = _inference.prepare(state, Prepare("def optimize(model, batches):\n    return model\n", "as given"))
+    assert (answer.device, answer.gpu) == ("cuda", "GPU-1")
+    assert set(second_gpu) == {1}
+
+
+@pytest.mark.parametrize(("free", "emptied"), [(4, True), (6, False)])
+def test_a_gpu_that_is_half_full_is_emptied_between_slices(free, emptied, second_gpu, monkeypatch):
+    """The others of a race need what a paused process keeps; the call that fetches it again is not timed."""
+    given_back, calls = [], []
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda gpu: (free, 10))
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: given_back.append(len(calls)))
+    batches = itertools.cycle([[torch.ones(1)]])
+    state = State(run=calls.append, device="cuda", gpus=(1,), clock=Clock("cuda", (1,)), cycle=batches)
+    state.call_ns = 5_000_000
+    timed = [len(take_slice(state, TakeSlice(0.001)).samples_ns) for _ in range(2)]
+    assert len(given_back) == 2 * emptied
+    assert len(calls) - sum(timed) == emptied
 
 
 @pytest.mark.parametrize(

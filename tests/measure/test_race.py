@@ -663,6 +663,8 @@ def test_memory_is_short_where_a_peak_would_not_fit_again(monkeypatch: pytest.Mo
     assert _candidates._memory_is_short([started(1), started(6.5, "GPU-1")])
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=5 << 30, total=24 << 30))
     assert _candidates._memory_is_short([started(1)])
+    assert _candidates._beside([started(1), started(6, "GPU-1")]).endswith(", which needs 6.00 GiB of the GPU")
+    assert not _candidates._beside([started(1), started(None, "GPU-1")])
     groups.append(tmp_path)  # a container of 4 GiB on a large host
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=99 << 30, total=256 << 30))
     (tmp_path / "memory.max").write_text(str(4 << 30))

@@ -367,3 +367,24 @@ def test_a_call_has_the_graph_of_the_next_larger_size(first, new, kept, size):
     recorded = Recorded(lambda given, past: [], torch.zeros(7, 2, 1000, 4), called_again)
     assert recorded.size(first, [[0] * n for n in new], kept) == size
     assert recorded(3, [[1, 2]], [5]) is None
+
+
+@pytest.mark.parametrize("length", [96, 1000])
+def test_every_prompt_that_a_call_may_have_is_recorded_beforehand(length):
+    recorded = Recorded(lambda given, past: [], torch.zeros(4, 2, length, 4), called_again)
+    recorded.add_all(100)
+    assert {recorded.size(0, [[0] * n], [0]) for n in range(1, min(100, length) + 1)} <= recorded.graphs.keys()
+
+
+def test_recording_ends_where_the_memory_does():
+    def record(call):
+        if len(recorded.graphs) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return called_again(call)
+
+    recorded = Recorded(lambda given, past: [], torch.zeros(4, 2, 1000, 4), record)
+    recorded.add_all(100)
+    kept = set(recorded.graphs)
+    assert len(kept) == 3
+    assert recorded(0, [[1]], [5]) is None  # such a call runs by itself
+    assert set(recorded.graphs) == kept

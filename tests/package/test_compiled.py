@@ -4,6 +4,8 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,7 +126,16 @@ def test_where_it_cannot_be_compiled_the_first_call_does_it(written, caplog, mon
 def test_one_that_ends_the_process_that_loads_it_is_told(tmp_path):
     (tmp_path / "model.pt2").write_bytes(b"none")
     with pytest.raises(RuntimeError, match="a process that loads it ends with exit code 1"):
-        compiled._try_to_load(tmp_path / "model.pt2")
+        compiled._try_to_load(tmp_path / "model.pt2", 0)
+
+
+def test_a_library_is_loaded_on_the_gpu_that_its_inputs_lie_on(monkeypatch):
+    asked = []
+    loader = SimpleNamespace(AOTIModelPackageLoader=lambda *how: asked.append(how) or SimpleNamespace(run=None))
+    monkeypatch.setattr(torch._C, "_aoti", loader)
+    for place in ("cuda:1", "cpu"):
+        compiled._load(Path("model.pt2"), [SimpleNamespace(device=torch.device(place))])
+    assert asked == [("model.pt2", "model", True, 1, 1), ("model.pt2", "model", False, 1, -1)]
 
 
 def test_a_library_that_answers_otherwise_is_not_kept(written, caplog, monkeypatch, tmp_path):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fettle.errors import UsageError
-from fettle.package import manifest
+from fettle.package import manifest, model_runner
 from fettle.package.export import _output_name, write_package
 from fettle.package.flat import Flat
 from fettle.package.handler import find_handler
@@ -429,6 +429,15 @@ def test_a_model_that_mixes_rows_is_refused(tmp_path, what):
         package = write_package(Workload(model, inputs, samples=1), Recipe(), tmp_path / "m", name="m")
         assert not any(spec.batched for spec in (*package.manifest.inputs, *package.manifest.outputs))
         ModelRunner(package).warm([1, 2])
+
+
+@pytest.mark.parametrize(("device", "current"), [("cuda:1", ["cuda:1"]), ("cuda", []), ("cpu", [])])
+def test_a_runner_works_on_its_own_gpu(device, current, written, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(model_runner, "load_model", lambda package, device: (None, []))
+    ModelRunner(written, device)
+    assert chosen == current
 
 
 class Noisy(torch.nn.Module):

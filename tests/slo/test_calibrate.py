@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import psutil
@@ -13,7 +14,7 @@ from fettle.package.export import write_package
 from fettle.package.manifest import MANIFEST, open_package
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
-from fettle.slo.calibrate import Calibration, Stopped, _steps, calibrate, sizes_up_to
+from fettle.slo.calibrate import Calibration, Stopped, _steps, _Time, _Worker, calibrate, sizes_up_to
 from fettle.slo.proof import sample_requests
 from fettle.workload import Workload
 
@@ -49,6 +50,18 @@ def test_sizes():
     assert sizes_up_to(1) == [1]
     assert sizes_up_to(16) == [1, 2, 3, 4, 6, 8, 12, 16]
     assert sizes_up_to(10)[-1] == 10
+
+
+def test_memory_of_a_size_on_a_gpu_is_its_own(monkeypatch):
+    """And what it needed while it was compiled is in it."""
+    began = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", began.append)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7)
+    worker = _Worker()
+    worker.device, worker.runner = "cuda:1", SimpleNamespace(sample=lambda size: [], run=lambda parts, size: None)
+    assert [worker._timed(_Time(2, seconds, 1)).memory for seconds in (0.0, 0.001)] == [7, 7]
+    assert began == ["cuda:1"]
 
 
 def test_an_error_at_a_size_ends_there_and_is_kept(odd):

@@ -2,6 +2,7 @@
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -227,6 +228,17 @@ def test_a_library_gets_its_inputs_as_the_examples_lay(monkeypatch):
     run([plain, last, torch.randn(3, 4)])
     for values in given:
         assert [value.stride() for value in values] == [value.stride() for value in made[0]]
+
+
+def test_weights_of_a_library_on_a_gpu_are_in_torchs_account(monkeypatch):
+    given, option = [], "weight_use_caching_allocator"
+    monkeypatch.setattr(runtime, "exported_program", lambda *what: None)
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda program, **how: given.append(how))
+    for on_gpu in (True, False):
+        runtime.aoti_files(None, [SimpleNamespace(is_cuda=on_gpu)], (), {"freezing": True}, "")
+    more, plain = (how["inductor_configs"] for how in given)
+    assert more == {**plain, f"aot_inductor.{option}": True}
+    assert hasattr(torch._inductor.config.aot_inductor, option)
 
 
 @pytest.mark.parametrize("told", [lambda size: size > 16, lambda size: "long" if size > 16 else "short"])

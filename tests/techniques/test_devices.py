@@ -78,6 +78,20 @@ def test_a_graph_is_recorded_there(current: list[int], monkeypatch: pytest.Monke
     assert seen == [1] * (16 * 5 + 1)  # the seventeenth kind of input is run as it is
 
 
+def test_a_graph_without_memory_for_it_is_not_recorded(current: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def record(self: Graphed, leaves: Any, spec: Any) -> Any:
+        asked.append(len(leaves[0]))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Graphed, "record", record)
+    graphed = Graphed(lambda x: x + 1)
+    for rows in (2, 2, 3):
+        assert graphed(on_gpu(rows, 3)).sum() == 6 * rows
+    assert asked == [2]  # nor is another tried
+
+
 def test_a_kernel_is_launched_there(current: list[int]) -> None:
     seen = []
 

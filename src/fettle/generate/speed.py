@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fettle.workload import wait_for
+
 PARTS = ("text", "ttft", "tpot")
 """What a race goes by: the whole text, the time to its first token, or all that follows."""
 
@@ -70,8 +72,7 @@ class Text:
 
     def hear(self, tokens: torch.Tensor) -> None:
         """Take the time at which tokens [rows, k] are there."""
-        if tokens.device.type == "cuda":
-            torch.cuda.synchronize()
+        wait_for(tokens.device)
         self.came.append((time.perf_counter_ns(), tokens.shape[1]))
 
     @property
@@ -158,8 +159,7 @@ def tokens_per_s(
                 text = run(**wide, new_tokens=new_tokens, temperature=temperature)
             except (torch.OutOfMemoryError, MemoryError):
                 return math.nan
-            if text.device.type == "cuda":
-                torch.cuda.synchronize()
+            wait_for(text.device)
             times.append(slowest(time.perf_counter_ns() - started))
             if times[-1] > _LONG_NS:
                 needed = 1 if took else 2

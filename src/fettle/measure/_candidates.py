@@ -23,6 +23,7 @@ from fettle.procs.limits import granted_memory_bytes, total_memory_bytes
 from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
 from fettle.techniques import source
+from fettle.units import size_text
 from fettle.workload import Target
 
 _ROWS_TURNS = 2
@@ -166,8 +167,9 @@ class Start:
                 except WorkerError as error:
                     if self._is_late(error) or (error.kind == "memory" and len(running) > 1):
                         break  # that says nothing about the recipe: beside fewer it may fit
+                    reason = f"{error}{_beside(running.values()) if error.kind == 'memory' else ''}"
                     trials[index] = Trial(
-                        candidate.recipe, "failed", str(error), seconds=time.monotonic() - began, race=self.race
+                        candidate.recipe, "failed", reason, seconds=time.monotonic() - began, race=self.race
                     )
                     on_progress(Progress("trial", candidate.recipe, trial=trials[index]))
                     continue
@@ -333,6 +335,15 @@ def _failure(do: Callable[[], None]) -> WorkerError | None:
     except WorkerError as error:
         return error
     return None
+
+
+def _beside(running: Iterable[Started]) -> str:
+    """What else needs memory of the GPU while a candidate is started, as the end of a sentence."""
+    others = [one.first for one in running if one.first.answer.gpu and one.first.answer.peak_bytes]
+    return "".join(
+        f", beside {one.candidate.recipe if one.candidate.recipe.levels else 'the workload as given'}, which needs "
+        f"{size_text(one.answer.peak_bytes or 0)} of the GPU" for one in others
+    )  # fmt: skip
 
 
 def _memory_is_short(running: Iterable[Started]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fettle.measure._lockstep import agreed
+from fettle.workload import wait_for
 
 
 class Clock:
@@ -54,8 +55,8 @@ class Clock:
         """Wait until the device has done everything it was given."""
         for gpu in self._gpus:
             torch.cuda.synchronize(gpu)
-        if not self._gpus and self._device != "cpu" and torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        if not self._gpus and self._device != "cpu":
+            wait_for(self._device)
 
 
 def warm_up(

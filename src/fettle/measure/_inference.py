@@ -17,7 +17,19 @@ from fettle.measure._accuracy import compare, first_rows, outputs_of, repeat_row
 from fettle.measure._clock import Clock
 from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._reference import read_reference, write_reference
-from fettle.measure._state import State, call, examine, locate, peaks, prepared, rebase, rotation, settled, take_slice
+from fettle.measure._state import (
+    State,
+    call,
+    examine,
+    locate,
+    locate_by,
+    peaks,
+    prepared,
+    rebase,
+    rotation,
+    settled,
+    take_slice,
+)
 from fettle.structure import structure
 from fettle.techniques import keep_converted, load, probe_facts, state_kept
 from fettle.workload import Workload, fingerprint, map_tensors, rows_of, tensors
@@ -102,6 +114,7 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
             torch.manual_seed(0)
             started = time.perf_counter()
             output = call(run, grown)
+            locate_by(state, output)
             state.clock.synchronize()
             first_call_s += time.perf_counter() - started if index < len(state.workload.inputs) else 0.0
             if wanted is not None and index in unseen:

@@ -38,6 +38,15 @@ def reset_peak(device: str) -> bool:
     return True
 
 
+def empty(gpus: Sequence[int], fullest: float = 0.0) -> bool:
+    """Give back what the allocator keeps for the next call, where more than this share of a GPU is taken; whether it
+    did."""
+    if not any(free < (1 - fullest) * total for free, total in map(torch.cuda.mem_get_info, gpus)):
+        return False
+    torch.cuda.empty_cache()
+    return True
+
+
 def peak_bytes(device: str) -> int | None:
     """The peak since `reset_peak`: the CUDA allocator's on all GPUs, or the resident set's high-water mark."""
     if device == "cuda":

@@ -20,7 +20,7 @@ import torch
 
 from fettle.machine import measure_peaks
 from fettle.measure import _meters
-from fettle.measure._clock import warm_up
+from fettle.measure._clock import Clock, warm_up
 from fettle.measure._lockstep import agreed, slowest
 from fettle.measure._notes import Notes, compile_cache
 from fettle.measure._trial import Accuracy
@@ -63,6 +63,8 @@ class State:
     group: int = 1
     """What the waiting in a sample is divided by: its calls, unless only a part of each is timed."""
     call_ns: int = 0
+    emptied: bool = False
+    """What a GPU's allocator kept for the next call was given back: it has to be fetched again."""
     padding: Any = None
     waits: Waits = field(default_factory=Waits)
     computing: Sequence[int] = ()
@@ -120,6 +122,13 @@ def locate(state: State, batch: Any = None) -> None:
         torch.cuda.set_device(state.gpus[0])
 
 
+def locate_by(state: State, output: Any) -> None:
+    """Find out where a callable computes whose weights nobody sees, with inputs on the CPU: its output tells."""
+    if state.device == "cpu" and device_of(None, output) != "cpu":
+        locate(state, output)
+        state.clock = Clock(state.device, state.gpus)
+
+
 def gpus_of(model: Any, batch: Any) -> list[int]:
     """The numbers of the CUDA devices that a module's parameters and buffers and a batch's tensors lie on."""
     held = itertools.chain(model.parameters(), model.buffers()) if isinstance(model, torch.nn.Module) else ()
@@ -164,6 +173,7 @@ def prepared(
     """What is reported of a recipe that is ready to be timed. On a CPU the peak is that above the loaded process."""
     if peak is not None and state.device != "cuda":
         peak = max(0, peak - state.base_bytes)
+    state.emptied = _meters.empty(state.gpus)
     return Prepared(
         load_s=state.load_s,
         optimize_s=optimize_s,
@@ -231,6 +241,8 @@ def weight_bytes(model: Any) -> int:
 
 _CHUNK_NS = 10_000_000
 """Calls between two looks at the scheduler's counters, which take 20 microseconds: a five hundredth."""
+_FULL = 0.5
+"""Share of a GPU's memory. Where more is taken the others of a race may lack what a process keeps for its next call."""
 
 
 def take_slice(state: State, request: TakeSlice) -> SliceTaken:
@@ -253,7 +265,8 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
     chunks: list[_Chunk] = []
     with apart:
         # What ran between two slices has emptied the caches: where calls are short, one call settles them unmeasured.
-        if state.call_ns * 5 < wanted_ns:
+        # Fetching a GPU's memory again takes longer: milliseconds.
+        if state.call_ns < wanted_ns * (10 if state.emptied else 0.2):
             one_sample(state)
         state.waits.refresh()
         energy = _meters.energy_j(state.gpus)
@@ -273,6 +286,7 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
     was_stopped = stopped_s is not None and (throttled_s() or 0.0) > stopped_s
     if state.call_ns > 10 * wanted_ns:  # SAM's encoder keeps 3 GiB for its next call, which the others may need now
         _meters.trim()
+    state.emptied = _meters.empty(state.gpus, fullest=_FULL)
     waits_known = all(waited for _, _, waited, _ in chunks)
     delays = [
         (calls, ns, held_up_ns(ns, waited, at_once=was_stopped, neighbours=request.neighbours, ran=ran))

@@ -93,7 +93,7 @@ def compiled(
             tuned = _Tuned(module, in_blocks(module, bits)) if bits else _tuned(module, recipe, samples)
             _compile(tuned, recipe, samples, made)
             if device != "cpu":
-                _try_to_load(made)
+                _try_to_load(made, samples[0].device.index)
             program = _load(made, samples)
             _compare(program, tuned, samples)
             took_s = time.perf_counter() - began
@@ -150,6 +150,8 @@ def _compile(tuned: _Tuned, recipe: Recipe, samples: Sequence[torch.Tensor], pat
         if path.name == ONNX:
             return _optimise(program, path)
         options = {"freezing": recipe.levels.get("freeze") == "on", "aot_inductor.check_lowerbound": False}
+        if samples[0].is_cuda:
+            options["aot_inductor.weight_use_caching_allocator"] = True  # else torch does not count them
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
 
 
@@ -176,10 +178,11 @@ def _session_options() -> Any:
     return options
 
 
-def _try_to_load(library: Path) -> None:
+def _try_to_load(library: Path, gpu: int) -> None:
     """Load it in a process of its own first, which may end with a segmentation fault. Raises RuntimeError."""
-    code = "import sys, torch; torch._inductor.aoti_load_package(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", code, str(library)], capture_output=True, timeout=_LOAD_S)
+    code = "import sys, torch; torch._inductor.aoti_load_package(sys.argv[1], device_index=int(sys.argv[2]))"
+    command = [sys.executable, "-c", code, str(library), str(gpu)]
+    done = subprocess.run(command, capture_output=True, timeout=_LOAD_S)
     if done.returncode:
         raise RuntimeError(f"a process that loads it ends with exit code {done.returncode}")
 
@@ -213,8 +216,11 @@ def _load(path: Path, samples: Sequence[torch.Tensor]) -> Callable[..., list[tor
     else:
         # Else it would read beyond inputs that are larger than the model takes: sizes are not looked at.
         os.environ.setdefault("AOTI_RUNTIME_CHECK_INPUTS", "1")
+        place = samples[0].device
+        # A library for several threads asks the GPU what it has done: while a CUDA graph is recorded, an error.
+        alone, gpu = place.type == "cuda", -1 if place.index is None else place.index
         # torch's own loader of such libraries, without `torch._inductor`, whose import takes longer than the loading
-        run = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1).run
+        run = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", alone, 1, gpu).run
     return lambda *tensors: run([_laid_out(tensor, sample) for tensor, sample in zip(tensors, samples, strict=True)])
 
 

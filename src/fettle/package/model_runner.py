@@ -30,6 +30,8 @@ class ModelRunner:
     def __init__(self, package: Package, device: str = "cpu") -> None:
         self.inputs, self.outputs = package.manifest.inputs, package.manifest.outputs
         self._package, self.device = package, device
+        if device.startswith("cuda:"):
+            torch.cuda.set_device(device)  # CUDA graphs are recorded on the current one
         levels = package.manifest.recipe
         records = levels.get("cuda_graphs") == "on" or levels.get("compile") in ("reduce-overhead", "max-autotune")
         self.may_be_recorded = device.startswith("cuda") and not records

@@ -213,6 +213,12 @@ class _Worker:
         self.runner, self.device = ModelRunner(open_package(Path(load.folder)), load.device), load.device
 
     def _timed(self, request: _Time) -> _Timed:
+        import torch
+
+        on_gpu = self.device.startswith("cuda")
+        if on_gpu and not request.seconds:  # the first calls of a size, whose memory is not the last size's
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
         parts = [self.runner.sample(request.size)]
         samples: list[float] = []
         rested: list[float] = []
@@ -227,9 +233,7 @@ class _Worker:
             took = time.perf_counter() - began
             (rested if pause else samples).append(took)
         memory = resident_bytes()
-        if self.device.startswith("cuda"):
-            import torch
-
+        if on_gpu:
             memory = torch.cuda.max_memory_reserved(self.device)
         return _Timed(samples, rested, memory)
 

@@ -11,13 +11,15 @@ from fettle.techniques._exported import flatten
 
 class Graphed:
     """A model recorded as CUDA graphs, one for each of the first sixteen kinds of input (shapes, and values of what is
-    not on the GPU) at the first call with it. A graph holds memory, so further kinds are run as they are."""
+    not on the GPU) at the first call with it. A graph holds memory, so further kinds, and those for which there is none
+    left, are run as they are."""
 
     def __init__(self, model: Any) -> None:
         from threading import Lock
 
         self.model = model
         self.graphs: dict[Any, Any] = {}
+        self.most = 16
         self.lock = Lock()  # a graph has one place for its inputs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -28,10 +30,8 @@ class Graphed:
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda), -1)
         on: Any = torch.cuda.device  # what runs on another than the current one would not be recorded
         with self.lock, on(device):
-            if key not in self.graphs:
-                if len(self.graphs) == 16:
-                    return self.model(*args, **kwargs)
-                self.graphs[key] = self.record(leaves, spec)
+            if key not in self.graphs and not self.add(key, leaves, spec):
+                return self.model(*args, **kwargs)
             graph, inputs, outputs, out_spec = self.graphs[key]
             for own, given in zip(inputs, leaves, strict=True):
                 if isinstance(own, torch.Tensor):
@@ -48,6 +48,21 @@ class Graphed:
             return repr(leaf)
         values = None if leaf.is_cuda else bytes(leaf.detach().reshape(-1).contiguous().view(torch.uint8).numpy())
         return leaf.shape, leaf.dtype, values
+
+    def add(self, key: Any, leaves: list[Any], spec: Any) -> bool:
+        """Record this kind of input, if another graph can be kept; whether it was."""
+        import logging
+
+        if len(self.graphs) == self.most:
+            return False
+        try:
+            self.graphs[key] = self.record(leaves, spec)
+            return True
+        except torch.OutOfMemoryError:
+            self.most = len(self.graphs)
+        torch.cuda.empty_cache()  # only now: an error that is handled holds tensors
+        logging.getLogger("optimized").info("no memory for more than %d CUDA graphs", self.most)
+        return False
 
     def record(self, leaves: list[Any], spec: Any) -> Any:
         """Record one call on inputs like `leaves`, after three that let libraries and compilers settle."""

@@ -22,6 +22,8 @@ from fettle.workload import spread
 def aoti_files(flat: torch.nn.Module, tensors: Any, free: Any, options: Any, folder: str) -> None:
     """Compile the model ahead of time by AOTInductor, to ``model.pt2`` in a folder."""
     program = exported_program(flat, tensors, free)
+    if any(tensor.is_cuda for tensor in tensors):
+        options = {**options, "aot_inductor.weight_use_caching_allocator": True}  # else torch does not count them
     torch._inductor.aoti_compile_and_package(program, package_path=f"{folder}/model.pt2", inductor_configs=options)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from fettle.train.losses import Curve
 from fettle.train.workload import TrainingWorkload
+from fettle.workload import wait_for
 
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "idle")
 Interval = tuple[int, int]
@@ -188,8 +189,7 @@ class Steps:
         self._phase = (phase, time.time_ns())
 
     def _leave(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+        wait_for(self._device)
         if self._phase is not None:
             name, began = self._phase
             self._ranges.append((name, began, time.time_ns()))

@@ -7,10 +7,21 @@ or live objects, which travel as a cloudpickle file.
 
 from fettle.workload.model import Workload, fingerprint, register_kind, workload_from
 from fettle.workload.target import AUTO, MODES, Target, check_mode, find_target, target_from_objects
-from fettle.workload.trees import Batch, again, device_of, is_numbers, leaves, map_tensors, rows_of, spread, tensors
+from fettle.workload.trees import (
+    Batch,
+    again,
+    device_of,
+    is_numbers,
+    leaves,
+    map_tensors,
+    rows_of,
+    spread,
+    tensors,
+    wait_for,
+)
 
 __all__ = [
     "AUTO", "MODES", "Batch", "Target", "Workload", "again", "check_mode", "device_of", "find_target", "fingerprint",
     "is_numbers", "leaves", "map_tensors", "register_kind", "rows_of", "spread", "target_from_objects", "tensors",
-    "workload_from",
+    "wait_for", "workload_from",
 ]  # fmt: skip

@@ -79,6 +79,15 @@ def device_of(model: Any, batch: Any) -> str:
     return next((kind for kind in kinds if kind not in ("cpu", "meta")), next(iter(kinds), "cpu"))
 
 
+def wait_for(device: str | torch.device) -> None:
+    """Wait until a device has done all that it was given; a CPU has done it already."""
+    import torch
+
+    place = torch.device(device)
+    if place.type != "cpu" and torch.accelerator.is_available():
+        torch.accelerator.synchronize(place.index)
+
+
 def map_tensors(change: Any, tree: Any) -> Any:
     """A copy of a tree with every tensor changed: sequences, mappings, dataclasses, and what torch knows as a tree."""
     import copy  # in the body: this source is copied into optimized.py

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fettle.diagnose.evidence import CAST, INDEX, LAYOUT, MATRIX, OTHER, POINTWISE, Operation
 from fettle.errors import is_users
-from fettle.workload import Workload, tensors
+from fettle.workload import Workload, tensors, wait_for
 
 _LAYOUT_OPS = {"clone", "contiguous", "cat", "stack", "copy_", "copy", "constant_pad_nd", "repeat", "roll", "flip"}
 _INDEX_OPS = {"index", "index_select", "gather", "embedding", "index_put", "index_put_", "scatter", "masked_select",
@@ -156,8 +156,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         began = time.perf_counter()
         out = func(*args, **kwargs)
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+        if self.device != "cpu":
+            wait_for(self.device)
         spent = time.perf_counter() - began
         module, kind = self.modules[-1]
         line, function = _user_place()
@@ -209,13 +209,13 @@ def _watching_s(device: str) -> float:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             began = time.perf_counter()
             out = func(*args, **(kwargs or {}))
-            if device == "cuda":
-                torch.cuda.synchronize()
+            if device != "cpu":
+                wait_for(device)
             spent.append(time.perf_counter() - began)
             return out
 
     spent: list[float] = []
-    alone: list[float] = [0.0] if device == "cuda" else []  # a few microseconds of work, lost in those of its launch
+    alone: list[float] = [0.0] if device != "cpu" else []  # a few microseconds of work, lost in those of its launch
     for _ in range(0 if alone else 5):
         began = time.perf_counter()
         for _ in range(times):

@@ -13,6 +13,7 @@ import torch
 from fettle.measure import log_interval
 from fettle.patches import replaced
 from fettle.procs.limits import affinity_cores
+from fettle.workload import wait_for
 
 SLOW_S = 2.0
 """A call that takes longer is made as seldom as can be."""
@@ -82,8 +83,7 @@ def timed(call: Callable[[], Any], device: str, seconds: float, least: int = 3) 
     while len(samples) < least or (time.perf_counter() - began < seconds and len(samples) < 200):
         started = time.perf_counter()
         call()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        wait_for(device)
         samples.append(time.perf_counter() - started)
     return samples
 

@@ -38,13 +38,15 @@ class Recorded:
     record: Record
     graphs: dict[tuple[int, int, int], tuple[torch.Tensor, Replay, list[torch.Tensor]]] = field(default_factory=dict)
     """By rows, new tokens, kept tokens: the inputs, and what repeats the call."""
+    most: int = _MOST
+    """Graphs that are kept; no more than there are once memory has run out."""
 
     def __call__(self, first: int, new: Sequence[Sequence[int]], kept: Sequence[int]) -> list[torch.Tensor] | None:
         """The model's outputs for rows from `first` on, valid until the next call; None for calls of other kinds."""
         size = self.size(first, new, kept)
-        if size is None or (size not in self.graphs and len(self.graphs) == _MOST):
+        if size is None or (size not in self.graphs and not self.add(*size)):
             return None
-        given, replay, outputs = self.graphs.get(size) or self.add(*size)
+        given, replay, outputs = self.graphs[size]
         rows, width, _ = size
         given.copy_(torch.tensor(filled(new, kept, width, rows)))
         replay()
@@ -58,19 +60,27 @@ class Recorded:
             return rows, 1, min(max(_power(max(kept)), _SHORTEST_KEPT), length)
         return None if any(kept) else (rows, min(max(_power(longest), _SHORTEST_PROMPT), length), 1)
 
-    def add(self, rows: int, new: int, kept: int) -> tuple[torch.Tensor, Replay, list[torch.Tensor]]:
-        """Record a call of this size."""
-        given = torch.zeros(rows, new + 2, dtype=torch.long, device=self.past.device)
-        given[:, new] = 1
-        past = self.past[:rows, ..., :kept, :]
-        self.graphs[rows, new, kept] = (given, *self.record(lambda: self.call(given, past)))
-        return self.graphs[rows, new, kept]
+    def add(self, rows: int, new: int, kept: int) -> bool:
+        """Record a call of this size, if another graph can be kept; whether it was."""
+        if len(self.graphs) >= self.most:
+            return False
+        try:
+            given = torch.zeros(rows, new + 2, dtype=torch.long, device=self.past.device)
+            given[:, new] = 1
+            past = self.past[:rows, ..., :kept, :]
+            self.graphs[rows, new, kept] = (given, *self.record(lambda: self.call(given, past)))
+            return True
+        except torch.OutOfMemoryError:
+            self.most = len(self.graphs)
+        torch.cuda.empty_cache()  # only now: an error that is handled holds tensors
+        log.warning("no memory for more than %d CUDA graphs: other calls run without them", self.most)
+        return False
 
     def add_all(self, prefill_tokens: int) -> None:
         """Record all that serving will need, so that no text waits for it; prompts of so many tokens in a call."""
         began, (most_rows, length) = time.perf_counter(), (len(self.past), self.past.shape[-2])
         kept_sizes = {max(min(_SHORTEST_KEPT, length), kept) for kept in powers(length)}
-        new_sizes = {max(min(_SHORTEST_PROMPT, length), new) for new in powers(min(prefill_tokens, length))}
+        new_sizes = {max(min(_SHORTEST_PROMPT, length), new) for new in powers(min(_power(prefill_tokens), length))}
         sizes = [(rows, 1, kept) for rows in powers(most_rows) for kept in kept_sizes]
         sizes += [
             (rows, new, 1)
@@ -78,8 +88,9 @@ class Recorded:
             for rows in powers(most_rows)
             if rows * new < 4 * prefill_tokens or new == _SHORTEST_PROMPT  # both may be filled up to almost the double
         ]
-        for size in sorted(sizes, key=lambda size: -size[0] * size[1] * size[2])[:_MOST]:
-            self.add(*size)  # the largest first: those that follow find its memory
+        for size in sorted(sizes, key=lambda size: -size[0] * size[1] * size[2]):
+            if not self.add(*size):  # the largest first: those that follow find its memory
+                break
         log.info("%d CUDA graphs recorded in %.2g s", len(self.graphs), time.perf_counter() - began)
 
 
