@@ -202,8 +202,8 @@ class Outcome:
     verdict: Verdict
     """The winner against the baseline, from the final race or, where that is surer, from all races together."""
     baseline_again: Trial | None = None
-    """The workload as given in the final race, where the winner is from it: a machine's speed drifts, and only times of
-    one race may stand side by side."""
+    """The workload as given in the race that the winner's figures are from, where it ran there: a machine's speed
+    drifts, and only times of one race may stand side by side."""
     ladder: Sequence[Rung] = ()
     advice: Sequence[Advice] = ()
     """The first look's findings that name techniques, the most promising first, and what each brought."""
@@ -266,7 +266,7 @@ class Outcome:
     @property
     def payback_calls(self) -> float | None:
         """After how many calls, of as many rows as they have as given, the winner's start-up cost is paid back by its
-        speed; None when it never is."""
+        speed; None when it never is, or it is not certain that the winner is faster."""
         if self.winner is None or self.baseline is None:
             return None
         return self._payback(self.winner.startup.total_s - self.baseline.startup.total_s)
@@ -284,6 +284,9 @@ class Outcome:
     def _payback(self, extra_s: float) -> float | None:
         assert self.winner is not None
         assert self.baseline is not None
+        ratio = self.winner.speedup
+        if not (self.verdict == "faster" if self.goal in TIMES else ratio is not None and ratio.low > 1):
+            return None
         rows = self.winner.samples / self.baseline.samples
         saved_s = (self.baseline.time_ms - self.winner.time_ms / rows) / 1e3
         if not saved_s > 0:

@@ -459,8 +459,8 @@ def test_text_that_does_not_follow_its_own_scores_is_found_out() -> None:
 # -- speed ----------------------------------------------------------------------------------------------------
 
 
-def text(prompt: int, ttft: int, *steps: int, tokens: int = 1) -> Came:
-    return Came(prompt, 2, ttft, list(steps), [tokens] * len(steps))
+def text(prompt: int, ttft: int, *steps: int, tokens: int = 1, rows: int = 2) -> Came:
+    return Came(prompt, rows, ttft, list(steps), [tokens] * len(steps))
 
 
 def test_figures_of_a_text_are_taken_apart() -> None:
@@ -469,7 +469,9 @@ def test_figures_of_a_text_are_taken_apart() -> None:
     found = figures(texts, Generation(rows=2, tokens_per_s={"4": 9.0}))
     assert found.ttft_ms == (10 + 50) / 2  # of two the upper is the median
     assert (found.tpot_ms, found.itl_p50_ms, found.itl_p99_ms) == (1, 1, 4)
-    assert found.tokens_per_s == {"4": 9.0, "2": pytest.approx(2 * 4 / 0.033)}
+    assert found.tokens_per_s == {"4": 9.0, "2": pytest.approx(2 * 4 * 2 / (0.016 + 0.053))}
+    unlike = [text(0, ms, ms, rows=1), text(1, ms, 2 * ms, rows=4)]
+    assert figures(unlike, Generation(rows=2)).throughput == pytest.approx((1 + 4) * 2 / 0.005)
     assert figures([text(0, ms, 6 * ms, tokens=3)], Generation()).tpot_ms == 2
     assert math.isnan(figures([text(0, ms)], Generation()).tpot_ms)
 

@@ -10,11 +10,12 @@ import pytest
 
 from fettle.diagnose import Finding
 from fettle.errors import UsageError
+from fettle.generate.speed import Generation
 from fettle.improve import STEPS, Improvement, Settings, Step, guided, improve, page
 from fettle.improve.guided import _line
 from fettle.improve.state import keep, recall
 from fettle.inputs.kept import content_hash
-from fettle.measure import Interval
+from fettle.measure import Accuracy, Interval, Trial
 from fettle.recipe import Recipe
 from tests.conftest import Run
 
@@ -257,7 +258,7 @@ def test_what_cannot_be_done_says_why_and_the_others_go_on(work: Path, tmp_path:
 
 @pytest.mark.parametrize(("changed", "says"), [
     ({"verify": Step(name="verify", status="failed", says="It is slower.")},
-     "Tuning found 2.00x [1.90, 2.10], and that did not hold: It is slower."),
+     "Tuning found 2.00x [1.90, 2.10], which a race of its own did not confirm: It is slower."),
     ({"tune": Step(name="tune", says="As given is best."), "verify": Step(name="verify", status="skipped", says="")},
      "Nothing was found that makes it faster."),
     ({"tune": Step(name="tune", status="failed", says="No budget.")}, "Nothing was tuned."),
@@ -265,6 +266,41 @@ def test_what_cannot_be_done_says_why_and_the_others_go_on(work: Path, tmp_path:
 def test_the_headline_claims_what_the_steps_found(changed: dict, says: str, tmp_path: Path) -> None:
     assert Improvement("work.py", list({**FOUND, **changed}.values()), tmp_path).headline == says
     assert Improvement("work.py", [], tmp_path, interrupted=True).headline == "Interrupted before anything was tuned."
+
+
+@pytest.mark.parametrize(("changed", "says"), [
+    ({"accuracy": Accuracy(error=0.01)}, "is 2.00x [1.90, 2.10] as fast as given, with a relative error of 0.01."),
+    ({"accuracy": Accuracy(error=0.3, losses=(1.0, 0.9))},
+     "with losses 0.3 times as far off as two seeds are from each other."),
+    ({"accuracy": Accuracy(error=0.02, perplexity=3.0)}, "with a mean KL divergence of 0.02."),
+    ({"speedup": Interval(2.0, 0.0, math.inf)}, "is 2.00x as fast as given, with answers that were not compared."),
+    ({"speedup": None}, "could not be compared with the workload as given, as others had too much of the machine"),
+])  # fmt: skip
+def test_verifying_says_what_it_knows(changed: dict, says: str, tmp_path: Path, monkeypatch) -> None:
+    trial = Trial(Recipe({"precision": "bf16"}), "measured", **{"speedup": Interval(2.0, 1.9, 2.1), **changed})
+    word = "cannot tell" if trial.speedup is None else "faster"
+    found = SimpleNamespace(interrupted=False, trials=[None, trial], verdicts=["same", word])
+    monkeypatch.setattr(guided, "check", lambda *args, **options: found)
+    run = SimpleNamespace(target="work.py", settings=Settings(), folder=tmp_path, on_progress=None)
+    step = guided._verify(run, HELD)  # type: ignore[arg-type]
+    assert says in step.says
+    assert (step.status, step.passes_on, step.results) == (
+        ("failed", "", {"verified": False}) if trial.speedup is None else ("done", "to package: it holds",
+                                                                           {"verified": True})
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("changed", "says"), [
+    ({}, "A call takes 10 ms, 400 samples a second."),
+    ({"accuracy": Accuracy(losses=(1.0,))}, "A step takes 10 ms, 400 samples a second."),
+    ({"generation": Generation()}, "A text takes 10 ms, 400 tokens a second."),
+])  # fmt: skip
+def test_measuring_speaks_of_what_the_workload_does(changed: dict, says: str, monkeypatch) -> None:
+    given = Trial(Recipe(), "measured", time_ms=10.0, samples=4, **changed)
+    found = SimpleNamespace(interrupted=False, trials=[given], fingerprint="f")
+    monkeypatch.setattr(guided, "bench", lambda *args, **options: found)
+    run = SimpleNamespace(target="work.py", settings=Settings(), on_progress=None)
+    assert guided._measure(run, {}).says == says  # type: ignore[arg-type]
 
 
 def test_techniques_that_findings_name_come_first_by_what_they_could_save() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,7 @@ from fettle.inputs import Setting
 from fettle.inputs._messages import Faults
 from fettle.inputs.from_trace import compare_text, waits_in_trace
 from fettle.inputs.lint import Lint
-from fettle.inputs.report import as_data, curve, facts, page, rows, write_report
+from fettle.inputs.report import _limit_text, as_data, curve, facts, page, rows, write_report
 from fettle.page import drawn
 from tests.conftest import Run
 from tests.inputs.test_search import MadeUp
@@ -47,6 +48,11 @@ def test_rows_and_facts(found) -> None:
     assert [row["workers"] for row in shown] == sorted((row["workers"] for row in shown), key=int)
     assert sum("take this" in row["note"] for row in shown) == 1
     assert any(line.startswith("A step alone takes 8 ms.") for line in facts(found))
+
+
+def test_steps_of_seconds_are_not_said_to_be_none_a_second() -> None:
+    slow = SimpleNamespace(step_s=4.0, settings=[SimpleNamespace(level=0.01)])
+    assert _limit_text(slow).endswith("the loop would make 0.25 batches a second")  # type: ignore[arg-type]
 
 
 def test_json_has_null_where_nothing_is_known(found) -> None:

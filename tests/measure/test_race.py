@@ -374,6 +374,15 @@ def test_odd_models_are_judged_right(body: str, inputs: str, model: str, tmp_pat
     assert prepared.accuracy.problem == ""
 
 
+@pytest.mark.parametrize(("samples", "counted"), [("", 2 * (4 + 1) / 2), (", samples=3", 2 * 3)])
+def test_batches_of_unlike_rows_are_timed_together_and_counted_by_their_mean(samples, counted, tmp_path: Path) -> None:
+    made = f"fettle.Workload(torch.nn.Linear(3, 2), [torch.ones(4, 3), torch.ones(1, 3)]{samples})"
+    state = State()
+    _inference.build(state, Build(_write(tmp_path, f"import fettle, torch\ndef workload():\n    return {made}")))
+    plain = "def optimize(model, batches):\n    return model\n"
+    assert _inference.prepare(state, Prepare(plain, "plain", "", factor=2)).samples == counted
+
+
 def test_an_output_that_is_nothing_but_rounding_is_not_judged(tmp_path: Path) -> None:
     wide = "torch.sin(self.layer(x).repeat(1, 64) * torch.arange(128))"
     body = f"y = torch.nn.functional.layer_norm({wide}, (128,)); return {{'y': y, 'mean': y.mean()}}"

@@ -208,8 +208,9 @@ def test_weights_may_be_held_in_few_bits(tmp_path, make, level):
         pytest.skip("needs AVX2 or AVX-512 VNNI")
     recipe = f"grad=inference_mode kv_cache=static precision=bf16 guessing=prompt weights={level}"
     layers = 1 if level == "int8-blocks" else 2  # it is packaged twice
-    package = packaged(tmp_path / "m", make(layers), recipe)
+    package = packaged(tmp_path / "m", make(layers), recipe, {"accuracy": {"error": 0.01, "perplexity": 3.0}})
     assert package.manifest.recipe == {"grad": "inference_mode", "weights": level}
+    assert package.manifest.accuracy["tuned"] == {"divergence": 0.01, "allowed": None}
     assert 0 < package.manifest.accuracy["relative_error"] < (0.1 if level == "int8-blocks" else 0.7)
     handler = find_handler(package, ModelRunner(package), "")
     assert [row[1] for row in written(handler.running(8, 0, 256), asks(PROMPTS[:3], [5, 6, 7]))] == [5, 6, 7]

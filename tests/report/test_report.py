@@ -16,15 +16,28 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from fettle.errors import UsageError
+from fettle.generate.speed import Generation
 from fettle.measure import Interval, Slice, Startup
 from fettle.report import _format as fmt
-from fettle.report import cell, load_result, page, print_result, progress, save, save_result, to_json, write_charts
+from fettle.report import (
+    cell,
+    goal_kept,
+    load_page,
+    load_result,
+    page,
+    print_result,
+    progress,
+    save,
+    save_result,
+    to_json,
+    write_charts,
+)
 from fettle.report._facts import checks, front_trials, goal_figure, levers, ranked, status_of
 from fettle.report._ladder import throughput_rows
 from fettle.report._rounds import rounds
+from fettle.report._text import sentence
 from fettle.report._verdict import headline, payback, verdict
 from fettle.report.data import from_json
-from fettle.report.load_page import _KINDS, _figure
 from fettle.report.progress import trial_line
 from fettle.report.slo import front, prediction
 from fettle.result import Reference, Rung
@@ -135,6 +148,45 @@ def test_a_gain_in_what_has_no_interval_says_what_is_known_of_its_spread() -> No
     assert "falls from 820 MiB to 512 MiB (1.60x less)" in verdict(several)
     assert verdict(several).endswith("a peak of its own: 512 MiB with it, 810 MiB to 820 MiB as given.")
     assert "read from the first start of each, once: how far" in verdict(dataclasses.replace(result, goal="startup"))
+
+
+def test_a_figure_that_hardly_falls_is_no_difference_in_the_title_either() -> None:
+    result = dataclasses.replace(resnet(), goal="memory")
+    assert result.winner is not None
+    less = dataclasses.replace(result, winner=dataclasses.replace(result.winner, peak_bytes=815 * 2**20))
+    assert headline(less) == "No difference"
+    assert verdict(less).startswith("No difference: memory is 815 MiB with")
+
+
+def test_energy_of_what_writes_text_is_of_a_token() -> None:
+    result = dataclasses.replace(resnet(), goal="energy")
+    given, winner = (
+        dataclasses.replace(one, energy_j=joules, generation=Generation())
+        for one, joules in ((result.baseline, 8.0), (result.winner, 2.0))
+    )
+    told = dataclasses.replace(result, trials=[given, winner], winner=winner, ladder=())
+    assert headline(told) == "4.00x less energy a token"
+    assert verdict(told).startswith("Energy a token falls from 1.00 J to 250 mJ")
+    assert "tuned for energy a token: 250 mJ instead of" in goal_kept("energy", given, winner)
+    assert "energy a token" in table(told, 200)
+
+
+@pytest.mark.parametrize(("flops", "roof"), [(1e9, "the measured bandwidth"), (1e6, "this machine")])
+def test_decoding_is_judged_by_what_bounds_it(flops: float, roof: str) -> None:
+    written = Generation(ttft_ms=10, tpot_ms=1, tokens_per_step=1, weight_bytes=900, cache_bytes=100)
+    made = resnet()
+    winner = dataclasses.replace(made.winner, generation=written)
+    machine = {"peaks": {"matmul_float32": flops, "read": 2e6}}
+    result = dataclasses.replace(made, winner=winner, machine=machine, reference=Reference(decode_flops=2_000))
+    assert sentence(result).endswith(f" of what {roof} allows.")
+
+
+def test_an_interval_without_ends_is_none() -> None:
+    made = resnet()
+    wide = dataclasses.replace(made.winner, speedup=Interval(1.5, 0.0, math.inf))
+    seen = Reader(page(dataclasses.replace(made, winner=wide))).text
+    assert "0.00 to inf" not in seen
+    assert "too few rounds" in seen
 
 
 def test_a_log_is_told_once_that_it_waits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -425,6 +477,17 @@ def test_what_is_paid_back_is_counted_in_what_the_workload_does() -> None:
     assert "time of a step" in [check.name for check in checks(limited, made.winner)]
 
 
+def test_a_speed_that_is_not_certain_pays_nothing_back() -> None:
+    made = resnet()
+    unsure = dataclasses.replace(made, verdict="cannot tell")
+    assert unsure.payback_calls is None
+    assert payback(unsure).endswith("; no call certainly saves time that would pay that back.")
+    memory = dataclasses.replace(unsure, goal="memory")  # whose verdict is of memory
+    assert memory.payback_calls == made.payback_calls
+    winner = dataclasses.replace(made.winner, speedup=Interval(1.1, 0.9, 1.3))
+    assert dataclasses.replace(memory, winner=winner).payback_calls is None
+
+
 def test_a_start_that_comes_sooner_needs_no_paying_back() -> None:
     made = resnet()
     assert made.winner is not None
@@ -474,7 +537,7 @@ def test_rounds_of_a_larger_batch_are_compared_row_by_row() -> None:
 
 def test_charts_of_load_draw_the_intervals_that_are_known() -> None:
     run = {"latency_ms": {"p50": 10.0, "p99": 20.0}, "intervals_ms": {"p50": [9.0, 11.0], "p99": None}, "limit_ms": 0}
-    figure = _figure([run], ["80/s"], *_KINDS[2])
+    figure = load_page._figure([run], ["80/s"], *load_page._KINDS[2])
     assert figure is not None
     whiskers = [layer["encoding"] for layer in figure.spec["layer"] if layer["mark"]["type"] == "rule"]
     assert [(one["y"]["field"], one["y2"]["field"]) for one in whiskers] == [("low", "high")]
@@ -487,6 +550,13 @@ def test_charts_of_load_draw_the_intervals_that_are_known() -> None:
     chart = drawn.to_dict()
     assert chart["layer"][1]["encoding"]["y2"]["field"] == "high"
     assert chart["layer"][1]["encoding"]["y"]["scale"]["domain"] == [8.0 / 1.15, 12.0 * 1.15]
+
+
+def test_a_load_test_that_is_void_is_not_the_best() -> None:
+    void, fine = {"goodput": 9.0, "void": "sent late", "stable": True}, {"goodput": 4.0, "void": "", "stable": True}
+    assert load_page.headline([void, fine], ["9/s", "5/s"]) == "4 answers a second, at 5/s"
+    assert load_page.headline([void], ["9/s"]) == "Nothing can be concluded: every run is void"
+    assert load_page._doubt({**fine, "stable": False}).startswith("the backlog only grew")
 
 
 def test_nothing_is_printed_where_the_page_cannot_be_written(tmp_path: Path, run_fettle: Run) -> None:
@@ -505,3 +575,5 @@ def test_a_finished_trial_names_the_parts_that_its_recipe_changes() -> None:
         out = io.StringIO()
         Console(file=out, width=200).print(trial_line(Event("finished", made)))
         assert text in out.getvalue()
+    unknown = dataclasses.replace(trial(text), speedup=Interval(math.nan, math.nan, math.nan))
+    assert "nan" not in trial_line(Event("finished", unknown))

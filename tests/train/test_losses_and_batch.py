@@ -93,6 +93,14 @@ def test_a_recipe_is_judged_on_the_batches_and_the_noise_of_the_reference(tmp_pa
     assert state.workload.model.training  # what is timed is a step of training, whatever the metric did
 
 
+def test_steps_of_unlike_batches_are_of_as_many_rows_as_they_have_on_the_mean(monkeypatch):
+    monkeypatch.setattr(_meters, "trim", lambda: None)
+    state, asked = State(), Build(find_target(f"{TINY}:uneven"))
+    action(state, asked)(state, asked)
+    text = source(Recipe(), Facts(mode="training", max_grad_norm=1.0))
+    assert prepare(state, Prepare(source=text, label="baseline", path="")).samples == (4 * 16 + 8) / 5
+
+
 @given(st.integers(0, 200), st.integers(1, 200))
 def test_the_largest_batch_is_found_in_few_questions(limit, most):
     asked = []

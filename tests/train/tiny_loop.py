@@ -72,6 +72,11 @@ def loader(seed=0):
     return {**fields, "data": data}
 
 
+def uneven(seed=0):
+    fields = made(seed)
+    return {**fields, "data": [*fields["data"], [part[:8] for part in fields["data"][0]]]}
+
+
 def remembers(seed=0):
     """Data that go on where their last reader ended, noise of other generators, a metric that leaves eval mode."""
     fields = loader(seed)

@@ -23,7 +23,7 @@ from fettle.techniques import Facts
 from fettle.tuning import Options, Session
 from fettle.tuning._arguments import live_folder
 from fettle.tuning._opening import open_study, remarks
-from fettle.tuning._outcome import _beside, _remarks, pick_winner
+from fettle.tuning._outcome import _beside, _code, _remarks, pick_winner
 from fettle.workload import Target
 
 WINNER = Trial(Recipe({"precision": "bf16"}), "measured", time_ms=5.0, speedup=Interval(2.0, 1.9, 2.1))
@@ -31,8 +31,10 @@ GIVEN = Trial(Recipe(), "measured", time_ms=10.0)
 
 
 def test_the_baseline_beside_the_winner_is_of_its_race():
-    assert _beside(WINNER, [GIVEN, WINNER]) is GIVEN
-    assert _beside(WINNER, []) is None  # never measured again
+    third = replace(GIVEN, time_ms=12.0, race=3)
+    assert _beside(WINNER, [third, GIVEN, WINNER]) is GIVEN
+    assert _beside(replace(WINNER, race=3), [GIVEN, third]) is third  # never measured again
+    assert _beside(WINNER, [third]) is None
     assert _beside(None, [GIVEN, WINNER]) is None
 
 
@@ -74,6 +76,21 @@ def test_memory_is_saved_where_each_process_takes_less_than_any_as_given(peaks, 
     session.standings.known = {one.recipe: one for one in (given, saving)}
     winner, _ = pick_winner(session, [given, saving])
     assert (winner.recipe == saving.recipe) == wins
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "off"),
+    [
+        (Accuracy(error=0.01), ", with a relative error of 0.01."),
+        (Accuracy(error=0.01, perplexity=3.0), ", with a mean KL divergence of 0.01."),
+        (Accuracy(), "."),
+    ],
+)
+def test_the_code_says_how_far_off_its_answers_are(accuracy, off, tmp_path):
+    session = Session(Target("made/up.py:workload"), Options(output=tmp_path), lambda event: None)
+    session.facts = Facts()
+    said = f"Measured 2.00x as given on {this_machine().summary}{off}\n"
+    assert said in _code(session, replace(WINNER, accuracy=accuracy))
 
 
 def test_torch_can_compile_for_a_study_in_a_folder_with_a_quote_in_its_name(tmp_path, monkeypatch):

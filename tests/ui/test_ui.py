@@ -122,6 +122,13 @@ def test_load_and_limits_say_what_was_found(folder: Path, tmp_path: Path) -> Non
     ):  # fmt: skip
         path.write_text(json.dumps({**SLO, **changed}))
         assert listing._look(path) == ("load", said)
+    of_texts = {**LOAD, "limit_ms": 0.0, "within_limit": 0.9, "texts": {"ttft_limit_ms": 300.0, "itl_limit_ms": 0.0}}
+    void = {**LOAD, "throughput": 99.0, "within_limit": 0.0, "void": "nothing was answered"}
+    path.write_text(json.dumps([of_texts, void, {**LOAD, "throughput": 85.0, "stable": False}]))
+    assert listing._look(path)[1] == (
+        "3 load tests: at most 85 answers/s, p99 93.25 ms; 1 void; 1 with more than the server can do; "
+        "1 not within the limit"
+    )
     deep = '{"limit_ms": 1, "met": true, "more": ' + "[" * 100_000
     for broken in ('{"limit_ms": 1, "met": 7}', '[{"latency_ms": {}, "goodput": "x"}]', '{"limit_ms", "met"', deep):
         path.write_text(broken)

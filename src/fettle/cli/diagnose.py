@@ -190,6 +190,8 @@ def _print_watching(diagnosis: Diagnosis, console: Console) -> None:
 
 
 def _checked(item: Verified) -> str:
+    from fettle.report import interval
+
     if item.speedup is None:
         return f"[red]the fix did not run:[/] {escape(item.problem)}"
     words = {
@@ -202,4 +204,4 @@ def _checked(item: Verified) -> str:
     word = words[item.bound_kept]
     over = f" over {escape(item.beside)}" if item.beside else ""
     busy = f"on a busy machine ({item.load}), with the time spent waiting for a core taken out, " if item.load else ""
-    return f"{busy}measured {item.speedup} with {escape(item.recipe)}{over}: {word}"
+    return f"{busy}measured {interval(item.speedup)} with {escape(item.recipe)}{over}: {word}"

@@ -313,6 +313,7 @@ def _print(
 
 
 def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Grid:
+    from fettle.report import interval
     from fettle.studies.ladder_chart import beside
     from fettle.units import rate_text, size_text
 
@@ -331,8 +332,8 @@ def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Gr
         theirs_at = [f"{ratio:.2f}x" if ratio is not None else "–"] if theirs else []
         error = f"{rung.error:.1e}" if math.isfinite(rung.error) else "–"
         grid.add_row(
-            escape(rung.label), rate_text(rung.per_second) if known else "–", str(rung.speedup) if known else "–",
-            *theirs_at, size_text(rung.peak_bytes) if rung.peak_bytes else "–", error, *(_grown(rung) if grown else []),
+            escape(rung.label), rate_text(rung.per_second) if known else "–", interval(rung.speedup), *theirs_at,
+            size_text(rung.peak_bytes) if rung.peak_bytes else "–", error, *(_grown(rung) if grown else []),
             "" if rung.kept else escape(rung.reason or "left out"), style="" if rung.kept else "yellow",
         )  # fmt: skip
     return grid
@@ -340,9 +341,10 @@ def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Gr
 
 def _grown(rung: Rung) -> tuple[str, str, str]:
     """The largest batch at a step, and how fast it is."""
+    from fettle.report import interval
     from fettle.units import rate_text
 
     most = rung.grown
     if most is None or not most.factor:
         return "–", "–", "–"
-    return str(most.rows), rate_text(most.per_second), str(most.speedup) if most.speedup is not None else "–"
+    return str(most.rows), rate_text(most.per_second), interval(most.speedup)

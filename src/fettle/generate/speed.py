@@ -34,6 +34,7 @@ class Generation:
     tokens_per_s: Mapping[str, float] = field(default_factory=dict)
     """Tokens a second of whole texts, by the number of rows."""
     rows: int = 1
+    """Of the prompts; where they differ about the mean."""
     weight_bytes: int = 0
     """Weights that one step reads."""
     cache_bytes: int = 0
@@ -179,8 +180,13 @@ def figures(texts: Sequence[Came], known: Generation) -> Generation:
     steps = sorted(ns for text in whole for ns in text.steps_ns)
     each = sorted(sum(text.steps_ns) / sum(text.tokens) for text in whole)
     tokens = [count for text in whole for count in text.tokens]
-    speeds = [text.rows * (1 + sum(text.tokens)) / (text.ttft_ns + sum(text.steps_ns)) * 1e9 for text in whole]
-    told = {str(known.rows): _median(speeds)} if speeds else {}
+    # As they were written in turn: prompts may differ in their rows and lengths.
+    lasted: dict[int, list[int]] = {}
+    for text in whole:
+        lasted.setdefault(text.prompt, []).append(text.ttft_ns + sum(text.steps_ns))
+    written = {text.prompt: text.rows * (1 + sum(text.tokens)) for text in whole}
+    took_ns = sum(map(_median, lasted.values()))
+    told = {str(known.rows): sum(written.values()) / took_ns * 1e9} if whole else {}
     return replace(
         known,
         tokens_per_s={**known.tokens_per_s, **told},

@@ -30,7 +30,7 @@ from fettle.machine import this_machine
 from fettle.measure import Interval, Worker, WorkerError, messages
 from fettle.package.export import write_package
 from fettle.recipe_file import load_recipe
-from fettle.report import Result, save, verdict
+from fettle.report import Result, interval, save, verdict
 from fettle.result import Limits
 from fettle.train.workload import make
 from fettle.tuning import Event, OnProgress, Options, tune, writable
@@ -79,10 +79,10 @@ class Improvement:
         if tuned.speedup is None:
             return "Nothing was found that makes it faster."
         if verified is None or verified.status == "skipped":
-            return f"{tuned.speedup} as fast as given, not verified."
+            return f"{interval(tuned.speedup)} as fast as given, not verified."
         if verified.status == "failed":
-            return f"Tuning found {tuned.speedup}, and that did not hold: {verified.says}"
-        return f"{verified.speedup or tuned.speedup} as fast as given, verified in a race of its own."
+            return f"Tuning found {interval(tuned.speedup)}, which a race of its own did not confirm: {verified.says}"
+        return f"{interval(verified.speedup or tuned.speedup)} as fast as given, verified in a race of its own."
 
     @property
     def failed(self) -> bool:
@@ -207,13 +207,15 @@ def _measure(run: _Run, results: Mapping[str, Any]) -> Step:
     if trial.status == "failed":
         raise UsageError(f"the workload does not run as given: {trial.reason}")
     first = seconds_text(trial.startup.total_s)
-    lines = [f"90% of calls are below {seconds_text(trial.p90_ms / 1e3)}; the first answer takes {first}"]
+    unit = "text" if trial.generation else "step" if trial.accuracy.losses else "call"
+    lines = [f"90% of {unit}s are below {seconds_text(trial.p90_ms / 1e3)}; the first takes {first}"]
     if trial.peak_bytes:
         lines.append(f"peak memory {size_text(trial.peak_bytes)}")
     if not trial.is_quiet:
         lines.append(f"the machine was not quiet: {trial.load}")
     rate = f"{trial.throughput:,.0f}" if trial.throughput >= 1000 else f"{trial.throughput:.3g}"
-    says = f"A call takes {seconds_text(trial.time_ms / 1e3)}, {rate} samples a second."
+    samples = "tokens" if trial.generation else "samples"
+    says = f"A {unit} takes {seconds_text(trial.time_ms / 1e3)}, {rate} {samples} a second."
     return Step(name="measure", says=says, lines=lines, results={"fingerprint": race.fingerprint})
 
 
@@ -298,8 +300,11 @@ def _verify(run: _Run, results: Mapping[str, Any]) -> Step:
     trial = compared.trials[1]
     if trial.status != "measured":
         return Step(name="verify", status="failed", says=f"{trial.recipe} is {trial.status}: {trial.reason}")
-    kept = compared.verdicts[1] != "slower"
-    says = f"{trial.recipe} is {trial.speedup} as fast as given, with a relative error of {trial.accuracy.error:.2g}."
+    kept = trial.is_compared and compared.verdicts[1] != "slower"
+    pace = f"is {interval(trial.speedup)} as fast as given" if trial.is_compared else (
+        "could not be compared with the workload as given, as others had too much of the machine"
+    )  # fmt: skip
+    says = f"{trial.recipe} {pace}, with {trial.accuracy.distance or 'answers that were not compared'}."
     return Step(name="verify", status="done" if kept else "failed", says=says, speedup=trial.speedup,
                 results={"verified": kept}, passes_on="to package: it holds" if kept else "")  # fmt: skip
 

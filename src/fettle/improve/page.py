@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from fettle.improve.state import Step
 from fettle.page import Cell, Table, clean, shell
+from fettle.report import interval
 from fettle.units import seconds_text
 
 TITLES = {
@@ -36,10 +36,7 @@ def table(steps: Sequence[Step]) -> Table:
 
 def gain_text(step: Step) -> str:
     """The ratio with its interval, where there is one."""
-    ratio = step.speedup
-    if ratio is None:
-        return ""
-    return str(ratio) if ratio.low > 0 and math.isfinite(ratio.high) else f"{ratio.estimate:.2f}x"
+    return "" if step.speedup is None else interval(step.speedup)
 
 
 def _shown(step: Step) -> dict[str, object]:

@@ -13,7 +13,7 @@ from fettle.inputs.result import PipelineResult
 from fettle.inputs.setting import BATCH_INDEX, ONE_BY_ONE, Measured, ratio
 from fettle.page import Table, clean, drawn, shell, still, theme
 from fettle.page.theme import level, sized
-from fettle.units import seconds_text, size_text
+from fettle.units import rate_text, seconds_text, size_text
 
 
 def facts(result: PipelineResult) -> list[str]:
@@ -73,7 +73,7 @@ def _limit_text(result: PipelineResult) -> str:
         return ""
     if limit_is_near(result):
         return "; the dashed line is the loop with every batch there already"
-    return f"; with every batch there already the loop would make {1 / result.step_s:,.0f} batches a second"
+    return f"; with every batch there already the loop would make {rate_text(1 / result.step_s)} batches a second"
 
 
 def bound_text(result: PipelineResult) -> str:
@@ -98,7 +98,7 @@ def rows(result: PipelineResult) -> list[dict[str, str]]:
         if item.slices:
             timing = item.first
             cells = {
-                "batches/s": f"{item.level:,.1f}" if item.level < 1000 else f"{item.level:,.0f}",
+                "batches/s": rate_text(item.level),
                 "waiting": f"{item.waiting:.0%}",
                 "batch 50%": seconds_text(timing.fetch_p50_s),
                 "95%": seconds_text(timing.fetch_p95_s), "first": seconds_text(item.start_s),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -100,11 +101,12 @@ def prepare(state: State, request: Prepare) -> Prepared:
             written = [run(**prompt) for prompt in workload.inputs]
         accuracy = with_metric(judged(state, run, fed, written, request), workload.metric, run)
         notes.lines += compiler_notes()
-    rows = rows_in(workload.inputs[0])
+    rows = statistics.mean(map(rows_in, workload.inputs))
     ready = prepared(state, optimize_s, first_call_s, accuracy, peak, rows * watcher.counted, notes)
     known = Generation(
-        rows=rows, weight_bytes=weights_read(workload.model, run.decoder), cache_bytes=held, peak_bytes=ready.peak_bytes
-    )
+        rows=round(rows), weight_bytes=weights_read(workload.model, run.decoder), cache_bytes=held,
+        peak_bytes=ready.peak_bytes,
+    )  # fmt: skip
     texts = whole.take() if watcher.part == "ttft" else []
     return msgspec.structs.replace(ready, generation=known, texts=texts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -41,6 +42,7 @@ def build(state: State, request: messages.Build) -> messages.Built:
     made = request.target.load(state.made)
     state.writes = isinstance(made, GenerationWorkload)
     state.workload = made if state.writes else with_check(made)
+    state.rows = made.samples or statistics.mean(map(rows_of, made.inputs)) or 1
     state.derived_check = len(made.inputs) == 1 and not made.check_inputs
     imports = state.end_of_build()
     state.fingerprint = fingerprint(state.workload)
@@ -132,7 +134,7 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
         has_peak = _meters.reset_peak(state.device)
         peak = settled(state, has_peak, notes.lines)
         notes.lines += compiler_notes()
-    return prepared(state, optimize_s, first_call_s, accuracy, peak, rows * request.factor, notes)
+    return prepared(state, optimize_s, first_call_s, accuracy, peak, state.rows * request.factor, notes)
 
 
 def with_check(workload: Any) -> Any:

@@ -46,6 +46,8 @@ class State:
     load_s: float = 0.0
     imported_s: float = 0.0
     """What the workload's imports took in the process that this one was forked from."""
+    rows: int | float = 1
+    """In a mean call, as throughput counts them."""
     derived_check: bool = False
     writes: bool = False
     """The workload writes text."""
@@ -167,7 +169,7 @@ def settled(
 
 
 def prepared(
-    state: State, optimize_s: float, first_call_s: float, accuracy: Accuracy, peak: int | None, samples: int,
+    state: State, optimize_s: float, first_call_s: float, accuracy: Accuracy, peak: int | None, samples: int | float,
     notes: Notes, phases_ms: Mapping[str, float] | None = None,
 ) -> Prepared:  # fmt: skip
     """What is reported of a recipe that is ready to be timed. On a CPU the peak is that above the loaded process."""

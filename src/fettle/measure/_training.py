@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -54,7 +55,7 @@ from fettle.train import (
     untrained,
 )
 from fettle.train.facts import MOST_BATCHES
-from fettle.workload import Target
+from fettle.workload import Target, rows_of
 
 _TIMELINE_STEPS = 3
 _FEWEST_SEEDS = 2
@@ -173,7 +174,8 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
         peak = settled(state, has_peak, notes.lines)
         phases = steps.timeline(max(_TIMELINE_STEPS, len(group)))
         notes.lines += [*_collectives(steps), *compiler_notes()]
-    return prepared(state, optimize_s, first_call_s, accuracy, peak, workload.rows * request.factor, notes, phases)
+    rows = statistics.mean(map(rows_of, workload.data)) if len(group) > 1 and not workload.samples else workload.rows
+    return prepared(state, optimize_s, first_call_s, accuracy, peak, rows * request.factor, notes, phases)
 
 
 def plan(state: State, request: messages.MakePlan) -> messages.Planned:

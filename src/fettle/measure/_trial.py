@@ -73,6 +73,17 @@ class Accuracy:
         """Whether it was text that was judged."""
         return not math.isnan(self.perplexity)
 
+    @property
+    def distance(self) -> str:
+        """How far off it is, a phrase; empty where that was not measured."""
+        if not math.isfinite(self.error):
+            return ""
+        if self.is_text:
+            return f"a mean KL divergence of {self.error:.2g}"
+        if self.losses:
+            return f"losses {self.error:.2g} times as far off as two seeds are from each other"
+        return f"a relative error of {self.error:.2g}"
+
 
 @dataclass(frozen=True)
 class Startup:
@@ -138,7 +149,7 @@ def by_round(slices: Sequence[Slice], *, elapsed: bool = False) -> dict[int, flo
     return times
 
 
-def log_times(slices: Sequence[Slice], samples: int, *, elapsed: bool = False) -> dict[int, float]:
+def log_times(slices: Sequence[Slice], samples: float, *, elapsed: bool = False) -> dict[int, float]:
     """Log time of one row by round (see `by_round`), of the slices of one process."""
     return {number: math.log(ms / samples) for number, ms in by_round(slices, elapsed=elapsed).items()}
 
@@ -177,8 +188,8 @@ class Trial:
     """The data under all of it, those slices too that were made again because they were disturbed."""
     processes: int = 1
     """Processes it was measured in; above 1 the interval of `speedup` is over processes, not over rounds."""
-    samples: int = 1
-    """Rows in one call."""
+    samples: int | float = 1
+    """Rows in one call; in a mean one where the batches differ."""
     peak_bytes: int | None = None
     """CUDA: allocator peak. CPU: peak resident set above the process without the workload."""
     peaks_bytes: Sequence[int] = ()
@@ -258,7 +269,7 @@ def typed(value: Any, kind: Any, unknown: Callable[[str], None] = lambda name: N
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         inner = [argument for argument in arguments if argument is not type(None)]
-        return None if value is None or len(inner) != 1 else typed(value, inner[0], unknown)
+        return value if value is None or len(inner) != 1 else typed(value, inner[0], unknown)
     if isinstance(value, list) and arguments and origin in (Sequence, list, tuple):
         return [typed(item, arguments[0], unknown) for item in value]
     if not isinstance(value, Mapping):

@@ -196,8 +196,8 @@ class Prepared(Answer, frozen=True, kw_only=True):
     call_ns: int
     calls: int = 1
     """Calls in one sample of time, which are made however short a slice is."""
-    samples: int
-    """Rows in one call."""
+    samples: int | float
+    """Rows in one call; in a mean one where the batches differ."""
     notes: Sequence[str]
     learned: Mapping[str, Any]
     phases_ms: Mapping[str, float] = {}

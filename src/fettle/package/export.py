@@ -289,13 +289,15 @@ def _judge(
     if calibrated:
         accuracy["calibrated_on"] = len(flat.calibration)
     allowed, found = evidence.get("limits", {}).get("max_error"), "a relative error"
-    if writes and "perplexity" in evidence.get("accuracy", {}):
+    is_text = "perplexity" in evidence.get("accuracy", {})
+    if writes and is_text:
         pairs = zip(own_answers[flat.cuts :], flat.wanted[flat.cuts :], strict=False)
         place = next(number for number, path in enumerate(flat.paths) if LOGITS in path)
         worst, found = max(_divergence(answers[place], wanted[place]) for answers, wanted in pairs), "a divergence"
         accuracy["divergence"] = worst
     if "error" in evidence.get("accuracy", {}):
-        accuracy["tuned"] = {"relative_error": evidence["accuracy"]["error"], "allowed": allowed}
+        name = "divergence" if is_text else "relative_error"
+        accuracy["tuned"] = {name: evidence["accuracy"]["error"], "allowed": allowed}
     # Fewer batches are judged here than by the study: a little more is not a surprise.
     if isinstance(allowed, int | float) and not worst <= MORE_ERROR * allowed:
         raise UsageError(f"the packaged model's answers have {found} of {worst:.2g}; fettle tune allowed {allowed:g}")

@@ -28,6 +28,13 @@ def interval(value: Interval | None) -> str:
     return f"{times(value.estimate)} [{value.low:.2f}, {value.high:.2f}]"
 
 
+def ends(value: Interval | None) -> str:
+    """The interval alone: ``9.60 to 10.22``; nothing where there is no ratio."""
+    if value is None or not math.isfinite(value.estimate):
+        return ""
+    return f"{value.low:.2f} to {value.high:.2f}" if value.high <= 10 * value.low else "too few rounds"
+
+
 def milliseconds(value: float | None) -> str:
     """The time of one call: ``840 µs``, ``44.0 ms``, ``22.9 s``."""
     if value is None or not math.isfinite(value):

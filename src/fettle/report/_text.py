@@ -145,5 +145,8 @@ def sentence(result: Outcome) -> str:
     sentence += f"; tokens a second by rows: {speeds}." if speeds else "."
     for point in standing(result, winner):
         if point.phase == "decode":
-            sentence += f" Decoding reaches {fmt.share(point.share)} of what the measured bandwidth allows."
+            peaks = result.machine.get("peaks", {})
+            is_reading = peak_bytes(peaks) * point.intensity < peak_flops(peaks)
+            roof = "the measured bandwidth" if is_reading else "this machine"
+            sentence += f" Decoding reaches {fmt.share(point.share)} of what {roof} allows."
     return sentence

@@ -36,7 +36,9 @@ def headline(result: Outcome) -> str:
     if result.goal in _GOAL_NOUN:
         before, after = _goal_values(result)
         if before and after and after < before:
-            return f"{before / after:.2f}x less {_GOAL_NOUN[result.goal]}"
+            if before < _LEAST * after:
+                return "No difference"
+            return f"{before / after:.2f}x less {_noun(result.goal, winner)}"
     if result.verdict == "faster" and winner.speedup and math.isfinite(winner.speedup.estimate):
         return f"{fmt.times(winner.speedup.estimate)} as fast{'' if winner.is_quiet else ', on a busy machine'}"
     return {"faster": "Faster", "same": "No difference", "slower": "Slower", "cannot tell": "Cannot tell"}[
@@ -59,7 +61,8 @@ def payback(result: Outcome) -> str:
         return f"It starts in {fmt.seconds(winner.startup.total_s)}{cache}, {sooner}: there is nothing to pay back."
     if calls is None or not math.isfinite(calls):
         return (
-            f"It starts in {fmt.seconds(winner.startup.total_s)}{cache}; no time is saved per {unit} to pay that back."
+            f"It starts in {fmt.seconds(winner.startup.total_s)}{cache}; no {unit} certainly saves time that would pay "
+            "that back."
         )
     if extra <= 0 or calls < 1:
         return f"It starts in {fmt.seconds(winner.startup.total_s)}{cache}, and pays from the first {unit} on."
@@ -131,6 +134,16 @@ def miss_text(result: Outcome, trial: Trial) -> str:
 
 _GOAL_NOUN = {"memory": "memory", "energy": "energy a row", "startup": "start-up time",
               "warm-startup": "warm start-up time"}  # fmt: skip
+
+_LEAST = 1.01
+"""A figure that is no time is smaller by so much where that is announced."""
+
+
+def _noun(goal: Goal, trial: Trial) -> str:
+    """What the goal asks to be small, where it is no time."""
+    return "energy a token" if goal == "energy" and trial.generation else _GOAL_NOUN[goal]
+
+
 _SHOWN: Mapping[str, Callable[[float], str]] = {"memory": fmt.size, "energy": fmt.joules}
 """How the figure of a goal is written, where it is no time."""
 
@@ -225,17 +238,18 @@ def _unchanged(result: Outcome) -> str:
 
 
 def _other_goal(result: Outcome, winner: Trial, how: str, answers: str) -> str:
-    noun = _GOAL_NOUN[result.goal]
+    noun = _noun(result.goal, winner)
     before, after = _goal_values(result)
     show = _SHOWN.get(result.goal, fmt.seconds)
     pace = f"in speed it is {_pace(winner.speedup)}"
     if before is None or after is None:
         return f"The winner is {how}, but its {noun} cannot be compared with the model as given; {pace}, {answers}."
     name, known = noun[0].upper() + noun[1:], _readings(result, winner)
-    if after < before:
+    if before >= _LEAST * after:
         fell = f"{name} falls from {show(before)} to {show(after)} ({before / after:.2f}x less)"
         return f"{fell}; {pace}, {answers}. {known}"
-    return f"No gain: {noun} is {show(after)} with {how} and {show(before)} as given; {pace}, {answers}. {known}"
+    nothing = "No difference" if after < before else "No gain"
+    return f"{nothing}: {noun} is {show(after)} with {how} and {show(before)} as given; {pace}, {answers}. {known}"
 
 
 def goal_kept(goal: Goal, given: Trial, trial: Trial) -> str:
@@ -243,7 +257,7 @@ def goal_kept(goal: Goal, given: Trial, trial: Trial) -> str:
     before, after = goal_figure(goal, given), goal_figure(goal, trial)
     if before is None or after is None:
         return ""
-    noun, show = _GOAL_NOUN[goal], _SHOWN.get(goal, fmt.seconds)
+    noun, show = _noun(goal, trial), _SHOWN.get(goal, fmt.seconds)
     if math.isnan(before) or math.isnan(after):
         return f"The recipe was tuned for {noun}, which could not be read here."
     if needs_less(trial, given, goal):

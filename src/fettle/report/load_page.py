@@ -32,7 +32,7 @@ def write_load_report(
     """Write the page to `path`; `loads` names each run, `table` holds its figures. Raises `UsageError`."""
     runs = [clean(run) for run in runs]
     figures = [figure for kind in _KINDS if (figure := _figure(runs, loads, *kind)) is not None]
-    doubts = [f"{load}: {run['void']}" for load, run in zip(loads, runs, strict=True) if run["void"]]
+    doubts = [f"{load}: {why}" for load, run in zip(loads, runs, strict=True) if (why := _doubt(run))]
     conclusion = headline(runs, loads)
     page = shell.render(
         "fettle.report", "load_page.html.j2", f"{conclusion}: {url}", figures, headline=conclusion,
@@ -44,12 +44,20 @@ def write_load_report(
 def headline(runs: Sequence[Data], loads: Sequence[str]) -> str:
     """The most that was answered in time, in a few words."""
     limited = any(_limits(run) for run in runs)
-    best = max(range(len(runs)), key=lambda number: runs[number]["goodput"])
+    counted = [number for number, run in enumerate(runs) if not run["void"]]
+    if not counted:
+        return "Nothing can be concluded: every run is void"
+    best = max(counted, key=lambda number: runs[number]["goodput"])
     run = runs[best]
     words = f"{run['goodput']:.3g} answers a second" + (" within the limits" if limited else "")
     if "texts" in run:
         words += f", {fmt.number(run['texts']['tokens_per_s'], 3)} tokens a second"
     return f"{words}, at {loads[best]}"
+
+
+def _doubt(run: Data) -> str:
+    """Why a run's figures are not to be gone by; empty where they are."""
+    return str(run["void"]) or ("" if run["stable"] else "the backlog only grew: more than the server can do")
 
 
 def _limits(run: Data) -> list[float]:

@@ -109,7 +109,7 @@ def _lines() -> OnProgress:
 
 def _best(event: Event) -> str:
     known = event.best is not None and event.best.speedup is not None
-    return f" | best {event.best.speedup.estimate:.2f}x" if known else ""  # type: ignore[union-attr]
+    return f" | best {fmt.times(event.best.speedup.estimate)}" if known else ""  # type: ignore[union-attr]
 
 
 def trial_line(event: Event) -> str:
@@ -118,6 +118,6 @@ def trial_line(event: Event) -> str:
     trial = clean(event.trial)
     if trial.status == "failed":
         return f"[red]failed[/]    {escape(str(trial.recipe))}: {escape(trial.reason[:160])}"
-    ratio = f"{trial.speedup.estimate:6.2f}x" if trial.speedup else "       "
+    ratio = f"{fmt.times(trial.speedup.estimate) if trial.speedup else '':>7}"
     tail = f" [yellow]rejected: {escape(trial.reason)}[/]" if trial.status == "rejected" else ""
     return f"{trial.time_ms:9.3f} ms {ratio}  {escape(str(trial.recipe))}{tail}"

@@ -53,7 +53,7 @@ def print_result(result: Outcome, console: Console) -> None:
 def result_table(result: Outcome, wide: bool = True) -> Table:
     """All trials that ran: times, the goal's own figure, and memory and start-up where there is room."""
     names = ["time", "speed-up", "error", *(("memory", "start-up") if wide else ())]
-    if (own := _OF_GOAL.get(result.goal)) and own not in names:
+    if (own := _of_goal(result.goal, result.trials)) and own not in names:
         names.append(own)
     table = _table(names, "status")
     for trial in _facts.ranked(result):
@@ -65,7 +65,7 @@ def result_table(result: Outcome, wide: bool = True) -> Table:
 
 def comparison_table(trials: Sequence[Trial], verdicts: Sequence[str], goal: Goal = "throughput") -> Table:
     """Named recipes beside the workload as given, each with its verdict and what the goal goes by."""
-    names = ["time", "speed-up", "error", *([_OF_GOAL[goal]] if goal in _OF_GOAL else ())]
+    names = list(filter(None, ["time", "speed-up", "error", _of_goal(goal, trials)]))
     table = _table(names, "verdict")
     for trial, word in zip(trials, verdicts, strict=True):
         trial = clean(trial)
@@ -77,6 +77,13 @@ def comparison_table(trials: Sequence[Trial], verdicts: Sequence[str], goal: Goa
 
 _OF_GOAL = {"memory": "memory", "startup": "start-up", "warm-startup": "warm start", "energy": "energy a row"}
 """The column that each goal goes by, where it is not the speed-up."""
+
+
+def _of_goal(goal: Goal, trials: Sequence[Trial]) -> str:
+    """That column; empty for the speed-up."""
+    return "energy a token" if goal == "energy" and any(one.generation for one in trials) else _OF_GOAL.get(goal, "")
+
+
 _FIGURES: Mapping[str, Callable[[Trial], str]] = {
     "time": lambda trial: fmt.milliseconds(trial.time_ms),
     "speed-up": lambda trial: escape(fmt.interval(trial.speedup)),
@@ -84,7 +91,7 @@ _FIGURES: Mapping[str, Callable[[Trial], str]] = {
     "memory": lambda trial: fmt.size(trial.peak_bytes),
     "start-up": lambda trial: fmt.seconds(trial.startup.total_s),
     "warm start": lambda trial: fmt.seconds(trial.startup.again_s),
-    "energy a row": lambda trial: fmt.joules(goal_figure("energy", trial)),
+    **dict.fromkeys(("energy a row", "energy a token"), lambda trial: fmt.joules(goal_figure("energy", trial))),
 }
 
 

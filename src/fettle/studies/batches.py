@@ -57,7 +57,7 @@ def grown(session: Session, recipe: Recipe, limit_bytes: float) -> Grown:
     assert trial is not None
     ratio = trial.speedup if trial.recipe.levels else Interval(1.0, 1.0, 1.0)
     rate = baseline.throughput * ratio.estimate if ratio is not None else math.nan
-    return Grown(factor, trial.samples, why, ratio, rate, trial.peak_bytes)
+    return Grown(factor, round(trial.samples), why, ratio, rate, trial.peak_bytes)
 
 
 def largest(tried: Callable[[int], Trial | None], limit_bytes: float) -> tuple[int, str]:

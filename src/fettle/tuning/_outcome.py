@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -40,10 +40,11 @@ def outcome(
     from fettle.report import Result
 
     winner, claim = pick_winner(session, last.trials)
-    again = _beside(winner, last.trials)
+    known, races = session.standings.known, session.standings.races.trials
+    again = _beside(winner, [*last.trials, *known.values(), *(one for race in races.values() for one in race.values())])
     session.study.set_note("seconds", session.seconds)
-    trials = [trial for trial in session.standings.known.values() if session.standings.allowed(trial.recipe)]
-    baseline = again or session.standings.known.get(Recipe())
+    trials = [trial for trial in known.values() if session.standings.allowed(trial.recipe)]
+    baseline = again or known.get(Recipe())
     notes = [
         *session.notes, session.plan.note, _whose_figure(session, winner, last.trials),
         _threads_under_load(session, winner), *_remarks(session, winner),
@@ -149,11 +150,10 @@ def _together(session: Session, winner: Trial) -> Interval | None:
     return session.standings.fit.speedup(winner.recipe, confidence=1 - (1 - session.rules.confidence) / picked_from)
 
 
-def _beside(winner: Trial | None, last: Sequence[Trial]) -> Trial | None:
-    """The workload as given in the final race, if that is where the winner's figures are from and it ran there too."""
-    if winner is None or not any((trial.recipe, trial.race) == (winner.recipe, winner.race) for trial in last):
-        return None
-    return next((trial for trial in last if not trial.recipe.levels and math.isfinite(trial.time_ms)), None)
+def _beside(winner: Trial | None, trials: Iterable[Trial]) -> Trial | None:
+    """The workload as given in the race that the winner's figures are from, if it ran there too."""
+    ran = [trial for trial in trials if not trial.recipe.levels and math.isfinite(trial.time_ms)]
+    return next((trial for trial in ran if winner is not None and trial.race == winner.race), None)
 
 
 def _nearest(session: Session) -> list[Trial]:
@@ -223,10 +223,8 @@ def _code(session: Session, winner: Trial) -> str:
     facts = replace(facts, learned={**facts.learned, **winner.learned})  # of two in one race each has its own
     heading = f"{target.name}, optimised for {facts.mode}: {winner.recipe}."
     if winner.speedup is not None:
-        off = f"relative error {winner.accuracy.error:.2g}"
-        if facts.mode == "training":
-            off = f"losses off by {winner.accuracy.error:.2g} of what two seeds are apart"
-        heading += f"\n\nMeasured {winner.speedup.estimate:.2f}x as given on {this_machine().summary}, {off}.\n"
+        off = f", with {winner.accuracy.distance}" if winner.accuracy.distance else ""
+        heading += f"\n\nMeasured {winner.speedup.estimate:.2f}x as given on {this_machine().summary}{off}.\n"
     return source(
         winner.recipe,
         facts,

@@ -199,6 +199,11 @@ def _study(path: Path) -> tuple[str, str]:
     return "study", line + (f" ({', '.join(counts)})" if counts else "")
 
 
+class _Texts(msgspec.Struct):
+    ttft_limit_ms: float = 0.0
+    itl_limit_ms: float = 0.0
+
+
 class _Run(msgspec.Struct):
     """One run of ``fettle serve load --json``."""
 
@@ -206,6 +211,16 @@ class _Run(msgspec.Struct):
     throughput: float
     within_limit: float | None = None
     limit_ms: float = 0.0
+    stable: bool = True
+    void: str = ""
+    texts: _Texts | None = None
+
+    @property
+    def late(self) -> bool:
+        """Whether it had a limit and did not keep it."""
+        texts = self.texts or _Texts()
+        limited = self.limit_ms or texts.ttft_limit_ms or texts.itl_limit_ms
+        return bool(limited) and (self.within_limit or 0.0) < 0.99
 
 
 class _Runs(msgspec.Struct):
@@ -243,14 +258,18 @@ def _under_load(path: Path) -> str:
             return f"{search.name}: no setting was shown to keep {kept}"
         line = f"{search.name}: {rate_text(best.measured)} requests/s with {kept}: {best.setting}"
         return line if search.met else f"{line}; not met"
-    told = msgspec.json.decode(text, type=list[_Run] | _Runs)
-    runs = told.runs if isinstance(told, _Runs) else told
-    most = max(runs, key=lambda run: run.throughput)
+    read = msgspec.json.decode(text, type=list[_Run] | _Runs)
+    runs = read.runs if isinstance(read, _Runs) else read
+    told = [run for run in runs if not run.void]
+    most = max(told or runs, key=lambda run: run.throughput)
     p99 = most.latency_ms.get("p99")
     line = f"{count_text(len(runs), 'load test')}: at most {most.throughput:.4g} answers/s"
     line += f", p99 {p99:.4g} ms" if p99 is not None else ""
-    late = sum(bool(run.limit_ms) and (run.within_limit or 0.0) < 0.99 for run in runs)
-    return line + (f"; {late} not within the limit" if late else "")
+    marks = {
+        "void": len(runs) - len(told), "with more than the server can do": sum(not run.stable for run in told),
+        "not within the limit": sum(run.late for run in told),
+    }  # fmt: skip
+    return line + "".join(f"; {count} {mark}" for mark, count in marks.items() if count)
 
 
 class _Interval(msgspec.Struct):

@@ -43,8 +43,8 @@ class Workload:
     """Short name, shown in reports. Empty: taken from the target."""
 
     samples: int | None = None
-    """Rows in one call, for throughput. None: the first dimension of the first tensor of the first batch that has one,
-    and is not empty in it."""
+    """Rows in one call, for throughput. None: the first dimension of the first tensor of a batch that has one, and is
+    not empty in it; where the batches differ, the mean."""
 
     parts: Sequence[str] = ()
     """A pipeline: the names of those submodules of `model` that are tuned each on its own, such as ``("text_encoder",
