@@ -1,7 +1,7 @@
 """Inputs as people have them: what each is taken for, and what the caller is asked where it cannot be told."""
 
 import itertools
-from collections import UserDict, namedtuple
+from collections import UserDict, deque, namedtuple
 
 import pytest
 import torch
@@ -37,6 +37,7 @@ def one(x):
     ("inputs", "model", "count", "taken_for"),
     [
         (X, one, 1, "one batch of one argument: tensor of 3 x 4"),
+        (deque([X, X]), one, 2, "2 batches of one argument: tensor of 3 x 4"),
         ([X], one, 1, "one batch of one argument: tensor of 3 x 4"),
         ([X, X], one, 2, "2 batches of one argument: tensor of 3 x 4"),
         ((X, X), Two(), 1, "one batch of 2 positional arguments"),
@@ -57,6 +58,7 @@ def one(x):
 def test_what_it_is_taken_for(inputs: object, model: object, count: int, taken_for: str) -> None:
     found = read_batches(inputs, model)
     assert (len(found.items), found.taken_for) == (count, taken_for)
+    assert len(found.items[:1]) == 1  # some may calibrate
 
 
 def test_no_more_than_a_few_batches_are_taken_of_a_loader() -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 import fettle
 from fettle.errors import UsageError, first_line
+from fettle.procs.limits import affinity_cores
 from fettle.workload import (
     Target,
     Workload,
@@ -27,6 +28,7 @@ from fettle.workload import (
     leaves,
     map_tensors,
     spread,
+    switches,
     target_from_objects,
     wait_for,
     workload_from,
@@ -331,6 +333,11 @@ class TestLoad:
         with Refused(*parts):
             find_target(str(path)).load()
 
+    def test_a_file_that_starts_workers_when_it_is_imported(self, tmp_path: Path) -> None:
+        text = "from fettle.measure import Worker\nwith Worker(): pass\ndef workload(): return abs, [1]"
+        with Refused("work.py calls fettle when it is imported", "if __name__ == '__main__':"):
+            find_target(str(write(tmp_path, text))).load()
+
     def test_a_module_that_does_not_exist(self) -> None:
         with Refused("importing no.such.module failed", "ModuleNotFoundError"):
             find_target("no.such.module").load()
@@ -419,6 +426,29 @@ class TestLiveObjects:
         torch.set_default_dtype(torch.float32)
         target.load()
         assert torch.get_default_dtype() == torch.float64
+
+    def test_what_is_set_for_all_of_torch_goes_with_them(self, tmp_path: Path) -> None:
+        torch.set_num_threads(affinity_cores() + 1)
+        torch.set_float32_matmul_precision("medium")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_default_device("meta")
+        given = switches()
+        try:
+            target = target_from_objects(Workload(abs, [1]), tmp_path)
+            torch.set_default_device(None)
+            torch.set_num_threads(1)
+            torch.set_float32_matmul_precision("highest")
+            torch.use_deterministic_algorithms(False)
+            target.load()
+            assert len(given) == 5
+            assert switches() == given
+        finally:
+            torch.set_default_device(None)
+
+    def test_what_is_as_torch_chooses_it_stays_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        torch.set_num_threads(3)
+        assert switches() == [("set_default_dtype", [torch.float32], {})]
 
     def test_what_cannot_be_unpickled(self, tmp_path: Path) -> None:
         path = tmp_path / "workload.pkl"

@@ -46,7 +46,7 @@ def read_batches(inputs: Any, model: Any = None, call: Callable[..., Any] | None
         items = [_from_loader(batch, takes) for batch in itertools.islice(inputs, FROM_LOADER)]
         return Batches(_some(items), f"the DataLoader's first {_describe(items)}")
     if isinstance(inputs, Sequence) and not isinstance(inputs, (str, bytes, tuple)):
-        items = [_plain(batch) for batch in inputs] if any(isinstance(item, UserDict) for item in inputs) else inputs
+        items = [_plain(batch) for batch in inputs]
         _check_list(items, takes)
         return Batches(_some(items), _describe(items))
     if isinstance(inputs, tuple) and not inputs:

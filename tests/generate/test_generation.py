@@ -873,6 +873,8 @@ def test_a_linear_layer_that_computes_more_than_its_weight_keeps_it() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * 2
 
-    model = torch.nn.Sequential(Adapted(64, 64), torch.nn.Linear(64, 64))
+    hooked = torch.nn.Linear(64, 64)
+    hooked.register_forward_hook(lambda layer, given, output: output * 2)
+    model = torch.nn.Sequential(Adapted(64, 64), torch.nn.Linear(64, 64), hooked)
     few_bits(model, FewBits, 8)
-    assert [type(layer) for layer in model] == [Adapted, FewBits]
+    assert [type(layer) for layer in model] == [Adapted, FewBits, torch.nn.Linear]

@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -38,8 +39,10 @@ from fettle.measure import (
     _candidates,
     _inference,
     _meters,
+    _process,
     _rounds,
     _state,
+    close_all,
     messages,
     race,
 )
@@ -61,7 +64,7 @@ from fettle.measure.messages import (
 )
 from fettle.measure.race import _go_on
 from fettle.recipe import Recipe
-from fettle.workload import Target, find_target
+from fettle.workload import Target, Workload, find_target
 
 A = TypeVar("A", bound=Answer)
 Reference = Callable[[Target, Path], tuple[str, Judge]]
@@ -276,6 +279,32 @@ def test_all_processes_are_told_to_end_before_one_is_waited_for() -> None:
     assert told == ["kill 0", "kill 1", "close 0", "close 1"]
 
 
+def test_the_end_of_one_call_leaves_the_workers_of_another_thread() -> None:
+    class Told:
+        told: tuple[str, ...] = ()
+
+        def kill(self) -> None:
+            self.told += ("kill",)
+
+        def close(self) -> None:
+            self.told += ("close",)
+
+    ours, theirs = Told(), Told()
+
+    def call() -> None:
+        _process._OWN.workers.add(cast("Worker", theirs))
+        close_all()
+
+    _process._OWN.workers.add(cast("Worker", ours))
+    try:
+        another = threading.Thread(target=call)
+        another.start()
+        another.join()
+    finally:
+        _process._OWN.workers.discard(cast("Worker", ours))
+    assert (ours.told, theirs.told) == ((), ("kill", "close"))
+
+
 def test_a_process_that_died_while_it_waited_is_started_anew() -> None:
     def held(code: int | None) -> Held:
         worker: Any = SimpleNamespace(wait=lambda timeout_s: code, close=lambda: None)
@@ -438,6 +467,12 @@ def _probed(target: Target, folder: Path) -> str:
     _inference.examine(state, Examine("fettle.diagnose.collect:glance"))
     _inference.reference(state, WriteReference(path))
     return path
+
+
+def test_a_nested_tensor_without_a_shape_is_one_line() -> None:
+    rows = [torch.ones(3, 4), torch.ones(5, 4)]
+    with pytest.raises(UsageError, match=r"layout=torch\.jagged"):
+        _inference.with_check(Workload(torch.nn.Linear(4, 2), [torch.nested.nested_tensor(rows)]))
 
 
 def test_one_batch_is_judged_on_another_too(tmp_path: Path, reference: Reference) -> None:

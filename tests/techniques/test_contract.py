@@ -465,10 +465,11 @@ def test_a_script_finds_what_the_study_found(name, tmp_path, monkeypatch):
     assert "later calls:" in out
 
 
-def test_a_script_of_a_model_that_writes_has_its_draft(tmp_path):
+def test_a_script_of_a_model_that_writes_has_its_draft_and_any_sequence_of_batches(tmp_path):
     (tmp_path / "writes.py").write_text(
-        "import torch\n\n\ndef workload():\n    model, draft = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)\n"
-        '    return {"model": model, "inputs": [torch.rand(3, 4)], "draft": draft}\n'
+        "import collections\nimport torch\n\n\ndef workload():\n"
+        "    model, draft = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)\n"
+        '    return {"model": model, "inputs": collections.deque([torch.rand(3, 4)]), "draft": draft}\n'
     )
     names = {"__name__": "optimized"}
     text = source(Recipe({"grad": "no_grad"}), Facts(), target=find_target(str(tmp_path / "writes.py")))
@@ -476,8 +477,9 @@ def test_a_script_of_a_model_that_writes_has_its_draft(tmp_path):
         patch.setattr(sys, "path", [*sys.path])
         patch.setitem(sys.modules, "workload_file", None)  # gone afterwards
         exec(compile(text, "optimized.py", "exec"), names)
-        model, *_ = names["load"]()
+        model, batches, _ = names["load"]()
     assert not model.draft.training
+    assert [batch.shape for batch in batches] == [(3, 4)]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])

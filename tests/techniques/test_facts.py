@@ -69,6 +69,31 @@ def test_train_mode_that_changes_answers(model):
     assert not probe_facts(Workload(model.eval(), [batch])).train_mode_differs
 
 
+class Merging(nn.Linear):
+    """As loralib's: `eval` adds an adapter to the weight, `train` takes it out."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.adapter, self.merged = nn.Parameter(torch.ones(4, 4)), False
+
+    def train(self, mode=True):
+        super().train(mode)
+        if mode == self.merged:
+            self.weight.data += -self.adapter if mode else self.adapter
+            self.merged = not mode
+        return self
+
+
+def test_a_mode_that_changes_weights_is_left_as_it_was_entered():
+    model = nn.Sequential(Merging(), nn.Dropout(0.5), Merging().eval())
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    facts = probe_facts(Workload(model, [torch.rand(3, 4)]))
+    assert facts.training
+    assert [child.training for child in model] == [True, True, False]
+    assert [child.merged for child in model if isinstance(child, Merging)] == [False, True]
+    torch.testing.assert_close(list(model.parameters()), before)
+
+
 def test_train_mode_that_changes_nothing():
     facts = probe_facts(Workload(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)), [torch.rand(3, 4)]))
     assert facts.training

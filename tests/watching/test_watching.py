@@ -1,5 +1,6 @@
 """Where the steps of a loop go. Times are only compared with themselves: parts add up, and what must be zero is."""
 
+import contextlib
 import gc
 import io
 import json
@@ -232,6 +233,24 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_programs_own_error(tm
     (tmp_path / "folder").unlink()
     with pytest.raises(UsageError, match="cannot write"):
         run(None)
+
+
+def test_the_summary_goes_where_the_standard_error_is_by_then() -> None:
+    for _ in range(2):  # as two tests of pytest's, each with files of its own
+        with contextlib.redirect_stderr(io.StringIO()) as out, watch() as steps:
+            steps.step()
+        assert "1 step" in out.getvalue()
+        out.close()
+
+
+def test_a_closed_file_does_not_hide_the_programs_own_error(tmp_path: Path) -> None:
+    closed = io.StringIO()
+    closed.close()
+    with pytest.raises(KeyError), watch(to=closed):
+        raise KeyError
+    with pytest.raises(ValueError, match="closed"), watch(to=closed, json_to=tmp_path / "steps.json"):
+        pass
+    assert (tmp_path / "steps.json").exists()
 
 
 def test_everything_is_put_back_also_after_an_exception() -> None:

@@ -33,7 +33,7 @@ from fettle.measure._state import (
 )
 from fettle.structure import structure
 from fettle.techniques import keep_converted, load, probe_facts, state_kept
-from fettle.workload import Workload, fingerprint, map_tensors, rows_of, tensors
+from fettle.workload import Workload, fingerprint, map_tensors, rows_of, switches, tensors
 
 
 def build(state: State, request: messages.Build) -> messages.Built:
@@ -51,7 +51,7 @@ def build(state: State, request: messages.Build) -> messages.Built:
     return messages.Built(
         load_s=state.load_s,
         fingerprint=state.fingerprint,
-        structure=structure(made.model, made.call, made.metric),
+        structure=structure(made.model, made.call, made.metric, made.samples, switches()),
         name=state.workload.name,
         mode=state.mode,
         writes=state.writes,
@@ -141,6 +141,10 @@ def with_check(workload: Any) -> Any:
     """The workload with its rows counted and, where the user gave one batch only, a second one to judge on: the same
     rows in another order, so that a recipe which only knows the first batch is found out."""
     first = workload.inputs[0]
+    every = tensors([*workload.inputs, *workload.check_inputs])
+    if any(tensor.is_nested and tensor.layout == torch.strided for tensor in every):
+        raise UsageError("the inputs hold a nested tensor of the older layout, which has no shape: make it with "
+                         "layout=torch.jagged")  # fmt: skip
     rows = workload.samples or rows_of(first)
     if not rows and any(tensor.dim() for tensor in tensors(first)):
         raise UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -33,7 +34,7 @@ class Worker(Ranks):
         """Fingerprint of the workload that it has built, once it has."""
         self.name = ""
         """What that workload calls itself."""
-        _LIVE.add(self)
+        _OWN.workers.add(self)
 
     def ask(self, request: Asked, answer: type[A], timeout_s: float) -> A:
         """Send a request and wait for its answer. Raises `WorkerError`, or `UsageError` for the user's own mistake.
@@ -50,18 +51,25 @@ class Worker(Ranks):
 
     def close(self) -> None:
         """Kill the worker with all its children. Safe to call again."""
-        _LIVE.discard(self)
+        _OWN.workers.discard(self)
         super().close()
 
 
-_LIVE: set[Worker] = set()
-_FORK_SERVERS = list[ForkServer]()
+class _Own(threading.local):
+    """What one thread has started: another's call of fettle may go on when its own ends."""
+
+    def __init__(self) -> None:
+        self.workers = set[Worker]()
+        self.servers = list[ForkServer]()
+
+
+_OWN = _Own()
 
 
 def fork_server(environment: Mapping[str, str], imports: Imports) -> ForkServer:
     """Workers with this environment beside ours as forks that have the `imports` of one which started by itself."""
     forks = ForkServer([WORKER, "fettle.measure._inference", "fettle.measure._training"], environment, imports)
-    _FORK_SERVERS.append(forks)
+    _OWN.servers.append(forks)
     return forks
 
 
@@ -75,8 +83,8 @@ def close_each(workers: Iterable[Worker]) -> None:
 
 
 def close_all() -> None:
-    """Kill every worker that is still alive, and what they are forked from: for an interrupt that comes from
-    anywhere."""
-    close_each(_LIVE)
-    while _FORK_SERVERS:
-        _FORK_SERVERS.pop().close()
+    """Kill every worker of this thread's that is still alive, and what they are forked from: for an interrupt that
+    comes from anywhere."""
+    close_each(_OWN.workers)
+    while _OWN.servers:
+        _OWN.servers.pop().close()

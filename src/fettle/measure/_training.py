@@ -39,7 +39,7 @@ from fettle.measure._trial import Accuracy
 from fettle.procs.limits import granted_memory_bytes, resident_bytes
 from fettle.recipe import Recipe
 from fettle.structure import structure
-from fettle.techniques import LARGEST, Facts, enlarged, load, source
+from fettle.techniques import LARGEST, Facts, enlarged, load, put_modes_back, source
 from fettle.train import (
     SEEDS,
     Band,
@@ -55,7 +55,7 @@ from fettle.train import (
     untrained,
 )
 from fettle.train.facts import MOST_BATCHES
-from fettle.workload import Target, rows_of
+from fettle.workload import Target, rows_of, switches
 
 _TIMELINE_STEPS = 3
 _FEWEST_SEEDS = 2
@@ -77,7 +77,7 @@ def build(state: State, request: messages.Build) -> messages.Built:
     return messages.Built(
         load_s=state.load_s,
         fingerprint=state.fingerprint,
-        structure=structure(workload.model, workload.loss, workload.metric, *own),
+        structure=structure(workload.model, workload.loss, workload.metric, workload.samples, switches(), *own),
         name=workload.name,
         mode=state.mode,
         imports=imports,
@@ -166,8 +166,7 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
         if not accuracy.problem:
             modes = [(module, module.training) for module in workload.model.modules()]
             accuracy = with_metric(accuracy, workload.metric, workload.model)
-            for module, training in modes:  # what is timed is a step as the loop makes it
-                module.training = training
+            put_modes_back(modes)  # what is timed is a step as the loop makes it
 
         group = [None] * _pass_length(workload)
         state.cycle = itertools.repeat(group)

@@ -3,11 +3,13 @@ infinity and NaN."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,6 +33,19 @@ _MEANT_TOO_S = 1.0
 _VARIABLES = {"KINETO_LOG_LEVEL": "99"}
 """The profiler writes to standard error otherwise, and the last line there is shown where a child has died."""
 T = TypeVar("T")
+_IMPORTED: ContextVar[str] = ContextVar("_IMPORTED", default="")
+"""The user's file or module that is imported right now, for what it defines."""
+
+
+@contextlib.contextmanager
+def importing(location: str) -> Iterator[None]:
+    """While a file or module of the user's is imported it may start no child: that one might import it as well, and so
+    on without end."""
+    before = _IMPORTED.set(location)
+    try:
+        yield
+    finally:
+        _IMPORTED.reset(before)
 
 
 class ChildError(Exception):
@@ -69,13 +84,16 @@ class Child(Process):
     """A process that runs `module` and answers, alive from construction to `close`: a context manager.
 
     The module is given a file descriptor, on which `fettle.procs.parent` answers. `variables` are added to our
-    environment. Where `forks` serves that, it is one of them, in which ``main(parent)`` of the module runs.
+    environment. Where `forks` serves that, it is one of them, in which ``main(parent)`` of the module runs. Raises
+    `UsageError` in a file that is only imported.
     """
 
     def __init__(
         self, module: str, *, variables: Mapping[str, str] | None = None, log: Path | None = None, python: str = "",
         forks: ForkServer | None = None,
     ) -> None:  # fmt: skip
+        if file := os.path.basename(_IMPORTED.get()):
+            raise UsageError(f"{file} calls fettle when it is imported: put the call under if __name__ == '__main__':")
         environment = environment_of(variables or {})
         can_fork = forks is not None and not python and forks.serves(environment)
         self.link, theirs = Pipe()

@@ -18,10 +18,10 @@ _BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 def usable_cores() -> int:
     """Physical cores that this process may use: fewer under an affinity mask or a container's quota."""
-    return max(1, int(min(_physical_cores(), quota_cores())))
+    return max(1, int(min(physical_cores(), quota_cores())))
 
 
-def _physical_cores() -> int:
+def physical_cores() -> int:
     """Physical cores of which this process may run on some part; as many of its logical ones as the machine has, where
     the system does not say which are whose."""
     try:

@@ -46,7 +46,7 @@ from fettle.techniques._probe import machine_facts, probe_facts, unchanged
 from fettle.techniques._python import PYTHON
 from fettle.techniques._ranks import modules_by_size, repeated_blocks, shard
 from fettle.techniques._source import load
-from fettle.techniques._state_kept import state_kept
+from fettle.techniques._state_kept import put_modes_back, state_kept
 from fettle.techniques._tensor import split_bytes, split_over, tensor_plan
 from fettle.techniques.batch import LARGEST, enlarged
 from fettle.techniques.quantize import quantize_exported
@@ -103,6 +103,7 @@ __all__ = [
     "parts_sentence",
     "preconditions",
     "probe_facts",
+    "put_modes_back",
     "quantize_exported",
     "register",
     "repeated_blocks",

@@ -16,7 +16,7 @@ def linear_of_conv1d(model: torch.nn.Module) -> None:
     layer: Any
     for parent in list(model.modules()):
         for name, layer in list(parent._modules.items()):
-            if layer is not None and is_conv1d(layer):
+            if layer is not None and is_conv1d(layer) and not (layer._forward_hooks or layer._forward_pre_hooks):
                 if layer not in made:
                     inputs, outputs = layer.weight.shape
                     made[layer] = torch.nn.Linear(inputs, outputs, device="meta").train(layer.training)

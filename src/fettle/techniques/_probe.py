@@ -28,7 +28,7 @@ from fettle.techniques._generation import generation_facts
 from fettle.techniques._host import cpu_flags, installed
 from fettle.techniques._linear import is_conv1d
 from fettle.techniques._pipeline import calls_of_parts, timed_parts
-from fettle.techniques._state_kept import buffers_of, is_same, state_kept
+from fettle.techniques._state_kept import buffers_of, is_same, put_modes_back, state_kept
 from fettle.techniques._tensor import tensor_plan
 from fettle.techniques._tiled_attention import with_decomposed_bias
 from fettle.techniques.compile import blocks_of
@@ -290,8 +290,7 @@ def unchanged(workload: Workload, module: torch.nn.Module) -> Iterator[Any]:
         try:
             yield workload.model
         finally:
-            for child, training in modes:
-                child.training = training
+            put_modes_back(modes)
 
 
 def _distance(one: Any, other: Any) -> float:

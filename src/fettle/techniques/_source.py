@@ -47,6 +47,7 @@ def load():
     import inspect
     import sys
     from collections import UserDict
+    from collections.abc import Sequence
     from itertools import islice
 
 {made}
@@ -60,7 +61,8 @@ def load():
         model, batches, call = made.model, made.inputs, made.call
     if isinstance(batches, torch.utils.data.DataLoader):  # a list in it was a tuple before it was collated
         batches = [tuple(batch) if type(batch) is list else batch for batch in islice(batches, {most})]
-    batches = list(batches) if isinstance(batches, list) else [batches]
+    several = isinstance(batches, Sequence) and not isinstance(batches, (str, bytes, tuple))
+    batches = list(batches) if several else [batches]
     batches = [dict(batch) if isinstance(batch, UserDict) else batch for batch in batches]
     return model, batches, call
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +43,16 @@ def put_buffers_back(module: torch.nn.Module, before: dict[str, torch.Tensor]) -
 
 BUFFERS = (is_same, put_value_back, buffers_of, put_buffers_back)
 """What a file of its own needs to put buffers back."""
+
+
+def put_modes_back(modes: Sequence[tuple[torch.nn.Module, bool]]) -> None:
+    """Let modules, each after those that it is part of, have the modes again that they had. One whose class does more
+    than torch where it is switched, such as merging weights into others, is told to do that again."""
+    for child, training in modes:
+        if child.training != training and type(child).train is not torch.nn.Module.train:
+            child.train(training)
+    for child, training in modes:
+        child.training = training
 
 
 @contextmanager

@@ -226,6 +226,8 @@ def few_bits(model: torch.nn.Module, kind: Any, bits: int, *more: int) -> None:
         for name, layer in list(parent.named_children()):
             if getattr(type(layer), "forward", None) is not torch.nn.Linear.forward:
                 continue  # one with an adapter, say, computes more than its weight
+            if layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
+                continue  # so may one that somebody has hooked into
             weight: Any = layer.weight
             total += 1
             if weight.shape[1] % 32 == 0 and weight.is_floating_point():

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, Literal, TextIO, TypeVar
 
 from fettle.errors import UsageError
 from fettle.files import check_writable, write_text
@@ -30,14 +30,14 @@ def watch(
     slow_trace: str | os.PathLike[str] | None = None,
     slow_factor: float = 2.0,
     json_to: str | os.PathLike[str] | None = None,
-    to: TextIO | None = sys.stderr,
+    to: TextIO | Literal["stderr"] | None = "stderr",
 ) -> Iterator[Steps]:
     """Watch the loop inside the block and print where its steps went when it ends, also with an exception.
 
     A step ends where the loop asks a `torch.utils.data.DataLoader` for the next batch; in a loop that says `step()`,
     there alone. Of several loaders that are asked in turn, all batches are of one step.
-    `json_to` writes the report as JSON, `to` is where the summary goes (None: nowhere). A step that has taken
-    `slow_factor` times the median is sampled until it ends, and what was seen goes to `slow_trace`, for Perfetto.
+    `json_to` writes the report as JSON, `to` is the file that the summary goes to (None: nowhere). A step that has
+    taken `slow_factor` times the median is sampled until it ends, and what was seen goes to `slow_trace`, for Perfetto.
     The report is in `.report` afterwards. One watch at a time, in the thread of the loop.
 
     Raises `UsageError` if a file cannot be written, `slow_factor` is not above 1, or a watch is running.
@@ -62,15 +62,19 @@ def watch(
     finally:
         failed = sys.exception() is not None
         _ONE.release()
-        if steps.report is not None and to is not None:
-            print(steps.report, file=to)
-        if steps.report is not None and json_to is not None:
-            try:
-                write_text(json_to, steps.report.to_json())
-            except UsageError as error:
-                if not failed:
-                    raise
-                warnings.warn(str(error), stacklevel=2)  # the program's own exception must not be hidden by this one
+        try:
+            if steps.report is not None and to is not None:
+                hidden = (OSError, ValueError) if failed else ()  # a closed file must not hide the program's own error
+                with contextlib.suppress(*hidden):
+                    print(steps.report, file=sys.stderr if to == "stderr" else to)
+        finally:
+            if steps.report is not None and json_to is not None:
+                try:
+                    write_text(json_to, steps.report.to_json())
+                except UsageError as error:
+                    if not failed:
+                        raise
+                    warnings.warn(str(error), stacklevel=2)  # nor must this one
 
 
 def step_timer(iterable: Iterable[T], **options: Any) -> Iterator[T]:

@@ -6,7 +6,7 @@ or live objects, which travel as a cloudpickle file.
 """
 
 from fettle.workload.model import Workload, fingerprint, register_kind, workload_from
-from fettle.workload.target import AUTO, MODES, Target, check_mode, find_target, target_from_objects
+from fettle.workload.target import AUTO, MODES, Target, check_mode, find_target, switches, target_from_objects
 from fettle.workload.trees import (
     Batch,
     again,
@@ -22,6 +22,6 @@ from fettle.workload.trees import (
 
 __all__ = [
     "AUTO", "MODES", "Batch", "Target", "Workload", "again", "check_mode", "device_of", "find_target", "fingerprint",
-    "is_numbers", "leaves", "map_tensors", "register_kind", "rows_of", "spread", "target_from_objects", "tensors",
-    "wait_for", "workload_from",
+    "is_numbers", "leaves", "map_tensors", "register_kind", "rows_of", "spread", "switches", "target_from_objects",
+    "tensors", "wait_for", "workload_from",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -10,12 +11,15 @@ import os
 import re
 import symtable
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fettle.errors import UsageError, first_line
+from fettle.procs.child import importing
+from fettle.procs.limits import affinity_cores, physical_cores
 from fettle.workload.model import Workload, workload_from
 
 MODES = ("inference", "training")
@@ -143,11 +147,10 @@ def target_from_objects(workload: Any, folder: Path) -> Target:
     that always works.
     """
     import cloudpickle
-    import torch
 
     _check_travels(workload)
     try:
-        data = cloudpickle.dumps((torch.get_default_dtype(), workload))
+        data = cloudpickle.dumps((switches(), workload))
     except Exception as error:
         raise UsageError(
             f"the model or its inputs cannot be handed to a worker process ({first_line(error)}): write a factory "
@@ -161,6 +164,27 @@ def target_from_objects(workload: Any, folder: Path) -> Target:
         raise UsageError(f"cannot write {path}: {error.strerror or first_line(error)}") from error
     name = workload.name or type(workload.model).__name__
     return Target(str(path), name, tuple(entry or str(Path.cwd()) for entry in sys.path if isinstance(entry, str)))
+
+
+def switches() -> list[tuple[str, list[Any], dict[str, Any]]]:
+    """What this program has set for all of torch, as the calls that set it: the default type, and what is not as torch
+    chooses it."""
+    import torch
+
+    calls: list[tuple[str, list[Any], dict[str, Any]]] = [("set_default_dtype", [torch.get_default_dtype()], {})]
+    variables = [os.environ.get(name, "") for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")]
+    chosen = [int(text) for text in variables if text.isdigit()] or [physical_cores(), affinity_cores()]
+    if torch.get_num_threads() not in chosen:
+        calls += [("set_num_threads", [torch.get_num_threads()], {})]
+    if torch.get_default_device().type != "cpu":
+        calls += [("set_default_device", [torch.get_default_device()], {})]
+    if torch.are_deterministic_algorithms_enabled():
+        warns = {"warn_only": torch.is_deterministic_algorithms_warn_only_enabled()}
+        calls += [("use_deterministic_algorithms", [True], warns)]
+    with contextlib.suppress(RuntimeError):  # where it was set by its new name
+        if torch.get_float32_matmul_precision() != "highest":
+            calls += [("set_float32_matmul_precision", [torch.get_float32_matmul_precision()], {})]
+    return calls
 
 
 def _check_travels(workload: Any) -> None:
@@ -191,16 +215,8 @@ def _takes(factory: Callable[..., object], name: str) -> bool:
 def _find_factory(reference: str) -> Callable[..., object]:
     location, _, name = reference.rpartition(":")
     try:
-        if location.endswith(".py"):
-            module_name = f"_fettle_target_{Path(location).stem}"
-            spec = importlib.util.spec_from_file_location(module_name, location)
-            if spec is None or spec.loader is None:
-                raise UsageError(f"cannot read {location} as a Python file")
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[module_name] = module  # dataclasses and pickling inside the file look it up there
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(location)
+        with importing(location):
+            module = _executed(location) if location.endswith(".py") else importlib.import_module(location)
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
@@ -210,6 +226,17 @@ def _find_factory(reference: str) -> Callable[..., object]:
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise _missing(location, name, known)
     return factory  # type: ignore[no-any-return]
+
+
+def _executed(file: str) -> types.ModuleType:
+    name = f"_fettle_target_{Path(file).stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"cannot read {file} as a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickling inside the file look it up there
+    spec.loader.exec_module(module)
+    return module
 
 
 def _check_defined(file: Path, name: str) -> None:
@@ -238,8 +265,9 @@ def _load_live(path: Path) -> object:
     import torch
 
     try:
-        dtype, built = pickle.loads(path.read_bytes())  # written by this user's own process a moment ago
-        torch.set_default_dtype(dtype)  # the model may make tensors of it
+        calls, built = pickle.loads(path.read_bytes())  # written by this user's own process a moment ago
+        for name, arguments, options in calls:  # as there: the model may make tensors of the default type
+            getattr(torch, name)(*arguments, **options)
     except Exception as error:
         raise UsageError(
             f"the model or its inputs cannot be rebuilt in a worker process ({first_line(error)}): write a factory "
