@@ -192,12 +192,18 @@ def quiet_ratio(seen: dict, model: str, recipe: str) -> float:
     return statistics.geometric_mean(found) if found else math.nan
 
 
-def behind(seen: dict, model: str, recipe: str, best: str) -> float:
-    """How far the recipe is behind the best on the quiet machine, from the races that held both; 0 where it leads."""
+def behind(seen: dict, model: str, recipe: str, best: str | None) -> float:
+    """How far the recipe is behind the best on the quiet machine, from the races that held both; 0 where it leads.
+    Empty: the model as given. None: no quiet study has told the best."""
     if recipe == best:
         return 0.0
+    if best is None:
+        return math.nan
     if not recipe:
         return quiet_ratio(seen, model, best) - 1
+    if not best:
+        ratio = quiet_ratio(seen, model, recipe)
+        return max(0.0, 1 / ratio - 1) if ratio > 0 else math.nan
     found = [there / here for here, there in ratios(seen, model, [recipe, best])]
     return max(0.0, statistics.geometric_mean(found) - 1) if found else math.nan
 
@@ -211,7 +217,7 @@ def summary(seen: dict) -> list[dict]:
             model, budget_s, rest = key.split(" ", 2)
             if rest.rpartition(" ")[0] != name or "failed" in found:
                 continue
-            best = seen["studies"].get(f"{model} {budget_s} none 0", {}).get("recipe", "")
+            best = seen["studies"].get(f"{model} {budget_s} none 0", {}).get("recipe")
             off.append(behind(seen, model, found["recipe"], best))
             cannot_tell += found["verdict"] == "cannot tell"
             if found["speedup"] is not None and found["recipe"]:

@@ -18,8 +18,8 @@ from fettle.workload import Workload
 from tests.techniques.test_devices import on_gpu
 
 
-def nvml(monkeypatch, *, running=(1,), utilisation=(), reasons=0, now=1500, missing=""):
-    """A module that answers like pynvml; `missing` names a call that it does not have."""
+def nvml(monkeypatch, *, running=(1,), utilisation=(), reasons=0, now=1500, missing="", gpus=("GPU-1",)):
+    """A module that answers like pynvml, alike for all `gpus`; `missing` names a call that it does not have."""
 
     class NVMLError(Exception): ...
 
@@ -28,12 +28,12 @@ def nvml(monkeypatch, *, running=(1,), utilisation=(), reasons=0, now=1500, miss
 
     answers = {
         "nvmlInit": lambda: None,
-        "nvmlDeviceGetHandleByUUID": lambda uuid: uuid if uuid == "GPU-1" else not_found(),
+        "nvmlDeviceGetHandleByUUID": lambda uuid: uuid if uuid in gpus else not_found(),
         "nvmlDeviceGetComputeRunningProcesses": lambda device: [SimpleNamespace(pid=pid) for pid in running],
         "nvmlDeviceGetProcessUtilization": lambda device, since: (
-            [SimpleNamespace(pid=pid, smUtil=share) for pid, share in utilisation] or not_found()
+            [SimpleNamespace(pid=pid, smUtil=share) for pid, share in utilisation if device == gpus[-1]] or not_found()
         ),
-        "nvmlDeviceGetCurrentClocksThrottleReasons": lambda device: reasons,
+        "nvmlDeviceGetCurrentClocksThrottleReasons": lambda device: reasons if device == gpus[-1] else 0,
         "nvmlDeviceGetClockInfo": lambda device, which: now,
         "nvmlDeviceGetMaxClockInfo": lambda device, which: 2000,
         "nvmlClocksThrottleReasonGpuIdle": 1,
@@ -73,6 +73,15 @@ def test_a_clock_below_its_best_counts_only_where_something_throttles(monkeypatc
     assert with_gpu(Load(), "GPU-1", {1}).clock == 0.75
 
 
+@pytest.mark.parametrize("order", [("GPU-1", "GPU-2"), ("GPU-2", "GPU-1")])
+def test_of_several_gpus_the_worst_counts(monkeypatch, order):
+    nvml(monkeypatch, utilisation=[(7, 40)], reasons=8, gpus=("GPU-1", "GPU-2"))
+    load = Load()
+    for gpu in order:
+        load = with_gpu(load, gpu, {1})
+    assert (load.others, load.clock) == (0.4, 0.75)
+
+
 def test_what_a_recipe_itself_draws_is_no_neighbour(monkeypatch):
     """A GPU at its power limit is slowed for as long as the recipe runs: waiting for it to be quiet never ends."""
     nvml(monkeypatch, reasons=4)
@@ -95,6 +104,8 @@ def test_energy_of_several_ranks_is_that_of_all_their_gpus():
     assert slice_of(2.0, "GPU-1").with_ranks([slice_of(2.0, "GPU-1")]).energy_j == 2.0
     assert slice_of(2.0, "GPU-1").with_ranks([slice_of(None, "GPU-2")]).energy_j is None
     assert slice_of(2.0).with_ranks([slice_of(2.0)]).energy_j == 2.0  # the machine's, either time
+    every = slice_of(2.0, "GPU-1").with_ranks([slice_of(3.0, "GPU-2"), slice_of(2.0, "GPU-1")])
+    assert every.gpus == ["GPU-1", "GPU-2"]
 
 
 def test_energy_of_a_machine_is_that_of_its_packages(monkeypatch, tmp_path):

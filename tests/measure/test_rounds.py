@@ -1,6 +1,7 @@
 """What a race does where others have the machine: made-up slices on a made-up machine, no process and no clock."""
 
 import contextlib
+import importlib
 import math
 import random
 import time
@@ -16,9 +17,15 @@ from fettle.measure._clock import is_steady
 from fettle.measure._process import WorkerError
 from fettle.measure._rounds import Rounds
 from fettle.measure._rules import Candidate, Rules
+from fettle.measure._trial import Accuracy, Slice
 from fettle.measure._watch import Patience, Reading, Watch
-from fettle.measure.messages import RowsMeasured, SliceTaken
+from fettle.measure.messages import Prepared, RowsMeasured, SliceTaken
 from fettle.recipe import Recipe
+
+PREPARED = Prepared(
+    load_s=0.1, optimize_s=0.1, first_call_s=0.1, cache="", accuracy=Accuracy(), peak_bytes=None, device="cpu", gpu="",
+    call_ns=10**7, samples=1, notes=[], learned={},
+)  # fmt: skip
 
 
 class Machine:
@@ -26,7 +33,9 @@ class Machine:
 
     def __init__(self, busy) -> None:
         self.busy, self.now, self.others_s, self.own_s = busy, 0.0, 0.0, 0.0
-        self.first = 0
+        self.first, self.cores, self.asleep_s = 0, 2, 0.0
+        self.happens = lambda: None
+        """What happens to the machine in the middle of the fifth slice."""
         self.asked: list[tuple[bool, bool]] = []
         """Whether each slice went before the others' work, and whether its threads were held apart."""
 
@@ -38,7 +47,13 @@ class Machine:
         self.now += seconds
 
     def read(self) -> Reading:
-        return Reading(self.now, self.now, busy_s=self.others_s + self.own_s, cores=2)
+        return Reading(self.now, self.now + self.asleep_s, busy_s=self.others_s + self.own_s, cores=self.cores)
+
+    def suspend(self) -> None:
+        self.asleep_s += 3600
+
+    def unplug(self) -> None:
+        self.cores = 1
 
     @contextlib.contextmanager
     def going_first(self, group):
@@ -49,6 +64,7 @@ class Machine:
 
 class Worker:
     pid = 1
+    gpus = ()
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -57,23 +73,31 @@ class Worker:
         seconds, apart = request.seconds, request.apart
         machine = self.machine
         machine.asked.append((bool(machine.first), apart))
+        if len(machine.asked) == 5:
+            machine.happens()
         busy = 0.0 if machine.first else machine.busy(machine.now)
         machine.own_s += 2 * seconds * (1 - busy / 2)
         machine.sleep(seconds)
         ms = 40 if busy else 10
         return SliceTaken(
             samples_ns=[ms * 1_000_000],
-            unhindered_ns=11e6 if apart or not busy else math.nan,
+            unhindered_ns=self.told(apart, busy),
             waits=0.8 * busy,
             cpu_s=2 * seconds * (1 - busy / 2),
             energy_j=None,
+            gpus=self.gpus,
         )
+
+    def told(self, apart: bool, busy: float) -> float:
+        return 11e6 if apart or not busy else math.nan
 
     def pause(self) -> None: ...
 
 
-def run(monkeypatch, busy, *, patience_s=0.0, may_go_first=False, under_load=False, rounds=6):
+def run(monkeypatch, busy, *, patience_s=0.0, may_go_first=False, under_load=False, rounds=6, happens=None):
     machine = Machine(busy)
+    if happens is not None:
+        machine.happens = lambda: happens(machine)
     clock = SimpleNamespace(monotonic=machine.monotonic, sleep=machine.sleep)
     monkeypatch.setattr(_rounds, "time", clock)
     monkeypatch.setattr(_watch, "time", clock)
@@ -119,6 +143,45 @@ def test_a_disturbed_slice_is_kept_and_made_again_when_the_machine_is_quiet(monk
     assert 10 < machine.now < 14
 
 
+@pytest.mark.parametrize("happens", [Machine.suspend, Machine.unplug])
+def test_what_happens_to_the_machine_in_a_slice_is_no_evidence(monkeypatch, happens):
+    _, slices = run(monkeypatch, lambda now: 0.0, patience_s=60.0, happens=happens)
+    (disturbed,) = [one for one in slices if not one.quiet]
+    assert disturbed.best_ms is None
+    assert {(one.process, one.round) for one in slices if one.quiet} >= {(disturbed.process, disturbed.round)}
+    assert len(slices) == 13
+
+
+def test_each_gpu_that_a_slice_used_is_looked_at(monkeypatch):
+    looked_at = []
+    monkeypatch.setattr(Worker, "gpus", ("GPU-1", "GPU-2"))
+    monkeypatch.setattr(_rounds, "with_gpu", lambda load, gpu, own: looked_at.append(gpu) or load)
+    run(monkeypatch, lambda now: 0.0, rounds=1)
+    assert looked_at == ["GPU-1", "GPU-2"] * 2
+
+
+def test_a_comparison_is_quiet_where_both_sides_were():
+    """The baseline was disturbed from the third round on; the recipe's slices were made again in quiet."""
+
+    def started(levels, quiet, busy):
+        slices = [Slice(str(levels), turn, 10.0, 10.0, True, 0.0) for turn in quiet]
+        slices += [Slice(str(levels), turn, 40.0, 12.0, False, 0.8) for turn in busy]
+        candidate, worker = Candidate(Recipe(levels), ""), SimpleNamespace(fingerprint="")
+        return Started([Runner(candidate, worker, PREPARED, "", 0.0, slices=slices, samples_ns=[10**7])])
+
+    def trial(one, beside):
+        start = Start(None, "", None, Rules(), None, {}, 1, None)
+        return importlib.import_module("fettle.measure.race")._trial(one, beside, start, SimpleNamespace(loads={}))
+
+    given = started({}, (1, 2), range(3, 9))
+    recipe = started({"precision": "bf16"}, range(1, 9), range(3, 9))
+    assert not trial(given, given).is_quiet
+    assert not trial(recipe, given).is_quiet
+    assert trial(recipe, given).time_ms == pytest.approx(10.0)
+    assert trial(recipe, started({}, range(1, 9), ())).is_quiet
+    assert trial(recipe, replace(given, runners=[replace(given.first, slices=[])])).is_quiet  # it died at once
+
+
 def test_a_machine_that_is_never_quiet_ends_the_wait_and_holds_threads_apart(monkeypatch):
     machine, slices = run(monkeypatch, lambda now: 1.0, patience_s=60.0)
     assert not any(one.quiet for one in slices)
@@ -126,6 +189,15 @@ def test_a_machine_that_is_never_quiet_ends_the_wait_and_holds_threads_apart(mon
     assert machine.asked[0] == (False, False)
     assert set(machine.asked[1:]) == {(False, True)}
     assert [one.best_ms for one in slices][1:] == [11.0] * (len(slices) - 1)
+
+
+def test_the_first_slice_that_a_neighbour_disturbs_is_compared_with_none_held_apart(monkeypatch):
+    """What it says of the time alone is made up as it is for slices whose threads share a core."""
+    monkeypatch.setattr(Worker, "told", lambda self, apart, busy: 11e6)
+    machine, slices = run(monkeypatch, lambda now: 1.0)
+    assert machine.asked[0] == (False, False)
+    assert set(machine.asked[1:]) == {(False, True)}
+    assert [one.best_ms for one in slices].count(None) == 1
 
 
 def test_where_the_system_allows_it_slices_go_before_the_others_work(monkeypatch):

@@ -1,7 +1,10 @@
 """What others took, from made-up readings of the machine: nothing here depends on what this machine does."""
 
+import itertools
 import math
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -67,10 +70,49 @@ def test_a_machine_that_slept_in_a_slice_is_seen():
     assert "suspended" in str(load)
 
 
-def test_cores_that_go_or_come_leave_the_others_unknown():
+def test_cores_that_go_or_come_in_a_slice_disturb_it_and_leave_the_others_unknown():
     load = load_of(START, replace(after(1.0, busy_s=2.0), cores=1))
     assert math.isnan(load.others)
-    assert load.is_quiet
+    assert not load.is_quiet
+    assert "cores went or came" in str(load)
+    gone = replace(after(0.1), cores=1)
+    later = load_of(START, gone, after(0.1, gone))
+    assert math.isnan(later.others)
+    assert later.is_quiet
+
+
+def test_a_wall_clock_that_steps_changes_nothing(monkeypatch):
+    """An hour back, as where somebody sets it."""
+    wall = itertools.count(1e9, -3600)
+    clocks = {name: getattr(time, name) for name in dir(time) if not name.startswith("_")}
+    monkeypatch.setattr(_watch, "time", SimpleNamespace(**{**clocks, "time": lambda: next(wall)}))
+    watch = Watch()
+    watch.mark()
+    assert not watch.load().slept
+    assert not math.isnan(watch.load(waits=0.0).others)
+
+
+STAT = """cpu  600 0 0 1400 0 0 0 30 0 0
+cpu0 300 0 0 200 0 0 0 10 0 0
+cpu1 0 0 0 500 0 0 0 0 0 0
+cpu2 200 10 20 200 0 30 40 20 0 0
+cpu3 0 0 0 500 0 0 0 0 0 0
+intr 1 2 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("ours", "busy_s", "steal_s", "cores"),
+    [({0, 1, 2, 3}, 6.0, 0.3, 4), ({1, 2}, 3.0, 0.2, 2), (set(), 6.0, 0.3, 4), ({4, 5}, 6.0, 0.3, 4)],
+    ids=["all", "some", "not told", "numbered otherwise"],
+)
+def test_only_what_is_done_on_our_cores_counts(tmp_path, monkeypatch, ours, busy_s, steal_s, cores):
+    """Under taskset or in a cpuset others' work on other cores disturbs nothing."""
+    (tmp_path / "stat").write_text(STAT)
+    monkeypatch.setattr(_watch, "_STAT", tmp_path / "stat")
+    monkeypatch.setattr(_watch, "affinity", lambda: ours)
+    read = read_machine()
+    assert (read.busy_s, read.steal_s, read.cores) == (busy_s, steal_s, cores)
 
 
 def test_no_time_between_two_readings_is_no_division():

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from fettle.errors import UsageError
 from fettle.generate.speed import Generation
-from fettle.measure import Interval, Slice, Startup
+from fettle.measure import Interval, Load, Slice, Startup
 from fettle.report import _format as fmt
 from fettle.report import (
     cell,
@@ -32,7 +32,7 @@ from fettle.report import (
     to_json,
     write_charts,
 )
-from fettle.report._facts import checks, front_trials, goal_figure, levers, ranked, status_of
+from fettle.report._facts import checks, front_trials, goal_figure, levers, load_lines, ranked, status_of, under
 from fettle.report._ladder import throughput_rows
 from fettle.report._rounds import rounds
 from fettle.report._text import sentence
@@ -384,6 +384,38 @@ def test_what_others_hid_is_said_to_be_hidden() -> None:
     said = verdict(dataclasses.replace(full, trials=trials, winner=trials[0], verdict="same"))
     assert said.startswith("Cannot tell: others had so much of the machine")
     assert "--under-load" in said
+
+
+@pytest.mark.parametrize("which", ["as given", "final race", "recipes"])
+def test_nothing_to_gain_on_a_busy_machine_is_said_to_be_found_on_one(tmp_path: Path, which: str) -> None:
+    """A small gain drowns there, so that "leave it as it is" says less than on a quiet machine."""
+    full = ALL["baseline wins"]
+    given, *others = full.trials
+    busy = {"is_quiet": False, "load": Load(waits=0.4, others=0.5)}
+    hidden = dataclasses.replace(given, **busy)
+    result = dataclasses.replace(full, **{
+        "as given": {"trials": [hidden, *others], "winner": hidden},
+        "final race": {"winner": hidden, "baseline_again": hidden},
+        "recipes": {"trials": [given, dataclasses.replace(others[0], **busy), *others[1:]]},
+    }[which])  # fmt: skip
+    first, _, rest = verdict(result).partition(": ")
+    assert first.startswith("On a machine that was busy for part of the study (its threads together waited 40%")
+    assert "others took 50% of the cores" in first
+    assert first.endswith("which may hide a small gain")
+    assert rest.startswith("leave it as it is; none of the")
+    assert headline(result) == "Leave it as it is, on a busy machine"
+    save(result, tmp_path)
+    assert "a busy machine (its threads" in (tmp_path / "recipe.toml").read_text()
+    asked = verdict(dataclasses.replace(result, under_load=True))
+    assert asked.startswith("Measured under load, as asked (its threads together waited")
+    assert verdict(full).startswith("Leave it as it is: none of the")
+
+
+def test_the_load_is_the_baselines_where_the_recipe_itself_saw_little() -> None:
+    given = dataclasses.replace(trial("baseline"), load=Load(others=0.5))
+    recipe = dataclasses.replace(trial("precision=bf16", 200), is_quiet=False)
+    assert "others took 50% of the cores" in load_lines([given, recipe])[1]
+    assert "others took 50% of the cores" in under(recipe, given=given)
 
 
 def test_times_that_stand_side_by_side_are_of_one_race() -> None:

@@ -11,7 +11,16 @@ from simulated import World, made_up_space, session_in, study
 from fettle.measure import Interval, Startup, Stop, Trial, _candidates
 from fettle.recipe import Recipe
 from fettle.search import auto
-from fettle.tuning._budget import FEWEST_ROUNDS, Budget, plan_final_race, race_s, replicates_s, start_s, turn_s
+from fettle.tuning._budget import (
+    FEWEST_ROUNDS,
+    Budget,
+    FinalRacePlan,
+    plan_final_race,
+    race_s,
+    replicates_s,
+    start_s,
+    turn_s,
+)
 
 
 def time_ms(scale):
@@ -219,9 +228,20 @@ def test_a_plan_fits_into_the_time_that_is_left(left_s, starts, ms, extras):
         assert race_s(first, FEWEST_ROUNDS) <= left_s
         return
     field = [baseline, *best[: plan.finalists]]
+    if (plan.replicates, plan.finalists, plan.extras) == (1, 2, 0):
+        assert race_s(field, FEWEST_ROUNDS) <= left_s
+        return
     rungs_s = plan.extras * (start_s(baseline) + 6 * turn_s(baseline))
     cost_s = race_s(field) + replicates_s(field, plan.replicates - 1) + rungs_s
     assert cost_s <= left_s + 1e-6
+
+
+def test_the_leader_is_not_alone_where_another_fits_beside_it_for_the_fewest_rounds():
+    slow = [replace(one, turn_s=5.0) for one in (BASE, trial(), trial(recipe="grad=no_grad"))]
+    left_s = race_s(slow, FEWEST_ROUNDS)
+    assert left_s < race_s(slow)
+    assert plan_final_race(left_s, slow[0], slow[1:], 3) == FinalRacePlan(2, 1, 0, 0.0)
+    assert plan_final_race(left_s - 1, slow[0], slow[1:], 0).finalists == 1
 
 
 @given(seconds=st.floats(1, 1e5), start=st.floats(0, 1e4))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from simulated import World, made_up_space, session_in, study
 
-from fettle.measure import Accuracy, Interval, Slice, Trial, contrast_interval, is_vague, process_logs
+from fettle.measure import Accuracy, Interval, Load, Slice, Trial, contrast_interval, is_vague, process_logs
 from fettle.recipe import Recipe
 from fettle.report._facts import elapsed, load_lines, under
 from fettle.search import auto
@@ -16,8 +16,9 @@ from fettle.studies.running import _measure_as_given
 from fettle.studies.workloads import Workload
 from fettle.study import Study
 from fettle.techniques import Facts, preconditions
-from fettle.tuning import _outcome
+from fettle.tuning import _final_race, _outcome
 from fettle.tuning._baseline import depends_on_memory, how_it_swings
+from fettle.tuning._budget import FinalRacePlan
 from fettle.tuning._final_race import _is_enough, final_race
 from fettle.tuning._outcome import _threads_under_load, pick_winner
 from fettle.tuning.tune import _advised
@@ -141,13 +142,20 @@ def test_on_a_quiet_machine_nothing_is_said_of_load(tmp_path, monkeypatch):
 def test_a_baseline_that_swings_is_told_of_before_minutes_are_spent(tmp_path, monkeypatch):
     world = World(time_ms, neighbour=lambda now: 0.5 if now < 4.45 else 0.0, beside=beside)
     world.install(monkeypatch)
-    told = []
-    session = session_in(world, tmp_path, 240.0, made_up_space()[1], on_progress=lambda event: told.append(event.doing))
+    told, kept = [], []
+
+    def hear(event):
+        told.append(event.doing)
+        kept.append(event.note)
+
+    session = session_in(world, tmp_path, 240.0, made_up_space()[1], on_progress=hear)
     session.patience.left_s = 0.0
     session.measure([Recipe()])
     session.look_at_baseline()
     assert told[-1].startswith("the model as given took 1")
     assert "its threads together waited" in told[-1]
+    assert kept[-1] == told[-1]  # a line that stays on the screen
+    assert session.notes == [told[-1]]
 
 
 def test_a_baseline_whose_time_depends_on_freed_memory_is_told_of_and_has_the_allocator_tried_first():
@@ -181,6 +189,56 @@ def session_with(tmp_path, monkeypatch, *races):
         session._race = number
         session.keep(trials)
     return session
+
+
+@pytest.mark.parametrize(("after_s", "quiet"), [(12.0, False), (12.5, True)])
+def test_a_neighbour_that_begins_in_the_middle_of_the_final_race_changes_no_claim(
+    tmp_path, monkeypatch, after_s, quiet
+):
+    """After two rounds, and after four."""
+    begun = []
+
+    def hear(event):
+        if event.doing.startswith("final race"):
+            begun.append(world.now)
+
+    world = World(time_ms, neighbour=lambda now: 0.5 if begun and now > begun[0] + after_s else 0.0, beside=beside)
+    world.install(monkeypatch)
+    space, facts = made_up_space()
+    session = session_in(world, tmp_path, 240.0, facts, on_progress=hear)
+    last = study(world, session, space, auto)
+    winner, verdict = pick_winner(session, last.trials)
+    assert {one.quiet for one in winner.slices} == {True, False}
+    assert winner.is_quiet == quiet
+    assert winner.recipe.levels["runtime"] == "openvino-bf16"
+    assert verdict == "faster"
+    assert winner.speedup.low <= 14.0 / 2.2 <= winner.speedup.high
+
+
+def test_no_gain_found_in_a_final_race_on_a_busy_machine_says_so(tmp_path, monkeypatch):
+    """The races before were quiet."""
+    right = Accuracy(error=0.0, finite=True)
+    before = [replace(trial(text, ms), accuracy=right) for text, ms in (("baseline", 9.0), ("precision=bf16", 8.0))]
+    session = session_with(tmp_path, monkeypatch, before)
+    monkeypatch.setattr(_outcome, "_together", lambda session, winner: None)
+    for quiet in (True, False):  # the baseline by itself
+        ran = [trial("baseline", 9.0, race=2, quiet=quiet), trial("precision=bf16", 9.0, race=2, quiet=False)]
+        equal, load = Interval(1.0, 0.9, 1.1), Load(others=0.5)
+        last = [replace(one, accuracy=right, load=load, speedup=equal) for one in ran]
+        winner, verdict = pick_winner(session, last)
+        assert (winner.recipe, winner.race, verdict) == (Recipe(), 2, "same")
+        assert not winner.is_quiet
+        assert not winner.load.is_quiet
+
+
+def test_one_finalist_alone_is_not_announced_as_the_best_of_all(tmp_path, monkeypatch):
+    session = session_with(
+        tmp_path, monkeypatch, [trial("baseline", 9.0), trial("precision=bf16", 3.0), trial("matmul=medium", 3.01)]
+    )
+    monkeypatch.setattr(_final_race, "plan_final_race", lambda *more: FinalRacePlan(1, 1, 0))
+    final_race(session, made_up_space()[0])
+    (said,) = session.notes
+    assert said.endswith("only one of 2 recipes in the final race: matmul=medium may be as fast or faster")
 
 
 def test_finalists_are_all_that_may_be_the_best_and_one_of_another_kind(tmp_path, monkeypatch):

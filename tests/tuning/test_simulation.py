@@ -1,6 +1,7 @@
 """Whole studies on machines whose truth is known, in a small form of ``bench/busy_simulation.py``."""
 
 import importlib.util
+import math
 import sys
 from pathlib import Path
 
@@ -38,6 +39,16 @@ def test_bursts_of_a_neighbour_change_neither(simulation):
     assert row["said to be quiet"] >= 120
     blind = simulation.summary("bursts", 60, False)
     assert blind["more than 5% behind"] > 3 * row["more than 5% behind"]
+
+
+def test_what_is_announced_where_nothing_was_to_be_gained_is_behind_by_what_it_loses():
+    from bench.busy import behind
+
+    seen = {"races": {"mlp": [{"threads=1": [0.8, 0.7, 0.9]}, {"matmul=medium": [1.1, 1.0, 1.2]}]}}
+    assert behind(seen, "mlp", "threads=1", "") == pytest.approx(0.25)
+    assert behind(seen, "mlp", "matmul=medium", "") == 0.0
+    assert behind(seen, "mlp", "", "matmul=medium") == pytest.approx(0.1)
+    assert math.isnan(behind(seen, "mlp", "matmul=medium", None))
 
 
 def test_a_machine_that_is_never_quiet_is_never_said_to_be(simulation):

@@ -84,7 +84,7 @@ def command(
         )  # fmt: skip
     busy = around.sentence()
     if output is not None:
-        write_report(result, output)
+        write_report(result, output, busy)
     _show.answer(
         as_json, lambda: {**as_data(result), "busy": busy}, lambda console: _print(result, busy, console), output
     )

@@ -27,7 +27,7 @@ from fettle.inputs import PipelineResult, measure_and_search
 from fettle.inputs.kept import content_hash
 from fettle.inputs.report import write_report as write_pipeline
 from fettle.machine import this_machine
-from fettle.measure import Interval, Worker, WorkerError, messages
+from fettle.measure import Interval, Surroundings, Worker, WorkerError, messages
 from fettle.package.export import write_package
 from fettle.recipe_file import load_recipe
 from fettle.report import Result, interval, save, verdict
@@ -255,12 +255,15 @@ def _data(run: _Run, results: Mapping[str, Any]) -> Step:
         share = results.get("loading", 0.0)
         waits = f"; a call spends {share:.0%} in a DataLoader: name its factory, --data" if share >= 0.01 else ""
         return Step(name="data", status="skipped", says=f"no input pipeline was named{waits}")
+    around = Surroundings()
     pipeline = measure_and_search(run.settings.data, keep=run.folder / "data.journal",
                                   on_progress=lambda doing, done, of: run.say(doing))  # fmt: skip
     _go_on(pipeline)
-    write_pipeline(pipeline, run.folder / "data.html")
+    busy = around.sentence()
+    write_pipeline(pipeline, run.folder / "data.html", busy)
     better = pipeline.best.setting != pipeline.before.setting
-    lines = [*(lint.says for lint in pipeline.lints), *pipeline.notes, *(pipeline.code.splitlines() if better else ())]
+    lines = [*filter(None, [busy]), *(lint.says for lint in pipeline.lints), *pipeline.notes,
+             *(pipeline.code.splitlines() if better else ())]  # fmt: skip
     return Step(
         name="data", status="failed" if pipeline.raises else "done", says=pipeline.verdict, lines=lines,
         files=["data.html"],

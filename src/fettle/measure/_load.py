@@ -41,6 +41,8 @@ class Load:
     """Clock of the cores over the fastest that was seen, where the machine says that heat has throttled it."""
     slept: bool = False
     """The machine was suspended meanwhile."""
+    replugged: bool = False
+    """Cores went or came meanwhile."""
     cores: int = 2
     """Cores that the shares are of."""
 
@@ -49,6 +51,7 @@ class Load:
         """Whether what others took is negligible. What is not known counts as quiet."""
         return not (
             self.slept
+            or self.replugged
             or (self.waits > QUIET_WAITS and not self.others <= WAITS_FOR_OTHERS / math.sqrt(self.cores))
             or self.others > QUIET_OTHERS
             or self.steal > QUIET_OTHERS
@@ -73,6 +76,8 @@ class Load:
             words.append(f"the clock was at {self.clock:.0%} of its fastest")
         if self.slept:
             words.append("the machine was suspended")
+        if self.replugged:
+            words.append("cores went or came")
         return words
 
 
@@ -86,8 +91,8 @@ def mean_load(loads: Iterable[Load]) -> Load:
 
     names = ("waits", "others", "steal", "pressure", "throttled", "clock")
     cores = max((load.cores for load in every), default=2)
-    slept = any(load.slept for load in every)
-    return Load(**{name: round(mean(name), 4) for name in names}, slept=slept, cores=cores)
+    slept, replugged = any(load.slept for load in every), any(load.replugged for load in every)
+    return Load(**{name: round(mean(name), 4) for name in names}, slept=slept, replugged=replugged, cores=cores)
 
 
 def nvml_of(uuid: str) -> tuple[Any, Any]:
@@ -112,8 +117,8 @@ _LOOK_BACK_US = 1_000_000
 
 
 def with_gpu(load: Load, uuid: str, own: Collection[int]) -> Load:
-    """`load` with that of the GPU of this `uuid`, of which the processes `own` are ours; unchanged where NVML is not
-    there or does not say.
+    """`load` with that of the GPU of this `uuid`, of which the processes `own` are ours, where that is the worse of the
+    two; unchanged where NVML is not there or does not say.
 
     Calls: NVIDIA's *NVML API Reference Guide*, "Device Queries". NVML may know other process numbers than we do (in a
     container): where none of ours is on the device by its account, nothing is said of the others.
@@ -145,4 +150,5 @@ def with_gpu(load: Load, uuid: str, own: Collection[int]) -> Load:
                      for get in (nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo))  # fmt: skip
     except Exception:
         return replace(load, others=others)
-    return replace(load, others=others, clock=now / most if slowed and most else load.clock)
+    clock = min(now / most, load.clock) if slowed and most else load.clock  # the former where the latter is NaN
+    return replace(load, others=others, clock=clock)

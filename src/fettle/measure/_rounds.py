@@ -125,8 +125,8 @@ class Rounds:
         runner.turns_s.append(time.monotonic() - began)
         self.watch.mark(answer.cpu_s)
         load = self.watch.load(answer.waits)
-        if runner.answer.gpu:
-            load = with_gpu(load, runner.answer.gpu, self.own)
+        for gpu in answer.gpus:
+            load = with_gpu(load, gpu, self.own)
         if not load.is_quiet:
             now = time.monotonic()
             self._busy_until = now + max(_BUSY_S, 4 * (now - began))  # long calls: not each one twice
@@ -134,6 +134,8 @@ class Rounds:
             self.patience.given_up = False
         self.loads.setdefault(runner.process, []).append(load)
         unhindered = answer.unhindered_ns
+        if not (load.is_quiet or first or apart or self.rules.under_load):
+            unhindered = math.nan  # its threads may have shared a core: see `_waits.one_core_each`
         if first and load.waits <= LITTLE_WAITING:
             unhindered = statistics.median(answer.samples_ns)
         runner.samples_ns += answer.samples_ns

@@ -289,6 +289,12 @@ def _rounds(processes: Sequence[Mapping[int, float]]) -> list[int]:
     return sorted(quiet if len(quiet) >= ENOUGH else common, key=abs)
 
 
+def are_quiet(one: Sequence[Mapping[int, float]], other: Sequence[Mapping[int, float]]) -> bool:
+    """Whether two recipes are compared by quiet rounds alone: each process of one with each of the other."""
+    pairs = [_rounds([first, second]) for first in one for second in other]
+    return bool(pairs) and all(min(rounds, default=-1) > 0 for rounds in pairs)
+
+
 def _exp(value: float) -> float:
     return math.inf if value > 700 else math.exp(value)
 

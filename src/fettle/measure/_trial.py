@@ -127,7 +127,7 @@ class Slice:
     waits: float | None = None
     """Seconds a second that its threads waited for a core."""
     others: float | None = None
-    """Share of the machine's cores that others had."""
+    """Share that others had of the cores that we may use."""
     pages: float | None = None
     """Pages of memory a call that the system had to give; None in studies of earlier versions."""
 
@@ -180,8 +180,9 @@ class Trial:
     elapsed_speedup: Interval | None = None
     """The same in elapsed time, from the rounds in which others had the machine too; None where there were none."""
     is_quiet: bool = True
-    """Whether `speedup` and `time_ms` were measured on a quiet machine. Where not, what the neighbours did was taken
-    out as well as can be (`Slice.best_ms`), unless the race was to be run under load."""
+    """Whether `speedup` was measured on a quiet machine: the rounds that it is of were, for the baseline too. Where
+    not, what the neighbours did was taken out as well as can be (`Slice.best_ms`), unless the race was to be run under
+    load."""
     load: Load = field(default_factory=Load)
     """What others took on the mean, over all slices."""
     slices: Sequence[Slice] = ()

@@ -9,6 +9,7 @@ that runs backwards, is NaN and decides nothing. Formats: the kernel's *proc* an
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import time
@@ -21,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from fettle.measure._load import Load
-from fettle.procs.limits import control_groups
+from fettle.procs.limits import affinity, control_groups
 
 _WINDOW_S = 0.5
 _TICKS = 100.0  # USER_HZ of /proc/stat
@@ -42,7 +43,7 @@ class Reading:
     process_s: float = 0.0
     """CPU seconds of this process."""
     busy_s: float | None = None
-    """CPU seconds of all processes."""
+    """CPU seconds of all processes on our cores."""
     steal_s: float | None = None
     pressure_s: float | None = None
     throttled_s: float | None = None
@@ -50,11 +51,12 @@ class Reading:
     overheated: float | None = None
     """How often heat has throttled a core so far."""
     cores: int = 1
+    """Cores that we may use, which `busy_s` and `steal_s` are of."""
 
 
 def read_machine() -> Reading:
     """The counters now."""
-    busy_s, steal_s = _cpu_times()
+    busy_s, steal_s, cores = _cpu_times()
     boot = time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
     return Reading(
         at_s=time.monotonic(),
@@ -66,7 +68,7 @@ def read_machine() -> Reading:
         throttled_s=throttled_s(),
         clock_mhz=max(_of_cores("cpufreq/scaling_cur_freq"), default=0.0) / 1e3 or None,
         overheated=sum(_of_cores("thermal_throttle/*_throttle_count")),
-        cores=os.cpu_count() or 1,
+        cores=cores,
     )
 
 
@@ -112,6 +114,7 @@ class Watch:
             throttled=_share(last.at_s - before.at_s)(_difference(last.throttled_s, before.throttled_s)),
             clock=(last.clock_mhz or 0.0) / self._fastest_mhz if is_hot else math.nan,
             slept=(last.boot_s - before.boot_s) - (last.at_s - before.at_s) > 0.1,
+            replugged=last.cores != before.cores,
             cores=last.cores,
         )
 
@@ -174,16 +177,20 @@ def _share(of_s: float) -> Callable[[float], float]:
     return lambda seconds: max(0.0, seconds / of_s) if of_s > 0 else math.nan
 
 
-def _cpu_times() -> tuple[float | None, float | None]:
-    """CPU seconds of all processes, and stolen ones."""
+def _cpu_times() -> tuple[float | None, float | None, int]:
+    """CPU seconds of all processes, stolen ones, and the cores that both are of: ours, where we may not use all."""
     try:
-        fields = [int(value) for value in _STAT.read_bytes().split(b"\n", 1)[0].split()[1:9]]
-    except (OSError, ValueError):
-        return None, None
-    if len(fields) < 8:
-        return None, None
-    user, nice, system, _idle, _iowait, irq, softirq, steal = fields
-    return (user + nice + system + irq + softirq) / _TICKS, steal / _TICKS
+        said = itertools.takewhile(lambda line: line.startswith(b"cpu"), _STAT.read_bytes().split(b"\n"))
+        times = dict(line.split(b" ", 1) for line in said)
+        every = times.keys() - {b"cpu"}
+        ours = {b"cpu%d" % core for core in affinity()} or every
+        busy, stolen = 0, 0
+        for name in ours if ours < every else {b"cpu"}:
+            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, times[name].split()[:8])
+            busy, stolen = busy + user + nice + system + irq + softirq, stolen + steal
+    except (OSError, ValueError, KeyError):
+        return None, None, os.cpu_count() or 1
+    return busy / _TICKS, stolen / _TICKS, len(ours if ours < every else every) or os.cpu_count() or 1
 
 
 def _pressure_s() -> float | None:
@@ -245,6 +252,7 @@ class Surroundings:
             steal=share(_difference(now.steal_s, self._before.steal_s)),
             throttled=_share(spent_s)(_difference(now.throttled_s, self._before.throttled_s)),
             slept=(now.boot_s - self._before.boot_s) - spent_s > 0.1,
+            replugged=now.cores != self._before.cores,
             cores=now.cores,
         )
 

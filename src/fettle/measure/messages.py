@@ -254,7 +254,7 @@ class SliceTaken(Answer, frozen=True, kw_only=True):
     texts: Sequence[Came] = ()
 
     def with_ranks(self, others: Sequence[Self]) -> Self:
-        """With the CPU time of all ranks and the energy of all their GPUs, and the waiting of the one that waited
+        """With the CPU time of all ranks, all their GPUs with their energy, and the waiting of the one that waited
         longest."""
         every = (self, *others)
         waits = [one.waits for one in every if one.waits == one.waits]
@@ -263,4 +263,5 @@ class SliceTaken(Answer, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             self, cpu_s=sum(one.cpu_s for one in every), waits=max(waits, default=self.waits),
             energy_j=sum(known) if len(known) == len(energy) else None,
+            gpus=list(dict.fromkeys(gpu for one in every for gpu in one.gpus)),
         )  # fmt: skip

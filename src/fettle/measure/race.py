@@ -233,8 +233,9 @@ def _trial(started: Started, anchor: Started, start: Start, rounds: Rounds) -> T
     energy = [joule for runner in runners for joule in runner.energy_j]
     logs = started.per_sample
     quiet = [value for number, value in logs.items() if number > 0]
-    is_quiet = bool(quiet) and len(quiet) >= min(len(logs), _statistics.ENOUGH)
-    rounds_ms = [answer.samples * math.exp(value) for value in (quiet if is_quiet else logs.values())]
+    own = quiet if _statistics.are_quiet([logs], [logs]) else logs.values()
+    rounds_ms = [answer.samples * math.exp(value) for value in own]
+    beside = anchor if anchor.first.slices else started
     # A recipe that died half-way has numbers, but nobody should be handed it.
     reason = _ended(started) if started.failure else started.rejected
     peaks = [runner.answer.peak_bytes for runner in runners if runner.answer.peak_bytes is not None]
@@ -249,7 +250,7 @@ def _trial(started: Started, anchor: Started, start: Start, rounds: Rounds) -> T
         p90_ms=times[min(len(times) - 1, int(0.9 * len(times)))] / 1e6,
         speedup=_speedup(anchor, started, rules),
         elapsed_speedup=_elapsed_speedup(anchor, started, rules),
-        is_quiet=is_quiet,
+        is_quiet=_statistics.are_quiet(beside.process_logs(), started.process_logs()),
         load=mean_load(loads),
         slices=slices,
         processes=len(runners),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fettle.generate.speed import Generation
-from fettle.measure import Trial, pareto
+from fettle.measure import Trial, mean_load, pareto
 from fettle.recipe import Recipe
 from fettle.report import _format as fmt
 from fettle.result import Outcome, goal_figure
@@ -187,12 +187,27 @@ def _at_least(name: str, value: float, limit: float | None, text: Callable[[floa
     return [Check(name, f"≥ {text(limit)}", text(value), value >= limit if math.isfinite(value) else None)]
 
 
-def under(trial: Trial, asked: bool = False) -> str:
-    """What a figure of this trial is of, to stand before it; empty on a quiet machine. `asked`: the user wanted it
-    measured beside whatever else the machine does."""
+def disturbed(result: Outcome) -> list[Trial]:
+    """The trials that the verdict goes by and that were not measured on a quiet machine: the winner's, or, where
+    nothing is to be changed, all that might have won."""
+    winner = result.winner
+    changes = winner is not None and bool(winner.recipe.levels)
+    every = [winner] if changes else [winner, result.baseline, *result.trials]
+    return [trial for trial in every if trial is not None and trial.ok and not trial.is_quiet]
+
+
+def load_of(*trials: Trial | None) -> str:
+    """What others took, in brackets with a space before; empty where that was little on the mean of all slices."""
+    loads = [trial.load for trial in trials if trial is not None and not trial.load.is_quiet]
+    return f" ({mean_load(loads)})" if loads else ""
+
+
+def under(trial: Trial, asked: bool = False, given: Trial | None = None) -> str:
+    """What a figure of this trial over the workload as `given` is of, to stand before it; empty on a quiet machine.
+    `asked`: the user wanted it measured beside whatever else the machine does."""
     if trial.is_quiet:
         return ""
-    load = "" if trial.load.is_quiet else f" ({trial.load})"  # on the mean of all slices there may have been little
+    load = load_of(trial) or load_of(given)
     if asked:
         return f"Measured under load, as asked{load}: "
     return f"On a busy machine{load}, with the time spent waiting for a core taken out: "
@@ -215,15 +230,16 @@ def load_lines(trials: Sequence[Trial], asked: bool = False) -> list[str]:
     What their figures are is said once, and then comes a line of each.
     """
     busy = [trial for trial in trials if not trial.is_quiet and trial.recipe.levels]
+    given = next((trial for trial in trials if not trial.recipe.levels), None)
     said = "Measured under load, as asked:" if asked else (
         "On a busy machine, with the time spent waiting for a core taken out: what to expect on a quiet one, for it "
         "was not quiet for long enough to be measured on one."
     )  # fmt: skip
-    return [said, *(_load_line(trial, asked) for trial in busy)] if busy else []
+    return [said, *(_load_line(trial, given, asked) for trial in busy)] if busy else []
 
 
-def _load_line(trial: Trial, asked: bool) -> str:
-    load = "" if trial.load.is_quiet else f" ({trial.load})"
+def _load_line(trial: Trial, given: Trial | None, asked: bool) -> str:
+    load = load_of(trial) or load_of(given)
     ratio = None if asked else trial.elapsed_speedup
     beside = f"; in time elapsed beside that load {fmt.interval(ratio)}" if ratio is not None else ""
     return f"- {name_of(trial.recipe)} {fmt.interval(trial.speedup)}{load}{beside}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from fettle.measure import Interval, Trial
 from fettle.report import _format as fmt
-from fettle.report._facts import elapsed, misses, name_of, ran, speed, under, unit_name
+from fettle.report._facts import disturbed, elapsed, load_of, misses, name_of, ran, speed, under, unit_name
 from fettle.result import Goal, Outcome, goal_figure, needs_less
 
 
@@ -16,7 +16,7 @@ def verdict(result: Outcome) -> str:
     text = _sentence(result)
     winner = result.winner
     if winner is not None and winner.recipe.levels:
-        text = f"{under(winner, result.under_load)}{text}"
+        text = f"{under(winner, result.under_load, result.baseline)}{text}"
         if not result.under_load and (also := elapsed(winner)):
             text = f"{text} {also}"
     if result.unconfirmed:
@@ -31,8 +31,9 @@ def headline(result: Outcome) -> str:
     winner = result.winner
     if winner is None:
         return "No winner"
+    beside = ", on a busy machine" if disturbed(result) else ""
     if not winner.recipe.levels:
-        return "Leave it as it is" if _others(result) else "Nothing to compare"
+        return f"Leave it as it is{beside}" if _others(result) else "Nothing to compare"
     if result.goal in _GOAL_NOUN:
         before, after = _goal_values(result)
         if before and after and after < before:
@@ -40,7 +41,7 @@ def headline(result: Outcome) -> str:
                 return "No difference"
             return f"{before / after:.2f}x less {_noun(result.goal, winner)}"
     if result.verdict == "faster" and winner.speedup and math.isfinite(winner.speedup.estimate):
-        return f"{fmt.times(winner.speedup.estimate)} as fast{'' if winner.is_quiet else ', on a busy machine'}"
+        return f"{fmt.times(winner.speedup.estimate)} as fast{beside}"
     return {"faster": "Faster", "same": "No difference", "slower": "Slower", "cannot tell": "Cannot tell"}[
         result.verdict
     ]
@@ -232,9 +233,17 @@ def _unchanged(result: Outcome) -> str:
     goals = {"memory": "needs less memory", "energy": "needs less energy", "startup": "starts sooner",
              "warm-startup": "starts sooner"}  # fmt: skip
     what = goals.get(result.goal, "is certainly faster")
+    why = f"none of the {others} other recipes tried {what} and keeps the limits."
     if others == 1:
-        return f"Leave it as it is: no other recipe {what} and keeps the limits; one was tried."
-    return f"Leave it as it is: none of the {others} other recipes tried {what} and keeps the limits."
+        why = f"no other recipe {what} and keeps the limits; one was tried."
+    busy = disturbed(result)
+    if not busy:
+        return f"Leave it as it is: {why}"
+    if result.under_load:
+        return f"Measured under load, as asked{load_of(*busy)}: leave it as it is; {why}"
+    at_times = " for part of the study" if any(trial.is_quiet for trial in ran_well) else ""
+    hides = "" if result.goal == "memory" else ", which may hide a small gain"
+    return f"On a machine that was busy{at_times}{load_of(*busy)}{hides}: leave it as it is; {why}"
 
 
 def _other_goal(result: Outcome, winner: Trial, how: str, answers: str) -> str:

@@ -62,6 +62,7 @@ def _recipe_file(result: Outcome) -> RecipeFile:
     winner = result.winner
     assert winner is not None
     accuracy = {k: v for k, v in msgspec.to_builtins(winner.accuracy).items() if not _is_nan(v) and v != ""}
+    busy = _facts.disturbed(result)
     evidence = {
         "verdict": result.verdict,
         "goal": result.goal,
@@ -71,7 +72,7 @@ def _recipe_file(result: Outcome) -> RecipeFile:
         "speedup": winner.speedup.estimate if winner.speedup else None,
         "speedup_low": winner.speedup.low if winner.speedup else None,
         "speedup_high": winner.speedup.high if winner.speedup and math.isfinite(winner.speedup.high) else None,
-        "measured_on": "a quiet machine" if winner.is_quiet else f"a busy machine: {winner.load}",
+        "measured_on": f"a busy machine{_facts.load_of(*busy)}" if busy else "a quiet machine",
         "peak_bytes": winner.peak_bytes,
         "startup_s": winner.startup.total_s,
         "warm_startup_s": None if _is_nan(winner.startup.warm_s) else winner.startup.warm_s,

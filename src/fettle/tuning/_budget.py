@@ -116,9 +116,9 @@ class FinalRacePlan:
 def plan_final_race(
     left_s: float, baseline: Trial, best: Sequence[Trial], extras: int, most: int = REPLICATES
 ) -> FinalRacePlan | None:
-    """The largest final race that fits into `left_s`: first the leader and the baseline, then a second finalist, then
-    more processes of these, up to `most` each, then further finalists in as many, then up to `extras` cheap rungs in
-    one process each. None when not even the first fits.
+    """The largest final race that fits into `left_s`: first the leader and the baseline, then a second finalist, if
+    only for `FEWEST_ROUNDS`, then more processes of these, up to `most` each, then further finalists in as many, then
+    up to `extras` cheap rungs in one process each. None when not even the first fits.
 
     What lies within the error of the best is worth little more than it: how much it is worth, one process each of many
     would leave open.
@@ -131,9 +131,9 @@ def plan_final_race(
         return race_s(field) + replicates_s(field, copies - 1)
 
     two = min(2, len(best))
-    sizes = [(1, 1), *((two, copies) for copies in range(1, most + 1)), *((n, most) for n in range(3, len(best) + 1))]
-    finalists, copies = sizes[0]
-    for size in sizes[1:]:
+    finalists = two if race_s([baseline, *best[:two]], FEWEST_ROUNDS) <= left_s else 1
+    copies = 1
+    for size in [*((two, copies) for copies in range(1, most + 1)), *((n, most) for n in range(3, len(best) + 1))]:
         if cost_s(*size) > left_s:
             break
         finalists, copies = size

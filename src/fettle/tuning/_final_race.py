@@ -49,6 +49,11 @@ def final_race(session: Session, space: Space) -> FinalRace:
     if plan is None:
         return earlier if earlier.trials else _too_small(session, race_s([baseline, leader]))
     again, cheap = [trial.recipe for trial in best[: plan.finalists]], cheap[: plan.extras]
+    if len(again) == 1 < len(best):
+        others = ", ".join(str(trial.recipe) for trial in best[1:])
+        session.remark(
+            f"there was time for only one of {len(best)} recipes in the final race: {others} may be as fast or faster"
+        )
     session.report(f"final race: the best{f' {len(again)}' if len(again) > 1 else ''} in fresh processes")
     session.held.keep({Recipe()})  # nobody picked its process for having been fast
     session.be_patient(plan.spare_s)

@@ -107,14 +107,17 @@ def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, 
                 if claim == "cannot tell":
                     return winner, claim  # what earlier races say is neither "no difference" nor a promise
     gained = claim == "faster"
+    given = [trial for trial in last if not trial.recipe.levels and math.isfinite(session.score(trial))]
     if session.standings.goal not in TIMES and winner is not None:
         goal = session.standings.goal
-        given = [trial for trial in last if not trial.recipe.levels and math.isfinite(session.score(trial))]
         gained = all(needs_less(winner, trial, goal) for trial in given)
     if winner is not None and not gained and last:
         # Nothing was gained that can be shown: change nothing, or no more than the answers need.
-        plain = [session.standings.known.get(recipe) for recipe in (Recipe(), preconditions(session.facts))]
-        winner = next((trial for trial in plain if trial and math.isfinite(session.score(trial))), winner)
+        known = [session.standings.known.get(recipe) for recipe in (Recipe(), preconditions(session.facts))]
+        winner = next((trial for trial in (*given, *known) if trial and math.isfinite(session.score(trial))), winner)
+        busy = next((trial for trial in last if not trial.is_quiet), None)
+        if busy is not None and not winner.recipe.levels:  # what the final race compared says what this is worth
+            winner = replace(winner, is_quiet=False, load=busy.load)
         if leader is None or winner.recipe != leader.recipe:  # nobody picked it for its speed
             claim = said(winner.speedup) if winner.recipe.levels else "same"
     return winner, claim

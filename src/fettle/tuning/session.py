@@ -26,6 +26,7 @@ from fettle.measure import (
     Trial,
     Worker,
     WorkerError,
+    fetching,
     fork_server,
     messages,
     prefer,
@@ -162,12 +163,12 @@ class Session:
         if built.inputs:
             self.note(f"inputs: {built.inputs}")
         for text in remarks(built, self.budget.seconds):
-            self._remark(text)
+            self.remark(text)
         self.study, elsewhere = open_study(self.target, built, self.options, machine)
         if elsewhere:
-            self._remark(elsewhere)
+            self.remark(elsewhere)
 
-    def _remark(self, text: str) -> None:
+    def remark(self, text: str) -> None:
         """Say something now and in the result."""
         self.notes.append(text)
         self.note(text)
@@ -175,9 +176,9 @@ class Session:
     def probed_as(self, probed: Probed) -> None:
         """Take what the first worker found for what this session measures by."""
         for note in probed.notes:
-            self._remark(note)
+            self.remark(note)
         if probed.facts.train_mode_differs and not probed.facts.training:
-            self._remark("the model is in train mode and answers otherwise in eval mode: every recipe has mode=eval")
+            self.remark("the model is in train mode and answers otherwise in eval mode: every recipe has mode=eval")
         limits = self.standings.limits
         allowed = limits.above(probed.reference.noise).max_error
         facts = replace(probed.facts, ranks=self._ranks, nodes=self._node_count)
@@ -309,8 +310,10 @@ class Session:
 
     def look_at_baseline(self) -> None:
         """Say so at once where the time of the workload as given swings, before minutes are spent."""
-        if swings := how_it_swings(self.standings.known.get(Recipe())):
-            self.report(swings)
+        baseline = self.standings.known.get(Recipe())
+        if baseline is not None and (swings := how_it_swings(baseline)):
+            say = self.note if fetching(baseline.slices) else self.remark  # what memory does the result says itself
+            say(swings)
 
     def be_patient(self, spare_s: float) -> None:
         """The final race may wait for a quiet machine for what is left of the share; where slices may go before others'
