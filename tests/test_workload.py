@@ -25,6 +25,7 @@ from fettle.workload import (
     device_of,
     find_target,
     fingerprint,
+    fresh,
     leaves,
     map_tensors,
     spread,
@@ -143,6 +144,7 @@ class TestWorkload:
         ({"a": 1}, (), {"a": 1}),
         ({}, (), {}),
         ({1: "a"}, ({1: "a"},), {}),
+        ({"*": (1, 2), "a": 3}, (1, 2), {"a": 3}),
         (OrderedDict(a=1), (OrderedDict(a=1),), {}),
         (Point(1, 2), (Point(1, 2),), {}),
         (Pair(1, 2), (Pair(1, 2),), {}),
@@ -151,6 +153,17 @@ class TestWorkload:
 )
 def test_spread(given: object, args: tuple, kwargs: dict) -> None:
     assert spread(given) == (args, kwargs)
+
+
+def test_a_fresh_batch_may_be_written_into_and_drawn_from() -> None:
+    given = {"x": torch.zeros(2), "deep": [Pair(torch.Generator().manual_seed(3), "text")]}
+    wanted = torch.rand(2, generator=torch.Generator().manual_seed(3))
+    for _ in range(2):
+        own = fresh(given)
+        own["x"] += 1
+        assert torch.equal(torch.rand(2, generator=own["deep"][0].left), wanted)
+        assert own["deep"][0].right == "text"
+    assert torch.equal(given["x"], torch.zeros(2))
 
 
 class TestLeaves:

@@ -12,7 +12,7 @@ import torch
 from fettle.errors import UsageError
 from fettle.measure import Accuracy, Judge
 from fettle.measure._accuracy import compare, first_rows, outputs_of, repeat_rows, user_metric, worst
-from fettle.measure._inference import with_check
+from fettle.measure._inference import check_inputs, with_check
 from fettle.measure._reference import read_reference, write_reference
 from fettle.techniques import probe_facts
 from fettle.workload import Workload
@@ -183,6 +183,44 @@ def test_a_model_that_draws_has_a_reference_of_the_same_draws(tmp_path):
     written = write_reference(Workload(model, [x]), str(tmp_path / "reference"))
     assert (written.dtype, written.why) == ("float32", "it draws random numbers, and would draw others in float64")
     assert torch.equal(read_reference(str(tmp_path / "reference"))[0]["output"], wanted)
+
+
+def seeds_itself(x):
+    torch.manual_seed(42)
+    return x + torch.randn(x.shape, dtype=x.dtype)
+
+
+def has_a_generator(x):
+    return x + torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("draw", [seeds_itself, has_a_generator])
+def test_a_model_that_seeds_itself_has_a_reference_of_the_same_draws(draw, tmp_path):
+    workload = Workload(torch.nn.Linear(8, 8), [torch.rand(4, 8)], call=lambda model, x: draw(model(x)))
+    written = write_reference(workload, str(tmp_path / "reference"))
+    assert (written.dtype, written.noise, written.float32_error) == ("float32", 0, 0)
+
+
+def test_a_generator_among_the_inputs_makes_no_noise(tmp_path):
+    batches = [(torch.rand(4, 8), torch.Generator().manual_seed(seed)) for seed in range(2)]
+    workload = Workload(lambda x, generator: x + torch.randn(x.shape, generator=generator), batches)
+    assert write_reference(workload, str(tmp_path / "reference")).noise == 0
+    check_inputs(workload)
+    assert torch.equal(batches[0][1].get_state(), torch.Generator().manual_seed(0).get_state())
+
+
+def test_texts_are_for_a_metric(tmp_path):
+    path, batch = str(tmp_path / "reference"), torch.rand(4, 8)
+    texts, both = lambda x: ["a", "b"], lambda x: {"text": ["a", "b"], "scores": x}
+    with pytest.raises(UsageError, match=r"holds no tensor.*`max_metric_drop`"):
+        write_reference(Workload(texts, [batch]), path)
+    written = write_reference(Workload(texts, [batch], metric=lambda run: len(run(batch))), path)
+    assert (written.only_metric, written.metric, written.notes) == (True, 2.0, [])
+    written = write_reference(Workload(both, [batch]), path)
+    assert not written.only_metric
+    assert written.notes == [
+        "tensors and numbers alone are judged, and not the output's .text: a metric could judge it"
+    ]
 
 
 def test_a_model_that_only_remembers_draws_nothing(tmp_path):

@@ -412,6 +412,37 @@ def test_batches_of_unlike_rows_are_timed_together_and_counted_by_their_mean(sam
     assert _inference.prepare(state, Prepare(plain, "plain", "", factor=2)).samples == counted
 
 
+def test_each_judged_call_draws_what_the_references_drew(tmp_path: Path) -> None:
+    """From a generator among the inputs, which looking at the model and optimizing it draw from too."""
+    text = """
+    import torch
+    class Net(torch.nn.Module):
+        def forward(self, x, generator):
+            return x + torch.randn(x.shape, generator=generator)
+    def workload():
+        return Net(), [(torch.ones(4, 3), torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+    """
+    target, state = _write(tmp_path, text), State()
+    reference = _probed(target, tmp_path)
+    _inference.build(state, Build(target))
+    looks = "def optimize(model, batches):\n    model(*batches[0])\n    return model\n"
+    assert _inference.prepare(state, Prepare(looks, "looks", reference)).accuracy.error < 1e-5
+
+
+def test_texts_have_no_error(tmp_path: Path) -> None:
+    text = """
+    def workload():
+        return {"model": lambda x: ["a"] * x, "inputs": [2, 3], "metric": lambda run: len(run(2))}
+    """
+    target, state = _write(tmp_path, text), State()
+    reference = _probed(target, tmp_path)
+    _inference.build(state, Build(target))
+    plain = "def optimize(model, batches):\n    return model\n"
+    accuracy = _inference.prepare(state, Prepare(plain, "plain", reference)).accuracy
+    assert (accuracy.problem, accuracy.metric, math.isnan(accuracy.error)) == ("", 2.0, True)
+    assert Judge(reference, max_metric_drop=0.1, reference_metric=2.0).reason(accuracy) == ""
+
+
 def test_an_output_that_is_nothing_but_rounding_is_not_judged(tmp_path: Path) -> None:
     wide = "torch.sin(self.layer(x).repeat(1, 64) * torch.arange(128))"
     body = f"y = torch.nn.functional.layer_norm({wide}, (128,)); return {{'y': y, 'mean': y.mean()}}"

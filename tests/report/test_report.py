@@ -262,6 +262,13 @@ def test_the_headline_is_no_better_than_the_race(name: str, words: str) -> None:
     assert words in headline(ALL[name])
 
 
+def test_answers_that_only_a_metric_judged_are_said_by_it() -> None:
+    result = ALL["metric"]
+    accuracy = dataclasses.replace(result.winner.accuracy, error=math.nan)
+    said = verdict(dataclasses.replace(result, winner=dataclasses.replace(result.winner, accuracy=accuracy)))
+    assert "with a metric of 0.9694 against 0.972" in said
+
+
 def test_where_only_the_baseline_was_measured_it_says_what_to_do() -> None:
     for name in ("baseline wins", "no winner"):
         alone = dataclasses.replace(ALL[name], trials=[ALL[name].baseline], nearest=())

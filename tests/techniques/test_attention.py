@@ -229,6 +229,38 @@ def test_tracing_leaves_the_batch_and_the_buffers_as_they_were():
     torch.testing.assert_close(run(batch), wanted)
 
 
+class Drawing(nn.Module):
+    """It remembers a count, where its generator is, and what its first call makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.generator = 0, torch.Generator().manual_seed(0)
+        self.attention = Biased()
+
+    def forward(self, x):
+        self.steps += 1
+        return self.attention(x + torch.randn(x.shape, generator=self.generator)) * self.steps
+
+
+class Biased(nn.Module):
+    bias = None
+
+    def forward(self, x):
+        if self.bias is None:
+            self.bias = torch.arange(81.0).reshape(9, 9) / 81
+        return torch.softmax(x @ x.transpose(-2, -1) + self.bias, dim=-1) @ x
+
+
+def test_tracing_leaves_what_a_model_remembers_as_it_was():
+    model, batch = Drawing().eval(), torch.randn(2, 9, 16)
+    wanted = copy.deepcopy(model)(batch)
+    assert probe_facts(Workload(model, [batch])).manual_attention == 1
+    assert model.attention.bias is None
+    run = fettle.apply(model, "attention=sdpa", [batch])
+    assert model.steps == 0
+    torch.testing.assert_close(run(batch), wanted)
+
+
 def test_only_a_model_that_writes_into_its_input_is_given_copies():
     facts = probe_facts(Workload(Shifting().eval(), [torch.randn(2, 9, 16)]))
     recipe = Recipe.parse("attention=sdpa")

@@ -27,8 +27,9 @@ from fettle.techniques import (
     probe_facts,
     source,
 )
+from fettle.techniques._pipeline import Part, calls_of_parts
 from fettle.tuning.space import space_for
-from fettle.workload import Workload, fingerprint
+from fettle.workload import Workload, fingerprint, spread
 
 FILE = '''
 import torch
@@ -125,10 +126,14 @@ def test_parts_are_refused_where_there_are_none():
 
 
 def test_the_parts_of_a_workload_must_be_there():
-    model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2))})
+    net = nn.Sequential(nn.Linear(2, 2))
+    model = nn.ModuleDict({"a": net, "same": net, "holds": nn.Sequential(net[0])})
     for parts, says in (
-        (["b"], "'b' is not a submodule of its model: it has a"),
+        (["b"], "'b' is not a submodule of its model: it has a, holds"),
         (["a", "a.0"], "'a' and 'a.0' contain one another"),
+        (["a.0", "a"], "'a.0' and 'a' contain one another"),
+        (["a", "same"], "'a' and 'same' contain one another"),
+        (["holds", "a.0"], "'holds' and 'a.0' contain one another"),
         ("a", "are a list of names"),
     ):
         with pytest.raises(UsageError, match=says):
@@ -137,11 +142,151 @@ def test_the_parts_of_a_workload_must_be_there():
         Workload(len, [torch.rand(2, 2)], parts=["a"])
 
 
+@pytest.mark.parametrize("name", ["text encoder", "un[e]t", "größe", "-x", "a,b"])
+def test_a_part_that_no_recipe_can_name_is_refused(name):
+    with pytest.raises(UsageError):
+        Recipe.parse(f"precision[{name}]=bf16")
+    with pytest.raises(UsageError, match="has a name that no recipe can spell"):
+        Workload(nn.ModuleDict({name: nn.Linear(2, 2)}), [torch.rand(2, 2)], parts=[name])
+
+
 def test_a_part_that_is_never_called_is_said(build):
     made = build()
     with pytest.raises(UsageError, match=r"the part 'encoder.one' is not called"):
         probe_facts(Workload(made.model, [torch.rand(2, 32)], lambda model, x: model["decoder"]["net"](x),
                              parts=["encoder.one", "decoder"]))  # fmt: skip
+
+
+class Refined(nn.Module):
+    """Parts that only some inputs call."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.refiner = nn.Linear(8, 8), nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)))
+
+    def forward(self, x):
+        x = self.base(x)
+        return self.refiner(x) if len(x) > 4 else x
+
+
+@pytest.mark.parametrize("rows", [(4, 8), (8, 4), (4, 4, 8), (8,)])
+def test_a_part_that_one_input_calls_is_looked_at_there(rows):
+    inputs = [torch.rand(each, 8) for each in rows]
+    parts = probe_facts(Workload(Refined(), inputs, parts=["base", "refiner"])).parts
+    assert (parts["refiner"].calls, parts["refiner"].samples) == (1, 8)
+    assert not parts["refiner"].shapes_vary
+    assert 0 < parts["refiner"].share < parts["refiner"].share + parts["base"].share <= 1
+
+
+class Held:
+    """No module: what it holds is not found under a name."""
+
+    def __init__(self, net):
+        self.net = net
+
+
+class Behind(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(8, 8)
+        self.held = Held(self.net)
+
+    def forward(self, x):
+        return self.held.net(self.net(x))
+
+
+def test_a_part_that_is_called_behind_its_name_is_refused():
+    model = Behind()
+    with pytest.raises(UsageError, match="the part 'net' is called by another reference than its name"):
+        probe_facts(Workload(model, [torch.rand(2, 8)], parts=["net"]))
+    assert type(model.net) is nn.Linear
+
+
+def test_a_pipeline_that_takes_no_other_part_is_looked_at_all_the_same():
+    def call(model, x):
+        assert type(model["net"]) is nn.Linear
+        return model["net"](x)
+
+    work = Workload(nn.ModuleDict({"net": nn.Linear(8, 8)}), [torch.rand(2, 8)], call, parts=["net"])
+    assert probe_facts(work).parts["net"].calls == 1
+
+
+class Wrapped(nn.Module):
+    """As wrappers are written that hand on what they are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(8, 8)
+
+    def forward(self, *args, **kwargs):
+        x, gain = args
+        return self.base(x) * gain + kwargs["shift"]
+
+
+def test_arguments_without_a_name_stay_without():
+    model, x = nn.ModuleDict({"net": Wrapped()}).eval(), torch.rand(2, 8)
+    work = Workload(model, [x], lambda model, x: model["net"](x, 2.0, shift=x), parts=["net"])
+    (given,) = calls_of_parts(model, ["net"], lambda: work.run(model, x))["net"]
+    assert spread(given)[0][1:] == (2.0,)
+    assert list(spread(given)[1]) == ["shift"]
+    wanted = work.run(model, x)
+    torch.testing.assert_close(fettle.apply(work, "runtime[net]=openvino grad=inference_mode")(x), wanted)
+
+
+class Scaled(nn.Module):
+    """The pipeline sets the scale of its part, and draws as the part's dtype says."""
+
+    class Net(nn.Sequential):
+        scale = 1.0
+
+        @property
+        def dtype(self):
+            return self[0].weight.dtype
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    def __init__(self):
+        super().__init__()
+        self.net = self.Net(nn.Linear(8, 8), nn.ReLU())
+
+    def forward(self, x, scale=1.0):
+        self.net.scale = scale
+        torch.manual_seed(0)
+        return self.net(x + torch.randn(x.shape, dtype=self.net.dtype))
+
+
+def test_what_stands_in_a_parts_place_stands_for_it():
+    torch.manual_seed(0)
+    model, x = Scaled().eval(), torch.rand(2, 8)
+    wanted, net = model(x, 3.0).detach(), model.net
+    fast = fettle.apply(Workload(model, [x], parts=["net"]), "precision[net]=bf16")
+    torch.testing.assert_close(fast(x, 3.0), wanted, rtol=0.05, atol=0.05)
+    place = model.net
+    assert place is not net
+    assert (len(place), list(place), place[0]) == (2, list(net), net[0])
+    assert (net.scale, place.dtype, net.dtype) == (3.0, torch.float32, torch.bfloat16)
+    del place.scale
+    assert net.scale == 1.0
+    place.eval().compile()
+    assert net._compiled_call_impl is None
+    assert Part(nn.Linear(2, 2), print)  # which has no length
+
+
+def test_looking_at_what_parts_are_called_with_changes_nothing_that_a_pipeline_remembers():
+    class Drawing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.calls, self.generator = nn.Linear(8, 8), 0, torch.Generator().manual_seed(0)
+
+        def forward(self, x):
+            self.calls += 1
+            return self.net(x + torch.randn(x.shape, generator=self.generator)) * self.calls
+
+    model, x = Drawing().eval(), torch.rand(2, 8)
+    assert len(calls_of_parts(model, ["net"], lambda: model(x))["net"]) == 1
+    assert model.calls == 0
+    assert torch.equal(model.generator.get_state(), torch.Generator().manual_seed(0).get_state())
 
 
 def test_parts_belong_to_the_fingerprint(build):
@@ -194,7 +339,7 @@ def test_the_file_is_plain_pytorch(facts, build):
     text = source(Recipe.parse("mode=eval precision[encoder]=bf16 grad=inference_mode"), facts)
     assert "fettle" not in text
     assert "def optimize_encoder(model, batches):" in text
-    assert 'put_part(model, "encoder", optimize_encoder(model.get_submodule("encoder"), []))' in text
+    assert 'put_part(model, "encoder", optimize_encoder, [])' in text
     assert "calls_of_parts" not in text  # nothing looks at what the parts are called with
     made = build()
     assert load(text, "pipe")(made.model, made.inputs, made.call)(made.inputs[0]).shape == (4, 32)

@@ -46,6 +46,8 @@ def test_each_row_is_answered_as_alone(model: Reader, level: str, lengths: list[
     assert facts.padding.share == pytest.approx(1 - sum(lengths) / (64 * len(lengths)))
     run = load(source(Recipe({"ragged": level}), facts), level)(model, [batch])
     assert run.name == "reader"
+    run.name = "other"
+    assert model.name == "other"
     with torch.no_grad():
         found = run(**batch)
         assert found["each"].shape == (len(lengths), 64, 16)

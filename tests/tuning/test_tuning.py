@@ -243,6 +243,12 @@ def test_live_objects_work_and_what_cannot_be_pickled_is_one_line(tmp_path: Path
         fettle.tune(model, batches, output=tmp_path / "out2")
 
 
+def test_texts_need_a_limit_on_the_metric(tmp_path: Path) -> None:
+    workload = fettle.Workload(lambda x: ["a"], [torch.randn(4, 8)], metric=lambda run: 1.0)
+    with pytest.raises(fettle.UsageError, match="nothing but the metric can judge it"):
+        fettle.tune(workload, budget_s=BUDGET_S, output=tmp_path / "out")
+
+
 def test_limits_that_nothing_meets_leave_the_nearest_misses(work: Path, tmp_path: Path) -> None:
     result = fettle.tune(str(work), techniques=FEW, budget_s=BUDGET_S, output=tmp_path / "out", max_latency_ms=1e-6)
     assert result.winner is None

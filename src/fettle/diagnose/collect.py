@@ -34,7 +34,7 @@ from fettle.machine import measure_peaks
 from fettle.procs.limits import pages_fetched
 from fettle.techniques import probe_facts, unchanged
 from fettle.train import TrainingWorkload
-from fettle.workload import Workload, map_tensors, tensors
+from fettle.workload import Workload, fresh, tensors
 
 _Found = TypeVar("_Found")
 _MANY_PAGES = 64
@@ -130,10 +130,10 @@ def glance(workload: Workload, seconds: float) -> Evidence:
     device = device_type(workload)
     module = workload.model if isinstance(workload.model, torch.nn.Module) else torch.nn.Module()
     # A model may write into what it is given, and the reference is computed from these inputs afterwards.
-    fresh = brief(replace(workload, inputs=[map_tensors(torch.clone, workload.inputs[0])]))
+    own = brief(replace(workload, inputs=[fresh(workload.inputs[0])]))
     with unchanged(workload, module), torch.no_grad():
-        plain = timed(lambda: fresh.run(fresh.model, fresh.inputs[0]), device, 0.0, least=2)
-        ops = operations(fresh, device, calls=1)
+        plain = timed(lambda: own.run(own.model, own.inputs[0]), device, 0.0, least=2)
+        ops = operations(own, device, calls=1)
     facts = probe_facts(workload)
     return Evidence(
         facts=facts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -33,7 +34,7 @@ from fettle.measure._state import (
 )
 from fettle.structure import structure
 from fettle.techniques import keep_converted, load, probe_facts, state_kept
-from fettle.workload import Workload, fingerprint, map_tensors, rows_of, switches, tensors
+from fettle.workload import Workload, fingerprint, fresh, map_tensors, rows_of, switches, tensors
 
 
 def build(state: State, request: messages.Build) -> messages.Built:
@@ -91,7 +92,7 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
     if state.writes:
         return _generation.prepare(state, request)
     workload = state.workload
-    calibration = list(workload.calibration) or list(workload.inputs[:1])
+    calibration = [_own_generators(batch) for batch in workload.calibration or workload.inputs[:1]]
     state.clock = Clock(state.device, state.gpus)
     with notes_kept() as notes:
         started = time.perf_counter()
@@ -112,7 +113,7 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
         rows = state.workload.samples or 1
         first_call_s, judged = 0.0, []
         for index, batch in enumerate(batches):
-            grown = repeat_rows(batch, request.factor, rows)
+            grown = _own_generators(repeat_rows(batch, request.factor, rows))
             torch.manual_seed(0)
             started = time.perf_counter()
             output = call(run, grown)
@@ -126,6 +127,8 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
         while later:  # and let go: what it holds is none of the recipe's memory
             later.pop()()
         accuracy = with_metric(worst(judged), state.workload.metric, run)
+        if wanted is not None and not any(wanted):  # texts, which only the metric judges
+            accuracy = replace(accuracy, error=math.nan)
 
         state.run = run
         timed = [repeat_rows(batch, request.factor, rows) for batch in state.workload.inputs]
@@ -135,6 +138,11 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
         peak = settled(state, has_peak, notes.lines)
         notes.lines += compiler_notes()
     return prepared(state, optimize_s, first_call_s, accuracy, peak, state.rows * request.factor, notes)
+
+
+def _own_generators(batch: Any) -> Any:
+    """The batch with copies of its generators: each call draws what the reference's call of it drew."""
+    return map_tensors(torch.Generator.clone_state, batch, torch.Generator)
 
 
 def with_check(workload: Any) -> Any:
@@ -172,7 +180,7 @@ def check_inputs(workload: Any) -> None:
     def once() -> None:
         torch.manual_seed(0)
         with state_kept(workload.model):  # a model may write into what it is given
-            workload.run(workload.model, map_tensors(torch.clone, workload.inputs[0]))
+            workload.run(workload.model, fresh(workload.inputs[0]))
 
     try:
         with torch.no_grad():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +21,7 @@ from fettle.measure._accuracy import Outputs, compare, outputs_of, user_metric, 
 from fettle.measure.messages import Reference
 from fettle.procs.limits import granted_memory_bytes
 from fettle.techniques import state_kept
-from fettle.workload import Workload, map_tensors
+from fettle.workload import Workload, fresh, is_numbers, leaves, map_tensors
 
 SECONDS = 60.0
 """What a float64 reference may take, by an estimate from the float32 run."""
@@ -35,6 +36,10 @@ _ONE_BATCH = (
 )
 _OTHER_SHAPES = "the answers have other shapes with another seed: recipes are compared on seed 0 alone"
 _DRAWS = "it draws random numbers, and would draw others in float64"
+_NO_TENSOR = (
+    "the model's output holds no tensor, so its answers cannot be checked: return one, or give the workload a metric "
+    "and say how far it may fall, `max_metric_drop`"
+)
 _NOTHING, _OFF = 1e-4, 0.1
 """An output below this share of the largest one's typical size and above this relative error as given is rounding."""
 
@@ -45,7 +50,7 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
     Batches run in order, inputs before check inputs, each with seed 0, from the model's initial state. With
     `derived_check` the last one is made from the first, and is left out where the model does not take it.
     """
-    started, draws = time.perf_counter(), False
+    started, draws, passed_over, drawing = time.perf_counter(), False, set[str](), _SeesGenerators()
     model, batches = workload.model, [*workload.inputs, *workload.check_inputs]
     notes: list[str] = []
     module = model if isinstance(model, torch.nn.Module) else None
@@ -60,9 +65,11 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
             for number, batch in enumerate(list(batches), 1):
                 torch.manual_seed(seed)
                 seeded = _random_states()
-                fresh = map_tensors(torch.clone, batch)  # a model may write into what it is given
                 try:
-                    answers.append(outputs_of(workload.judged(workload.run(model, cast(fresh)), batch)))
+                    output = workload.judged(workload.run(model, cast(fresh(batch))), batch)
+                    answers.append(outputs_of(output))
+                    passed_over.update(_no_numbers(output))
+                    del output
                 except Exception as error:  # of the first batch, the probe has reported it
                     if derived_check and number == len(batches) > 1:
                         notes.append(_ONE_BATCH.format(why=first_line(error)))
@@ -76,15 +83,20 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
     with torch.no_grad(), _fast_path(False):  # with gradients, as a model is called as given, there is none
         timed = time.perf_counter()
         try:
-            answers = outputs(lambda batch: batch)
+            with drawing:
+                answers = outputs(lambda batch: batch)
         except Exception as error:
             where = getattr(error, "__notes__", ["a batch"])[-1]
             raise UsageError(f"the model does not take {where} of the inputs: {first_line(error)}") from error
         float32_s = time.perf_counter() - timed
         derived_check = False  # what is asked again is asked of the same batches
-        if not any(answers):
-            raise UsageError("the model's output holds no tensor, so its answers cannot be checked")
-        if not any(tensor.numel() for outputs in answers for tensor in outputs.values()):
+        only_metric = not any(answers)
+        if only_metric and workload.metric is None:
+            raise UsageError(_NO_TENSOR)
+        if passed_over and workload.metric is None:
+            some = ", ".join(sorted(passed_over)[:3])
+            notes.append(f"tensors and numbers alone are judged, and not the output's {some}: a metric could judge it")
+        if not only_metric and not any(tensor.numel() for outputs in answers for tensor in outputs.values()):
             raise UsageError("the model's outputs are empty, so its answers cannot be checked: give inputs it answers")
         if all(_is_nan(outputs) for outputs in answers):
             raise UsageError("the model's answers are NaN throughout, so no recipe's answers can be checked")
@@ -106,7 +118,7 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
 
         dtype, why, best = _own_dtype(module), "", answers
         if dtype != "float64":
-            why = _DRAWS if draws and noise > _NOTHING else _why_not_float64(module, float32_s)
+            why = _DRAWS if draws or drawing.seen else _why_not_float64(module, float32_s)
             if not why:
                 assert module is not None
                 try:
@@ -128,10 +140,28 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
         noise=_finite(noise) or 0.0,
         float32_error=_finite(_distance(answers, best)),
         notes=notes,
+        only_metric=only_metric,
         metric=_finite(metric),
         metric_problem=problem,
         seconds=time.perf_counter() - started,
     )
+
+
+def _no_numbers(output: Any) -> set[str]:
+    """What an output has of texts and pictures, which are not compared."""
+    found = [path for path, leaf in leaves(output) if isinstance(leaf, (str, bytes))
+             or (hasattr(leaf, "__array_interface__") and not is_numbers(leaf))]  # fmt: skip
+    return {re.sub(r"(?<=.)\[\d+\]$", "", path) for path in found}
+
+
+class _SeesGenerators(torch.overrides.TorchFunctionMode):
+    """Notes whether anything is drawn from a generator that is not torch's own."""
+
+    seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = self.seen or (kwargs or {}).get("generator") is not None
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

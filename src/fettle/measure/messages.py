@@ -148,6 +148,8 @@ class Reference(Answer, frozen=True, kw_only=True):
     """Error of the model in eval mode in its own precision against the reference: the yardstick."""
     notes: Sequence[str] = ()
     """What the user should know of it."""
+    only_metric: bool = False
+    """The answers hold no tensor: nothing but the metric judges them."""
     metric: float | None = None
     metric_problem: str = ""
     seconds: float

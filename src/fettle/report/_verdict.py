@@ -345,8 +345,10 @@ def _answers(result: Outcome, winner: Trial) -> str:
     missed = miss_text(result, winner)
     if missed:
         return f"but {missed}"
+    has_metric = math.isfinite(accuracy.metric) and math.isfinite(result.reference.metric)
+    metric = f"a metric of {fmt.number(accuracy.metric)} against {fmt.number(result.reference.metric)}"
     if not math.isfinite(accuracy.error):
-        return "with answers that were not compared"
+        return f"with {metric}" if has_metric else "with answers that were not compared"
     if result.facts.mode == "training":
         return f"with losses {fmt.share(accuracy.error)} as far from the baseline's as two seeds' are from each other"
     text = f"with answers within {fmt.error(accuracy.error)} (relative error)"
@@ -355,6 +357,4 @@ def _answers(result: Outcome, winner: Trial) -> str:
             f"with a mean KL divergence of {fmt.error(accuracy.error)} from the reference and "
             f"{fmt.share(accuracy.agreement)} of tokens the same"
         )
-    if math.isfinite(accuracy.metric) and math.isfinite(result.reference.metric):
-        text += f" and a metric of {fmt.number(accuracy.metric)} against {fmt.number(result.reference.metric)}"
-    return text
+    return f"{text} and {metric}" if has_metric else text

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fettle.techniques._state_kept import BUFFERS, buffers_of, put_buffers_back
+from fettle.techniques._state_kept import STATE_KEPT, state_kept
 
 
 def attend(
@@ -201,44 +201,46 @@ def manual_attention(model: torch.nn.Module, run: Any) -> list[Any]:
     # Of a softmax its owner is what counts; TorchScript takes no hooks.
     seen = [one for one in model.modules() if not isinstance(one, (torch.nn.Softmax, torch.jit.ScriptModule))]
     hooks: list[Any] = []
-    buffers = buffers_of(model)
-    try:
-        for module in seen:
-            hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            hooks.append(module.register_forward_hook(leave, always_call=True))
-        with Watch(), torch.no_grad():
-            run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-        put_buffers_back(model, buffers)
-
     rewritten = []
-    for module, args, kwargs in found.values():
+    with state_kept(model):
         try:
-            bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
-            bound.apply_defaults()
-            given = dict(list(bound.arguments.items())[1:])
-            fixed = {name: value for name, value in given.items() if not isinstance(value, torch.Tensor)}
-            if not all(value is None or isinstance(value, (bool, int, float, str)) for value in fixed.values()):
-                continue  # a tuple of tensors, say: out of reach of the trace
-            twin = copy.copy(module)
-            containers = [(now, copy.copy(now)) for now in vars(module).values() if type(now) in (list, dict)]
-            graph = Tracer().trace(twin, concrete_args=fixed)
-            remembers = any(isinstance(leaf, torch.fx.Proxy) for leaf in pytree.tree_leaves(vars(twin)))
-            for now, then in containers:
-                now.clear()
-                now.extend(then) if isinstance(now, list) else now.update(then)
-            # What nobody uses may change something in place.
-            kept = {node for node in graph.nodes if not node.users or node.op == "placeholder"}
-            if not remembers and rewrite_graph(graph, module):
-                traced = torch.fx.GraphModule(twin, graph)
-                traced.graph.eliminate_dead_code(kept.__contains__)
-                traced.recompile()
-                constants = {name: value for name, value in vars(twin).items() if name not in vars(module)}
-                rewritten.append((module, type(traced).forward, list(given), fixed, constants))
-        except Exception:  # what cannot be traced stays as it is
-            continue
+            for module in seen:
+                hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+                hooks.append(module.register_forward_hook(leave, always_call=True))
+            with Watch(), torch.no_grad():
+                run()
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+        for module, args, kwargs in found.values():
+            try:
+                bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+                bound.apply_defaults()
+                given = dict(list(bound.arguments.items())[1:])
+                fixed = {name: value for name, value in given.items() if not isinstance(value, torch.Tensor)}
+                if not all(value is None or isinstance(value, (bool, int, float, str)) for value in fixed.values()):
+                    continue  # a tuple of tensors, say: out of reach of the trace
+                twin = copy.copy(module)
+                containers = [(now, copy.copy(now)) for now in vars(module).values() if type(now) in (list, dict)]
+                graph = Tracer().trace(twin, concrete_args=fixed)
+                remembers = any(isinstance(leaf, torch.fx.Proxy) for leaf in pytree.tree_leaves(vars(twin)))
+                for now, then in containers:
+                    now.clear()
+                    now.extend(then) if isinstance(now, list) else now.update(then)
+                # What nobody uses may change something in place.
+                kept = {node for node in graph.nodes if not node.users or node.op == "placeholder"}
+                if not remembers and rewrite_graph(graph, module):
+                    traced = torch.fx.GraphModule(twin, graph)
+                    traced.graph.eliminate_dead_code(kept.__contains__)
+                    traced.recompile()
+                    read = {str(node.target) for node in graph.nodes if node.op == "get_attr"}  # made by a call, maybe
+                    constants = {
+                        name: value for name, value in vars(twin).items() if name in read or name not in vars(module)
+                    }
+                    rewritten.append((module, type(traced).forward, list(given), fixed, constants))
+            except Exception:  # what cannot be traced stays as it is
+                continue
     return rewritten
 
 
@@ -290,6 +292,6 @@ def count_manual_attention(model: torch.nn.Module, run: Any) -> int:
 
 REWRITE = (
     attend, kind_of, argument, operands, leads_to_product, read_scores, rewrite_graph, manual_attention,
-    switch_processors, as_traced, rewrite_attention, *BUFFERS,
+    switch_processors, as_traced, rewrite_attention, *STATE_KEPT,
 )  # fmt: skip
 """All that `rewrite_attention` needs in a file of its own."""

@@ -6,23 +6,27 @@ Each part is tuned as a model of its own and put back in its place, where that c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fettle.techniques._state_kept import buffers_of, put_buffers_back
+from fettle.errors import UsageError
+from fettle.techniques._state_kept import state_kept
 
 
 class Part(torch.nn.Module):
-    """A module of a pipeline in its place: it has the module's attributes and is called as `run` is."""
+    """A module in its place: it is called as `run` is, and otherwise stands for the module, whose attributes it has and
+    sets. Its `dtype` is the one as given, which `run` takes and gives."""
 
-    def __init__(self, module: torch.nn.Module, run: Any) -> None:
+    def __init__(self, module: torch.nn.Module, run: Any, dtype: Any = None) -> None:
         super().__init__()
-        self.module = module
-        self.__dict__["run"] = run  # no child of this module: it may be the module itself
-        self.training = module.training
+        self._modules["module"] = module
+        vars(self).update(run=run, training=module.training)  # `run` is no child: it may be the module itself
+        if dtype is not None:
+            vars(self)["dtype"] = dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
@@ -33,20 +37,41 @@ class Part(torch.nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self) or hasattr(torch.nn.Module, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
 
-def put_part(model: torch.nn.Module, name: str, run: Any) -> None:
-    """Let `run` be called where the pipeline calls its part of that name."""
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
+
+    def __bool__(self) -> bool:
+        return bool(self.module)
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]
+
+    def __iter__(self) -> Any:
+        return iter(self.module)
+
+
+def put_part(model: torch.nn.Module, name: str, optimize: Any, batches: Any) -> None:
+    """Optimize the pipeline's part of that name, and let what comes of it be called in its place."""
     parent, _, own = name.rpartition(".")
     module = model.get_submodule(name)
+    dtype = getattr(module, "dtype", None)
+    run = optimize(module, batches)
     if run is not module:
-        setattr(model.get_submodule(parent), own, Part(module, run))
+        setattr(model.get_submodule(parent), own, Part(module, run, dtype))
 
 
 def calls_of_parts(model: torch.nn.Module, names: Any, run: Any, most: int = 8) -> dict[str, list[Any]]:
-    """What each part is called with while `run()` runs the pipeline: at most so many calls, evenly spread, each a tuple
-    of positional arguments or a dict of keyword arguments."""
-    import inspect
-
+    """What each part is called with while `run()` runs the pipeline: at most so many calls, evenly spread, each a batch
+    for `spread`."""
     from torch.utils import _pytree as pytree
 
     found: dict[str, list[Any]] = {name: [] for name in names}
@@ -56,10 +81,7 @@ def calls_of_parts(model: torch.nn.Module, names: Any, run: Any, most: int = 8) 
         def hook(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
             if count[name] % every[name] == 0:
                 args, kwargs = pytree.tree_map_only(torch.Tensor, lambda one: one.detach().clone(), (args, kwargs))
-                if args and kwargs:  # a batch is one or the other
-                    names = inspect.signature(module.forward).parameters
-                    args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs}
-                found[name].append(kwargs or args)
+                found[name].append({"*": args, **kwargs} if args and kwargs else kwargs or args)
                 if len(found[name]) > most:
                     found[name], every[name] = found[name][::2], 2 * every[name]
             count[name] += 1
@@ -67,15 +89,35 @@ def calls_of_parts(model: torch.nn.Module, names: Any, run: Any, most: int = 8) 
         return hook
 
     hooks = [model.get_submodule(name).register_forward_pre_hook(keep(name), with_kwargs=True) for name in names]
-    buffers = buffers_of(model)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), state_kept(model):
             run()
     finally:
         for hook in hooks:
             hook.remove()
-        put_buffers_back(model, buffers)
     return found
+
+
+@contextmanager
+def noted_by_name(model: torch.nn.Module, called: Mapping[str, list[None]]) -> Iterator[None]:
+    """Note the calls of each part that find it under its name, where a recipe would put something else."""
+    modules = {name: model.get_submodule(name) for name in called}
+
+    def noting(name: str) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            called[name].append(None)
+            return modules[name](*args, **kwargs)
+
+        return lambda *_: run
+
+    try:
+        for name in called:
+            put_part(model, name, noting(name), [])
+        yield
+    finally:
+        for name, module in modules.items():
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, module)
 
 
 @dataclass
@@ -124,3 +166,53 @@ def timed_parts(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@dataclass
+class Look:
+    """One call of a pipeline."""
+
+    given: Mapping[str, list[Any]]
+    """What each part was called with."""
+    costs: Mapping[str, Cost]
+    seconds: float
+
+
+def looks_at(
+    model: torch.nn.Module, names: Sequence[str], inputs: Sequence[Any], run: Callable[[Any], None]
+) -> list[Look]:
+    """A look at the first two inputs (at the only one twice), and at further ones while there is a part that none has
+    called. Raises `UsageError` for a part that is never called, or where nothing could be put in its place."""
+    by_name: dict[str, list[None]] = {name: [] for name in names}
+
+    def look(batch: Any, noted: Mapping[str, list[None]]) -> Look:
+        def call() -> None:
+            with noted_by_name(model, noted):
+                run(batch)
+
+        given: dict[str, list[Any]] = {}
+        costs, seconds = timed_parts(model, names, lambda: given.update(calls_of_parts(model, names, call)))
+        return Look(given, costs, seconds)
+
+    def uncalled() -> list[str]:
+        return [name for name in names if not any(one.given[name] for one in looks)]
+
+    looks = [look(inputs[0], {})]
+    second = inputs[min(1, len(inputs) - 1)]
+    try:
+        looks.append(look(second, by_name))
+    except Exception:  # it takes nothing else in the place of a part, as recipes will show
+        by_name.clear()
+        looks.append(look(second, {}))
+    for batch in inputs[2:]:
+        if uncalled():
+            looks.append(look(batch, {}))
+    for name in uncalled():
+        raise UsageError(f"the part {name!r} is not called by the pipeline, or not as a module")
+    for name, calls in by_name.items():
+        if len(calls) < looks[1].costs[name].calls:
+            raise UsageError(
+                f"the part {name!r} is called by another reference than its name, where nothing can take its place: "
+                f"let the pipeline call it as the model's {name}"
+            )
+    return looks

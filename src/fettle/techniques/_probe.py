@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from fettle.errors import UsageError
 from fettle.generate import GenerationWorkload, brief
 from fettle.machine import find_libraries
 from fettle.procs.limits import usable_cores
@@ -27,7 +26,7 @@ from fettle.techniques._facts import Facts, Padding
 from fettle.techniques._generation import generation_facts
 from fettle.techniques._host import cpu_flags, installed
 from fettle.techniques._linear import is_conv1d
-from fettle.techniques._pipeline import calls_of_parts, timed_parts
+from fettle.techniques._pipeline import looks_at
 from fettle.techniques._state_kept import buffers_of, is_same, put_modes_back, state_kept
 from fettle.techniques._tensor import tensor_plan
 from fettle.techniques._tiled_attention import with_decomposed_bias
@@ -35,7 +34,7 @@ from fettle.techniques.compile import blocks_of
 from fettle.techniques.ragged import padding_of
 from fettle.techniques.skip_steps import denoiser_of
 from fettle.techniques.step_cache import is_unet
-from fettle.workload import Workload, leaves, map_tensors, rows_of
+from fettle.workload import Workload, fresh, leaves, rows_of
 
 T = TypeVar("T")
 
@@ -49,33 +48,31 @@ def probe_facts(workload: Workload, *, allow_batch: bool = False) -> Facts:
 
 def _pipeline_facts(workload: Workload, allow_batch: bool) -> Facts:
     """Those of a pipeline, with each part's, which is looked at as a model of its own on what it is called with."""
-    module, later, writes = workload.model, dict[str, list[Any]](), False
+    module, names, writes = workload.model, workload.parts, False
     assert isinstance(module, torch.nn.Module)
 
-    def calls_with(batch: Any) -> dict[str, list[Any]]:
-        def run() -> None:
-            nonlocal writes
-            torch.manual_seed(0)
-            own = _copy(batch)
-            workload.run(module, own)
-            writes = writes or not _equal(own, batch)
-
-        return calls_of_parts(module, workload.parts, run)
+    def run(batch: Any) -> None:
+        nonlocal writes
+        torch.manual_seed(0)
+        own = _copy(batch)
+        workload.run(module, own)
+        writes = writes or not _equal(own, batch)
 
     with unchanged(workload, module):
-        calls = calls_with(workload.inputs[0])
-        other = workload.inputs[min(1, len(workload.inputs) - 1)]
-        costs, seconds = timed_parts(module, workload.parts, lambda: later.update(calls_with(other)))
-    if never := [name for name, found in calls.items() if not found]:
-        raise UsageError(f"the part {never[0]!r} is not called by the pipeline, or not as a module")
+        looks = looks_at(module, names, workload.inputs, run)
+    # The first look takes longer than later ones: it counts only where not every part is called in the second.
+    counted = looks[1:] if all(looks[1].given.values()) else looks
+    seconds = sum(one.seconds for one in counted) / len(counted)
+    spent = {name: sum(one.costs[name].seconds for one in counted) / len(counted) for name in names}
     found = {}
-    for name, cost in sorted(costs.items(), key=lambda item: -item[1].seconds):
-        part = Workload(module.get_submodule(name), calls[name])
+    for name in sorted(names, key=lambda name: -spent[name]):
+        given = [one.given[name] for one in looks if one.given[name]]
+        part = Workload(module.get_submodule(name), given[0])
         facts = _facts(part, False, _forward_facts(part))
         found[name] = replace(
-            facts, part=name, calls=cost.calls, seconds=cost.seconds, share=cost.seconds / seconds,
-            calibration_batches=len(workload.calibration),
-            shapes_vary={*map(_shapes, calls[name])}.isdisjoint(map(_shapes, later[name])),
+            facts, part=name, calls=max(one.costs[name].calls for one in counted), seconds=spent[name],
+            share=spent[name] / seconds, calibration_batches=len(workload.calibration),
+            shapes_vary=len(given) > 1 and {*map(_shapes, given[0])}.isdisjoint(map(_shapes, given[1])),
         )  # fmt: skip
     differs = any(one.train_mode_differs for one in found.values()) or any(
         child.training and _random_or_batch_dependent(child) for child in module.modules()
@@ -264,7 +261,8 @@ def _copy(batch: Any) -> Any:
     try:
         return copy.deepcopy(batch)
     except RuntimeError:
-        return map_tensors(lambda tensor: tensor.detach().clone(), batch)
+        with torch.no_grad():
+            return fresh(batch)
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -24,7 +24,7 @@ from fettle.techniques._base import Code, Facts
 from fettle.techniques._catalogue import changed, changed_by_part, uses_ranks
 from fettle.techniques._generation import writing
 from fettle.techniques._pipeline import Part, calls_of_parts, put_part
-from fettle.techniques._state_kept import BUFFERS
+from fettle.techniques._state_kept import STATE_KEPT
 from fettle.workload import Target, map_tensors, spread
 
 _BEFORE_START = ("LD_PRELOAD", "MALLOC_CONF")
@@ -161,7 +161,7 @@ def _pipeline(recipe: Recipe, facts: Facts, heading: str, more: Code) -> list[st
         looked_at = [part for part, codes in by_part.items() if _looks_at_batches(codes)]
         if looked_at:
             call = "call(model, *args, **kwargs)" if facts.custom_call else "model(*args, **kwargs)"
-            helpers += [spread, calls_of_parts, *BUFFERS]
+            helpers += [spread, calls_of_parts, *STATE_KEPT]
             places += [
                 "def run_all():",
                 "    for batch in batches:",
@@ -172,7 +172,7 @@ def _pipeline(recipe: Recipe, facts: Facts, heading: str, more: Code) -> list[st
             ]
         for part, name in names.items():
             batches = f'seen["{part}"]' if part in looked_at else "[]"
-            places.append(f'put_part(model, "{part}", {name}(model.get_submodule("{part}"), {batches}))')
+            places.append(f'put_part(model, "{part}", {name}, {batches})')
         whole.append((f"parts: {', '.join(by_part)}", Code(helpers=tuple(helpers), prepare=tuple(places))))
     whole = _on_copies(whole, facts)
     by_part = {part: _on_copies(found, facts_of[part]) for part, found in by_part.items()}

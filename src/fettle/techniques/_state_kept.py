@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-
-_TORCHS = frozenset(vars(torch.nn.Module()))
-"""Attributes in which torch itself keeps parameters, buffers, submodules, hooks and the mode."""
-_HOLDS_OTHERS = (list, dict, set, deque, OrderedDict, defaultdict)
 
 
 def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -41,10 +34,6 @@ def put_buffers_back(module: torch.nn.Module, before: dict[str, torch.Tensor]) -
             put_value_back(buffer, before[name])
 
 
-BUFFERS = (is_same, put_value_back, buffers_of, put_buffers_back)
-"""What a file of its own needs to put buffers back."""
-
-
 def put_modes_back(modes: Sequence[tuple[torch.nn.Module, bool]]) -> None:
     """Let modules, each after those that it is part of, have the modes again that they had. One whose class does more
     than torch where it is switched, such as merging weights into others, is told to do that again."""
@@ -55,29 +44,36 @@ def put_modes_back(modes: Sequence[tuple[torch.nn.Module, bool]]) -> None:
         child.training = training
 
 
-@contextmanager
-def state_kept(model: Any) -> Iterator[None]:
-    """Put back what calls change in a model: buffers whose shape stays, attributes of its modules, and what those hold.
+def state_kept(model: Any) -> Any:
+    """A context that puts back what calls change in a model: buffers whose shape stays, attributes of its modules, and
+    what those hold.
 
     A lazy module stays what its first call made of it. So does a module that got other parameters or submodules, with
     all that it is part of, whose attributes may say that this was done.
     """
-    module = model if isinstance(model, torch.nn.Module) else torch.nn.Module()
-    alive = [*module.parameters(), *module.modules()]  # no other may get the identity of one meanwhile
-    buffers, met = buffers_of(module), set[int]()
-    before = [(child, type(child), _made_of(child), Attributes(child, met, _TORCHS)) for child in module.modules()]
-    try:
-        yield
-    finally:
-        put_buffers_back(module, buffers)
-        rebuilt = {id(child) for child, kind, made, _ in before if type(child) is kind and _made_of(child) != made}
-        for child, kind, _, attributes in before:
-            if type(child) is kind and not (rebuilt and rebuilt & {id(one) for one in child.modules()}):
-                attributes.put_back()
-        del alive
+    import contextlib
+
+    @contextlib.contextmanager
+    def kept() -> Any:
+        module = model if isinstance(model, torch.nn.Module) else torch.nn.Module()
+        alive = [*module.parameters(), *module.modules()]  # no other may get the identity of one meanwhile
+        buffers, met = buffers_of(module), set[int]()
+        torchs = vars(torch.nn.Module()).keys()  # parameters, buffers, submodules, hooks and the mode
+        before = [(child, type(child), made_of(child), Attributes(child, met, torchs)) for child in module.modules()]
+        try:
+            yield
+        finally:
+            put_buffers_back(module, buffers)
+            rebuilt = {id(child) for child, kind, made, _ in before if type(child) is kind and made_of(child) != made}
+            for child, kind, _, attributes in before:
+                if type(child) is kind and not (rebuilt and rebuilt & {id(one) for one in child.modules()}):
+                    attributes.put_back()
+            del alive
+
+    return kept()
 
 
-def _made_of(module: torch.nn.Module) -> list[Any]:
+def made_of(module: torch.nn.Module) -> list[Any]:
     """A module's own parameters, with how often each was written into, and its own submodules."""
     if isinstance(module, torch.jit.ScriptModule):  # makes them anew whenever it is asked
         return []
@@ -91,7 +87,11 @@ class Attributes:
     """A module's attributes `but` some, and what lists, dictionaries and generators in them hold, and the `values` of
     tensors. What another module has `met`, and holds as well, is that one's."""
 
-    def __init__(self, module: torch.nn.Module, met: set[int], but: Collection[str] = (), values: bool = True) -> None:
+    from collections import OrderedDict, defaultdict, deque
+
+    HOLD_OTHERS = (list, dict, set, deque, OrderedDict, defaultdict)
+
+    def __init__(self, module: torch.nn.Module, met: set[int], but: Any = (), values: bool = True) -> None:
         self.module, self.met, self.but, self.buffers, self.values = module, met, but, {*module._buffers.keys()}, values
         self.attributes = {name: value for name, value in vars(module).items() if name not in but}
         self.held: list[tuple[Any, Any]] = []
@@ -99,7 +99,9 @@ class Attributes:
             self._note(value)
 
     def _note(self, value: Any) -> None:
-        is_noted = isinstance(value, (torch.Tensor, torch.Generator, tuple)) or type(value) in _HOLDS_OTHERS
+        import copy
+
+        is_noted = isinstance(value, (torch.Tensor, torch.Generator, tuple)) or type(value) in self.HOLD_OTHERS
         if not is_noted or id(value) in self.met:
             return
         self.met.add(id(value))
@@ -123,8 +125,12 @@ class Attributes:
                 one.set_state(had)
             else:
                 one.clear()
-                one.extend(had) if isinstance(one, (list, deque)) else one.update(had)
+                one.extend(had) if hasattr(one, "extend") else one.update(had)
         now, registered = vars(self.module), self.buffers | {*self.module._buffers.keys()}
         for name in now.keys() - self.attributes.keys() - registered - {*self.but}:
             del now[name]
         now.update({name: value for name, value in self.attributes.items() if name not in registered})
+
+
+STATE_KEPT = (is_same, put_value_back, buffers_of, put_buffers_back, state_kept, made_of, Attributes)
+"""What `state_kept` needs in a file of its own."""

@@ -8,7 +8,7 @@ import torch
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._exported import flatten
 from fettle.techniques._linear import is_conv1d, linear_of_conv1d
-from fettle.techniques._state_kept import BUFFERS, buffers_of, put_buffers_back
+from fettle.techniques._state_kept import STATE_KEPT, state_kept
 from fettle.techniques.compile import FROZEN
 from fettle.techniques.precision import DTYPES, cast
 from fettle.techniques.runtime import AS_GIVEN
@@ -31,16 +31,14 @@ def rows_of_linear(model: torch.nn.Module, batches: Any) -> dict[torch.nn.Module
 
     linear = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
     hooks = [layer.register_forward_pre_hook(count) for layer in linear]
-    buffers = buffers_of(model)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), state_kept(model):
             for batch in batches:
                 args, kwargs = spread(batch)
                 model(*args, **kwargs)
     finally:
         for hook in hooks:
             hook.remove()
-        put_buffers_back(model, buffers)
     return rows
 
 
@@ -233,7 +231,7 @@ class Quantize(Technique):
                 prepare=("model = quantize_static(model, batches)",),
             )
         helpers: tuple[Any, ...] = (
-            quiet_torchao, spread, is_conv1d, linear_of_conv1d, *BUFFERS, rows_of_linear, quantize_linear,
+            quiet_torchao, spread, is_conv1d, linear_of_conv1d, *STATE_KEPT, rows_of_linear, quantize_linear,
         )  # fmt: skip
         seen, dtype = "", DTYPES.get(recipe.levels.get("precision", "fp32"))
         if facts.device == "cuda" and level == "int8-dynamic" and not facts.custom_call:

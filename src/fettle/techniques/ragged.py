@@ -15,6 +15,7 @@ import torch
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._exported import flatten
 from fettle.techniques._facts import Padding
+from fettle.techniques._pipeline import Part
 from fettle.techniques.precision import computes_in_bf16
 
 _LEAST = 0.05
@@ -36,7 +37,7 @@ def cut_to(value: Any, axis: Any, rows: int, places: int, index: Any, longest: i
     return pytree.tree_unflatten([cut(leaf) for leaf in leaves], spec)
 
 
-class ByLength(torch.nn.Module):
+class ByLength(Part):
     """A model that is run on rows of about the same length at once, without the places that only fill them up.
 
     `mask` is the name or the place of the argument [rows, places] that is 1 where a row has something; what a row has
@@ -46,30 +47,22 @@ class ByLength(torch.nn.Module):
     """
 
     def __init__(self, model: Any, mask: Any, at: Any, apart: bool = True, whole: Any = ()) -> None:
-        super().__init__()
-        self.model, self.mask, self.at, self.apart, self.whole = model, mask, at, apart, whole
-        self.shapes: dict[Any, Any] = {}
-        self.training = model.training
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("model"), name)
+        super().__init__(model, model)
+        vars(self).update(mask=mask, at=at, apart=apart, whole=whole, shapes={})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         from torch.utils import _pytree as pytree
 
         mask = kwargs.get(self.mask) if isinstance(self.mask, str) else dict(enumerate(args)).get(self.mask)
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-            return self.model(*args, **kwargs)
+            return self.run(*args, **kwargs)
         has = mask != 0
         lengths = has.sum(1).tolist()
         rows, places = mask.shape
         groups = self.groups(lengths)
         filled_from_the_left = not bool((has[:, :-1] >= has[:, 1:]).all())
         if not lengths or filled_from_the_left or min(lengths) == 0 or (len(groups) == 1 and max(lengths) == places):
-            return self.model(*args, **kwargs)
+            return self.run(*args, **kwargs)
 
         def run(index: Any, longest: int) -> Any:
             def cut(name: Any, value: Any) -> Any:
@@ -77,7 +70,7 @@ class ByLength(torch.nn.Module):
                 return value if name in self.whole else cut_to(value, at, rows, places, index, longest)
 
             some, named = [cut(n, v) for n, v in enumerate(args)], {n: cut(n, v) for n, v in kwargs.items()}
-            outputs, form = flatten(self.model(*some, **named))
+            outputs, form = flatten(self.run(*some, **named))
             return outputs, form, [leaf for leaf in outputs if isinstance(leaf, torch.Tensor)]
 
         whole: list[Any] = []
@@ -152,7 +145,7 @@ class Ragged(Technique):
         apart = "" if level == "grouped" else ", apart=False"
         apart += f", whole={facts.padding.whole}" if facts.padding.whole else ""
         made = f"model = ByLength(model, {facts.padding.mask!r}, {dict(facts.padding.axes)}{apart})"
-        return Code(helpers=(flatten, cut_to, ByLength), prepare=(made,))
+        return Code(helpers=(flatten, cut_to, Part, ByLength), prepare=(made,))
 
 
 class _Noted(Exception):

@@ -227,6 +227,8 @@ def _code(session: Session, winner: Trial) -> str:
     heading = f"{target.name}, optimised for {facts.mode}: {winner.recipe}."
     if winner.speedup is not None:
         off = f", with {winner.accuracy.distance}" if winner.accuracy.distance else ""
+        if not off and math.isfinite(winner.accuracy.metric):
+            off = f", with a metric of {winner.accuracy.metric:.4g}"
         heading += f"\n\nMeasured {winner.speedup.estimate:.2f}x as given on {this_machine().summary}{off}.\n"
     return source(
         winner.recipe,

@@ -44,6 +44,8 @@ class Probed:
     """What that look saw of the model, as an atlas has it; empty where there was none."""
     notes: Sequence[str] = ()
     """What the user should know of the reference."""
+    only_metric: bool = False
+    """The answers hold no tensor: nothing but the metric judges them."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ def probe(
         advice=kept.advice,
         features=kept.features,
         notes=written.notes,
+        only_metric=written.only_metric,
     )
 
 

@@ -145,8 +145,14 @@ class Session:
         self.study.set_note("goal", self.options.goal)
         self.study.set_note("under load", self.options.under_load)
         self.probed_as(probed)
-        if self.standings.limits.max_metric_drop is not None and not probed.has_metric:
+        limits = self.standings.limits
+        if limits.max_metric_drop is not None and not probed.has_metric:
             raise UsageError("`max_metric_drop` needs a metric: give the workload one, Workload(..., metric=function)")
+        if probed.only_metric and (limits.max_metric_drop is None or limits.max_error is not None):
+            raise UsageError(
+                "the model's output holds no tensor, so nothing but the metric can judge it: say how far it may fall, "
+                "`max_metric_drop`, without `max_error`"
+            )
         self.refresh()
         seconds = self.study.note("seconds")
         self._earlier_s = float(seconds) if isinstance(seconds, (int, float)) else 0.0

@@ -11,6 +11,7 @@ from fettle.workload.trees import (
     Batch,
     again,
     device_of,
+    fresh,
     is_numbers,
     leaves,
     map_tensors,
@@ -22,6 +23,6 @@ from fettle.workload.trees import (
 
 __all__ = [
     "AUTO", "MODES", "Batch", "Target", "Workload", "again", "check_mode", "device_of", "find_target", "fingerprint",
-    "is_numbers", "leaves", "map_tensors", "register_kind", "rows_of", "spread", "switches", "target_from_objects",
-    "tensors", "wait_for", "workload_from",
+    "fresh", "is_numbers", "leaves", "map_tensors", "register_kind", "rows_of", "spread", "switches",
+    "target_from_objects", "tensors", "wait_for", "workload_from",
 ]  # fmt: skip

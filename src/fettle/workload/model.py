@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -15,6 +16,10 @@ from fettle.workload.trees import Batch, is_numbers, leaves, map_tensors, spread
 
 if TYPE_CHECKING:
     import torch
+
+
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+"""What `fettle.recipe` can name."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,8 @@ class Workload:
 
 
 def _check_parts(model: Any, parts: Sequence[str]) -> None:
-    """Raise `UsageError` for parts of a pipeline that are not submodules, or contain one another."""
+    """Raise `UsageError` for parts of a pipeline that are not submodules, have names that no recipe can spell, or
+    contain one another."""
     import torch
 
     if isinstance(parts, str):
@@ -119,7 +125,8 @@ def _check_parts(model: Any, parts: Sequence[str]) -> None:
             f"the workload has parts, and its model is a {type(model).__name__}: make it an nn.Module that holds them, "
             "such as nn.ModuleDict, and give the workload a call"
         )
-    for place, name in enumerate(parts):
+    found: dict[str, torch.nn.Module] = {}
+    for name in parts:
         try:
             part = model.get_submodule(name) if name else None
         except AttributeError:
@@ -129,9 +136,15 @@ def _check_parts(model: Any, parts: Sequence[str]) -> None:
             raise UsageError(f"the workload's part {name!r} is not a submodule of its model: it has {', '.join(known)}")
         if isinstance(part, torch.jit.ScriptModule):
             raise UsageError(f"the workload's part {name!r} is TorchScript, which cannot be changed: leave it out")
-        for other in (*parts[:place], *parts[place + 1 :]):
-            if name == other or name.startswith(f"{other}."):
+        if not _PART.fullmatch(name):
+            raise UsageError(
+                f"the workload's part {name!r} has a name that no recipe can spell: rename the submodule, with letters "
+                "from a to z, digits, `_`, `-` and dots"
+            )
+        for other, module in found.items():
+            if part in {*module.modules()} or module in {*part.modules()}:
                 raise UsageError(f"the workload's parts {other!r} and {name!r} contain one another: name one of them")
+        found[name] = part
 
 
 _KINDS: dict[str, type[Workload]] = {}

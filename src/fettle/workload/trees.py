@@ -17,11 +17,12 @@ else is the one argument."""
 
 
 def spread(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of one batch. A named tuple or a dataclass is one argument."""
+    """Positional and keyword arguments of one batch. A named tuple or a dataclass is one argument. A part of a pipeline
+    may be called with both: those by position are under ``*`` then."""
     if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
         return batch, {}
     if type(batch) is dict and all(isinstance(key, str) for key in batch):
-        return (), batch
+        return batch.get("*", ()), {name: value for name, value in batch.items() if name != "*"}
     return (batch,), {}
 
 
@@ -88,36 +89,47 @@ def wait_for(device: str | torch.device) -> None:
         torch.accelerator.synchronize(place.index)
 
 
-def map_tensors(change: Any, tree: Any) -> Any:
-    """A copy of a tree with every tensor changed: sequences, mappings, dataclasses, and what torch knows as a tree."""
+def fresh(batch: Any) -> Any:
+    """A batch of its own: a model may write into its tensors, and draw from its generators."""
+    import torch
+
+    def own(leaf: Any) -> Any:
+        return leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf.clone()
+
+    return map_tensors(own, batch, (torch.Tensor, torch.Generator))
+
+
+def map_tensors(change: Any, tree: Any, kinds: Any = None) -> Any:
+    """A copy of a tree with every tensor changed, or all that is of other `kinds`: in sequences, mappings, dataclasses,
+    and what torch knows as a tree."""
     import copy  # in the body: this source is copied into optimized.py
     import dataclasses
     from collections.abc import MutableMapping
 
     import torch
 
-    if isinstance(tree, torch.Tensor):
+    if isinstance(tree, kinds or torch.Tensor):
         return change(tree)
     if tree is None or isinstance(tree, (str, int, float)):
         return tree
     if type(tree) in (tuple, list):  # the common branches first, without the cost of a general tree
-        return type(tree)(map_tensors(change, item) for item in tree)
+        return type(tree)(map_tensors(change, item, kinds) for item in tree)
     if type(tree) is dict:
-        return {key: map_tensors(change, item) for key, item in tree.items()}
+        return {key: map_tensors(change, item, kinds) for key, item in tree.items()}
     if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, dict)):  # torch knows only registered ones
         changed = copy.copy(tree)
         for item in dataclasses.fields(tree):
-            object.__setattr__(changed, item.name, map_tensors(change, getattr(tree, item.name)))
+            object.__setattr__(changed, item.name, map_tensors(change, getattr(tree, item.name), kinds))
         return changed
 
     def inside(item: Any) -> Any:
         if item is not tree:
-            return map_tensors(change, item)
+            return map_tensors(change, item, kinds)
         if not isinstance(tree, MutableMapping):
             return tree
         changed: Any = copy.copy(tree)  # a dict in all but its type, such as what transformers' tokenizers return
         for key, value in tree.items():
-            changed[key] = map_tensors(change, value)
+            changed[key] = map_tensors(change, value, kinds)
         return changed
 
     return torch.utils._pytree.tree_map(inside, tree, is_leaf=lambda item: item is not tree)
