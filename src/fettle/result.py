@@ -142,6 +142,8 @@ class Advice:
     """The recipe that it was added to."""
     before: Interval = ALONE
     """Speed-up of that recipe over the workload as given."""
+    also: float = 0.0
+    """Bounds of the other findings that these levels answer, added up."""
 
     @property
     def speedup(self) -> float:
@@ -150,9 +152,9 @@ class Advice:
 
     @property
     def bound_kept(self) -> bool | None:
-        """Whether the least that was surely gained stays below the bound; None where nothing was measured, or
-        too little to tell."""
-        return None if self.brought is None else keeps(self.bound, self.brought, self.before)
+        """Whether the least that was surely gained stays below the bounds of all that these levels answer; None where
+        nothing was measured, or too little to tell."""
+        return None if self.brought is None else keeps(self.bound + self.also, self.brought, self.before)
 
 
 @dataclass(frozen=True)

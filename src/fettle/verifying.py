@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from fettle.comparing import bench
 from fettle.diagnose import Finding, Verified
-from fettle.diagnose.finding import ratio
+from fettle.diagnose.finding import also_answered, ratio
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.result import ALONE, Limits
@@ -24,20 +25,21 @@ def verify(
 ) -> tuple[list[Verified], bool]:
     """Race the levels that each finding names, all in one race with the workload as given; whether it was interrupted.
 
+    What several findings name is raced once, and answers them all.
     Where train mode changes the answers, no fix but eval mode can be right: the others are put beside that.
     """
     first = preconditions(facts)
     answers: list[Verified] = []
-    able: dict[Recipe, Finding] = {}
+    able: dict[Recipe, list[Finding]] = {}
     for finding in findings:
         recipe = canonical(Recipe({**first.levels, **for_parts(finding.levels, facts)}))
-        if not finding.levels or finding.bound <= 0 or recipe in able:
+        if not finding.levels or finding.bound <= 0:
             continue
         why_not = conflict(recipe, facts)
         if why_not:
             answers.append(Verified(finding, str(recipe), None, why_not))
         else:
-            able[recipe] = finding
+            able.setdefault(recipe, []).append(finding)
     if not able:
         return answers, False
     on_progress(f"racing {len(able)} fixes against the workload as given")
@@ -45,10 +47,14 @@ def verify(
     found = bench(target, recipes, limits=Limits(max_error=None), budget_s=budget_s, max_rounds=20)
     # The last ones are left out where there was no time for them.
     trial_of = dict(zip(recipes, found.trials[1:], strict=False))
-    for recipe, finding in able.items():
+    for recipe, named in able.items():
         beside = first if recipe != first else Recipe()
         trial = trial_of.get(recipe, Trial(recipe, "failed", "there was no time for it"))
-        answers.append(_verified(finding, trial, str(beside) if beside.levels else "", trial_of.get(beside)))
+        without, name = trial_of.get(beside), str(beside) if beside.levels else ""
+        every = [finding for findings in able.values() for finding in findings]
+        answers += [
+            replace(_verified(finding, trial, name, without), also=also_answered(finding, every)) for finding in named
+        ]
     return answers, found.interrupted
 
 

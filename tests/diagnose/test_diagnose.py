@@ -14,7 +14,7 @@ import torch
 from fettle.cli import main
 from fettle.diagnose import Diagnosis, Finding, diagnose, diagnosis_json
 from fettle.diagnose.collect import _settings, collect
-from fettle.diagnose.collectors.memory import kept_alive, weights
+from fettle.diagnose.collectors.memory import kept_alive, padding, weights
 from fettle.diagnose.collectors.variants import variants, without_anomaly_checks
 from fettle.diagnose.evidence import Evidence, Operation
 from fettle.diagnose.finding import Verified
@@ -23,6 +23,7 @@ from fettle.diagnose.rules import RULES, findings
 from fettle.errors import UsageError
 from fettle.measure import Interval
 from fettle.techniques import Facts
+from fettle.train import TrainingWorkload
 from fettle.workload import Workload, find_target
 from tests.conftest import Run
 from tests.memory.memory_machine import healthy_training
@@ -310,10 +311,15 @@ def test_of_a_training_loop_a_step_is_diagnosed(tmp_path: Path) -> None:
     steady = [replace(op, seconds=10e-6 * op.calls) for op in seen.operations]
     step_s = 2 * sum(op.seconds for op in steady)
     loading = replace(seen.loading, seconds=5 * step_s, at_hand_s=step_s)
-    pinned = replace(seen, operations=steady, wall_s=6 * step_s, loading=loading, slept_s=0.0, gc_s=0.0)
-    first, *rest = [finding.rule for finding in findings(pinned)]
-    assert first == "data-wait"
-    assert {"optimizer", "syncs"} <= set(rest)
+    pinned = replace(seen, operations=steady, wall_s=6 * step_s, loading=loading, slept_s=0.0, gc_s=0.0, pauses={})
+    first, *rest = findings(pinned)
+    assert first.rule == "data-wait"
+    assert {"optimizer", "syncs"} <= {finding.rule for finding in rest}
+    # Of a step without its loader, the update takes the share that it has among the operators.
+    update = sum(op.calls for op in steady if op.function == "TrainingSteps.update" and op.calls >= 16)
+    share = update / sum(op.calls for op in steady)
+    assert 0.3 < share < 0.8
+    assert next(item.bound for item in rest if item.rule == "optimizer") == pytest.approx(share / 6)
 
 
 def op(group: str, seconds: float, **more: object) -> Operation:
@@ -452,12 +458,64 @@ def test_a_program_that_sets_tf32_by_its_new_name_is_looked_at() -> None:
 
 
 def test_weights_that_begin_as_zeros_are_not_stored_twice() -> None:
-    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(4)))
-    for layer in (model[0], model[1]):
-        torch.nn.init.zeros_(layer.weight)
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(512, 512, bias=False) for name in "abcd"})
+    for name in "ab":
+        torch.nn.init.zeros_(model[name].weight)
     assert weights(model).duplicate_bytes == 0
-    model[3].weight.data.copy_(model[2].weight)
+    model["d"].weight.data.copy_(model["c"].weight)
     assert weights(model).duplicate_bytes == 1 << 20
+
+
+def test_layers_that_begin_as_copies_of_each_other_are_not_stored_twice() -> None:
+    layer = torch.nn.TransformerEncoderLayer(256, 4, 256)
+    assert weights(torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)).duplicate_bytes == 0
+
+
+def test_what_is_no_padding() -> None:
+    def share(**batch: torch.Tensor) -> float:
+        return padding(Workload(torch.nn.Identity(), [batch])).share
+
+    ids = 1 + torch.arange(128).view(4, 32)
+    causal = torch.ones(32, 32, dtype=torch.long).tril()
+    assert share(ids=ids, attention_mask=causal) == 0
+    assert share(ids=ids, attention_mask=causal[:4]) == pytest.approx(1 - 10 / 128)
+    assert share(features=torch.randn(4, 32, 8), attention_mask=causal[:4]) > 0.9
+    flags = torch.zeros(8, 200, dtype=torch.long)
+    flags[:, ::50] = 1  # each row ends in 49 zeros, and has three times as many before
+    assert share(flags=flags) == 0
+    ids[1:, 16:] = 0
+    assert share(ids=ids) == pytest.approx(48 / 128)
+
+
+def test_threads_are_tried_with_the_number_that_the_rule_looks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is that of the physical cores within a quota: neither all logical ones nor what the machine has."""
+    monkeypatch.setattr("fettle.procs.limits._physical_cores", lambda: 4)
+    monkeypatch.setattr("fettle.procs.limits.quota_cores", lambda: 3.0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seen = collect(Workload(torch.nn.Linear(8, 8).eval(), [torch.ones(4, 8)]), 0.0)
+    finally:
+        torch.set_num_threads(before)
+    assert (seen.threads, seen.cores) == (1, 3)
+    assert RULES["threads"](replace(seen, variants=dict.fromkeys(seen.variants, (0.5, 0.4, 0.6)))) is not None
+
+
+def test_the_optimizer_is_charged_with_its_step_and_not_with_the_backward_pass() -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(16)))
+    data = [torch.ones(4, 8)] * 2
+    seen = collect(
+        TrainingWorkload(net, lambda p: torch.optim.AdamW(p, lr=1e-4), lambda model, x: model(x).sum(), data), 0.0
+    )
+    update = [op for op in seen.operations if op.function == "TrainingSteps.update"]
+    assert {"aten.addcdiv_", "aten.addcmul_", "aten.lerp_"} <= {op.name for op in update}
+    assert not any(op.group == "matrix" for op in update)
+    steady = [replace(op, seconds=10e-6 * op.calls) for op in seen.operations]
+    step_s = sum(op.seconds for op in steady)
+    found = RULES["optimizer"](Evidence(seen.facts, wall_s=step_s, operations=steady))
+    assert found is not None
+    assert found.bound == pytest.approx(sum(10e-6 * op.calls for op in update if op.calls >= 16) / step_s)
+    assert found.bound < 0.7
 
 
 @pytest.mark.slow

@@ -143,6 +143,7 @@ def test_levels_decide_the_exit_code(run_fettle, healthy: None) -> None:
 class Pictures(torch.utils.data.Dataset):
     def __init__(self, folder: Path) -> None:
         self.folder, self.paths = str(folder), ["x"] * 100_000
+        self.targets = [1] * 100_000  # one object, the interpreter's own
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, numpy.ndarray, int]:
         return torch.zeros(128), numpy.zeros(128, numpy.float32), 1

@@ -91,6 +91,14 @@ def test_workers_that_copy_what_they_were_forked_with() -> None:
     assert big_containers(loaders.Rows(loaders.one)) is None
 
 
+def test_small_whole_numbers_are_shared_by_all() -> None:
+    rows = loaders.Rows(loaders.one)
+    rows.targets = [number % 10 for number in range(200_000)]
+    assert big_containers(rows) is None
+    rows.targets[::200] = range(1000, 2000)
+    assert big_containers(rows)
+
+
 def test_a_leak_grows_with_each_pass_over_the_same_rows_and_a_cache_does_not() -> None:
     found = growing_workers(DataLoader(loaders.Leaking(), batch_size=8))
     assert names(found) == ["leaking-worker"]

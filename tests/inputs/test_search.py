@@ -3,9 +3,11 @@
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -186,6 +188,15 @@ def test_deeper_queues_are_tried_where_batches_take_unlike_times() -> None:
     race.idle = 0.02
     assert "workers make batches 98% of the time" in " ".join(race.search().notes)
     assert {setting.prefetch_factor for setting in race.asked} == {2}  # no worker ever waits for room
+
+
+def test_a_batch_of_several_parts_is_copied_whole() -> None:
+    move = Setting(non_blocking=True).code.splitlines()[-1].replace("cuda", "cpu")
+    names: dict[str, Any] = {"torch": torch, "batch": [torch.ones(2), {"names": ["a", "b"], "x": torch.zeros(2)}]}
+    exec(move, names)
+    first, second = names["batch"]
+    assert first.tolist() == [1, 1]
+    assert second["names"] == ["a", "b"]
 
 
 def test_workers_keep_memory_where_fetching_it_anew_takes_their_time() -> None:

@@ -133,7 +133,7 @@ def _verified(
 
 
 def _verified_json(item: Verified) -> dict[str, object]:
-    names = ("recipe", "beside", "speedup", "saved", "bound_kept", "problem", "load")
+    names = ("recipe", "beside", "speedup", "saved", "bound_kept", "also", "problem", "load")
     own = {name: getattr(item, name) for name in names}
     return {"rule": item.finding.rule, "speedup_at_most": item.finding.speedup, **own}
 
@@ -194,12 +194,13 @@ def _checked(item: Verified) -> str:
 
     if item.speedup is None:
         return f"[red]the fix did not run:[/] {escape(item.problem)}"
+    bound = "the bounds of all that it answers" if item.also else "the bound"
     words = {
-        True: "[green]within the bound[/]",
-        False: "[yellow]beyond the bound: diagnose again on a quiet machine[/]"
+        True: f"[green]within {bound}[/]",
+        False: f"[yellow]beyond {bound}: diagnose again on a quiet machine[/]"
         if item.load
-        else "[bold red]beyond the bound: the rule is wrong[/]",
-        None: "[yellow]too uncertain to compare with the bound: give a longer --budget[/]",
+        else f"[bold red]beyond {bound}: the rule is wrong[/]",
+        None: f"[yellow]too uncertain to compare with {bound}: give a longer --budget[/]",
     }
     word = words[item.bound_kept]
     over = f" over {escape(item.beside)}" if item.beside else ""

@@ -107,6 +107,7 @@ def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
         first_call_s=first_call_s,
         gc_s=gc_s,
         slept_s=slept_s,
+        pauses=watch.pauses(),
         syncs=report.syncs,
         compiled=is_compiled(model),
         batches=Batches(watch.batches_run, watch.batches_seen_before),

@@ -51,7 +51,7 @@ class Operation:
     weights: int = 0
     """Distinct weights among the calls: several are several layers, not one in a loop."""
     function: str = ""
-    """Function that `line` is in, for example ``Net.forward``."""
+    """Function that `line` is in, for example ``Net.forward``; without a line, that of fettle's own training loop."""
     written: int = 0
     """Bytes of its outputs; views write nothing."""
     growth: float = 0.0
@@ -195,6 +195,9 @@ class Evidence:
     """Time in Python's garbage collector a call."""
     slept_s: float = 0.0
     """Time that the process neither computed nor was kept from it by others: sleeping, waiting for files or network."""
+    pauses: Mapping[str, float] = field(default_factory=dict)
+    """Seconds between two operators, where these are more than the host's work around any operator, by what came next:
+    a source line, or the end of the call."""
     syncs: Sequence[Sync] = ()
     compiled: bool = False
     """Whether the workload's model is compiled as it was given."""
@@ -222,12 +225,29 @@ class Evidence:
         return max(0.0, self.wall_s - sum(op.seconds for op in self.operations) - self.loading.seconds)
 
     @property
+    def other_work_s(self) -> float:
+        """Time in long pauses between operators in which the process neither waited nor fetched memory: Python, NumPy
+        or another library at work."""
+        if self.compiled:
+            return 0.0
+        idle_s = self.slept_s + self.gc_s
+        host_s = _HOST_S * sum(op.calls for op in self.operations)
+        without_core_s = self.crowded * self.wall_s
+        left_s = self.outside_s - idle_s - host_s - without_core_s - self.fresh.seconds
+        return max(0.0, min(sum(self.pauses.values()) - self.loading.seconds - idle_s, left_s))
+
+    @property
+    def host_s(self) -> float:
+        """Time outside operators and loaders that is no work of another kind."""
+        return self.outside_s - self.other_work_s
+
+    @property
     def unexplained_s(self) -> float:
         """Time outside operators beyond what Python and the dispatcher need: its cause is not known."""
         if self.compiled:  # what runs inside a compiled graph is not seen
             return 0.0
         slept_s = self.slept_s if self.share(self.slept_s) >= 0.1 else 0.0  # less is noise
-        known = slept_s + self.gc_s + _HOST_S * sum(op.calls for op in self.operations)
+        known = slept_s + self.gc_s + self.other_work_s + _HOST_S * sum(op.calls for op in self.operations)
         return max(0.0, self.outside_s - known)
 
     def ideal_s(self) -> float:

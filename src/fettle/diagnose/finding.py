@@ -85,6 +85,8 @@ class Verified:
     """Speed-up of `beside` itself over the workload as given."""
     load: str = ""
     """What others took of the machine meanwhile; empty on a quiet one. Waiting for a core is taken out of `speedup`."""
+    also: float = 0.0
+    """Bounds of the other findings that the recipe answers, added up."""
 
     @property
     def saved(self) -> float | None:
@@ -93,9 +95,18 @@ class Verified:
 
     @property
     def bound_kept(self) -> bool | None:
-        """Whether the least that was surely saved stays below the bound; None where nothing was measured, or
-        too little to tell."""
-        return None if self.speedup is None else keeps(self.finding.bound, self.speedup, self.before)
+        """Whether the least that was surely saved stays below the bounds of all that the recipe answers; None where
+        nothing was measured, or too little to tell."""
+        return None if self.speedup is None else keeps(self.finding.bound + self.also, self.speedup, self.before)
+
+
+def also_answered(item: Finding | Advice, every: Iterable[Finding | Advice]) -> float:
+    """Bounds of the others whose levels are among those of this one, added up."""
+    return sum(
+        other.bound
+        for other in every
+        if other is not item and other.levels and set(other.levels.items()) <= set(item.levels.items())
+    )
 
 
 def advice(findings: Iterable[Finding]) -> list[Advice]:
@@ -109,6 +120,7 @@ def with_gains(advised: Iterable[Advice], trials: Iterable[Trial]) -> list[Advic
     Both were measured against the same baseline, not against each other: the interval is the widest that their own
     allow.
     """
+    advised = list(advised)
     measured = {trial.recipe: trial for trial in trials if trial.speedup is not None and trial.status != "failed"}
     answers = []
     for item in advised:
@@ -121,8 +133,13 @@ def with_gains(advised: Iterable[Advice], trials: Iterable[Trial]) -> list[Advic
                 pairs.append((len(rest.levels), measured[rest], with_it))
         if pairs:
             _, without, with_it = min(pairs, key=lambda pair: pair[0])
-            gain = ratio(without.speedup, with_it.speedup)
-            item = replace(item, brought=gain, beside=without.recipe, before=without.speedup or ALONE)
+            item = replace(
+                item,
+                brought=ratio(without.speedup, with_it.speedup),
+                beside=without.recipe,
+                before=without.speedup or ALONE,
+                also=also_answered(item, advised),
+            )
         answers.append(item)
     return answers
 

@@ -118,7 +118,7 @@ _ENDINGS = {"memory": "memory.pickle", "trace": "trace.json.gz"}
 _OPENED_BY = {"memory": "memory", "trace": "trace account"}
 
 _SAME_CAUSE = {
-    "python-bound": ("host-bound", "python-loop"),
+    "python-bound": ("host-bound", "python-loop", "other-work"),
     "launch-bound": ("host-bound", "python-loop"),
     "launch-bound-calls": ("host-bound", "python-loop"),
     "launch-latency": ("host-bound", "python-loop"),

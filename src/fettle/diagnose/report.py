@@ -60,9 +60,11 @@ def _pipeline(diagnosis: Diagnosis) -> list[Bar]:
 def _before_after(checked: Sequence[Verified]) -> list[Bar]:
     """What each fix left of the time as given, the fastest first."""
     left = sorted(
-        (1 / (item.before.estimate * item.speedup.estimate), item.recipe)
-        for item in checked
-        if item.speedup is not None
+        {
+            (1 / (item.before.estimate * item.speedup.estimate), item.recipe)
+            for item in checked
+            if item.speedup is not None
+        }
     )
     return [
         ("as given", 100.0, "100%", False),

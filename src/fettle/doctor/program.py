@@ -169,11 +169,11 @@ def _loader(loader: DataLoader[Any]) -> Loader:
     from torch import multiprocessing
     from torch.utils.data import IterableDataset
 
+    from fettle.workload import is_shared, leaves
+
     dataset, row_bytes, tensors = loader.dataset, 0, 0
     if not isinstance(dataset, IterableDataset):
         with contextlib.suppress(Exception):  # `fettle data` is who says that rows raise
-            from fettle.workload import leaves
-
             row = [leaf for _, leaf in leaves(dataset[0]) if hasattr(leaf, "nbytes")]  # arrays become tensors
             row_bytes, tensors = sum(item.nbytes for item in row), len(row)
     attributes = list(getattr(dataset, "__dict__", {}).items())
@@ -184,7 +184,7 @@ def _loader(loader: DataLoader[Any]) -> Loader:
         batch_bytes=row_bytes * (loader.batch_size or 1), tensors=tensors,
         start_method=context.get_start_method() if context else default,
         lists=tuple((name, len(value)) for name, value in attributes
-                    if isinstance(value, (list, dict)) and len(value) >= _MANY),
+                    if isinstance(value, (list, dict)) and len(value) >= _MANY and not all(map(is_shared, value))),
         folders=tuple(os.path.abspath(value) for _, value in attributes
                       if isinstance(value, (str, os.PathLike)) and os.path.exists(value)),
     )  # fmt: skip

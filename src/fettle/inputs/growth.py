@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fettle.inputs.lint import Lint, indices
 from fettle.procs.limits import granted_memory_bytes
 from fettle.units import size_text
+from fettle.workload import is_shared
 
 _MANY = 100_000
 """Python objects in one container from which on copies are worth a look."""
@@ -69,8 +70,7 @@ def big_containers(dataset: Any) -> tuple[str, int, int] | None:
     for name, value in _containers(dataset, "", 3):
         values = value.values() if isinstance(value, dict) else value
         sample = list(itertools.islice(values, 0, None, max(1, len(value) // 1000)))[:1000]
-        # Small whole numbers and True are the interpreter's own, shared by all.
-        if not sample or all(isinstance(item, bool) or item is None for item in sample):
+        if all(is_shared(item) for item in sample):
             continue
         size = int(sum(_deep_size(item) for item in sample) / len(sample) * len(value))
         if isinstance(value, dict):

@@ -69,8 +69,9 @@ class Setting:
             lines = [f"DataLoader(dataset, ..., {arguments})"]
         if self.fetch == ONE_BY_ONE:
             lines.insert(0, "dataset.__getitems__ = None  # rows one by one")
-        if self.non_blocking:
-            lines.append('batch = batch.to("cuda", non_blocking=True)')
+        if self.non_blocking:  # of whatever parts a batch has
+            move = 'lambda part: part.to("cuda", non_blocking=True) if hasattr(part, "to") else part'
+            lines.append(f"batch = torch.utils._pytree.tree_map({move}, batch)")
         if self.keep_memory:
             helper = inspect.getsource(keep_freed_memory).rstrip().splitlines()
             lines = [*helper, "", "", "# A worker_init_fn of your own calls it first.", *lines]

@@ -13,6 +13,7 @@ from fettle.workload.trees import (
     device_of,
     fresh,
     is_numbers,
+    is_shared,
     leaves,
     map_tensors,
     rows_of,
@@ -23,6 +24,6 @@ from fettle.workload.trees import (
 
 __all__ = [
     "AUTO", "MODES", "Batch", "Target", "Workload", "again", "check_mode", "device_of", "find_target", "fingerprint",
-    "fresh", "is_numbers", "leaves", "map_tensors", "register_kind", "rows_of", "spread", "switches",
+    "fresh", "is_numbers", "is_shared", "leaves", "map_tensors", "register_kind", "rows_of", "spread", "switches",
     "target_from_objects", "tensors", "wait_for", "workload_from",
 ]  # fmt: skip

@@ -48,6 +48,11 @@ def is_numbers(value: Any) -> bool:
     return type(value).__module__ == "numpy" and getattr(getattr(value, "dtype", None), "kind", "O") in "biufc"
 
 
+def is_shared(value: Any) -> bool:
+    """Whether it is an object of the interpreter's own, of which there is one: a small whole number, True, None."""
+    return value is None or (isinstance(value, int) and -5 <= value <= 256)
+
+
 def tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves of a pytree."""
     import torch

@@ -2,6 +2,7 @@
 
 import gc
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import numpy
 import pytest
 import torch
 
+from fettle.cli.diagnose import _checked
 from fettle.diagnose import (
     RULES,
     Evidence,
@@ -70,6 +72,7 @@ PLANTED = {
     "copies": seen(op("clone", "layout", 0.004, largest=(4, 4))),
     "channels-first": seen(op("convolution", "matrix", 0.004, flops=10**8), facts=facts(num_4d_inputs=1, num_conv=1)),
     "not-fused": seen(op("mul", "pointwise", 0.004)),
+    "other-work": seen(pauses={"net.py:3": 0.004}),
     "host-bound": seen(op("view", "other", 1e-5, calls=200)),
     "python-loop": seen(op("add", "pointwise", 0.004, calls=400, line="net.py:7", function="Net.forward")),
     "small-batch": seen(loading=Loading(1e-4, rows=1, batches=64)),
@@ -110,7 +113,10 @@ PLANTED = {
     "graph-breaks": seen(compiled=True, compile=health(breaks=(GraphBreak("/a/net.py", 4, "print", "", 1),))),
     "recompiles": seen(compiled=True, compile=health(limits=(LimitHit("f", "/a/net.py", 4, "n == 3", 8),),
                        recompiles=(Recompile("f", "/a/net.py", 4, "n == 3", "value", 8),))),
-    "syncs": seen(syncs=[Sync("/a/net.py", 5, "f", "x.item()", "aten._local_scalar_dense", "item", "reads", 3)]),
+    "syncs": seen(
+        op("_local_scalar_dense", "other", 0.002, line="net.py:5"),
+        syncs=[Sync("/a/net.py", 5, "f", "x.item()", "aten._local_scalar_dense", "item", "reads", 3)],
+    ),
     "compile-cache": seen(compile=health(cache=CacheHealth("", False, 0, 0, 0, False), compile_s=30.0)),
     "first-call": seen(first_call_s=12.0),
     "loading": seen(load_s=30.0),
@@ -278,6 +284,10 @@ def test_what_advice_brought_is_read_from_two_trials_that_differ_by_it_alone() -
     (alone,) = with_gains(advised, [*trials, trial(3.0, precision="bf16")])
     assert alone.brought is not None
     assert alone.brought.estimate == pytest.approx(3.0)
+    # What the same levels, or some of them, answer as well counts in what they may bring.
+    also = advice([finding, Finding("not-fused", "Apart.", 0.2, levels={"precision": "bf16"})])
+    assert [item.bound_kept for item in with_gains(also, trials)] == [True, True]
+    assert [item.also for item in with_gains(also, trials)] == [0.2, 0.75]
     (nothing,) = with_gains(advised, trials[:2])
     assert nothing.brought is None
     assert nothing.bound_kept is None
@@ -295,11 +305,25 @@ def test_what_advice_brought_is_read_from_two_trials_that_differ_by_it_alone() -
     assert replace(broken, brought=Interval(1.0, 0.95, 1.05)).bound_kept is True
 
 
+FOUND = (
+    Finding("train-mode", "It is in train mode.", 0.5, levels={"mode": "eval"}),
+    Finding("float32", "Slow.", 0.3, levels={"precision": "bf16"}),
+    Finding("grad", "Recorded.", 0.2, levels={"grad": "inference_mode"}),
+    Finding("syncs", "No technique.", 0.5),
+    Finding("small-kernels", "For a GPU.", 0.5, levels={"cuda_graphs": "on"}),
+)
+
+
 class TestVerify:
     """Fixes raced in a comparison that is made up here."""
 
     def race(
-        self, monkeypatch: pytest.MonkeyPatch, times: dict[str, float], given: Facts, most: int = 99
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        times: dict[str, float],
+        given: Facts,
+        most: int = 99,
+        findings: Sequence[Finding] = FOUND,
     ) -> dict[str, Verified]:
         """`verify`, where a recipe takes its share of the time as given, and there is time for `most` trials."""
 
@@ -313,14 +337,7 @@ class TestVerify:
             return SimpleNamespace(trials=[trial(one) for one in [Recipe(), *recipes][:most]], interrupted=most < 3)
 
         monkeypatch.setattr("fettle.verifying.bench", bench)
-        found = [
-            Finding("train-mode", "It is in train mode.", 0.5, levels={"mode": "eval"}),
-            Finding("float32", "Slow.", 0.3, levels={"precision": "bf16"}),
-            Finding("grad", "Recorded.", 0.2, levels={"grad": "inference_mode"}),
-            Finding("syncs", "No technique.", 0.5),
-            Finding("small-kernels", "For a GPU.", 0.5, levels={"cuda_graphs": "on"}),
-        ]
-        answers, interrupted = verify("model.py", found, given)
+        answers, interrupted = verify("model.py", findings, given)
         assert interrupted == (most < 3)
         return {item.finding.rule: item for item in answers}
 
@@ -344,6 +361,28 @@ class TestVerify:
         assert found["float32"].bound_kept
         assert found["grad"].bound_kept is False  # 0.3 of the call as given
 
+    def test_what_one_fix_answers_is_compared_with_all_its_bounds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        compiled = {"compile": "default", "grad": "inference_mode"}
+        findings = [
+            Finding("copies", "Copies.", 0.1, levels=compiled),
+            Finding("not-fused", "Not fused.", 0.3, levels=compiled),
+            Finding("grad", "Recorded.", 0.2, levels={"grad": "inference_mode"}),
+        ]
+        recipe = str(canonical(Recipe(compiled)))
+
+        def race(compiled_takes: float) -> dict[str, Verified]:
+            times = {recipe: compiled_takes, "grad=inference_mode": 0.7}
+            return self.race(monkeypatch, times, Facts(is_module=True), findings=findings)
+
+        found = race(0.45)
+        assert found["copies"].recipe == found["not-fused"].recipe == recipe
+        assert found["copies"].also == pytest.approx(0.5)
+        assert found["copies"].bound_kept is found["not-fused"].bound_kept is True
+        assert found["grad"].also == 0
+        assert found["grad"].bound_kept is False
+        assert race(0.3)["copies"].bound_kept is False
+        assert "the bounds of all that it answers" in _checked(found["copies"])
+
     def test_a_fix_for_which_there_was_no_time_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = self.race(monkeypatch, {"": 1.0, "mode=eval": 0.9}, Facts(is_module=True, training=True), most=2)
         assert found["train-mode"].saved == pytest.approx(0.1)
@@ -354,6 +393,38 @@ class TestVerify:
         found = self.race(monkeypatch, {"mode=eval": 0.8}, Facts(is_module=True, training=True))
         assert found["float32"].problem == "it crashed"
         assert found["float32"].bound_kept is None
+
+
+def test_what_training_needs_and_what_answers_may_need_is_no_fault() -> None:
+    for rule in ("parametrised", "duplicate-weights", "small-batch"):
+        assert "training" not in RULES[rule].modes
+    found = RULES["random"](PLANTED["random"])
+    assert found is not None
+    assert found.opportunity
+
+
+def test_convolutions_use_tf32_whatever_the_products_do() -> None:
+    planted = PLANTED["no-tf32"]
+    convolution = op("convolution", "matrix", 0.004, dtype="float32", flops=10**8)
+    assert RULES["no-tf32"](replace(planted, operations=[work(), convolution])) is None
+
+
+def test_what_was_not_tried_on_a_gpu_has_no_bound_of_a_trial() -> None:
+    on_gpu = replace(PLANTED["debugging"], facts=facts(device="cuda"), variants={})
+    found = RULES["debugging"](on_gpu)
+    assert found is not None
+    assert found.bound == 0
+    found = RULES["grad-recorded"](seen(settings={"records": "True"}, facts=facts(device="cuda")))
+    assert found is not None
+    assert found.opportunity
+    assert found.bound == pytest.approx(0.4)  # all that is no operator
+    assert RULES["grad-recorded"](seen(settings={"records": "True"})) is None  # a CPU where inference mode did not run
+
+
+def test_a_cpu_waits_for_nothing_but_need_not_compute_what_is_looked_at() -> None:
+    on_cpu, on_gpu = PLANTED["syncs"], replace(PLANTED["syncs"], facts=facts(device="cuda"))
+    bounds = [found.bound for call in (on_cpu, on_gpu) if (found := RULES["syncs"](call))]
+    assert bounds == pytest.approx([0.2 + 0.5 * 0.2, 0.4])
 
 
 def test_threads_are_not_named_where_nothing_could_use_them() -> None:

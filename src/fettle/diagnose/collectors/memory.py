@@ -80,12 +80,16 @@ def allocator_counts(device: str) -> dict[str, int]:
 
 
 def padding(workload: Workload) -> Padding:
-    """Padded positions in the inputs: a mask's zeros, else a repeated last token."""
+    """Padded positions in the inputs: the zeros of a mask with as many rows as another input, else a last token that is
+    repeated there and hardly found elsewhere."""
     padded = positions = 0
     where = ""
     for batch in workload.inputs:
-        matrices = {path: leaf for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() == 2}
-        mask = next((t for path, t in matrices.items() if path.endswith("attention_mask")), None)
+        inputs = {path: leaf for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2}
+        matrices = {path: leaf for path, leaf in inputs.items() if leaf.dim() == 2}
+        masks = [matrices.pop(path) for path in list(matrices) if path.endswith("attention_mask")]
+        rows = {len(leaf) for path, leaf in inputs.items() if not path.endswith("attention_mask")}
+        mask = next((mask for mask in masks if len(mask) in rows or not rows), None)
         if mask is not None:
             padded += int((mask == 0).sum())
             positions += mask.numel()
@@ -94,9 +98,12 @@ def padding(workload: Workload) -> Padding:
         ids = next((t for t in matrices.values() if t.dtype in (torch.int32, torch.int64) and t.shape[1] > 4), None)
         if ids is not None:
             last = ids[:, -1:]
+            filler = last.mode(0).values
             run = (ids.flip(1) == last).long().cumprod(1).sum(1)
-            alike = int((last == last.mode(0).values).sum())
-            if alike > 1 or len(ids) == 1:  # one token at the end of several rows: the filler
+            alike = int((last == filler).sum())
+            elsewhere = int((ids == filler).sum() - run[last[:, 0] == filler].sum())
+            # One token at the end of several rows, and hardly before it: the filler.
+            if (alike > 1 or len(ids) == 1) and 10 * elsewhere <= int(run.sum()):
                 padded += int(run[run > 1].sum())
             positions += ids.numel()
             where = "a repeated last token"
@@ -122,19 +129,23 @@ def _subnormal(module: torch.nn.Module | None) -> float:
 
 def _duplicates(module: torch.nn.Module | None) -> int:
     """Bytes of large parameters that equal another one, value for value, in memory of their own; constants apart, which
-    many layers begin with.
+    many layers begin with, and layers of one stack, which begin as copies of each other.
     """
-    groups: dict[Any, list[torch.Tensor]] = defaultdict(list)
-    for parameter in module.parameters() if module is not None else ():
+    groups: dict[Any, list[tuple[list[str], torch.Tensor]]] = defaultdict(list)
+    for name, parameter in module.named_parameters() if module is not None else ():
+        path = [part for part in name.split(".") if not part.isdigit()]
         if parameter.numel() >= 1 << 16 and bool((parameter.detach() != parameter.detach().flatten()[0]).any()):
             key = (tuple(parameter.shape), parameter.dtype, float(parameter.detach().flatten()[:64].double().sum()))
-            groups[key].append(parameter.detach())
+            groups[key].append((path, parameter.detach()))
     wasted = 0
     for same in groups.values():
-        kept: list[torch.Tensor] = []
-        for tensor in same:
-            if any(tensor.data_ptr() != other.data_ptr() and torch.equal(tensor, other) for other in kept):
+        kept: list[tuple[list[str], torch.Tensor]] = []
+        for path, tensor in same:
+            if any(
+                path != there and tensor.data_ptr() != other.data_ptr() and torch.equal(tensor, other)
+                for there, other in kept
+            ):
                 wasted += tensor.numel() * tensor.element_size()
             else:
-                kept.append(tensor)
+                kept.append((path, tensor))
     return wasted

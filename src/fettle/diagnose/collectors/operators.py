@@ -9,7 +9,7 @@ import math
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,9 +20,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from fettle.diagnose.collectors.training import TrainingSteps
 from fettle.diagnose.evidence import CAST, INDEX, LAYOUT, MATRIX, OTHER, POINTWISE, Operation
 from fettle.errors import is_users
-from fettle.workload import Workload, tensors, wait_for
+from fettle.workload import Workload, leaves, tensors, wait_for
 
 _LAYOUT_OPS = {"clone", "contiguous", "cat", "stack", "copy_", "copy", "constant_pad_nd", "repeat", "roll", "flip"}
 _INDEX_OPS = {"index", "index_select", "gather", "embedding", "index_put", "index_put_", "scatter", "masked_select",
@@ -33,8 +34,13 @@ _FREE_OPS = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "sli
 """Views: they move no data."""
 _WEIGHED = {"addmm": -1, "mm": 1, "linear": 1, "mkldnn_linear": 1, "convolution": 1, "mkldnn_convolution": 1}
 """Products with weights, and which of their tensors that is. The same rows give the same results again."""
+_LONG_PAUSE_S = 2e-4
+"""Between two operators while they are watched: what is longer is not Python's and the dispatcher's work around them,
+which takes 15 to 75 us (on an EPYC, modules, autograd and optimizers included)."""
 _MATRIX_MORE = {"_scaled_dot_product_flash_attention_for_cpu", "mkldnn_rnn_layer", "_mkldnn_rnn_layer", "linear",
                 "mkldnn_linear", "_linear", "lstm", "gru", "mv", "dot", "_fused_sdp_choice"}  # fmt: skip
+
+_STEPS_FILE = TrainingSteps.__call__.__code__.co_filename
 
 
 def operations(workload: Workload, device: str, calls: int = 3) -> list[Operation]:
@@ -55,6 +61,7 @@ def watched(workload: Workload, device: str, calls: int = 3) -> tuple[Watch, flo
         began = time.perf_counter()
         with watch:
             workload.run(workload.model, workload.inputs[0])
+        watch.paused("the end of the call", time.perf_counter())
         totals.append(time.perf_counter() - began)
     watch.close()
     return watch, statistics.median(totals)
@@ -65,7 +72,6 @@ class _Row:
     """What is known of one operator in one module, on one line, in one dtype; all but its time from the first call."""
 
     kind: str
-    function: str
     rounds: list[list[float]] = field(default_factory=list)
     """Seconds and calls, by call of the workload."""
     group: str = ""
@@ -95,9 +101,8 @@ class _Row:
             self.written += written
         shape = max((tuple(tensor.shape) for tensor in outputs), key=math.prod, default=())
         self.largest = max(self.largest, shape, key=math.prod)
-        input_elements = max((tensor.numel() for tensor in inputs), default=0)
-        if input_elements and math.prod(shape) >= 1 << 20:
-            self.growth = max(self.growth, math.prod(shape) / input_elements)
+        if math.prod(shape) >= 1 << 20 and _broadcast(inputs, shape):
+            self.growth = max(self.growth, math.prod(shape) / max(1, *(tensor.numel() for tensor in inputs)))
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -107,10 +112,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.modules: list[tuple[str, str]] = [("", "")]
-        self.by_place: dict[tuple[str, str, str, str], _Row] = {}
+        self.by_place: dict[tuple[str, str, str, str, str], _Row] = {}
         self.call = -1
         self.handles: list[Any] = []
         self.overhead_s = _watching_s(device)
+        self.last_s = 0.0
+        self.long_pauses: list[defaultdict[str, float]] = []
         self._hashing = False
         self.batches: set[bytes] = set()
         self.batches_run = self.batches_seen_before = 0
@@ -120,18 +127,21 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(module, torch.jit.ScriptModule):  # takes no hooks: its operators count as its caller's
                 continue
             pair = (name, type(module).__name__)
-            self.handles.append(module.register_forward_pre_hook(functools.partial(self._enter, pair)))
+            enter = functools.partial(self._enter, pair)
+            self.handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             self.handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
 
-    def _enter(self, pair: tuple[str, str], module: Any, args: Any) -> None:
+    def _enter(self, pair: tuple[str, str], module: Any, args: Any, kwargs: Any) -> None:
         if self.call == 0 and len(self.modules) == 1:
+            began = time.perf_counter()
             self.batches_run += 1
             self._hashing = True
-            known = _digest(args)
+            known = _digest(module, (args, kwargs))
             self._hashing = False
             self.batches_seen_before += known in self.batches
             if known is not None and len(self.batches) < 10_000:
                 self.batches.add(known)
+            self.last_s += time.perf_counter() - began
         self.modules.append(pair)
 
     def _built(self, module: Any, name: str, parameter: Any) -> None:
@@ -145,6 +155,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin(self) -> None:
         self.call += 1
         del self.modules[1:]
+        self.long_pauses.append(defaultdict(float))
+        self.last_s = time.perf_counter()
+
+    def paused(self, before: str, now_s: float) -> None:
+        if now_s - self.last_s > _LONG_PAUSE_S:
+            self.long_pauses[self.call][before] += now_s - self.last_s
 
     def close(self) -> None:
         for handle in self.handles:
@@ -161,18 +177,27 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         spent = time.perf_counter() - began
         module, kind = self.modules[-1]
         line, function = _user_place()
-        key = (func.overloadpacket.__name__, module, line, _dtype(_tensors(out), _tensors((args, kwargs))))
-        row = self.by_place.setdefault(key, _Row(kind, function))
+        self.paused(line, began)
+        key = (func.overloadpacket.__name__, module, line, function, _dtype(_tensors(out), _tensors((args, kwargs))))
+        row = self.by_place.setdefault(key, _Row(kind))
         while len(row.rounds) <= self.call:
             row.rounds.append([0.0, 0])
         row.rounds[self.call][0] += max(0.0, spent - self.overhead_s)
         row.rounds[self.call][1] += 1
         if self.call == 0:
             row.add(func, args, kwargs, out)
+        self.last_s = time.perf_counter()
         return out
 
+    def pauses(self) -> dict[str, float]:
+        """Seconds of a call in long pauses, by what came after them: a line, empty where there is none of the user's,
+        or the end of the call."""
+        ends = {end for call in self.long_pauses for end in call}
+        medians = {end: statistics.median(call[end] for call in self.long_pauses) for end in ends}
+        return {end: seconds for end, seconds in medians.items() if seconds > 0}
+
     def rows(self) -> list[Operation]:
-        """One row for each operator, module, line and dtype; costliest first."""
+        """One row for each operator, module, line, function and dtype; costliest first."""
         rows = [
             Operation(
                 name=f"aten.{name}",
@@ -188,11 +213,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 largest=row.largest,
                 repeated=repeated_share(row.flops) if len(row.weights) == 1 else 0.0,
                 weights=len(row.weights),
-                function=row.function,
+                function=function,
                 written=row.written,
                 growth=row.growth,
             )
-            for (name, module, line, dtype), row in self.by_place.items()
+            for (name, module, line, function, dtype), row in self.by_place.items()
             if row.group  # it ran in the first call; else control flow took another way
         ]
         return sorted(rows, key=lambda row: -row.seconds)
@@ -231,9 +256,12 @@ def repeated_share(flops: Sequence[int]) -> float:
     """Share of the work of successive products that only repeats what an earlier one computed.
 
     A product with weights whose size grows call by call (all tokens so far, for every new token) does again what the
-    last one did and a little more: all but its largest size was needless. 0 where the sizes do not grow so.
+    last one did and a little more: all but its largest size was needless. 0 where the sizes do not grow so, always by
+    as much: those of batches sorted by length grow too, and repeat nothing.
     """
-    if len(flops) < 8 or any(b < a for a, b in itertools.pairwise(flops)) or len(set(flops)) < 8:
+    if any(b < a for a, b in itertools.pairwise(flops)) or len(set(flops)) < 8:
+        return 0.0
+    if len({b - a for a, b in itertools.pairwise(sorted(set(flops)))}) > 1:
         return 0.0
     largest = flops[-1]
     return 1.0 - largest * flops.count(largest) / sum(flops)
@@ -257,9 +285,16 @@ def group_of(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor])
     return OTHER
 
 
+def _broadcast(inputs: list[torch.Tensor], shape: tuple[int, ...]) -> bool:
+    """Whether an operator's output has the shape that its inputs, several, are broadcast to."""
+    sizes = itertools.zip_longest(*(reversed(tensor.shape) for tensor in inputs), fillvalue=1)
+    return len(inputs) > 1 and tuple(map(max, sizes))[::-1] == shape
+
+
 def _user_place() -> tuple[str, str]:
     """``file.py:12`` of the innermost frame that is neither torch's nor ours, and the function that it is in; both
-    empty where there is none."""
+    empty where there is none. In a training loop of ours the caller's frames are no part of it: no line, and its own
+    function."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -267,6 +302,8 @@ def _user_place() -> tuple[str, str]:
             return f"{name.rpartition('/')[2]}:{frame.f_lineno}", frame.f_code.co_qualname.removesuffix(
                 ".<locals>.<genexpr>"
             )
+        if name == _STEPS_FILE:
+            return "", frame.f_code.co_qualname
         frame = frame.f_back  # type: ignore[assignment]
     return "", ""
 
@@ -281,16 +318,19 @@ def _named_modules(model: Any) -> list[tuple[str, torch.nn.Module]]:
     return list(parts.values())
 
 
-def _digest(args: Any) -> bytes | None:
-    """What identifies the values of a module's inputs; None where there are none, or too many to read."""
-    inputs = tensors(args)
-    if not inputs or sum(tensor.numel() * tensor.element_size() for tensor in inputs) > 16 << 20:
+def _digest(module: torch.nn.Module, inputs: Any) -> bytes | None:
+    """What identifies a module and the values of its inputs; None where these have no tensor, or too much to read."""
+    held = tensors(inputs)
+    if not held or sum(tensor.numel() * tensor.element_size() for tensor in held) > 16 << 20:
         return None
-    whole = hashlib.blake2b(digest_size=16)
+    whole = hashlib.blake2b(str(id(module)).encode(), digest_size=16)
     try:
-        for tensor in inputs:
-            whole.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
-            whole.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        for path, leaf in leaves(inputs):
+            if isinstance(leaf, torch.Tensor):
+                whole.update(f"{path}{tuple(leaf.shape)}{leaf.dtype}".encode())
+                whole.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            elif isinstance(leaf, (str, int, float)):
+                whole.update(f"{path}{leaf!r}".encode())
     except (RuntimeError, TypeError):  # a tensor without plain memory: sparse, nested, quantised
         return None
     return whole.digest()

@@ -30,9 +30,13 @@ class TrainingSteps:
             loss.backward()  # type: ignore[no-untyped-call]
             if self._workload.max_grad_norm is not None:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._workload.max_grad_norm)
-            self._optimizer.step()
+            self.update()
             self._optimizer.zero_grad()
             return loss.detach()
+
+    def update(self) -> None:
+        """The optimizer's step alone: operators are told by the function that they are called from."""
+        self._optimizer.step()
 
     def _next(self) -> Any:
         for batch in self._batches:

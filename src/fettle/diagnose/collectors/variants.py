@@ -12,7 +12,7 @@ import torch
 
 from fettle.measure import log_interval
 from fettle.patches import replaced
-from fettle.procs.limits import affinity_cores
+from fettle.procs.limits import usable_cores
 from fettle.workload import wait_for
 
 SLOW_S = 2.0
@@ -28,7 +28,7 @@ def variants(
     once in each.
     """
     own = torch.get_num_threads()
-    usable = affinity_cores()
+    usable = usable_cores()  # what the rule takes for the number of cores
     switches: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {}
     if own != usable:
         switches[f"threads={usable}"] = lambda: threads(usable)

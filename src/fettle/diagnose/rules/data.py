@@ -29,7 +29,7 @@ def data_wait(call: Evidence) -> Finding | None:
     )
 
 
-@rule("inference", "training")
+@rule("inference")
 def small_batch(call: Evidence) -> Finding | None:
     """A loader that hands out so few rows that the work around a batch comes once for each."""
     rows, batches = call.loading.rows, call.loading.batches

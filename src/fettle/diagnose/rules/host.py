@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fettle.diagnose.evidence import MATRIX, Evidence, Operation
+from fettle.diagnose.evidence import INDEX, MATRIX, Evidence, Operation
 from fettle.diagnose.finding import Finding
 from fettle.diagnose.rules._rule import LEAST, OPTIMIZER, UNKNOWN, about_operators, cause, named, rule, short, taken
 
@@ -33,18 +33,29 @@ def train_mode(call: Evidence) -> Finding | None:
 @rule("inference")
 def grad_recorded(call: Evidence) -> Finding | None:
     """Autograd records a graph that is not used."""
-    saved, low, high = call.variants.get("grad=inference_mode", UNKNOWN)
-    if call.settings.get("records") != "True" or saved < LEAST or low <= 0:
+    if call.settings.get("records") != "True":
+        return None
+    on_gpu = call.facts.device == "cuda"
+    if on_gpu:  # nothing is switched and tried there
+        saved = low = high = call.share(call.host_s)
+        line = "the answers hold on to the graph, and to the activations that it keeps"
+        formula = "time outside operators and loaders / call"
+    else:
+        saved, low, high = call.variants.get("grad=inference_mode", UNKNOWN)
+        line = f"the same call in inference mode took {saved:.0%} less"
+        formula = "upper end of what inference_mode saved when it was tried"
+    if saved < LEAST or low <= 0:
         return None
     return cause(
         "Autograd records every operation for a backward pass that never comes.",
         bound=high,
-        evidence=(f"the same call in inference mode took {saved:.0%} less",),
+        evidence=(line,),
         levels={"grad": "inference_mode"},
         advice="wrap inference in torch.inference_mode()",
-        formula="upper end of what inference_mode saved when it was tried",
+        formula=formula,
         before="y = model(x)",
         after="with torch.inference_mode():\n    y = model(x)",
+        opportunity=on_gpu,
     )
 
 
@@ -53,19 +64,40 @@ def host_bound(call: Evidence) -> Finding | None:
     """The host's own work around operators outweighs what they do."""
     calls = sum(op.calls for op in call.operations)
     without_core_s = call.crowded * call.wall_s  # other programs had it: not the host's work
-    if calls < 20 or call.share(call.outside_s - without_core_s) < 0.25 or call.slept_s > 0.3 * call.wall_s:
+    if calls < 20 or call.share(call.host_s - without_core_s) < 0.25 or call.slept_s > 0.3 * call.wall_s:
         return None
-    line = f"{calls} operators a call; {call.outside_s * 1e6 / calls:.0f} us of host time around each"
+    line = f"{calls} operators a call; {call.host_s * 1e6 / calls:.0f} us of host time around each"
     levels = {"cuda_graphs": "on"} if call.facts.device == "cuda" else {"compile": "default", "grad": "inference_mode"}
     return cause(
         "The host's work around many small operators takes longer than they do.",
-        bound=call.share(call.outside_s),
+        bound=call.share(call.host_s),
         evidence=(line,),
         levels=levels,
         advice="compile the model, batch more rows into a call, or replace Python loops by one tensor operation",
-        formula="time outside operators and loaders / call",
+        formula="time outside operators and loaders, less long pauses between operators / call",
         before="y = model(x)",
         after="model = torch.compile(model)\ny = model(x)",
+    )
+
+
+@rule("inference", "training")
+def other_work(call: Evidence) -> Finding | None:
+    """What a call does without torch: a tokeniser, NumPy, parsing."""
+    if call.share(call.other_work_s) < 0.2:
+        return None
+    longest = sorted(call.pauses, key=lambda end: -call.pauses[end])[:4]
+    return cause(
+        f"Python, NumPy or another library works for {call.share(call.other_work_s):.0%} of a call, outside operators.",
+        bound=call.share(call.other_work_s),
+        where=tuple(f"before {end}" for end in longest if end),
+        evidence=tuple(
+            f"{call.pauses[end] * 1e3:.3g} ms without an operator before {end or 'one of no line of yours'}"
+            for end in longest
+        ),
+        advice="do it before the call (in a loader's workers), or with operations on tensors",
+        formula="long pauses between operators, less sleeping, loading, collecting garbage and fetching memory / call",
+        before="def predict(text):\n    return model(torch.tensor(tokenise(text)))",
+        after="ids = torch.tensor(tokenise(text))  # beforehand\n\ndef predict(ids):\n    return model(ids)",
     )
 
 
@@ -120,15 +152,15 @@ def optimizer(call: Evidence) -> Finding | None:
     marks = [op for op in named(call, *OPTIMIZER) if op.calls >= 16]
     if not marks:
         return None
-    lines = {op.line for op in marks}
-    ops = [op for op in call.operations if op.line in lines and op.calls >= 16]
+    places = {(op.line, op.function) for op in marks}
+    ops = [op for op in call.operations if (op.line, op.function) in places and op.calls >= 16]
     share = sum(op.calls for op in ops) / max(1, sum(op.calls for op in call.operations))
     return about_operators(
         call,
         f"The optimizer updates {max(op.calls for op in marks)} parameters one at a time.",
         ops,
         "fused=True, or foreach=True: one kernel for many parameters",
-        seconds=taken(ops) + share * call.outside_s,
+        seconds=taken(ops) + share * call.host_s,
         formula="time of the update's operators and their share of the host's work / call",
         before="torch.optim.AdamW(parameters, foreach=False)",
         after="torch.optim.AdamW(parameters, fused=True)",
@@ -166,15 +198,24 @@ def syncs(call: Evidence) -> Finding | None:
         return None
     count = sum(sync.count for sync in syncs)
     waits = "waits for the GPU" if call.facts.device == "cuda" else "would wait for a GPU"
-    # Without it the host could run ahead, and what was computed only to be looked at need not be: all but the products.
+    if call.facts.device == "cpu":  # which waits for nothing, but need not compute what is only looked at
+        lines = {f"{short(sync.file)}:{sync.line}" for sync in syncs}
+        ops = [op for op in call.operations if op.line in lines or op.group == INDEX]
+        share = sum(op.calls for op in ops) / max(1, sum(op.calls for op in call.operations))
+        bound = call.share(taken(ops) + share * call.host_s)
+        formula = "time of those lines, of gathers and scatters, and their share of the host's work / call"
+    else:
+        # The host could run ahead, and what was computed only to be looked at need not be: all but the products.
+        bound = 1 - call.share(call.seconds(MATRIX) + call.loading.seconds)
+        formula = "(call - products - loader) / call"
     return cause(
         f"The host {waits} {f'{count} times' if count > 1 else 'once'} a call.",
-        bound=1 - call.share(call.seconds(MATRIX) + call.loading.seconds),
+        bound=bound,
         where=tuple(f"{short(s.file)}:{s.line}" for s in syncs[:6]),
         evidence=tuple(f"{short(s.file)}:{s.line}: {s.operator}, {s.count}x: {s.reason}" for s in syncs[:6]),
         count=count,
         advice="keep values on the device: torch.where, masks of fixed size, .item() once at the end",
-        formula="(call - products - loader) / call",
+        formula=formula,
         before="if loss.item() > limit:\n    x = x * 0.5",
         after="x = torch.where(loss > limit, x * 0.5, x)",
     )
@@ -233,7 +274,7 @@ def debugging(call: Evidence) -> Finding | None:
     saved = [f"the same call without took {share:.0%} less" for share, _, _ in tried if share > 0]
     return cause(
         f"{' and '.join(on)} left on.",
-        bound=max((high for _, _, high in tried), default=0.9),
+        bound=max([0.0, *(high for _, _, high in tried)]),
         evidence=(*(f"{text} is on after the workload is built" for text in on), *saved),
         advice="switch it off outside debugging",
         formula="upper end of what switching it off saved when it was tried",

@@ -49,10 +49,11 @@ def float64(call: Evidence) -> Finding | None:
 
 @rule("inference", "training")
 def no_tf32(call: Evidence) -> Finding | None:
-    """Full float32 products on a GPU with TensorFloat-32."""
+    """Full float32 products on a GPU with TensorFloat-32; cuDNN's convolutions use it whatever this setting says."""
     if call.facts.device != "cuda" or call.facts.cuda_capability < (8, 0) or call.settings.get("matmul") != "highest":
         return None
-    ops = [op for op in call.operations if op.group == MATRIX and op.dtype == "float32"]
+    products = [op for op in call.operations if op.group == MATRIX and op.dtype == "float32"]
+    ops = [op for op in products if "convolution" not in op.name]
     return about_operators(
         call,
         "float32 products do not use TensorFloat-32.",

@@ -115,7 +115,7 @@ def weight_memory(call: Evidence) -> Finding | None:
     )
 
 
-@rule("inference", "training")
+@rule("inference")
 def duplicate_weights(call: Evidence) -> Finding | None:
     """The same values stored twice."""
     if call.weights.duplicate_bytes < 1 << 20:

@@ -62,7 +62,7 @@ def not_fused(call: Evidence) -> Finding | None:
         "Element-wise operators run one by one, each reading and writing all its values.",
         ops,
         "torch.compile fuses them into their neighbours",
-        seconds=taken(ops) + 0.5 * call.outside_s,
+        seconds=taken(ops) + 0.5 * call.host_s,
         levels={"compile": "default", "grad": "inference_mode"},
         formula="(time of element-wise operators, and half of the host's own work) / call",
         before="y = model(x)",
@@ -164,7 +164,7 @@ def recomputation(call: Evidence) -> Finding | None:
     )
 
 
-@rule("inference", "training")
+@rule("inference")
 def parametrised(call: Evidence) -> Finding | None:
     """Parametrisations (weight norm, spectral norm) computed on every call."""
     names = ("_weight_norm", "_weight_norm_interface", "linalg_vector_norm", "norm")
@@ -173,14 +173,15 @@ def parametrised(call: Evidence) -> Finding | None:
         for op in named(call, *names)
         if "arametriz" in op.kind or "arametriz" in op.module or "weight_norm" in op.name
     ]
+    hooked = not any("arametriz" in op.kind + op.module for op in ops)  # the older torch.nn.utils.weight_norm
     return about_operators(
         call,
         "Weights are computed anew on every call by a parametrisation.",
         ops,
-        "torch.nn.utils.parametrize.remove_parametrizations",
+        f"torch.nn.utils.{'remove_weight_norm' if hooked else 'parametrize.remove_parametrizations'} before inference",
         formula="time of the parametrisation's operators / call",
         before="layer = weight_norm(layer)",
-        after="remove_parametrizations(layer, 'weight')  # before inference",
+        after="remove_weight_norm(layer)" if hooked else "remove_parametrizations(layer, 'weight')",
     )
 
 
@@ -231,10 +232,11 @@ def random(call: Evidence) -> Finding | None:
         call,
         "Random numbers are drawn on every call.",
         named(call, *_DRAWING),
-        "draw them once, or on the device where they are used",
+        "draw them on the device where they are used; only once where the same noise will do for every answer",
         formula="time of drawing / call",
         before="noise = torch.randn(shape)  # every call",
-        after="self.register_buffer('noise', torch.randn(shape))  # once",
+        after="noise = torch.randn(shape, device=x.device)  # or a buffer, where the same noise will do",
+        opportunity=True,
     )
 
 

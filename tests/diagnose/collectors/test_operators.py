@@ -1,0 +1,125 @@
+"""What the watch on operators sees of small programs: growth, batches, repeated work, and pauses."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fettle.diagnose import RULES, Evidence
+from fettle.diagnose.collect import collect
+from fettle.diagnose.collectors.operators import operations, repeated_share, watched
+from fettle.diagnose.evidence import Batches
+from fettle.techniques import Facts
+from fettle.workload import Workload
+
+
+def grown(model: Callable[..., Any], *batch: torch.Tensor) -> float:
+    return max(op.growth for op in operations(Workload(model, [batch]), "cpu", calls=1))
+
+
+def test_only_broadcasting_counts_as_growth() -> None:
+    x = torch.ones(512, 4)
+    assert grown(lambda x: x[:, None] - x[None], x) == 512
+    picture = torch.ones(1, 16, 64, 64)
+    assert grown(lambda x: F.interpolate(x, scale_factor=4.0, mode="bilinear"), picture) == 0
+    assert grown(lambda x: F.grid_sample(x, torch.zeros(1, 256, 256, 2), align_corners=False), picture) == 0
+    assert grown(lambda x: F.unfold(x, 9), torch.ones(1, 4, 64, 64)) == 0
+
+
+def batches(model: Any, *inputs: Any) -> Batches:
+    """What the outermost modules, attributes of the model, were given in one call."""
+    watch, _ = watched(Workload(model, [inputs]), "cpu", calls=1)
+    return Batches(watch.batches_run, watch.batches_seen_before)
+
+
+class Calls:
+    """A program that is no module, and calls its modules."""
+
+    def __init__(self, how: Callable[..., Any], *modules: nn.Module) -> None:
+        self.held, self.how = nn.ModuleList(modules), how
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return self.how(self.held, x)
+
+
+class Prompted(nn.Module):
+    def forward(self, x: torch.Tensor, prompt: torch.Tensor, number: int = 0) -> torch.Tensor:
+        return x + prompt + number
+
+
+def test_a_batch_is_known_by_its_module_and_by_all_that_this_is_given() -> None:
+    x, prompt = torch.ones(2, 4), torch.ones(4)
+    ensemble = Calls(lambda parts, x: [part(x) for part in parts], *(nn.Linear(4, 4) for _ in range(4)))
+    assert batches(ensemble, x) == Batches(4, 0)
+    by_keyword = Calls(lambda parts, x: [parts[0](x, prompt=i * prompt) for i in range(4)], Prompted())
+    assert batches(by_keyword, x) == Batches(4, 0)
+    by_number = Calls(lambda parts, x: [parts[0](x, prompt, i) for i in range(4)], Prompted())
+    assert batches(by_number, x) == Batches(4, 0)
+    again = Calls(lambda parts, x: [parts[0](x, prompt=prompt) for _ in range(4)], Prompted())
+    assert batches(again, x) == Batches(4, 3)
+
+
+def test_batches_sorted_by_length_repeat_nothing() -> None:
+    layer = nn.Linear(4, 4)
+    lengths = [1, 2, 4, 5, 7, 8, 9, 12]
+    rows = operations(Workload(lambda x: [layer(x[:n]) for n in lengths], [torch.ones(12, 4)]), "cpu", calls=1)
+    assert max(row.repeated for row in rows) == 0
+    rows = operations(Workload(lambda x: [layer(x[:n]) for n in range(3, 13)], [torch.ones(12, 4)]), "cpu", calls=1)
+    assert max(row.repeated for row in rows) == pytest.approx(1 - 12 / sum(range(3, 13)))
+    assert repeated_share([10, 10, 20, 20, 30, 40, 50, 60, 70, 80, 80]) == pytest.approx(1 - 160 / 470)
+
+
+def test_work_between_operators_is_told_by_the_line_after_it() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        time.sleep(0.02)
+        z = y * 2
+        time.sleep(0.01)
+        return z
+
+    watch, _ = watched(Workload(model, [torch.ones(4)]), "cpu", calls=3)
+    line = f"test_operators.py:{model.__code__.co_firstlineno + 3}"
+    seen = watch.pauses()
+    assert seen[line] >= 0.02
+    assert seen["the end of the call"] >= 0.01
+
+
+def test_python_between_operators_is_not_their_host_work() -> None:
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(24))).eval()
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        words = [sum(ord(letter) for letter in str(i * 7919)) for i in range(10_000)]
+        return layers(x + len(words))
+
+    seen = collect(Workload(model, [torch.ones(4, 8)]), 0.0)
+    line = f"test_operators.py:{model.__code__.co_firstlineno + 2}"
+    assert max(seen.pauses, key=lambda end: seen.pauses[end]) == line
+    # How long it takes is another thing on each machine, so it is set here.
+    steady = [replace(op, seconds=1e-6 * op.calls) for op in seen.operations]
+    pinned = Evidence(seen.facts, wall_s=0.01, operations=steady, pauses={line: 0.008})
+    assert pinned.other_work_s == pytest.approx(0.008)
+    assert pinned.unexplained_s == pytest.approx(pinned.outside_s - 0.008 - 10e-6 * sum(op.calls for op in steady))
+    found = RULES["other-work"](pinned)
+    assert found is not None
+    assert found.where == (f"before {line}",)
+    assert RULES["host-bound"](pinned) is None
+    assert RULES["host-bound"](replace(pinned, pauses={})) is not None
+    assert replace(pinned, slept_s=0.008).other_work_s == 0
+
+
+def test_the_older_weight_norm_is_removed_in_its_own_way() -> None:
+    def found(norm: Callable[[nn.Module], nn.Module]) -> str:
+        net = nn.Sequential(*(norm(nn.Linear(8, 8)) for _ in range(4))).eval()
+        steady = [replace(op, seconds=1e-6 * op.calls) for op in operations(Workload(net, [torch.ones(1, 8)]), "cpu")]
+        finding = RULES["parametrised"](Evidence(Facts(), 1e-6 * sum(op.calls for op in steady), steady))
+        assert finding is not None
+        return finding.advice
+
+    assert "remove_parametrizations" in found(nn.utils.parametrizations.weight_norm)
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        assert "remove_weight_norm" in found(nn.utils.weight_norm)
