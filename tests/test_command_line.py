@@ -1,6 +1,8 @@
 """What is the same for every command."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -260,6 +262,38 @@ def test_an_interrupt_is_one_line(run_fettle, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("fettle.report.load_result", stop)
     said = run_fettle("report", "anywhere")
     assert (said.code, said.out, said.err.strip()) == (130, "", "fettle: interrupted")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_whoever_ends_a_command_interrupts_it(run_fettle, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def stop(*_: object, **__: object) -> None:
+        if not (fork := os.fork()):
+            os.kill(os.getpid(), number)
+            os._exit(3)
+        ends.append(os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]))
+        os.kill(os.getpid(), number)
+
+    ends: list[int] = []
+    monkeypatch.setattr("fettle.report.load_result", stop)
+    before = signal.getsignal(number)
+    said = run_fettle("report", "anywhere")
+    assert (said.code, said.out, said.err.strip()) == (130, "", "fettle: interrupted")
+    assert ends == [-number]  # a process of its own ends as it would anywhere
+    assert signal.getsignal(number) == before
+
+
+def test_nohup_is_heeded(run_fettle, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        raise UsageError("it went on")
+
+    monkeypatch.setattr("fettle.report.load_result", stop)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        said = run_fettle("report", "anywhere")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (said.code, said.err.strip()) == (2, "fettle: it went on")
 
 
 @pytest.mark.parametrize(

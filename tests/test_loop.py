@@ -2,13 +2,30 @@
 
 import asyncio
 import os
+import signal
 import sys
 import time
 from contextlib import closing
 
 import pytest
 
-from fettle.loop import PreciseTimer, run
+from fettle.loop import PreciseTimer, run, stopped_by_interrupt
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_whoever_ends_a_command_stops_what_runs_in_the_loop(number):
+    async def wait():
+        stop = stopped_by_interrupt()
+        os.kill(os.getpid(), number)
+        await asyncio.wait_for(stop.wait(), 60)
+        return True
+
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        assert run(wait())
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 @pytest.mark.parametrize("timers", [True, False])

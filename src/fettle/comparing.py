@@ -226,6 +226,7 @@ def _race(
                 raise UsageError("there was no time to start the workload as given: give the race a larger `budget`")
         finally:
             close_all()
+            session.let_go()
     if not rules.under_load:
         trials = [widened(trial, trials[0], rules.confidence) for trial in trials]
     verdicts = [

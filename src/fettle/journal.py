@@ -6,7 +6,6 @@ same order, and the journal answers those that were answered before.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,23 @@ _FORMAT, _VERSION = "journal", 3
 _LARGEST = 64 << 20
 
 T = TypeVar("T")
+
+
+def locked(path: Path) -> int:
+    """Open a file, made where there is none, that no other process may lock before the descriptor is closed or this
+    process ends, however it does. Raises BlockingIOError where another has it. Without locks in the file system nobody
+    is kept out."""
+    import fcntl
+
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        pass
+    return descriptor
 
 
 class Line(msgspec.Struct):
@@ -42,10 +58,8 @@ class Journal:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._descriptor = locked(path)
         except BlockingIOError:
-            self.close()
             raise UsageError(f"{path}: another {writer} writes there; wait for it, or give `keep`") from None
         except OSError as error:
             raise UsageError(f"{path}: the measurements cannot be kept there ({error.strerror}); give `keep`") from None

@@ -32,9 +32,12 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def stopped_by_interrupt() -> asyncio.Event:
-    """An event that Ctrl-C sets from now on, in place of ending the program."""
+    """An event that Ctrl-C, SIGTERM, and SIGHUP unless it is ignored, set from now on, in place of ending the
+    program."""
     stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
     return stop
 
 

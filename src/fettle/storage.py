@@ -24,21 +24,24 @@ GRACE_S = 45
 """How long a worker may be silent."""
 OUTAGE_S = 300.0
 """How long a server that has answered may be away."""
+LOCKED_S = 30.0
+"""How long a file that was opened may be locked by another process, or have no room."""
 _BEGINNING_S = 2.0
 """How long several that begin at once on an empty server may keep each other from making the tables."""
 
+STORAGE_ERRORS = (StorageInternalError, DBAPIError)
 _R = TypeVar("_R")
 _answered = set[str]()
 """URLs of the servers that have answered this process."""
 
 
 def outlast(call: Callable[[], _R], seconds: float) -> _R:
-    """Ask a server again while it is away, for so many seconds at most."""
+    """Ask a storage again while it does not answer, for so many seconds at most."""
     end = time.monotonic() + seconds
     while True:
         try:
             return call()
-        except (StorageInternalError, DBAPIError):
+        except STORAGE_ERRORS:
             if time.monotonic() > end:
                 raise
             time.sleep(0.5 + secrets.randbelow(1000) / 1000)

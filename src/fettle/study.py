@@ -35,7 +35,18 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from fettle.errors import UsageError, first_line
 from fettle.measure import Trial
 from fettle.recipe import Recipe
-from fettle.storage import GRACE_S, ORDERS, OUTAGE_S, hidden, is_server, open_storage, opening, outlast
+from fettle.storage import (
+    GRACE_S,
+    LOCKED_S,
+    ORDERS,
+    OUTAGE_S,
+    STORAGE_ERRORS,
+    hidden,
+    is_server,
+    open_storage,
+    opening,
+    outlast,
+)
 from fettle.techniques import Facts, factors, known_levels, run_by
 
 _WORKLOAD, _TRIAL, _MACHINE, _CODE = "fettle:workload", "fettle", "fettle:machine", "fettle:code"
@@ -56,11 +67,16 @@ _R = TypeVar("_R")
 
 
 def _lasting(call: Callable[Concatenate[Study, _P], _R]) -> Callable[Concatenate[Study, _P], _R]:
-    """Ask a server again while it is away, for `OUTAGE_S` at most."""
+    """Ask the storage again while it does not answer: a server for `OUTAGE_S` at most, a file for `LOCKED_S`. Then it
+    is a `UsageError`."""
 
     @functools.wraps(call)
     def asking(self: Study, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        return outlast(lambda: call(self, *args, **kwargs), 0.0 if self.is_file else OUTAGE_S)
+        try:
+            return outlast(lambda: call(self, *args, **kwargs), LOCKED_S if self.is_file else OUTAGE_S)
+        except STORAGE_ERRORS as error:
+            why = first_line(error.__cause__ or error)[:200]
+            raise UsageError(f"the study {self.name!r} cannot be read or written: {why}") from error
 
     return asking
 
@@ -104,6 +120,7 @@ class Study:
         study._is_of(fingerprint, structure)
         return study
 
+    @_lasting
     def _is_of(self, fingerprint: str, structure: str) -> bool:
         """Whether the study is of this workload. Code is compared on one machine only, and where it was kept."""
         key = f"{_CODE}:{self._machine_id}"

@@ -1,5 +1,7 @@
 """Workers that die, hang or run out of memory, rows that raise, killed searches: told, survived, no orphans."""
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -17,7 +19,7 @@ from fettle.inputs import Setting, measure_and_search, race
 from fettle.inputs._messages import TakeSlice
 from fettle.inputs.race import Race
 from fettle.inputs.setting import Room, Slice, room
-from fettle.journal import Journal
+from fettle.journal import Journal, locked
 
 pytestmark = pytest.mark.usefixtures("forks")
 HERE = Path(__file__).parent
@@ -257,6 +259,20 @@ def test_the_journal(tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="cannot be kept there"):
         Journal(link)
+
+
+def test_a_lock_is_one_processs_until_it_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = locked(tmp_path / "lock")
+    with pytest.raises(BlockingIOError):
+        locked(tmp_path / "lock")
+    os.close(held)
+    os.close(locked(tmp_path / "lock"))
+
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    os.close(locked(tmp_path / "lock"))
 
 
 def test_a_batch_that_was_stopped_on_its_way_is_not_timed() -> None:

@@ -155,6 +155,22 @@ def test_a_model_that_writes_into_its_input_has_a_reference_and_no_noise(tmp_pat
     assert torch.equal(read_reference(str(tmp_path / "reference"))[0]["output"].float(), torch.full((2, 3), 2.0))
 
 
+def test_a_reference_is_written_whole_beside_whoever_else_writes_it(tmp_path, monkeypatch):
+    def save(answers, path):
+        with open(path, "w") as file:
+            file.write("half")
+        others.append(path)
+        raise OSError(28, "No space left on device")
+
+    others = []
+    monkeypatch.setattr(torch, "save", save)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="No space left"):
+            write_reference(Workload(torch.nn.Linear(3, 3), [torch.ones(2, 3)], samples=2), str(tmp_path / "reference"))
+    assert len(set(others)) == 2
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_random_model_has_its_own_distance_as_noise(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(64, 64))
     steady = write_reference(Workload(model, [torch.rand(4, 64)], samples=4), str(tmp_path / "steady"))

@@ -285,6 +285,26 @@ def test_of_a_handler_its_source_runs_and_no_bytecode_that_was_laid_beside_it(tm
         find_handler(package, None, digest)
 
 
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_settings_whose_writing_is_cut_short_leave_a_sound_package(sound, monkeypatch, at):
+    replace_file, done = os.replace, []
+
+    def cut_short(source, target):
+        if len(done) == at:
+            raise KeyboardInterrupt
+        done.append(target)
+        replace_file(source, target)
+
+    monkeypatch.setattr(os, "replace", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        write_settings(sound, ServeSettings(max_rows=2))
+    monkeypatch.undo()
+    package = open_package(sound.folder)
+    assert package.settings.max_rows == (2 if at == 2 else sound.settings.max_rows)
+    again = write_settings(package, ServeSettings(max_rows=3))
+    assert (again.settings.max_rows, len(again.manifest.files["serve.toml"])) == (3, 64)
+
+
 def test_what_python_or_a_desktop_leaves_in_a_package_is_no_part_of_it(sound):
     (sound.folder / "__pycache__").mkdir()
     (sound.folder / ".DS_Store").touch()

@@ -17,7 +17,7 @@ from fettle.procs.process import Fork, Process
 from fettle.procs.ranks import Ranks
 
 MODULE = """
-    import os, subprocess, sys, time
+    import os, subprocess, sys, threading, time
     from fettle.errors import UsageError
     from fettle.procs.child import Request
     from fettle.procs.parent import Parent, be_a_worker
@@ -39,6 +39,20 @@ MODULE = """
             if request.what == "child":
                 sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
                 return subprocess.Popen(sleep, start_new_session=True).pid
+            if request.what == "forks":
+                pids, (begun, begins) = [], os.pipe()
+                def fork():
+                    pids.append(os.fork())
+                    if not pids[-1]:
+                        os.write(begins, b".")
+                        time.sleep(300)
+                        os._exit(0)
+                    os.read(begun, 1)
+                fork()
+                thread = threading.Thread(target=fork)
+                thread.start()
+                thread.join()
+                return pids
             if request.what == "leave":
                 print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], close_fds=False).pid)
                 os._exit(4)
@@ -175,6 +189,16 @@ def test_a_paused_child_rests_and_goes_on_when_it_is_asked(child):
     child.pause()
     assert by_then(lambda: psutil.Process(child.pid).status() == psutil.STATUS_STOPPED)
     assert child.call(Do("that"), list, 60) == ["that", 0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+def test_what_was_forked_and_stopped_with_a_child_ends_with_it(child):
+    fork, of_a_thread = child.call(Do("forks"), list[int], 60)
+    child.pause()
+    assert by_then(lambda: psutil.Process(fork).status() == psutil.STATUS_STOPPED)
+    os.kill(child.pid, signal.SIGKILL)
+    assert by_then(lambda: ended(fork))
+    assert not ended(of_a_thread)  # nor did it end with its thread
 
 
 def test_it_ends_with_the_link(child):

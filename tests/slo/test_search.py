@@ -4,11 +4,13 @@ import asyncio
 import csv
 import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from typing import ClassVar
 
@@ -32,7 +34,7 @@ from fettle.slo.kept import Tested as OneTest
 from fettle.slo.kept import open_journal
 from fettle.slo.outcome import as_data, explain, front, torchserve_rows
 from fettle.slo.overheads import Overheads
-from fettle.slo.points import Branch, Measured, Point, SearchResult, Setting, Variant
+from fettle.slo.points import Branch, Failure, Measured, Point, SearchResult, Setting, Variant
 from fettle.slo.proof import serve_settings
 from fettle.slo.ranking import between, rank, worker_splits
 from fettle.slo.search import search
@@ -41,6 +43,7 @@ from fettle.slo.simulate import Costs, capacity
 from fettle.slo.variants import distinct, package_all, study_recipes
 from fettle.workload import find_target
 from tests.forking import forked
+from tests.processes import alive, left_behind
 
 LIMIT = 2.0
 QUICK = {"most_rows": 4, "cores": 1, "seconds": 0.5, "confirm": 1}
@@ -457,6 +460,74 @@ def test_recipes_are_packaged_and_what_cannot_be_is_a_failure(tmp_path):
     assert again[0].name == ""  # the only one
     assert again[0].package.manifest.recipe == {"precision": "bf16"}
     assert math.isfinite(again[0].error)
+
+
+def test_what_packages_a_recipe_ends_with_the_search(tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, time\n"
+        "def workload():\n"
+        f"    pathlib.Path({str(tmp_path)!r}, 'begun').touch()\n"
+        "    time.sleep(300)\n"
+    )
+    text = f"{tmp_path}/slow.py"
+    target, recipes, folder = find_target(text), [Recipe()], tmp_path / "packages"
+    searching = multiprocessing.get_context("fork").Process(
+        target=package_all, args=(text, target, recipes, folder), kwargs={"max_rows": 4, "max_error": 1.0}
+    )
+    searching.start()
+    until = time.monotonic() + 60
+    while not (tmp_path / "begun").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert alive(text)
+    searching.kill()
+    searching.join()
+    assert not left_behind(set(), text)
+
+
+def test_two_searches_in_one_folder_do_not_make_the_same_packages(run_fettle, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.py").write_text("def workload(): ...\n")
+    made = []
+
+    def package_all(*given, **how):
+        made.append(given)
+        return [], [Failure("the recipe baseline", "it cannot be exported")]
+
+    monkeypatch.setattr("fettle.slo.variants.package_all", package_all)
+    failed = run_fettle("serve", "slo", "small.py", "--p99", "1s", "--output", "found")
+    assert (failed.code, "it cannot be exported" in failed.err, len(made)) == (2, True, 1)
+    assert not (tmp_path / "found").exists()
+    with closing(open_journal(tmp_path / "found" / "measured.jsonl")):
+        refused = run_fettle("serve", "slo", "small.py", "--p99", "1s", "--output", "found")
+    assert (refused.code, "another fettle serve slo writes there" in refused.err, len(made)) == (2, True, 1)
+
+
+def test_a_setting_that_cannot_be_written_costs_no_search(run_fettle, store, tmp_path, monkeypatch):
+    found, asked = found_with({1: 0.01}), []
+    found.points[0].measured = 50.0
+
+    async def search(*given):
+        asked.append(given)
+        return found
+
+    def write(*given):
+        raise OSError(28, "No space left on device")
+
+    def check_writable(*paths):
+        for path in filter(None, paths):
+            raise UsageError(f"cannot write {path}: Read-only file system")
+
+    monkeypatch.setattr(_Work, "search", search)
+    monkeypatch.setattr(_Work, "write", write)
+    command = ("serve", "slo", store / "net-1", "--p99", "1s", "--output", tmp_path / "slo")
+    said = run_fettle(*command)
+    assert (said.code, "could not be written" in said.err, "requests a second" in said.out) == (2, True, True)
+    assert json.loads((tmp_path / "slo" / "result.json").read_text())["written"] == ""
+    monkeypatch.setattr("fettle.cli.serve.slo.check_writable", check_writable)
+    said = run_fettle(*command)
+    assert (said.code, "Read-only" in said.err, "give --no-write" in said.err, len(asked)) == (2, True, True, 1)
+    assert run_fettle(*command, "--no-write").code in (0, 1)
+    assert len(asked) == 2
 
 
 def test_recipes_of_a_study(tmp_path, forks):

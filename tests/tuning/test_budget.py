@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated import World, made_up_space, session_in, study
 
+from fettle.errors import UsageError
 from fettle.measure import Interval, Startup, Stop, Trial, _candidates
 from fettle.recipe import Recipe
 from fettle.search import auto
@@ -155,6 +156,21 @@ def test_an_interrupt_while_rows_are_measured_leaves_the_final_race(tmp_path, mo
     assert last.interrupted
     assert last.trials
     assert session.study.note("final race")
+
+
+def test_a_final_race_that_cannot_be_kept_is_announced(tmp_path, monkeypatch):
+    def set_note(key, value):
+        if key == "final race":
+            raise UsageError("the study 'made up' cannot be written")
+
+    world = World(time_ms(5), ready_s(1.0))
+    world.install(monkeypatch)
+    space, facts = made_up_space()
+    session = session_in(world, tmp_path, None, facts)
+    monkeypatch.setattr(session.study, "set_note", set_note)
+    last = study(world, session, space, auto)
+    assert max(trial.speedup.estimate for trial in last.trials) > 1.5
+    assert session.notes == ["the final race is not kept: the study 'made up' cannot be written"]
 
 
 def test_further_processes_are_not_started_for_a_race_that_was_ended(tmp_path, monkeypatch):

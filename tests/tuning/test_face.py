@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -101,6 +102,15 @@ def test_names_of_studies(tmp_path: Path) -> None:
     for edited in (("others", "code"), ("weights", "edited")):
         with pytest.raises(fettle.UsageError, match="of another workload"):
             Study.open("net", url, edited[0], "here", structure=edited[1])
+
+
+def test_a_storage_that_does_not_answer_any_more_is_one_line(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("fettle.study.LOCKED_S", 0.0)
+    study = Study.open("net", f"sqlite:///{tmp_path / 'study.db'}", "weights", "here")
+    with sqlite3.connect(tmp_path / "study.db") as file:
+        file.execute("DROP TABLE study_user_attributes")
+    with pytest.raises(fettle.UsageError, match=r"the study 'net' cannot be read or written: .*no such table"):
+        study.set_note("goal", "latency")
 
 
 def test_bench_takes_a_live_model_and_texts(tmp_path: Path) -> None:

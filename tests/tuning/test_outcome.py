@@ -128,6 +128,29 @@ def test_what_is_measured_in_another_way_has_a_study_of_its_own(options, name, t
     assert (study.name, elsewhere) == (name, "")
 
 
+def test_of_two_that_measure_one_study_at_once_the_second_is_refused(tmp_path):
+    """Both would number their races alike."""
+    built = Built(load_s=1.0, fingerprint="f" * 16, structure="s", name="", mode="inference")
+
+    def opened(**changes):
+        session = Session(Target("work.py:workload", "work"), Options(output=tmp_path, **changes), lambda event: None)
+        sessions.append(session)
+        session._take(built, this_machine())
+        return session
+
+    sessions = []
+    first, beside = opened(), opened(study="another")
+    kept = first._folder("cache/kept")
+    with pytest.raises(UsageError, match="another fettle measures this study; wait for it, or give another `output`"):
+        opened()
+    sessions.pop().let_go()
+    assert kept.exists()
+    opened(storage=f"sqlite:///{tmp_path}/study.db")  # whose workers claim what they measure
+    first.let_go()
+    opened().let_go()
+    beside.let_go()
+
+
 @pytest.mark.parametrize(("load_s", "budget_s", "told"), [(70, 300, 1), (50, 300, 0), (70, None, 0)])
 def test_a_workload_that_takes_much_of_the_budget_to_build_is_told_of(load_s, budget_s, told):
     built = Built(load_s=load_s, fingerprint="f", structure="s", name="", mode="inference")

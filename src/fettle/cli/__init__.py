@@ -11,6 +11,9 @@ import os
 import platform
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -102,10 +105,38 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM, which a cluster or a CI system sends before it takes the machine away, and SIGHUP, with which a terminal
+    goes, are interrupts as Ctrl-C is: what is known is written, and what was begun is given back, on the way out. One
+    that is ignored, as nohup has it, stays so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours = os.getpid()
+
+    def interrupt(number: int, frame: object) -> None:
+        if os.getpid() == ours:
+            raise KeyboardInterrupt
+        signal.signal(number, signal.SIG_DFL)  # a fork of ours, which a pool ends so
+        os.kill(os.getpid(), number)
+
+    numbers = {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        if before[number] != signal.SIG_IGN:
+            signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
 def main() -> None:
     """Run the command line: exit 0 done, 1 limits not met or comparison failed, 2 bad usage, 130 interrupted."""
     try:
-        with _quiet.libraries_quiet():
+        with _quiet.libraries_quiet(), _ended_in_order():
             status = build()(standalone_mode=False)
         if status == _INTERRUPTED:  # also what the parser makes of Ctrl-C
             _fail("interrupted", _INTERRUPTED)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -119,24 +117,6 @@ def answer(
 def command_line() -> str:
     """The command as it was typed, for what is written."""
     return shlex.join(["fettle", *sys.argv[1:]])
-
-
-@contextmanager
-def ended_in_order() -> Iterator[None]:
-    """SIGTERM, which a cluster or a CI system sends before it takes the machine away, is an interrupt: what is known is
-    written, and what was begun is given back, on the way out."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def leave(*, interrupted: bool = False, missed: bool = False) -> None:

@@ -99,11 +99,10 @@ def command(
             processes, confidence, rounds, _options.duration_s(budget, "--budget") or None, mode, tuple(link or ()),
             same_environment, _options.output_folder(output or _OUTPUT), under_load, polite,
         )  # fmt: skip
-        with _show.ended_in_order():
-            if bisect:
-                _bisect(target, bisect, settings, as_json, as_markdown)
-            else:
-                _gate(target, against, against_python, settings, as_json, as_markdown)
+        if bisect:
+            _bisect(target, bisect, settings, as_json, as_markdown)
+        else:
+            _gate(target, against, against_python, settings, as_json, as_markdown)
         return
     of_gate = {
         "--fail-slower": fail_slower, "--fail-memory": fail_memory, "--processes": processes, "--link": link,

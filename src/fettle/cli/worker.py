@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fettle.cli import _options, _show
+from fettle.cli import _options
 from fettle.cli.study import measured, places, show
 
 
@@ -51,6 +51,5 @@ def command(
         trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
     )  # fmt: skip
     targets_here, settings = settings_of(own, targets or ())
-    with _show.ended_in_order():
-        done = measured(targets_here, settings, agreed=True, quiet=as_json)
+    done = measured(targets_here, settings, agreed=True, quiet=as_json)
     show(folder, wanted, f"{study}: {settings.design} of {', '.join(done.table.groups)}", done.table, done, {}, as_json)

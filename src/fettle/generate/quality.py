@@ -12,7 +12,6 @@ The measures are those of llama.cpp's ``llama-perplexity --kl-divergence``.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from fettle.errors import UsageError
+from fettle.files import whole
 from fettle.generate.decoding import Kept, decoder_of, score
 from fettle.generate.speed import rows_in
 from fettle.generate.workload import GenerationWorkload
@@ -114,8 +114,8 @@ def write_pieces(workload: GenerationWorkload, path: str) -> list[Piece]:
         piece = Piece(prompt, forced[:, :keep].cpu(), scores[:, :keep].log_softmax(-1).cpu(), text is not None)
         pieces.append(piece)
         left -= piece.log_p.numel() * 4
-    torch.save([vars(piece) for piece in pieces], f"{path}.part")
-    os.replace(f"{path}.part", path)  # whole or not at all: a resumed study trusts what is there
+    with whole(path) as partial:  # a resumed study trusts what is there
+        torch.save([vars(piece) for piece in pieces], partial)
     return pieces
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from fettle.errors import UsageError, first_line
+from fettle.files import whole
 from fettle.measure._accuracy import Outputs, compare, outputs_of, user_metric, worst
 from fettle.measure.messages import Reference
 from fettle.procs.limits import granted_memory_bytes
@@ -132,8 +132,8 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
             notes.append(f"zero but for rounding, and not judged: the output's {_said(unjudged)}")
         best = [{key: value for key, value in outputs.items() if key not in small}
                 for outputs, small in zip(best, unjudged, strict=True)]  # fmt: skip
-        torch.save(best, f"{path}.part")
-        os.replace(f"{path}.part", path)  # whole or not at all: a resumed study trusts what is there
+        with whole(path) as partial:  # a resumed study trusts what is there
+            torch.save(best, partial)
     return Reference(
         dtype=dtype,
         why=why,

@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from fettle.errors import UsageError, first_line, place
+from fettle.files import write_bytes
 from fettle.measure import _meters, messages
 from fettle.measure._accuracy import user_metric, with_metric
 from fettle.measure._clock import Clock
@@ -130,8 +131,7 @@ def reference(state: State, request: messages.WriteReference) -> messages.Refere
             "other seeds train exactly alike, so there is no spread to judge by: let the factory take an argument "
             "'seed' for its initial weights, or give more than one batch"
         )
-    with open(request.path, "wb") as file:
-        file.write(msgspec.json.encode(asdict(band)))
+    write_bytes(request.path, msgspec.json.encode(asdict(band)))
     return messages.Reference(
         dtype="float32",
         metric=metric if math.isfinite(metric) else None,

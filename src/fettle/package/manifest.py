@@ -28,7 +28,7 @@ import msgspec
 import tomli_w
 
 from fettle.errors import UsageError, first_line
-from fettle.files import read_bytes, read_text
+from fettle.files import read_bytes, read_text, whole, write_bytes
 from fettle.package.archive import unzip
 from fettle.package.handlers import Settings as HandlerSettings
 from fettle.package.requires import specifiers
@@ -51,7 +51,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outputs: tuple[TensorSpec, ...]
     max_rows: int
     files: dict[str, str]
-    """SHA-256 of every other file."""
+    """SHA-256 of every other file; of ``serve.toml`` those of before and after while it is written."""
     recipe: dict[str, str] = {}
     applied: tuple[str, ...] = ()
     """Techniques of the recipe that are in what is stored: calibrated int8, another runtime, rewritten attention. The
@@ -98,7 +98,7 @@ def seal(folder: Path, manifest: Manifest) -> None:
 
 def _write(folder: Path, manifest: Manifest, files: dict[str, str]) -> None:
     sealed = msgspec.structs.replace(manifest, files=files)
-    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(sealed), indent=1))
+    write_bytes(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(sealed), indent=1))
 
 
 def open_package(path: Path) -> Package:
@@ -121,7 +121,7 @@ def open_package(path: Path) -> Package:
             raise UsageError(f"{path} names a file outside itself: {name[:80]!r}")
         if file.is_symlink() or not file.is_file():
             raise UsageError(f"{path} lacks {name}")
-        if _digest(file) != digest:
+        if _digest(file) not in digest.split():
             raise UsageError(f"{path / name} is damaged or was changed: its SHA-256 is not the manifest's")
     return Package(path, manifest, read_settings(path, manifest))
 
@@ -156,11 +156,15 @@ def read_settings(folder: Path, manifest: Manifest) -> ServeSettings:
 
 
 def write_settings(package: Package, settings: ServeSettings) -> Package:
-    """Other settings for a package that is a folder; its manifest is sealed anew."""
-    path = package.folder / SETTINGS
-    path.write_text(tomli_w.dumps(as_toml_data(settings)), encoding="utf-8")
-    # Only that: a handler that ran has left its bytecode beside the package's own files.
-    _write(package.folder, package.manifest, {**package.manifest.files, SETTINGS: _digest(path)})
+    """Other settings for a package that is a folder; its manifest is sealed anew. Cut short at any moment, the package
+    is sound. Raises `UsageError` where it cannot be written."""
+    files = package.manifest.files  # only these: a handler that ran has left its bytecode beside them
+    with whole(package.folder / SETTINGS) as partial:
+        partial.write_text(tomli_w.dumps(as_toml_data(settings)), encoding="utf-8")
+        digest = _digest(partial)
+        if SETTINGS in files:
+            _write(package.folder, package.manifest, {**files, SETTINGS: f"{files[SETTINGS]} {digest}"})
+    _write(package.folder, package.manifest, {**files, SETTINGS: digest})
     return open_package(package.folder)
 
 

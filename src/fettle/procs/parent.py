@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -22,8 +23,19 @@ _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def be_a_worker() -> None:
-    """End with the parent, leave Ctrl-C to it, and show no warnings."""
+    """End with the parent, and what is forked here with this process; leave Ctrl-C to it, and show no warnings.
+
+    Workers of a loader look for their parent too, but not while they are stopped with it (`Process.pause`). What is
+    started by `subprocess` goes without: no hook runs there.
+    """
     die_with_parent()
+    main = threading.get_ident()
+
+    def after_fork() -> None:
+        if threading.get_ident() == main:  # to the kernel the parent is a thread, and others end before this process
+            die_with_parent()
+
+    os.register_at_fork(after_in_child=after_fork)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.filterwarnings("ignore")
 

@@ -10,7 +10,6 @@ import gc
 import logging
 import os
 import secrets
-import signal
 import socket
 import ssl
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 from fettle.errors import UsageError
 from fettle.files import read_text
+from fettle.loop import stopped_by_interrupt
 from fettle.package.manifest import Package, open_package
 from fettle.package.requires import check_here
 from fettle.serve.engine.metrics import Metrics
@@ -190,12 +190,9 @@ class Server:
 
 
 async def serve(address: Address, options: Options, packages: Sequence[Package], started: Any = None) -> None:
-    """Serve until SIGINT or SIGTERM; then drain and end. `started(server)` is called once all is ready."""
+    """Serve until Ctrl-C or SIGTERM; then drain and end. `started(server)` is called once all is ready."""
     server = Server(address, options, [package.settings.limit_ms / 1e3 for package in packages])
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    stop = stopped_by_interrupt()
     starting = asyncio.create_task(server.start(packages))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -49,20 +49,20 @@ OnProgress = Callable[[str], None]
 async def search(
     packages: Package | Sequence[Variant], limit_s: float, *, rate: float = 0.0, headroom: float = 0.0,
     most_rows: int = 32, cores: int = 2, devices: Sequence[str] = ("cpu",), seconds: float = 8.0, confirm: int = 3,
-    prices: Mapping[str, float] | None = None, keep: Path | None = None, failures: Iterable[Failure] = (),
+    prices: Mapping[str, float] | None = None, keep: Path | Journal | None = None, failures: Iterable[Failure] = (),
     on_progress: OnProgress = lambda text: None, stop: asyncio.Event | None = None, trust: Sequence[str] = (),
 ) -> SearchResult:  # fmt: skip
     """Find the setting with the greatest capacity under the limit; `seconds` is the length of one load test.
 
     `prices` are of an hour, by device (``""``: any). `keep` is a file in which everything measured is kept, so that a
-    search that was killed measures nothing twice; `stop` ends it early, with what is known by then. `trust`: digests of
-    handlers that may run.
+    search that was killed measures nothing twice, or its journal, which is closed at the end; `stop` ends it early,
+    with what is known by then. `trust`: digests of handlers that may run.
     """
     began = time.monotonic()
     variants = [Variant("", packages)] if isinstance(packages, Package) else list(packages)
     result = SearchResult(limit_s, rate=rate, headroom=headroom, failures=list(failures))
     by_name = {variant.name: variant for variant in variants}
-    journal = open_journal(keep)
+    journal = keep if isinstance(keep, Journal) else open_journal(keep)
     work = _Search(result, by_name, journal, on_progress, stop or asyncio.Event(), seconds, most_rows, cores,
                    trust)  # fmt: skip
     try:

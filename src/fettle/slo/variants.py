@@ -62,8 +62,9 @@ def _package(text: str, target: Target, recipe: Recipe, path: Path, max_rows: in
     with tempfile.TemporaryDirectory() as scratch:  # a target that is none leaves nothing behind
         levels = Path(scratch) / "recipe.toml"
         recipe.save(levels)
-        command = ["-c", "from fettle.cli import main; main()", "package", text, "--recipe", str(levels), "--output",
-                   str(path), "--name", target.name, "--max-rows", str(max_rows), "--json"]  # fmt: skip
+        run = "from fettle.procs.parent import die_with_parent; die_with_parent(); from fettle.cli import main; main()"
+        command = ["-c", run, "package", text, "--recipe", str(levels), "--output", str(path), "--name", target.name,
+                   "--max-rows", str(max_rows), "--json"]  # fmt: skip
         with Process(command) as process:
             deadline = time.monotonic() + PACKAGE_S
             while (code := process.wait(0.25)) is None:

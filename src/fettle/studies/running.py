@@ -72,6 +72,8 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
         interrupted = True  # what is done is kept, and shown
     finally:
         close_all()
+        for workload in workloads:
+            workload.session.let_go()
     for workload in workloads:
         if workload.guide is not None:
             workload.session.notes += _foreseen(workload.guide, workload)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fettle.errors import UsageError
 from fettle.measure import Stop, Trial, is_vague, verdict
 from fettle.recipe import Recipe
 from fettle.result import TIMES
@@ -67,17 +68,22 @@ def final_race(session: Session, space: Space) -> FinalRace:
     session.held.close()
     if leader.recipe not in {trial.recipe for trial in trials}:
         return earlier if earlier.trials else _too_small(session, race_s([baseline, leader]))
-    if kept:
-        session.study.set_note(f"again in race {kept[0].race}", [trial.to_json() for trial in kept])
-    session.study.set_note("final race", [trial.to_json() for trial in trials])
-    for trial in trials:
-        if trial.recipe in cheap:
-            session.remember(trial)
+    is_kept = True
+    try:
+        if kept:
+            session.study.set_note(f"again in race {kept[0].race}", [trial.to_json() for trial in kept])
+        session.study.set_note("final race", [trial.to_json() for trial in trials])
+        for trial in trials:
+            if trial.recipe in cheap:
+                session.remember(trial)
+    except UsageError as error:  # what it found is announced all the same
+        session.remark(f"the final race is not kept: {error}")
+        is_kept = False
     trials = session.standings.confirmed(trials)
     expensive = [recipe for recipe in rungs if recipe not in session.standings.known and recipe not in cheap]
     # For the ladder alone, and only where there is time for all of them and for the leader's new process beside them.
     field = [leader.recipe, *expensive]
-    if expensive and not stop.asked and session.costs.how_many_fit(field, budget.left_s) == len(field):
+    if expensive and is_kept and not stop.asked and session.costs.how_many_fit(field, budget.left_s) == len(field):
         with contextlib.suppress(KeyboardInterrupt):  # what is announced is known
             session.race_unknown(expensive, budget.end)
     return FinalRace(trials, interrupted=stop.asked)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
+from pathlib import Path
 
 from fettle.errors import UsageError
+from fettle.journal import locked
 from fettle.machine import Machine
 from fettle.measure import messages
 from fettle.result import Limits
@@ -61,3 +64,16 @@ def open_study(target: Target, built: messages.Built, options: Options, machine:
     return study, (
         f"the model or its inputs are not those of the study {usual!r}: this is the study {study.name!r} beside it"
     )
+
+
+def hold(study: Study, folder: Path) -> int:
+    """Keep others from measuring a study of this folder until the descriptor is closed or this process ends: they would
+    number their races alike, and what has one number is taken for one race. Raises `UsageError` where another does."""
+    path = folder / f"{hashlib.sha256(study.name.encode()).hexdigest()[:16]}.lock"
+    try:
+        return locked(path)
+    except BlockingIOError:
+        why = "another fettle measures this study; wait for it, or give another `output` or `study`"
+        raise UsageError(why) from None
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from fettle.diagnose import with_gains
+from fettle.errors import UsageError
 from fettle.machine import Machine, this_machine
 from fettle.measure import Interval, Trial, verdict
 from fettle.recipe import Recipe
@@ -42,7 +44,8 @@ def outcome(
     winner, claim = pick_winner(session, last.trials)
     known, races = session.standings.known, session.standings.races.trials
     again = _beside(winner, [*last.trials, *known.values(), *(one for race in races.values() for one in race.values())])
-    session.study.set_note("seconds", session.seconds)
+    with contextlib.suppress(UsageError):  # the study cannot be written: that is no reason to keep its result back
+        session.study.set_note("seconds", session.seconds)
     trials = [trial for trial in known.values() if session.standings.allowed(trial.recipe)]
     baseline = again or known.get(Recipe())
     notes = [

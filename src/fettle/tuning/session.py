@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +41,7 @@ from fettle.techniques import PYTHON, batch_factor, canonical, environment, is_c
 from fettle.tuning._baseline import how_it_swings
 from fettle.tuning._budget import Budget
 from fettle.tuning._costs import Costs
-from fettle.tuning._opening import limits_of, open_study, remarks
+from fettle.tuning._opening import hold, limits_of, open_study, remarks
 from fettle.tuning._probe import Probed, judged_by, plan_memory, probe
 from fettle.tuning._race_rules import abreast, rules_of
 from fettle.tuning.model import PRIOR_SPREAD, Races
@@ -112,6 +113,7 @@ class Session:
         self._imports = Imports()
         self._race = 0
         self._earlier_s = 0.0
+        self._lock = -1
 
     def open(self, machine: Machine, fingerprint: str = "") -> None:
         """Probe the workload, compute its reference, and open or resume its study, by default the workload's own.
@@ -171,6 +173,8 @@ class Session:
         for text in remarks(built, self.budget.seconds):
             self.remark(text)
         self.study, elsewhere = open_study(self.target, built, self.options, machine)
+        if self.options.storage is None:
+            self._lock = hold(self.study, self._folder("cache"))
         if elsewhere:
             self.remark(elsewhere)
 
@@ -384,8 +388,13 @@ class Session:
         }
 
     def let_go(self) -> None:
-        """Delete what trials have converted."""
+        """Delete what trials have converted, and leave the study to others."""
+        if self._lock < 0 and self.options.storage is None:
+            return  # another has it
         shutil.rmtree(self.folder / _KEPT, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _folder(self, name: str) -> Path:
         folder = self.folder / name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import typer
 
 from fettle.cli import _options, _quiet, _show
 from fettle.cli.serve._slo_answer import print_result, print_texts
-from fettle.errors import UsageError, extra
+from fettle.errors import UsageError, extra, first_line
 from fettle.files import check_writable, write_text
 
 if TYPE_CHECKING:
@@ -147,6 +148,8 @@ def command(
         "trust": trust or (),
     }  # fmt: skip
     work = _Work.of(target, recipe or [], storage, study, recipes, trust or ())
+    if write and work.package is not None:
+        _check_settings(work.package)
     folder = wanted.get("", Path(f"slo-{work.name}"))
     if work.package is None:
         check_place(place := folder / "package")
@@ -155,14 +158,13 @@ def command(
     around = Surroundings()
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
         result = run(work.search(folder, max_error, options, progress))
-        may_write = write and result.best is not None and not result.interrupted
-        written = work.write(result, folder) if may_write else None
+        written, problem = _written(result, write, lambda: work.write(result, folder))
     if csv_file is not None:
         _options.write_csv(csv_file, COLUMNS, torchserve_rows(result, work.name))
     busy = around.sentence()
-    data = as_data(result, name=work.name, target=target, machine=_machine(), written=str(written) if written else "")
+    data = as_data(result, name=work.name, target=target, machine=_machine(), written=str(written or ""))
     _finish(result, data | {"busy": busy}, folder, write_slo_report, as_json,
-            lambda out: print_result(result, busy, written, out))  # fmt: skip
+            lambda out: print_result(result, busy, written, out), problem)  # fmt: skip
 
 
 def _of_texts(
@@ -184,6 +186,8 @@ def _of_texts(
     package = open_package(Path(text))
     name = package.manifest.name
     check_here(name, package.manifest.requires)
+    if write:
+        _check_settings(package)
     folder = _options.outputs(output, folder=True).get("", Path(f"slo-{name}"))
     around = Surroundings()
 
@@ -195,24 +199,51 @@ def _of_texts(
 
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
         result = run(search(progress))
-    written = ""
-    if write and result.best is not None and not result.interrupted:
+
+    def write_best() -> Path:
+        assert result.best is not None
         setting = result.best.setting
-        write_settings(package, served_so(package.settings, setting, result.costs[setting.threads]))
-        written = str(package.folder)
-    data = texts_data(result, name=name, target=text, machine=_machine(), written=written)
+        return write_settings(package, served_so(package.settings, setting, result.costs[setting.threads])).folder
+
+    written, problem = _written(result, write, write_best)
+    data = texts_data(result, name=name, target=text, machine=_machine(), written=str(written or ""))
     data["busy"] = around.sentence()
-    _finish(result, data, folder, write_texts_report, as_json, lambda out: print_texts(data, out))
+    _finish(result, data, folder, write_texts_report, as_json, lambda out: print_texts(data, out), problem)
+
+
+def _check_settings(package: Package) -> None:
+    """Raise `UsageError` where the best setting could not be written: before it is searched for."""
+    from fettle.package.manifest import MANIFEST, SETTINGS
+
+    try:
+        check_writable(package.folder / SETTINGS, package.folder / MANIFEST)
+    except UsageError as error:
+        raise UsageError(f"{error}; to search all the same, give --no-write") from error
+
+
+def _written(result: Outcome[Any], asked: bool, write: Callable[[], Path]) -> tuple[Path | None, UsageError | None]:
+    """Write the best setting where that was `asked` for: where it is then, or why it could not be, which is no reason
+    to lose what was found."""
+    if not asked or result.best is None or result.interrupted:
+        return None, None
+    try:
+        return write(), None
+    except UsageError as error:
+        return None, error
+    except OSError as error:
+        return None, UsageError(f"the best setting could not be written: {first_line(error)}")
 
 
 def _finish(
     result: Outcome[Any], data: dict[str, Any], folder: Path, write_report: Callable[[dict[str, Any], Path], None],
-    as_json: bool, show: Callable[[Console], None],
+    as_json: bool, show: Callable[[Console], None], problem: UsageError | None,
 ) -> None:  # fmt: skip
-    """Write what came of a search, say it, and leave with its exit code."""
+    """Write what came of a search, say it, and leave with its exit code, or with why its setting is not written."""
     write_text(folder / "result.json", json.dumps(data) + "\n")
     write_report(data, folder / "report.html")
     _show.answer(as_json, lambda: data, show, folder / "report.html")
+    if problem is not None:
+        raise problem
     _show.leave(interrupted=result.interrupted, missed=not result.met)
 
 
@@ -263,20 +294,27 @@ class _Work:
         """Make the packages, and find the best setting as `fettle.slo.search` does; Ctrl-C ends it early."""
         from fettle.loop import stopped_by_interrupt
         from fettle.slo.calibrate import Stopped
+        from fettle.slo.kept import open_journal
         from fettle.slo.search import search
 
         stop = stopped_by_interrupt()
+        is_new = not folder.exists()
+        journal = open_journal(folder / "measured.jsonl")  # first: no two searches make the same packages
         try:
             variants, failures = await asyncio.to_thread(
                 self.variants, folder, options["most_rows"], max_error, progress, stop.is_set
             )
-        except Stopped:
-            raise typer.Exit(130) from None
-        if not variants:
-            raise UsageError("; ".join(f"{failure.what}: {failure.why}" for failure in failures))
-        return await search(
-            variants, keep=folder / "measured.jsonl", failures=failures, on_progress=progress, stop=stop, **options
-        )
+            if not variants:
+                raise UsageError("; ".join(f"{failure.what}: {failure.why}" for failure in failures))
+        except BaseException as error:
+            journal.close(delete=not journal.lines)
+            if is_new:
+                with contextlib.suppress(OSError):  # it holds packages
+                    folder.rmdir()
+            if isinstance(error, Stopped):
+                raise typer.Exit(130) from None
+            raise
+        return await search(variants, keep=journal, failures=failures, on_progress=progress, stop=stop, **options)
 
     def variants(
         self,
