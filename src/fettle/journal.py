@@ -60,9 +60,9 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = locked(path)
         except BlockingIOError:
-            raise UsageError(f"{path}: another {writer} writes there; wait for it, or give `keep`") from None
+            raise UsageError(f"{path}: another {writer} writes there; wait for it, or name another place") from None
         except OSError as error:
-            raise UsageError(f"{path}: the measurements cannot be kept there ({error.strerror}); give `keep`") from None
+            raise UsageError(f"{path}: measurements cannot be kept there ({error.strerror}): name another") from None
         try:
             self._read(made_for)
         except BaseException:
@@ -97,17 +97,17 @@ class Journal:
         head = msgspec.json.encode({"format": f"{self._writer} {_FORMAT} {_VERSION}", **made_for})
         size = os.fstat(self._descriptor).st_size
         if size > _LARGEST:
-            raise UsageError(f"{self.path}: too large for measurements of {self._writer}; give `keep` another file")
+            raise UsageError(f"{self.path}: too large for measurements of {self._writer}; name another file")
         text = os.pread(self._descriptor, size, 0)
         first, _, rest = text.partition(b"\n")
         if text and f"{self._writer} {_FORMAT}".encode() not in first[:64]:
-            raise UsageError(f"{self.path} holds no measurements of {self._writer}; give `keep` another file")
+            raise UsageError(f"{self.path} holds no measurements of {self._writer}; name another file")
         kept = [head]
         if first == head:  # else it is of another version, program, machine or length of slices: measured anew
             for raw in rest.split(b"\n"):
                 try:
                     line = msgspec.json.decode(raw, type=Line)
-                except msgspec.MsgspecError:
+                except (msgspec.MsgspecError, RecursionError):
                     break  # cut short by the end of the process
                 self.lines[line.key] = line
                 kept.append(raw)

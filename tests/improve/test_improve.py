@@ -2,7 +2,7 @@
 
 import json
 import math
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +13,9 @@ from fettle.errors import UsageError
 from fettle.generate.speed import Generation
 from fettle.improve import STEPS, Improvement, Settings, Step, guided, improve, page
 from fettle.improve.guided import _line
-from fettle.improve.state import keep, recall
+from fettle.improve.state import recall
 from fettle.inputs.kept import content_hash
+from fettle.journal import Journal
 from fettle.measure import Accuracy, Interval, Trial
 from fettle.recipe import Recipe
 from tests.conftest import Run
@@ -330,20 +331,33 @@ def test_a_page_is_drawn_of_any_text(tmp_path: Path) -> None:
     assert "a &amp; b" in text
 
 
-def test_a_file_that_is_none_is_begun_anew(tmp_path: Path) -> None:
-    path = tmp_path / "improve.json"
-    keep(path, {"target": "x"}, list(FOUND.values()))
-    assert set(recall(path, {"target": "x"})) == set(STEPS) - {"data"}
-    assert recall(path, {"target": "x"})["tune"].speedup == Interval(2.0, 1.9, 2.1)
-    assert recall(path, {"target": "y"}) == {}
+def test_what_cannot_be_read_is_done_anew(tmp_path: Path) -> None:
+    path = tmp_path / "improve.jsonl"
+
+    def known(made_for: str = "x") -> dict[str, Step]:
+        with closing(Journal(path, "fettle improve", {"target": made_for})) as journal:
+            return recall(journal)
+
     unknown = Step(name="data", says="More.", lines=[], files=[], speedup=Interval(1.5, 0.0, math.inf))
-    keep(path, {"target": "x"}, [unknown])
-    assert recall(path, {"target": "x"}) == {"data": unknown}
-    deep = b'{"made_for": {}, "steps": ' + b"[" * 100_000
-    for text in (b"", b"{}", b"[1]", b'{"made_for": {}, "steps": [{"name": 3}]}', b'{"made_for": {"a": "\xff"}}', deep):
-        path.write_bytes(text)
-        assert recall(path, {"target": "x"}) == {}
-    assert recall(tmp_path / "absent", {}) == {}
+    assert known() == {}
+    with closing(Journal(path, "fettle improve", {"target": "x"})) as journal:
+        for name, step in FOUND.items():
+            journal.put(name, step)
+        assert set(recall(journal)) == set(STEPS) - {"data"}
+        journal.put("data", unknown)
+    assert known()["tune"].speedup == Interval(2.0, 1.9, 2.1)
+    assert known()["data"] == unknown
+    for answer in (b"", b"null", b"[1]", b'{"name": 3}', b'{"a": "\xff"}', b"[" * 100_000):
+        path.write_bytes(path.read_bytes() + b'{"key": "tune", "answer": ' + answer + b"}\n")
+        assert known().keys() - {"tune"} == set(STEPS) - {"tune"}
+    assert known("y") == {}
+
+
+def test_a_run_of_an_earlier_version_begins_anew(work: Path, tmp_path: Path, asked) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "improve.json").write_text('{"made_for": {}, "steps": [{"name": "tune", "says": "Twice."}]}')
+    improve(str(work), Settings(output=tmp_path / "out"))
+    assert [name for name, _ in asked] == list(STEPS)
 
 
 @pytest.mark.slow

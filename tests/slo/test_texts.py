@@ -16,7 +16,7 @@ from fettle.package.handlers.generate import Ask, Settings
 from fettle.package.handlers.running import Running
 from fettle.package.handlers.sampling import Sampling
 from fettle.package.manifest import open_package
-from fettle.report import texts_table, texts_words, write_texts_report
+from fettle.report import texts_page, texts_table, texts_words
 from fettle.slo import text_search as room
 from fettle.slo import text_simulation
 from fettle.slo.kept import Tested as OneTest
@@ -180,8 +180,7 @@ def test_a_search_proves_the_best_and_tells_the_rest(package, monkeypatch, tmp_p
     assert server.rates[0] == (best.setting, best.predicted)
     data = room.texts_data(found, name="tiny", target="tiny-1", machine="this one")
     data["busy"] = ""
-    write_texts_report(json.loads(json.dumps(data)), tmp_path / "report.html")
-    said = (tmp_path / "report.html").read_text()
+    said = texts_page(json.loads(json.dumps(data)))
     assert "texts a second within 1000 ms to the first token and 50 ms between two" in said
     assert "64 tokens of prompt" in texts_words(data)
     assert texts_table(data).rows[0][0] == "8"

@@ -10,6 +10,7 @@ from itertools import combinations
 
 from fettle.atlas.table import Row
 from fettle.errors import UsageError
+from fettle.estimates import mean_interval, ratio_of
 from fettle.measure import Interval
 from fettle.recipe import Recipe
 
@@ -140,11 +141,5 @@ def _effect(level: Level, by_model: Mapping[tuple[str, ...], Recipes]) -> Effect
 
 def _over_models(gains: Mapping[str, Sequence[float]]) -> Interval:
     """Geometric mean of the models' own, each counting alike, with its interval."""
-    from scipy.stats import t
-
-    means = [statistics.fmean(values) for values in gains.values()]
-    mean = statistics.fmean(means)
-    if len(means) < 2:
-        return Interval(math.exp(mean), 0.0, math.inf)
-    half = float(t.ppf(0.975, len(means) - 1)) * statistics.stdev(means) / math.sqrt(len(means))
-    return Interval(*(math.exp(max(-700.0, min(700.0, mean + side * half))) for side in (0, -1, 1)))
+    mean, half = mean_interval([statistics.fmean(values) for values in gains.values()])
+    return Interval(ratio_of(mean), ratio_of(mean - half), ratio_of(mean + half))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _MOST_OF_A_WORD = 24
 _EVERY_S = 20.0
-_STYLES = {"winner": "green", "failed": "red"}
+_STYLES = {"winner": "green", "failed": "red", "rejected": "yellow"}
 
 
 @contextmanager

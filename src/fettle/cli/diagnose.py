@@ -14,6 +14,7 @@ from rich.markup import escape
 from fettle.cli import _options, _show
 from fettle.cli._console import console
 from fettle.errors import UsageError
+from fettle.files import write_text
 
 if TYPE_CHECKING:
     from fettle.diagnose import Diagnosis, Verified
@@ -82,9 +83,9 @@ def command(
         except UsageError as error:  # what was found is told first
             trouble = error
         if output is not None:
-            from fettle.diagnose.report import write_report
+            from fettle.diagnose.report import page
 
-            write_report(diagnosis, checked, output, _show.command_line())
+            write_text(output, page(diagnosis, checked, _show.command_line()))
     over = _over(diagnosis, allowed)
     more = {"verified": [_verified_json(item) for item in checked], "over_the_limit": over}
     _show.answer(as_json, lambda: diagnosis_json(diagnosis) | more, lambda out: _print(diagnosis, checked, out), output)

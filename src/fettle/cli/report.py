@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fettle.cli import _options, _show
+from fettle.files import write_text
 
 
 def command(
@@ -29,12 +30,12 @@ def command(
 
       fettle report fettle-out --output pictures
     """
-    from fettle.report import load_result, print_result, to_json, write_charts, write_report
+    from fettle.report import load_result, page, print_result, to_json, write_charts
 
     wanted = _options.outputs(output, ".html", folder=True)
     path = source / "result.json" if source.is_dir() else source
     result = load_result(path)
-    page = wanted.get(".html", path.parent / "report.html")
-    write_report(result, page)
-    written = [page, *(write_charts(result, wanted[""]) if "" in wanted else [])]
+    place = wanted.get(".html", path.parent / "report.html")
+    write_text(place, page(result))
+    written = [place, *(write_charts(result, wanted[""]) if "" in wanted else [])]
     _show.answer(as_json, lambda: to_json(result), lambda console: print_result(result, console), wrote=written)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table as Grid
 
 from fettle.cli import _options, _show
 from fettle.errors import UsageError
 from fettle.files import check_writable, write_text
 
 if TYPE_CHECKING:
+    from fettle.page import Table as Grid
     from fettle.studies import Analysis, Done, Settings, Table
     from fettle.studies.outcome import Rung
 
@@ -298,7 +298,7 @@ def _print(
     for note in [*table.notes, *(done.notes if done is not None else ())]:
         console.print(f"[dim]{escape(note)}[/]")
     for name, rungs in (done.steps if done is not None else {}).items():
-        console.print(_ladder(name, rungs, theirs))
+        _show.print_table(console, _ladder(name, rungs, theirs))
     for analysis in analyses:
         console.print(f"\n[bold]{escape(analysis.title)}[/]")
         console.print(escape(lead(analysis)))
@@ -313,30 +313,27 @@ def _print(
 
 
 def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Grid:
+    from fettle.page import Table as Grid
     from fettle.report import interval
     from fettle.studies.ladder_chart import beside
     from fettle.units import rate_text, size_text
 
-    grid = Grid(
-        title=escape(name), box=None, title_justify="left", title_style="bold", header_style="dim", pad_edge=False
-    )
-    grid.add_column("step")
+    rows: list[list[str]] = []
     grown = any(rung.grown for rung in rungs)
-    for column in ("per second", "speed-up", *(["published"] if theirs else []), "memory", "error",
-                   *(["largest batch", "per second", "speed-up"] if grown else [])):  # fmt: skip
-        grid.add_column(column, justify="right")
-    grid.add_column("")
+    columns = ("step", "per second", "speed-up", *(["published"] if theirs else []), "memory", "error",
+               *(["largest batch", "per second", "speed-up"] if grown else []), "")  # fmt: skip
     for rung in rungs:
         known = rung.speedup is not None
         ratio = beside(rung, rungs, theirs)
         theirs_at = [f"{ratio:.2f}x" if ratio is not None else "–"] if theirs else []
         error = f"{rung.error:.1e}" if math.isfinite(rung.error) else "–"
-        grid.add_row(
-            escape(rung.label), rate_text(rung.per_second) if known else "–", interval(rung.speedup), *theirs_at,
+        rows.append([
+            rung.label, rate_text(rung.per_second) if known else "–", interval(rung.speedup), *theirs_at,
             size_text(rung.peak_bytes) if rung.peak_bytes else "–", error, *(_grown(rung) if grown else []),
-            "" if rung.kept else escape(rung.reason or "left out"), style="" if rung.kept else "yellow",
-        )  # fmt: skip
-    return grid
+            "" if rung.kept else rung.reason or "left out",
+        ])  # fmt: skip
+    kinds = ["" if rung.kept else "rejected" for rung in rungs]
+    return Grid(columns, rows, columns[1:-1], name, kinds=kinds)
 
 
 def _grown(rung: Rung) -> tuple[str, str, str]:

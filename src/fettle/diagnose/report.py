@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 
 import altair as alt
 
 from fettle.diagnose.diagnosis import Diagnosis
 from fettle.diagnose.finding import Finding, Verified
 from fettle.diagnose.roofline import Roof, Roofline
-from fettle.files import write_text
 from fettle.page import Cell, Row, Still, Table, shell, still, theme
 from fettle.page.theme import sized
 from fettle.techniques import parts_lines
@@ -19,11 +17,6 @@ from fettle.techniques import parts_lines
 Bar = tuple[str, float, str, bool]
 """Name, width in percent, its text, and whether it was brought by a fix."""
 COLOURS = (*theme.LEVERS, theme.SLATE, theme.QUIET)
-
-
-def write_report(diagnosis: Diagnosis, checked: Sequence[Verified], path: Path, command: str = "") -> None:
-    """Write the page, whole or not at all. Raises `UsageError` when it cannot be written."""
-    write_text(path, page(diagnosis, checked, command))
 
 
 def page(diagnosis: Diagnosis, checked: Sequence[Verified] = (), command: str = "") -> str:

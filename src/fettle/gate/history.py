@@ -6,22 +6,24 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from fettle.errors import UsageError
 from fettle.files import plain, read_text, write_text
-from fettle.measure import Interval
+from fettle.measure import Interval, typed
 
 if TYPE_CHECKING:
     from fettle.gate.gating import Gate
     from fettle.page import Figure
 
 
-class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
+@dataclass(frozen=True)
+class Entry:
     """One race of an old and a new state of the code."""
 
     when: str
@@ -32,8 +34,8 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     old: str
     new: str
     verdict: str
-    old_ms: float | None
-    new_ms: float | None
+    old_ms: float
+    new_ms: float
     time: Interval | None = None
     """New time over old."""
     memory: Interval | None = None
@@ -62,8 +64,8 @@ def entry_of(gate: Gate, target: str, old_commit: str) -> Entry:
     old, new = gate.trials
     change = {one.what: one.change for one in gate.judged}
     return Entry(
-        now(), target, gate.machine.id, gate.old, gate.new, gate.verdict, _number(old.time_ms),
-        _number(new.time_ms), change.get("time"), change.get("memory"),
+        now(), target, gate.machine.id, gate.old, gate.new, gate.verdict, round(old.time_ms, 6),
+        round(new.time_ms, 6), change.get("time"), change.get("memory"),
         next((one.limit for one in gate.judged if one.what == "time"), 0.0), min(old.processes, new.processes),
         old_commit, reason=gate.reason,
     )  # fmt: skip
@@ -83,7 +85,7 @@ def keep(folder: Path, entry: Entry) -> None:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
             cut = file.read(1) not in (b"", b"\n")  # a line of a process that was killed must not take this one with it
-            file.write(b"\n" * cut + json.dumps(plain(msgspec.to_builtins(entry))).encode() + b"\n")
+            file.write(b"\n" * cut + json.dumps(plain(entry)).encode() + b"\n")
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
     write_text(folder / "gate.html", page(read(folder)))
@@ -97,8 +99,8 @@ def read(folder: Path) -> list[Entry]:
     entries = []
     for line in read_text(path, what="the history ").splitlines():
         try:
-            entries.append(msgspec.convert(_infinite(json.loads(line)), Entry))
-        except (ValueError, msgspec.ValidationError):
+            entries.append(msgspec.convert(typed(json.loads(line), Entry), Entry))
+        except ValueError:
             continue
     return entries
 
@@ -171,16 +173,3 @@ def _figure(name: str, key: tuple[str, str], entries: Sequence[Entry]) -> Figure
 
 def _percent(value: float) -> float | None:
     return 100 * (value - 1) if math.isfinite(value) else None
-
-
-def _number(value: float) -> float | None:
-    return round(value, 6) if math.isfinite(value) else None
-
-
-def _infinite(data: Any) -> Any:
-    """JSON has no infinity: an end of an interval that is None had none."""
-    for key in ("time", "memory"):
-        ends = data.get(key) if isinstance(data, dict) else None
-        if isinstance(ends, dict) and ends.get("high") is None:
-            ends["high"] = math.inf
-    return data

@@ -12,7 +12,6 @@ The measures are those of llama.cpp's ``llama-perplexity --kl-divergence``.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from fettle.errors import UsageError
+from fettle.estimates import mean_interval, ratio_of
 from fettle.files import whole
 from fettle.generate.decoding import Kept, decoder_of, score
 from fettle.generate.speed import rows_in
@@ -209,16 +209,16 @@ def closeness(pieces: Sequence[Piece], scores: Sequence[torch.Tensor]) -> Closen
             losses.append(torch.stack([-(log.gather(-1, place)[..., 0]) for log in (log_p, log_q)], -1))
     kl = torch.cat(divergences).double()
     apart = [difference for loss in losses for difference in _blocks(loss[..., 1] - loss[..., 0])]
-    mean, half = _interval(apart)
+    mean, half = mean_interval(apart)
     own = torch.cat([loss[..., 1].flatten() for loss in losses]).double().mean().item()
     return Closeness(
         kl=max(0.0, kl.mean().item()),  # rounding takes what is nothing below it
         worst_kl=kl.max().item(),
         agreement=torch.cat(same).double().mean().item(),
-        perplexity=_exp(own),
-        ratio=_exp(mean),
-        low=_exp(mean - half),
-        high=_exp(mean + half),
+        perplexity=ratio_of(own),
+        ratio=ratio_of(mean),
+        low=ratio_of(mean - half),
+        high=ratio_of(mean + half),
     )
 
 
@@ -254,20 +254,6 @@ def _blocks(differences: torch.Tensor) -> list[float]:
         parts = row.split(_BLOCK)
         found += [part.mean().item() for part in parts if len(part) * 2 >= min(_BLOCK, len(row))]
     return found
-
-
-def _interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean and half its 95% interval, which is infinite where there is one value."""
-    if len(values) < 2:
-        return (values[0] if values else math.nan), math.inf
-    from scipy import stats
-
-    spread = statistics.stdev(values) / math.sqrt(len(values))
-    return statistics.fmean(values), float(stats.t.ppf(0.975, len(values) - 1)) * spread
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
 
 
 def _failed(problem: str) -> Closeness:

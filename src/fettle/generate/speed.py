@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fettle.estimates import nearest_rank
 from fettle.workload import wait_for
 
 PARTS = ("text", "ttft", "tpot")
@@ -178,31 +179,22 @@ def figures(texts: Sequence[Came], known: Generation) -> Generation:
         by_prompt.setdefault(text.prompt, []).append(text.ttft_ns)
     whole = [text for text in texts if text.steps_ns]
     steps = sorted(ns for text in whole for ns in text.steps_ns)
-    each = sorted(sum(text.steps_ns) / sum(text.tokens) for text in whole)
+    each = [sum(text.steps_ns) / sum(text.tokens) for text in whole]
     tokens = [count for text in whole for count in text.tokens]
     # As they were written in turn: prompts may differ in their rows and lengths.
     lasted: dict[int, list[int]] = {}
     for text in whole:
         lasted.setdefault(text.prompt, []).append(text.ttft_ns + sum(text.steps_ns))
     written = {text.prompt: text.rows * (1 + sum(text.tokens)) for text in whole}
-    took_ns = sum(map(_median, lasted.values()))
+    took_ns = sum(nearest_rank(times, 0.5) for times in lasted.values())
     told = {str(known.rows): sum(written.values()) / took_ns * 1e9} if whole else {}
     return replace(
         known,
         tokens_per_s={**known.tokens_per_s, **told},
-        ttft_ms=sum(_median(times) for times in by_prompt.values()) / len(by_prompt) / 1e6,
-        tpot_ms=_median(each) / 1e6,
-        itl_p50_ms=_quantile(steps, 0.5) / 1e6,
-        itl_p90_ms=_quantile(steps, 0.9) / 1e6,
-        itl_p99_ms=_quantile(steps, 0.99) / 1e6,
+        ttft_ms=sum(nearest_rank(times, 0.5) for times in by_prompt.values()) / len(by_prompt) / 1e6,
+        tpot_ms=nearest_rank(each, 0.5) / 1e6,
+        itl_p50_ms=nearest_rank(steps, 0.5) / 1e6,
+        itl_p90_ms=nearest_rank(steps, 0.9) / 1e6,
+        itl_p99_ms=nearest_rank(steps, 0.99) / 1e6,
         tokens_per_step=sum(tokens) / len(tokens) if tokens else math.nan,
     )
-
-
-def _median(values: Sequence[float]) -> float:
-    return _quantile(sorted(values), 0.5)
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    """The nearest rank; NaN of nothing."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else math.nan

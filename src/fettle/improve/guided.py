@@ -9,23 +9,22 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from fettle.comparing import Comparison, bench, check
 from fettle.diagnose import Finding, diagnose
-from fettle.diagnose.report import write_report as write_diagnosis
+from fettle.diagnose.report import page as diagnosis_page
 from fettle.errors import UsageError
 from fettle.files import write_text
 from fettle.improve.page import page
-from fettle.improve.state import Step, keep, recall
+from fettle.improve.state import Step, forget, recall
 from fettle.inputs import PipelineResult, measure_and_search
 from fettle.inputs.kept import content_hash
 from fettle.inputs.report import write_report as write_pipeline
+from fettle.journal import Journal
 from fettle.machine import this_machine
 from fettle.measure import Interval, Surroundings, Worker, WorkerError, messages
 from fettle.package.export import write_package
@@ -108,30 +107,32 @@ def improve(
         raise UsageError(f"`skip={unknown[0]}`: there are {', '.join(STEPS)}")
     check_mode(settings.mode)
     where = find_target(target).reference
-    if settings.data:
-        find_target(settings.data)
+    loader = find_target(settings.data).reference if settings.data else ""
     run = _Run(target, settings, writable(settings.output), on_progress, quietly, command)
     made_for = {"target": target, "content": content_hash(where), "data": settings.data, "mode": settings.mode,
-                "loader": content_hash(settings.data), "limits": repr(settings.limits), "budget": settings.budget_s,
+                "loader": content_hash(loader), "limits": repr(settings.limits), "budget": settings.budget_s,
                 "techniques": settings.techniques, "atlas": str(settings.atlas),
                 "machine": this_machine().id, "versions": this_machine().versions}  # fmt: skip
-    known = {name: step for name, step in recall(run.folder / "improve.json", made_for).items()
-             if all((run.folder / file).exists() for file in step.files)}  # fmt: skip
-    if (kept := known.get("measure")) is not None and _is_another(kept, run):
-        known = {}
     steps: list[Step] = []
     interrupted = False
-    for name in STEPS:
-        before = known.pop(name, None)
-        try:
-            step = before if before is not None and name not in settings.skip else _step(name, run, steps)
-        except KeyboardInterrupt:
-            interrupted = True
-            break
-        steps.append(step)
-        if step is not before and _says_otherwise(step, before):
-            known = {}  # what came after went by what it said before
-        keep(run.folder / "improve.json", made_for, [*steps, *known.values()])
+    with closing(Journal(run.folder / "improve.jsonl", "fettle improve", made_for)) as journal:
+        known = {name: step for name, step in recall(journal).items()
+                 if all((run.folder / file).exists() for file in step.files)}  # fmt: skip
+        if (kept := known.get("measure")) is not None and _is_another(kept, run):
+            known = {}
+        forget(journal, known.keys())
+        for name in STEPS:
+            before = known.pop(name, None)
+            try:
+                step = before if before is not None and name not in settings.skip else _step(name, run, steps)
+            except KeyboardInterrupt:
+                interrupted = True
+                break
+            steps.append(step)
+            if step is not before and _says_otherwise(step, before):
+                known = {}  # what came after went by what it said before
+                forget(journal, {done.name for done in steps})
+            journal.put(name, step)
     improvement = Improvement(target, steps, run.folder, interrupted)
     write_text(run.folder / "improve.html", page(improvement.headline, target, steps))
     return improvement
@@ -176,7 +177,7 @@ def _step(name: str, run: _Run, before: Sequence[Step]) -> Step:
         if name == "measure":  # it does not run: no step could
             raise
         made = Step(name=name, status="failed", says=str(error))
-    return msgspec.structs.replace(made, seconds=time.monotonic() - began)
+    return replace(made, seconds=time.monotonic() - began)
 
 
 def _is_another(measured: Step, run: _Run) -> bool:
@@ -222,7 +223,7 @@ def _measure(run: _Run, results: Mapping[str, Any]) -> Step:
 def _diagnose(run: _Run, results: Mapping[str, Any]) -> Step:
     """Why it is slow, and which techniques answer that."""
     diagnosis = diagnose(run.target, seconds=_DIAGNOSE_S, mode=run.settings.mode, on_progress=run.say)
-    write_diagnosis(diagnosis, (), run.folder / "diagnosis.html", run.command)
+    write_text(run.folder / "diagnosis.html", diagnosis_page(diagnosis, (), run.command))
     every = [*diagnosis.findings, *diagnosis.opportunities]
     first = _first(every)
     lines = [_line(one, diagnosis.verdict) for one in every[:_MOST_LINES]]

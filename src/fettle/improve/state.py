@@ -1,21 +1,20 @@
-"""What each step brought, kept in a file, so that a run that was killed goes on where it was."""
+"""What each step brought, kept in a journal, so that a run that was killed goes on where it was."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
 
-from fettle.files import write_text
-from fettle.measure import Interval
-
-_LARGEST = 4 << 20
+from fettle.journal import Journal
+from fettle.measure import Interval, typed
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Step:
     """One step of the run."""
 
     name: str
@@ -28,40 +27,23 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """What it brought over the workload as given; of the input pipeline over the loader as given."""
     passes_on: str = ""
     """What it hands to the steps after it, for people."""
-    results: Mapping[str, Any] = msgspec.field(default_factory=dict, name="told")
-    """The same as data, `told` in the file."""
+    results: Mapping[str, Any] = field(default_factory=dict)
+    """The same as data."""
     files: Sequence[str] = ()
     """What it wrote, relative to the folder."""
     seconds: float = 0.0
 
 
-class _Kept(msgspec.Struct):
-    made_for: dict[str, Any]
-    steps: list[Any]
+def recall(journal: Journal) -> dict[str, Step]:
+    """The steps that an earlier run of the same has done, and none has forgotten since."""
+    steps = {}
+    for name in journal.lines:
+        with contextlib.suppress(ValueError):
+            steps[name] = msgspec.convert(typed(journal.answer(name, object), Step), Step)
+    return {name: step for name, step in steps.items() if step.status == "done"}
 
 
-def recall(path: Path, made_for: Mapping[str, Any]) -> dict[str, Step]:
-    """The steps that an earlier run of the same has done; none where there was none, or it was for something else."""
-    try:
-        if path.stat().st_size > _LARGEST:
-            return {}
-        kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
-        steps = [_step(data) for data in kept.steps]
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if kept.made_for != msgspec.json.decode(msgspec.json.encode(made_for)):
-        return {}
-    return {step.name: step for step in steps if step.status == "done"}
-
-
-def _step(data: Any) -> Step:
-    """A step as written; JSON has null for the end of an interval that is not known."""
-    match data:
-        case {"speedup": {"high": None, **others}}:
-            data = {**data, "speedup": {**others, "high": math.inf}}
-    return msgspec.convert(data, Step, strict=False)
-
-
-def keep(path: Path, made_for: Mapping[str, Any], steps: Sequence[Step]) -> None:
-    """Write what was done."""
-    write_text(path, msgspec.json.encode(_Kept(dict(made_for), list(steps))).decode())
+def forget(journal: Journal, but: Collection[str]) -> None:
+    """Have no later run go by any step `but` these."""
+    for name in journal.lines.keys() - but:
+        journal.put(name)

@@ -21,6 +21,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch as torch_fetch
 
 from fettle.errors import first_line
+from fettle.estimates import nearest_rank
 from fettle.procs.limits import scheduled_s
 from fettle.procs.parent import die_with_parent
 from fettle.techniques.allocator import keep_freed_memory
@@ -114,25 +115,19 @@ def worker_init(board: Board, keep_memory: bool, own: Callable[[int], None] | No
         own(number)
 
 
-def quantile(values: list[float], share: float) -> float:
-    """The value below which `share` of the values lie; of nothing, 0."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
-
-
 def summary(board: Board) -> dict[str, float]:
     """Quantiles of the times kept, the shares of processor and kernel in them, and the pages that the kernel gave."""
-    rows = board.read()
+    rows = board.read() or [(0.0,) * _ROW]
     walls = [row[0] for row in rows]
     whole = max(sum(walls), 1e-12)
     return {
-        "fetch_p50_s": statistics.median(walls) if walls else 0.0,
-        "fetch_p95_s": quantile(walls, 0.95),
-        "fetch_p99_s": quantile(walls, 0.99),
-        "fetch_mean_s": sum(walls) / max(len(walls), 1),
+        "fetch_p50_s": statistics.median(walls),
+        "fetch_p95_s": nearest_rank(walls, 0.95),
+        "fetch_p99_s": nearest_rank(walls, 0.99),
+        "fetch_mean_s": sum(walls) / len(walls),
         "fetch_busy": sum(row[1] for row in rows) / whole,
         "fetch_system": sum(row[2] for row in rows) / whole,
-        "fetch_pages": statistics.median(row[3] for row in rows) if rows else 0.0,
+        "fetch_pages": statistics.median(row[3] for row in rows),
     }
 
 

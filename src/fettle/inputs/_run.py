@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 from fettle.errors import UsageError, first_line
+from fettle.estimates import nearest_rank
 from fettle.inputs import _fetch
 from fettle.inputs._messages import Asked, Describe, Faults, FindFaults, Open, TakeSlice
 from fettle.inputs.pipeline import Step, batch_bytes, fetches, pipeline, with_setting
@@ -133,8 +134,8 @@ class Loop:
         elapsed = sum(walls)
         return Slice(
             batches=len(walls), rate=len(walls) / max(elapsed, 1e-12), waiting=sum(waits) / max(elapsed, 1e-12),
-            wait_p05_s=_fetch.quantile(waits, 0.05), wait_p50_s=statistics.median(waits),
-            wait_p95_s=_fetch.quantile(waits, 0.95), **_fetch.summary(self.board),
+            wait_p05_s=nearest_rank(waits, 0.05), wait_p50_s=statistics.median(waits),
+            wait_p95_s=nearest_rank(waits, 0.95), **_fetch.summary(self.board),
             cpu_share=(time.process_time() - cpu) / max(time.perf_counter() - begin, 1e-12), start_s=self.start_s,
             boundaries_s=boundaries[:64], batch_bytes=batch_bytes(self.first), worker_bytes=_worker_bytes(),
         )  # fmt: skip

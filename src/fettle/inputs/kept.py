@@ -11,16 +11,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fettle.errors import is_program
+from fettle.workload import find_target
 
 
 def default_path(target: str) -> Path | None:
     """Beside the target's file, or in the current folder; None where nothing can be written there."""
-    place, _, name = target.rpartition(":")
-    folder = Path(place).parent if place.endswith(".py") else Path()
-    if (place.endswith(".py") and not Path(place).is_file()) or not os.access(folder, os.W_OK):
-        return None
-    stem = Path(place).stem if place.endswith(".py") else place.replace("/", ".")
-    return folder / f".{stem}-{name.replace('/', '.')}.fettle-data"
+    place, _, name = find_target(target).reference.rpartition(":")
+    folder, stem = (Path(place).parent, Path(place).stem) if place.endswith(".py") else (Path(), place)
+    return folder / f".{stem}-{name}.fettle-data" if os.access(folder, os.W_OK) else None
 
 
 def content_hash(target: str) -> str:

@@ -15,7 +15,7 @@ from torch.utils.data._utils.collate import default_convert
 
 from fettle.errors import UsageError, first_line
 from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, ONE_BY_ONE, Setting
-from fettle.trace.io.record import load_target
+from fettle.workload import find_target
 
 Step = Callable[[Any], Any]
 
@@ -23,7 +23,7 @@ Step = Callable[[Any], Any]
 def pipeline(target: str) -> tuple[DataLoader[Any], Step | None]:
     """What the factory returns: a loader, a dataset, or (loader or dataset, step)."""
     torch.manual_seed(0)
-    factory = load_target(target)
+    factory = find_target(target).function()
     try:
         loader = factory()
     except Exception as error:

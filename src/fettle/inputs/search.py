@@ -33,6 +33,7 @@ from fettle.inputs.setting import (
 )
 from fettle.journal import Journal
 from fettle.procs.child import ChildError
+from fettle.workload import find_target
 
 _FIRST_ROUNDS = 2
 _KEEP = 0.92
@@ -69,8 +70,8 @@ def measure_and_search(
     here = room(ranks)
     journal = Journal(
         keep, "fettle data",
-        {"target": target, "content": content_hash(target), "slice_s": slice_s, "ranks": ranks, "device": device,
-         "cores": here.cores, "torch": str(torch.__version__), "lints": lints},
+        {"target": target, "content": content_hash(find_target(target).reference), "slice_s": slice_s, "ranks": ranks,
+         "device": device, "cores": here.cores, "torch": str(torch.__version__), "lints": lints},
     )  # fmt: skip
     race = Race(target, slice_s, timeout_s, _device(device), here, journal, on_progress)
     done = False

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fettle.estimates import student
 from fettle.files import plain
 from fettle.load.texts import BROKEN, Heard
 
@@ -173,12 +174,10 @@ class Run:
         """
         if not self._suffices(percent):
             return None
-        from scipy import stats
-
         middle = self.percentile(percent)
         parts = [float(np.percentile(part, percent)) for part in np.array_split(self.latency_s, BATCHES)]
         error = math.sqrt(sum((part - middle) ** 2 for part in parts) / (BATCHES - 1) / BATCHES)
-        half = float(stats.t.ppf(0.975, BATCHES - 1)) * error
+        half = student(BATCHES - 1, 0.05) * error
         return max(middle - half, float(np.min(self.latency_s))), middle + half
 
     def _suffices(self, percent: float) -> bool:

@@ -18,7 +18,6 @@ from fettle.measure._statistics import (
     pareto,
     places,
     ratio_interval,
-    student,
     verdict,
 )
 from fettle.measure._trial import Accuracy, Interval, Slice, Startup, Trial, by_round, log_times, process_logs, typed
@@ -29,6 +28,5 @@ __all__ = [
     "ENOUGH", "READY", "Accuracy", "Candidate", "Held", "Interval", "Judge", "Load", "Patience", "Progress", "Rules",
     "Slice", "Startup", "Stop", "Surroundings", "Trial", "Worker", "WorkerError", "by_round", "close_all",
     "contrast_interval", "fetching", "fork_server", "is_vague", "log_interval", "log_times", "may_go_first",
-    "mean_load", "paired", "pareto", "places", "prefer", "process_logs", "race", "ratio_interval", "student", "typed",
-    "verdict",
+    "mean_load", "paired", "pareto", "places", "prefer", "process_logs", "race", "ratio_interval", "typed", "verdict",
 ]  # fmt: skip

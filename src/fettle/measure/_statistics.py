@@ -31,6 +31,7 @@ from itertools import combinations
 
 import numpy as np
 
+from fettle.estimates import ratio_of, student
 from fettle.measure._trial import Interval
 
 TRIM = 0.2
@@ -70,13 +71,6 @@ def log_interval(observations: Sequence[float], alpha: float) -> Interval:
     half = student(n - 1, alpha) * float(values.std(ddof=1)) / math.sqrt(n)
     centre = float(values.mean())
     return Interval(estimate, min(centre - half, estimate), max(centre + half, estimate))
-
-
-def student(freedom: float, alpha: float) -> float:
-    """Student's quantile for a two-sided interval of level 1 - `alpha`."""
-    from scipy.special import stdtrit  # scipy.stats takes a second more to import
-
-    return float(stdtrit(freedom, 1 - alpha / 2))
 
 
 def replicate_interval(
@@ -236,7 +230,7 @@ def ratio_interval(observations: Sequence[float], alpha: float) -> Interval:
 
 def exp(interval: Interval) -> Interval:
     """An interval of logs as one of ratios."""
-    return Interval(math.exp(interval.estimate), math.exp(interval.low), _exp(interval.high))
+    return Interval(math.exp(interval.estimate), math.exp(interval.low), ratio_of(interval.high))
 
 
 def verdict(speedup: Interval | None, indifference: float) -> str:
@@ -293,10 +287,6 @@ def are_quiet(one: Sequence[Mapping[int, float]], other: Sequence[Mapping[int, f
     """Whether two recipes are compared by quiet rounds alone: each process of one with each of the other."""
     pairs = [_rounds([first, second]) for first in one for second in other]
     return bool(pairs) and all(min(rounds, default=-1) > 0 for rounds in pairs)
-
-
-def _exp(value: float) -> float:
-    return math.inf if value > 700 else math.exp(value)
 
 
 def pareto(costs: Sequence[Sequence[float]]) -> set[int]:

@@ -140,6 +140,14 @@ def sized(height: float | alt.Step, *layers: alt.Chart) -> Drawn:
     return alt.layer(*layers).properties(width="container", height=height)
 
 
+def front_dots(base: alt.Chart, size: int = 70) -> alt.Chart:
+    """A dot for each row: those of the Pareto front, whose field `front` is true, before those that are beaten."""
+    return base.mark_point(filled=True, size=size).encode(  # type: ignore[no-any-return]
+        color=alt.condition("datum.front", alt.value(ACCENT), alt.value(QUIET)),
+        opacity=alt.condition("datum.front", alt.value(0.85), alt.value(0.3)), order=alt.Order("front:N"),
+    )  # fmt: skip
+
+
 def by_name(field: str, names: Sequence[str], **legend: Any) -> alt.Color:
     """A colour for each of the names, in their order."""
     scale = alt.Scale(domain=list(names), range=[ACCENT, *LEVERS[1:], *LEVERS][: len(names)])

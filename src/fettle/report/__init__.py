@@ -5,19 +5,20 @@ Everything here reads a `fettle.result.Outcome`, or the plain data of a search f
 
 from fettle.report._facts import load_lines
 from fettle.report._format import interval
+from fettle.report._slo_tables import settings as slo_table
 from fettle.report._verdict import goal_kept, verdict
 from fettle.report.charts import write_charts
 from fettle.report.data import save_result, to_json
 from fettle.report.load_page import write_load_report
 from fettle.report.notebook import cell
 from fettle.report.progress import progress
-from fettle.report.result import Result, load_result, page, save, write_report
-from fettle.report.slo import slo_page, write_slo_report
-from fettle.report.slo_texts import texts_table, texts_words, write_texts_report
-from fettle.report.tables import comparison_table, print_result, result_table
+from fettle.report.result import Result, load_result, page, save
+from fettle.report.slo import slo_page
+from fettle.report.slo_texts import texts_page, texts_table, texts_words
+from fettle.report.tables import comparison_table, print_result
 
 __all__ = [
     "Result", "cell", "comparison_table", "goal_kept", "interval", "load_lines", "load_result", "page", "print_result",
-    "progress", "result_table", "save", "save_result", "slo_page", "texts_table", "texts_words", "to_json", "verdict",
-    "write_charts", "write_load_report", "write_report", "write_slo_report", "write_texts_report",
+    "progress", "save", "save_result", "slo_page", "slo_table", "texts_page", "texts_table", "texts_words", "to_json",
+    "verdict", "write_charts", "write_load_report",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import altair as alt
 
 from fettle.page import theme
-from fettle.page.theme import ACCENT, LEVERS, NEUTRAL, QUIET, Drawn, Rows, level, moment, rule, sized
+from fettle.page.theme import LEVERS, NEUTRAL, QUIET, Drawn, Rows, level, moment, rule, sized
 from fettle.report import _format as fmt
 from fettle.report._facts import error_name, front_trials, levers, name_of, ranked, speed, status_of, unit_name
 from fettle.result import Outcome
@@ -96,12 +96,7 @@ def front(result: Outcome) -> Drawn | None:
     known = any(row["memory"] is not None for row in rows)
     y = _log([row["y"] for row in rows], alt.Y("y:Q"), f"{error_name(result)} (log)", "format(datum.value, '~g')")
     base = alt.Chart(theme.data(rows)).encode(x=_x(rows), y=y, tooltip=_tooltip(result))
-    kinds = alt.Scale(domain=[True, False], range=[ACCENT, QUIET])
-    dots = base.mark_point(filled=True, size=160).encode(
-        color=alt.Color("front:N", scale=kinds, legend=None),
-        opacity=alt.condition("datum.front", alt.value(0.8), alt.value(0.3)),
-        order=alt.Order("front:N"),
-    )
+    dots = theme.front_dots(base, 160)
     if known:
         scale = alt.Scale(range=[60, 700], zero=True)
         dots = dots.encode(

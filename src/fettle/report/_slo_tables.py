@@ -25,9 +25,11 @@ def tiles(data: Data, best: Data) -> list[tuple[str, str, str]]:
     return [*figures, ("error of the answers", fmt.error(best["error"]), "against the model as given")]
 
 
-def settings(data: Data, best: Data | None) -> Table:
+def settings(data: Data, most: int | None = None) -> Table:
     """The settings that were measured, and those that no other beats."""
-    points = [point for point in data["points"] if point["tests"] or point["front"]]
+    points = [point for point in data["points"] if point["tests"] or point["front"]][:most]
+    best = None if data["best"] is None else data["points"][data["best"]]
+    p99 = f"p99 at {data['reference_rate']:.4g}/s" if data["reference_rate"] else "p99"
     hidden = set()
     if all(point["cost_per_million"] is None for point in points):
         hidden.add("per million")
@@ -36,19 +38,18 @@ def settings(data: Data, best: Data | None) -> Table:
     rows: list[dict[str, Cell | str]] = []
     kinds = []
     for point in points:
-        chosen = best is not None and point["setting"] == best["setting"]
         cells: dict[str, Cell | str] = {
             "setting": point["setting"],
             "predicted": fmt.rate(point["predicted"]),
             "measured": _measured(point),
-            "p99": fmt.milliseconds(point["p99_ms"]),
+            p99: fmt.milliseconds(point["p99_ms"]),
             "memory": fmt.size(point["memory_bytes"]),
             "per million": fmt.number(point["cost_per_million"], 3),
             "error": fmt.error(point["error"]),
-            "": Cell("chosen", tag="winner") if chosen else Cell("front", tag="front") if point["front"] else "",
+            "": Cell("chosen", tag="winner") if point is best else Cell("front", tag="front") if point["front"] else "",
         }
         rows.append({name: cell for name, cell in cells.items() if name not in hidden})
-        kinds.append("winner" if chosen else "")
+        kinds.append("winner" if point is best else "")
     columns = list(rows[0]) if rows else []
     return Table(columns, [list(row.values()) for row in rows], columns[1:-1], kinds=kinds, stack=True)
 

@@ -53,7 +53,7 @@ def save(result: Outcome, folder: Path) -> list[Path]:
         for path in filter(Path.exists, to_use):
             path.replace(folder / f"earlier-{path.name}")
     save_result(result, folder / "result.json")
-    write_report(result, folder / "report.html")
+    write_text(folder / "report.html", page(result))
     return [*paths, folder / "report.html", folder / "result.json"]
 
 
@@ -88,11 +88,6 @@ def _recipe_file(result: Outcome) -> RecipeFile:
 
 def _is_nan(value: object) -> bool:
     return isinstance(value, float) and math.isnan(value)
-
-
-def write_report(result: Outcome, path: str | Path) -> None:
-    """Write the page of `result` to `path`, whole or not at all. Raises `UsageError` when it cannot be written."""
-    write_text(Path(path), page(result))
 
 
 def page(result: Outcome) -> str:

@@ -6,12 +6,10 @@ It reads the plain data of the search (`fettle.slo.outcome.as_data`), which is a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import altair as alt
 
-from fettle.files import write_text
 from fettle.page import Figure, as_spec, clean, shell, theme
 from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn, Rows, by_name, level, rule, sized
 from fettle.report import _format as fmt
@@ -20,11 +18,6 @@ from fettle.units import rate_text
 
 Data = Mapping[str, Any]
 _HEIGHT = 300
-
-
-def write_slo_report(data: Data, path: str | Path) -> None:
-    """Write the page to `path`, whole or not at all. Raises `UsageError` when it cannot be written."""
-    write_text(Path(path), slo_page(data))
 
 
 def slo_page(data: Data) -> str:
@@ -42,7 +35,7 @@ def slo_page(data: Data) -> str:
         lead=lead(data),
         fmt=fmt,
         tiles=_slo_tables.tiles(data, chosen) if chosen else [],
-        settings=_slo_tables.settings(data, chosen),
+        settings=_slo_tables.settings(data),
         tests=_slo_tables.tests(data),
         branches=_slo_tables.branches(data),
         failures=[f"{failure['what']}: {failure['why']}" for failure in data["failures"]],
@@ -245,12 +238,9 @@ def front(data: Data) -> Drawn | None:
     x = alt.X("capacity:Q", title="requests a second under the limit", scale=alt.Scale(zero=False, nice=True))
     y = alt.Y("p99:Q", title=f"p99 at {data['reference_rate']:.4g}/s, ms", scale=alt.Scale(zero=False, nice=True))
     base = alt.Chart(theme.data(rows)).encode(x=x, y=y)
-    dots = base.mark_point(filled=True).encode(
-        color=alt.condition("datum.front", alt.value(ACCENT), alt.value(QUIET)),
-        opacity=alt.condition("datum.front", alt.value(0.85), alt.value(0.25)),
+    dots = theme.front_dots(base).encode(
         size=alt.Size("memory:Q", title="memory, MiB", scale=alt.Scale(range=[50, 420], zero=True),
                       legend=alt.Legend(tickCount=3)),
-        order=alt.Order("front:N"),
         shape=alt.Shape("kind:N", title=None, scale=alt.Scale(domain=["measured", "predicted"],
                                                               range=["diamond", "circle"])),
         tooltip=[alt.Tooltip("setting:N"), alt.Tooltip("capacity:Q", format=".4~g"), alt.Tooltip("kind:N"),

@@ -6,12 +6,10 @@ It reads the plain data of the search (`fettle.slo.text_search.texts_data`), whi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import altair as alt
 
-from fettle.files import write_text
 from fettle.page import Figure, Table, as_spec, clean, shell, theme
 from fettle.page.theme import Rows, by_name, level, sized
 from fettle.units import size_text
@@ -20,17 +18,16 @@ Data = Mapping[str, Any]
 _MOST = 8
 
 
-def write_texts_report(data: Data, path: str | Path) -> None:
-    """Write the page to `path`. Raises `UsageError`."""
+def texts_page(data: Data) -> str:
+    """The page as text."""
     data = clean(data)
     figures = [figure for figure in (_capacity(data), _costs(data)) if figure is not None]
-    page = shell.render(
+    return shell.render(
         "fettle.report", "slo_texts.html.j2", f"{_headline(data)}: {data['name']}", figures, data=data,
         headline=_headline(data), words=texts_words(data), names=[figure.name for figure in figures],
         settings=texts_table(data, len(data["points"])), tests=_tests(data),
         failures=[f"{failure['what']}: {failure['why']}" for failure in data["failures"]],
     )  # fmt: skip
-    write_text(Path(path), page)
 
 
 def _headline(data: Data) -> str:

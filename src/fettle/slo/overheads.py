@@ -22,16 +22,10 @@ RUN_S = 1.5
 
 
 class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The constants of `fettle.slo.simulate.Costs`, and what they came from. Seconds."""
+    """The constants of `fettle.slo.simulate.Costs`. Seconds."""
 
     request_s: float
     batch_s: float
-    alone_s: float
-    """Median latency of one client alone."""
-    busy_rate: float
-    """Answers a second with every worker busy."""
-    busy_rows: float
-    """Rows of a call then, on average."""
     held_s: float = 0.0
     """How much longer a request that comes during a call of the model makes that call."""
 
@@ -58,4 +52,4 @@ async def measure_overheads(
     request_s = max(0.0, alone.percentile(50) - single.model_ms.p50 / 1e3 - batch_s)
     # As many requests come during a call as all workers answer in that time.
     held_s = max(0.0, (model_s - computing) / (workers * rows))
-    return Overheads(request_s, batch_s, alone.percentile(50), busy.throughput, rows, held_s)
+    return Overheads(request_s, batch_s, held_s)

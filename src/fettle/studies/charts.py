@@ -10,7 +10,7 @@ import altair as alt
 
 from fettle.measure import pareto
 from fettle.page import Figure, as_spec, clean, theme
-from fettle.page.theme import ACCENT, LEVERS, QUIET, Rows, sized
+from fettle.page.theme import ACCENT, LEVERS, Rows, sized
 from fettle.studies import effect_charts, ladder_chart
 from fettle.studies.analysis import Analysis
 from fettle.studies.outcome import Rung
@@ -137,13 +137,9 @@ def _front(name: str, table: Table, group: str) -> Figure | None:
         {"recipe": table.label(row), "x": x, "y": y, "front": place in front, "status": row.reason or "kept the limits"}
         for place, (row, x, y) in enumerate(known)
     ]
-    rows.sort(key=lambda row: bool(row["front"]))  # drawn last, on top
     base = alt.Chart(theme.data(rows)).encode(x=_log("x:Q", one), y=_log("y:Q", two))
-    kinds = alt.Scale(domain=[True, False], range=[ACCENT, QUIET])
     line = base.transform_filter("datum.front").mark_line(color=ACCENT, strokeWidth=1, interpolate="step-after")
-    dots = base.mark_point(filled=True, size=70).encode(
-        color=alt.Color("front:N", scale=kinds, legend=None),
-        opacity=alt.condition("datum.front", alt.value(0.95), alt.value(0.4)),
+    dots = theme.front_dots(base).encode(
         tooltip=[alt.Tooltip("recipe:N"), alt.Tooltip("x:Q", title=one.name, format=".4~g"),
                  alt.Tooltip("y:Q", title=two.name, format=".3~g"), alt.Tooltip("status:N")],
     )  # fmt: skip

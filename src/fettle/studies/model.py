@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fettle.errors import extra
+from fettle.estimates import student
 from fettle.studies.table import Experiment, Response, Table
 
 if TYPE_CHECKING:
@@ -48,11 +49,9 @@ class Estimate:
 
     def reach(self, confidence: float) -> float:
         """Half the confidence interval, by Student's t."""
-        from scipy.special import stdtrit
-
         if not (math.isfinite(self.error) and self.freedom > 0):
             return math.inf
-        return float(stdtrit(min(self.freedom, 1e9), 0.5 + confidence / 2)) * self.error
+        return student(min(self.freedom, 1e9), 1 - confidence) * self.error
 
     def p(self) -> float:
         """Probability of a gain or loss as large by chance alone; NaN where nothing shows it."""

@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fettle.measure import ENOUGH, Interval, Slice, Trial, log_times, paired, places, student
+from fettle.estimates import student
+from fettle.measure import ENOUGH, Interval, Slice, Trial, log_times, paired, places
 from fettle.recipe import Recipe
 
 Numbers = NDArray[np.floating[Any]]

@@ -165,10 +165,11 @@ def _look(path: Path) -> tuple[str, str]:
 
 _BY_STATE = "SELECT state, count(*) FROM trials GROUP BY state"
 _STATUS = "SELECT value_json FROM trial_user_attributes WHERE key = 'status' LIMIT 1000000"
-_RESULTS = {"result.json", "study.json", "improve.json"}
+_RESULTS = {"result.json", "study.json"}
 _OTHERS = {
     "recipe.toml": "the recipe, for fettle.apply",
     "optimized.py": "the same as plain PyTorch",
+    "improve.jsonl": "what a guided run has done, for the same command to go on",
     "history.jsonl": "what the gate found, one race a line",
     "measured.jsonl": "what a search under load measured, for the same command to go on",
 }

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fettle.errors import UsageError
+from fettle.estimates import nearest_rank
 from fettle.watching.report import SlowStep, StepReport
 from fettle.watching.slow import Sampler, hottest, write_samples
 
@@ -107,7 +108,7 @@ class Steps:
         # What went on since the last step's end belongs to no step.
         data, sync, collecting, syncs = self._before
         first = self._walls[0] if self._walls else 0  # of those kept
-        walls = sorted(itertools.islice(self._walls, 1, None)) or [first]
+        walls = list(itertools.islice(self._walls, 1, None)) or [first]
         return StepReport(
             steps=self._count,
             wall_s=self._wall / 1e9,
@@ -116,7 +117,7 @@ class Steps:
             gc_s=collecting / 1e9,
             host_s=(self._wall - data - sync - collecting) / 1e9,
             median_ms=statistics.median(walls) / 1e6,
-            p95_ms=walls[min(len(walls) - 1, int(0.95 * len(walls)))] / 1e6,
+            p95_ms=nearest_rank(walls, 0.95) / 1e6,
             first_ms=first / 1e6,
             syncs_per_step=syncs / self._count if self._on_gpu and self._count else None,
             device_idle=None,

@@ -69,11 +69,7 @@ class Target:
 
     def make(self, seed: int = 0) -> object:
         """What the factory returns, unchecked. A factory with a parameter ``seed`` is given it."""
-        if self.folder:
-            os.chdir(self.folder)
-        for entry in reversed(self.search_path):
-            if entry not in sys.path:
-                sys.path.insert(0, entry)
+        self._enter()
         if self.is_live:
             return _load_live(Path(self.reference))
         factory = _find_factory(self.reference)
@@ -90,6 +86,19 @@ class Target:
             raise
         except (Exception, SystemExit) as error:  # a script without a main guard may leave
             raise UsageError(f"the factory {self.reference} raised {first_line(error)}") from error
+
+    def function(self) -> Callable[..., object]:
+        """The function itself, not called. Its file is imported under the file's own name where that is free: a loader
+        that starts workers instead of forking them has them import it by that."""
+        self._enter()
+        return _find_factory(self.reference, under_its_name=True)
+
+    def _enter(self) -> None:
+        if self.folder:
+            os.chdir(self.folder)
+        for entry in reversed(self.search_path):
+            if entry not in sys.path:
+                sys.path.insert(0, entry)
 
     def _check_imports(self) -> None:
         """Raise `UsageError` where a module came from the working tree: it would be measured in place of its other
@@ -212,11 +221,12 @@ def _takes(factory: Callable[..., object], name: str) -> bool:
         return False
 
 
-def _find_factory(reference: str) -> Callable[..., object]:
+def _find_factory(reference: str, *, under_its_name: bool = False) -> Callable[..., object]:
     location, _, name = reference.rpartition(":")
     try:
         with importing(location):
-            module = _executed(location) if location.endswith(".py") else importlib.import_module(location)
+            is_file = location.endswith(".py")
+            module = _executed(location, under_its_name) if is_file else importlib.import_module(location)
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
@@ -228,8 +238,9 @@ def _find_factory(reference: str) -> Callable[..., object]:
     return factory  # type: ignore[no-any-return]
 
 
-def _executed(file: str) -> types.ModuleType:
-    name = f"_fettle_target_{Path(file).stem}"
+def _executed(file: str, under_its_name: bool) -> types.ModuleType:
+    stem = Path(file).stem
+    name = stem if under_its_name and stem not in sys.modules else f"_fettle_target_{stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise UsageError(f"cannot read {file} as a Python file")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fettle.cli import _options, _quiet, _show
-from fettle.cli.serve._slo_answer import print_result, print_texts
+from fettle.cli.serve._slo_answer import print_settings, print_texts
 from fettle.errors import UsageError, extra, first_line
 from fettle.files import check_writable, write_text
 
@@ -118,7 +118,7 @@ def command(
     from fettle.measure import Surroundings
     from fettle.package import host
     from fettle.package.manifest import check_place
-    from fettle.report import write_slo_report
+    from fettle.report import slo_page
 
     if study and storage is None:
         raise UsageError("--study is the name of a study in a --storage: name that, too")
@@ -161,10 +161,9 @@ def command(
         written, problem = _written(result, write, lambda: work.write(result, folder))
     if csv_file is not None:
         _options.write_csv(csv_file, COLUMNS, torchserve_rows(result, work.name))
-    busy = around.sentence()
     data = as_data(result, name=work.name, target=target, machine=_machine(), written=str(written or ""))
-    _finish(result, data | {"busy": busy}, folder, write_slo_report, as_json,
-            lambda out: print_result(result, busy, written, out), problem)  # fmt: skip
+    data["busy"] = around.sentence()
+    _finish(result, data, folder, slo_page, as_json, print_settings, problem)
 
 
 def _of_texts(
@@ -176,7 +175,7 @@ def _of_texts(
     from fettle.measure import Surroundings
     from fettle.package.manifest import open_package, write_settings
     from fettle.package.requires import check_here
-    from fettle.report import write_texts_report
+    from fettle.report import texts_page
     from fettle.slo.text_search import search_texts, served_so, texts_data
 
     if min(limits.ttft_s, limits.itl_s) < 0 or not max(limits.ttft_s, limits.itl_s):
@@ -208,7 +207,7 @@ def _of_texts(
     written, problem = _written(result, write, write_best)
     data = texts_data(result, name=name, target=text, machine=_machine(), written=str(written or ""))
     data["busy"] = around.sentence()
-    _finish(result, data, folder, write_texts_report, as_json, lambda out: print_texts(data, out), problem)
+    _finish(result, data, folder, texts_page, as_json, print_texts, problem)
 
 
 def _check_settings(package: Package) -> None:
@@ -235,13 +234,13 @@ def _written(result: Outcome[Any], asked: bool, write: Callable[[], Path]) -> tu
 
 
 def _finish(
-    result: Outcome[Any], data: dict[str, Any], folder: Path, write_report: Callable[[dict[str, Any], Path], None],
-    as_json: bool, show: Callable[[Console], None], problem: UsageError | None,
+    result: Outcome[Any], data: dict[str, Any], folder: Path, page: Callable[[dict[str, Any]], str],
+    as_json: bool, show: Callable[[dict[str, Any], Console], None], problem: UsageError | None,
 ) -> None:  # fmt: skip
     """Write what came of a search, say it, and leave with its exit code, or with why its setting is not written."""
     write_text(folder / "result.json", json.dumps(data) + "\n")
-    write_report(data, folder / "report.html")
-    _show.answer(as_json, lambda: data, show, folder / "report.html")
+    write_text(folder / "report.html", page(data))
+    _show.answer(as_json, lambda: data, lambda out: show(data, out), folder / "report.html")
     if problem is not None:
         raise problem
     _show.leave(interrupted=result.interrupted, missed=not result.met)

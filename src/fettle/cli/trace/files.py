@@ -25,7 +25,6 @@ from fettle.errors import UsageError, first_line
 from fettle.files import check_writable
 from fettle.trace.analyses import hta as h
 from fettle.trace.frames import joined
-from fettle.trace.io.record import load_target
 from fettle.trace.model import Trace
 from fettle.units import count_text
 
@@ -146,8 +145,10 @@ def record(
 
       fettle trace record train.py:step -o trace.json.gz --active 5 --stacks
     """
+    from fettle.workload import find_target
+
     with _show.bar("recording") as show, _quiet.users_code_quiet():
-        step = load_target(target)
+        step = find_target(target).function()
         with T.record(
             output, warmup=warmup, active=active, stacks=stacks, memory=memory, device_only=device_only
         ) as profiler:

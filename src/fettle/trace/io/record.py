@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError
 from fettle.files import check_writable, whole
 
 if TYPE_CHECKING:
@@ -83,37 +80,3 @@ def record(
             torch.accelerator.synchronize()
     if not written:
         raise RuntimeError(f"no trace was written: fewer than {wait + warmup + active} steps were run")
-
-
-def load_target(target: str) -> Callable[[], object]:
-    """The function that `path/to/file.py:name` or `package.module:name` names.
-
-    Raises:
-        UsageError: There is no such file, module or function, or importing it fails, for whatever reason.
-    """
-    place, _, name = target.rpartition(":")
-    if not place or not name:
-        raise UsageError(f"'{target}' is not path/to/file.py:function or package.module:function")
-    try:
-        if place.endswith(".py"):
-            if not Path(place).is_file():
-                raise UsageError(f"no such file: {place}")
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-            assert spec is not None
-            assert spec.loader is not None
-            for folder in (str(Path.cwd()), str(Path(place).resolve().parent)):  # where its own imports lie
-                if folder not in sys.path:
-                    sys.path.insert(0, folder)
-            module = importlib.util.module_from_spec(spec)
-            sys.modules.setdefault(spec.name, module)  # dataclasses and pickling inside the file look it up there
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-    except UsageError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"cannot import {place}: {first_line(error)}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise UsageError(f"{place} has no function '{name}'")
-    return cast("Callable[[], object]", function)
