@@ -40,7 +40,7 @@ class Waits:
         total = 0.0
         for thread in self._files:
             with contextlib.suppress(OSError, ValueError, IndexError):
-                for child in (self._folder / str(thread) / "children").read_text().split():
+                for child in _text(f"{self._folder}/{thread}/children").split():
                     fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
                     total += sum(int(ticks) for ticks in fields[11:15]) / os.sysconf("SC_CLK_TCK")
         return total
@@ -53,6 +53,15 @@ class Waits:
                 run, waited = os.pread(file, 96, 0).split()[:2]
                 times[thread] = (int(run), int(waited))
         return times
+
+
+def _text(path: str) -> str:
+    """What a short file says; `Path.read_text` takes twice as long, and there is one of these for each thread."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(file, 1 << 16).decode()
+    finally:
+        os.close(file)
 
 
 @contextlib.contextmanager

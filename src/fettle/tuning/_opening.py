@@ -13,6 +13,7 @@ from fettle.measure import messages
 from fettle.result import Limits
 from fettle.storage import storage_url
 from fettle.study import Study
+from fettle.tuning._probe import Probed
 from fettle.tuning.options import Options
 from fettle.workload import Target
 
@@ -33,6 +34,17 @@ def limits_of(built: messages.Built, options: Options) -> Limits:
     if built.mode == "training":
         return options.training_limits
     return options.text_limits if built.writes else options.limits
+
+
+def check_limits(limits: Limits, probed: Probed) -> None:
+    """Raise `UsageError` for a limit on a metric that is not there, and where only one on the metric could judge."""
+    if limits.max_metric_drop is not None and not probed.has_metric:
+        raise UsageError("`max_metric_drop` needs a metric: give the workload one, Workload(..., metric=function)")
+    if probed.only_metric and (limits.max_metric_drop is None or limits.max_error is not None):
+        raise UsageError(
+            "the model's output holds no tensor, so nothing but the metric can judge it: say how far it may fall, "
+            "`max_metric_drop`, without `max_error`"
+        )
 
 
 def remarks(built: messages.Built, budget_s: float | None) -> Iterator[str]:

@@ -41,7 +41,7 @@ from fettle.techniques import PYTHON, batch_factor, canonical, environment, is_c
 from fettle.tuning._baseline import how_it_swings
 from fettle.tuning._budget import Budget
 from fettle.tuning._costs import Costs
-from fettle.tuning._opening import hold, limits_of, open_study, remarks
+from fettle.tuning._opening import check_limits, hold, limits_of, open_study, remarks
 from fettle.tuning._probe import Probed, judged_by, plan_memory, probe
 from fettle.tuning._race_rules import abreast, rules_of
 from fettle.tuning.model import PRIOR_SPREAD, Races
@@ -147,14 +147,7 @@ class Session:
         self.study.set_note("goal", self.options.goal)
         self.study.set_note("under load", self.options.under_load)
         self.probed_as(probed)
-        limits = self.standings.limits
-        if limits.max_metric_drop is not None and not probed.has_metric:
-            raise UsageError("`max_metric_drop` needs a metric: give the workload one, Workload(..., metric=function)")
-        if probed.only_metric and (limits.max_metric_drop is None or limits.max_error is not None):
-            raise UsageError(
-                "the model's output holds no tensor, so nothing but the metric can judge it: say how far it may fall, "
-                "`max_metric_drop`, without `max_error`"
-            )
+        check_limits(self.standings.limits, probed)
         self.refresh()
         seconds = self.study.note("seconds")
         self._earlier_s = float(seconds) if isinstance(seconds, (int, float)) else 0.0
@@ -389,9 +382,8 @@ class Session:
 
     def let_go(self) -> None:
         """Delete what trials have converted, and leave the study to others."""
-        if self._lock < 0 and self.options.storage is None:
-            return  # another has it
-        shutil.rmtree(self.folder / _KEPT, ignore_errors=True)
+        if self._lock >= 0 or self.options.storage is not None:  # else another has it
+            shutil.rmtree(self.folder / _KEPT, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
