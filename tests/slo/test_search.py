@@ -40,7 +40,7 @@ from fettle.slo.ranking import between, rank, worker_splits
 from fettle.slo.search import search
 from fettle.slo.server_process import ServerFailure, ServerProcess, ServerStats, StageTimes
 from fettle.slo.simulate import Costs, capacity
-from fettle.slo.variants import distinct, package_all, study_recipes
+from fettle.slo.variants import _digest, distinct, package_all, study_recipes
 from fettle.workload import find_target
 from tests.forking import forked
 from tests.processes import alive, left_behind
@@ -481,6 +481,15 @@ def test_what_packages_a_recipe_ends_with_the_search(tmp_path):
     searching.kill()
     searching.join()
     assert not left_behind(set(), text)
+
+
+def test_a_package_is_made_anew_where_a_file_beside_its_target_was_edited(tmp_path):
+    (tmp_path / "model.py").write_text("from parts import WIDTH\ndef workload(): ...\n")
+    (tmp_path / "parts.py").write_text("WIDTH = 3\n")
+    target = find_target(f"{tmp_path / 'model.py'}:workload")
+    before = _digest(target, Recipe(), 8)
+    (tmp_path / "parts.py").write_text("WIDTH = 4\n")
+    assert _digest(target, Recipe(), 8) != before
 
 
 def test_two_searches_in_one_folder_do_not_make_the_same_packages(run_fettle, tmp_path, monkeypatch):

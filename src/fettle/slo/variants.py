@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fettle.errors import UsageError
+from fettle.inputs.kept import content_hash
 from fettle.package.export import NOT_SERVED
 from fettle.package.manifest import open_package
 from fettle.procs.process import Process, how_it_ended
@@ -63,8 +64,8 @@ def _package(text: str, target: Target, recipe: Recipe, path: Path, max_rows: in
         levels = Path(scratch) / "recipe.toml"
         recipe.save(levels)
         run = "from fettle.procs.parent import die_with_parent; die_with_parent(); from fettle.cli import main; main()"
-        command = ["-c", run, "package", text, "--recipe", str(levels), "--output", str(path), "--name", target.name,
-                   "--max-rows", str(max_rows), "--json"]  # fmt: skip
+        command = ["-c", run, "serve", "package", text, "--recipe", str(levels), "--output", str(path),
+                   "--name", target.name, "--max-rows", str(max_rows), "--json"]  # fmt: skip
         with Process(command) as process:
             deadline = time.monotonic() + PACKAGE_S
             while (code := process.wait(0.25)) is None:
@@ -77,11 +78,9 @@ def _package(text: str, target: Target, recipe: Recipe, path: Path, max_rows: in
 
 
 def _digest(target: Target, recipe: Recipe, max_rows: int) -> str:
-    """Equal for the same recipe of the same target, as far as its own file says."""
-    file = Path(target.reference.rpartition(":")[0])
-    code = file.read_bytes() if file.is_file() else b""
-    facts = json.dumps([target.reference, str(recipe), max_rows]).encode()
-    return f"{target.name}-{hashlib.sha256(facts + code).hexdigest()[:12]}"
+    """Equal for the same recipe of the same target, as far as its own file and those beside it say."""
+    facts = json.dumps([target.reference, str(recipe), max_rows, content_hash(target.reference)])
+    return f"{target.name}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
 
 
 def study_recipes(target: Target, storage: str, name: str, most: int) -> list[Recipe]:
