@@ -31,13 +31,17 @@ def goal_figure(goal: Goal, trial: Trial) -> float | None:
     return float(value) if value is not None and math.isfinite(value) and value > 0 else math.nan
 
 
+LEAST = 1.01
+"""A figure that is no time is smaller by so much where that is announced."""
+
+
 def needs_less(trial: Trial, given: Trial, goal: Goal) -> bool:
-    """Whether what the goal asks to be small, which is no time, is smaller than of the workload as given; of memory,
-    which each process has read, whether it is so of any two."""
+    """Whether what the goal asks to be small, which is no time, is smaller than of the workload as given by a factor of
+    `LEAST`; of memory, which each process has read, whether it is so of any two."""
     if goal == "memory" and trial.peaks_bytes and given.peaks_bytes:
-        return max(trial.peaks_bytes) < min(given.peaks_bytes)
+        return LEAST * max(trial.peaks_bytes) <= min(given.peaks_bytes)
     own, theirs = goal_figure(goal, trial), goal_figure(goal, given)
-    return own is not None and theirs is not None and own < theirs
+    return own is not None and theirs is not None and LEAST * own <= theirs
 
 
 def error_limit(max_error: float | None, max_metric_drop: float | None) -> float | None:
@@ -115,9 +119,9 @@ def keeps(bound: float, brought: Interval, before: Interval = ALONE) -> bool | N
 
     Something that brought the speed-up `brought` beside a recipe which itself had the speed-up `before` saved at least
     (1 - 1 / brought.low) / before.high of the call as given. None where the interval reaches from no gain to beyond the
-    bound, and says nothing.
+    bound, and says nothing, and for bounds that add up to the whole call, which no gain is beyond.
     """
-    if min(brought.low, before.low) <= 0:  # after a single round
+    if min(brought.low, before.low) <= 0 or bound >= 1:  # low is 0 after a single round
         return None
     least = (1 - 1 / brought.low) / before.high
     most = (1 - 1 / brought.high) / before.low

@@ -25,7 +25,9 @@ GRACE_S = 45
 OUTAGE_S = 300.0
 """How long a server that has answered may be away."""
 LOCKED_S = 30.0
-"""How long a file that was opened may be locked by another process, or have no room."""
+"""How long a file that was opened may be locked by another process, or have no room,"""
+LOCKED = "locked|busy|full"
+"""and what SQLite says then."""
 _BEGINNING_S = 2.0
 """How long several that begin at once on an empty server may keep each other from making the tables."""
 
@@ -35,14 +37,15 @@ _answered = set[str]()
 """URLs of the servers that have answered this process."""
 
 
-def outlast(call: Callable[[], _R], seconds: float) -> _R:
-    """Ask a storage again while it does not answer, for so many seconds at most."""
+def outlast(call: Callable[[], _R], seconds: float, *, passes: str = "") -> _R:
+    """Ask a storage again while it does not answer, for so many seconds at most, and only where the error says one of
+    the words that the pattern `passes` has."""
     end = time.monotonic() + seconds
     while True:
         try:
             return call()
-        except STORAGE_ERRORS:
-            if time.monotonic() > end:
+        except STORAGE_ERRORS as error:
+            if time.monotonic() > end or not re.search(passes, f"{error} {error.__cause__}"):
                 raise
             time.sleep(0.5 + secrets.randbelow(1000) / 1000)
 

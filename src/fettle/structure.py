@@ -108,7 +108,8 @@ def _add_settings(path: str, owner: Any, digest: Any, seen: set[int], depth: int
     seen.add(id(owner))
     for name, value in sorted(getattr(owner, "__dict__", {}).items()):
         if not name.startswith("_") or callable(value) or name.endswith("_implementation_internal"):  # transformers'
-            _add_value(f"{path}.{name}", value, digest, seen, depth)
+            with contextlib.suppress(Exception):  # of a configuration that fails where it is read
+                _add_value(f"{path}.{name}", value, digest, seen, depth)
 
 
 def _add_value(path: str, value: Any, digest: Any, seen: set[int], depth: int = 0) -> None:
@@ -163,10 +164,11 @@ def _add(function: types.FunctionType, digest: Any, seen: set[int]) -> None:
     if not _own(function):
         return
     for name in _add_code(function.__code__, digest):
-        _add_value(name, function.__globals__.get(name), digest, seen)
+        with contextlib.suppress(Exception):
+            _add_value(name, function.__globals__.get(name), digest, seen)
     _add_value("defaults", (function.__defaults__, function.__kwdefaults__), digest, seen)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # still empty
+        with contextlib.suppress(Exception):  # it may be empty still
             _add_value(name, cell.cell_contents, digest, seen)
 
 

@@ -37,6 +37,7 @@ from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.storage import (
     GRACE_S,
+    LOCKED,
     LOCKED_S,
     ORDERS,
     OUTAGE_S,
@@ -73,7 +74,8 @@ def _lasting(call: Callable[Concatenate[Study, _P], _R]) -> Callable[Concatenate
     @functools.wraps(call)
     def asking(self: Study, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
-            return outlast(lambda: call(self, *args, **kwargs), LOCKED_S if self.is_file else OUTAGE_S)
+            seconds, passes = (LOCKED_S, LOCKED) if self.is_file else (OUTAGE_S, "")
+            return outlast(lambda: call(self, *args, **kwargs), seconds, passes=passes)
         except STORAGE_ERRORS as error:
             why = first_line(error.__cause__ or error)[:200]
             raise UsageError(f"the study {self.name!r} cannot be read or written: {why}") from error

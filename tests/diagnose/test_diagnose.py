@@ -489,7 +489,7 @@ def test_what_is_no_padding() -> None:
 
 def test_threads_are_tried_with_the_number_that_the_rule_looks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is that of the physical cores within a quota: neither all logical ones nor what the machine has."""
-    monkeypatch.setattr("fettle.procs.limits._physical_cores", lambda: 4)
+    monkeypatch.setattr("fettle.procs.limits.physical_cores", lambda: 4)
     monkeypatch.setattr("fettle.procs.limits.quota_cores", lambda: 3.0)
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -379,13 +379,15 @@ def test_every_prompt_that_a_call_may_have_is_recorded_beforehand(length):
 
 def test_recording_ends_where_the_memory_does():
     def record(call):
-        if len(recorded.graphs) == 3:
+        if room[0] < 3 or len(recorded.graphs) == 5:  # the largest do not fit
+            room[0] += 1
             raise torch.OutOfMemoryError("CUDA out of memory")
         return called_again(call)
 
+    room = [0]
     recorded = Recorded(lambda given, past: [], torch.zeros(4, 2, 1000, 4), record)
     recorded.add_all(100)
     kept = set(recorded.graphs)
-    assert len(kept) == 3
+    assert len(kept) == 5  # the smaller ones do
     assert recorded(0, [[1]], [5]) is None  # such a call runs by itself
     assert set(recorded.graphs) == kept

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from fettle.kernels.decomposed_attention import launch_decomposed_attention
 from fettle.techniques._exported import Exported
@@ -83,13 +84,18 @@ def test_a_graph_without_memory_for_it_is_not_recorded(current: list[int], monke
 
     def record(self: Graphed, leaves: Any, spec: Any) -> Any:
         asked.append(len(leaves[0]))
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        if len(leaves[0]) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return SimpleNamespace(replay=lambda: None), leaves, [leaves[0]], pytree.tree_structure(leaves[0])
 
     monkeypatch.setattr(Graphed, "record", record)
     graphed = Graphed(lambda x: x + 1)
+    with pytest.raises(torch.OutOfMemoryError):  # without any graph nothing is gained
+        graphed(on_gpu(2, 3))
+    graphed(on_gpu(1, 3))
     for rows in (2, 2, 3):
         assert graphed(on_gpu(rows, 3)).sum() == 6 * rows
-    assert asked == [2]  # nor is another tried
+    assert asked == [2, 1, 2]  # nor is another tried
 
 
 def test_a_kernel_is_launched_there(current: list[int]) -> None:

@@ -117,11 +117,14 @@ def _ended_in_order() -> Iterator[None]:
 
     def interrupt(number: int, frame: object) -> None:
         if os.getpid() == ours:
+            if number == hang_up:  # a shell sends it, and then the kernel
+                signal.signal(number, signal.SIG_IGN)
             raise KeyboardInterrupt
         signal.signal(number, signal.SIG_DFL)  # a fork of ours, which a pool ends so
         os.kill(os.getpid(), number)
 
-    numbers = {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
+    hang_up = getattr(signal, "SIGHUP", None)
+    numbers = {signal.SIGTERM, hang_up or signal.SIGTERM}
     before = {number: signal.getsignal(number) for number in numbers}
     for number in numbers:
         if before[number] != signal.SIG_IGN:
@@ -156,6 +159,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except OSError as error:
+        if error.errno == errno.EIO and error.filename is None:  # the terminal has gone
+            os._exit(_INTERRUPTED)
         no_place = "temporary directory" in (error.strerror or "")  # the tempfile module's own words
         if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT) and not no_place:
             raise

@@ -299,6 +299,9 @@ def _print(
         console.print(f"[dim]{escape(note)}[/]")
     for name, rungs in (done.steps if done is not None else {}).items():
         _show.print_table(console, _ladder(name, rungs, theirs))
+        for rung in rungs:
+            if not rung.kept:
+                console.print(f"[yellow]  {escape(rung.label)}: {escape(rung.reason or 'left out')}[/]")
     for analysis in analyses:
         console.print(f"\n[bold]{escape(analysis.title)}[/]")
         console.print(escape(lead(analysis)))
@@ -321,7 +324,7 @@ def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Gr
     rows: list[list[str]] = []
     grown = any(rung.grown for rung in rungs)
     columns = ("step", "per second", "speed-up", *(["published"] if theirs else []), "memory", "error",
-               *(["largest batch", "per second", "speed-up"] if grown else []), "")  # fmt: skip
+               *(["largest batch", "per second", "speed-up"] if grown else []))  # fmt: skip
     for rung in rungs:
         known = rung.speedup is not None
         ratio = beside(rung, rungs, theirs)
@@ -330,10 +333,9 @@ def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Gr
         rows.append([
             rung.label, rate_text(rung.per_second) if known else "–", interval(rung.speedup), *theirs_at,
             size_text(rung.peak_bytes) if rung.peak_bytes else "–", error, *(_grown(rung) if grown else []),
-            "" if rung.kept else rung.reason or "left out",
         ])  # fmt: skip
     kinds = ["" if rung.kept else "rejected" for rung in rungs]
-    return Grid(columns, rows, columns[1:-1], name, kinds=kinds)
+    return Grid(columns, rows, columns[1:], name, kinds=kinds)
 
 
 def _grown(rung: Rung) -> tuple[str, str, str]:

@@ -268,7 +268,7 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
     with apart:
         # What ran between two slices has emptied the caches: where calls are short, one call settles them unmeasured.
         # Fetching a GPU's memory again takes longer: milliseconds.
-        if state.call_ns < wanted_ns * (10 if state.emptied else 0.2):
+        if agreed(state.call_ns < wanted_ns * (1.0 if state.emptied else 0.2)):
             one_sample(state)
         state.waits.refresh()
         energy = _meters.energy_j(state.gpus)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from fettle.measure import Interval, Trial
 from fettle.report import _format as fmt
 from fettle.report._facts import disturbed, elapsed, load_of, misses, name_of, ran, speed, under, unit_name
-from fettle.result import Goal, Outcome, goal_figure, needs_less
+from fettle.result import LEAST, Goal, Outcome, goal_figure, needs_less
 
 
 def verdict(result: Outcome) -> str:
@@ -37,7 +37,7 @@ def headline(result: Outcome) -> str:
     if result.goal in _GOAL_NOUN:
         before, after = _goal_values(result)
         if before and after and after < before:
-            if before < _LEAST * after:
+            if before < LEAST * after:
                 return "No difference"
             return f"{before / after:.2f}x less {_noun(result.goal, winner)}"
     if result.verdict == "faster" and winner.speedup and math.isfinite(winner.speedup.estimate):
@@ -135,9 +135,6 @@ def miss_text(result: Outcome, trial: Trial) -> str:
 
 _GOAL_NOUN = {"memory": "memory", "energy": "energy a row", "startup": "start-up time",
               "warm-startup": "warm start-up time"}  # fmt: skip
-
-_LEAST = 1.01
-"""A figure that is no time is smaller by so much where that is announced."""
 
 
 def _noun(goal: Goal, trial: Trial) -> str:
@@ -254,7 +251,7 @@ def _other_goal(result: Outcome, winner: Trial, how: str, answers: str) -> str:
     if before is None or after is None:
         return f"The winner is {how}, but its {noun} cannot be compared with the model as given; {pace}, {answers}."
     name, known = noun[0].upper() + noun[1:], _readings(result, winner)
-    if before >= _LEAST * after:
+    if before >= LEAST * after:
         fell = f"{name} falls from {show(before)} to {show(after)} ({before / after:.2f}x less)"
         return f"{fell}; {pace}, {answers}. {known}"
     nothing = "No difference" if after < before else "No gain"

@@ -21,7 +21,7 @@ RUN_S = 1.5
 """Each of the two runs lasts this long at least, and 30 calls of the model."""
 
 
-class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Overheads(msgspec.Struct, frozen=True):
     """The constants of `fettle.slo.simulate.Costs`. Seconds."""
 
     request_s: float

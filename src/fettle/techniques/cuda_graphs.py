@@ -59,6 +59,8 @@ class Graphed:
             self.graphs[key] = self.record(leaves, spec)
             return True
         except torch.OutOfMemoryError:
+            if not self.graphs:
+                raise
             self.most = len(self.graphs)
         torch.cuda.empty_cache()  # only now: an error that is handled holds tensors
         logging.getLogger("optimized").info("no memory for more than %d CUDA graphs", self.most)

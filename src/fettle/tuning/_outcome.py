@@ -118,7 +118,8 @@ def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, 
         # Nothing was gained that can be shown: change nothing, or no more than the answers need.
         known = [session.standings.known.get(recipe) for recipe in (Recipe(), preconditions(session.facts))]
         winner = next((trial for trial in (*given, *known) if trial and math.isfinite(session.score(trial))), winner)
-        busy = next((trial for trial in last if not trial.is_quiet), None)
+        raced = [trial for trial in last if trial.processes > 1] or last  # not the rungs of the ladder beside them
+        busy = next((trial for trial in raced if not trial.is_quiet), None)
         if busy is not None and not winner.recipe.levels:  # what the final race compared says what this is worth
             winner = replace(winner, is_quiet=False, load=busy.load)
         if leader is None or winner.recipe != leader.recipe:  # nobody picked it for its speed

@@ -274,10 +274,10 @@ def debugging(call: Evidence) -> Finding | None:
     saved = [f"the same call without took {share:.0%} less" for share, _, _ in tried if share > 0]
     return cause(
         f"{' and '.join(on)} left on.",
-        bound=max([0.0, *(high for _, _, high in tried)]),
+        bound=max(high for _, _, high in tried) if tried else call.share(call.host_s),
         evidence=(*(f"{text} is on after the workload is built" for text in on), *saved),
         advice="switch it off outside debugging",
-        formula="upper end of what switching it off saved when it was tried",
+        formula="upper end of what switching it off saved when it was tried, else the time outside operators",
         before="torch.autograd.set_detect_anomaly(True)",
         after="torch.autograd.set_detect_anomaly(False)",
     )

@@ -64,6 +64,14 @@ class Recorded:
         """Record a call of this size, if another graph can be kept; whether it was."""
         if len(self.graphs) >= self.most:
             return False
+        if not self._fits(rows, new, kept):
+            self.most = len(self.graphs)
+            log.warning("no memory for more than %d CUDA graphs: other calls run without them", self.most)
+            return False
+        return True
+
+    def _fits(self, rows: int, new: int, kept: int) -> bool:
+        """Record a call of this size; whether there was memory for it."""
         try:
             given = torch.zeros(rows, new + 2, dtype=torch.long, device=self.past.device)
             given[:, new] = 1
@@ -71,9 +79,8 @@ class Recorded:
             self.graphs[rows, new, kept] = (given, *self.record(lambda: self.call(given, past)))
             return True
         except torch.OutOfMemoryError:
-            self.most = len(self.graphs)
+            pass
         torch.cuda.empty_cache()  # only now: an error that is handled holds tensors
-        log.warning("no memory for more than %d CUDA graphs: other calls run without them", self.most)
         return False
 
     def add_all(self, prefill_tokens: int) -> None:
@@ -88,9 +95,11 @@ class Recorded:
             for rows in powers(most_rows)
             if rows * new < 4 * prefill_tokens or new == _SHORTEST_PROMPT  # both may be filled up to almost the double
         ]
-        for size in sorted(sizes, key=lambda size: -size[0] * size[1] * size[2]):
-            if not self.add(*size):  # the largest first: those that follow find its memory
-                break
+        sizes.sort(key=lambda size: -size[0] * size[1] * size[2])  # those that follow find the largest one's memory
+        recorded = [self._fits(*size) for size in sizes[:_MOST]]
+        if not all(recorded):
+            self.most = len(self.graphs)
+            log.warning("memory for %d CUDA graphs only: other calls run without them", self.most)
         log.info("%d CUDA graphs recorded in %.2g s", len(self.graphs), time.perf_counter() - began)
 
 
