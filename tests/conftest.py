@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -81,6 +82,12 @@ _LONG = (
     "serve/engine/test_scale.py", "workloads/test_workloads.py", "package/test_cache.py", "tuning/test_face.py",
     "test_docs.py", "train/test_training_techniques.py",
 )  # fmt: skip
+
+
+def pytest_configure():
+    """What a shell ignores for what runs behind it, or under nohup, the tests send."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items):
