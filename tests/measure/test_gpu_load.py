@@ -156,7 +156,7 @@ def test_a_gpu_that_is_half_full_is_emptied_between_slices(free, emptied, second
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: given_back.append(len(calls)))
     batches = itertools.cycle([[torch.ones(1)]])
     state = State(run=calls.append, device="cuda", gpus=(1,), clock=Clock("cuda", (1,)), cycle=batches)
-    state.call_ns = 5_000_000
+    state.call_ns = 500_000
     timed = [len(take_slice(state, TakeSlice(0.001)).samples_ns) for _ in range(2)]
     assert len(given_back) == 2 * emptied
     assert len(calls) - sum(timed) == emptied
