@@ -421,12 +421,6 @@ def test_what_was_not_tried_on_a_gpu_has_no_bound_of_a_trial() -> None:
     assert RULES["grad-recorded"](seen(settings={"records": "True"})) is None  # a CPU where inference mode did not run
 
 
-def test_a_cpu_waits_for_nothing_but_need_not_compute_what_is_looked_at() -> None:
-    on_cpu, on_gpu = PLANTED["syncs"], replace(PLANTED["syncs"], facts=facts(device="cuda"))
-    bounds = [found.bound for call in (on_cpu, on_gpu) if (found := RULES["syncs"](call))]
-    assert bounds == pytest.approx([0.2 + 0.5 * 0.2, 0.4])
-
-
 def test_threads_are_not_named_where_nothing_could_use_them() -> None:
     idle = replace(PLANTED["threads"], operations=())
     assert "threads" in {finding.rule for finding in findings_of(PLANTED["threads"])}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fettle.diagnose.evidence import INDEX, MATRIX, Evidence, Operation
+from fettle.diagnose.evidence import MATRIX, Evidence, Operation
 from fettle.diagnose.finding import Finding
 from fettle.diagnose.rules._rule import LEAST, OPTIMIZER, UNKNOWN, about_operators, cause, named, rule, short, taken
 
@@ -198,24 +198,15 @@ def syncs(call: Evidence) -> Finding | None:
         return None
     count = sum(sync.count for sync in syncs)
     waits = "waits for the GPU" if call.facts.device == "cuda" else "would wait for a GPU"
-    if call.facts.device == "cpu":  # which waits for nothing, but need not compute what is only looked at
-        lines = {f"{short(sync.file)}:{sync.line}" for sync in syncs}
-        ops = [op for op in call.operations if op.line in lines or op.group == INDEX]
-        share = sum(op.calls for op in ops) / max(1, sum(op.calls for op in call.operations))
-        bound = call.share(taken(ops) + share * call.host_s)
-        formula = "time of those lines, of gathers and scatters, and their share of the host's work / call"
-    else:
-        # The host could run ahead, and what was computed only to be looked at need not be: all but the products.
-        bound = 1 - call.share(call.seconds(MATRIX) + call.loading.seconds)
-        formula = "(call - products - loader) / call"
+    # Without it the host could run ahead, and what was computed only to be looked at need not be: all but the products.
     return cause(
         f"The host {waits} {f'{count} times' if count > 1 else 'once'} a call.",
-        bound=bound,
+        bound=1 - call.share(call.seconds(MATRIX) + call.loading.seconds),
         where=tuple(f"{short(s.file)}:{s.line}" for s in syncs[:6]),
         evidence=tuple(f"{short(s.file)}:{s.line}: {s.operator}, {s.count}x: {s.reason}" for s in syncs[:6]),
         count=count,
         advice="keep values on the device: torch.where, masks of fixed size, .item() once at the end",
-        formula=formula,
+        formula="(call - products - loader) / call",
         before="if loss.item() > limit:\n    x = x * 0.5",
         after="x = torch.where(loss > limit, x * 0.5, x)",
     )
