@@ -20,12 +20,9 @@ def test_whoever_ends_a_command_stops_what_runs_in_the_loop(number):
         await asyncio.wait_for(stop.wait(), 60)
         return True
 
-    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        assert run(wait())
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    assert run(wait())
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 
 @pytest.mark.parametrize("timers", [True, False])

@@ -8,6 +8,7 @@ import ctypes
 import functools
 import os
 import signal
+import threading
 import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -21,13 +22,24 @@ _TIMERS_LATE_S = 0.0008
 """How late the event loops' own timers, which count milliseconds, may wake up late."""
 
 
+_ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+"""What people and systems end a program with."""
+
+
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end."""
+    """Run a coroutine to its end. What Ctrl-C did before it does again afterwards."""
     try:
         import uvloop
     except ImportError:  # Windows
         return asyncio.run(work)
-    made: T = uvloop.run(work)
+    ours = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in _ENDING} if ours else {}
+    try:
+        made: T = uvloop.run(work)
+    finally:  # uvloop leaves its own handlers behind, and nobody listens to them any more
+        for number, handler in before.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler or signal.SIG_DFL)
     return made
 
 
@@ -35,7 +47,7 @@ def stopped_by_interrupt() -> asyncio.Event:
     """An event that Ctrl-C, SIGTERM, and SIGHUP unless it is ignored, set from now on, in place of ending the
     program."""
     stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _ENDING:
         if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
     return stop
