@@ -34,6 +34,8 @@ class Machine:
     def __init__(self, busy) -> None:
         self.busy, self.now, self.others_s, self.own_s = busy, 0.0, 0.0, 0.0
         self.first, self.cores, self.asleep_s = 0, 2, 0.0
+        self.quota, self.throttled_s = 0.0, 0.0
+        """What share of a slice a quota takes."""
         self.happens = lambda: None
         """What happens to the machine in the middle of the fifth slice."""
         self.asked: list[tuple[bool, bool]] = []
@@ -47,7 +49,8 @@ class Machine:
         self.now += seconds
 
     def read(self) -> Reading:
-        return Reading(self.now, self.now + self.asleep_s, busy_s=self.others_s + self.own_s, cores=self.cores)
+        busy_s, awake_s = self.others_s + self.own_s, self.now + self.asleep_s
+        return Reading(self.now, awake_s, busy_s=busy_s, cores=self.cores, throttled_s=self.throttled_s)
 
     def suspend(self) -> None:
         self.asleep_s += 3600
@@ -77,12 +80,13 @@ class Worker:
             machine.happens()
         busy = 0.0 if machine.first else machine.busy(machine.now)
         machine.own_s += 2 * seconds * (1 - busy / 2)
+        machine.throttled_s += seconds * machine.quota
         machine.sleep(seconds)
         ms = 40 if busy else 10
         return SliceTaken(
             samples_ns=[ms * 1_000_000],
             unhindered_ns=self.told(apart, busy),
-            waits=0.8 * busy,
+            waits=0.8 * busy + 2 * machine.quota,
             cpu_s=2 * seconds * (1 - busy / 2),
             energy_j=None,
             gpus=self.gpus,
@@ -94,8 +98,9 @@ class Worker:
     def pause(self) -> None: ...
 
 
-def run(monkeypatch, busy, *, patience_s=0.0, may_go_first=False, under_load=False, rounds=6, happens=None):
+def run(monkeypatch, busy, *, patience_s=0.0, may_go_first=False, under_load=False, rounds=6, happens=None, quota=0.0):
     machine = Machine(busy)
+    machine.quota = quota
     if happens is not None:
         machine.happens = lambda: happens(machine)
     clock = SimpleNamespace(monotonic=machine.monotonic, sleep=machine.sleep)
@@ -119,6 +124,15 @@ def test_on_a_quiet_machine_each_slice_is_taken_once(monkeypatch):
     assert {(one.process, one.round) for one in slices}
     assert len(slices) == len({(s.process, s.round) for s in slices})
     assert set(machine.asked) == {(False, False)}
+
+
+def test_a_quota_is_not_waited_for(monkeypatch):
+    machine, slices = run(monkeypatch, lambda now: 0.0, patience_s=60.0, quota=0.3)
+    assert len(machine.asked) == len(slices) == len({(one.process, one.round) for one in slices})
+    assert machine.now == pytest.approx(len(slices) * Rules.slice_s)
+    assert all(one.by_quota and not one.quiet for one in slices)
+    _, slices = run(monkeypatch, lambda now: 0.5, quota=0.3)
+    assert not any(one.by_quota for one in slices)
 
 
 def test_a_slice_may_take_as_long_as_a_call_on_each_of_its_batches(monkeypatch):

@@ -23,7 +23,7 @@ class Machine:
         self.random, self.luck, self.noise, self.stretch = random.Random(seed), luck, noise, stretch
         self.lucks: dict[str, float] = {}
 
-    def race(self, number, recipes, *, rounds=8, processes=1, slower=None, quiet=True) -> list[Trial]:
+    def race(self, number, recipes, *, rounds=8, processes=1, slower=None, quiet=True, by_quota=False):
         """A race in which some recipes took so many times longer than they should."""
         trials, stretch = [], 1 + self.random.gauss(0, self.stretch)
         for recipe in recipes:
@@ -34,7 +34,8 @@ class Machine:
                 for turn in range(1, rounds + 1):
                     ms = true_ms * math.exp(luck + self.random.gauss(0, self.noise))
                     elapsed = ms * (slower or {}).get(recipe, 1.0)
-                    slices.append(Slice(name, turn, elapsed, ms, quiet, 0.0 if quiet else 0.8))
+                    waits = 0.0 if quiet else 0.8
+                    slices.append(Slice(name, turn, elapsed, ms, quiet, waits, by_quota=by_quota))
             trials.append(Trial(recipe, "measured", time_ms=1.0, slices=slices, race=number))
         return trials
 
@@ -56,6 +57,20 @@ def test_waiting_that_was_taken_out_widens_the_interval():
     one, other = quiet.fit().log_ratio(FAST, GIVEN), busy.fit().log_ratio(FAST, GIVEN)
     assert one.estimate == pytest.approx(other.estimate, abs=0.02)
     assert other.high - other.low > 2 * (one.high - one.low)
+
+
+def test_what_a_quota_stopped_is_known_better_than_what_others_took():
+    stopped, beside = (
+        Machine(2).race(1, [GIVEN, FAST], quiet=False, by_quota=by_quota, slower={GIVEN: 6.0, FAST: 6.0})
+        for by_quota in (True, False)
+    )
+    ratio = Interval(2.0, 1.96, 2.04)
+    widths = []
+    for given, fast in (stopped, beside):
+        found = widened(replace(fast, speedup=ratio), given, 0.95).speedup
+        widths.append(math.log(found.high / found.low) / 2)
+    assert widths[0] == pytest.approx(math.hypot(1.96 * math.hypot(0.03, 0.03), 0.02), rel=0.01)
+    assert widths[1] > 4 * widths[0]
 
 
 def test_a_comparison_beside_others_allows_for_what_was_taken_out():

@@ -59,6 +59,11 @@ class Load:
             or self.clock < QUIET_CLOCK
         )
 
+    @property
+    def is_quota(self) -> bool:
+        """Whether a cgroup's quota disturbed it and nothing else: waiting does not end that."""
+        return self.throttled > QUIET_WAITS and replace(self, throttled=math.nan).is_quiet
+
     def __str__(self) -> str:
         return " and ".join(self._parts()) or "nobody else took anything"
 

@@ -94,7 +94,7 @@ class Rounds:
             load = self._slice(runner, number, first)
             if load.is_quiet or self.rules.under_load:
                 return
-            if self.patience.may_wait():
+            if self.patience.may_wait() and not load.is_quota:
                 self.on_progress(Progress("busy", runner.candidate.recipe, load=load))
                 came = self.patience.wait(self.watch, self.rules.deadline)
                 self._busy_until = 0.0 if came else time.monotonic() + _BUSY_S
@@ -150,6 +150,7 @@ class Rounds:
                 waits=_rounded(load.waits),
                 others=_rounded(load.others),
                 pages=round(answer.pages),
+                by_quota=load.is_quota,
             )
         )
         if answer.energy_j is not None:

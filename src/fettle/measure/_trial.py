@@ -130,6 +130,8 @@ class Slice:
     """Share that others had of the cores that we may use."""
     pages: float | None = None
     """Pages of memory a call that the system had to give; None in studies of earlier versions."""
+    by_quota: bool = False
+    """What disturbed it is a cgroup's quota alone."""
 
     @property
     def best_ms(self) -> float | None:

@@ -49,8 +49,10 @@ BUSY_ERROR, UNHINDERED_ERROR = 0.05, 0.12
 """Error of a time that was measured on a busy machine: in any case, and as a share of the log of the waiting that was
 taken out. It belongs to the recipe: another process of it has the same. The nine cases of docs/evidence.md in which
 slices went first were off by 0.034 in the mean and scattered by 0.06."""
+QUOTA_ERROR = 0.03
+"""The same where a quota stopped its threads, all at once. The ten cases of docs/evidence.md were off by 0.007 in the
+mean and scattered by 0.015."""
 _SMALLEST_NOISE = 0.002
-_SOMETHING = 1e-6
 _FAR = 3.0
 """Standard deviations from which a process weighs less."""
 _TELLS = 0.01
@@ -74,8 +76,8 @@ class Point:
     """Log time, less the mean of its party."""
     variance: float
     """Variance of `value`, from the scatter of its rounds."""
-    taken_out: float = 0.0
-    """Log of elapsed time over the time used, where the machine was not quiet."""
+    off: float = 0.0
+    """Standard deviation of what `value` is off by where the machine was not quiet."""
 
 
 @dataclass(frozen=True)
@@ -190,8 +192,8 @@ def points_of(race: int, trials: Sequence[Trial], *, elapsed: bool = False) -> l
             met = [paired(logs[process], logs[other]) for other in names if other != process]
             noise = [_median_variance(values) / 2 for values in met if len(values) > 1]
             variance = max(statistics.median(noise) if noise else 0.1**2, _SMALLEST_NOISE**2)
-            taken = 0.0 if elapsed else _taken_out(slices[process])
-            points.append(Point((race, number), process, recipes[process], value, variance, taken))
+            off = 0.0 if elapsed else _busy_error(slices[process])
+            points.append(Point((race, number), process, recipes[process], value, variance, off))
     return points
 
 
@@ -206,7 +208,7 @@ def fit(points: Sequence[Point], *, known: tuple[Part, Part] | None = None) -> F
     # What a race does to all processes of a recipe, by how far it is from the others and by chance.
     moments = np.hstack([PRIOR_STRETCH * values[:, None] * races, PRIOR_DRIFT * turns])
     # A recipe's error from waiting that was taken out is the same in all its processes and races.
-    off = np.array([_busy_error(point.taken_out) for point in points])[:, None] * recipes
+    off = np.array([point.off for point in points])[:, None] * recipes
     noise = np.diag([point.variance for point in points]) + off @ off.T
     left = len(values) - int(np.linalg.matrix_rank(design))
     weights = np.ones(len(points))
@@ -299,7 +301,7 @@ def _median_variance(values: Sequence[float]) -> float:
 def widened(trial: Trial, given: Trial, confidence: float) -> Trial:
     """The trial with the error of times from a busy machine in the interval of its speed-up over the workload as given,
     which says what processes and rounds differ by."""
-    ratio, error = trial.speedup, math.hypot(*(_busy_error(_taken_out(one.slices)) for one in (trial, given)))
+    ratio, error = trial.speedup, math.hypot(*(_busy_error(one.slices) for one in (trial, given)))
     if ratio is None or trial is given or error == 0:
         return trial
     return replace(trial, speedup=_with_error(ratio, error, confidence))
@@ -319,14 +321,14 @@ def _with_error(ratio: Interval, error: float, confidence: float) -> Interval:
     return replace(ratio, low=ratio.low / wider, high=ratio.high * wider)
 
 
-def _busy_error(taken_out: float) -> float:
-    """Standard deviation of the log of a time of which so much waiting was taken out (see `Point.taken_out`)."""
-    return BUSY_ERROR + UNHINDERED_ERROR * taken_out if taken_out > 0 else 0.0
+def _busy_error(slices: Sequence[Slice]) -> float:
+    """Standard deviation of what the log time of a process is off by; 0 where quiet slices tell it.
 
-
-def _taken_out(slices: Sequence[Slice]) -> float:
-    """Log of elapsed over used time, the median of the slices that count; 0 where quiet ones do."""
+    Where others had the machine it grows with the log of elapsed over used time, the median of the slices that count.
+    """
     if sum(one.quiet for one in slices) >= min(ENOUGH, len({one.round for one in slices})):
         return 0.0
-    logs = [math.log(one.ms / one.best_ms) for one in slices if not one.quiet and one.best_ms]
-    return max(_SOMETHING, statistics.median(logs)) if logs else 0.0
+    busy = [(math.log(one.ms / one.best_ms), one.by_quota) for one in slices if not one.quiet and one.best_ms]
+    if 2 * sum(by_quota for _, by_quota in busy) > len(busy):
+        return QUOTA_ERROR
+    return BUSY_ERROR + UNHINDERED_ERROR * max(0.0, statistics.median(log for log, _ in busy)) if busy else 0.0
