@@ -42,6 +42,13 @@ def test_no_bundle_has_an_idle_level():
         assert not any(idle(bundle) for bundle in bundles(facts))
 
 
+@pytest.mark.parametrize(("flags", "tried"), [(("avx2",), False), (("avx2", "avx512f"), True), (("neon",), True)])
+def test_bfloat16_is_no_bundle_beside_int8_where_it_takes_twenty_times_as_long(flags, tried):
+    facts = Facts(num_linear=12, cpu_flags=flags, packages={"torchao": "0.18.0"})
+    found = [one for one in bundles(facts) if one.levels.get("quantize") == "int8-dynamic"]
+    assert found and any("precision" in one.levels for one in found) == tried
+
+
 def test_a_study_that_goes_on_knows_what_was_installed_meanwhile():
     """A level that was left out for a missing package is offered once it is there."""
     part = Facts(part="unet", packages={"openvino": "2025.1"})
