@@ -50,8 +50,8 @@ BUSY_ERROR, UNHINDERED_ERROR = 0.05, 0.12
 taken out. It belongs to the recipe: another process of it has the same. The nine cases of docs/evidence.md in which
 slices went first were off by 0.034 in the mean and scattered by 0.06."""
 QUOTA_ERROR = 0.03
-"""The same where a quota stopped its threads, all at once. The ten cases of docs/evidence.md were off by 0.007 in the
-mean and scattered by 0.015."""
+"""The same where a quota stopped its threads, all at once. The ten cases of ``bench/quota_error.py`` were off by 0.012
+in the mean and scattered by 0.014."""
 _SMALLEST_NOISE = 0.002
 _FAR = 3.0
 """Standard deviations from which a process weighs less."""
