@@ -20,17 +20,12 @@ def bars(made: Plan, width: int = 520) -> Any:
 
     from fettle.page.theme import peaks
 
-    longest = max(item.peak_bytes for item in made.predictions)
-    unit, scale = ("GiB", 1 << 30) if longest >= 1 << 30 else ("MiB", 1 << 20)
-    rows = [
-        {"strategy": item.strategy, "part": part, "order": order, "x": item.parts[part] / scale,
-         "size": size_text(item.parts[part])}
-        for item in _planned(made) for order, part in enumerate(PARTS)
-    ]  # fmt: skip
+    planned = {item.strategy: item.parts for item in _planned(made)}
+    unit = "GiB" if max(item.peak_bytes for item in made.predictions) >= 1 << 30 else "MiB"
     narrow = width < 400
     axis = alt.Axis(labelExpr="split(datum.label, ' ')", labelLimit=130) if narrow else alt.Axis(labelLimit=300)
-    most = (made.device_memory_bytes or 0) * (1 - made.headroom) / scale or None
-    layers = peaks(rows, PARTS, f"peak per rank, {unit}", most, 2 if narrow else 3, axis)
+    most = (made.device_memory_bytes or 0) * (1 - made.headroom) or None
+    layers = peaks(planned, PARTS, unit, "peak per rank", most, 2 if narrow else 3, axis)
     padding = {"left": 40, "right": 16, "top": 16, "bottom": 16}  # names are wider in some browsers' fonts
     return alt.layer(*layers).properties(width=width, height=alt.Step(40 if narrow else 22), padding=padding)
 

@@ -120,23 +120,12 @@ def timeline_words(result: Outcome) -> str:
 
 def plan(result: Outcome) -> Drawn | None:
     """Stacked bars of the peak that the plan predicts for a rank of each strategy; the line is what a device holds."""
-    rows = plan_rows(result)
-    if not rows:
+    planned = {row.strategy: row.parts for row in result.plan if not row.failed}
+    if not planned:
         return None
-    limits = [row.limit_bytes / 2**20 for row in result.plan if row.limit_bytes]
-    layers = peaks(
-        rows, MEMORY, "predicted peak of one rank, MiB", min(limits, default=None), 2, alt.Axis(labelLimit=190)
-    )
-    return sized(alt.Step(24), *layers)
-
-
-def plan_rows(result: Outcome) -> Rows:
-    """One row for each strategy and part of its peak."""
-    return [
-        {"strategy": row.strategy, "part": part, "order": order, "x": row.parts.get(part, 0) / 2**20,
-         "size": fmt.size(row.parts.get(part, 0))}
-        for row in result.plan if not row.failed for order, part in enumerate(MEMORY)
-    ]  # fmt: skip
+    limit = min((row.limit_bytes for row in result.plan if row.limit_bytes), default=None)
+    axis = alt.Axis(labelLimit=190)
+    return sized(alt.Step(24), *peaks(planned, MEMORY, "MiB", "predicted peak of one rank", limit, 2, axis))
 
 
 def plan_words(result: Outcome) -> str:
