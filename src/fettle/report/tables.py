@@ -59,7 +59,7 @@ def comparison_table(trials: Sequence[Trial], verdicts: Sequence[str], goal: Goa
     states = [trial.status for trial in trials]
     words = [word if trial.status == "measured" else f"{trial.status}: {trial.reason}"
              for trial, word in zip(trials, verdicts, strict=True)]  # fmt: skip
-    return _table(trials, words, states, "verdict", goal)
+    return _table(trials, words, states, "verdict", goal, ())
 
 
 _OF_GOAL = {"memory": "memory", "startup": "start-up", "warm-startup": "warm start", "energy": "energy a row"}
@@ -76,7 +76,7 @@ _FIGURES: Mapping[str, Callable[[Trial], str]] = {
 
 
 def _table(
-    trials: Sequence[Trial], words: Sequence[str], states: Sequence[str], last: str, goal: Goal, more: Sequence[str] = ()
+    trials: Sequence[Trial], words: Sequence[str], states: Sequence[str], last: str, goal: Goal, more: Sequence[str]
 ) -> Table:
     """Figures first, the goal's own among them, and recipes last: a recipe may be long, and wraps there without
     breaking the figures. `words` stand in the column `last`, and `states` colour the rows."""
