@@ -134,8 +134,8 @@ def ladder(
     rows: Rows, kinds: Mapping[str, tuple[str, float]], tooltip: Sequence[str | alt.Tooltip], top: float, room: str,
     step: float = 48, more: Callable[[alt.Chart], Sequence[alt.Chart]] = lambda base: (),
 ) -> Drawn:  # fmt: skip
-    """A bar for each row, in the order of their field `order`, under its `label` and its `text` on a line of their own:
-    long names and phones leave no room at the side. From `low` to `high` a line, where there is an interval.
+    """A bar as long as its `value` for each row, in their order, under its `label` and its `text` on a line of their
+    own: long names and phones leave no room at the side. From `low` to `high` a line, where there is an interval.
 
     Args:
         kinds: Colour and opacity by the row's `kind`.
@@ -143,7 +143,7 @@ def ladder(
         room: What a label may take of the ``width``.
         more: Further layers, of the rows of `base`.
     """
-    base = alt.Chart(data(rows)).encode(
+    base = alt.Chart(data([{**row, "order": place} for place, row in enumerate(rows)])).encode(
         y=alt.Y("order:O", axis=None, scale=alt.Scale(paddingInner=0, paddingOuter=0)), tooltip=list(tooltip)
     )
     colours, strengths = zip(*kinds.values(), strict=True)

@@ -57,7 +57,7 @@ def throughput_rows(result: Outcome) -> Rows:
                 row["low"] = rate * trial.speedup.low / speed(trial)
                 row["high"] = rate * trial.speedup.high / speed(trial)
         rows.append(row)
-    return _numbered(rows)
+    return _added(rows)
 
 
 def memory_rows(result: Outcome) -> Rows:
@@ -72,7 +72,7 @@ def memory_rows(result: Outcome) -> Rows:
         ratio = f" · {fmt.times(peak / first)}" if first and rung.trial.recipe.levels else ""
         row["text"] = fmt.size(peak) + ratio
         rows.append(row)
-    return _numbered(rows)
+    return _added(rows)
 
 
 def _row(rung: Rung, result: Outcome, value: float) -> dict[str, Any]:
@@ -86,11 +86,9 @@ def _row(rung: Rung, result: Outcome, value: float) -> dict[str, Any]:
     }
 
 
-def _numbered(rows: Rows) -> Rows:
-    for index, row in enumerate(rows):
-        row["order"] = index
-        if index:
-            row["label"] = f"+ {row['label']}"
+def _added(rows: Rows) -> Rows:
+    for row in rows[1:]:
+        row["label"] = f"+ {row['label']}"
     return rows
 
 

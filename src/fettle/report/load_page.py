@@ -6,12 +6,10 @@ It reads what ``fettle serve load --json`` prints (`fettle.load.run.as_data`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import altair as alt
 
-from fettle.files import write_text
 from fettle.page import Figure, Table, as_spec, clean, shell, theme
 from fettle.page.theme import Rows, by_name, level, sized
 from fettle.report import _format as fmt
@@ -26,19 +24,16 @@ _KINDS = (
 """A chart's name, its title, and where its percentiles and its limit stand."""
 
 
-def write_load_report(
-    runs: Sequence[Data], loads: Sequence[str], table: Table, url: str, machine: str, path: str | Path
-) -> None:
-    """Write the page to `path`; `loads` names each run, `table` holds its figures. Raises `UsageError`."""
-    runs = [clean(run) for run in runs]
+def loads_page(runs: Sequence[Data], table: Table, url: str, machine: str) -> str:
+    """The page as text; `table` has a column for each run, with its name and its figures."""
+    runs, loads = [clean(run) for run in runs], table.columns[1:]
     figures = [figure for kind in _KINDS if (figure := _figure(runs, loads, *kind)) is not None]
     doubts = [f"{load}: {why}" for load, run in zip(loads, runs, strict=True) if (why := _doubt(run))]
     conclusion = headline(runs, loads)
-    page = shell.render(
+    return shell.render(
         "fettle.report", "load_page.html.j2", f"{conclusion}: {url}", figures, headline=conclusion,
         url=url, table=table, names=[figure.name for figure in figures], doubts=doubts, machine=machine,
     )  # fmt: skip
-    write_text(Path(path), page)
 
 
 def headline(runs: Sequence[Data], loads: Sequence[str]) -> str:

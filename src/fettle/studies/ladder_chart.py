@@ -78,7 +78,7 @@ def _row(place: int, rung: Rung) -> dict[str, Any]:
     known = rung.speedup is not None and math.isfinite(rung.per_second)
     kind = "given" if place == 0 else "failed" if not known else "kept" if rung.kept else "left out"
     row: dict[str, Any] = {
-        "order": place, "label": rung.label if place == 0 or kind == "kept" else f"{rung.label} ({kind})",
+        "label": rung.label if place == 0 or kind == "kept" else f"{rung.label} ({kind})",
         "recipe": rung.recipe, "value": rung.per_second if known else 0.0, "kind": kind,
         "text": rung.reason[:60] or "failed", "low": None, "high": None,
         "detail": " · ".join(_details(rung)) or "–",

@@ -271,10 +271,9 @@ def _table(runs: list[Run]) -> Table:
 def _write_page(runs: list[Run], url: str, path: Path) -> None:
     from fettle.load.run import as_data
     from fettle.machine import this_machine
-    from fettle.report import write_load_report
+    from fettle.report import loads_page
 
-    loads = [_cells(run)["load"] for run in runs]
-    write_load_report([as_data(run) for run in runs], loads, _table(runs), url, this_machine().summary, path)
+    write_text(path, loads_page([as_data(run) for run in runs], _table(runs), url, this_machine().summary))
 
 
 def _print(runs: list[Run], changes: list[Change], console: Console) -> None:
