@@ -149,8 +149,8 @@ def ladder(
     colours, strengths = zip(*kinds.values(), strict=True)
     bars = base.mark_bar(height=13, yOffset=9, cornerRadiusEnd=2).encode(
         x=alt.X("value:Q", axis=None, scale=alt.Scale(domain=[0, top], nice=False)),
-        color=alt.Color("kind:N", scale=alt.Scale(domain=list(kinds), range=colours), legend=None),
-        opacity=alt.Opacity("kind:N", scale=alt.Scale(domain=list(kinds), range=strengths), legend=None),
+        color=alt.Color("kind:N", scale=alt.Scale(domain=list(kinds), range=list(colours)), legend=None),
+        opacity=alt.Opacity("kind:N", scale=alt.Scale(domain=list(kinds), range=list(strengths)), legend=None),
     )
     label = base.mark_text(align="left", dy=-9, limit=alt.ExprRef(room)).encode(x=alt.value(0), text="label:N")
     text = base.mark_text(align="right", dy=-9, fontWeight=600).encode(x=alt.value("width"), text="text:N")
