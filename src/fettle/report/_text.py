@@ -8,8 +8,8 @@ import altair as alt
 
 from fettle.generate.limits import Point, Work, peak_bytes, peak_flops, points
 from fettle.measure import Trial
-from fettle.page import Cell, Row, Table, theme
-from fettle.page.theme import ACCENT, QUIET, WARN, Drawn, Rows, sized
+from fettle.page import Cell, Figure, Row, Table, as_spec, theme
+from fettle.page.theme import ACCENT, QUIET, WARN, Rows, sized
 from fettle.report import _format as fmt
 from fettle.report._facts import is_winner, name_of, ranked
 from fettle.result import Outcome
@@ -88,7 +88,7 @@ def standing(result: Outcome, trial: Trial) -> list[Point]:
     return list(points(trial.generation, work, result.machine.get("peaks", {}))) if trial.generation else []
 
 
-def roofline(result: Outcome) -> Drawn | None:
+def roofline(result: Outcome) -> Figure | None:
     """Operations a second by operations for each byte, under what bandwidth and arithmetic allow."""
     rows: Rows = [
         {"recipe": name_of(trial.recipe), "phase": point.phase, "x": point.intensity, "y": point.flops / 1e9,
@@ -119,16 +119,10 @@ def roofline(result: Outcome) -> Drawn | None:
                      alt.Tooltip("share:N", title="of the limit there")],
         )
     )  # fmt: skip
-    return sized(320, line, dots)
-
-
-def roofline_words(result: Outcome) -> str:
-    """The same for those who cannot see it."""
-    parts = [
-        f"{name_of(trial.recipe)} {point.phase} {fmt.share(point.share)}"
-        for trial in timed(result)[:8] for point in standing(result, trial)
-    ]  # fmt: skip
-    return f"Shares of what bandwidth or arithmetic allow: {'; '.join(parts)}."
+    shares = "; ".join(f"{row['recipe']} {row['phase']} {row['share']}" for row in rows[:16])
+    words = f"Shares of what bandwidth or arithmetic allow: {shares}."
+    chart = as_spec(sized(320, line, dots))
+    return Figure("roofline", "Prefill and decode under the machine's limits", words, chart)
 
 
 def sentence(result: Outcome) -> str:
