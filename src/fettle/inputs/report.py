@@ -179,8 +179,7 @@ def settings(result: PipelineResult) -> Table:
         "winner" if "take this" in row["note"] else "failed" if row["note"].startswith("failed") else ""
         for row in listed
     ]
-    columns = list(listed[0])
-    return Table(columns, [list(row.values()) for row in listed], columns[1:-1], kinds=kinds)
+    return Table.of(listed, ("workers", "note"), kinds)
 
 
 def curve(result: PipelineResult, height: int = 300) -> dict[str, Any]:

@@ -93,6 +93,16 @@ class Table:
     stack: bool = False
     """Whether on a phone a row's cells stand below each other."""
 
+    @classmethod
+    def of(
+        cls, rows: Sequence[Mapping[str, Cell | str]], words: Collection[str], kinds: Sequence[str] = (),
+        stack: bool = False,
+    ) -> Table:  # fmt: skip
+        """Of rows that name their columns, which are numbers but for the `words`."""
+        columns = list(rows[0]) if rows else []
+        numbers = [name for name in columns if name not in words]
+        return cls(columns, [list(row.values()) for row in rows], numbers, kinds=kinds, stack=stack)
+
 
 _UNFIT = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"

@@ -26,16 +26,6 @@ def rungs(result: Outcome) -> Sequence[Rung]:
     return ends
 
 
-def throughput(result: Outcome) -> Drawn | None:
-    """Samples per second of every rung, the speed-up beside it and its interval as an error bar."""
-    return _bars(throughput_rows(result), "samples per second")
-
-
-def memory(result: Outcome) -> Drawn | None:
-    """Peak memory of every rung."""
-    return _bars(memory_rows(result), "peak memory, MiB")
-
-
 def throughput_rows(result: Outcome) -> Rows:
     """One row for each rung with a time. Rungs are of several races, so a step's rate is the baseline's rate times what
     it gained over the baseline of its own race; the winner and the baseline are from one."""
@@ -92,9 +82,8 @@ def _added(rows: Rows) -> Rows:
     return rows
 
 
-def _bars(rows: Rows, title: str) -> Drawn | None:
-    if not rows:
-        return None
+def bars(rows: Rows, title: str) -> Drawn:
+    """The rows drawn; `title`: what they are of."""
     tallest = max(row["value"] for row in rows)
     # A wide interval may not shrink the bars to nothing: it is cut at half as much again as the longest.
     top = max(tallest, *(min(row.get("high") or 0, 1.5 * tallest) for row in rows))

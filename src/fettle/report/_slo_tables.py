@@ -50,8 +50,7 @@ def settings(data: Data, most: int | None = None) -> Table:
         }
         rows.append({name: cell for name, cell in cells.items() if name not in hidden})
         kinds.append("winner" if point is best else "")
-    columns = list(rows[0]) if rows else []
-    return Table(columns, [list(row.values()) for row in rows], columns[1:-1], kinds=kinds, stack=True)
+    return Table.of(rows, ("setting", ""), kinds, stack=True)
 
 
 def tests(data: Data) -> Table:
