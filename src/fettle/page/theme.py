@@ -75,7 +75,10 @@ def config(dark: bool) -> Spec:
 
 def svg(spec: Spec, width: int, dark: bool = False) -> str:
     """The chart as an SVG, light unless asked otherwise: for paper and for readers without scripts."""
-    return _svg(json.dumps(_sized(spec, width)), dark)
+    padded = {"padding": 16, **spec}
+    if spec.get("width") == "container":  # charts side by side bring their own
+        padded["width"] = width
+    return _svg(json.dumps(padded), dark)
 
 
 def png(spec: Spec, width: int, scale: float = 2.0) -> bytes:
@@ -91,12 +94,6 @@ def _svg(spec: str, dark: bool) -> str:
     import vl_convert
 
     return str(vl_convert.vegalite_to_svg(spec, vl_version=VEGALITE, config=config(dark)))
-
-
-def _sized(spec: Spec, width: int) -> Spec:
-    """A width of its own in place of the page's; charts side by side bring theirs."""
-    sized = {"padding": 16, **spec}
-    return {**sized, "width": width} if spec.get("width") == "container" else sized
 
 
 Rows = list[dict[str, Any]]

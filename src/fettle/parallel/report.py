@@ -73,10 +73,11 @@ def _peaks(made: Plan) -> Table:
     )
     columns = ("strategy", "peak", "params", "grads", "optimizer", "activations", "transients", "fits")
     rows, kinds = [], []
+    fits = {None: "", True: "yes", False: "no"}
     for item in made.predictions:
         sizes = [item.peak_bytes, *(item.parts.get(part, 0) for part in PARTS)]
         cells = [f"{size / scale:#.3g}".removesuffix(".") if size else "0" for size in sizes]
-        rows.append([item.strategy, "failed"] if item.failed else [item.strategy, *cells, _fits(item)])
+        rows.append([item.strategy, "failed"] if item.failed else [item.strategy, *cells, fits[item.fits]])
         kinds.append("winner" if item.strategy == made.cheapest else "failed" if item.fits is False else "")
     return Table(columns, rows, columns[1:], f"The fullest rank's peak, {unit}", kinds=kinds)
 
@@ -126,7 +127,3 @@ def basis(made: Plan) -> str:
         "Predicted from fake tensors, nothing was launched. Not counted: the device's context, the communication "
         "library's buffers, fragmentation, and what kernels allocate inside themselves."
     )
-
-
-def _fits(item: Prediction) -> str:
-    return "" if item.fits is None else "yes" if item.fits else "no"
