@@ -28,10 +28,6 @@ class Figure:
         """As a light SVG."""
         return theme.svg(self.spec, width)
 
-    def png(self, width: int = 640) -> bytes:
-        """As a light PNG at twice the resolution."""
-        return theme.png(self.spec, width)
-
 
 @dataclass(frozen=True)
 class Still:

@@ -53,18 +53,14 @@ def texts_words(data: Data) -> str:
     )
 
 
-def _proof(point: Data) -> Data | None:
-    held = [test for test in point["tests"] if test["held"] and test["rate"] == point["measured"]]
-    return held[0] if held else None
-
-
 def texts_table(data: Data, most: int = 10) -> Table:
     """Settings: those that were measured, then the best of the others."""
     points = sorted(data["points"], key=lambda point: not point["tests"])[:most]
     best = None if data["best"] is None else data["points"][data["best"]]
     rows = []
     for point in points:
-        test, lowest = _proof(point), min((test["rate"] for test in point["tests"]), default=0.0)
+        test = next((one for one in point["tests"] if one["held"] and one["rate"] == point["measured"]), None)
+        lowest = min((one["rate"] for one in point["tests"]), default=0.0)
         texts = test["run"]["texts"] if test is not None else None
         measured = "" if not point["tests"] else f"{point['measured']:.3g}" if test else f"under {lowest:.3g}"
         rows.append([
