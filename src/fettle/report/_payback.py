@@ -8,8 +8,8 @@ from dataclasses import replace
 import altair as alt
 
 from fettle.measure import Startup, Trial
-from fettle.page import Figure, as_spec, theme
-from fettle.page.theme import ACCENT, LEVERS, QUIET, moment, sized
+from fettle.page import Figure, picture, theme
+from fettle.page.theme import ACCENT, LEVERS, QUIET, moment
 from fettle.report import _format as fmt
 from fettle.report import _verdict
 from fettle.report._facts import front_trials, is_winner, ranked, speed, unit_name
@@ -57,7 +57,7 @@ def payback(result: Outcome) -> Figure | None:
         near_end = calls > end**0.6
         text = f"paid back after {fmt.count(calls)} {unit_name(result)}s"
         layers += moment(calls, text, QUIET, near_end=near_end)
-    return Figure("payback", "Start-up and payback", _verdict.payback(result), as_spec(sized(300, *layers)))
+    return picture("payback", "Start-up and payback", _verdict.payback(result), 300, *layers)
 
 
 def _series(result: Outcome) -> dict[str, Trial]:

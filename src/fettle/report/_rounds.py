@@ -8,8 +8,8 @@ from dataclasses import replace
 import altair as alt
 
 from fettle.measure import Slice
-from fettle.page import Figure, as_spec, theme
-from fettle.page.theme import ACCENT, QUIET, WARN, sized
+from fettle.page import Figure, picture, theme
+from fettle.page.theme import ACCENT, QUIET, WARN
 from fettle.report import _format as fmt
 from fettle.report._facts import unit_name
 from fettle.result import Outcome
@@ -43,7 +43,7 @@ def rounds(result: Outcome) -> Figure | None:
     )  # fmt: skip
     quiet, busy = (base.transform_filter(f"datum.kind {sign} '{BUSY}'") for sign in ("!=", "=="))
     ring = busy.mark_point(filled=False, size=44, strokeWidth=1.6).encode(color=alt.value(WARN))
-    chart = sized(220, base.mark_line(strokeWidth=1, opacity=0.4), quiet.mark_point(filled=True, size=30), ring)
+    line, dots = base.mark_line(strokeWidth=1, opacity=0.4), quiet.mark_point(filled=True, size=30)
     parts = []
     for name, timed in shown.items():
         low, high = min(one.ms for one in timed), max(one.ms for one in timed)
@@ -51,7 +51,7 @@ def rounds(result: Outcome) -> Figure | None:
         span = f"{fmt.milliseconds(low)} to {fmt.milliseconds(high)} a {unit_name(result)}"
         parts.append(f"{name} {span} in {len(timed)} slices, {disturbed} of them {BUSY} (rings)")
     words = f"Time of a {unit_name(result)} by round: {'; '.join(parts)}."
-    return Figure("rounds", "The final race, round by round", words, as_spec(chart))
+    return picture("rounds", "The final race, round by round", words, 220, line, dots, ring)
 
 
 def _shown(result: Outcome) -> dict[str, list[Slice]]:

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import altair as alt
 
-from fettle.page import Figure, as_spec, theme
-from fettle.page.theme import LEVERS, NEUTRAL, QUIET, Rows, level, moment, rule, sized
+from fettle.page import Figure, picture, theme
+from fettle.page.theme import LEVERS, NEUTRAL, QUIET, Rows, level, moment, rule
 from fettle.report import _format as fmt
 from fettle.report._facts import error_name, front_trials, levers, name_of, ranked, speed, status_of, unit_name
 from fettle.result import Outcome
@@ -112,7 +112,7 @@ def front(result: Outcome) -> Figure | None:
         for trial in best[:8]
     )
     words = f"{len(best)} trials that no other beats in speed, error and memory at once: {listed}."
-    return Figure("pareto", "The Pareto front", words, as_spec(sized(_HEIGHT, dots, numbers)))
+    return picture("pareto", "The Pareto front", words, _HEIGHT, dots, numbers)
 
 
 def _with_error(rows: Rows) -> Rows:
@@ -167,7 +167,7 @@ def _cloud(
         f"Scatter of {len(every)} trials, speed-up from {fmt.times(low)} to {fmt.times(high)} against {against}; "
         f"{sum(row['status'] == 'rejected' for row in every)} rejected. The figures are in the table of all trials."
     )
-    return Figure(name, title, words, as_spec(sized(_HEIGHT, one, *rules, dots, label)))
+    return picture(name, title, words, _HEIGHT, one, *rules, dots, label)
 
 
 def _latency_ratio(result: Outcome) -> float | None:

@@ -8,8 +8,8 @@ import altair as alt
 
 from fettle.generate.limits import Point, Work, peak_bytes, peak_flops, points
 from fettle.measure import Trial
-from fettle.page import Cell, Figure, Table, as_spec, theme
-from fettle.page.theme import ACCENT, QUIET, WARN, Rows, sized
+from fettle.page import Cell, Figure, Table, picture, theme
+from fettle.page.theme import ACCENT, QUIET, WARN, Rows
 from fettle.report import _format as fmt
 from fettle.report._facts import is_winner, name_of, ranked
 from fettle.result import Outcome
@@ -100,8 +100,7 @@ def roofline(result: Outcome) -> Figure | None:
     )  # fmt: skip
     shares = "; ".join(f"{row['recipe']} {row['phase']} {row['share']}" for row in rows[:16])
     words = f"Shares of what bandwidth or arithmetic allow: {shares}."
-    chart = as_spec(sized(320, line, dots))
-    return Figure("roofline", "Prefill and decode under the machine's limits", words, chart)
+    return picture("roofline", "Prefill and decode under the machine's limits", words, 320, line, dots)
 
 
 def sentence(result: Outcome) -> str:

@@ -7,8 +7,8 @@ import math
 import altair as alt
 
 from fettle.measure import Trial
-from fettle.page import Figure, as_spec, theme
-from fettle.page.theme import ACCENT, QUIET, Rows, by_part, peaks, sized
+from fettle.page import Figure, picture, theme
+from fettle.page.theme import ACCENT, QUIET, Rows, by_part, peaks
 from fettle.report import _format as fmt
 from fettle.result import Outcome
 from fettle.techniques import uses_ranks
@@ -56,7 +56,7 @@ def losses(result: Outcome) -> Figure | None:
             tooltip=["run:N", "step:Q", alt.Tooltip("loss:Q", format=".4f")],
         )
     )
-    return Figure("losses", "Losses, baseline and tuned", f"{words}.", as_spec(sized(260, area, line)))
+    return picture("losses", "Losses, baseline and tuned", f"{words}.", 260, area, line)
 
 
 def timeline(result: Outcome) -> Figure | None:
@@ -80,8 +80,7 @@ def timeline(result: Outcome) -> Figure | None:
     words = "Parts of a step, which add up to its wall time: " + "; ".join(
         f"{row['run']} {row['phase']} {fmt.milliseconds(row['ms'])}" for row in rows
     )
-    chart = sized((52 if len(labels) < 3 else 36) * len(labels), bars)
-    return Figure("timeline", "A step, by phase", words, as_spec(chart))
+    return picture("timeline", "A step, by phase", words, (52 if len(labels) < 3 else 36) * len(labels), bars)
 
 
 def timeline_rows(result: Outcome) -> Rows:
@@ -116,5 +115,5 @@ def plan(result: Outcome) -> Figure | None:
         alt.Axis(labelLimit=190),
     )  # fmt: skip
     words = "; ".join(f"{row.strategy} {fmt.size(row.peak_bytes)}" for row in rows)
-    chart = as_spec(sized(alt.Step(24), *layers))
-    return Figure("plan", "The memory plan, one rank", f"Predicted peak of one rank: {words}.", chart)
+    words = f"Predicted peak of one rank: {words}."
+    return picture("plan", "The memory plan, one rank", words, alt.Step(24), *layers)

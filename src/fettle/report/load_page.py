@@ -10,8 +10,8 @@ from typing import Any
 
 import altair as alt
 
-from fettle.page import Figure, Table, as_spec, clean, shell, theme
-from fettle.page.theme import Rows, by_name, level, sized
+from fettle.page import Figure, Table, clean, picture, shell, theme
+from fettle.page.theme import Rows, by_name, level
 from fettle.report import _format as fmt
 
 Data = Mapping[str, Any]
@@ -38,7 +38,7 @@ def loads_page(runs: Sequence[Data], table: Table, url: str, machine: str) -> st
 
 def headline(runs: Sequence[Data], loads: Sequence[str]) -> str:
     """The most that was answered in time, in a few words."""
-    limited = any(_limits(run) for run in runs)
+    limited = any(_part(run, key).get(key) for run in runs for *_, key in _KINDS)
     counted = [number for number, run in enumerate(runs) if not run["void"]]
     if not counted:
         return "Nothing can be concluded: every run is void"
@@ -53,10 +53,6 @@ def headline(runs: Sequence[Data], loads: Sequence[str]) -> str:
 def _doubt(run: Data) -> str:
     """Why a run's figures are not to be gone by; empty where they are."""
     return str(run["void"]) or ("" if run["stable"] else "the backlog only grew: more than the server can do")
-
-
-def _limits(run: Data) -> list[float]:
-    return [limit for *_, key in _KINDS if (limit := _part(run, key).get(key) or 0)]
 
 
 def _part(run: Data, key: str) -> Data:
@@ -92,5 +88,5 @@ def _figure(runs: Sequence[Data], loads: Sequence[str], name: str, title: str, k
     whiskers = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5)
     whiskers = whiskers.encode(y=alt.Y("low:Q", title="ms"), y2="high:Q")
     limits = level(most, f"limit {most:.4g} ms") if most else []
-    chart = sized(260, base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=45), whiskers, *limits)
-    return Figure(name, title, f"{words}.", as_spec(chart))
+    line, dots = base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=45)
+    return picture(name, title, f"{words}.", 260, line, dots, whiskers, *limits)

@@ -10,8 +10,8 @@ from typing import Any
 
 import altair as alt
 
-from fettle.page import Figure, as_spec, clean, shell, theme
-from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Rows, by_name, level, rule, sized
+from fettle.page import Figure, clean, picture, shell, theme
+from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Rows, by_name, level, rule
 from fettle.report import _format as fmt
 from fettle.report import _slo_tables
 from fettle.units import rate_text
@@ -112,7 +112,7 @@ def capacity(data: Data) -> Figure | None:
             )
         )  # fmt: skip
     listed = "; ".join(f"up to {row['rows']} rows {row['capacity']:.4g}/s" for row in rows if row["kind"] == "at once")
-    return Figure("capacity", "Capacity by rows of a batch", f"Lines: {listed}.", as_spec(sized(_HEIGHT, *layers)))
+    return picture("capacity", "Capacity by rows of a batch", f"Lines: {listed}.", _HEIGHT, *layers)
 
 
 def cost(data: Data) -> Figure | None:
@@ -136,10 +136,10 @@ def cost(data: Data) -> Figure | None:
     )  # fmt: skip
     band = base.transform_filter("datum.main").mark_area(opacity=0.18).encode(y="low_ms:Q", y2="high_ms:Q")
     limit = level(data["limit_ms"], f"limit {fmt.milliseconds(data['limit_ms'])}")
-    chart = sized(_HEIGHT, band, base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=42), *limit)
+    line, dots = base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=42)
     main = (row for row in rows if row["main"])
     listed = "; ".join(f"{row['rows']} rows {fmt.milliseconds(row['median_ms'])}" for row in main)
-    return Figure("cost", "What a call costs, by rows", f"Line: {listed}.", as_spec(chart))
+    return picture("cost", "What a call costs, by rows", f"Line: {listed}.", _HEIGHT, band, line, dots, *limit)
 
 
 def prediction(data: Data) -> Figure | None:
@@ -172,10 +172,10 @@ def prediction(data: Data) -> Figure | None:
     dots = base.mark_point(filled=True, size=90, opacity=0.85)
     whiskers = base.transform_filter("datum.low > 0").mark_rule(strokeWidth=1.5)
     whiskers = whiskers.encode(y=alt.Y("low:Q", scale=scale, axis=axis, title="measured p99, ms (log)"), y2="high:Q")
-    chart = sized(_HEIGHT, dots, whiskers, line, rule("y", data["limit_ms"], scale=scale))
+    limit = rule("y", data["limit_ms"], scale=scale)
     off = sorted(abs(row["measured"] / row["predicted"] - 1) for row in rows)
     words = f"{len(rows)} load tests; the median distance from the prediction is {off[len(off) // 2]:.0%}."
-    return Figure("prediction", "Predicted against measured p99", words, as_spec(chart))
+    return picture("prediction", "Predicted against measured p99", words, _HEIGHT, dots, whiskers, line, limit)
 
 
 def front(data: Data) -> Figure | None:
@@ -207,7 +207,7 @@ def front(data: Data) -> Figure | None:
     unbeaten = [row for row in rows if row["front"]]
     listed = "; ".join(f"{row['setting']}: {row['capacity']:.4g}/s" for row in unbeaten[:8])
     words = f"{len(unbeaten)} settings that no other beats in every respect: {listed}."
-    return Figure("front", "The Pareto front", words, as_spec(sized(_HEIGHT, dots, label)))
+    return picture("front", "The Pareto front", words, _HEIGHT, dots, label)
 
 
 def _nice(low: float, high: float) -> list[float]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import altair as alt
 
-from fettle.page import Figure, Table, as_spec, clean, shell, theme
-from fettle.page.theme import Rows, by_name, level, sized
+from fettle.page import Figure, Table, clean, picture, shell, theme
+from fettle.page.theme import Rows, by_name, level
 from fettle.units import size_text
 
 Data = Mapping[str, Any]
@@ -102,8 +102,7 @@ def _lines(name: str, title: str, rows: Rows, x: alt.X, y: alt.Y, words: str, *m
         x=x, y=y, color=by_name("line", shown, columns=2),
         tooltip=[alt.Tooltip("line:N"), alt.Tooltip(x.shorthand), alt.Tooltip(y.shorthand, format=".4~g")],
     )  # fmt: skip
-    chart = sized(280, base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=45), *more)
-    return Figure(name, title, words, as_spec(chart))
+    return picture(name, title, words, 280, base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=45), *more)
 
 
 def _texts_axis(rows: Rows) -> alt.X:
