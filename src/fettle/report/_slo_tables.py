@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fettle.page import Cell, Row, Table
 from fettle.report import _format as fmt
 
 Data = Mapping[str, Any]
+
+
+def best_of(data: Data) -> dict[str, Any] | None:
+    """The point that was chosen."""
+    return None if data["best"] is None else data["points"][data["best"]]
+
+
+def headline(data: Data, limits: str, words: Callable[[float], str]) -> str:
+    """What came of it: the best setting's rate in `words`, within the `limits`."""
+    point = best_of(data)
+    if data["interrupted"]:
+        return "A search that was interrupted"
+    if point is None:
+        return f"No setting keeps {limits}"
+    return f"{'' if data['met'] else 'Not met: '}{words(point['measured'])} within {limits}"
 
 
 def tiles(data: Data, best: Data) -> list[tuple[str, str, str]]:
@@ -28,7 +43,7 @@ def tiles(data: Data, best: Data) -> list[tuple[str, str, str]]:
 def settings(data: Data, most: int | None = None) -> Table:
     """The settings that were measured, and those that no other beats."""
     points = [point for point in data["points"] if point["tests"] or point["front"]][:most]
-    best = None if data["best"] is None else data["points"][data["best"]]
+    best = best_of(data)
     p99 = f"p99 at {data['reference_rate']:.4g}/s" if data["reference_rate"] else "p99"
     hidden = set()
     if all(point["cost_per_million"] is None for point in points):

@@ -23,15 +23,17 @@ _HEIGHT = 300
 def slo_page(data: Data) -> str:
     """The page as text."""
     data = clean(data)
-    chosen = best(data)
+    chosen = _slo_tables.best_of(data)
+    limit = fmt.milliseconds(data["limit_ms"])
+    headline = _slo_tables.headline(data, limit, lambda rate: f"{rate_text(rate)} requests a second")
     return shell.render(
         "fettle.report",
         "slo.html.j2",
-        f"{headline(data)}: {data['name']}",
+        f"{headline}: {data['name']}",
         [figure for figure in (capacity(data), cost(data), prediction(data), front(data)) if figure is not None],
         data=data,
         best=chosen,
-        headline=headline(data),
+        headline=headline,
         lead=lead(data),
         fmt=fmt,
         tiles=_slo_tables.tiles(data, chosen) if chosen else [],
@@ -42,25 +44,9 @@ def slo_page(data: Data) -> str:
     )
 
 
-def best(data: Data) -> dict[str, Any] | None:
-    """The point that was chosen."""
-    return None if data["best"] is None else data["points"][data["best"]]
-
-
-def headline(data: Data) -> str:
-    """What came of it, in a few words."""
-    point = best(data)
-    if data["interrupted"]:
-        return "A search that was interrupted"
-    if point is None:
-        return f"No setting keeps {fmt.milliseconds(data['limit_ms'])}"
-    words = f"{rate_text(point['measured'])} requests a second within {fmt.milliseconds(data['limit_ms'])}"
-    return words if data["met"] else f"Not met: {words}"
-
-
 def lead(data: Data) -> str:
     """One paragraph: the setting, how it was predicted, and what is left."""
-    point = best(data)
+    point = _slo_tables.best_of(data)
     if point is None:
         return " ".join(f"{why[:1].upper()}{why[1:]}." for why in data["why"][:2])
     text = f"{point['setting']}. Predicted before any load test: {rate_text(point['predicted'])} requests a second."
@@ -76,7 +62,7 @@ def _branch_of(point: Data) -> tuple[Any, ...]:
 
 def _main_branch(data: Data) -> tuple[Any, ...] | None:
     """The branch of the best point, or of the best predicted one."""
-    point = best(data) or next(iter(data["points"]), None)
+    point = _slo_tables.best_of(data) or next(iter(data["points"]), None)
     return None if point is None else _branch_of(point)
 
 
