@@ -167,11 +167,9 @@ def levers(trials: Sequence[Trial]) -> dict[Recipe, str]:
         gains = np.log([speed(trial) for trial in fitted])
         solved = np.linalg.solve(present.T @ present + 0.3 * np.eye(len(levels)), present.T @ gains)
         effects = dict(zip(levels, map(float, solved), strict=True))
-    named: dict[Recipe, str] = {}
-    for trial in trials:
-        items = trial.recipe.levels.items()
-        named[trial.recipe] = max(items, key=lambda item: effects.get(item, 0.0))[0] if items else NO_LEVER
-    return named
+    recipes = [trial.recipe for trial in trials]
+    return {recipe: max(recipe.levels, key=lambda name: effects.get((name, recipe.levels[name]), 0.0), default=NO_LEVER)
+            for recipe in recipes}  # fmt: skip
 
 
 def _limited(sign: str, name: str, value: float, limit: float | None, text: Callable[[float], str]) -> list[Check]:

@@ -94,17 +94,17 @@ def tests(data: Data) -> Table:
 
 def branches(data: Data) -> Table:
     """What calls cost, by workers."""
-    columns = ("workers", "one row", "most rows", "that call", "a request adds", "a batch adds", "these two were")
-    rows: list[Row] = []
+    rows: list[dict[str, Cell | str]] = []
     for branch in data["branches"]:
         first, last = branch["curve"][0], branch["curve"][-1]
-        scaled = branch["scale"] != 1
-        rows.append([
-            Cell(branch["branch"], notes=[f"costs multiplied by {branch['scale']:.3g} after load tests"] * scaled),
-            fmt.milliseconds(first["median_ms"]), str(last["rows"]), fmt.milliseconds(last["median_ms"]),
-            fmt.milliseconds(branch["request_ms"]), fmt.milliseconds(branch["batch_ms"]), branch["overheads"],
-        ])  # fmt: skip
-    return Table(columns, rows, columns[1:-1], stack=True)
+        scaled = [f"costs multiplied by {branch['scale']:.3g} after load tests"] * (branch["scale"] != 1)
+        rows.append({
+            "workers": Cell(branch["branch"], notes=scaled), "one row": fmt.milliseconds(first["median_ms"]),
+            "most rows": str(last["rows"]), "that call": fmt.milliseconds(last["median_ms"]),
+            "a request adds": fmt.milliseconds(branch["request_ms"]),
+            "a batch adds": fmt.milliseconds(branch["batch_ms"]), "these two were": branch["overheads"],
+        })  # fmt: skip
+    return Table.of(rows, ("workers", "these two were"), stack=True)
 
 
 def _measured(point: Data) -> str:

@@ -45,8 +45,7 @@ def print_result(result: Outcome, console: Console) -> None:
     console.print(f"[bold]{escape(_verdict.verdict(result))}[/]")
     if written := _text.sentence(result):
         console.print(escape(written))
-    payback = _verdict.payback(result)
-    if payback:
+    if payback := _verdict.payback(result):
         console.print(escape(payback))
     for trial in result.nearest:
         why = trial.reason or _verdict.miss_text(result, trial)

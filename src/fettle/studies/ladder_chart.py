@@ -50,13 +50,9 @@ def figure(
 
     tooltip = ("recipe:N", "text:N", "detail:N")
     chart = ladder(rows, _KINDS, tooltip, 1.25 * top, "width * 0.55", 48 + _MORE * larger, more)
-    words = (
-        ("Diamonds: as published. " if shown else "")
-        + ("Thin bars: at the largest batch that fits. " if larger else "")
-        + "Bars: "
-        + "; ".join(f"{row['label']} {row['text']}" + (f", {row['below']}" if row["below"] else "") for row in rows)
-        + "."
-    )
+    steps = (", ".join(filter(None, (f"{row['label']} {row['text']}", row["below"]))) for row in rows)
+    words = "Diamonds: as published. " * shown + "Thin bars: at the largest batch that fits. " * larger
+    words += f"Bars: {'; '.join(steps)}."
     return Figure(name, f"Every step: {workload}", words, as_spec(chart))
 
 
