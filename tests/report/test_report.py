@@ -37,6 +37,7 @@ from fettle.report._ladder import throughput_rows
 from fettle.report._rounds import rounds
 from fettle.report._text import sentence
 from fettle.report._verdict import headline, payback, verdict
+from fettle.report.charts import ladder
 from fettle.report.data import from_json
 from fettle.report.progress import trial_line
 from fettle.report.slo import front, prediction
@@ -486,6 +487,15 @@ def test_figures_that_cannot_be_are_refused(change: dict[str, object]) -> None:
     data["trials"][3].update(change)
     with pytest.raises(UsageError):
         from_json(data)
+
+
+def test_the_ladder_of_memory_alone_is_titled_so() -> None:
+    made = resnet()
+    untimed = [Rung(rung.label, dataclasses.replace(rung.trial, time_ms=math.nan)) for rung in made.ladder]
+    drawn = ladder(dataclasses.replace(made, ladder=untimed))
+    assert drawn is not None
+    assert [chart["title"]["text"] for chart in drawn.spec["hconcat"]] == ["peak memory"]
+    assert "MiB" in drawn.alt
 
 
 def test_charts_as_pictures(tmp_path: Path) -> None:
