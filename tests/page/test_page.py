@@ -51,6 +51,13 @@ def test_a_table_escapes_its_cells_aligns_numbers_and_says_what_it_leaves_out() 
     assert html_of("table(t)", t=Table(("a",), [])) == ""
 
 
+def test_rows_that_name_their_columns_make_a_table() -> None:
+    table = Table.of([{"where": Cell("a"), "bytes": "1"}, {"where": Cell("b"), "bytes": "2"}], ["where"])
+    assert (table.columns, table.numbers) == (["where", "bytes"], ["bytes"])
+    assert table.rows == [[Cell("a"), "1"], [Cell("b"), "2"]]
+    assert Table.of([], []).rows == []
+
+
 def test_a_figure_has_its_words_and_a_list_without_lines_no_heading() -> None:
     figure = {"figure": Figure("one", "A title", HOSTILE, BAR), "svg": ""}
     made = html_of("figure(f)", f=figure)

@@ -37,6 +37,7 @@ from fettle.report._ladder import throughput_rows
 from fettle.report._rounds import rounds
 from fettle.report._text import sentence
 from fettle.report._verdict import headline, payback, verdict
+from fettle.report.charts import ladder
 from fettle.report.data import from_json
 from fettle.report.progress import trial_line
 from fettle.report.slo import front, prediction
@@ -488,6 +489,15 @@ def test_figures_that_cannot_be_are_refused(change: dict[str, object]) -> None:
         from_json(data)
 
 
+def test_the_ladder_of_memory_alone_is_titled_so() -> None:
+    made = resnet()
+    untimed = [Rung(rung.label, dataclasses.replace(rung.trial, time_ms=math.nan)) for rung in made.ladder]
+    drawn = ladder(dataclasses.replace(made, ladder=untimed))
+    assert drawn is not None
+    assert [chart["title"]["text"] for chart in drawn.spec["hconcat"]] == ["peak memory"]
+    assert "MiB" in drawn.alt
+
+
 def test_charts_as_pictures(tmp_path: Path) -> None:
     paths = write_charts(resnet(), tmp_path)
     assert set(paths) == set(tmp_path.iterdir())
@@ -542,7 +552,7 @@ def test_what_was_measured_is_told_from_what_was_predicted_on_the_front_of_a_ser
     data = {"points": [point, {**point, "measured": 8.0}], "limit_ms": 9.0, "reference_rate": 4.0, "best": 1}
     chart = front(data)
     assert chart is not None
-    dots = chart.to_dict()["layer"][0]["encoding"]
+    dots = chart.spec["layer"][0]["encoding"]
     assert dots["shape"]["scale"] == {"domain": ["measured", "predicted"], "range": ["diamond", "circle"]}
 
 
@@ -571,7 +581,7 @@ def test_rounds_of_a_larger_batch_are_compared_row_by_row() -> None:
     larger = dataclasses.replace(made.winner, slices=[dataclasses.replace(one, ms=20.0) for one in slices], samples=32)
     drawn = rounds(dataclasses.replace(made, winner=larger, baseline_again=given))
     assert drawn is not None
-    assert set(re.findall(r'"ms": ([0-9.]+)', json.dumps(drawn.to_dict()))) == {"10.0", "5.0"}
+    assert set(re.findall(r'"ms": ([0-9.]+)', json.dumps(drawn.spec))) == {"10.0", "5.0"}
 
 
 def test_charts_of_load_draw_the_intervals_that_are_known() -> None:
@@ -586,9 +596,9 @@ def test_charts_of_load_draw_the_intervals_that_are_known() -> None:
     tests = [first, {**first, "run": {**tested, "p99_interval_ms": None}}]
     drawn = prediction({"points": [{"setting": "a", "tests": tests}], "limit_ms": 9.0})
     assert drawn is not None
-    chart = drawn.to_dict()
-    assert chart["layer"][1]["encoding"]["y2"]["field"] == "high"
-    assert chart["layer"][1]["encoding"]["y"]["scale"]["domain"] == [8.0 / 1.15, 12.0 * 1.15]
+    whiskers = drawn.spec["layer"][1]["encoding"]
+    assert whiskers["y2"]["field"] == "high"
+    assert whiskers["y"]["scale"]["domain"] == [8.0 / 1.15, 12.0 * 1.15]
 
 
 def test_a_load_test_that_is_void_is_not_the_best() -> None:

@@ -38,22 +38,18 @@ def telling(first: str, *, quiet: bool = False) -> Iterator[Callable[[str], None
         yield lambda text: None
         return
     if not out.is_terminal:
-        yield _now_and_then(lambda text: out.print(text, markup=False, soft_wrap=True))
+        last = time.monotonic()
+
+        def now_and_then(text: str) -> None:
+            nonlocal last
+            if time.monotonic() - last >= _EVERY_S:
+                last = time.monotonic()
+                out.print(text, markup=False, soft_wrap=True)
+
+        yield now_and_then
         return
     with out.status(escape(first)) as status:
         yield lambda text: status.update(escape(text))
-
-
-def _now_and_then(say: Callable[[str], object]) -> Callable[[str], None]:
-    last = time.monotonic()
-
-    def on_text(text: str) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _EVERY_S:
-            last = time.monotonic()
-            say(text)
-
-    return on_text
 
 
 def after_spoilers(show: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -18,6 +18,7 @@ from fettle.errors import UsageError
 from fettle.files import check_writable, write_text
 
 if TYPE_CHECKING:
+    from fettle.measure import Interval
     from fettle.page import Table as Grid
     from fettle.studies import Analysis, Done, Settings, Table
     from fettle.studies.outcome import Rung
@@ -321,29 +322,22 @@ def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Gr
     from fettle.studies.ladder_chart import beside
     from fettle.units import rate_text, size_text
 
+    def speed(per_second: float, speedup: Interval | None) -> tuple[str, str]:
+        return rate_text(per_second) if speedup is not None else "–", interval(speedup)
+
     rows: list[list[str]] = []
     grown = any(rung.grown for rung in rungs)
     columns = ("step", "per second", "speed-up", *(["published"] if theirs else []), "memory", "error",
                *(["largest batch", "per second", "speed-up"] if grown else []))  # fmt: skip
     for rung in rungs:
-        known = rung.speedup is not None
+        most = rung.grown
+        largest = (str(most.rows), *speed(most.per_second, most.speedup)) if most and most.factor else ("–",) * 3
         ratio = beside(rung, rungs, theirs)
         theirs_at = [f"{ratio:.2f}x" if ratio is not None else "–"] if theirs else []
         error = f"{rung.error:.1e}" if math.isfinite(rung.error) else "–"
         rows.append([
-            rung.label, rate_text(rung.per_second) if known else "–", interval(rung.speedup), *theirs_at,
-            size_text(rung.peak_bytes) if rung.peak_bytes else "–", error, *(_grown(rung) if grown else []),
+            rung.label, *speed(rung.per_second, rung.speedup), *theirs_at,
+            size_text(rung.peak_bytes) if rung.peak_bytes else "–", error, *(largest if grown else ()),
         ])  # fmt: skip
     kinds = ["" if rung.kept else "rejected" for rung in rungs]
     return Grid(columns, rows, columns[1:], name, kinds=kinds)
-
-
-def _grown(rung: Rung) -> tuple[str, str, str]:
-    """The largest batch at a step, and how fast it is."""
-    from fettle.report import interval
-    from fettle.units import rate_text
-
-    most = rung.grown
-    if most is None or not most.factor:
-        return "–", "–", "–"
-    return str(most.rows), rate_text(most.per_second), interval(most.speedup)

@@ -103,7 +103,11 @@ def _picture(diagnosis: Diagnosis, roofs: Roofline | None) -> Still | None:
         for kind, top in tops.items()
         for x in sorted({low, high, *(edge for edge in ridge if low < edge < high)})
     ]
-    dots = [_dot(roof) for roof in points]
+    dots = [
+        {"x": roof.intensity, "y": roof.flops_per_s / 1e9, "name": roof.name.removeprefix("aten."),
+         "ms": roof.seconds * 1e3}
+        for roof in points
+    ]  # fmt: skip
     x = alt.X("x:Q", scale=alt.Scale(type="log"), title="FLOPs a byte")
     y = alt.Y("y:Q", scale=alt.Scale(type="log"), title="GFLOP/s")
     roof = alt.Chart(theme.data(lines)).mark_line(strokeWidth=2).encode(x=x, y=y, color=alt.Color("roof:N", title=None))
@@ -115,8 +119,3 @@ def _picture(diagnosis: Diagnosis, roofs: Roofline | None) -> Still | None:
     names = alt.Chart(theme.data(dots)).mark_text(align="left", dx=9, dy=-7).encode(x=x, y=y, text="name:N")
     chart = sized(260, roof, marks, names)
     return still("operators under their roofs", lambda narrow: chart.to_dict(), wide=640)
-
-
-def _dot(roof: Roof) -> dict[str, object]:
-    name = roof.name.removeprefix("aten.")
-    return {"x": roof.intensity, "y": roof.flops_per_s / 1e9, "name": name, "ms": roof.seconds * 1e3}

@@ -137,7 +137,7 @@ def _figure(name: str, key: tuple[str, str], entries: Sequence[Entry]) -> Figure
     """Points with their intervals in the order in which they were measured; the limit is a line."""
     import altair as alt
 
-    from fettle.page import Figure, as_spec, clean, theme
+    from fettle.page import clean, picture, theme
 
     rows = [
         {
@@ -161,14 +161,13 @@ def _figure(name: str, key: tuple[str, str], entries: Sequence[Entry]) -> Figure
     )
     title = "time against the old code, %"
     rule = base.transform_filter("isValid(datum.low) && isValid(datum.high)").mark_rule(strokeWidth=1.6)
-    chart = alt.layer(
+    words = "; ".join(f"{row['new']} {row['change']:+.1f}% {row['verdict']}" for row in rows[-20:])
+    return clean(picture(
+        name, f"{key[0]} on {key[1]}", f"Change of the time by gate: {words}.", 220,
         rule.encode(y=alt.Y("low:Q", title=title), y2="high:Q"),
         base.mark_point(filled=True, size=55, opacity=1).encode(y=alt.Y("change:Q", title=title)),
         base.mark_tick(thickness=1, color=theme.WARN, width=18).encode(y="limit:Q", color=alt.value(theme.WARN)),
-    ).properties(height=220, width="container")
-    words = "; ".join(f"{row['new']} {row['change']:+.1f}% {row['verdict']}" for row in rows[-20:])
-    return Figure(name, clean(f"{key[0]} on {key[1]}"), clean(f"Change of the time by gate: {words}."),
-                  clean(as_spec(chart)))  # fmt: skip
+    ))  # fmt: skip
 
 
 def _percent(value: float) -> float | None:

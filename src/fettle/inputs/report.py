@@ -22,9 +22,11 @@ def facts(result: PipelineResult) -> list[str]:
     lines = []
     if result.step_s:
         which = "As given" if result.as_given.able else "Without workers (as given it fails)"
+        same = result.best.setting == result.before.setting
+        reached = "nothing smaller or faster was found" if same else f"{result.gain:.2f}x was reached"
         lines.append(
             f"A step alone takes {seconds_text(result.step_s)}. {which}, {result.waiting:.1%} of the time is waiting "
-            f"for data: removing it brings at most {bound_text(result)}; {_reached(result)}."
+            f"for data: removing it brings at most {bound_text(result)}; {reached}."
         )
     else:
         lines.append(
@@ -179,8 +181,7 @@ def settings(result: PipelineResult) -> Table:
         "winner" if "take this" in row["note"] else "failed" if row["note"].startswith("failed") else ""
         for row in listed
     ]
-    columns = list(listed[0])
-    return Table(columns, [list(row.values()) for row in listed], columns[1:-1], kinds=kinds)
+    return Table.of(listed, ("workers", "note"), kinds)
 
 
 def curve(result: PipelineResult, height: int = 300) -> dict[str, Any]:
@@ -203,7 +204,10 @@ def curve(result: PipelineResult, height: int = 300) -> dict[str, Any]:
                       legend=alt.Legend(columns=1, labelLimit=280) if len(_order(points)) > 1 else None)  # fmt: skip
     levels = alt.Chart(theme.data([point for point in points if point["first"]])).encode(x=x, color=shape)
     dots = alt.Chart(theme.data(points)).encode(x=x, y=y, color=shape, tooltip=["setting:N", "rate:Q"])
-    marked = alt.Chart(theme.data(_marked(result))).encode(x=x, y=y)
+    both = {item.setting: item for item in (result.as_given, result.best) if item.able}.values()
+    marked = alt.Chart(theme.data([
+        {"workers": item.setting.num_workers, "rate": item.level, "name": _which(result, item)} for item in both
+    ])).encode(x=x, y=y)  # fmt: skip
     align = alt.ExprRef(f"datum.workers == {ticks[0]} ? 'left' : 'center'")
     layers = [
         levels.mark_line(size=2, point=True).encode(y=alt.Y("level:Q", title="batches a second")),
@@ -222,14 +226,6 @@ def curve(result: PipelineResult, height: int = 300) -> dict[str, Any]:
 def limit_is_near(result: PipelineResult) -> bool:
     """Whether the step's own limit belongs into the curve: one far above would press it flat."""
     return bool(result.step_s) and 1 / result.step_s < 3 * max(item.level for item in result.settings)
-
-
-def _marked(result: PipelineResult) -> list[dict[str, Any]]:
-    items = {item.setting: item for item in (result.as_given, result.best)}.values()
-    return [
-        {"workers": item.setting.num_workers, "rate": item.level, "name": _which(result, item)}
-        for item in items if item.able
-    ]  # fmt: skip
 
 
 def _also(item: Measured) -> list[str]:
@@ -257,9 +253,3 @@ def _order(points: list[dict[str, Any]]) -> list[str]:
 def _which(result: PipelineResult, item: Measured) -> str:
     as_given, best = (item.setting == one.setting for one in (result.as_given, result.best))
     return "as given, and best" if as_given and best else "as given" if as_given else "take this" if best else "tried"
-
-
-def _reached(result: PipelineResult) -> str:
-    if result.best.setting == result.before.setting:
-        return "nothing smaller or faster was found"
-    return f"{result.gain:.2f}x was reached"

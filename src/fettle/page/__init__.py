@@ -6,6 +6,8 @@ of `blocks.html.j2`, rendered by `shell.render`.
 
 from fettle.page import drawn, shell, theme
 from fettle.page.blocks import Cell, Figure, Row, Still, Table, clean, still
-from fettle.page.shell import as_spec
+from fettle.page.shell import as_spec, picture
 
-__all__ = ["Cell", "Figure", "Row", "Still", "Table", "as_spec", "clean", "drawn", "shell", "still", "theme"]
+__all__ = [
+    "Cell", "Figure", "Row", "Still", "Table", "as_spec", "clean", "drawn", "picture", "shell", "still", "theme",
+]  # fmt: skip

@@ -28,10 +28,6 @@ class Figure:
         """As a light SVG."""
         return theme.svg(self.spec, width)
 
-    def png(self, width: int = 640) -> bytes:
-        """As a light PNG at twice the resolution."""
-        return theme.png(self.spec, width)
-
 
 @dataclass(frozen=True)
 class Still:
@@ -92,6 +88,16 @@ class Table:
     """By row: a status, by which it is coloured (winner, failed), or nothing."""
     stack: bool = False
     """Whether on a phone a row's cells stand below each other."""
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[Mapping[str, Cell | str]], words: Collection[str], kinds: Sequence[str] = (),
+        stack: bool = False,
+    ) -> Table:  # fmt: skip
+        """Of rows that name their columns, which are numbers but for the `words`."""
+        columns = list(rows[0]) if rows else []
+        numbers = [name for name in columns if name not in words]
+        return cls(columns, [list(row.values()) for row in rows], numbers, kinds=kinds, stack=stack)
 
 
 _UNFIT = re.compile(

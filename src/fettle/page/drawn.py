@@ -36,6 +36,6 @@ def write_pictures(figures: Iterable[Figure], folder: Path) -> list[Path]:
     for figure in figures:
         drawing, picture = (folder / f"{figure.name}{suffix}" for suffix in (".svg", ".png"))
         write_text(drawing, figure.svg())
-        write_bytes(picture, figure.png())
+        write_bytes(picture, theme.png(figure.spec, 640))
         written += [picture, drawing]
     return written

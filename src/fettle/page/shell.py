@@ -25,6 +25,11 @@ def as_spec(chart: theme.Drawn | alt.HConcatChart) -> theme.Spec:
     return spec
 
 
+def picture(name: str, title: str, words: str, height: float | alt.Step, *layers: alt.Chart) -> Figure:
+    """A chart of these layers, ready to be drawn anywhere; `words` say what it shows."""
+    return Figure(name, title, words, as_spec(theme.sized(height, *layers)))
+
+
 def render(
     package: str, template: str, title: str, figures: Sequence[Figure] = (), /, *, stills: bool = True, **context: Any
 ) -> str:

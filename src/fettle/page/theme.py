@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
 import altair as alt
+
+from fettle.units import size_text
 
 ACCENT = "#1f8a99"
 QUIET = "#8a949e"
@@ -73,7 +75,10 @@ def config(dark: bool) -> Spec:
 
 def svg(spec: Spec, width: int, dark: bool = False) -> str:
     """The chart as an SVG, light unless asked otherwise: for paper and for readers without scripts."""
-    return _svg(json.dumps(_sized(spec, width)), dark)
+    padded = {"padding": 16, **spec}
+    if spec.get("width") == "container":  # charts side by side bring their own
+        padded["width"] = width
+    return _svg(json.dumps(padded), dark)
 
 
 def png(spec: Spec, width: int, scale: float = 2.0) -> bytes:
@@ -89,12 +94,6 @@ def _svg(spec: str, dark: bool) -> str:
     import vl_convert
 
     return str(vl_convert.vegalite_to_svg(spec, vl_version=VEGALITE, config=config(dark)))
-
-
-def _sized(spec: Spec, width: int) -> Spec:
-    """A width of its own in place of the page's; charts side by side bring theirs."""
-    sized = {"padding": 16, **spec}
-    return {**sized, "width": width} if spec.get("width") == "container" else sized
 
 
 Rows = list[dict[str, Any]]
@@ -123,21 +122,40 @@ def moment(value: float, text: str, colour: str = WARN, *, near_end: bool = Fals
     return [rule("x", value, colour), base.mark_text(color=colour, align="left", dx=6, fontSize=11)]
 
 
-def captions(base: alt.Chart, room: str) -> list[alt.Chart]:
-    """The fields `label` and `text` of each row on a line of their own, above its bar: long names and phones leave no
-    room at the side. `room` is what the label may take of the ``width``."""
-    label = base.mark_text(align="left", dy=-9, limit=alt.ExprRef(room)).encode(x=alt.value(0), text="label:N")
-    return [label, base.mark_text(align="right", dy=-9, fontWeight=600).encode(x=alt.value("width"), text="text:N")]
-
-
-def line_by_line() -> alt.Y:
-    """Rows in the order of their field `order`, each with its captions."""
-    return alt.Y("order:O", axis=None, scale=alt.Scale(paddingInner=0, paddingOuter=0))
-
-
 def sized(height: float | alt.Step, *layers: alt.Chart) -> Drawn:
     """The layers as one chart of this height, as wide as the page has room for."""
     return alt.layer(*layers).properties(width="container", height=height)
+
+
+def ladder(
+    rows: Rows, kinds: Mapping[str, tuple[str, float]], tooltip: Sequence[str | alt.Tooltip], top: float, room: str,
+    step: float = 48, more: Callable[[alt.Chart], Sequence[alt.Chart]] = lambda base: (),
+) -> Drawn:  # fmt: skip
+    """A bar as long as its `value` for each row, in their order, under its `label` and its `text` on a line of their
+    own: long names and phones leave no room at the side. From `low` to `high` a line, where there is an interval.
+
+    Args:
+        kinds: Colour and opacity by the row's `kind`.
+        top: The `value` at which the axis ends.
+        room: What a label may take of the ``width``.
+        more: Further layers, of the rows of `base`.
+    """
+    base = alt.Chart(data([{**row, "order": place} for place, row in enumerate(rows)])).encode(
+        y=alt.Y("order:O", axis=None, scale=alt.Scale(paddingInner=0, paddingOuter=0)), tooltip=list(tooltip)
+    )
+    colours, strengths = zip(*kinds.values(), strict=True)
+    bars = base.mark_bar(height=13, yOffset=9, cornerRadiusEnd=2).encode(
+        x=alt.X("value:Q", axis=None, scale=alt.Scale(domain=[0, top], nice=False)),
+        color=alt.Color("kind:N", scale=alt.Scale(domain=list(kinds), range=list(colours)), legend=None),
+        opacity=alt.Opacity("kind:N", scale=alt.Scale(domain=list(kinds), range=list(strengths)), legend=None),
+    )
+    label = base.mark_text(align="left", dy=-9, limit=alt.ExprRef(room)).encode(x=alt.value(0), text="label:N")
+    text = base.mark_text(align="right", dy=-9, fontWeight=600).encode(x=alt.value("width"), text="text:N")
+    known = base.transform_filter("isValid(datum.low)")
+    line = known.mark_rule(strokeWidth=1.5, yOffset=9, clip=True).encode(x=alt.X("low:Q"), x2="high:Q")
+    ends = known.mark_tick(thickness=1.5, height=8, yOffset=9, clip=True)
+    whiskers = [line, ends.encode(x="low:Q"), ends.encode(x="high:Q")]
+    return sized(step * len(rows), bars, *whiskers, *more(base), label, text)
 
 
 def front_dots(base: alt.Chart, size: int = 70) -> alt.Chart:
@@ -161,15 +179,20 @@ def by_part(name: str, parts: Sequence[str], columns: int) -> alt.Color:
 
 
 def peaks(
-    rows: Rows, parts: Sequence[str], title: str, limit: float | None, columns: int, axis: alt.Axis
-) -> list[alt.Chart]:
-    """Stacked bars of what a rank of each `strategy` needs at its peak, by `part` and `x` in the unit of the `title`,
-    and the `limit`, unless it is so far beyond the bars that it would squeeze them."""
-    named = list(dict.fromkeys(row["strategy"] for row in rows))
+    planned: Mapping[str, Mapping[str, int]], parts: Sequence[str], unit: str, title: str, limit: float | None,
+    columns: int, axis: alt.Axis,
+) -> list[alt.Chart]:  # fmt: skip
+    """Stacked bars of what a rank of each strategy needs at its peak, bytes by part, drawn in MiB or GiB; and the
+    `limit`, unless it is so far beyond the bars that it would squeeze them."""
+    scale = {"MiB": 1 << 20, "GiB": 1 << 30}[unit]
+    rows: Rows = [
+        {"strategy": name, "part": part, "order": order, "x": sizes.get(part, 0) / scale,
+         "size": size_text(sizes.get(part, 0))}
+        for name, sizes in planned.items() for order, part in enumerate(parts)
+    ]  # fmt: skip
     bars = alt.Chart(data(rows)).encode(
-        x=alt.X("x:Q", title=title), y=alt.Y("strategy:N", sort=named, title=None, axis=axis),
+        x=alt.X("x:Q", title=f"{title}, {unit}"), y=alt.Y("strategy:N", sort=list(planned), title=None, axis=axis),
         color=by_part("part", parts, columns), order="order:Q", tooltip=["strategy:N", "part:N", "size:N"],
     )  # fmt: skip
-    longest = max(sum(row["x"] for row in rows if row["strategy"] == name) for name in named)
-    far = limit is None or limit > 1.5 * longest
-    return [bars.mark_bar(height=16), *([] if far or limit is None else [rule("x", limit)])]
+    near = limit is not None and limit <= 1.5 * max(sum(sizes.values()) for sizes in planned.values())
+    return [bars.mark_bar(height=16), *([rule("x", limit / scale)] if limit and near else [])]

@@ -20,17 +20,12 @@ def bars(made: Plan, width: int = 520) -> Any:
 
     from fettle.page.theme import peaks
 
-    longest = max(item.peak_bytes for item in made.predictions)
-    unit, scale = ("GiB", 1 << 30) if longest >= 1 << 30 else ("MiB", 1 << 20)
-    rows = [
-        {"strategy": item.strategy, "part": part, "order": order, "x": item.parts[part] / scale,
-         "size": size_text(item.parts[part])}
-        for item in _planned(made) for order, part in enumerate(PARTS)
-    ]  # fmt: skip
+    planned = {item.strategy: item.parts for item in _planned(made)}
+    unit = "GiB" if max(item.peak_bytes for item in made.predictions) >= 1 << 30 else "MiB"
     narrow = width < 400
     axis = alt.Axis(labelExpr="split(datum.label, ' ')", labelLimit=130) if narrow else alt.Axis(labelLimit=300)
-    most = (made.device_memory_bytes or 0) * (1 - made.headroom) / scale or None
-    layers = peaks(rows, PARTS, f"peak per rank, {unit}", most, 2 if narrow else 3, axis)
+    most = (made.device_memory_bytes or 0) * (1 - made.headroom) or None
+    layers = peaks(planned, PARTS, unit, "peak per rank", most, 2 if narrow else 3, axis)
     padding = {"left": 40, "right": 16, "top": 16, "bottom": 16}  # names are wider in some browsers' fonts
     return alt.layer(*layers).properties(width=width, height=alt.Step(40 if narrow else 22), padding=padding)
 
@@ -78,10 +73,11 @@ def _peaks(made: Plan) -> Table:
     )
     columns = ("strategy", "peak", "params", "grads", "optimizer", "activations", "transients", "fits")
     rows, kinds = [], []
+    fits = {None: "", True: "yes", False: "no"}
     for item in made.predictions:
         sizes = [item.peak_bytes, *(item.parts.get(part, 0) for part in PARTS)]
         cells = [f"{size / scale:#.3g}".removesuffix(".") if size else "0" for size in sizes]
-        rows.append([item.strategy, "failed"] if item.failed else [item.strategy, *cells, _fits(item)])
+        rows.append([item.strategy, "failed"] if item.failed else [item.strategy, *cells, fits[item.fits]])
         kinds.append("winner" if item.strategy == made.cheapest else "failed" if item.fits is False else "")
     return Table(columns, rows, columns[1:], f"The fullest rank's peak, {unit}", kinds=kinds)
 
@@ -131,7 +127,3 @@ def basis(made: Plan) -> str:
         "Predicted from fake tensors, nothing was launched. Not counted: the device's context, the communication "
         "library's buffers, fragmentation, and what kernels allocate inside themselves."
     )
-
-
-def _fits(item: Prediction) -> str:
-    return "" if item.fits is None else "yes" if item.fits else "no"

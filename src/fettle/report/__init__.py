@@ -9,7 +9,7 @@ from fettle.report._slo_tables import settings as slo_table
 from fettle.report._verdict import goal_kept, verdict
 from fettle.report.charts import write_charts
 from fettle.report.data import save_result, to_json
-from fettle.report.load_page import write_load_report
+from fettle.report.load_page import loads_page
 from fettle.report.notebook import cell
 from fettle.report.progress import progress
 from fettle.report.result import Result, load_result, page, save
@@ -18,7 +18,7 @@ from fettle.report.slo_texts import texts_page, texts_table, texts_words
 from fettle.report.tables import comparison_table, print_result
 
 __all__ = [
-    "Result", "cell", "comparison_table", "goal_kept", "interval", "load_lines", "load_result", "page", "print_result",
-    "progress", "save", "save_result", "slo_page", "slo_table", "texts_page", "texts_table", "texts_words", "to_json",
-    "verdict", "write_charts", "write_load_report",
+    "Result", "cell", "comparison_table", "goal_kept", "interval", "load_lines", "load_result", "loads_page", "page",
+    "print_result", "progress", "save", "save_result", "slo_page", "slo_table", "texts_page", "texts_table",
+    "texts_words", "to_json", "verdict", "write_charts",
 ]  # fmt: skip

@@ -109,15 +109,15 @@ def checks(result: Outcome, trial: Trial) -> list[Check]:
     peak = math.nan if trial.peak_bytes is None else float(trial.peak_bytes)
     return [
         Check("finite outputs", "always", "yes" if accuracy.finite else "no", accuracy.finite if was_judged else None),
-        *_at_most(error_name(result), accuracy.error, limits.max_error, fmt.error),
-        *_at_least("top-1 agreement", accuracy.agreement, limits.min_agreement, fmt.share),
+        *_limited("≤", error_name(result), accuracy.error, limits.max_error, fmt.error),
+        *_limited("≥", "top-1 agreement", accuracy.agreement, limits.min_agreement, fmt.share),
         *([other] if limits.exact else []),
-        *_at_most("metric drop", result.reference.metric - accuracy.metric, limits.max_metric_drop, fmt.number),
-        *_at_most(f"time of a {unit_name(result)}", trial.time_ms, limits.max_latency_ms, fmt.milliseconds),
-        *_at_most("time to first token", text.ttft_ms, limits.max_ttft_ms, fmt.milliseconds),
-        *_at_most("time per output token", text.tpot_ms, limits.max_tpot_ms, fmt.milliseconds),
-        *_at_least(samples, rate, limits.min_throughput, fmt.number),
-        *_at_most("peak memory", peak, limits.max_memory_bytes, fmt.size),
+        *_limited("≤", "metric drop", result.reference.metric - accuracy.metric, limits.max_metric_drop, fmt.number),
+        *_limited("≤", f"time of a {unit_name(result)}", trial.time_ms, limits.max_latency_ms, fmt.milliseconds),
+        *_limited("≤", "time to first token", text.ttft_ms, limits.max_ttft_ms, fmt.milliseconds),
+        *_limited("≤", "time per output token", text.tpot_ms, limits.max_tpot_ms, fmt.milliseconds),
+        *_limited("≥", samples, rate, limits.min_throughput, fmt.number),
+        *_limited("≤", "peak memory", peak, limits.max_memory_bytes, fmt.size),
     ]
 
 
@@ -167,24 +167,17 @@ def levers(trials: Sequence[Trial]) -> dict[Recipe, str]:
         gains = np.log([speed(trial) for trial in fitted])
         solved = np.linalg.solve(present.T @ present + 0.3 * np.eye(len(levels)), present.T @ gains)
         effects = dict(zip(levels, map(float, solved), strict=True))
-    named: dict[Recipe, str] = {}
-    for trial in trials:
-        items = trial.recipe.levels.items()
-        named[trial.recipe] = max(items, key=lambda item: effects.get(item, 0.0))[0] if items else NO_LEVER
-    return named
+    recipes = [trial.recipe for trial in trials]
+    return {recipe: max(recipe.levels, key=lambda name: effects.get((name, recipe.levels[name]), 0.0), default=NO_LEVER)
+            for recipe in recipes}  # fmt: skip
 
 
-def _at_most(name: str, value: float, limit: float | None, text: Callable[[float], str]) -> list[Check]:
-    """The check of a limit, if it was set."""
+def _limited(sign: str, name: str, value: float, limit: float | None, text: Callable[[float], str]) -> list[Check]:
+    """The check of a limit, if it was set; `sign`: ≤ or ≥."""
     if limit is None:
         return []
-    return [Check(name, f"≤ {text(limit)}", text(value), value <= limit if math.isfinite(value) else None)]
-
-
-def _at_least(name: str, value: float, limit: float | None, text: Callable[[float], str]) -> list[Check]:
-    if limit is None:
-        return []
-    return [Check(name, f"≥ {text(limit)}", text(value), value >= limit if math.isfinite(value) else None)]
+    kept = value <= limit if sign == "≤" else value >= limit
+    return [Check(name, f"{sign} {text(limit)}", text(value), kept if math.isfinite(value) else None)]
 
 
 def disturbed(result: Outcome) -> list[Trial]:

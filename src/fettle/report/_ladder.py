@@ -8,13 +8,12 @@ from typing import Any
 
 import altair as alt
 
-from fettle.page import theme
-from fettle.page.theme import ACCENT, QUIET, Drawn, Rows, captions, line_by_line, sized
+from fettle.page.theme import ACCENT, QUIET, Drawn, Rows, ladder
 from fettle.report import _format as fmt
 from fettle.report._facts import NO_LEVER, speed
 from fettle.result import Outcome, Rung
 
-_STEP = 48
+_KINDS = {"baseline": (QUIET, 0.75), "step": (ACCENT, 0.6), "winner": (ACCENT, 1.0)}
 
 
 def rungs(result: Outcome) -> Sequence[Rung]:
@@ -25,30 +24,6 @@ def rungs(result: Outcome) -> Sequence[Rung]:
     if result.winner is not None and result.winner.recipe.levels:
         ends.append(Rung("winner", result.winner))
     return ends
-
-
-def throughput(result: Outcome) -> Drawn | None:
-    """Samples per second of every rung, the speed-up beside it and its interval as an error bar."""
-    rows = throughput_rows(result)
-    if not rows:
-        return None
-    whiskers = [row for row in rows if row["low"] is not None]
-    layers = _bars(rows, "samples per second")
-    if whiskers:
-        base = alt.Chart(theme.data(whiskers)).encode(y=line_by_line())
-        line = base.mark_rule(strokeWidth=1.5, yOffset=9, clip=True).encode(x=alt.X("low:Q"), x2="high:Q")
-        caps = [
-            base.mark_tick(thickness=1.5, height=8, yOffset=9, clip=True).encode(x=f"{side}:Q")
-            for side in ("low", "high")
-        ]
-        layers += [line, *caps]
-    return sized(_STEP * len(rows), *layers)
-
-
-def memory(result: Outcome) -> Drawn | None:
-    """Peak memory of every rung."""
-    rows = memory_rows(result)
-    return sized(_STEP * len(rows), *_bars(rows, "peak memory, MiB")) if rows else None
 
 
 def throughput_rows(result: Outcome) -> Rows:
@@ -72,7 +47,7 @@ def throughput_rows(result: Outcome) -> Rows:
                 row["low"] = rate * trial.speedup.low / speed(trial)
                 row["high"] = rate * trial.speedup.high / speed(trial)
         rows.append(row)
-    return _numbered(rows)
+    return _added(rows)
 
 
 def memory_rows(result: Outcome) -> Rows:
@@ -87,7 +62,7 @@ def memory_rows(result: Outcome) -> Rows:
         ratio = f" · {fmt.times(peak / first)}" if first and rung.trial.recipe.levels else ""
         row["text"] = fmt.size(peak) + ratio
         rows.append(row)
-    return _numbered(rows)
+    return _added(rows)
 
 
 def _row(rung: Rung, result: Outcome, value: float) -> dict[str, Any]:
@@ -101,27 +76,16 @@ def _row(rung: Rung, result: Outcome, value: float) -> dict[str, Any]:
     }
 
 
-def _numbered(rows: Rows) -> Rows:
-    for index, row in enumerate(rows):
-        row["order"] = index
-        if index:
-            row["label"] = f"+ {row['label']}"
+def _added(rows: Rows) -> Rows:
+    for row in rows[1:]:
+        row["label"] = f"+ {row['label']}"
     return rows
 
 
-def _bars(rows: Rows, title: str) -> list[alt.Chart]:
-    """A bar under its own line of text."""
+def bars(rows: Rows, title: str) -> Drawn:
+    """The rows drawn; `title`: what they are of."""
     tallest = max(row["value"] for row in rows)
     # A wide interval may not shrink the bars to nothing: it is cut at half as much again as the longest.
     top = max(tallest, *(min(row.get("high") or 0, 1.5 * tallest) for row in rows))
-    base = alt.Chart(theme.data(rows)).encode(y=line_by_line())
-    x = alt.X("value:Q", axis=None, scale=alt.Scale(domain=[0, top or 1], nice=False))
-    kinds = alt.Scale(domain=["baseline", "step", "winner"], range=[QUIET, ACCENT, ACCENT])
-    strength = alt.Scale(domain=["baseline", "step", "winner"], range=[0.75, 0.6, 1])
-    bar = base.mark_bar(height=13, yOffset=9, cornerRadiusEnd=2).encode(
-        x=x,
-        color=alt.Color("kind:N", scale=kinds, legend=None),
-        opacity=alt.Opacity("kind:N", scale=strength, legend=None),
-        tooltip=[alt.Tooltip("recipe:N", title="recipe"), alt.Tooltip("text:N", title=title)],
-    )
-    return [bar, *captions(base, "width - 120")]
+    tooltip = [alt.Tooltip("recipe:N", title="recipe"), alt.Tooltip("text:N", title=title)]
+    return ladder(rows, _KINDS, tooltip, top or 1, "width - 120")

@@ -8,9 +8,10 @@ from dataclasses import replace
 import altair as alt
 
 from fettle.measure import Startup, Trial
-from fettle.page import theme
-from fettle.page.theme import ACCENT, LEVERS, QUIET, Drawn, moment, sized
+from fettle.page import Figure, picture, theme
+from fettle.page.theme import ACCENT, LEVERS, QUIET, moment
 from fettle.report import _format as fmt
+from fettle.report import _verdict
 from fettle.report._facts import front_trials, is_winner, ranked, speed, unit_name
 from fettle.result import Outcome
 
@@ -18,7 +19,7 @@ _POINTS = 60
 GIVEN, WINNER, AGAIN = "as given", "winner", "winner, started again"
 
 
-def payback(result: Outcome) -> Drawn | None:
+def payback(result: Outcome) -> Figure | None:
     """Lines for the model as given, the winner, and up to two others that start sooner than the winner."""
     series = _series(result)
     baseline = result.baseline
@@ -56,7 +57,7 @@ def payback(result: Outcome) -> Drawn | None:
         near_end = calls > end**0.6
         text = f"paid back after {fmt.count(calls)} {unit_name(result)}s"
         layers += moment(calls, text, QUIET, near_end=near_end)
-    return sized(300, *layers)
+    return picture("payback", "Start-up and payback", _verdict.payback(result), 300, *layers)
 
 
 def _series(result: Outcome) -> dict[str, Trial]:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import altair as alt
 
 from fettle.measure import Slice
-from fettle.page import theme
-from fettle.page.theme import ACCENT, QUIET, WARN, Drawn, sized
+from fettle.page import Figure, picture, theme
+from fettle.page.theme import ACCENT, QUIET, WARN
 from fettle.report import _format as fmt
 from fettle.report._facts import unit_name
 from fettle.result import Outcome
@@ -17,7 +17,7 @@ from fettle.result import Outcome
 GIVEN, WINNER, BUSY = "as given", "winner", "taken while others were busy"
 
 
-def rounds(result: Outcome) -> Drawn | None:
+def rounds(result: Outcome) -> Figure | None:
     """Time of a call by round, a line for each process; slices that others disturbed are rings."""
     shown = _shown(result)
     if not shown:
@@ -43,18 +43,15 @@ def rounds(result: Outcome) -> Drawn | None:
     )  # fmt: skip
     quiet, busy = (base.transform_filter(f"datum.kind {sign} '{BUSY}'") for sign in ("!=", "=="))
     ring = busy.mark_point(filled=False, size=44, strokeWidth=1.6).encode(color=alt.value(WARN))
-    return sized(220, base.mark_line(strokeWidth=1, opacity=0.4), quiet.mark_point(filled=True, size=30), ring)
-
-
-def words(result: Outcome) -> str:
-    """The same for those who cannot see it."""
+    line, dots = base.mark_line(strokeWidth=1, opacity=0.4), quiet.mark_point(filled=True, size=30)
     parts = []
-    for name, timed in _shown(result).items():
+    for name, timed in shown.items():
         low, high = min(one.ms for one in timed), max(one.ms for one in timed)
-        busy = sum(not one.quiet for one in timed)
+        disturbed = sum(not one.quiet for one in timed) or "none"
         span = f"{fmt.milliseconds(low)} to {fmt.milliseconds(high)} a {unit_name(result)}"
-        parts.append(f"{name} {span} in {len(timed)} slices, {busy or 'none'} of them {BUSY} (rings)")
-    return f"Time of a {unit_name(result)} by round: {'; '.join(parts)}."
+        parts.append(f"{name} {span} in {len(timed)} slices, {disturbed} of them {BUSY} (rings)")
+    words = f"Time of a {unit_name(result)} by round: {'; '.join(parts)}."
+    return picture("rounds", "The final race, round by round", words, 220, line, dots, ring)
 
 
 def _shown(result: Outcome) -> dict[str, list[Slice]]:

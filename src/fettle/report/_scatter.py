@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import altair as alt
 
-from fettle.page import theme
-from fettle.page.theme import LEVERS, NEUTRAL, QUIET, Drawn, Rows, level, moment, rule, sized
+from fettle.page import Figure, picture, theme
+from fettle.page.theme import LEVERS, NEUTRAL, QUIET, Rows, level, moment, rule
 from fettle.report import _format as fmt
 from fettle.report._facts import error_name, front_trials, levers, name_of, ranked, speed, status_of, unit_name
 from fettle.result import Outcome
@@ -60,7 +60,7 @@ def points(result: Outcome) -> Rows:
     return rows
 
 
-def against_error(result: Outcome) -> Drawn | None:
+def against_error(result: Outcome) -> Figure | None:
     """Every trial by speed-up and relative error, with the limit and the baseline's own error as lines."""
     rows = _with_error(points(result))
     if not rows:
@@ -74,10 +74,10 @@ def against_error(result: Outcome) -> Drawn | None:
     own = next((row["y"] for row in rows if row["status"] == "baseline" and row["error"]), None)
     if own:
         rules += level(own, "as given", QUIET)
-    return _cloud(result, rows, y, rules)
+    return _cloud("error", "Speed-up against error", error_name(result), result, rows, y, rules)
 
 
-def against_memory(result: Outcome) -> Drawn | None:
+def against_memory(result: Outcome) -> Figure | None:
     """Every trial by speed-up and peak memory, with the limit as a line."""
     rows = [{**row, "y": row["memory"]} for row in points(result) if row["memory"] is not None]
     if not rows:
@@ -85,10 +85,10 @@ def against_memory(result: Outcome) -> Drawn | None:
     limit = result.limits.max_memory_bytes
     y = alt.Y("y:Q", title="peak memory, MiB", scale=alt.Scale(zero=True, nice=True), axis=alt.Axis(tickCount=6))
     rules = level(limit / 2**20, f"limit {fmt.size(limit)}") if limit is not None else []
-    return _cloud(result, rows, y, rules)
+    return _cloud("footprint", "Speed-up against memory", "peak memory", result, rows, y, rules)
 
 
-def front(result: Outcome) -> Drawn | None:
+def front(result: Outcome) -> Figure | None:
     """The Pareto front: speed and error as place, memory as size; what is beaten in all three stays in the back."""
     rows = [row for row in _with_error(points(result)) if row["status"] != "rejected"]
     if not any(row["front"] for row in rows):
@@ -105,7 +105,14 @@ def front(result: Outcome) -> Drawn | None:
     numbers = (
         base.transform_filter("datum.front").mark_text(fontWeight=700, fontSize=12, dy=-18).encode(text="number:N")
     )
-    return sized(_HEIGHT, dots, numbers)
+    best = front_trials(ranked(result))
+    listed = "; ".join(
+        f"{fmt.times(trial.speedup.estimate if trial.speedup else None)} with error {fmt.error(trial.accuracy.error)} "
+        f"and {fmt.size(trial.peak_bytes)}"
+        for trial in best[:8]
+    )
+    words = f"{len(best)} trials that no other beats in speed, error and memory at once: {listed}."
+    return picture("pareto", "The Pareto front", words, _HEIGHT, dots, numbers)
 
 
 def _with_error(rows: Rows) -> Rows:
@@ -115,7 +122,9 @@ def _with_error(rows: Rows) -> Rows:
     return [{**row, "y": max(row["error"], floor)} for row in rows if row["error"] is not None]
 
 
-def _cloud(result: Outcome, rows: Rows, y: alt.Y, rules: list[alt.Chart]) -> Drawn:
+def _cloud(
+    name: str, title: str, against: str, result: Outcome, rows: Rows, y: alt.Y, rules: list[alt.Chart]
+) -> Figure:  # fmt: skip
     picked = alt.selection_point(fields=["lever"], bind="legend")
     names = sorted({row["lever"] for row in rows}, key=lambda name: (name in ("as given", OTHER), name))
     colours = [QUIET if name in ("as given", OTHER) else LEVERS[i % len(LEVERS)] for i, name in enumerate(names)]
@@ -152,7 +161,13 @@ def _cloud(result: Outcome, rows: Rows, y: alt.Y, rules: list[alt.Chart]) -> Dra
     if ratio is not None:
         text = f"latency limit {fmt.milliseconds(result.limits.max_latency_ms)}"
         rules = [*rules, *moment(ratio, text)]
-    return sized(_HEIGHT, one, *rules, dots, label)
+    every = points(result)
+    low, high = min(row["speedup"] for row in every), max(row["speedup"] for row in every)
+    words = (
+        f"Scatter of {len(every)} trials, speed-up from {fmt.times(low)} to {fmt.times(high)} against {against}; "
+        f"{sum(row['status'] == 'rejected' for row in every)} rejected. The figures are in the table of all trials."
+    )
+    return picture(name, title, words, _HEIGHT, one, *rules, dots, label)
 
 
 def _latency_ratio(result: Outcome) -> float | None:

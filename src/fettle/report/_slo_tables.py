@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fettle.page import Cell, Row, Table
 from fettle.report import _format as fmt
 
 Data = Mapping[str, Any]
+
+
+def best_of(data: Data) -> dict[str, Any] | None:
+    """The point that was chosen."""
+    return None if data["best"] is None else data["points"][data["best"]]
+
+
+def headline(data: Data, limits: str, words: Callable[[float], str]) -> str:
+    """What came of it: the best setting's rate in `words`, within the `limits`."""
+    point = best_of(data)
+    if data["interrupted"]:
+        return "A search that was interrupted"
+    if point is None:
+        return f"No setting keeps {limits}"
+    return f"{'' if data['met'] else 'Not met: '}{words(point['measured'])} within {limits}"
 
 
 def tiles(data: Data, best: Data) -> list[tuple[str, str, str]]:
@@ -28,7 +43,7 @@ def tiles(data: Data, best: Data) -> list[tuple[str, str, str]]:
 def settings(data: Data, most: int | None = None) -> Table:
     """The settings that were measured, and those that no other beats."""
     points = [point for point in data["points"] if point["tests"] or point["front"]][:most]
-    best = None if data["best"] is None else data["points"][data["best"]]
+    best = best_of(data)
     p99 = f"p99 at {data['reference_rate']:.4g}/s" if data["reference_rate"] else "p99"
     hidden = set()
     if all(point["cost_per_million"] is None for point in points):
@@ -50,8 +65,7 @@ def settings(data: Data, most: int | None = None) -> Table:
         }
         rows.append({name: cell for name, cell in cells.items() if name not in hidden})
         kinds.append("winner" if point is best else "")
-    columns = list(rows[0]) if rows else []
-    return Table(columns, [list(row.values()) for row in rows], columns[1:-1], kinds=kinds, stack=True)
+    return Table.of(rows, ("setting", ""), kinds, stack=True)
 
 
 def tests(data: Data) -> Table:
@@ -80,17 +94,17 @@ def tests(data: Data) -> Table:
 
 def branches(data: Data) -> Table:
     """What calls cost, by workers."""
-    columns = ("workers", "one row", "most rows", "that call", "a request adds", "a batch adds", "these two were")
-    rows: list[Row] = []
+    rows: list[dict[str, Cell | str]] = []
     for branch in data["branches"]:
         first, last = branch["curve"][0], branch["curve"][-1]
-        scaled = branch["scale"] != 1
-        rows.append([
-            Cell(branch["branch"], notes=[f"costs multiplied by {branch['scale']:.3g} after load tests"] * scaled),
-            fmt.milliseconds(first["median_ms"]), str(last["rows"]), fmt.milliseconds(last["median_ms"]),
-            fmt.milliseconds(branch["request_ms"]), fmt.milliseconds(branch["batch_ms"]), branch["overheads"],
-        ])  # fmt: skip
-    return Table(columns, rows, columns[1:-1], stack=True)
+        scaled = [f"costs multiplied by {branch['scale']:.3g} after load tests"] * (branch["scale"] != 1)
+        rows.append({
+            "workers": Cell(branch["branch"], notes=scaled), "one row": fmt.milliseconds(first["median_ms"]),
+            "most rows": str(last["rows"]), "that call": fmt.milliseconds(last["median_ms"]),
+            "a request adds": fmt.milliseconds(branch["request_ms"]),
+            "a batch adds": fmt.milliseconds(branch["batch_ms"]), "these two were": branch["overheads"],
+        })  # fmt: skip
+    return Table.of(rows, ("workers", "these two were"), stack=True)
 
 
 def _measured(point: Data) -> str:

@@ -67,8 +67,7 @@ def trials(result: Outcome) -> Table:
         }
         rows.append({name: cell for name, cell in cells.items() if answers or name not in ("cosine", "top-1")})
         kinds.append(status if status == "winner" else "")
-    columns = list(rows[0]) if rows else []
-    return Table(columns, [list(row.values()) for row in rows], columns[1:-1], kinds=kinds, stack=True)
+    return Table.of(rows, ("recipe", "status"), kinds, stack=True)
 
 
 def advice(result: Outcome) -> Table:

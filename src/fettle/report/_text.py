@@ -8,8 +8,8 @@ import altair as alt
 
 from fettle.generate.limits import Point, Work, peak_bytes, peak_flops, points
 from fettle.measure import Trial
-from fettle.page import Cell, Row, Table, theme
-from fettle.page.theme import ACCENT, QUIET, WARN, Drawn, Rows, sized
+from fettle.page import Cell, Figure, Table, picture, theme
+from fettle.page.theme import ACCENT, QUIET, WARN, Rows
 from fettle.report import _format as fmt
 from fettle.report._facts import is_winner, name_of, ranked
 from fettle.result import Outcome
@@ -26,59 +26,38 @@ def speeds(result: Outcome) -> Table:
     counts = sorted(
         {int(rows) for trial in trials for rows in (trial.generation.tokens_per_s if trial.generation else {})}
     )
-    rows: list[Row] = []
+    rows: list[dict[str, Cell | str]] = []
     for trial in trials:
         text = trial.generation
         assert text is not None
-        at = [fmt.number(text.tokens_per_s.get(str(count)), 3) for count in counts]
+        between = (text.itl_p50_ms, text.itl_p90_ms, text.itl_p99_ms)
         shares = {point.phase: fmt.share(point.share) for point in standing(result, trial)}
-        rows.append(
-            [
-                Cell(name_of(trial.recipe), code=True),
-                fmt.milliseconds(text.ttft_ms),
-                fmt.milliseconds(text.tpot_ms),
-                " / ".join(fmt.milliseconds(ms) for ms in (text.itl_p50_ms, text.itl_p90_ms, text.itl_p99_ms)),
-                *at,
-                fmt.size(text.peak_bytes),
-                shares.get("prefill", "–"),
-                shares.get("decode", "–"),
-            ]
-        )
-    named = [f"tokens/s, {count} row{'s' * (count > 1)}" for count in counts]
-    columns = (
-        "recipe", "first token", "per token", "between, p50 / p90 / p99", *named, "memory", "of the limit, prefill",
-        "decode",
-    )  # fmt: skip
-    return Table(columns, rows, numbers=columns[1:], stack=True)
+        rows.append({
+            "recipe": Cell(name_of(trial.recipe), code=True), "first token": fmt.milliseconds(text.ttft_ms),
+            "per token": fmt.milliseconds(text.tpot_ms),
+            "between, p50 / p90 / p99": " / ".join(map(fmt.milliseconds, between)),
+            **{f"tokens/s, {count} row{'s' * (count > 1)}": fmt.number(text.tokens_per_s.get(str(count)), 3)
+               for count in counts},
+            "memory": fmt.size(text.peak_bytes), "of the limit, prefill": shares.get("prefill", "–"),
+            "decode": shares.get("decode", "–"),
+        })  # fmt: skip
+    return Table.of(rows, ["recipe"], stack=True)
 
 
 def quality(result: Outcome) -> Table:
     """How near each recipe's text is to the reference's."""
-    rows: list[Row] = []
+    rows: list[dict[str, Cell | str]] = []
     for trial in timed(result):
         accuracy = trial.accuracy
         ratio = f"{accuracy.perplexity_ratio:.4f} [{accuracy.perplexity_low:.4f}, {accuracy.perplexity_high:.4f}]"
-        rows.append(
-            [
-                Cell(name_of(trial.recipe), code=True),
-                fmt.error(accuracy.error),
-                fmt.error(accuracy.max_abs),
-                fmt.share(accuracy.agreement),
-                fmt.number(accuracy.perplexity),
-                ratio if math.isfinite(accuracy.perplexity_ratio) else "–",
-                fmt.share(accuracy.unequal),
-            ]
-        )
-    columns = (
-        "recipe",
-        "mean KL",
-        "worst token",
-        "top-1",
-        "perplexity",
-        "over the reference's",
-        "other tokens, written alone",
-    )
-    return Table(columns, rows, numbers=columns[1:], stack=True)
+        rows.append({
+            "recipe": Cell(name_of(trial.recipe), code=True), "mean KL": fmt.error(accuracy.error),
+            "worst token": fmt.error(accuracy.max_abs), "top-1": fmt.share(accuracy.agreement),
+            "perplexity": fmt.number(accuracy.perplexity),
+            "over the reference's": ratio if math.isfinite(accuracy.perplexity_ratio) else "–",
+            "other tokens, written alone": fmt.share(accuracy.unequal),
+        })  # fmt: skip
+    return Table.of(rows, ["recipe"], stack=True)
 
 
 def standing(result: Outcome, trial: Trial) -> list[Point]:
@@ -88,7 +67,7 @@ def standing(result: Outcome, trial: Trial) -> list[Point]:
     return list(points(trial.generation, work, result.machine.get("peaks", {}))) if trial.generation else []
 
 
-def roofline(result: Outcome) -> Drawn | None:
+def roofline(result: Outcome) -> Figure | None:
     """Operations a second by operations for each byte, under what bandwidth and arithmetic allow."""
     rows: Rows = [
         {"recipe": name_of(trial.recipe), "phase": point.phase, "x": point.intensity, "y": point.flops / 1e9,
@@ -119,16 +98,9 @@ def roofline(result: Outcome) -> Drawn | None:
                      alt.Tooltip("share:N", title="of the limit there")],
         )
     )  # fmt: skip
-    return sized(320, line, dots)
-
-
-def roofline_words(result: Outcome) -> str:
-    """The same for those who cannot see it."""
-    parts = [
-        f"{name_of(trial.recipe)} {point.phase} {fmt.share(point.share)}"
-        for trial in timed(result)[:8] for point in standing(result, trial)
-    ]  # fmt: skip
-    return f"Shares of what bandwidth or arithmetic allow: {'; '.join(parts)}."
+    shares = "; ".join(f"{row['recipe']} {row['phase']} {row['share']}" for row in rows[:16])
+    words = f"Shares of what bandwidth or arithmetic allow: {shares}."
+    return picture("roofline", "Prefill and decode under the machine's limits", words, 320, line, dots)
 
 
 def sentence(result: Outcome) -> str:

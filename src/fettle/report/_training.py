@@ -7,8 +7,8 @@ import math
 import altair as alt
 
 from fettle.measure import Trial
-from fettle.page import theme
-from fettle.page.theme import ACCENT, QUIET, Drawn, Rows, by_part, peaks, sized
+from fettle.page import Figure, picture, theme
+from fettle.page.theme import ACCENT, QUIET, Rows, by_part, peaks
 from fettle.report import _format as fmt
 from fettle.result import Outcome
 from fettle.techniques import uses_ranks
@@ -17,7 +17,7 @@ PHASES = ("data", "forward", "backward", "optimizer", "communication", "idle")
 MEMORY = ("parameters", "gradients", "optimizer state", "activations", "transients")
 
 
-def losses(result: Outcome) -> Drawn | None:
+def losses(result: Outcome) -> Figure | None:
     """The baseline's losses and the winner's, over the band between the lowest and the highest of all seeds."""
     curves = [list(curve) for curve in result.reference.curves if curve]
     if len(curves) < 2:
@@ -28,8 +28,14 @@ def losses(result: Outcome) -> Drawn | None:
         for step in range(count)
     ]
     lines: Rows = [{"step": i + 1, "loss": loss, "run": "baseline"} for i, loss in enumerate(curves[0])]
+    ends = [curve[-1] for curve in curves[1:]]
+    words = (
+        f"Losses of the baseline over {len(curves[0])} steps, from {curves[0][0]:.4g} to {curves[0][-1]:.4g}; "
+        f"{len(ends)} other seeds end between {min(ends):.4g} and {max(ends):.4g}"
+    )
     winner = result.winner
     if winner is not None and winner.recipe.levels and winner.accuracy.losses:
+        words += f"; tuned it ends at {winner.accuracy.losses[-1]:.4g}"
         stride = max(1, round(count / len(winner.accuracy.losses)))  # a step of a larger batch stands for several
         lines += [
             {"step": (i + 1) * stride, "loss": loss, "run": "tuned"} for i, loss in enumerate(winner.accuracy.losses)
@@ -50,26 +56,10 @@ def losses(result: Outcome) -> Drawn | None:
             tooltip=["run:N", "step:Q", alt.Tooltip("loss:Q", format=".4f")],
         )
     )
-    return sized(260, area, line)
+    return picture("losses", "Losses, baseline and tuned", f"{words}.", 260, area, line)
 
 
-def losses_words(result: Outcome) -> str:
-    """The same for those who cannot see it."""
-    curves = result.reference.curves
-    if len(curves) < 2:
-        return ""
-    text = (
-        f"Losses of the baseline over {len(curves[0])} steps, from {curves[0][0]:.4g} to {curves[0][-1]:.4g}; "
-        f"{len(curves) - 1} other seeds end between {min(c[-1] for c in curves[1:]):.4g} and "
-        f"{max(c[-1] for c in curves[1:]):.4g}"
-    )
-    winner = result.winner
-    if winner is not None and winner.recipe.levels and winner.accuracy.losses:
-        text += f"; tuned it ends at {winner.accuracy.losses[-1]:.4g}"
-    return text + "."
-
-
-def timeline(result: Outcome) -> Drawn | None:
+def timeline(result: Outcome) -> Figure | None:
     """One bar for each of baseline, winner and plain parallel strategy: the parts of a mean step, side by side."""
     rows = timeline_rows(result)
     if not rows:
@@ -87,7 +77,10 @@ def timeline(result: Outcome) -> Drawn | None:
             tooltip=["run:N", "phase:N", alt.Tooltip("ms:Q", format=".2f")],
         )
     )
-    return sized((52 if len(labels) < 3 else 36) * len(labels), bars)
+    words = "Parts of a step, which add up to its wall time: " + "; ".join(
+        f"{row['run']} {row['phase']} {fmt.milliseconds(row['ms'])}" for row in rows
+    )
+    return picture("timeline", "A step, by phase", words, (52 if len(labels) < 3 else 36) * len(labels), bars)
 
 
 def timeline_rows(result: Outcome) -> Rows:
@@ -111,35 +104,16 @@ def timeline_rows(result: Outcome) -> Rows:
     return rows
 
 
-def timeline_words(result: Outcome) -> str:
-    """The same for those who cannot see it."""
-    return "Parts of a step, which add up to its wall time: " + "; ".join(
-        f"{row['run']} {row['phase']} {fmt.milliseconds(row['ms'])}" for row in timeline_rows(result)
-    )
-
-
-def plan(result: Outcome) -> Drawn | None:
+def plan(result: Outcome) -> Figure | None:
     """Stacked bars of the peak that the plan predicts for a rank of each strategy; the line is what a device holds."""
-    rows = plan_rows(result)
+    rows = [row for row in result.plan if not row.failed]
     if not rows:
         return None
-    limits = [row.limit_bytes / 2**20 for row in result.plan if row.limit_bytes]
+    limit = min((row.limit_bytes for row in result.plan if row.limit_bytes), default=None)
     layers = peaks(
-        rows, MEMORY, "predicted peak of one rank, MiB", min(limits, default=None), 2, alt.Axis(labelLimit=190)
-    )
-    return sized(alt.Step(24), *layers)
-
-
-def plan_rows(result: Outcome) -> Rows:
-    """One row for each strategy and part of its peak."""
-    return [
-        {"strategy": row.strategy, "part": part, "order": order, "x": row.parts.get(part, 0) / 2**20,
-         "size": fmt.size(row.parts.get(part, 0))}
-        for row in result.plan if not row.failed for order, part in enumerate(MEMORY)
-    ]  # fmt: skip
-
-
-def plan_words(result: Outcome) -> str:
-    """The same for those who cannot see it."""
-    peaks = "; ".join(f"{row.strategy} {fmt.size(row.peak_bytes)}" for row in result.plan if not row.failed)
-    return f"Predicted peak of one rank: {peaks}."
+        {row.strategy: row.parts for row in rows}, MEMORY, "MiB", "predicted peak of one rank", limit, 2,
+        alt.Axis(labelLimit=190),
+    )  # fmt: skip
+    words = "; ".join(f"{row.strategy} {fmt.size(row.peak_bytes)}" for row in rows)
+    words = f"Predicted peak of one rank: {words}."
+    return picture("plan", "The memory plan, one rank", words, alt.Step(24), *layers)

@@ -6,14 +6,12 @@ It reads what ``fettle serve load --json`` prints (`fettle.load.run.as_data`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import altair as alt
 
-from fettle.files import write_text
-from fettle.page import Figure, Table, as_spec, clean, shell, theme
-from fettle.page.theme import Rows, by_name, level, sized
+from fettle.page import Figure, Table, clean, picture, shell, theme
+from fettle.page.theme import Rows, by_name, level
 from fettle.report import _format as fmt
 
 Data = Mapping[str, Any]
@@ -26,24 +24,21 @@ _KINDS = (
 """A chart's name, its title, and where its percentiles and its limit stand."""
 
 
-def write_load_report(
-    runs: Sequence[Data], loads: Sequence[str], table: Table, url: str, machine: str, path: str | Path
-) -> None:
-    """Write the page to `path`; `loads` names each run, `table` holds its figures. Raises `UsageError`."""
-    runs = [clean(run) for run in runs]
+def loads_page(runs: Sequence[Data], table: Table, url: str, machine: str) -> str:
+    """The page as text; `table` has a column for each run, with its name and its figures."""
+    runs, loads = [clean(run) for run in runs], table.columns[1:]
     figures = [figure for kind in _KINDS if (figure := _figure(runs, loads, *kind)) is not None]
     doubts = [f"{load}: {why}" for load, run in zip(loads, runs, strict=True) if (why := _doubt(run))]
     conclusion = headline(runs, loads)
-    page = shell.render(
+    return shell.render(
         "fettle.report", "load_page.html.j2", f"{conclusion}: {url}", figures, headline=conclusion,
         url=url, table=table, names=[figure.name for figure in figures], doubts=doubts, machine=machine,
     )  # fmt: skip
-    write_text(Path(path), page)
 
 
 def headline(runs: Sequence[Data], loads: Sequence[str]) -> str:
     """The most that was answered in time, in a few words."""
-    limited = any(_limits(run) for run in runs)
+    limited = any(_part(run, key).get(key) for run in runs for *_, key in _KINDS)
     counted = [number for number, run in enumerate(runs) if not run["void"]]
     if not counted:
         return "Nothing can be concluded: every run is void"
@@ -58,10 +53,6 @@ def headline(runs: Sequence[Data], loads: Sequence[str]) -> str:
 def _doubt(run: Data) -> str:
     """Why a run's figures are not to be gone by; empty where they are."""
     return str(run["void"]) or ("" if run["stable"] else "the backlog only grew: more than the server can do")
-
-
-def _limits(run: Data) -> list[float]:
-    return [limit for *_, key in _KINDS if (limit := _part(run, key).get(key) or 0)]
 
 
 def _part(run: Data, key: str) -> Data:
@@ -97,5 +88,5 @@ def _figure(runs: Sequence[Data], loads: Sequence[str], name: str, title: str, k
     whiskers = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5)
     whiskers = whiskers.encode(y=alt.Y("low:Q", title="ms"), y2="high:Q")
     limits = level(most, f"limit {most:.4g} ms") if most else []
-    chart = sized(260, base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=45), whiskers, *limits)
-    return Figure(name, title, f"{words}.", as_spec(chart))
+    line, dots = base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=45)
+    return picture(name, title, f"{words}.", 260, line, dots, whiskers, *limits)

@@ -10,8 +10,8 @@ from typing import Any
 
 import altair as alt
 
-from fettle.page import Figure, as_spec, clean, shell, theme
-from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn, Rows, by_name, level, rule, sized
+from fettle.page import Figure, clean, picture, shell, theme
+from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Rows, by_name, level, rule
 from fettle.report import _format as fmt
 from fettle.report import _slo_tables
 from fettle.units import rate_text
@@ -23,15 +23,17 @@ _HEIGHT = 300
 def slo_page(data: Data) -> str:
     """The page as text."""
     data = clean(data)
-    chosen = best(data)
+    chosen = _slo_tables.best_of(data)
+    limit = fmt.milliseconds(data["limit_ms"])
+    headline = _slo_tables.headline(data, limit, lambda rate: f"{rate_text(rate)} requests a second")
     return shell.render(
         "fettle.report",
         "slo.html.j2",
-        f"{headline(data)}: {data['name']}",
-        slo_figures(data),
+        f"{headline}: {data['name']}",
+        [figure for figure in (capacity(data), cost(data), prediction(data), front(data)) if figure is not None],
         data=data,
         best=chosen,
-        headline=headline(data),
+        headline=headline,
         lead=lead(data),
         fmt=fmt,
         tiles=_slo_tables.tiles(data, chosen) if chosen else [],
@@ -42,25 +44,9 @@ def slo_page(data: Data) -> str:
     )
 
 
-def best(data: Data) -> dict[str, Any] | None:
-    """The point that was chosen."""
-    return None if data["best"] is None else data["points"][data["best"]]
-
-
-def headline(data: Data) -> str:
-    """What came of it, in a few words."""
-    point = best(data)
-    if data["interrupted"]:
-        return "A search that was interrupted"
-    if point is None:
-        return f"No setting keeps {fmt.milliseconds(data['limit_ms'])}"
-    words = f"{rate_text(point['measured'])} requests a second within {fmt.milliseconds(data['limit_ms'])}"
-    return words if data["met"] else f"Not met: {words}"
-
-
 def lead(data: Data) -> str:
     """One paragraph: the setting, how it was predicted, and what is left."""
-    point = best(data)
+    point = _slo_tables.best_of(data)
     if point is None:
         return " ".join(f"{why[:1].upper()}{why[1:]}." for why in data["why"][:2])
     text = f"{point['setting']}. Predicted before any load test: {rate_text(point['predicted'])} requests a second."
@@ -70,44 +56,25 @@ def lead(data: Data) -> str:
     return text
 
 
-def slo_figures(data: Data) -> list[Figure]:
-    """The charts that there is data for."""
-    drawn = [
-        ("capacity", "Capacity by rows of a batch", _capacity_words(data), capacity(data)),
-        ("cost", "What a call costs, by rows", _cost_words(data), cost(data)),
-        ("prediction", "Predicted against measured p99", _prediction_words(data), prediction(data)),
-        ("front", "The Pareto front", _front_words(data), front(data)),
-    ]
-    return [Figure(name, title, words, as_spec(chart)) for name, title, words, chart in drawn if chart is not None]
-
-
 def _branch_of(point: Data) -> tuple[Any, ...]:
     return (point["workers"], point["threads"], point["device"], point["variant"])
 
 
 def _main_branch(data: Data) -> tuple[Any, ...] | None:
     """The branch of the best point, or of the best predicted one."""
-    point = best(data) or next(iter(data["points"]), None)
+    point = _slo_tables.best_of(data) or next(iter(data["points"]), None)
     return None if point is None else _branch_of(point)
 
 
-def _capacity_rows(data: Data) -> Rows:
-    main = _main_branch(data)
-    return [
-        {"rows": point["max_rows"], "capacity": point.get("simulated", point["predicted"]), "kind": _kind(point),
-         "setting": point["setting"], "measured": point["measured"]}
-        for point in data["points"]
-        if _branch_of(point) == main
-    ]  # fmt: skip
-
-
-def _kind(point: Data) -> str:
-    return "with delay" if point["delay_s"] else "at once"
-
-
-def capacity(data: Data) -> Drawn | None:
+def capacity(data: Data) -> Figure | None:
     """Capacity under the limit against the rows of a batch, a line with and one without delay."""
-    rows = _capacity_rows(data)
+    main = _main_branch(data)
+    rows: Rows = [
+        {"rows": point["max_rows"], "capacity": point.get("simulated", point["predicted"]),
+         "kind": "with delay" if point["delay_s"] else "at once", "setting": point["setting"],
+         "measured": point["measured"]}
+        for point in data["points"] if _branch_of(point) == main
+    ]  # fmt: skip
     if not any(row["capacity"] for row in rows):
         return None
     colours = {"at once": ACCENT, "with delay": LEVERS[1]}
@@ -130,25 +97,18 @@ def capacity(data: Data) -> Drawn | None:
                 tooltip=[alt.Tooltip("setting:N"), alt.Tooltip("capacity:Q", title="measured", format=".4~g")],
             )
         )  # fmt: skip
-    return sized(_HEIGHT, *layers)
+    listed = "; ".join(f"up to {row['rows']} rows {row['capacity']:.4g}/s" for row in rows if row["kind"] == "at once")
+    return picture("capacity", "Capacity by rows of a batch", f"Lines: {listed}.", _HEIGHT, *layers)
 
 
-def _capacity_words(data: Data) -> str:
-    rows = [row for row in _capacity_rows(data) if row["kind"] == "at once"]
-    return "Lines: " + "; ".join(f"up to {row['rows']} rows {row['capacity']:.4g}/s" for row in rows) + "."
-
-
-def _cost_rows(data: Data) -> Rows:
-    return [
+def cost(data: Data) -> Figure | None:
+    """Milliseconds of a call against its rows: the median of every branch, and for the best one where 90% lie."""
+    best_branch = _main_branch(data)
+    rows: Rows = [
         {"branch": branch["branch"], **entry, "row_ms": entry["median_ms"] / entry["rows"],
-         "main": (branch["workers"], branch["threads"], branch["device"], branch["variant"]) == _main_branch(data)}
+         "main": _branch_of(branch) == best_branch}
         for branch in data["branches"] for entry in branch["curve"]
     ]  # fmt: skip
-
-
-def cost(data: Data) -> Drawn | None:
-    """Milliseconds of a call against its rows: the median of every branch, and for the best one where 90% lie."""
-    rows = _cost_rows(data)
     if not rows:
         return None
     names = list(dict.fromkeys(row["branch"] for row in sorted(rows, key=lambda row: not row["main"])))[:8]
@@ -162,27 +122,21 @@ def cost(data: Data) -> Drawn | None:
     )  # fmt: skip
     band = base.transform_filter("datum.main").mark_area(opacity=0.18).encode(y="low_ms:Q", y2="high_ms:Q")
     limit = level(data["limit_ms"], f"limit {fmt.milliseconds(data['limit_ms'])}")
-    return sized(_HEIGHT, band, base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=42), *limit)
+    line, dots = base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=42)
+    main = (row for row in rows if row["main"])
+    listed = "; ".join(f"{row['rows']} rows {fmt.milliseconds(row['median_ms'])}" for row in main)
+    return picture("cost", "What a call costs, by rows", f"Line: {listed}.", _HEIGHT, band, line, dots, *limit)
 
 
-def _cost_words(data: Data) -> str:
-    main = [row for row in _cost_rows(data) if row["main"]]
-    return "Line: " + "; ".join(f"{row['rows']} rows {fmt.milliseconds(row['median_ms'])}" for row in main) + "."
-
-
-def _prediction_rows(data: Data) -> Rows:
-    return [
+def prediction(data: Data) -> Figure | None:
+    """Every load test: its p99 by simulation and as measured; on the line they are equal."""
+    rows: Rows = [
         {"setting": point["setting"], "rate": test["rate"], "predicted": test["predicted_p99_ms"],
          "measured": test["run"]["latency_ms"]["p99"], "held": "limit kept" if test["held"] else "limit missed",
          **dict(zip(("low", "high"), test["run"].get("p99_interval_ms") or (None, None), strict=True))}
         for point in data["points"] for test in point["tests"]
         if test["predicted_p99_ms"] and test["run"]["latency_ms"]["p99"]
     ]  # fmt: skip
-
-
-def prediction(data: Data) -> Drawn | None:
-    """Every load test: its p99 by simulation and as measured; on the line they are equal."""
-    rows = _prediction_rows(data)
     if not rows:
         return None
     values = [row[name] for row in rows for name in ("predicted", "measured", "low", "high") if (row[name] or 0) > 0]
@@ -204,35 +158,23 @@ def prediction(data: Data) -> Drawn | None:
     dots = base.mark_point(filled=True, size=90, opacity=0.85)
     whiskers = base.transform_filter("datum.low > 0").mark_rule(strokeWidth=1.5)
     whiskers = whiskers.encode(y=alt.Y("low:Q", scale=scale, axis=axis, title="measured p99, ms (log)"), y2="high:Q")
-    return sized(_HEIGHT, dots, whiskers, line, rule("y", data["limit_ms"], scale=scale))
-
-
-def _prediction_words(data: Data) -> str:
-    rows = _prediction_rows(data)
+    limit = rule("y", data["limit_ms"], scale=scale)
     off = sorted(abs(row["measured"] / row["predicted"] - 1) for row in rows)
-    return (
-        f"{len(rows)} load tests; the median distance from the prediction is {off[len(off) // 2]:.0%}." if off else ""
-    )
+    words = f"{len(rows)} load tests; the median distance from the prediction is {off[len(off) // 2]:.0%}."
+    return picture("prediction", "Predicted against measured p99", words, _HEIGHT, dots, whiskers, line, limit)
 
 
-def _front_rows(data: Data) -> Rows:
-    rows = []
-    for number, point in enumerate(data["points"], 1):
-        capacity = point["predicted"] if point["measured"] is None else point["measured"]
-        if not capacity or point["p99_ms"] is None or point["p99_ms"] > 3 * data["limit_ms"]:
-            continue
-        rows.append(
-            {"number": number, "setting": point["setting"], "capacity": capacity, "p99": point["p99_ms"],
-             "memory": point["memory_bytes"] / 2**20, "front": point["front"], "error": fmt.error(point["error"]),
-             "kind": "measured" if point["measured"] else "predicted",
-             "best": number - 1 == data["best"]}
-        )  # fmt: skip
-    return rows
-
-
-def front(data: Data) -> Drawn | None:
+def front(data: Data) -> Figure | None:
     """Capacity against the p99 at one common rate; memory as size. What is beaten in all respects stays in the back."""
-    rows = _front_rows(data)
+    rows: Rows = []
+    for number, point in enumerate(data["points"]):
+        reached = point["predicted"] if point["measured"] is None else point["measured"]
+        if reached and point["p99_ms"] is not None and point["p99_ms"] <= 3 * data["limit_ms"]:
+            rows.append({
+                "setting": point["setting"], "capacity": reached, "p99": point["p99_ms"], "front": point["front"],
+                "memory": point["memory_bytes"] / 2**20, "error": fmt.error(point["error"]),
+                "kind": "measured" if point["measured"] else "predicted", "best": number == data["best"],
+            })  # fmt: skip
     if not any(row["front"] for row in rows):
         return None
     x = alt.X("capacity:Q", title="requests a second under the limit", scale=alt.Scale(zero=False, nice=True))
@@ -248,13 +190,10 @@ def front(data: Data) -> Drawn | None:
                  alt.Tooltip("memory:Q", title="memory, MiB", format=".0f"), alt.Tooltip("error:N")],
     )  # fmt: skip
     label = base.transform_filter("datum.best").mark_text(dy=-14, fontWeight=600).encode(text=alt.value("chosen"))
-    return sized(_HEIGHT, dots, label)
-
-
-def _front_words(data: Data) -> str:
-    rows = [row for row in _front_rows(data) if row["front"]]
-    listed = "; ".join(f"{row['setting']}: {row['capacity']:.4g}/s" for row in rows[:8])
-    return f"{len(rows)} settings that no other beats in every respect: {listed}."
+    unbeaten = [row for row in rows if row["front"]]
+    listed = "; ".join(f"{row['setting']}: {row['capacity']:.4g}/s" for row in unbeaten[:8])
+    words = f"{len(unbeaten)} settings that no other beats in every respect: {listed}."
+    return picture("front", "The Pareto front", words, _HEIGHT, dots, label)
 
 
 def _nice(low: float, high: float) -> list[float]:

@@ -10,8 +10,9 @@ from typing import Any
 
 import altair as alt
 
-from fettle.page import Figure, Table, as_spec, clean, shell, theme
-from fettle.page.theme import Rows, by_name, level, sized
+from fettle.page import Figure, Table, clean, picture, shell, theme
+from fettle.page.theme import Rows, by_name, level
+from fettle.report import _slo_tables
 from fettle.units import size_text
 
 Data = Mapping[str, Any]
@@ -22,21 +23,13 @@ def texts_page(data: Data) -> str:
     """The page as text."""
     data = clean(data)
     figures = [figure for figure in (_capacity(data), _costs(data)) if figure is not None]
+    headline = _slo_tables.headline(data, _limits(data), lambda rate: f"{rate:.3g} texts a second")
     return shell.render(
-        "fettle.report", "slo_texts.html.j2", f"{_headline(data)}: {data['name']}", figures, data=data,
-        headline=_headline(data), words=texts_words(data), names=[figure.name for figure in figures],
+        "fettle.report", "slo_texts.html.j2", f"{headline}: {data['name']}", figures, data=data,
+        headline=headline, words=texts_words(data), names=[figure.name for figure in figures],
         settings=texts_table(data, len(data["points"])), tests=_tests(data),
         failures=[f"{failure['what']}: {failure['why']}" for failure in data["failures"]],
     )  # fmt: skip
-
-
-def _headline(data: Data) -> str:
-    if data["interrupted"]:
-        return "A search that was interrupted"
-    if data["best"] is None:
-        return f"No setting keeps {_limits(data)}"
-    words = f"{data['points'][data['best']]['measured']:.3g} texts a second within {_limits(data)}"
-    return words if data["met"] else f"Not met: {words}"
 
 
 def _limits(data: Data) -> str:
@@ -53,18 +46,14 @@ def texts_words(data: Data) -> str:
     )
 
 
-def _proof(point: Data) -> Data | None:
-    held = [test for test in point["tests"] if test["held"] and test["rate"] == point["measured"]]
-    return held[0] if held else None
-
-
 def texts_table(data: Data, most: int = 10) -> Table:
     """Settings: those that were measured, then the best of the others."""
     points = sorted(data["points"], key=lambda point: not point["tests"])[:most]
-    best = None if data["best"] is None else data["points"][data["best"]]
+    best = _slo_tables.best_of(data)
     rows = []
     for point in points:
-        test, lowest = _proof(point), min((test["rate"] for test in point["tests"]), default=0.0)
+        test = next((one for one in point["tests"] if one["held"] and one["rate"] == point["measured"]), None)
+        lowest = min((one["rate"] for one in point["tests"]), default=0.0)
         texts = test["run"]["texts"] if test is not None else None
         measured = "" if not point["tests"] else f"{point['measured']:.3g}" if test else f"under {lowest:.3g}"
         rows.append([
@@ -106,8 +95,7 @@ def _lines(name: str, title: str, rows: Rows, x: alt.X, y: alt.Y, words: str, *m
         x=x, y=y, color=by_name("line", shown, columns=2),
         tooltip=[alt.Tooltip("line:N"), alt.Tooltip(x.shorthand), alt.Tooltip(y.shorthand, format=".4~g")],
     )  # fmt: skip
-    chart = sized(280, base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=45), *more)
-    return Figure(name, title, words, as_spec(chart))
+    return picture(name, title, words, 280, base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=45), *more)
 
 
 def _texts_axis(rows: Rows) -> alt.X:

@@ -24,7 +24,10 @@ def print_result(result: Outcome, console: Console) -> None:
     """The verdict, the trials from fast to slow, what failed, and what was left out."""
     result = clean(result)
     console.print()
-    console.print(result_table(result, wide=console.width >= 120))
+    trials = _facts.ranked(result)
+    words = [_facts.status_of(result, trial) for trial in trials]
+    wide = ("memory", "start-up") if console.width >= 120 else ()  # where there is room
+    console.print(_table(trials, words, words, "status", result.goal, wide))
     by_reason: dict[str, list[str]] = {}
     for trial in _facts.failed(result):
         by_reason.setdefault(trial.reason, []).append(_facts.name_of(trial.recipe))
@@ -42,48 +45,24 @@ def print_result(result: Outcome, console: Console) -> None:
     console.print(f"[bold]{escape(_verdict.verdict(result))}[/]")
     if written := _text.sentence(result):
         console.print(escape(written))
-    payback = _verdict.payback(result)
-    if payback:
+    if payback := _verdict.payback(result):
         console.print(escape(payback))
     for trial in result.nearest:
         why = trial.reason or _verdict.miss_text(result, trial)
         console.print(f"  nearest: {escape(_facts.name_of(trial.recipe))}: {escape(why)}")
 
 
-def result_table(result: Outcome, wide: bool = True) -> Table:
-    """All trials that ran: times, the goal's own figure, and memory and start-up where there is room."""
-    names = ["time", "speed-up", "error", *(("memory", "start-up") if wide else ())]
-    if (own := _of_goal(result.goal, result.trials)) and own not in names:
-        names.append(own)
-    table = _table(names, "status")
-    for trial in _facts.ranked(result):
-        status = _facts.status_of(result, trial)
-        name = escape(_facts.name_of(trial.recipe))
-        table.add_row(*_cells(trial, names), status, name, style=_STYLES.get(status))
-    return table
-
-
 def comparison_table(trials: Sequence[Trial], verdicts: Sequence[str], goal: Goal = "throughput") -> Table:
     """Named recipes beside the workload as given, each with its verdict and what the goal goes by."""
-    names = list(filter(None, ["time", "speed-up", "error", _of_goal(goal, trials)]))
-    table = _table(names, "verdict")
-    for trial, word in zip(trials, verdicts, strict=True):
-        trial = clean(trial)
-        text = word if trial.status == "measured" else f"{trial.status}: {trial.reason}"
-        name = escape(_facts.name_of(trial.recipe))
-        table.add_row(*_cells(trial, names), escape(text), name, style=_STYLES.get(trial.status))
-    return table
+    trials = clean(list(trials))
+    states = [trial.status for trial in trials]
+    words = [word if trial.status == "measured" else f"{trial.status}: {trial.reason}"
+             for trial, word in zip(trials, verdicts, strict=True)]  # fmt: skip
+    return _table(trials, words, states, "verdict", goal, ())
 
 
 _OF_GOAL = {"memory": "memory", "startup": "start-up", "warm-startup": "warm start", "energy": "energy a row"}
 """The column that each goal goes by, where it is not the speed-up."""
-
-
-def _of_goal(goal: Goal, trials: Sequence[Trial]) -> str:
-    """That column; empty for the speed-up."""
-    return "energy a token" if goal == "energy" and any(one.generation for one in trials) else _OF_GOAL.get(goal, "")
-
-
 _FIGURES: Mapping[str, Callable[[Trial], str]] = {
     "time": lambda trial: fmt.milliseconds(trial.time_ms),
     "speed-up": lambda trial: escape(fmt.interval(trial.speedup)),
@@ -95,15 +74,19 @@ _FIGURES: Mapping[str, Callable[[Trial], str]] = {
 }
 
 
-def _table(names: Sequence[str], last: str) -> Table:
-    """Figures first and recipes last: a recipe may be long, and wraps there without breaking the figures."""
+def _table(
+    trials: Sequence[Trial], words: Sequence[str], states: Sequence[str], last: str, goal: Goal, more: Sequence[str]
+) -> Table:
+    """Figures first, the goal's own among them, and recipes last: a recipe may be long, and wraps there without
+    breaking the figures. `words` stand in the column `last`, and `states` colour the rows."""
+    own = "energy a token" if goal == "energy" and any(one.generation for one in trials) else _OF_GOAL.get(goal)
+    names = list(dict.fromkeys(filter(None, ("time", "speed-up", "error", *more, own))))
     table = Table(box=None, header_style="dim", pad_edge=False)
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column(last, overflow="fold")
     table.add_column("recipe", overflow="fold", ratio=1)
+    for trial, word, state in zip(trials, words, states, strict=True):
+        cells = [_FIGURES[name](trial) for name in names]
+        table.add_row(*cells, escape(word), escape(_facts.name_of(trial.recipe)), style=_STYLES.get(state))
     return table
-
-
-def _cells(trial: Trial, names: Sequence[str]) -> list[str]:
-    return [_FIGURES[name](trial) for name in names]

@@ -9,8 +9,8 @@ from typing import Any
 import altair as alt
 
 from fettle.measure import pareto
-from fettle.page import Figure, as_spec, clean, theme
-from fettle.page.theme import ACCENT, LEVERS, Rows, sized
+from fettle.page import Figure, as_spec, clean, picture, theme
+from fettle.page.theme import ACCENT, LEVERS, Rows
 from fettle.studies import effect_charts, ladder_chart
 from fettle.studies.analysis import Analysis
 from fettle.studies.outcome import Rung
@@ -103,12 +103,12 @@ def _scatter(name: str, table: Table, lead: Analysis) -> Figure:
         .add_params(colour, split, picked, pinned, *([depth] if deepest > 1 else []))
     )  # fmt: skip
     names = base.transform_filter(pinned, empty=False).mark_text(dy=-12, fontSize=11, limit=260)
-    chart = sized(_HEIGHT, dots, names.encode(text="recipe:N"))
     words = (
         f"Scatter of {len(rows)} experiments by {response.name}, coloured by {varied[0]} and split by {second}: the "
         "two factors that explain most."
     )
-    return Figure(name, f"Every experiment by {varied[0]}{_of(lead.group)}", words, as_spec(chart))
+    title = f"Every experiment by {varied[0]}{_of(lead.group)}"
+    return picture(name, title, words, _HEIGHT, dots, names.encode(text="recipe:N"))
 
 
 def _deepest(table: Table, ranked: Sequence[str]) -> int:
@@ -143,10 +143,9 @@ def _front(name: str, table: Table, group: str) -> Figure | None:
         tooltip=[alt.Tooltip("recipe:N"), alt.Tooltip("x:Q", title=one.name, format=".4~g"),
                  alt.Tooltip("y:Q", title=two.name, format=".3~g"), alt.Tooltip("status:N")],
     )  # fmt: skip
-    chart = sized(_HEIGHT, line, dots)
     best = "; ".join(str(row["recipe"]) for row in rows if row["front"])
     words = f"{len(rows)} experiments, {one.name} against {two.name}. On the Pareto front: {best[:400]}."
-    return Figure(name, f"{one.name} against {two.name}{_of(group)}", words, as_spec(chart))
+    return picture(name, f"{one.name} against {two.name}{_of(group)}", words, _HEIGHT, line, dots)
 
 
 def unbeaten(points: Sequence[tuple[float, float]], one: Response, two: Response) -> set[int]:

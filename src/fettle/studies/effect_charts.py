@@ -7,8 +7,8 @@ from typing import Any
 
 import altair as alt
 
-from fettle.page import Figure, as_spec, theme
-from fettle.page.theme import ACCENT, NEUTRAL, QUIET, WARN, rule, sized
+from fettle.page import Figure, picture, theme
+from fettle.page.theme import ACCENT, NEUTRAL, QUIET, WARN, rule
 from fettle.studies.analysis import Analysis
 from fettle.studies.effects import Effect
 
@@ -57,9 +57,9 @@ def _forest(name: str, analysis: Analysis) -> Figure | None:
     dot = base.mark_point(filled=True, size=60).encode(
         x="ratio:Q", shape=alt.Shape("kind:N", scale=shapes, legend=alt.Legend(title=None))
     )
-    chart = sized(_ROW * len(rows) + 10, rule("x", 1, QUIET, NEUTRAL), line, dot)
     words = "Effects with intervals: " + "; ".join(f"{row['effect']} {row['text']}" for row in rows[:8]) + "."
-    return Figure(name, _title("Effects", analysis), words, as_spec(chart))
+    one = rule("x", 1, QUIET, NEUTRAL)
+    return picture(name, _title("Effects", analysis), words, _ROW * len(rows) + 10, one, line, dot)
 
 
 def _matrix(name: str, analysis: Analysis) -> Figure | None:
@@ -90,10 +90,9 @@ def _matrix(name: str, analysis: Analysis) -> Figure | None:
     text = base.mark_text(fontSize=10).encode(
         text="text:N", opacity=alt.condition("datum.claimed", alt.value(1), alt.value(0.4))
     )
-    chart = sized(max(120, 30 * len(order)), cells, text)
     pairs = [one for one in _with_intervals(analysis) if len(one.levels) > 1 and one.is_claimed][:6]
     largest = (
         "; ".join(f"{one.label} {one.ratio.estimate:.2f}x" for one in pairs if one.ratio) or "none that is not chance"
     )
     words = f"Matrix of {len(order)} levels: what two bring together beyond the product of each. Largest: {largest}."
-    return Figure(name, _title("Interactions", analysis), words, as_spec(chart))
+    return picture(name, _title("Interactions", analysis), words, max(120, 30 * len(order)), cells, text)

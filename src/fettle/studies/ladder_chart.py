@@ -8,13 +8,13 @@ from typing import Any
 
 import altair as alt
 
-from fettle.page import Figure, as_spec, theme
-from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, captions, line_by_line, sized
+from fettle.page import Figure, as_spec
+from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, ladder
 from fettle.studies.batches import Grown
 from fettle.studies.outcome import Rung
 from fettle.units import size_text
 
-_STEP = 46
+_KINDS = {"given": (QUIET, 0.85), "kept": (ACCENT, 0.85), "left out": (WARN, 0.55), "failed": (WARN, 0.85)}
 _MORE = 22
 """Pixels that a step needs more where its largest batch is shown."""
 
@@ -35,48 +35,24 @@ def figure(
         most = rung.grown if rung.grown is not None and rung.grown.factor else None
         row["grown"] = most.per_second if most is not None and math.isfinite(most.per_second) else None
         row["below"] = _at_most(rung.grown) if rung.grown is not None else ""
-    drawn = [row for row in rows if row["value"] > 0]
-    if not drawn:
+    if not any(row["value"] > 0 for row in rows):
         return None
     top = max(max(row["value"], row["published"] or 0.0, row["grown"] or 0.0) for row in rows)
-    base = alt.Chart(theme.data(rows)).encode(
-        y=line_by_line(),
-        tooltip=["recipe:N", "text:N", "detail:N"],
-    )
-    kinds = alt.Scale(domain=["given", "kept", "left out", "failed"], range=[QUIET, ACCENT, WARN, WARN])
-    ends = alt.Scale(domain=[0, 1.25 * top], nice=False)
-    bar = base.mark_bar(height=12, yOffset=10, cornerRadiusEnd=2).encode(
-        x=alt.X("value:Q", axis=None, scale=ends),
-        color=alt.Color("kind:N", scale=kinds, legend=None),
-        opacity=alt.condition("datum.kind === 'left out'", alt.value(0.55), alt.value(0.85)),
-    )
-    interval = (
-        base.transform_filter("isValid(datum.low)")
-        .mark_rule(strokeWidth=1.4, yOffset=10, clip=True)
-        .encode(x=alt.X("low:Q", axis=None, scale=ends), x2="high:Q")
-    )
-    others = (
-        base.transform_filter("isValid(datum.published)")
-        .mark_point(shape="diamond", filled=True, size=70, yOffset=10, color=LEVERS[4], opacity=1)
-        .encode(x=alt.X("published:Q", axis=None, scale=ends))
-    )
-    most = (
-        base.transform_filter("isValid(datum.grown)")
-        .mark_bar(height=6, yOffset=22, cornerRadiusEnd=2, color=LEVERS[1], opacity=0.85)
-        .encode(x=alt.X("grown:Q", axis=None, scale=ends))
-    )
-    below = base.mark_text(align="right", dy=35, fontSize=11).encode(x=alt.value("width"), text="below:N")
-    larger = any(row["below"] for row in rows)
-    shown = [others] if any(row["published"] for row in rows) else []
-    chart = sized((_STEP + _MORE * larger) * len(rows), bar, interval, *([most, below] if larger else []), *shown,
-                  *captions(base, "width * 0.55"))  # fmt: skip
-    words = (
-        ("Diamonds: as published. " if shown else "")
-        + ("Thin bars: at the largest batch that fits. " if larger else "")
-        + "Bars: "
-        + "; ".join(f"{row['label']} {row['text']}" + (f", {row['below']}" if row["below"] else "") for row in rows)
-        + "."
-    )
+    larger, shown = any(row["below"] for row in rows), any(row["published"] for row in rows)
+
+    def more(base: alt.Chart) -> list[alt.Chart]:
+        thin = base.mark_bar(height=6, yOffset=22, cornerRadiusEnd=2, color=LEVERS[1], opacity=0.85)
+        below = base.mark_text(align="right", dy=35, fontSize=11).encode(x=alt.value("width"), text="below:N")
+        diamond = base.mark_point(shape="diamond", filled=True, size=70, yOffset=10, color=LEVERS[4], opacity=1)
+        known = ((thin, "grown"), (diamond, "published"))
+        return [below, *(mark.transform_filter(f"isValid(datum.{field})").encode(x=alt.X(f"{field}:Q", axis=None))
+                         for mark, field in known)]  # fmt: skip
+
+    tooltip = ("recipe:N", "text:N", "detail:N")
+    chart = ladder(rows, _KINDS, tooltip, 1.25 * top, "width * 0.55", 48 + _MORE * larger, more)
+    steps = (", ".join(filter(None, (f"{row['label']} {row['text']}", row["below"]))) for row in rows)
+    words = "Diamonds: as published. " * shown + "Thin bars: at the largest batch that fits. " * larger
+    words += f"Bars: {'; '.join(steps)}."
     return Figure(name, f"Every step: {workload}", words, as_spec(chart))
 
 
@@ -98,7 +74,7 @@ def _row(place: int, rung: Rung) -> dict[str, Any]:
     known = rung.speedup is not None and math.isfinite(rung.per_second)
     kind = "given" if place == 0 else "failed" if not known else "kept" if rung.kept else "left out"
     row: dict[str, Any] = {
-        "order": place, "label": rung.label if place == 0 or kind == "kept" else f"{rung.label} ({kind})",
+        "label": rung.label if place == 0 or kind == "kept" else f"{rung.label} ({kind})",
         "recipe": rung.recipe, "value": rung.per_second if known else 0.0, "kind": kind,
         "text": rung.reason[:60] or "failed", "low": None, "high": None,
         "detail": " · ".join(_details(rung)) or "–",

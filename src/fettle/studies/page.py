@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from fettle.page import Cell, Figure, Table, clean, shell
 from fettle.studies import table as studied
@@ -14,20 +14,6 @@ from fettle.studies.outcome import Rung
 
 _MOST = 60
 MISSING = "–"
-
-
-@dataclass(frozen=True)
-class Section:
-    """One response of one group, as text and tables."""
-
-    title: str
-    lead: str
-    warnings: Sequence[str]
-    surprises: Sequence[str]
-    helps: Sequence[str]
-    numbers: Table
-    shares: Table
-    figures: Sequence[str]
 
 
 def page(
@@ -41,7 +27,7 @@ def page(
     sections = [_section(place, table, analysis) for place, analysis in enumerate(analyses)]
     lost = [row for row in table.experiments if row.reason and not row.values]
     failed = [Cell(table.label(row), rest=f": {row.reason}") for row in lost]
-    placed = {name for section in sections for name in section.figures}
+    placed = {name for section in sections for name in section["figures"]}
     conclusion = _best_step(steps) if steps else headline(analyses)
     return shell.render(
         "fettle.studies", "page.html.j2", clean(name), drawn, name=clean(name), headline=clean(conclusion),
@@ -91,7 +77,8 @@ def _best_step(steps: Mapping[str, Sequence[Rung]]) -> str:
     return f"{rung.recipe}: {ratio:.2f}x as fast as given, the best of {len(steps[name])} steps{where}"
 
 
-def _section(place: int, table: studied.Table, analysis: Analysis) -> Section:
+def _section(place: int, table: studied.Table, analysis: Analysis) -> dict[str, Any]:
+    """One response of one group, as text and tables."""
     group = table.groups.index(analysis.group)
     response = table.responses.index(analysis.response)
     names = [f"forest-{group}-{response}", f"matrix-{group}-{response}"]
@@ -99,13 +86,13 @@ def _section(place: int, table: studied.Table, analysis: Analysis) -> Section:
         names = [f"scatter-{group}", *names]
     if response == len(table.responses) - 1:
         names += [f"front-{group}", f"runs-{group}"]
-    checks = analysis.checks
-    return Section(
-        analysis.title, lead(analysis), [doubt.text for doubt in checks.doubts] if checks else [],
-        [sentence.text for sentence in analysis.surprises],
-        [sentence.text for sentence in analysis.sentences if not sentence.is_surprise],
-        effects_table(analysis), shares_table(analysis), names,
-    )  # fmt: skip
+    return {
+        "title": analysis.title, "lead": lead(analysis),
+        "warnings": [doubt.text for doubt in analysis.checks.doubts] if analysis.checks else [],
+        "surprises": [sentence.text for sentence in analysis.surprises],
+        "helps": [sentence.text for sentence in analysis.sentences if not sentence.is_surprise],
+        "numbers": effects_table(analysis), "shares": shares_table(analysis), "figures": names,
+    }  # fmt: skip
 
 
 def lead(analysis: Analysis) -> str:

@@ -144,7 +144,11 @@ def command(
         data = {"runs": data, "changes": [plain(asdict(change)) for change in changes]}
     _show.answer(as_json, lambda: data, lambda console: _print(runs, changes, console))
     if page is not None:
-        _write_page(runs, url, page)
+        from fettle.machine import this_machine
+        from fettle.report import loads_page
+
+        machine = this_machine().summary
+        write_text(page, loads_page([as_data(run) for run in runs], _table(runs), url, machine))
     if markdown is not None:
         write_text(markdown, _markdown(runs))
     if csv_file is not None:
@@ -266,15 +270,6 @@ def _table(runs: list[Run]) -> Table:
     loads = [cells["load"] for cells in columns]
     rows = [[name, *(cells[name] for cells in columns)] for name in columns[0] if name not in ("load", "note")]
     return Table(("load", *loads), [row for row in rows if any(row[1:])], loads)
-
-
-def _write_page(runs: list[Run], url: str, path: Path) -> None:
-    from fettle.load.run import as_data
-    from fettle.machine import this_machine
-    from fettle.report import write_load_report
-
-    loads = [_cells(run)["load"] for run in runs]
-    write_load_report([as_data(run) for run in runs], loads, _table(runs), url, this_machine().summary, path)
 
 
 def _print(runs: list[Run], changes: list[Change], console: Console) -> None:

@@ -49,17 +49,14 @@ def health(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
 def _show_healths(healths: Sequence[Health]) -> None:
     for one in healths:
         rows = [(f.severity, f.what, f.count, f.means) for f in one.findings]
+        devices = f"device{'s' * (len(one.devices) > 1)} {', '.join(map(str, one.devices))}"
         frame = pl.DataFrame(rows, schema=["severity", "what", "count", "means"], orient="row")
         notes = {
             "trace": f"{one.path}, rank {one.rank}: {one.kept:,} of {one.events:,} events kept, "
-            f"{one.span_ns / 1e6:,.3f} ms, {_devices(one.devices)}",
+            f"{one.span_ns / 1e6:,.3f} ms, {devices if one.devices else 'no device'}",
             "uncertain": ", ".join(one.uncertain) or "nothing",
         }
         show({"findings": frame}, False, 100, notes)
-
-
-def _devices(numbers: Sequence[int]) -> str:
-    return f"device{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}" if numbers else "no device"
 
 
 @listing
