@@ -159,11 +159,11 @@ class Timeline(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _collective(self, func: Any, args: Any, result: Any) -> None:
         name = func._schema.name.split("::")[-1].replace("_", "")
+        kind = next((kind for kind in _COLLECTIVES if kind.replace("_", "") in name), None)
         sizes, made = (
             [leaf.numel() * leaf.element_size() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
             for tree in (args, result)
         )
-        kind = next((k for mark, k in _COLLECTIVES if mark in name), None)
         if kind is None or not sizes:
             return
         whole = max(*sizes, *made) if kind in ("all_gather", "reduce_scatter") else sum(sizes)
@@ -179,12 +179,7 @@ class Timeline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._change(-size, index)
 
 
-_COLLECTIVES = (
-    ("allgather", "all_gather"),
-    ("reducescatter", "reduce_scatter"),
-    ("allreduce", "all_reduce"),
-    ("broadcast", "broadcast"),
-)
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 
 
 @dataclass(frozen=True)
