@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,23 +93,13 @@ class Timeline(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 elif final:
                     self.lives[known[0]].part = part
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Everything inside happens in the phase `name`: forward, backward or optimizer."""
-        before, self._phase = self._phase, name
-        try:
-            yield
-        finally:
-            self._phase = before
+        return replaced(self, "_phase", lambda _: name)
 
-    @contextmanager
-    def communicating(self) -> Iterator[None]:
+    def communicating(self) -> AbstractContextManager[None]:
         """What is allocated inside belongs to communication."""
-        before, self._communicating = self._communicating, True
-        try:
-            yield
-        finally:
-            self._communicating = before
+        return replaced(self, "_communicating", lambda _: True)
 
     def __enter__(self) -> Timeline:
         # Sizes change outside the dispatcher: FSDP frees gathered parameters by shrinking their storage.
