@@ -38,7 +38,7 @@ def page(
     notes: Sequence[str] = (),
     steps: Mapping[str, Sequence[Rung]] | None = None,
 ) -> str:
-    sections = [_section(table, analysis) for analysis in analyses]
+    sections = [_section(place, table, analysis) for place, analysis in enumerate(analyses)]
     lost = [row for row in table.experiments if row.reason and not row.values]
     failed = [Cell(table.label(row), rest=f": {row.reason}") for row in lost]
     placed = {name for section in sections for name in section.figures}
@@ -91,7 +91,7 @@ def _best_step(steps: Mapping[str, Sequence[Rung]]) -> str:
     return f"{rung.recipe}: {ratio:.2f}x as fast as given, the best of {len(steps[name])} steps{where}"
 
 
-def _section(table: studied.Table, analysis: Analysis) -> Section:
+def _section(place: int, table: studied.Table, analysis: Analysis) -> Section:
     group = table.groups.index(analysis.group)
     response = table.responses.index(analysis.response)
     names = [f"forest-{group}-{response}", f"matrix-{group}-{response}"]
