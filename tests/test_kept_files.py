@@ -6,7 +6,7 @@ import time
 import pytest
 
 from fettle import kept_files
-from fettle.kept_files import is_sound, keep
+from fettle.kept_files import is_sound, keep, whole_folder
 
 
 def write(text):
@@ -33,6 +33,17 @@ def test_what_could_not_be_written_is_not_kept(tmp_path):
     with pytest.raises(RuntimeError):
         keep(tmp_path / "one", lambda folder: (folder / "a").write_text("half") and fail(), 4)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_stays_what_it_was_until_another_is_whole(tmp_path):
+    place = tmp_path / "one"
+    for text in ("first", "second"):
+        with whole_folder(place) as made:
+            (made / "a").write_text(text)
+    with pytest.raises(RuntimeError), whole_folder(place) as made:
+        (made / "a").write_text("half") and fail()
+    assert (place / "a").read_text() == "second"
+    assert list(tmp_path.iterdir()) == [place]
 
 
 def test_what_is_too_large_is_not_begun(tmp_path, monkeypatch):

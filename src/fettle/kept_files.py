@@ -9,7 +9,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 MOST_BYTES = 8 << 30
@@ -32,6 +33,21 @@ def is_sound(folder: Path) -> bool:
     return True
 
 
+@contextmanager
+def whole_folder(place: Path) -> Iterator[Path]:
+    """A new folder beside `place` to fill, which takes its place when the block ends; one that raises changes nothing.
+
+    Raises OSError where that cannot be.
+    """
+    made = Path(tempfile.mkdtemp(dir=place.parent, prefix="."))
+    try:
+        yield made
+        shutil.rmtree(place, ignore_errors=True)
+        os.rename(made, place)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
 def keep(folder: Path, write: Callable[[Path], object], size_bytes: int) -> None:
     """Let `write` fill a new folder with about `size_bytes`, put it in the place of `folder`, and let those go that
     were used longest ago.
@@ -42,15 +58,10 @@ def keep(folder: Path, write: Callable[[Path], object], size_bytes: int) -> None
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if 2 * size_bytes > min(MOST_BYTES, shutil.disk_usage(folder.parent).free):
         raise OSError(errno.ENOSPC, "there is no room for it")
-    made = Path(tempfile.mkdtemp(dir=folder.parent, prefix="."))
-    try:
+    with whole_folder(folder) as made:
         write(made)
         (made / SUMS).write_text(json.dumps(_sums(made)), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(made, folder)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-    _let_go(folder.parent)
+    let_go(folder.parent, SUMS, MOST_BYTES)
 
 
 def _sums(folder: Path) -> dict[str, str]:
@@ -62,8 +73,11 @@ def _sums(folder: Path) -> dict[str, str]:
     return sums
 
 
-def _let_go(parent: Path) -> None:
-    """Delete until no more than `MOST_BYTES` are kept, and what killed processes have left."""
+def let_go(parent: Path, mark: str, most_bytes: int) -> None:
+    """Delete folders until they hold no more than `most_bytes`, and what killed processes have left.
+
+    Those go first whose file `mark` was touched longest ago; the last one stays.
+    """
     kept = []
     for folder in parent.iterdir():
         try:
@@ -71,13 +85,13 @@ def _let_go(parent: Path) -> None:
                 if time.time() - folder.stat().st_mtime > _ABANDONED_S:
                     shutil.rmtree(folder, ignore_errors=True)
                 continue
-            used = (folder / SUMS).stat().st_mtime_ns
+            used = (folder / mark).stat().st_mtime_ns
             kept.append((used, sum(file.stat().st_size for file in folder.iterdir()), folder))
         except OSError:  # another process was first, or it is nothing of ours
             continue
     left = sum(size for _, size, _ in kept)
-    for _, size, folder in sorted(kept):
-        if left <= MOST_BYTES:
+    for _, size, folder in sorted(kept)[:-1]:
+        if left <= most_bytes:
             return
         shutil.rmtree(folder, ignore_errors=True)
         left -= size

@@ -181,18 +181,24 @@ def cpu_name() -> str:
     A virtual machine may say "AMD EPYC" of processors that are years and a factor of two apart: a name without a
     number is told with its family and model.
     """
-    try:
-        first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
-        said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
-        name = said["model name"]
+    said = processor()
+    if name := said.get("model name", ""):
         if "cpu family" in said and "model" in said and not _NUMBERED.search(name.partition("@")[0]):
             name += f" (family {said['cpu family']}, model {said['model']})"
         return name
-    except (OSError, KeyError):
-        import cpuinfo
+    import cpuinfo
 
-        name = cpuinfo.get_cpu_info().get("brand_raw")
-        return str(name) if name else platform.processor() or platform.machine()
+    return str(cpuinfo.get_cpu_info().get("brand_raw") or platform.processor() or platform.machine())
+
+
+def processor() -> dict[str, str]:
+    """What Linux says of the first processor, under names in small letters; nothing elsewhere."""
+    try:
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+    except OSError:
+        return {}
+    lines = (line.partition(":") for line in first.splitlines())
+    return {key.strip().lower(): value.strip() for key, _, value in lines}
 
 
 def _linker_cache() -> dict[str, str]:

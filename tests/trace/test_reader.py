@@ -334,7 +334,7 @@ def test_what_was_read_longest_ago_makes_room(tmp_path: Path, monkeypatch: pytes
     keys = [sidecar.key_of(trace.path) or {} for trace in traces]
     for age, trace, key in zip((200, 100), traces, keys, strict=False):
         sidecar.write(trace, key)
-        os.utime(sidecar._place(key), (time.time() - age,) * 2)
+        os.utime(sidecar._place(key) / "facts.json", (time.time() - age,) * 2)
     assert load(traces[0].path).facts.from_sidecar
     size = sum(file.stat().st_size for file in sidecar._place(keys[0]).iterdir())
     monkeypatch.setattr(sidecar, "MOST_BYTES", 2 * size + size // 2)

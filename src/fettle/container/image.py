@@ -13,6 +13,7 @@ from pathlib import Path
 from fettle.container.lock import OWN, closure, locks, torch_index
 from fettle.errors import UsageError
 from fettle.files import write_text
+from fettle.kept_files import whole_folder
 from fettle.machine import this_machine
 from fettle.package.manifest import check_place, open_package
 from fettle.recipe import Recipe
@@ -120,8 +121,8 @@ def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
         write_text(output / file, text)
     if serves:
         if place.resolve() != package.folder.resolve():
-            shutil.rmtree(place, ignore_errors=True)
-            shutil.copytree(package.folder, place)
+            with whole_folder(place) as made:
+                shutil.copytree(package.folder, made, dirs_exist_ok=True)
     else:
         _copy(source, output / "recipe.toml")
     if wheel is not None:

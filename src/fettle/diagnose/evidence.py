@@ -132,7 +132,7 @@ class Weights:
     duplicate_bytes: int = 0
     """Parameters that equal another one, value for value, without sharing its memory."""
     subnormal: float = 0.0
-    """Share of nonzero weights too small for full precision: the CPU handles them in slow steps."""
+    """Share of weights too small for full precision: the CPU handles them in slow steps."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from fettle.errors import is_program
@@ -152,17 +152,24 @@ def _model(model: nn.Module) -> Model:
                   if base.__name__ in ("ScriptModule", "FullyShardedDataParallel")
                   and base.__module__.startswith("torch.")]  # fmt: skip
     parameters = [p for p in model.parameters() if not torch.nn.parameter.is_lazy(p)]
-    tiny = of = 0
-    for parameter in parameters:
-        if parameter.dtype == torch.float32 and parameter.device.type == "cpu":
-            values = parameter.detach()
-            tiny += int(((values != 0) & (values.abs() < torch.finfo(torch.float32).tiny)).sum())
-            of += values.numel()
     return Model(
         name=type(model).__name__, device=parameters[0].device.type if parameters else "cpu",
         dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})), odd=tuple(odd),
-        tiny=tiny / of if of else 0.0, deprecated=tuple(dict.fromkeys(ended)),
+        tiny=subnormal_share(parameters), deprecated=tuple(dict.fromkeys(ended)),
     )  # fmt: skip
+
+
+def subnormal_share(parameters: Iterable[nn.Parameter]) -> float:
+    """Share of the float32 weights on the CPU that are denormal numbers."""
+    import torch
+
+    small = total = 0
+    for parameter in parameters:
+        if parameter.dtype == torch.float32 and parameter.device.type == "cpu":
+            values = parameter.detach()
+            small += int(((values != 0) & (values.abs() < torch.finfo(torch.float32).tiny)).sum())
+            total += values.numel()
+    return small / total if total else 0.0
 
 
 def _loader(loader: DataLoader[Any]) -> Loader:

@@ -15,6 +15,9 @@ from fettle.errors import UsageError
 class LengthBuckets:
     """A batch sampler: pass it as ``DataLoader(dataset, batch_sampler=...)``. Call `set_epoch` for another order.
 
+    `lengths` is the length of each row of the dataset, in its order. A larger `pool` (batches sorted at once) pads less
+    and mixes less; the longest batch is then as long as the longest row, full: peak memory may rise.
+
     With several ranks each gets its own batches, the same number on each; the batches that do not divide evenly are
     dropped or, without `drop_last`, filled up by repeating the first ones, as `DistributedSampler` does with rows.
     """
@@ -70,13 +73,7 @@ class LengthBuckets:
         return batches if self.drop_last or not odd else [*batches, odd]
 
 
-def bucket_by_length(lengths: Sequence[int], batch_size: int, **options: object) -> LengthBuckets:
-    """A batch sampler that puts rows of like length together; options as of `LengthBuckets`.
-
-    `lengths` is the length of each row of the dataset, in its order. A larger `pool` (batches sorted at once, 50)
-    pads less and mixes less; the longest batch is then as long as the longest row, full: peak memory may rise.
-    """
-    return LengthBuckets(lengths, batch_size, **options)  # type: ignore[arg-type]
+bucket_by_length = LengthBuckets
 
 
 def padding_waste(lengths: Sequence[int], batches: Sequence[Sequence[int]], *, power: int = 1) -> float:

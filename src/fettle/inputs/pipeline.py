@@ -15,7 +15,7 @@ from torch.utils.data._utils.collate import default_convert
 
 from fettle.errors import UsageError, first_line
 from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, ONE_BY_ONE, Setting
-from fettle.workload import find_target
+from fettle.workload import find_target, leaves, tensors
 
 Step = Callable[[Any], Any]
 
@@ -105,11 +105,8 @@ def fetches(loader: DataLoader[Any]) -> tuple[list[str], list[str]]:
 
 def batch_bytes(batch: Any) -> int:
     """Bytes of a batch's tensors and arrays."""
-    if isinstance(batch, torch.Tensor):
-        return batch.numel() * batch.element_size()
-    if isinstance(batch, np.ndarray):
-        return int(batch.nbytes)
-    return sum(map(batch_bytes, (_parts(batch) or {}).values()))
+    arrays = sum(leaf.nbytes for _, leaf in leaves(batch) if isinstance(leaf, np.ndarray))
+    return arrays + sum(tensor.numel() * tensor.element_size() for tensor in tensors(batch))
 
 
 def _parts(value: Any) -> Mapping[Any, Any] | None:

@@ -15,7 +15,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -103,21 +103,13 @@ class Watch:
         ago; `waits` is what the slice itself says."""
         (first, first_own_s), (last, last_own_s) = self._readings[0], self._readings[-1]
         before = self._readings[-2][0] if len(self._readings) > 1 else first
-        spent_s = last.at_s - first.at_s
-        share = _share(spent_s * min(first.cores, last.cores))
-        busy_s = _difference(last.busy_s, first.busy_s)
         # A clock alone says nothing: idle cores have a low one, and a single busy core a higher one than many.
         is_hot = last.clock_mhz is not None and _difference(last.overheated, before.overheated) > 0
-        return Load(
+        return replace(
+            _load_between(first, last, last_own_s - first_own_s, since=before),
             waits=waits,
-            others=share(busy_s - (last_own_s - first_own_s)) if first.cores == last.cores else math.nan,
-            steal=share(_difference(last.steal_s, first.steal_s)),
-            pressure=_share(spent_s)(_difference(last.pressure_s, first.pressure_s)),
-            throttled=_share(last.at_s - before.at_s)(_difference(last.throttled_s, before.throttled_s)),
+            pressure=_share(last.at_s - first.at_s)(_difference(last.pressure_s, first.pressure_s)),
             clock=(last.clock_mhz or 0.0) / self._fastest_mhz if is_hot else math.nan,
-            slept=(last.boot_s - before.boot_s) - (last.at_s - before.at_s) > 0.1,
-            replugged=last.cores != before.cores,
-            cores=last.cores,
         )
 
     def wait_for_quiet(self, most_s: float) -> bool:
@@ -166,6 +158,21 @@ def neighbours() -> int:
         return max(0, int(_LOAD.read_bytes().split()[3].partition(b"/")[0]) - 1)
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def _load_between(first: Reading, last: Reading, own_s: float, since: Reading) -> Load:
+    """What others took between two readings, in which our processes had `own_s`; what stands still now and then, the
+    machine or our cgroup, from a later one on."""
+    share = _share((last.at_s - first.at_s) * min(first.cores, last.cores))
+    spent_s = last.at_s - since.at_s
+    return Load(
+        others=share(_difference(last.busy_s, first.busy_s) - own_s) if first.cores == last.cores else math.nan,
+        steal=share(_difference(last.steal_s, first.steal_s)),
+        throttled=_share(spent_s)(_difference(last.throttled_s, since.throttled_s)),
+        slept=(last.boot_s - since.boot_s) - spent_s > 0.1,
+        replugged=last.cores != since.cores,
+        cores=last.cores,
+    )
 
 
 def _difference(after: float | None, before: float | None) -> float:
@@ -255,18 +262,7 @@ class Surroundings:
 
     def load(self) -> Load:
         """The load up to now."""
-        now = read_machine()
-        spent_s = now.at_s - self._before.at_s
-        share = _share(spent_s * min(now.cores, self._before.cores))
-        busy_s = _difference(now.busy_s, self._before.busy_s)
-        return Load(
-            others=share(busy_s - max(0.0, _family_s() - self._own_s)),
-            steal=share(_difference(now.steal_s, self._before.steal_s)),
-            throttled=_share(spent_s)(_difference(now.throttled_s, self._before.throttled_s)),
-            slept=(now.boot_s - self._before.boot_s) - spent_s > 0.1,
-            replugged=now.cores != self._before.cores,
-            cores=now.cores,
-        )
+        return _load_between(self._before, read_machine(), max(0.0, _family_s() - self._own_s), since=self._before)
 
     def sentence(self) -> str:
         """What is to be said of figures that were measured meanwhile; empty on a quiet machine."""

@@ -105,24 +105,11 @@ def parse_strategy(text: str) -> Strategy:
 
 def usual_strategies() -> list[Strategy]:
     """What `fettle plan` compares when nothing else is asked for, the simplest first."""
-    return [
-        parse_strategy(text)
-        for text in (
-            "single",
-            "ddp",
-            "zero1",
-            "zero2",
-            "zero3",
-            "hsdp",
-            "tensor",
-            "zero3-tensor",
-            "zero3 checkpoint=block",
-            "hsdp precision=bf16 checkpoint=block",
-            "zero3 precision=bf16 checkpoint=block",
-            "zero3 checkpoint=block offload=cpu",
-            "zero3 wrap=root",
-        )
-    ]
+    combined = (
+        "zero3 checkpoint=block", "hsdp precision=bf16 checkpoint=block", "zero3 precision=bf16 checkpoint=block",
+        "zero3 checkpoint=block offload=cpu", "zero3 wrap=root",
+    )  # fmt: skip
+    return [parse_strategy(text) for text in (*KINDS, *combined)]
 
 
 def units_of(model: torch.nn.Module, strategy: Strategy) -> list[torch.nn.Module]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,23 +93,13 @@ class Timeline(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 elif final:
                     self.lives[known[0]].part = part
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Everything inside happens in the phase `name`: forward, backward or optimizer."""
-        before, self._phase = self._phase, name
-        try:
-            yield
-        finally:
-            self._phase = before
+        return replaced(self, "_phase", lambda _: name)
 
-    @contextmanager
-    def communicating(self) -> Iterator[None]:
+    def communicating(self) -> AbstractContextManager[None]:
         """What is allocated inside belongs to communication."""
-        before, self._communicating = self._communicating, True
-        try:
-            yield
-        finally:
-            self._communicating = before
+        return replaced(self, "_communicating", lambda _: True)
 
     def __enter__(self) -> Timeline:
         # Sizes change outside the dispatcher: FSDP frees gathered parameters by shrinking their storage.
@@ -159,11 +149,11 @@ class Timeline(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _collective(self, func: Any, args: Any, result: Any) -> None:
         name = func._schema.name.split("::")[-1].replace("_", "")
+        kind = next((kind for kind in _COLLECTIVES if kind.replace("_", "") in name), None)
         sizes, made = (
             [leaf.numel() * leaf.element_size() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
             for tree in (args, result)
         )
-        kind = next((k for mark, k in _COLLECTIVES if mark in name), None)
         if kind is None or not sizes:
             return
         whole = max(*sizes, *made) if kind in ("all_gather", "reduce_scatter") else sum(sizes)
@@ -179,12 +169,7 @@ class Timeline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._change(-size, index)
 
 
-_COLLECTIVES = (
-    ("allgather", "all_gather"),
-    ("reducescatter", "reduce_scatter"),
-    ("allreduce", "all_reduce"),
-    ("broadcast", "broadcast"),
-)
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,7 @@ def rewrite_graph(graph: torch.fx.Graph, module: torch.nn.Module) -> int:
 
 def manual_attention(model: torch.nn.Module, run: Any) -> list[Any]:
     """Modules with attention written out, seen while `run()` calls the model, with a rewritten forward each."""
+    import contextlib
     import copy
     import inspect
 
@@ -200,18 +201,13 @@ def manual_attention(model: torch.nn.Module, run: Any) -> list[Any]:
 
     # Of a softmax its owner is what counts; TorchScript takes no hooks.
     seen = [one for one in model.modules() if not isinstance(one, (torch.nn.Softmax, torch.jit.ScriptModule))]
-    hooks: list[Any] = []
     rewritten = []
     with state_kept(model):
-        try:
+        with contextlib.ExitStack() as hooks, Watch(), torch.no_grad():
             for module in seen:
-                hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-                hooks.append(module.register_forward_hook(leave, always_call=True))
-            with Watch(), torch.no_grad():
-                run()
-        finally:
-            for hook in hooks:
-                hook.remove()
+                hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(leave, always_call=True))
+            run()
 
         for module, args, kwargs in found.values():
             try:

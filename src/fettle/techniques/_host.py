@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
+
+from fettle.machine import processor
 
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_bf16", "amx_int8", "neon", "sve")
 _OTHER_DISTRIBUTIONS = {"onnxruntime": "onnxruntime-gpu"}
@@ -15,7 +16,8 @@ _OTHER_DISTRIBUTIONS = {"onnxruntime": "onnxruntime-gpu"}
 
 def cpu_flags() -> tuple[str, ...]:
     """Those vector and matrix instructions that this CPU has and the system lets torch use."""
-    present = set(_cpuinfo_flags())
+    said = processor()
+    present = set(said.get("flags", said.get("features", "")).split())
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     present |= {flag for flag in _FLAGS if capabilities.get(flag.replace("512f", "512_f"))}  # as torch spells it
     if "asimd" in present or platform.machine() in ("arm64", "aarch64"):
@@ -36,14 +38,3 @@ def installed(names: Iterable[str]) -> dict[str, str]:
             except importlib.metadata.PackageNotFoundError:
                 continue
     return found
-
-
-def _cpuinfo_flags() -> list[str]:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip().lower() in ("flags", "features"):
-                return value.split()
-    except OSError:
-        pass
-    return []

@@ -17,7 +17,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,6 +29,7 @@ from fettle.errors import first_line
 from fettle.files import cache_folder
 from fettle.kept_files import MOST_BYTES, SUMS, is_sound, keep
 from fettle.machine import cpu_name
+from fettle.patches import replaced
 from fettle.techniques._host import cpu_flags, installed
 from fettle.techniques._openvino_core import openvino_core
 from fettle.techniques._state_kept import Attributes
@@ -306,15 +307,11 @@ def _unchanged(model: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def _as_if_exporting() -> Iterator[None]:
     """Models that look whether they are exported remember nothing of the call then."""
-    flags = [name for name in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, name)]
-    before = {name: getattr(torch.compiler, name) for name in flags}
-    try:
-        for name in flags:
-            setattr(torch.compiler, name, True)
+    with ExitStack() as flags:
+        for name in ("_is_compiling_flag", "_is_exporting_flag"):
+            if hasattr(torch.compiler, name):
+                flags.enter_context(replaced(torch.compiler, name, lambda _: True))
         yield
-    finally:
-        for name, value in before.items():
-            setattr(torch.compiler, name, value)
 
 
 def _add_values(tensor: torch.Tensor, digest: Any) -> None:

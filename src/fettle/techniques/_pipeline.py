@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,8 @@ def put_part(model: torch.nn.Module, name: str, optimize: Any, batches: Any) -> 
 def calls_of_parts(model: torch.nn.Module, names: Any, run: Any, most: int = 8) -> dict[str, list[Any]]:
     """What each part is called with while `run()` runs the pipeline: at most so many calls, evenly spread, each a batch
     for `spread`."""
+    import contextlib
+
     from torch.utils import _pytree as pytree
 
     found: dict[str, list[Any]] = {name: [] for name in names}
@@ -88,13 +90,10 @@ def calls_of_parts(model: torch.nn.Module, names: Any, run: Any, most: int = 8) 
 
         return hook
 
-    hooks = [model.get_submodule(name).register_forward_pre_hook(keep(name), with_kwargs=True) for name in names]
-    try:
-        with torch.no_grad(), state_kept(model):
-            run()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as hooks, torch.no_grad(), state_kept(model):
+        for name in names:
+            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(keep(name), with_kwargs=True))
+        run()
     return found
 
 
@@ -154,18 +153,14 @@ def timed_parts(
 
         return hook
 
-    hooks = []
-    for name in names:
-        part = model.get_submodule(name)
-        hooks += [part.register_forward_pre_hook(before(name)), part.register_forward_hook(after(name))]
-    try:
+    with ExitStack() as hooks, torch.no_grad():
+        for name in names:
+            part = model.get_submodule(name)
+            hooks.enter_context(part.register_forward_pre_hook(before(name)))
+            hooks.enter_context(part.register_forward_hook(after(name)))
         start = now()
-        with torch.no_grad():
-            run()
+        run()
         return costs, now() - start
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @dataclass

@@ -34,7 +34,7 @@ from fettle.techniques.compile import blocks_of
 from fettle.techniques.ragged import padding_of
 from fettle.techniques.skip_steps import denoiser_of
 from fettle.techniques.step_cache import is_unet
-from fettle.workload import Workload, fresh, leaves, rows_of
+from fettle.workload import Workload, fresh, leaves, rows_of, tensors
 
 T = TypeVar("T")
 
@@ -87,9 +87,9 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
     """All facts, of which `forward` has those that calls of the model have shown."""
     model, aten = workload.model, torch.ops.aten
     module = model if isinstance(model, torch.nn.Module) else torch.nn.Module()
-    tensors = [leaf for _, leaf in _tensors(workload.inputs[0])]
+    given = tensors(workload.inputs[0])
     parameters = list(module.parameters())
-    device = _commonest([tensor.device.type for tensor in [*parameters, *module.buffers(), *tensors]], "cpu")
+    device = _commonest([tensor.device.type for tensor in [*parameters, *module.buffers(), *given]], "cpu")
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in parameters if tensor.is_floating_point()]
     generation = generation_facts(workload)
     return Facts(
@@ -107,8 +107,8 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
         num_linear=_count(module, torch.nn.Linear) + sum(map(is_conv1d, module.modules())),
         num_conv=_count(module, torch.nn.Conv2d) + _exported(module, aten.conv2d.default, aten.conv2d.padding),
         num_conv_transpose=_count(module, torch.nn.ConvTranspose2d) + _exported(module, aten.conv_transpose2d.input),
-        num_4d_inputs=sum(tensor.dim() == 4 and tensor.is_floating_point() for tensor in tensors),
-        is_channels_last=any(map(_is_channels_last, [*tensors, *parameters])),
+        num_4d_inputs=sum(tensor.dim() == 4 and tensor.is_floating_point() for tensor in given),
+        is_channels_last=any(map(_is_channels_last, [*given, *parameters])),
         num_input_shapes=len({_shapes(batch) for batch in [*workload.inputs, *workload.check_inputs]}),
         samples=workload.samples or rows_of(workload.inputs[0]) or 1,
         padding=None if generation else _padding(workload),
@@ -267,10 +267,10 @@ def _copy(batch: Any) -> Any:
 
 def _equal(one: Any, other: Any) -> bool:
     """Whether two trees hold the same dense tensors, NaN where NaN was."""
-    mine, theirs = _tensors(one), _tensors(other)
+    mine, theirs = tensors(one), tensors(other)
     return len(mine) == len(theirs) and all(
         a.layout != torch.strided or torch.equal(a, b) or torch.equal(a.nan_to_num(), b.nan_to_num())
-        for (_, a), (_, b) in zip(mine, theirs, strict=True)
+        for a, b in zip(mine, theirs, strict=True)
     )
 
 
@@ -294,8 +294,7 @@ def unchanged(workload: Workload, module: torch.nn.Module) -> Iterator[Any]:
 def _distance(one: Any, other: Any) -> float:
     """Largest relative L2 distance of the floating leaves of two outputs; infinite where they do not match."""
     worst = 0.0
-    pairs = list(zip(_tensors(one), _tensors(other), strict=False))
-    for (_, a), (_, b) in pairs:
+    for a, b in zip(tensors(one), tensors(other), strict=False):
         if a.shape != b.shape:
             return float("inf")
         if a.is_floating_point() and a.numel():
@@ -304,12 +303,8 @@ def _distance(one: Any, other: Any) -> float:
     return worst
 
 
-def _tensors(tree: Any) -> list[tuple[str, torch.Tensor]]:
-    return [(path, leaf) for path, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 def _shapes(batch: Any) -> tuple[Any, ...]:
-    return tuple((path, tuple(tensor.shape)) for path, tensor in _tensors(batch))
+    return tuple((path, tuple(leaf.shape)) for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
 
 
 def _count(module: torch.nn.Module, kind: type[torch.nn.Module]) -> int:

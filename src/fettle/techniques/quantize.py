@@ -24,21 +24,20 @@ def quiet_torchao() -> None:
 
 def rows_of_linear(model: torch.nn.Module, batches: Any) -> dict[torch.nn.Module, int]:
     """The fewest rows, of all that a linear layer is given at once, over the batches."""
+    import contextlib
+
     rows: dict[torch.nn.Module, int] = {}
 
     def count(layer: torch.nn.Module, args: Any) -> None:
         rows[layer] = min(rows.get(layer, 1 << 62), args[0].numel() // max(1, args[0].shape[-1]))
 
-    linear = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
-    hooks = [layer.register_forward_pre_hook(count) for layer in linear]
-    try:
-        with torch.no_grad(), state_kept(model):
-            for batch in batches:
-                args, kwargs = spread(batch)
-                model(*args, **kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as hooks, torch.no_grad(), state_kept(model):
+        for layer in model.modules():
+            if isinstance(layer, torch.nn.Linear):
+                hooks.enter_context(layer.register_forward_pre_hook(count))
+        for batch in batches:
+            args, kwargs = spread(batch)
+            model(*args, **kwargs)
     return rows
 
 

@@ -164,12 +164,8 @@ def padding_of(model: torch.nn.Module, run: Callable[[], Any]) -> Padding | None
         calls.append((args, kwargs))
         raise _Noted
 
-    hook = model.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        with suppress(_Noted):
-            run()
-    finally:
-        hook.remove()
+    with model.register_forward_pre_hook(note, with_kwargs=True), suppress(_Noted):
+        run()
     args, kwargs = calls[0] if calls else ((), {})
     arguments: list[tuple[str | int, Any]] = [*kwargs.items(), *enumerate(args)]
     found = [(name, value) for name, value in arguments if _is_mask(value)]

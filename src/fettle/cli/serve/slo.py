@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from fettle.cli import _options, _quiet, _show
 from fettle.cli.serve._slo_answer import print_settings, print_texts
 from fettle.errors import UsageError, extra, first_line
 from fettle.files import check_writable, write_text
+from fettle.kept_files import whole_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -347,10 +346,8 @@ class _Work:
         package = next(v.package for v in self.packages if v.name == result.best.setting.variant)
         if self.package is None:
             place = folder / "package"
-            with tempfile.TemporaryDirectory(dir=folder, prefix=".package") as scratch:
-                made = shutil.copytree(package.folder, Path(scratch) / "package")
-                shutil.rmtree(place, ignore_errors=True)
-                os.rename(made, place)
+            with whole_folder(place) as made:
+                shutil.copytree(package.folder, made, dirs_exist_ok=True)
             package = open_package(place)
         write_settings(package, tuned(result, package))
         return package.folder

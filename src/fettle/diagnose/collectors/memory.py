@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fettle.diagnose.evidence import Kept, Padding, Weights
+from fettle.doctor.program import subnormal_share
 from fettle.procs.limits import pages_fetched
 from fettle.workload import Workload, leaves
 
@@ -112,19 +113,9 @@ def padding(workload: Workload) -> Padding:
 
 def weights(module: torch.nn.Module | None) -> Weights:
     """The model's parameters; nothing of what is not a module."""
-    size = sum(p.numel() * p.element_size() for p in module.parameters()) if module is not None else 0
-    return Weights(size, _duplicates(module), _subnormal(module))
-
-
-def _subnormal(module: torch.nn.Module | None) -> float:
-    """Share of nonzero float32 weights below the smallest normal number."""
-    small = total = 0
-    for parameter in module.parameters() if module is not None else ():
-        if parameter.dtype == torch.float32 and parameter.device.type == "cpu":
-            magnitude = parameter.detach().abs()
-            small += int(((magnitude > 0) & (magnitude < torch.finfo(torch.float32).tiny)).sum())
-            total += int((magnitude > 0).sum())
-    return small / total if total else 0.0
+    parameters = list(module.parameters()) if module is not None else []
+    size = sum(p.numel() * p.element_size() for p in parameters)
+    return Weights(size, _duplicates(module), subnormal_share(parameters))
 
 
 def _duplicates(module: torch.nn.Module | None) -> int:

@@ -7,7 +7,6 @@ import linecache
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fettle.diagnose.evidence import Sync, SyncKind
+from fettle.patches import replaced
 
 DEVICE = torch.device("cpu", 0)
 """What tensors that stand for device tensors give as their device."""
@@ -277,13 +277,8 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
 
-@contextlib.contextmanager
-def _quiet(watch: SyncWatch) -> Iterator[None]:
-    watch.quiet += 1
-    try:
-        yield
-    finally:
-        watch.quiet -= 1
+def _quiet(watch: SyncWatch) -> contextlib.AbstractContextManager[None]:
+    return replaced(watch, "quiet", lambda depth: depth + 1)
 
 
 def lies_on_gpu(tensor: torch.Tensor) -> bool:

@@ -67,7 +67,7 @@ def _device_rows(trace: Trace, device: int, low: np.ndarray, high: np.ndarray, w
     # Sums below 2**53 ns (104 days) are exact in the float64 that `bincount` adds in.
     sums = np.bincount(cell, stops - begins, len(CAUSES) * len(low)).astype(np.int64)
     by_cause = dict(zip(CAUSES, sums.reshape(len(CAUSES), -1), strict=True))
-    return _rows(trace, device, windows, compute_ns, comm_ns, busy_ns - compute_ns - comm_ns, by_cause)
+    return _rows(device, windows, compute_ns, comm_ns, busy_ns - compute_ns - comm_ns, by_cause)
 
 
 def _host_rows(trace: Trace, low: np.ndarray, high: np.ndarray, windows: pl.DataFrame) -> pl.DataFrame:
@@ -80,11 +80,11 @@ def _host_rows(trace: Trace, low: np.ndarray, high: np.ndarray, windows: pl.Data
         target = compute if name == "operator" else by_cause[name]
         np.add.at(target, window[mine], (end - start)[mine])
     zero = np.zeros(len(low), dtype=np.int64)
-    return _rows(trace, -1, windows, compute, zero, zero, by_cause)
+    return _rows(-1, windows, compute, zero, zero, by_cause)
 
 
 def _rows(
-    trace: Trace, device: int, windows: pl.DataFrame, compute: Ints, comm: Ints, copy: Ints, by_cause: dict[str, Ints]
+    device: int, windows: pl.DataFrame, compute: Ints, comm: Ints, copy: Ints, by_cause: dict[str, Ints]
 ) -> pl.DataFrame:
     parts = {"compute_ns": compute, "exposed_communication_ns": comm, "exposed_copy_ns": copy}
     parts["idle_ns"] = np.sum(list(by_cause.values()), axis=0)

@@ -11,8 +11,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import polars as pl
 
 from fettle.files import cache_folder
+from fettle.kept_files import let_go, whole_folder
 from fettle.trace.model import EVENT_COLUMNS, SIDE_TABLES, ReadFacts, Trace
 
 FORMAT = 5
@@ -28,6 +27,8 @@ MOST_BYTES = 16 << 30
 _AS_JSON = ("rank", "names", "threads", "shapes", "metadata", "thread_names")
 _WHOLE_BYTES = 64 << 20
 _SAMPLE_BYTES = 1 << 20
+_FACTS = "facts.json"
+"""Its own time is when the trace was last opened."""
 
 
 def folder() -> Path:
@@ -67,7 +68,7 @@ def read(path: Path, key: dict[str, Any]) -> Trace | None:
     """The kept columns where they belong to exactly this content; None otherwise, whatever is wrong with them."""
     place = _place(key)
     try:
-        facts = json.loads((place / "facts.json").read_text())
+        facts = json.loads((place / _FACTS).read_text())
         if facts["key"] != key:
             return None
         events = pl.read_ipc(place / "events.arrow")
@@ -80,36 +81,19 @@ def read(path: Path, key: dict[str, Any]) -> Trace | None:
     except (OSError, ValueError, KeyError, TypeError, pl.exceptions.PolarsError):
         return None
     with contextlib.suppress(OSError):
-        os.utime(place)
+        os.utime(place / _FACTS)
     return trace
 
 
 def write(trace: Trace, key: dict[str, Any]) -> None:
     """Keep the columns; a folder that cannot be written is not an error, the trace is only slower to open next time."""
     place = _place(key)
-    scratch = None
-    try:
+    with contextlib.suppress(OSError, ValueError, pl.exceptions.PolarsError):
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        scratch = Path(tempfile.mkdtemp(dir=place.parent, prefix=".writing-"))
-        trace.events.write_ipc(scratch / "events.arrow")
-        for table, frame in trace.side.items():
-            frame.write_ipc(scratch / f"{table}.arrow")
-        facts = {name: getattr(trace, name) for name in _AS_JSON} | {"key": key, "facts": asdict(trace.facts)}
-        (scratch / "facts.json").write_text(json.dumps(facts))
-        shutil.rmtree(place, ignore_errors=True)
-        scratch.rename(place)
-        _forget_old(place.parent)
-    except (OSError, ValueError, pl.exceptions.PolarsError):
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _forget_old(root: Path) -> None:
-    places = [p for p in root.iterdir() if p.is_dir()]
-    places.sort(key=lambda p: p.stat().st_mtime, reverse=True)
-    size = 0
-    for number, place in enumerate(places):
-        size += sum(file.stat().st_size for file in place.iterdir())
-        if number and size > MOST_BYTES:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(place)
+        with whole_folder(place) as made:
+            trace.events.write_ipc(made / "events.arrow")
+            for table, frame in trace.side.items():
+                frame.write_ipc(made / f"{table}.arrow")
+            facts = {name: getattr(trace, name) for name in _AS_JSON} | {"key": key, "facts": asdict(trace.facts)}
+            (made / _FACTS).write_text(json.dumps(facts))
+        let_go(place.parent, _FACTS, MOST_BYTES)
