@@ -704,6 +704,17 @@ def test_what_repeats_is_guessed() -> None:
     assert sum(heard) == 11
 
 
+def test_guessing_ends_where_every_row_has_had_a_stop_token() -> None:
+    prompt = torch.tensor([[5, 6, 7, 8, 9] * 2, [5, 8, 6, 7, 9] * 2])
+    for stops in ((5,), (6, 8), (7,), (9,), (3,)):
+        heard: list[torch.Tensor] = []
+        how: Any = {"new_tokens": 11, "stop_tokens": stops}
+        text = write_guessing(Echo(), prompt, ahead=3, guesses=Lookup(), on_tokens=heard.append, **how)
+        assert torch.equal(text, write(Echo(), prompt, **how))
+        assert torch.equal(text, torch.cat(heard, 1))
+        assert len(heard) == 1 + (text.shape[1] + 2) // 4  # one, then four at a time
+
+
 def smaller(agrees: bool) -> nn.Module:
     """A draft that guesses what `llama` writes, or hardly ever."""
     draft = llama()

@@ -37,6 +37,7 @@ async def served(broken=False):
                 await writer.drain()
                 await asyncio.sleep(0.001)
                 if broken:
+                    writer.write(chunk({"error": {"message": "no memory", "type": "server_error"}}))
                     break
             if not broken:
                 writer.write(chunk({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 4}}))
@@ -93,6 +94,7 @@ def test_a_text_that_breaks_off_is_not_answered():
     run = load(closed_loop, 1, 0.1, broken=True)
     assert set(run.statuses) == {BROKEN}
     assert "the text broke off" in run.errors
+    assert run.refusal == "no memory"
 
 
 def test_events_may_end_their_lines_as_http_does_and_hold_more_than_data():

@@ -20,7 +20,7 @@ def test_a_template_is_found_in_each_of_its_places(tmp_path):
     several = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
     assert read_chat(folder(tmp_path, chat_template=several))[0] == {CHAT: b"d"}
     (tmp_path / CHAT).write_text("file")
-    assert read_chat(tmp_path)[0] == {CHAT: b"file"}
+    assert read_chat(tmp_path)[0] == read_chat(tmp_path / "tokenizer.json")[0] == {CHAT: b"file"}
     assert read_chat(None) == ({}, {})
 
 

@@ -79,13 +79,15 @@ class TextConnection(Connection):
                 chunk = msgspec.json.decode(said)
             except msgspec.DecodeError:
                 continue
+            if "error" in chunk:
+                self._refusal = said
             self._usage = chunk.get("usage") or self._usage
             if any(choice.get("text") or choice.get("delta", {}).get("content") for choice in chunk.get("choices", ())):
                 self._moments.append(now)
 
     @property
     def refusal(self) -> str:
-        """What a server said that would not write the text."""
+        """What a server said that would not write the text, or broke it off."""
         try:
             refusal = msgspec.json.decode(self._refusal, type=_Refusal)
         except msgspec.MsgspecError:

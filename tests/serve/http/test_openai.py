@@ -18,7 +18,7 @@ from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
 from fettle.serve.engine.refusal import Rejected
 from fettle.serve.http.generation import Writing
-from fettle.serve.http.openai import Completions, StreamOptions, _Answer
+from fettle.serve.http.openai import Completions, StreamOptions, _Answer, _message
 from fettle.workload import Workload
 from tests.serve.test_server import ask
 from tests.serving import running, until
@@ -145,6 +145,20 @@ def test_chat_goes_through_the_template(client, model, tokenizer):
     assert "".join(piece.choices[0].delta.content or "" for piece in stream) == wanted
 
 
+def test_chat_takes_what_its_clients_send_besides(client):
+    asked = {"model": "tiny", "max_completion_tokens": 6, "temperature": 0}
+    messages = [{"role": "system", "content": "a"}, {"role": "assistant", "content": ""}, {"role": "user", "content": "b"}]
+    said = client.chat.completions.create(**asked, messages=messages)
+    dumped = [{"role": "developer", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": None}, messages[2]]
+    nothing = {
+        "tools": [], "tool_choice": "none", "parallel_tool_calls": False, "modalities": ["text"],
+        "safety_identifier": "c", "prompt_cache_key": "d", "prompt_cache_retention": "24h",
+    }  # fmt: skip
+    same = client.chat.completions.create(**asked, messages=dumped, **nothing)
+    assert (same.choices[0].message.content, same.usage) == (said.choices[0].message.content, said.usage)
+    assert _message(dumped[1]) == {"role": "assistant", "content": ""}  # a template may count its tool calls
+
+
 def test_a_stop_string_ends_a_text_also_across_tokens(client, model, tokenizer):
     whole, _ = alone(model, tokenizer, tokenizer.encode("again").ids, 40)
     for begin in range(2, len(whole) - 4, 3):
@@ -219,6 +233,33 @@ def test_a_stream_begins_with_the_first_choice():
     assert asyncio.run(begun()).status == 200
 
 
+def test_a_stream_that_breaks_off_says_why():
+    class Late:
+        async def pieces(self):
+            raise Rejected(504, "its time was over")
+            yield
+
+        def stop(self):
+            pass
+
+    async def first(answer):
+        return await anext(answer._events())
+
+    answer = _Answer.__new__(_Answer)
+    answer.wanted, answer.chat, answer.head, answer.writings = Completions(model="m", prompt="a"), False, {}, [Late()]
+    assert b'"its time was over"' in asyncio.run(first(answer))
+
+
+def test_an_empty_text_has_no_log_probabilities_but_a_list_of_them():
+    answer, whole = _Answer.__new__(_Answer), [Piece("", (), "stop", 3, 0)]
+    answer.logprobs, answer.offsets, answer.chat = True, [0], True
+    assert answer._whole(0, whole)["logprobs"] == {"content": []}
+    answer.chat = False
+    assert answer._whole(0, whole)["logprobs"]["token_logprobs"] == []
+    answer.logprobs = False
+    assert answer._whole(0, whole)["logprobs"] is None
+
+
 def test_a_prompt_that_no_model_takes_is_not_multiplied():
     version = SimpleNamespace(pool=None, package=SimpleNamespace(manifest=SimpleNamespace(handler=Settings())))
     with pytest.raises(Rejected, match="longer than this model takes") as refused:
@@ -271,10 +312,25 @@ def test_errors_reach_the_client_as_its_exceptions(server, client):
         client.chat.completions.create(model="tiny", messages=[{"role": "tool", "content": "x"}])
     with pytest.raises(openai.BadRequestError, match="tokens are from 0"):
         client.completions.create(model="tiny", prompt=[100_000])
-    assert ask(server.url + "/v1/completions", b"{")[0] == 400
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.models.retrieve("other")
+    assert refused.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="leave tools out"):
+        tool = {"type": "function", "function": {"name": "f"}}
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], tools=[tool])
+    for body in (b"{", b'{"model": "tiny", "prompt": "\xff"}', b'{"model": "tiny", "prompt": "\\ud800"}'):
+        status, said, _ = ask(server.url + "/v1/completions", body)
+        assert (status, said["error"]["type"]) == (400, "invalid_request_error")
     assert ask(server.url + "/v1/nothing", b"{}")[1]["error"]["message"]
     pool = server.registry.choose("tiny").pool
     assert (pool.inflight, pool.waiting_rows) == (0, 0)
+
+
+def test_what_goes_wrong_inside_is_the_protocols_error_too(client, monkeypatch):
+    monkeypatch.setattr("fettle.serve.http.openai._prompts", lambda prompt: 1 / 0)
+    with pytest.raises(openai.InternalServerError, match="internal error, request") as failed:
+        client.completions.create(model="tiny", prompt="a")
+    assert failed.value.type == "server_error"
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.slow)])

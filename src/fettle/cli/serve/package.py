@@ -41,7 +41,7 @@ def command(
     ] = None,
     chat_template: Annotated[
         Path | None,
-        typer.Option(help="the chat template of a --handler generate; default: that of the tokenizer's folder"),
+        typer.Option(help="the chat template of a --handler generate; default: the one beside the tokenizer"),
     ] = None,
     requires: Annotated[
         list[str] | None,
@@ -77,7 +77,7 @@ def command(
     files = add_files(labels, tokenizer)
     special: dict[str, str] = {}
     if handler == "generate":
-        chat, special = read_chat(tokenizer if tokenizer is not None and tokenizer.is_dir() else None, chat_template)
+        chat, special = read_chat(tokenizer, chat_template)
         files |= chat
     elif chat_template is not None:
         raise UsageError("a chat template is for --handler generate")
