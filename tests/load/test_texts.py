@@ -10,7 +10,7 @@ import pytest
 from fettle.errors import UsageError
 from fettle.load.arrivals import constant
 from fettle.load.loops import closed_loop, open_loop
-from fettle.load.run import Run, Text, TextLimits, as_data
+from fettle.load.run import UNANSWERED, Run, Text, TextLimits, as_data
 from fettle.load.texts import BROKEN, Heard, TextConnection, text_lines, text_requests
 from fettle.page import Table
 from fettle.report import write_load_report
@@ -95,6 +95,11 @@ def test_a_text_that_breaks_off_is_not_answered():
     assert set(run.statuses) == {BROKEN}
     assert "the text broke off" in run.errors
     assert run.refusal == "no memory"
+
+
+def test_clients_wait_for_the_texts_that_are_being_written_when_their_time_is_over():
+    assert load(closed_loop, 1, 0.0, patience_s=0.0).statuses == {UNANSWERED: 1}
+    assert load(closed_loop, 1, 0.0, patience_s=60.0).statuses == {200: 1}
 
 
 def test_events_may_end_their_lines_as_http_does_and_hold_more_than_data():

@@ -1,11 +1,16 @@
 """Keys and values kept between tokens: the same texts as the model's own, for a token's work each."""
 
+import io
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import torch
+from rich.console import Console
 
+from fettle.cli.serve import package as command
 from fettle.errors import UsageError
 from fettle.package.export import write_package
 from fettle.package.generating import generating, of_model
@@ -296,6 +301,22 @@ def test_a_model_that_keeps_something_else_runs_the_whole_text(odd):
         model = transformers.BloomForCausalLM(config).eval()
     [plain] = generating(workload(model))
     assert set(plain.inputs[0]) == {"input_ids", "attention_mask", "last"}
+
+
+def test_a_sample_of_tokens_without_their_name_keeps_keys_and_values_too():
+    kept, plain = generating(Workload(llama(), [torch.randint(0, WORDS, (2, 8))]))
+    assert set(kept.inputs[0]) == {"input_ids", "attention_mask", "last", "seen", "past"}
+    assert set(plain.inputs[0]) == {"input_ids", "last"}
+
+
+def test_the_command_says_where_every_token_runs_the_whole_text(package):
+    def said(inputs):
+        out = Console(file=io.StringIO(), width=200)
+        command._print(msgspec.structs.replace(package.manifest, inputs=inputs), Path("m"), out)
+        return out.file.getvalue()
+
+    assert "the whole text again" not in said(package.manifest.inputs)
+    assert "the whole text again" in said(package.manifest.inputs[:3])
 
 
 def test_samples_are_made_where_the_model_lies():

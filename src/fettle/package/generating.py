@@ -73,7 +73,7 @@ def generating(workload: Workload, max_tokens: int | None = None) -> list[Worklo
     if not torch.allclose(early, alone, rtol=1e-2, atol=1e-2 * float(alone.abs().max())):
         raise UsageError("the model looks at later tokens, so it cannot generate one after the other")
     plain = Workload(wrapped, [whole, short], name=workload.name, samples=len(ids))
-    kept = cached(model, ids, scores, max_tokens or Settings().max_tokens) if workload.call is None and names else None
+    kept = cached(model, ids, scores, max_tokens or Settings().max_tokens) if workload.call is None else None
     return [kept, plain] if kept is not None else [plain]
 
 
