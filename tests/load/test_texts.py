@@ -118,6 +118,23 @@ def test_events_may_end_their_lines_as_http_does_and_hold_more_than_data():
     assert len(connection.heard(0.0).moments) == 2
 
 
+@pytest.mark.parametrize(
+    ("choice", "is_heard"),
+    [
+        ({"text": "a"}, True), ({"text": ""}, False), ({"delta": {"content": "a"}}, True),
+        ({"delta": {"role": "assistant", "content": ""}}, False), ({"delta": {"reasoning_content": "hm"}}, True),
+        ({"delta": None, "finish_reason": "stop"}, False),
+    ],
+)  # fmt: skip
+def test_what_a_model_writes_is_heard_under_each_of_its_names(choice, is_heard):
+    connection = TextConnection(lambda *_: None)
+    connection.connection_made(SimpleNamespace(write=lambda data: None, is_closing=lambda: False))
+    (request,) = text_requests("http://127.0.0.1:1/v1", text_lines("8", "4", count=1), model="m")
+    connection.send(request, None)
+    connection.data_received(HEAD + chunk({"choices": [choice]}))
+    assert len(connection.heard(0.0).moments) == is_heard
+
+
 def test_a_prompt_of_so_many_tokens_is_another_one_each_time_it_is_sent(tmp_path):
     def prompts(lines):
         sent = []
