@@ -191,7 +191,7 @@ def test_tuning_goes_by_the_limit_on_text(tmp_path: Path, monkeypatch) -> None:
         raise UsageError(f"max_kl={options.max_kl}")
 
     monkeypatch.setattr(guided, "tune", tune)
-    run = SimpleNamespace(target="work.py", settings=Settings(max_kl=0.05), folder=tmp_path, on_progress=None, command="")
+    run = SimpleNamespace(target="a.py", settings=Settings(max_kl=0.05), folder=tmp_path, on_progress=None, command="")
     with pytest.raises(UsageError, match=r"max_kl=0\.05"):
         guided._tune(run, {})  # type: ignore[arg-type]
 

@@ -52,4 +52,6 @@ def test_a_template_finds_what_transformers_gives_it():
     handler.chat = chat_template(text)
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     [wanted], _ = rendering.render_jinja_template([messages], chat_template=text, add_generation_prompt=True, **special)
-    assert handler._chatted(messages) == wanted
+    assert handler._chatted(messages, {}) == wanted
+    handler.chat = chat_template("{{ enable_thinking }}{{ messages[0].content }}")
+    assert handler._chatted(messages, {"enable_thinking": False, "messages": []}) == "Falseé <b>"

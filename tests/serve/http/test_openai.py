@@ -28,7 +28,8 @@ tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['user', 'assistant', 'system'] %}"
-    "{{ raise_exception('no such role') }}{% endif %}{{ '<' + m.role + '>' + m.content }}{% endfor %}<assistant>"
+    "{{ raise_exception('no such role') }}{% endif %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+    "<assistant>{{ tone }}"
 )
 TEXT = "Größe über alles: naïve café, 日本語のテキスト, emoji 😀😀 and plain English words, again and again. " * 3
 
@@ -157,6 +158,9 @@ def test_chat_takes_what_its_clients_send_besides(client):
     }  # fmt: skip
     same = client.chat.completions.create(**asked, messages=dumped, **nothing)
     assert (same.choices[0].message.content, same.usage) == (said.choices[0].message.content, said.usage)
+    more = {"chat_template_kwargs": {"tone": "é!"}}
+    told = client.chat.completions.create(**asked, messages=messages, extra_body=more)
+    assert told.usage.prompt_tokens > said.usage.prompt_tokens
     assert _message(dumped[1]) == {"role": "assistant", "content": ""}  # a template may count its tool calls
 
 

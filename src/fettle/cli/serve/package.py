@@ -112,7 +112,7 @@ def _print(manifest: Manifest, path: Path, out: Console) -> None:
     if manifest.handler is not None:
         out.print(f"handler  {' '.join(_settings(msgspec.to_builtins(manifest.handler)))}", markup=False)
     if isinstance(manifest.handler, Settings) and all(spec.name != PAST for spec in manifest.inputs):
-        out.print("         keeps no keys and values of this model: every token runs the whole text again", style="yellow")
+        out.print("         no keys and values are kept: every token runs the whole text again", style="yellow")
     out.print(f"recipe   {Recipe(manifest.recipe)}", markup=False)
     out.print(f"error    {manifest.accuracy['relative_error']:.3g} against {manifest.accuracy['against']}")
     if "divergence" in manifest.accuracy:

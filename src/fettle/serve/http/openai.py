@@ -95,6 +95,8 @@ class Chat(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tools: tuple[msgspec.Raw, ...] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Not in OpenAI's protocol; vLLM and llama.cpp have it."""
     logit_bias: Annotated[dict[str, float], Meta(max_length=0)] | None = None
 
 
@@ -204,7 +206,8 @@ async def _chat(call: Call) -> Reply:
         raise BadRequest("top_logprobs needs logprobs", "top_logprobs")
     logprobs = (wanted.top_logprobs or 0) if wanted.logprobs else None
     sampling = _sampling(wanted, logprobs, wanted.max_completion_tokens or wanted.max_tokens)
-    ask = Ask(messages=tuple(map(_message, wanted.messages)), sampling=sampling, strict=True)
+    messages = tuple(map(_message, wanted.messages))
+    ask = Ask(messages=messages, template=wanted.chat_template_kwargs, sampling=sampling, strict=True)
     return await _Answer(call, version, wanted, [ask], chat=True).reply()
 
 
