@@ -274,7 +274,7 @@ class _Work:
             package = open_package(Path(text))
             if isinstance(package.manifest.handler, Settings):
                 raise UsageError(
-                    f"{text} writes texts, and --p99 is for whole answers: fettle serve slo {text} --ttft 500ms --itl 50ms"
+                    f"{text} writes texts, and --p99 is for others: fettle serve slo {text} --ttft 500ms --itl 50ms"
                 )
             check_here(package.manifest.name, package.manifest.requires)
             if (digest := package.handler_digest) and digest not in trust:
