@@ -192,6 +192,16 @@ def test_samples_follow_their_seed_and_choices_differ(client):
     assert client.completions.create(**greedy, extra_body={"min_p": 1.0}).choices[0].text == wanted
 
 
+def test_a_bias_rules_over_what_the_model_would_say(client, tokenizer):
+    [wanted] = tokenizer.encode("b").ids
+    asked = {"model": "tiny", "prompt": "emoji", "max_tokens": 3}
+    for temperature in (0, 1):
+        said = client.completions.create(**asked, temperature=temperature, logit_bias={str(wanted): 100})
+        assert said.choices[0].text == "bbb"
+    with pytest.raises(openai.BadRequestError, match="from 0 to 299"):
+        client.completions.create(**asked, logit_bias={"300": 1})
+
+
 def test_a_stream_counts_each_prompt_once_whatever_ends_first():
     class Written:
         def __init__(self, turns, prompt):

@@ -137,6 +137,8 @@ class Handler:
 
     def prompt(self, ask: Ask) -> list[int]:
         """The tokens of a prompt. Raises `UsageError`."""
+        if max(ask.sampling.logit_bias, default=0) >= self.vocabulary:
+            raise UsageError(f"logit_bias is for tokens of the model, from 0 to {self.vocabulary - 1}")
         if ask.tokens is not None:
             size = min(self.tokenizer.get_vocab_size(), self.vocabulary)
             if not all(0 <= token < size for token in ask.tokens):

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from fettle.package.handlers.generate import Ask, Piece, TokenLogprob
-from fettle.package.handlers.sampling import Sampling
+from fettle.package.handlers.sampling import LogitBias, Sampling
 from fettle.serve.engine.refusal import Malformed, Refusal
 from fettle.serve.engine.registry import Registry, Version
 from fettle.serve.http.aside import aside
@@ -48,6 +48,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     stream_options: StreamOptions | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    logit_bias: LogitBias | None = None
     seed: int | None = None
     user: str | None = None
     metadata: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
@@ -74,7 +75,6 @@ class Completions(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: None = None
-    logit_bias: Annotated[dict[str, float], Meta(max_length=0)] | None = None
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
@@ -97,7 +97,6 @@ class Chat(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Not in OpenAI's protocol; vLLM and llama.cpp have it."""
-    logit_bias: Annotated[dict[str, float], Meta(max_length=0)] | None = None
 
 
 _Body = TypeVar("_Body", Completions, Chat)
@@ -163,7 +162,9 @@ def _sampling(wanted: _Common, logprobs: int | None, most: int | None) -> Sampli
         "temperature": 1.0 if wanted.temperature is None else wanted.temperature,
         **{
             name: value
-            for name in ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")
+            for name in (
+                "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias", "ignore_eos"
+            )
             if (value := getattr(wanted, name)) is not None
         },
     }  # fmt: skip
