@@ -338,6 +338,9 @@ def test_a_text_is_no_longer_than_the_model_has_positions():
     assert of_model(llama(max_position_embeddings=64)) == {"max_tokens": 64, "max_new_tokens": 64}
     assert of_model(llama(max_position_embeddings=512)) == {"max_tokens": 512, "max_new_tokens": 256}
     assert of_model(llama(max_position_embeddings=4096)) == of_model(torch.nn.Linear(2, 2)) == {}
+    assert of_model(llama(max_position_embeddings=4096), {"max_tokens": 4096}) == {"max_tokens": 4096}
+    with pytest.raises(UsageError, match="has 128 positions"):
+        of_model(gpt2(), {"max_tokens": 129})
 
 
 def called_again(call):

@@ -77,17 +77,20 @@ def generating(workload: Workload, max_tokens: int | None = None) -> list[Worklo
     return [kept, plain] if kept is not None else [plain]
 
 
-def of_model(model: Any) -> dict[str, Any]:
-    """Settings of the generate handler that the model knows itself: how many positions it has, where its texts end."""
+def of_model(model: Any, wanted: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Settings of the generate handler that the model knows itself, how many positions it has and where its texts end,
+    and above these the `wanted` ones. Raises `UsageError` for longer texts than it has positions for."""
     usual, config = Settings(), getattr(model, "config", None)
-    settings: dict[str, Any] = {}
+    settings, asked = dict(wanted or {}), (wanted or {}).get("max_tokens")
     most = getattr(config, "max_position_embeddings", None)
+    if isinstance(most, int) and isinstance(asked, int) and asked > most > 1:
+        raise UsageError(f"max_tokens is {asked}, and the model has {most} positions: give at most as many")
     if isinstance(most, int) and 1 < most < usual.max_tokens:
-        settings = {"max_tokens": most, "max_new_tokens": min(usual.max_new_tokens, most)}
+        settings = {"max_tokens": most, "max_new_tokens": min(usual.max_new_tokens, most), **settings}
     for where in (getattr(model, "generation_config", None), config):
         ends = getattr(where, "eos_token_id", None)
         if ends is not None:
-            return {**settings, "stop_tokens": [ends] if isinstance(ends, int) else list(ends)}
+            return {"stop_tokens": [ends] if isinstance(ends, int) else list(ends), **settings}
     return settings
 
 
