@@ -382,6 +382,12 @@ def test_no_more_of_a_long_text_is_scored_than_is_kept(monkeypatch, tmp_path) ->
     assert sum(fed) == 3 + 15
 
 
+def test_a_text_is_judged_in_parts_that_the_model_has_positions_for(tmp_path) -> None:
+    work = fettle.GenerationWorkload(gpt2(16), [ids(1, 5)], new_tokens=4, texts=[ids(1, 40), ids(2, 17)])
+    pieces = quality.write_pieces(work, str(tmp_path / "reference.pt"))
+    assert [tuple(piece.forced.shape) for piece in pieces] == [(1, 4), (1, 15), (1, 15), (1, 7), (2, 15)]
+
+
 @pytest.mark.parametrize("make", [llama, mamba])
 def test_what_padding_changes_is_not_judged(make, tmp_path) -> None:
     path = str(tmp_path / "reference.pt")

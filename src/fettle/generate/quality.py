@@ -180,8 +180,11 @@ def _what_is_judged(workload: GenerationWorkload) -> Iterator[tuple[dict[str, An
     for prompt in [*workload.inputs, *workload.check_inputs]:
         yield prompt, None
     device = next(iter(workload.inputs[0].values())).device
+    positions = getattr(getattr(workload.model, "config", None), "max_position_embeddings", None) or 0
     for text in (given.to(device) for given in workload.texts):
-        yield {"input_ids": text[:, :1]}, text[:, 1:]
+        for part in text.split(positions if positions > 1 else text.shape[1], 1):
+            if part.shape[1] > 1:
+                yield {"input_ids": part[:, :1]}, part[:, 1:]
 
 
 def scores_of(run: Callable[..., Any], piece: Piece, device: str) -> torch.Tensor:
