@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fettle.errors import UsageError
+from fettle.generate.workload import positions_of
 from fettle.package.caching import cached
 from fettle.package.handlers.generate import Settings
 from fettle.package.handlers.parts import LAST, LOGITS
@@ -80,14 +81,13 @@ def generating(workload: Workload, max_tokens: int | None = None) -> list[Worklo
 def of_model(model: Any, wanted: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Settings of the generate handler that the model knows itself, how many positions it has and where its texts end,
     and above these the `wanted` ones. Raises `UsageError` for longer texts than it has positions for."""
-    usual, config = Settings(), getattr(model, "config", None)
-    settings, asked = dict(wanted or {}), (wanted or {}).get("max_tokens")
-    most = getattr(config, "max_position_embeddings", None)
-    if isinstance(most, int) and isinstance(asked, int) and asked > most > 1:
+    usual, settings = Settings(), dict(wanted or {})
+    most, asked = positions_of(model), settings.get("max_tokens")
+    if isinstance(asked, int) and 0 < most < asked:
         raise UsageError(f"max_tokens is {asked}, and the model has {most} positions: give at most as many")
-    if isinstance(most, int) and 1 < most < usual.max_tokens:
+    if 0 < most < usual.max_tokens:
         settings = {"max_tokens": most, "max_new_tokens": min(usual.max_new_tokens, most), **settings}
-    for where in (getattr(model, "generation_config", None), config):
+    for where in (getattr(model, "generation_config", None), getattr(model, "config", None)):
         ends = getattr(where, "eos_token_id", None)
         if ends is not None:
             return {"stop_tokens": [ends] if isinstance(ends, int) else list(ends), **settings}
