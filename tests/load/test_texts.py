@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fettle.errors import UsageError
+from fettle.load import client
 from fettle.load.arrivals import constant
 from fettle.load.loops import closed_loop, open_loop
 from fettle.load.run import UNANSWERED, Run, Text, TextLimits, as_data
@@ -151,6 +152,13 @@ def test_a_prompt_of_so_many_tokens_is_another_one_each_time_it_is_sent(tmp_path
     file = tmp_path / "texts"
     file.write_text('{"prompt": "a b"}')
     assert prompts(text_lines(file=file)) == ["a b", "a b"]
+
+
+def test_a_model_that_writes_texts_is_sent_no_tensors(monkeypatch):
+    tokens, last = client._Input("input_ids", "INT64", [-1, -1]), client._Input("last", "INT64", [-1])
+    monkeypatch.setattr(client, "get_json", lambda *given: client._Model([tokens, last]))
+    with pytest.raises(UsageError, match="writes texts: give http://a:1/v1"):
+        client.model_request("http://a:1/v2/models/gpt")
 
 
 def test_limits_count_the_first_token_and_the_gaps():
