@@ -302,7 +302,7 @@ def test_writing_ends_where_every_row_has_had_a_stop_token() -> None:
         ({"inputs": [{"input_ids": ids(1, 3), "attention_mask": torch.tensor([[1, 1, 0]])}]}, "on their left"),
         ({"texts": torch.ones(1).long()}, "two tokens"),
         ({"call": print}, "no call"),
-        ({"new_tokens": 254}, "256 positions: give shorter prompts"),
+        ({"new_tokens": 254}, "256 positions; give shorter prompts"),
     ],
 )
 def test_what_no_text_can_be_written_from_is_said_in_a_line(change, says) -> None:

@@ -69,8 +69,8 @@ class GenerationWorkload(Workload):
         positions, needed = positions_of(model), self.prompt_tokens + int(self.new_tokens) - 1
         if not self.is_two_parts and 0 < positions < needed:
             raise UsageError(
-                f"a prompt of {self.prompt_tokens} tokens and {self.new_tokens} new_tokens are too many for the model's "
-                f"{positions} positions: give shorter prompts or fewer new_tokens"
+                f"a prompt of {self.prompt_tokens} tokens and {self.new_tokens} new_tokens are too many for the model: "
+                f"it has {positions} positions; give shorter prompts or fewer new_tokens"
             )
         object.__setattr__(self, "texts", _texts(self.texts))
         if self.texts and (self.is_two_parts or (speaks and not hasattr(model, "crop"))):

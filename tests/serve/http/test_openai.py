@@ -330,8 +330,8 @@ def test_errors_reach_the_client_as_its_exceptions(server, client):
     with pytest.raises(openai.NotFoundError) as refused:
         client.models.retrieve("other")
     assert refused.value.code == "model_not_found"
+    tool = {"type": "function", "function": {"name": "f"}}
     with pytest.raises(openai.BadRequestError, match="leave tools out"):
-        tool = {"type": "function", "function": {"name": "f"}}
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], tools=[tool])
     for body in (b"{", b'{"model": "tiny", "prompt": "\xff"}', b'{"model": "tiny", "prompt": "\\ud800"}'):
         status, said, _ = ask(server.url + "/v1/completions", body)

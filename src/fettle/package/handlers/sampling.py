@@ -15,9 +15,7 @@ _FEW = 1024
 """Tokens that nearly always hold what `top_p` asks for."""
 
 
-LogitBias = Annotated[
-    dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)
-]
+LogitBias = Annotated[dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
 """By token, what is added to its logit."""
 
 
