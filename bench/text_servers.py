@@ -151,7 +151,7 @@ def loaded(server: Server, streams: int, given: argparse.Namespace, seed: int) -
     limits = TextLimits(_options.duration_s(given.ttft, "--ttft"), _options.duration_s(given.itl, "--itl"))
     requests = text_requests(server.url, lines, seed=seed)
     length = given.warm_up + given.seconds
-    run = asyncio.run(closed_loop(requests, streams, length, limits=limits))
+    run = asyncio.run(closed_loop(requests, streams, length, limits=limits, patience_s=60.0))
     start = max(given.warm_up, run.warm_up_s)
     texts = [text for text in run.texts if start <= text.due_s <= length]
     if not texts:

@@ -302,6 +302,7 @@ def test_writing_ends_where_every_row_has_had_a_stop_token() -> None:
         ({"inputs": [{"input_ids": ids(1, 3), "attention_mask": torch.tensor([[1, 1, 0]])}]}, "on their left"),
         ({"texts": torch.ones(1).long()}, "two tokens"),
         ({"call": print}, "no call"),
+        ({"new_tokens": 254}, "256 positions; give shorter prompts"),
     ],
 )
 def test_what_no_text_can_be_written_from_is_said_in_a_line(change, says) -> None:
@@ -380,6 +381,12 @@ def test_no_more_of_a_long_text_is_scored_than_is_kept(monkeypatch, tmp_path) ->
     pieces = quality.write_pieces(work, str(tmp_path / "reference.pt"))
     assert [piece.forced.shape[1] for piece in pieces] == [4, 16]
     assert sum(fed) == 3 + 15
+
+
+def test_a_text_is_judged_in_parts_that_the_model_has_positions_for(tmp_path) -> None:
+    work = fettle.GenerationWorkload(gpt2(16), [ids(1, 5)], new_tokens=4, texts=[ids(1, 40), ids(2, 17)])
+    pieces = quality.write_pieces(work, str(tmp_path / "reference.pt"))
+    assert [tuple(piece.forced.shape) for piece in pieces] == [(1, 4), (1, 15), (1, 15), (1, 7), (2, 15)]
 
 
 @pytest.mark.parametrize("make", [llama, mamba])
@@ -702,6 +709,17 @@ def test_what_repeats_is_guessed() -> None:
     assert text.tolist() == [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5]]
     assert len(heard) <= 5
     assert sum(heard) == 11
+
+
+def test_guessing_ends_where_every_row_has_had_a_stop_token() -> None:
+    prompt = torch.tensor([[5, 6, 7, 8, 9] * 2, [5, 8, 6, 7, 9] * 2])
+    for stops in ((5,), (6, 8), (7,), (9,), (3,)):
+        heard: list[torch.Tensor] = []
+        how: Any = {"new_tokens": 11, "stop_tokens": stops}
+        text = write_guessing(Echo(), prompt, ahead=3, guesses=Lookup(), on_tokens=heard.append, **how)
+        assert torch.equal(text, write(Echo(), prompt, **how))
+        assert torch.equal(text, torch.cat(heard, 1))
+        assert len(heard) == 1 + (text.shape[1] + 2) // 4  # one, then four at a time
 
 
 def smaller(agrees: bool) -> nn.Module:

@@ -186,6 +186,16 @@ def test_ctrl_c_in_a_step_ends_the_run_there(step: str, command: str, needs: dic
         guided._DOES[step](run, needs)  # type: ignore[arg-type]
 
 
+def test_tuning_goes_by_the_limit_on_text(tmp_path: Path, monkeypatch) -> None:
+    def tune(target, options, **more):
+        raise UsageError(f"max_kl={options.max_kl}")
+
+    monkeypatch.setattr(guided, "tune", tune)
+    run = SimpleNamespace(target="a.py", settings=Settings(max_kl=0.05), folder=tmp_path, on_progress=None, command="")
+    with pytest.raises(UsageError, match=r"max_kl=0\.05"):
+        guided._tune(run, {})  # type: ignore[arg-type]
+
+
 def test_a_folder_of_the_users_is_not_taken_for_a_package(work: Path, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "mine.py").write_text("x = 1")

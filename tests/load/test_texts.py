@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from fettle.errors import UsageError
+from fettle.load import client
 from fettle.load.arrivals import constant
 from fettle.load.loops import closed_loop, open_loop
-from fettle.load.run import Run, Text, TextLimits, as_data
+from fettle.load.run import UNANSWERED, Run, Text, TextLimits, as_data
 from fettle.load.texts import BROKEN, Heard, TextConnection, text_lines, text_requests
 from fettle.page import Table
 from fettle.report import loads_page
@@ -37,6 +38,7 @@ async def served(broken=False):
                 await writer.drain()
                 await asyncio.sleep(0.001)
                 if broken:
+                    writer.write(chunk({"error": {"message": "no memory", "type": "server_error"}}))
                     break
             if not broken:
                 writer.write(chunk({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 4}}))
@@ -92,6 +94,12 @@ def test_a_text_that_breaks_off_is_not_answered():
     run = load(closed_loop, 1, 0.1, broken=True)
     assert set(run.statuses) == {BROKEN}
     assert "the text broke off" in run.errors
+    assert run.refusal == "no memory"
+
+
+def test_clients_wait_for_the_texts_that_are_being_written_when_their_time_is_over():
+    assert load(closed_loop, 1, 0.0, patience_s=0.0).statuses == {UNANSWERED: 1}
+    assert load(closed_loop, 1, 0.0, patience_s=60.0).statuses == {200: 1}
 
 
 def test_events_may_end_their_lines_as_http_does_and_hold_more_than_data():
@@ -110,6 +118,23 @@ def test_events_may_end_their_lines_as_http_does_and_hold_more_than_data():
     assert len(connection.heard(0.0).moments) == 2
 
 
+@pytest.mark.parametrize(
+    ("choice", "is_heard"),
+    [
+        ({"text": "a"}, True), ({"text": ""}, False), ({"delta": {"content": "a"}}, True),
+        ({"delta": {"role": "assistant", "content": ""}}, False), ({"delta": {"reasoning_content": "hm"}}, True),
+        ({"delta": None, "finish_reason": "stop"}, False),
+    ],
+)  # fmt: skip
+def test_what_a_model_writes_is_heard_under_each_of_its_names(choice, is_heard):
+    connection = TextConnection(lambda *_: None)
+    connection.connection_made(SimpleNamespace(write=lambda data: None, is_closing=lambda: False))
+    (request,) = text_requests("http://127.0.0.1:1/v1", text_lines("8", "4", count=1), model="m")
+    connection.send(request, None)
+    connection.data_received(HEAD + chunk({"choices": [choice]}))
+    assert len(connection.heard(0.0).moments) == is_heard
+
+
 def test_a_prompt_of_so_many_tokens_is_another_one_each_time_it_is_sent(tmp_path):
     def prompts(lines):
         sent = []
@@ -126,6 +151,13 @@ def test_a_prompt_of_so_many_tokens_is_another_one_each_time_it_is_sent(tmp_path
     file = tmp_path / "texts"
     file.write_text('{"prompt": "a b"}')
     assert prompts(text_lines(file=file)) == ["a b", "a b"]
+
+
+def test_a_model_that_writes_texts_is_sent_no_tensors(monkeypatch):
+    tokens, last = client._Input("input_ids", "INT64", [-1, -1]), client._Input("last", "INT64", [-1])
+    monkeypatch.setattr(client, "get_json", lambda *given: client._Model([tokens, last]))
+    with pytest.raises(UsageError, match="writes texts: give http://a:1/v1"):
+        client.model_request("http://a:1/v2/models/gpt")
 
 
 def test_limits_count_the_first_token_and_the_gaps():

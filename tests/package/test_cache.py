@@ -1,11 +1,16 @@
 """Keys and values kept between tokens: the same texts as the model's own, for a token's work each."""
 
+import io
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import torch
+from rich.console import Console
 
+from fettle.cli.serve import package as command
 from fettle.errors import UsageError
 from fettle.package.export import write_package
 from fettle.package.generating import generating, of_model
@@ -298,6 +303,22 @@ def test_a_model_that_keeps_something_else_runs_the_whole_text(odd):
     assert set(plain.inputs[0]) == {"input_ids", "attention_mask", "last"}
 
 
+def test_a_sample_of_tokens_without_their_name_keeps_keys_and_values_too():
+    kept, plain = generating(Workload(llama(), [torch.randint(0, WORDS, (2, 8))]))
+    assert set(kept.inputs[0]) == {"input_ids", "attention_mask", "last", "seen", "past"}
+    assert set(plain.inputs[0]) == {"input_ids", "last"}
+
+
+def test_the_command_says_where_every_token_runs_the_whole_text(package):
+    def said(inputs):
+        out = Console(file=io.StringIO(), width=200)
+        command._print(msgspec.structs.replace(package.manifest, inputs=inputs), Path("m"), out)
+        return out.file.getvalue()
+
+    assert "the whole text again" not in said(package.manifest.inputs)
+    assert "the whole text again" in said(package.manifest.inputs[:3])
+
+
 def test_samples_are_made_where_the_model_lies():
     """And not on the default device, which here has no values."""
     work = workload(llama())
@@ -317,6 +338,9 @@ def test_a_text_is_no_longer_than_the_model_has_positions():
     assert of_model(llama(max_position_embeddings=64)) == {"max_tokens": 64, "max_new_tokens": 64}
     assert of_model(llama(max_position_embeddings=512)) == {"max_tokens": 512, "max_new_tokens": 256}
     assert of_model(llama(max_position_embeddings=4096)) == of_model(torch.nn.Linear(2, 2)) == {}
+    assert of_model(llama(max_position_embeddings=4096), {"max_tokens": 4096}) == {"max_tokens": 4096}
+    with pytest.raises(UsageError, match="has 128 positions"):
+        of_model(gpt2(), {"max_tokens": 129})
 
 
 def called_again(call):

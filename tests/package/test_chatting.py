@@ -20,7 +20,7 @@ def test_a_template_is_found_in_each_of_its_places(tmp_path):
     several = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
     assert read_chat(folder(tmp_path, chat_template=several))[0] == {CHAT: b"d"}
     (tmp_path / CHAT).write_text("file")
-    assert read_chat(tmp_path)[0] == {CHAT: b"file"}
+    assert read_chat(tmp_path)[0] == read_chat(tmp_path / "tokenizer.json")[0] == {CHAT: b"file"}
     assert read_chat(None) == ({}, {})
 
 
@@ -52,4 +52,6 @@ def test_a_template_finds_what_transformers_gives_it():
     handler.chat = chat_template(text)
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     [wanted], _ = rendering.render_jinja_template([messages], chat_template=text, add_generation_prompt=True, **special)
-    assert handler._chatted(messages) == wanted
+    assert handler._chatted(messages, {}) == wanted
+    handler.chat = chat_template("{{ enable_thinking }}{{ messages[0].content }}")
+    assert handler._chatted(messages, {"enable_thinking": False, "messages": []}) == "Falseé <b>"

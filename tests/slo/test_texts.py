@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from fettle.cli.serve.slo import _Work
 from fettle.errors import UsageError
 from fettle.load.run import TextLimits
 from fettle.load.texts import TextLine
@@ -226,6 +227,12 @@ def test_texts_are_cut_to_what_the_package_has_room_for(package):
     package.manifest.handler = None
     with pytest.raises(UsageError, match="writes no texts"):
         room.fitting(package, [TextLine(1, 1)])
+
+
+def test_texts_have_limits_of_their_own(package, monkeypatch, tmp_path):
+    monkeypatch.setattr("fettle.package.manifest.open_package", lambda path: package)
+    with pytest.raises(UsageError, match="--ttft 500ms --itl 50ms"):
+        _Work.of(str(tmp_path), [], None, "", 3, [])
 
 
 def test_what_is_timed():

@@ -45,6 +45,7 @@ Polite = Annotated[bool, typer.Option(help="never take priority over other proce
 LatencyLimit = Annotated[
     str | None, typer.Option("--p99", help="latency limit for 99% of the requests, for example 100ms")
 ]
+MaxKl = Annotated[float, typer.Option(help="text: largest mean KL divergence from the float32 model, nats per token")]
 FirstToken = Annotated[
     str | None, typer.Option(help="text: limit for 99% of the times to the first token, for example 500ms")
 ]

@@ -52,7 +52,10 @@ def command(
     polite: _options.Polite = False,
     max_error: Annotated[
         float | None,
-        typer.Option(help="largest relative L2 error of the outputs, 0.02; in training, of the losses in spreads, 1"),
+        typer.Option(
+            help="largest relative L2 error of the outputs, 0.02; of text, mean KL divergence, 0.01; in training, "
+            "distance of the losses in spreads, 1"
+        ),
     ] = None,
     confidence: Annotated[float, typer.Option(help="share of intervals that hold the true ratio")] = 0.95,
     rounds: Annotated[int, typer.Option(help="most rounds of the race")] = 48,

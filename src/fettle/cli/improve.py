@@ -26,6 +26,7 @@ def command(
     ] = None,
     budget: Annotated[str, typer.Option(help="time for tuning, for example 10m; 0 for no limit")] = "15m",
     max_error: Annotated[float, typer.Option(help="largest relative L2 error of the outputs")] = 0.02,
+    max_kl: _options.MaxKl = 0.01,
     technique: _options.Techniques = None,
     atlas: Annotated[Path | None, typer.Option(help="begin tuning with what this atlas expects")] = None,
     mode: _options.Mode = "auto",
@@ -49,8 +50,8 @@ def command(
 
     settings = Settings(
         data=data, skip=tuple(skip or ()), budget_s=_options.duration_s(budget, "--budget"),
-        limits=Limits(max_error=max_error), techniques=_options.technique_levels(technique or []), atlas=atlas,
-        mode=mode, output=_options.output_folder(output),
+        limits=Limits(max_error=max_error), max_kl=max_kl, techniques=_options.technique_levels(technique or []),
+        atlas=atlas, mode=mode, output=_options.output_folder(output),
     )  # fmt: skip
     with progress(quiet=as_json) as show:
         improvement = improve(target, settings, show, quietly=_quiet.users_code_quiet,

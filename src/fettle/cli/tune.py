@@ -25,9 +25,7 @@ def command(
             help="largest relative L2 error of the outputs", show_default="0.02; none beside --max-metric-drop"
         ),
     ] = None,
-    max_kl: Annotated[
-        float, typer.Option(help="text: largest mean KL divergence from the float32 model, nats per token")
-    ] = 0.01,
+    max_kl: _options.MaxKl = 0.01,
     exact: Annotated[bool, typer.Option(help="text: each token written must be the float32 model's")] = False,
     max_ttft: Annotated[str | None, typer.Option(help="text: longest time to the first token")] = None,
     max_tpot: Annotated[str | None, typer.Option(help="text: longest time per output token")] = None,
@@ -38,7 +36,7 @@ def command(
     max_metric_drop: Annotated[float | None, typer.Option(help="how far the workload's metric may fall")] = None,
     max_latency: Annotated[str | None, typer.Option(help="longest time of a call, for example 100ms")] = None,
     max_memory: Annotated[str | None, typer.Option(help="highest peak memory, for example 2GiB")] = None,
-    min_throughput: Annotated[float | None, typer.Option(help="least samples a second, for goal memory")] = None,
+    min_throughput: Annotated[float | None, typer.Option(help="least samples a second, of text tokens")] = None,
     nproc: _options.Nproc = 1,
     nodes: Annotated[
         int, typer.Option(help="training: machines with so many ranks each; on the others run 'fettle join HOST:PORT'")

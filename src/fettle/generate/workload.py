@@ -66,6 +66,12 @@ class GenerationWorkload(Workload):
         object.__setattr__(self, "inputs", [_prompt(item, self.is_two_parts) for item in read.items])
         check = [] if _is_empty(self.check_inputs) else read_batches(self.check_inputs).items
         object.__setattr__(self, "check_inputs", [_prompt(item, self.is_two_parts) for item in check])
+        positions, needed = positions_of(model), self.prompt_tokens + int(self.new_tokens) - 1
+        if not self.is_two_parts and 0 < positions < needed:
+            raise UsageError(
+                f"a prompt of {self.prompt_tokens} tokens and {self.new_tokens} new_tokens are too many for the model: "
+                f"it has {positions} positions; give shorter prompts or fewer new_tokens"
+            )
         object.__setattr__(self, "texts", _texts(self.texts))
         if self.texts and (self.is_two_parts or (speaks and not hasattr(model, "crop"))):
             raise UsageError("texts are for causal models: an encoder-decoder's answers are judged on its prompts")
@@ -97,6 +103,12 @@ class GenerationWorkload(Workload):
     def run(self, model: Any, batch: Batch) -> Any:
         """Write text after one prompt: by a model as it is, token after token."""
         return write(decoder_of(model), **{"new_tokens": int(self.new_tokens), **batch})
+
+
+def positions_of(model: Any) -> int:
+    """How many tokens a model has positions for, where its configuration says so, else 0."""
+    found = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 1 else 0
 
 
 def brief(workload: Workload) -> Workload:

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from fettle.errors import UsageError
+from fettle.package.handlers.parts import LAST
 from fettle.package.tensors import TO_NUMPY
 
 T = TypeVar("T")
@@ -102,6 +103,8 @@ def model_request(
             raise UsageError(f"{base} serves {len(names)} models ({', '.join(names)}): name one in the URL")
         base = f"{base}/v2/models/{names[0]}"
     metadata = get_json(base, headers, _Model, tls)
+    if {"input_ids", LAST} <= {spec.name for spec in metadata.inputs}:
+        raise UsageError(f"{base} writes texts: give {base.partition('/v2/')[0]}/v1")
     random = np.random.default_rng(seed)
     tensors = []
     for spec in metadata.inputs:

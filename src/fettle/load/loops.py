@@ -83,11 +83,12 @@ async def open_loop(
 
 
 async def closed_loop(
-    requests: Sequence[Request], concurrency: int, seconds: float, *, limit_s: float = 0.0,
+    requests: Sequence[Request], concurrency: int, seconds: float, *, limit_s: float = 0.0, patience_s: float = 10.0,
     limits: TextLimits | None = None,
     on_progress: Callable[[float, int], None] = lambda seconds, waiting: None, stop: asyncio.Event | None = None,
 ) -> Run:  # fmt: skip
-    """A fixed number of clients for a time, each asking again as soon as it has its answer."""
+    """A fixed number of clients for a time, each asking again as soon as it has its answer. After that time it waits up
+    to `patience_s` for those that are on their way."""
     load = _Load(requests, limit_s)
     load.again = True
     await load.connect(concurrency)
@@ -99,7 +100,7 @@ async def closed_loop(
             await asyncio.sleep(min(0.25, max(0.001, seconds - (time.perf_counter() - load.start))))
             on_progress(time.perf_counter() - load.start, load.waiting)
         load.again, load.until = False, time.perf_counter() - load.start
-        await load.drain(10.0, stop)
+        await load.drain(patience_s, stop)
     run = load.result("closed")
     run.limits = limits or run.limits
     run.concurrency, run.rate = concurrency, run.throughput

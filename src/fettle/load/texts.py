@@ -79,13 +79,15 @@ class TextConnection(Connection):
                 chunk = msgspec.json.decode(said)
             except msgspec.DecodeError:
                 continue
+            if chunk.get("error"):
+                self._refusal = said
             self._usage = chunk.get("usage") or self._usage
-            if any(choice.get("text") or choice.get("delta", {}).get("content") for choice in chunk.get("choices", ())):
+            if any(_has_text(choice.get("delta") or choice) for choice in chunk.get("choices", ())):
                 self._moments.append(now)
 
     @property
     def refusal(self) -> str:
-        """What a server said that would not write the text."""
+        """What a server said that would not write the text, or broke it off."""
         try:
             refusal = msgspec.json.decode(self._refusal, type=_Refusal)
         except msgspec.MsgspecError:
@@ -100,6 +102,11 @@ class TextConnection(Connection):
     def on_message_complete(self) -> None:
         """The answer has ended; one without its last event broke off."""
         self._finish(self._status if self._status != 200 or self._whole else BROKEN)
+
+
+def _has_text(piece: Mapping[str, Any]) -> bool:
+    """Of an answer, or of what a model thinks before it, which vLLM, SGLang and llama.cpp send by a name of its own."""
+    return any(piece.get(name) for name in ("text", "content", "reasoning_content", "reasoning"))
 
 
 class _Message(msgspec.Struct):

@@ -14,12 +14,13 @@ from fettle.package.handlers.generate import CHAT, MAX_CHAT_BYTES, chat_template
 _CONFIG = "tokenizer_config.json"
 
 
-def read_chat(folder: Path | None, template: Path | None = None) -> tuple[dict[str, bytes], dict[str, str]]:
+def read_chat(tokenizer: Path | None, template: Path | None = None) -> tuple[dict[str, bytes], dict[str, str]]:
     """The template as the package's file, and the special tokens that it may name: settings of the handler.
 
-    `template` is a file with it; else the tokenizer's `folder` has it in ``chat_template.jinja`` or
-    ``tokenizer_config.json``, or not at all. Raises `UsageError`.
+    `template` is a file with it; else ``chat_template.jinja`` or ``tokenizer_config.json`` has it, in the folder
+    `tokenizer` or beside the file of that name, or none has. Raises `UsageError`.
     """
+    folder = tokenizer.parent if tokenizer is not None and not tokenizer.is_dir() else tokenizer
     config: dict[str, Any] = {}
     if folder is not None and (folder / _CONFIG).is_file():
         try:

@@ -103,7 +103,7 @@ def write_package(
         on_progress("exporting the model")
         choices = [workload]
         if handler == "generate":
-            handler_settings = {**of_model(workload.model), **(handler_settings or {})}
+            handler_settings = of_model(workload.model, handler_settings)
             choices = generating(workload, handler_settings.get("max_tokens"))
         flat, program, most = _exported(choices, recipe, settings.max_rows)
         compiles = recipe.levels.get("compile") == "default" or recipe.levels.get("kv_cache", "").startswith("static-")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fettle.errors import UsageError
+from fettle.generate.workload import positions_of
 from fettle.package.caching import cached
 from fettle.package.handlers.generate import Settings
 from fettle.package.handlers.parts import LAST, LOGITS
@@ -73,21 +74,23 @@ def generating(workload: Workload, max_tokens: int | None = None) -> list[Worklo
     if not torch.allclose(early, alone, rtol=1e-2, atol=1e-2 * float(alone.abs().max())):
         raise UsageError("the model looks at later tokens, so it cannot generate one after the other")
     plain = Workload(wrapped, [whole, short], name=workload.name, samples=len(ids))
-    kept = cached(model, ids, scores, max_tokens or Settings().max_tokens) if workload.call is None and names else None
+    kept = cached(model, ids, scores, max_tokens or Settings().max_tokens) if workload.call is None else None
     return [kept, plain] if kept is not None else [plain]
 
 
-def of_model(model: Any) -> dict[str, Any]:
-    """Settings of the generate handler that the model knows itself: how many positions it has, where its texts end."""
-    usual, config = Settings(), getattr(model, "config", None)
-    settings: dict[str, Any] = {}
-    most = getattr(config, "max_position_embeddings", None)
-    if isinstance(most, int) and 1 < most < usual.max_tokens:
-        settings = {"max_tokens": most, "max_new_tokens": min(usual.max_new_tokens, most)}
-    for where in (getattr(model, "generation_config", None), config):
+def of_model(model: Any, wanted: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Settings of the generate handler that the model knows itself, how many positions it has and where its texts end,
+    and above these the `wanted` ones. Raises `UsageError` for longer texts than it has positions for."""
+    usual, settings = Settings(), dict(wanted or {})
+    most, asked = positions_of(model), settings.get("max_tokens")
+    if isinstance(asked, int) and 0 < most < asked:
+        raise UsageError(f"max_tokens is {asked}, and the model has {most} positions: give at most as many")
+    if 0 < most < usual.max_tokens:
+        settings = {"max_tokens": most, "max_new_tokens": min(usual.max_new_tokens, most), **settings}
+    for where in (getattr(model, "generation_config", None), getattr(model, "config", None)):
         ends = getattr(where, "eos_token_id", None)
         if ends is not None:
-            return {**settings, "stop_tokens": [ends] if isinstance(ends, int) else list(ends)}
+            return {"stop_tokens": [ends] if isinstance(ends, int) else list(ends), **settings}
     return settings
 
 

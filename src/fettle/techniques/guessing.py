@@ -123,7 +123,7 @@ def write_guessing(
         prompt |= {} if input_ids is None else {"input_ids": input_ids}
         return score(decoder, forced, max(stride, 1 + ahead), room=ahead, **prompt)
     how = (temperature, top_p, generator)
-    if input_ids is None or stop_tokens:  # nothing to guess from, or rows that end by themselves
+    if input_ids is None:  # nothing to guess from
         return write(
             decoder, input_ids, new_tokens=new_tokens, stop_tokens=stop_tokens, on_tokens=on_tokens,
             temperature=temperature, top_p=top_p, generator=generator, **prompt,
@@ -136,7 +136,9 @@ def write_guessing(
     if on_tokens is not None:
         on_tokens(text[:, -1:])
     guesses.begin(new_tokens + ahead, input_ids=input_ids, **prompt)
-    while text.shape[1] < end:
+    stops = torch.tensor(list(stop_tokens), device=text.device)
+    ended = torch.isin(text[:, -1:], stops)
+    while text.shape[1] < end and not (len(stops) and bool(ended.all())):
         guessed, theirs = guesses.guess(text, ahead, *how) if text.shape[1] + ahead <= most else (None, None)
         if guessed is None:
             new = pick(decoder.decode(text[:, -1:])[:, -1], *how)
@@ -151,6 +153,10 @@ def write_guessing(
             decoder.crop(guessed.shape[1] + 1 - new.shape[1])
             guesses.keep(text.shape[1] + new.shape[1] - 1)
         new = new[:, : end - text.shape[1]]
+        if len(stops):
+            over = torch.cat([ended, torch.isin(new, stops)], 1).long().cumsum(1)[:, 1:] > 0
+            new = new[:, : int((~over.all(0)).sum()) + 1]
+            ended = over[:, new.shape[1] - 1 : new.shape[1]]
         text = torch.cat([text, new], 1)
         if on_tokens is not None:
             on_tokens(new)

@@ -18,7 +18,7 @@ from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
 from fettle.serve.engine.refusal import Rejected
 from fettle.serve.http.generation import Writing
-from fettle.serve.http.openai import Completions, StreamOptions, _Answer
+from fettle.serve.http.openai import Completions, StreamOptions, _Answer, _message
 from fettle.workload import Workload
 from tests.serve.test_server import ask
 from tests.serving import running, until
@@ -28,7 +28,8 @@ tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['user', 'assistant', 'system'] %}"
-    "{{ raise_exception('no such role') }}{% endif %}{{ '<' + m.role + '>' + m.content }}{% endfor %}<assistant>"
+    "{{ raise_exception('no such role') }}{% endif %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+    "<assistant>{{ tone }}"
 )
 TEXT = "Größe über alles: naïve café, 日本語のテキスト, emoji 😀😀 and plain English words, again and again. " * 3
 
@@ -145,6 +146,24 @@ def test_chat_goes_through_the_template(client, model, tokenizer):
     assert "".join(piece.choices[0].delta.content or "" for piece in stream) == wanted
 
 
+def test_chat_takes_what_its_clients_send_besides(client):
+    asked = {"model": "tiny", "max_completion_tokens": 6, "temperature": 0}
+    user = {"role": "user", "content": "b"}
+    messages = [{"role": "system", "content": "a"}, {"role": "assistant", "content": ""}, user]
+    dumped = [{"role": "developer", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": None}, user]
+    said = client.chat.completions.create(**asked, messages=messages)
+    nothing = {
+        "tools": [], "tool_choice": "none", "parallel_tool_calls": False, "modalities": ["text"],
+        "safety_identifier": "c", "prompt_cache_key": "d", "prompt_cache_retention": "24h",
+    }  # fmt: skip
+    same = client.chat.completions.create(**asked, messages=dumped, **nothing)
+    assert (same.choices[0].message.content, same.usage) == (said.choices[0].message.content, said.usage)
+    more = {"chat_template_kwargs": {"tone": "é!"}}
+    told = client.chat.completions.create(**asked, messages=messages, extra_body=more)
+    assert told.usage.prompt_tokens > said.usage.prompt_tokens
+    assert _message(dumped[1]) == {"role": "assistant", "content": ""}  # a template may count its tool calls
+
+
 def test_a_stop_string_ends_a_text_also_across_tokens(client, model, tokenizer):
     whole, _ = alone(model, tokenizer, tokenizer.encode("again").ids, 40)
     for begin in range(2, len(whole) - 4, 3):
@@ -171,6 +190,16 @@ def test_samples_follow_their_seed_and_choices_differ(client):
     wanted = client.completions.create(**greedy, temperature=0).choices[0].text
     assert client.completions.create(**greedy, top_p=1e-9).choices[0].text == wanted
     assert client.completions.create(**greedy, extra_body={"min_p": 1.0}).choices[0].text == wanted
+
+
+def test_a_bias_rules_over_what_the_model_would_say(client, tokenizer):
+    [wanted] = tokenizer.encode("b").ids
+    asked = {"model": "tiny", "prompt": "emoji", "max_tokens": 3}
+    for temperature in (0, 1):
+        said = client.completions.create(**asked, temperature=temperature, logit_bias={str(wanted): 100})
+        assert said.choices[0].text == "bbb"
+    with pytest.raises(openai.BadRequestError, match="from 0 to 299"):
+        client.completions.create(**asked, logit_bias={"300": 1})
 
 
 def test_a_stream_counts_each_prompt_once_whatever_ends_first():
@@ -217,6 +246,33 @@ def test_a_stream_begins_with_the_first_choice():
     answer.wanted, answer.count = Completions(model="m", prompt="a", n=2, stream=True), 2
     answer.writings = [Waiting(True), Waiting(False)]
     assert asyncio.run(begun()).status == 200
+
+
+def test_a_stream_that_breaks_off_says_why():
+    class Late:
+        async def pieces(self):
+            raise Rejected(504, "its time was over")
+            yield
+
+        def stop(self):
+            pass
+
+    async def first(answer):
+        return await anext(answer._events())
+
+    answer = _Answer.__new__(_Answer)
+    answer.wanted, answer.chat, answer.head, answer.writings = Completions(model="m", prompt="a"), False, {}, [Late()]
+    assert b'"its time was over"' in asyncio.run(first(answer))
+
+
+def test_an_empty_text_has_no_log_probabilities_but_a_list_of_them():
+    answer, whole = _Answer.__new__(_Answer), [Piece("", (), "stop", 3, 0)]
+    answer.logprobs, answer.offsets, answer.chat = True, [0], True
+    assert answer._whole(0, whole)["logprobs"] == {"content": []}
+    answer.chat = False
+    assert answer._whole(0, whole)["logprobs"]["token_logprobs"] == []
+    answer.logprobs = False
+    assert answer._whole(0, whole)["logprobs"] is None
 
 
 def test_a_prompt_that_no_model_takes_is_not_multiplied():
@@ -271,10 +327,25 @@ def test_errors_reach_the_client_as_its_exceptions(server, client):
         client.chat.completions.create(model="tiny", messages=[{"role": "tool", "content": "x"}])
     with pytest.raises(openai.BadRequestError, match="tokens are from 0"):
         client.completions.create(model="tiny", prompt=[100_000])
-    assert ask(server.url + "/v1/completions", b"{")[0] == 400
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.models.retrieve("other")
+    assert refused.value.code == "model_not_found"
+    tool = {"type": "function", "function": {"name": "f"}}
+    with pytest.raises(openai.BadRequestError, match="leave tools out"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], tools=[tool])
+    for body in (b"{", b'{"model": "tiny", "prompt": "\xff"}', b'{"model": "tiny", "prompt": "\\ud800"}'):
+        status, said, _ = ask(server.url + "/v1/completions", body)
+        assert (status, said["error"]["type"]) == (400, "invalid_request_error")
     assert ask(server.url + "/v1/nothing", b"{}")[1]["error"]["message"]
     pool = server.registry.choose("tiny").pool
     assert (pool.inflight, pool.waiting_rows) == (0, 0)
+
+
+def test_what_goes_wrong_inside_is_the_protocols_error_too(client, monkeypatch):
+    monkeypatch.setattr("fettle.serve.http.openai._prompts", lambda prompt: 1 / 0)
+    with pytest.raises(openai.InternalServerError, match="internal error, request") as failed:
+        client.completions.create(model="tiny", prompt="a")
+    assert failed.value.type == "server_error"
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.slow)])

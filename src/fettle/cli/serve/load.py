@@ -214,10 +214,10 @@ async def _all(
             show(f"run {number} of {len(plans)}: {max(0.0, end - now):.0f} s left, {waiting} requests on their way")
 
         how: dict[str, Any] = {"limit_s": limit_s, "limits": limits, "on_progress": on_progress, "stop": stop}
+        how["patience_s"] = 60.0 if _of_texts(requests[0].path) else 10.0
         if mode == "closed":
             runs.append(await closed_loop(requests, plan, seconds, **how))
         else:
-            how["patience_s"] = 60.0 if _of_texts(requests[0].path) else 10.0
             runs.append(await open_loop(requests, plan, **how))
         if stop.is_set():
             break

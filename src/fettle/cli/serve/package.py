@@ -41,7 +41,7 @@ def command(
     ] = None,
     chat_template: Annotated[
         Path | None,
-        typer.Option(help="the chat template of a --handler generate; default: that of the tokenizer's folder"),
+        typer.Option(help="the chat template of a --handler generate; default: the one beside the tokenizer"),
     ] = None,
     requires: Annotated[
         list[str] | None,
@@ -77,7 +77,7 @@ def command(
     files = add_files(labels, tokenizer)
     special: dict[str, str] = {}
     if handler == "generate":
-        chat, special = read_chat(tokenizer if tokenizer is not None and tokenizer.is_dir() else None, chat_template)
+        chat, special = read_chat(tokenizer, chat_template)
         files |= chat
     elif chat_template is not None:
         raise UsageError("a chat template is for --handler generate")
@@ -103,11 +103,16 @@ def show(package: Package, path: Path, as_json: bool) -> None:
 
 
 def _print(manifest: Manifest, path: Path, out: Console) -> None:
+    from fettle.package.handlers.generate import Settings
+    from fettle.package.handlers.parts import PAST
+
     for label, specs in (("inputs", manifest.inputs), ("outputs", manifest.outputs)):
         text = ", ".join(f"{spec.name} {spec.datatype}{list(spec.shape)}" for spec in specs)
         out.print(f"{label:8} {text}", markup=False)
     if manifest.handler is not None:
         out.print(f"handler  {' '.join(_settings(msgspec.to_builtins(manifest.handler)))}", markup=False)
+    if isinstance(manifest.handler, Settings) and all(spec.name != PAST for spec in manifest.inputs):
+        out.print("         no keys and values are kept: every token runs the whole text again", style="yellow")
     out.print(f"recipe   {Recipe(manifest.recipe)}", markup=False)
     out.print(f"error    {manifest.accuracy['relative_error']:.3g} against {manifest.accuracy['against']}")
     if "divergence" in manifest.accuracy:

@@ -261,6 +261,7 @@ class _Work:
         cls, text: str, recipes: list[str], storage: str | None, study: str, most: int, trust: Sequence[str]
     ) -> _Work:  # fmt: skip
         """Read what the command line names. Raises `UsageError`."""
+        from fettle.package.handlers.generate import Settings
         from fettle.package.manifest import open_package
         from fettle.package.requires import check_here
         from fettle.recipe import Recipe
@@ -270,6 +271,10 @@ class _Work:
             if recipes or storage is not None:
                 raise UsageError(f"{text} is packaged with its recipe already: name the target to try others")
             package = open_package(Path(text))
+            if isinstance(package.manifest.handler, Settings):
+                raise UsageError(
+                    f"{text} writes texts, and --p99 is for others: fettle serve slo {text} --ttft 500ms --itl 50ms"
+                )
             check_here(package.manifest.name, package.manifest.requires)
             if (digest := package.handler_digest) and digest not in trust:
                 raise UsageError(f"{package.manifest.name} brings code of its own; to let it run, say --trust {digest}")

@@ -7,7 +7,7 @@ step runs the whole text, so that a text of n tokens costs n calls that grow wit
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,6 +56,8 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: tuple[int, ...] | None = None
     messages: tuple[dict[str, Any], ...] | None = None
     """For the chat template."""
+    template: dict[str, Any] | None = None
+    """What it is told besides, such as ``enable_thinking``."""
     sampling: Sampling = Sampling()
     strict: bool = False
     """Refuse more new tokens than there is room for, instead of fewer."""
@@ -135,6 +137,8 @@ class Handler:
 
     def prompt(self, ask: Ask) -> list[int]:
         """The tokens of a prompt. Raises `UsageError`."""
+        if max(ask.sampling.logit_bias, default=0) >= self.vocabulary:
+            raise UsageError(f"logit_bias is for tokens of the model, from 0 to {self.vocabulary - 1}")
         if ask.tokens is not None:
             size = min(self.tokenizer.get_vocab_size(), self.vocabulary)
             if not all(0 <= token < size for token in ask.tokens):
@@ -142,7 +146,7 @@ class Handler:
             return list(ask.tokens)
         text, special = ask.text or "", True
         if ask.messages is not None:
-            text, special = self._chatted(ask.messages), False  # the template writes them itself
+            text, special = self._chatted(ask.messages, ask.template or {}), False  # the template writes them itself
         if len(text) > self.settings.max_characters:
             raise TooLong(f"a prompt may have at most {self.settings.max_characters} characters")
         tokens = list(self.tokenizer.encode(text, add_special_tokens=special).ids)
@@ -166,17 +170,15 @@ class Handler:
             )
         return min(wanted or room, room)
 
-    def _chatted(self, messages: Sequence[dict[str, Any]]) -> str:
+    def _chatted(self, messages: Sequence[dict[str, Any]], told: Mapping[str, Any]) -> str:
         if self.chat is None:
             raise UsageError("this model has no chat template: package it with one, or ask for completions")
         settings = self.settings
         try:
-            return str(
-                self.chat.render(
-                    messages=list(messages), tools=None, documents=None, add_generation_prompt=True,
-                    bos_token=settings.bos_token, eos_token=settings.eos_token,
-                )
-            )  # fmt: skip
+            return str(self.chat.render({
+                "add_generation_prompt": True, **told, "messages": list(messages), "tools": None, "documents": None,
+                "bos_token": settings.bos_token, "eos_token": settings.eos_token,
+            }))  # fmt: skip
         except Exception as error:  # whatever the template raises about these messages
             raise UsageError(f"the chat template refuses the messages: {first_line(error)[:200]}") from error
 

@@ -15,6 +15,10 @@ _FEW = 1024
 """Tokens that nearly always hold what `top_p` asks for."""
 
 
+LogitBias = Annotated[dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
+"""By token, what is added to its logit."""
+
+
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How a text is to be written. What is left out of the distribution is left out in the order of these fields."""
 
@@ -32,6 +36,7 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     """Taken off the logit of every token that the answer has already."""
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     """Taken off as often as the answer has the token."""
+    logit_bias: LogitBias = {}
     seed: Annotated[int, Meta(ge=0)] | None = None
     stop: tuple[Annotated[str, Meta(min_length=1, max_length=200)], ...] = ()
     """The text ends before the first of these."""
@@ -47,12 +52,14 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     @property
     def plain(self) -> bool:
         """Whether the next token is the logits' own argmax."""
-        return self.temperature == 0 and not (self.presence_penalty or self.frequency_penalty)
+        return self.temperature == 0 and not (self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
 
 def choose(logits: Array, wanted: Sampling, random: np.random.Generator, written: Sequence[int]) -> int:
     """The next token by its logits [vocabulary], after the tokens `written` of this answer."""
     scores = logits.astype(np.float64)
+    for one, bias in wanted.logit_bias.items():
+        scores[one] += bias
     if wanted.presence_penalty or wanted.frequency_penalty:
         tokens, counts = np.unique(np.array(written, np.int64), return_counts=True)
         scores[tokens] -= wanted.presence_penalty + wanted.frequency_penalty * counts

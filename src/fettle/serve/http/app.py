@@ -16,7 +16,7 @@ from fettle.serve.http.aside import aside
 from fettle.serve.http.call import Call, Limits, path_parts
 from fettle.serve.http.guard import Guard
 from fettle.serve.http.protocol import inflate
-from fettle.serve.http.reply import Reply, error_reply, json_reply
+from fettle.serve.http.reply import Reply, error_reply
 
 log = logging.getLogger("fettle.serve.access")
 Route = Callable[[Call], Awaitable[Reply | None]]
@@ -76,7 +76,7 @@ class App:
         except Exception:
             number = uuid.uuid4().hex[:12]
             logging.getLogger("fettle.serve").exception("request %s failed", number)
-            reply = json_reply({"error": f"internal error, request {number}"}, 500)
+            reply = error_reply(Refusal(500, f"internal error, request {number}"), call.parts)
         return self._noted(call, reply)
 
     async def _unpack(self, call: Call) -> None:

@@ -15,8 +15,8 @@ import msgspec
 from msgspec import Meta
 
 from fettle.package.handlers.generate import Ask, Piece, TokenLogprob
-from fettle.package.handlers.sampling import Sampling
-from fettle.serve.engine.refusal import Malformed, NoSuchPath, Refusal
+from fettle.package.handlers.sampling import LogitBias, Sampling
+from fettle.serve.engine.refusal import Malformed, Refusal
 from fettle.serve.engine.registry import Registry, Version
 from fettle.serve.http.aside import aside
 from fettle.serve.http.call import Call
@@ -48,12 +48,16 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     stream_options: StreamOptions | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    logit_bias: LogitBias | None = None
     seed: int | None = None
     user: str | None = None
     metadata: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     """Nobody reads it, and so it is not made into objects."""
     store: bool | None = None
     service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
     top_k: Annotated[int, Meta(ge=0)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -71,7 +75,6 @@ class Completions(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: None = None
-    logit_bias: Annotated[dict[str, float], Meta(max_length=0)] | None = None
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
@@ -88,8 +91,12 @@ class Chat(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: None = None
-    logit_bias: Annotated[dict[str, float], Meta(max_length=0)] | None = None
+    modalities: tuple[Literal["text"], ...] | None = None
+    tools: tuple[msgspec.Raw, ...] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Not in OpenAI's protocol; vLLM and llama.cpp have it."""
 
 
 _Body = TypeVar("_Body", Completions, Chat)
@@ -113,10 +120,11 @@ async def answer(call: Call) -> Reply | None:
         case "GET", ["v1", "models"]:
             listing = [_model(name, model.versions.values()) for name, model in sorted(call.registry.models.items())]
             return json_reply({"object": "list", "data": [row for row in listing if row is not None]})
-        case "GET", ["v1", "models", name] if name in call.registry.models:
-            row = _model(name, call.registry.models[name].versions.values())
+        case "GET", ["v1", "models", name]:
+            model = call.registry.models.get(name)
+            row = None if model is None else _model(name, model.versions.values())
             if row is None:
-                raise NoSuchPath
+                raise BadRequest(f"no model that writes texts is called {name}", "model", 404, "model_not_found")
             return json_reply(row)
     return None
 
@@ -154,7 +162,9 @@ def _sampling(wanted: _Common, logprobs: int | None, most: int | None) -> Sampli
         "temperature": 1.0 if wanted.temperature is None else wanted.temperature,
         **{
             name: value
-            for name in ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")
+            for name in (
+                "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias", "ignore_eos"
+            )
             if (value := getattr(wanted, name)) is not None
         },
     }  # fmt: skip
@@ -191,24 +201,29 @@ async def _chat(call: Call) -> Reply:
     version = _version(call, wanted.model)
     if wanted.response_format is not None and wanted.response_format.type != "text":
         raise BadRequest("response_format is text", "response_format")
+    if wanted.tools:
+        raise BadRequest("no model here calls tools: leave tools out", "tools")
     if wanted.top_logprobs is not None and not wanted.logprobs:
         raise BadRequest("top_logprobs needs logprobs", "top_logprobs")
     logprobs = (wanted.top_logprobs or 0) if wanted.logprobs else None
     sampling = _sampling(wanted, logprobs, wanted.max_completion_tokens or wanted.max_tokens)
-    ask = Ask(messages=tuple(map(_message, wanted.messages)), sampling=sampling, strict=True)
+    messages = tuple(map(_message, wanted.messages))
+    ask = Ask(messages=messages, template=wanted.chat_template_kwargs, sampling=sampling, strict=True)
     return await _Answer(call, version, wanted, [ask], chat=True).reply()
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its content as text: parts of type text are put together."""
-    content = message.get("content", "")
+    """A message with its content as text: parts of type text are put together. A developer speaks as the system, which
+    every chat template knows, and what is null is left out, as a template may only ask whether it is there."""
+    message = {"content": "", **{name: value for name, value in message.items() if value is not None}}
+    content = message["content"]
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise BadRequest("the parts of a message are texts", "messages")
         content = "".join(part["text"] for part in content)
     if not isinstance(message.get("role"), str) or not isinstance(content, str):
         raise BadRequest("a message has a role and a content, as text", "messages")
-    return {**message, "content": content}
+    return {**message, "role": "system" if message["role"] == "developer" else message["role"], "content": content}
 
 
 class _Answer:
@@ -219,6 +234,7 @@ class _Answer:
         if len(asks) * count > MAX_CHOICES:
             raise BadRequest(f"a request has at most {MAX_CHOICES} answers", "n")
         self.wanted, self.chat, self.count = wanted, chat, count
+        self.logprobs = asks[0].sampling.logprobs is not None
         self.writings: list[Writing] = []
         try:
             for ask in asks:
@@ -268,12 +284,11 @@ class _Answer:
     def _whole(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
         likely = [one for piece in pieces for one in piece.logprobs]
-        choice = {"index": index, "finish_reason": pieces[-1].reason, "logprobs": self._logprobs(index, likely)}
+        logprobs = self._logprobs(index, likely) if self.logprobs else None  # of an empty text, too
+        choice = {"index": index, "finish_reason": pieces[-1].reason, "logprobs": logprobs}
         return {**choice, "message": {"role": "assistant", "content": text}} if self.chat else {**choice, "text": text}
 
-    def _logprobs(self, index: int, likely: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if not likely:
-            return None
+    def _logprobs(self, index: int, likely: Sequence[TokenLogprob]) -> dict[str, Any]:
         if self.chat:
             return {"content": [
                 {**_chat_token(one.token, one.logprob), "top_logprobs": [_chat_token(*pair) for pair in one.top]}
@@ -296,12 +311,12 @@ class _Answer:
             try:
                 async for piece in writing.pieces():
                     came.put_nowait((index, piece))
-            except Refusal:
-                failed.append(index)
+            except Refusal as refusal:
+                failed.append(refusal)
             finally:
                 came.put_nowait((index, None))
 
-        failed: list[int] = []
+        failed: list[Refusal] = []
         listening = [asyncio.ensure_future(listen(*pair)) for pair in enumerate(self.writings)]
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         usage = self.wanted.stream_options is not None and self.wanted.stream_options.include_usage
@@ -324,7 +339,7 @@ class _Answer:
                 if piece.text or piece.reason or piece.logprobs:
                     yield event({**head, "choices": [self._chunk(index, piece)]})
             if failed:
-                yield event(OpenAIError(ErrorOf("the model failed", "server_error")))
+                yield event(OpenAIError(ErrorOf(failed[0].reason, "server_error")))
                 return
             if len(ends) < len(self.writings):
                 return  # the client has gone
@@ -337,9 +352,8 @@ class _Answer:
             self.stop()
 
     def _chunk(self, index: int, piece: Piece) -> dict[str, Any]:
-        choice = {
-            "index": index, "finish_reason": piece.reason or None, "logprobs": self._logprobs(index, piece.logprobs)
-        }  # fmt: skip
+        logprobs = self._logprobs(index, piece.logprobs) if piece.logprobs else None
+        choice = {"index": index, "finish_reason": piece.reason or None, "logprobs": logprobs}
         if not self.chat:
             return {**choice, "text": piece.text}
         return {**choice, "delta": {"content": piece.text} if piece.text else {}}
