@@ -103,7 +103,7 @@ def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
         levels, recorded = dict(recipe.levels), dict(recipe.machine.get("versions", {}))
         name, needs = str(recipe.workload.get("name") or "recipe"), []
     extras = "[serve]" if serves else ""
-    versions = closure([OWN + extras, *dict.fromkeys([*needs, *_libraries(levels)])])
+    versions = closure([OWN + extras, *dict.fromkeys([*needs, *_libraries(levels, recorded)])])
     _check(versions, recorded)
     if wheel is None and '"dir_info"' in (metadata.distribution(OWN).read_text("direct_url.json") or ""):
         raise UsageError(
@@ -239,11 +239,12 @@ spec:
 {service}"""
 
 
-def _libraries(levels: Mapping[str, str]) -> list[str]:
-    """Distributions that the recipe's levels need, of those that their techniques look for and that are here."""
-    installed = {dist.metadata["Name"].lower().replace("_", "-") for dist in metadata.distributions()}
+def _libraries(levels: Mapping[str, str], recorded: Mapping[str, str]) -> list[str]:
+    """Distributions that the recipe's levels need, of those that their techniques look for and that are here, or were
+    where it was measured."""
+    installed = {str(dist.metadata["Name"]).lower().replace("_", "-") for dist in metadata.distributions()}
     packages = [name for technique, level in changed(Recipe(levels)) for name in technique.packages_of(level)]
-    return [name for name in dict.fromkeys(packages) if name.replace("_", "-") in installed]
+    return [name for name in dict.fromkeys(packages) if name in recorded or name.replace("_", "-") in installed]
 
 
 def _check(versions: Mapping[str, str], expected: Mapping[str, str]) -> None:

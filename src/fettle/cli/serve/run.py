@@ -15,6 +15,7 @@ import typer
 from fettle.cli import _options, _quiet, _show
 from fettle.cli._console import console
 from fettle.errors import UsageError, extra
+from fettle.files import home
 from fettle.units import parse_size
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def _say_where(server: Server, address: Address, as_json: bool) -> None:
 
 def _secret() -> Path:
     """The file of the token that the management port asks for."""
-    return Path.home() / ".config" / "fettle" / "management-token"
+    return home() / ".config" / "fettle" / "management-token"
 
 
 def _spare(packages: list[str] | None, threads: int | None, workers: int | None) -> Spare | None:
