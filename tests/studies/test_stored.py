@@ -115,7 +115,7 @@ def test_a_storage_is_shown_without_its_password():
 
 @pytest.mark.parametrize(
     ("url", "said"),
-    [("postgresql://me:secret@db/studies", r"postgresql://me:\*\*\*@db/studies needs psycopg: pip install .*postgresql"),
+    [("postgresql://me:secret@db/studies", r"me:\*\*\*@db/studies needs psycopg: pip install .*postgresql"),
      ("mysql://db/studies", "mysql://db/studies needs psycopg, which is not installed")],
 )  # fmt: skip
 def test_a_driver_that_is_missing_is_named(url: str, said: str):

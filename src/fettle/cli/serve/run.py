@@ -15,7 +15,6 @@ import typer
 from fettle.cli import _options, _quiet, _show
 from fettle.cli._console import console
 from fettle.errors import UsageError, extra
-from fettle.files import home
 from fettle.units import parse_size
 
 if TYPE_CHECKING:
@@ -171,6 +170,8 @@ def _say_where(server: Server, address: Address, as_json: bool) -> None:
 
 def _secret() -> Path:
     """The file of the token that the management port asks for."""
+    from fettle.files import home
+
     return home() / ".config" / "fettle" / "management-token"
 
 
