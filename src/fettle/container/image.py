@@ -165,7 +165,7 @@ ENV {variables}
 # What is wrong with the environment stops the build.
 RUN fettle doctor --fail-on error
 COPY --chmod=755 entrypoint.sh ./
-COPY {"model ./model" if image.serves else "recipe.toml ./"}
+COPY --chmod=755 {"model ./model" if image.serves else "recipe.toml ./"}
 USER {_USER}:{_USER}
 VOLUME /cache
 HEALTHCHECK --interval=30s --timeout=10s --start-period=180s CMD ["python", "-c", "{probe}"]
