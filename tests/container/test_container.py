@@ -97,7 +97,8 @@ def test_a_recipes_image(recipe: Path, wheel: Path, no_index: None, tmp_path: Pa
     assert not {"pytest", "ruff", "ray", "openvino"} & set(made.versions)
     text = (tmp_path / "out" / "Containerfile").read_text()
     for part in ("--require-hashes", 'OMP_NUM_THREADS="2"', 'LD_PRELOAD="libjemalloc.so.2"', "USER 10001:10001",
-                 "COPY --chmod=755 recipe.toml", "HEALTHCHECK", "RUN fettle doctor", f"python:{made.python}-slim", "VOLUME /cache"):  # fmt: skip
+                 "COPY --chmod=755 recipe.toml", "HEALTHCHECK", "RUN fettle doctor", f"python:{made.python}-slim",
+                 "VOLUME /cache"):  # fmt: skip
         assert part in text, part
     lines = [line for name in made.locks for line in (tmp_path / "out" / name).read_text().splitlines()]
     pinned = [line for line in lines if "==" in line]
