@@ -176,7 +176,7 @@ def test_what_an_image_needs_and_is_not_here_is_refused(monkeypatch: pytest.Monk
     assert "msgspec" in lock.closure([lock.OWN])
     with pytest.raises(UsageError, match="httptools is not installed here, and the image needs it"):
         lock.closure([f"{lock.OWN}[serve]"])
-    monkeypatch.setattr(image.metadata, "distributions", lambda: [])
+    monkeypatch.setattr(image.metadata, "distributions", list)
     assert image._libraries({"runtime": "openvino"}, {"openvino": "2026.4"}) == ["openvino"]
     assert image._libraries({"runtime": "openvino"}, {"onnx": "1.0"}) == []
 
