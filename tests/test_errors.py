@@ -29,10 +29,14 @@ def test_the_place_is_the_callers_innermost_line(tmp_path: Path) -> None:
     [
         ('{"url": "file:///home/me/a%20clone", "dir_info": {"editable": true}}', "-e '/home/me/a clone[study]'"),
         ('{"url": "file:///home/me/clone", "dir_info": {}}', "'/home/me/clone[study]'"),
+        ('{"url": "https://git.me/fettle", "vcs_info": {"vcs": "git", "commit_id": "1a2b"}}',
+         "'torch-fettle[study] @ git+https://git.me/fettle@1a2b'"),
+        ('{"url": "file:///home/me/torch_fettle-0.1.0-py3-none-any.whl", "archive_info": {}}',
+         "'torch-fettle[study] @ file:///home/me/torch_fettle-0.1.0-py3-none-any.whl'"),
         (None, "'torch-fettle[study]'"),
         ("no JSON", "'torch-fettle[study]'"),
     ],
-)
+)  # fmt: skip
 def test_an_extra_comes_from_where_fettle_was_installed_from(
     told: str | None, installed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from fettle.errors import UsageError
-from fettle.files import check_writable, for_compilers, plain, read_bytes, read_text, whole, write_bytes, write_text
+from fettle.files import (
+    cache_folder,
+    check_writable,
+    for_compilers,
+    plain,
+    read_bytes,
+    read_text,
+    whole,
+    write_bytes,
+    write_text,
+)
 
 
 def test_a_file_is_written_whole_and_its_folder_made(tmp_path: Path) -> None:
@@ -94,3 +104,13 @@ def test_a_compiler_is_told_a_path_that_needs_no_quotes(tmp_path: Path, monkeypa
     links[0].unlink()
     links[0].symlink_to(tmp_path)  # somebody else's is not followed
     assert for_compilers(folders[0]) == str(folders[0])
+
+
+def test_a_user_without_a_folder_is_told_to_set_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "FETTLE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where the system knows no such user
+    with pytest.raises(UsageError, match="set HOME to a folder"):
+        cache_folder("one")
+    monkeypatch.setenv("FETTLE_CACHE", str(tmp_path))
+    assert cache_folder("one") == tmp_path / "fettle" / "one"

@@ -31,7 +31,7 @@ def extra(what: str, name: str) -> UsageError:
 
 
 def _with(name: str) -> str:
-    """What pip has to install for an extra: from the folder that fettle itself was installed from, if that is known."""
+    """What pip has to install for an extra: from where fettle itself was installed from, if that is known."""
     import json
     from importlib import metadata
     from urllib.parse import urlsplit
@@ -42,7 +42,9 @@ def _with(name: str) -> str:
     except (metadata.PackageNotFoundError, ValueError):
         origin = {}
     if "dir_info" not in origin:
-        return f"'torch-fettle[{name}]'"
+        kind = origin.get("vcs_info")
+        place = f"{kind['vcs']}+{origin['url']}@{kind['commit_id']}" if kind else origin.get("url")
+        return f"'torch-fettle[{name}] @ {place}'" if place else f"'torch-fettle[{name}]'"
     folder = url2pathname(urlsplit(origin["url"]).path)
     return f"{'-e ' if origin['dir_info'].get('editable') else ''}'{folder}[{name}]'"
 

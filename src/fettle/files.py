@@ -21,9 +21,17 @@ MOST_BYTES = 64 << 20
 """The most that is read of a file from outside, where nothing larger is to be expected."""
 
 
+def home() -> Path:
+    """The user's own folder. Raises `UsageError` for one that the system does not know, as containers have them."""
+    try:
+        return Path.home()
+    except RuntimeError as error:
+        raise UsageError("nothing says where this user's own files are: set HOME to a folder") from error
+
+
 def cache_folder(name: str) -> Path:
     """Where what can be made again is kept: $FETTLE_CACHE or the user's cache folder."""
-    root = os.environ.get("FETTLE_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    root = os.environ.get("FETTLE_CACHE") or os.environ.get("XDG_CACHE_HOME") or home() / ".cache"
     return Path(root) / "fettle" / name
 
 

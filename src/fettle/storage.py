@@ -64,7 +64,10 @@ def opening(storage: str) -> Iterator[None]:
     except UsageError:
         raise
     except ImportError as error:
-        raise extra(f"the storage {hidden(storage)} needs {error.name}", "postgresql") from error
+        needs = f"the storage {hidden(storage)} needs {error.name}"
+        if storage.startswith("postgresql"):
+            raise extra(needs, "postgresql") from error
+        raise UsageError(f"{needs}, which is not installed") from error
     except Exception as error:
         raise UsageError(f"cannot open the storage {hidden(storage)}: {first_line(error)[:200]}") from error
 

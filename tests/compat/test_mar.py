@@ -12,6 +12,7 @@ import torch
 
 from fettle.compat.mar import import_mar, read_mar
 from fettle.errors import UsageError
+from fettle.package import export
 from fettle.package.model_runner import load_model
 from fettle.workload import Workload
 
@@ -106,6 +107,13 @@ def test_with_ones_own_class_nothing_of_the_archive_runs(eager, tmp_path):
     assert not (tmp_path / "ran").exists()
     x = torch.rand(3, 3, 8, 8)
     torch.testing.assert_close(load_model(package)[0](x)[0], net()(x), atol=1e-5, rtol=1e-4)
+
+
+def test_without_safetensors_the_extra_is_named_before_anything_runs(eager, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"needs safetensors: pip install .*serve"):
+        import_mar(eager, tmp_path / "out", trust=eager.digest, inputs=[SHAPE])
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("how", ["script", "trace"])

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,7 +97,8 @@ def test_a_recipes_image(recipe: Path, wheel: Path, no_index: None, tmp_path: Pa
     assert not {"pytest", "ruff", "ray", "openvino"} & set(made.versions)
     text = (tmp_path / "out" / "Containerfile").read_text()
     for part in ("--require-hashes", 'OMP_NUM_THREADS="2"', 'LD_PRELOAD="libjemalloc.so.2"', "USER 10001:10001",
-                 "HEALTHCHECK", "RUN fettle doctor", f"python:{made.python}-slim", "VOLUME /cache"):  # fmt: skip
+                 "COPY --chmod=755 recipe.toml", "HEALTHCHECK", "RUN fettle doctor", f"python:{made.python}-slim",
+                 "VOLUME /cache"):  # fmt: skip
         assert part in text, part
     lines = [line for name in made.locks for line in (tmp_path / "out" / name).read_text().splitlines()]
     pinned = [line for line in lines if "==" in line]
@@ -162,6 +164,21 @@ def test_what_does_not_fit_is_one_line(recipe: Path, wheel: Path, no_index: None
         assert (said.code, said.out) == (2, "")
         assert says in said.err
     assert not (tmp_path / "out").exists()
+
+
+def test_what_an_image_needs_and_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def distribution(name: str) -> metadata.Distribution:
+        if name == "httptools":
+            raise metadata.PackageNotFoundError(name)
+        return metadata.Distribution.from_name(name)
+
+    monkeypatch.setattr(lock.metadata, "distribution", distribution)
+    assert "msgspec" in lock.closure([lock.OWN])
+    with pytest.raises(UsageError, match="httptools is not installed here, and the image needs it"):
+        lock.closure([f"{lock.OWN}[serve]"])
+    monkeypatch.setattr(image.metadata, "distributions", list)
+    assert image._libraries({"runtime": "openvino"}, {"openvino": "2026.4"}) == ["openvino"]
+    assert image._libraries({"runtime": "openvino"}, {"onnx": "1.0"}) == []
 
 
 def test_a_folder_that_is_no_package_is_not_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

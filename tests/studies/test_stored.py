@@ -11,9 +11,10 @@ import msgspec
 import polars
 import pytest
 
+from fettle.errors import UsageError
 from fettle.machine import Machine
 from fettle.recipe import Recipe
-from fettle.storage import hidden, storage_url
+from fettle.storage import hidden, opening, storage_url
 from fettle.studies import Settings
 from fettle.studies.orders import agree, announce
 from fettle.study import Study
@@ -110,3 +111,13 @@ def test_a_storage_is_shown_without_its_password():
     asked = "postgresql:///studies?host=db&{}=secret&sslmode=require"
     for name in ("password", "sslpassword", "PASSWORD"):
         assert hidden(asked.format(name)) == asked.format(name).replace("secret", "***")
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [("postgresql://me:secret@db/studies", r"me:\*\*\*@db/studies needs psycopg: pip install .*postgresql"),
+     ("mysql://db/studies", "mysql://db/studies needs psycopg, which is not installed")],
+)  # fmt: skip
+def test_a_driver_that_is_missing_is_named(url: str, said: str):
+    with pytest.raises(UsageError, match=said), opening(url):
+        raise ModuleNotFoundError(name="psycopg")

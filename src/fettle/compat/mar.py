@@ -27,7 +27,7 @@ import torch
 
 from fettle.errors import UsageError, first_line
 from fettle.package.archive import unzip
-from fettle.package.export import write_package
+from fettle.package.export import check_installed, write_package
 from fettle.package.handlers import READY
 from fettle.package.handlers.parts import LABELS, labels_file
 from fettle.package.manifest import Package, check_name
@@ -120,6 +120,7 @@ def import_mar(
     archive's own code builds the model: `trust` must be the archive's digest, and `inputs` says what it takes, as
     ``FP32[-1,3,224,224]``. Raises `UsageError`; then nothing is written.
     """
+    check_installed()
     if path.exists():
         raise UsageError(f"{path} exists already: give another `output`")
     if not mar.weights and workload is None and not mar.code:
@@ -262,9 +263,9 @@ def _is_torchscript(path: Path) -> bool:
 
 def _from_torchscript(path: Path, batch: tuple[torch.Tensor, ...]) -> torch.nn.Module:
     """A TorchScript program as an exported one, answering as it did."""
-    from torch._export.converter import TS2EPConverter
-
     try:
+        from torch._export.converter import TS2EPConverter
+
         script = torch.jit.load(str(path), map_location="cpu").eval()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             converted = TS2EPConverter(script, batch).convert().module()

@@ -104,7 +104,7 @@ def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
         levels, recorded = dict(recipe.levels), dict(recipe.machine.get("versions", {}))
         name, needs = str(recipe.workload.get("name") or "recipe"), []
     extras = "[serve]" if serves else ""
-    versions = closure([OWN + extras, *dict.fromkeys([*needs, *_libraries(levels)])])
+    versions = closure([OWN + extras, *dict.fromkeys([*needs, *_libraries(levels, recorded)])])
     _check(versions, recorded)
     if wheel is None and '"dir_info"' in (metadata.distribution(OWN).read_text("direct_url.json") or ""):
         raise UsageError(
@@ -166,7 +166,7 @@ ENV {variables}
 # What is wrong with the environment stops the build.
 RUN fettle doctor --fail-on error
 COPY --chmod=755 entrypoint.sh ./
-COPY {"model ./model" if image.serves else "recipe.toml ./"}
+COPY --chmod=755 {"model ./model" if image.serves else "recipe.toml ./"}
 USER {_USER}:{_USER}
 VOLUME /cache
 HEALTHCHECK --interval=30s --timeout=10s --start-period=180s CMD ["python", "-c", "{probe}"]
@@ -240,11 +240,12 @@ spec:
 {service}"""
 
 
-def _libraries(levels: Mapping[str, str]) -> list[str]:
-    """Distributions that the recipe's levels need, of those that their techniques look for and that are here."""
-    installed = {dist.metadata["Name"].lower().replace("_", "-") for dist in metadata.distributions()}
+def _libraries(levels: Mapping[str, str], recorded: Mapping[str, str]) -> list[str]:
+    """Distributions that the recipe's levels need, of those that their techniques look for and that are here, or were
+    where it was measured."""
+    installed = {str(dist.metadata["Name"]).lower().replace("_", "-") for dist in metadata.distributions()}
     packages = [name for technique, level in changed(Recipe(levels)) for name in technique.packages_of(level)]
-    return [name for name in dict.fromkeys(packages) if name.replace("_", "-") in installed]
+    return [name for name in dict.fromkeys(packages) if name in recorded or name.replace("_", "-") in installed]
 
 
 def _check(versions: Mapping[str, str], expected: Mapping[str, str]) -> None:

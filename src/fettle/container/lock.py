@@ -25,7 +25,7 @@ _TIMEOUT_S = 600
 
 def closure(roots: Iterable[str]) -> dict[str, str]:
     """Versions here of these requirements and all that they need, by canonical name. Those that are not installed are
-    left out, but for the roots themselves: `UsageError`."""
+    left out, but for the roots themselves and what their extras are: `UsageError`."""
     versions: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
     queue = [(Requirement(root), True) for root in roots]
@@ -50,7 +50,7 @@ def closure(roots: Iterable[str]) -> dict[str, str]:
                     continue
                 # without an extra a marker that names one is false; with one those without any are known already
                 if needed.marker is None or needed.marker.evaluate({"extra": extra}):
-                    queue.append((needed, False))
+                    queue.append((needed, is_root and bool(extra)))
     return dict(sorted(versions.items()))
 
 

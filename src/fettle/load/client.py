@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import httptools
 import msgspec
 import numpy as np
 
@@ -167,9 +168,7 @@ class Connection(asyncio.Protocol):
     """
 
     def __init__(self, done: Callable[[Connection, int], None]) -> None:
-        import httptools
-
-        self._done, self._httptools = done, httptools
+        self._done = done
         self._transport: asyncio.Transport | None = None
         self._parser: Any = None
         self._status = 0
@@ -186,7 +185,7 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         self.busy, self.tag, self._status, self._begun = True, tag, 0, False
         self.request = request
-        self._parser = self._httptools.HttpResponseParser(self)
+        self._parser = httptools.HttpResponseParser(self)
         self._transport.write(request.data)
 
     def data_received(self, data: bytes) -> None:
@@ -196,7 +195,7 @@ class Connection(asyncio.Protocol):
         self._begun = True
         try:
             self._parser.feed_data(data)
-        except self._httptools.HttpParserError:
+        except httptools.HttpParserError:
             self._keep = False
             self._finish(0)
 

@@ -57,6 +57,12 @@ _TYPES = re.compile(r"dtype|scalar type|BFloat16|Half")
 """In what torch says of an operator whose arguments differ in their type."""
 
 
+def check_installed() -> None:
+    """Raise `UsageError` where what packages are written with is not installed."""
+    if find_spec("safetensors") is None:
+        raise extra("a package needs safetensors", "serve")
+
+
 def write_package(
     workload: Workload,
     recipe: Recipe,
@@ -81,8 +87,7 @@ def write_package(
 
     Raises `UsageError` where the model cannot be exported, or the recipe cannot be applied to the exported model.
     """
-    if find_spec("safetensors") is None:
-        raise extra("a package needs safetensors", "serve")
+    check_installed()
     unpacked = path.with_suffix("") if path.suffix == ".zip" else path
     if there := next((place for place in (path, unpacked) if place.exists()), None):
         raise UsageError(f"{there} exists already: give another `output` or another `version`")

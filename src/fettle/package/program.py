@@ -165,7 +165,7 @@ def load_program(folder: Path, device: str = "cpu") -> torch.nn.Module:
         if "torch.ops.quantized_decomposed." in text:
             importlib.import_module("torch.ao.quantization.fx._decomposed")  # makes these operators known to torch
         weights = load_file(folder / WEIGHTS)
-    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, ImportError, SafetensorError) as error:
         raise UsageError(f"the package's model cannot be read: {first_line(error)}") from error
     state: dict[str, torch.Tensor] = {}
     constants: dict[str, torch.Tensor] = {}

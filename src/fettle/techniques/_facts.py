@@ -79,8 +79,8 @@ class Facts:
     """Rows at which tokens a second are told."""
     keeps: str = ""
     """How its keys and values are kept: ``own`` where the workload's object does that itself, ``static`` where room for
-    them can be set aside before, ``state`` where some layer has one in place of them, ``dynamic`` where only the model
-    can make it."""
+    them can be set aside before, ``whole`` where a later transformers could do that, ``state`` where some layer has
+    one in place of them, ``dynamic`` where only the model can make it."""
     calibration_batches: int = 0
     dtype: str = "float32"
     """The commonest floating dtype among the parameters, without ``torch.``."""

@@ -20,11 +20,8 @@ def generation_facts(workload: Workload) -> dict[str, Any]:
         return {}
     model = workload.model
     decoder = decoder_of(model)
-    if decoder is model:
-        keeps = "own"
-    elif _can_be_static(model):
-        keeps = "static"
-    else:
+    keeps = "own" if decoder is model else _fixed_size(model)
+    if not keeps:
         keeps = "state" if _has_state(decoder, workload.inputs[0]) else "dynamic"
     return {
         "new_tokens": int(workload.new_tokens),
@@ -35,16 +32,19 @@ def generation_facts(workload: Workload) -> dict[str, Any]:
     }
 
 
-def _can_be_static(model: Any) -> bool:
-    """Whether transformers has a cache of fixed size for it, in which each layer keeps every token."""
+def _fixed_size(model: Any) -> str:
+    """``static`` or ``whole`` where transformers has a cache of fixed size for it, in which each layer keeps every
+    token; else empty."""
     try:
         from transformers import StaticCache
 
         layers = StaticCache(config=model.config, max_cache_len=8).layers
     except Exception:  # another library's model, or a kind of layer that has no such cache
-        return False
+        return ""
     whole = bool(layers) and all(type(layer).__name__ == "StaticLayer" for layer in layers)
-    return whole and not getattr(model.config, "is_encoder_decoder", False)
+    if not whole or getattr(model.config, "is_encoder_decoder", False):
+        return ""
+    return "static" if hasattr(layers[0], "cumulative_length") else "whole"  # as in transformers 4
 
 
 def _has_state(decoder: Kept, prompt: dict[str, Any]) -> bool:

@@ -143,14 +143,16 @@ class KvCache(Technique):
             why_not = NO_TEXT
         elif facts.keeps == "own":
             why_not = "the workload's object keeps them itself"
-        elif facts.keeps != "static":
+        elif facts.keeps not in ("static", "whole"):
             why_not = "transformers has no cache of fixed size for this model"
+        older = "the cache of fixed size of this transformers does not count its tokens: install a later one"
+        static = why_not or older * (facts.keeps == "whole")
         return [
             Level("as-given", "as the model makes them"),
-            Level("static", "room set aside before, nothing copied", why_not),
-            Level("static-compiled", "room set aside before, and each step one compiled graph", why_not),
-            Level("static-prompts", "the same, and prompts of all lengths one more", why_not),
-            Level("static-frozen", "each step one compiled graph with weights as its constants", why_not),
+            Level("static", "room set aside before, nothing copied", static),
+            Level("static-compiled", "room set aside before, and each step one compiled graph", static),
+            Level("static-prompts", "the same, and prompts of all lengths one more", static),
+            Level("static-frozen", "each step one compiled graph with weights as its constants", static),
             Level("int8", f"rounded to 8 bits, by runtime={STATEFUL}", why_not),
         ]
 

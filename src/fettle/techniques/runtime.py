@@ -167,7 +167,7 @@ class Runtime(Technique):
 
     def levels(self, facts: Facts) -> list[Level]:
         cannot, text = "", "" if facts.generates else NO_TEXT
-        if facts.generates and facts.keeps != "static":
+        if facts.generates and facts.keeps not in ("static", "whole"):
             text = "it is for a causal model of transformers in which every layer keeps every token"
         if not facts.is_module:
             cannot = "the model is a plain callable"

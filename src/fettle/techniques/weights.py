@@ -277,7 +277,7 @@ class Weights(Technique):
         if recipe.levels.get("runtime") == STATEFUL:
             if level not in STATEFUL_WEIGHTS:
                 return f"OpenVINO has no such products: {', '.join(STATEFUL_WEIGHTS)}"
-            return "" if "nncf" in facts.packages else "nncf is not installed"
+            return "" if "nncf" in facts.packages else "nncf is not installed: it is in the extra openvino"
         if recipe.levels.get("runtime", "torch") != "torch":
             return "its layers are torch's own"
         plain = facts.dtype == "float32" and recipe.levels.get("precision") != "bf16"

@@ -170,7 +170,9 @@ def _say_where(server: Server, address: Address, as_json: bool) -> None:
 
 def _secret() -> Path:
     """The file of the token that the management port asks for."""
-    return Path.home() / ".config" / "fettle" / "management-token"
+    from fettle.files import home
+
+    return home() / ".config" / "fettle" / "management-token"
 
 
 def _spare(packages: list[str] | None, threads: int | None, workers: int | None) -> Spare | None:

@@ -107,6 +107,7 @@ def command(
       fettle serve slo smollm-1 --ttft 500ms --itl 50ms --prompt-tokens lognormal:128:0.8 --output-tokens 64
     """
     try:
+        import fettle.serve.server  # noqa: F401 (each server that is tried is a process of its own)
         from fettle.load.run import TextLimits
         from fettle.load.texts import text_lines
         from fettle.load.torchserve import COLUMNS
