@@ -152,9 +152,9 @@ def ladder(
     label = base.mark_text(align="left", dy=-9, limit=alt.ExprRef(room)).encode(x=alt.value(0), text="label:N")
     text = base.mark_text(align="right", dy=-9, fontWeight=600).encode(x=alt.value("width"), text="text:N")
     known = base.transform_filter("isValid(datum.low)")
-    line = known.mark_rule(strokeWidth=1.5, yOffset=9, clip=True).encode(x=alt.X("low:Q"), x2="high:Q")
+    line = known.mark_rule(strokeWidth=1.5, yOffset=9, clip=True).encode(x=alt.X("low:Q", axis=None), x2="high:Q")
     ends = known.mark_tick(thickness=1.5, height=8, yOffset=9, clip=True)
-    whiskers = [line, ends.encode(x="low:Q"), ends.encode(x="high:Q")]
+    whiskers = [line, *(ends.encode(x=alt.X(f"{side}:Q", axis=None)) for side in ("low", "high"))]
     return sized(step * len(rows), bars, *whiskers, *more(base), label, text)
 
 
