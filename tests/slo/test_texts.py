@@ -12,7 +12,8 @@ import torch
 from fettle.errors import UsageError
 from fettle.load.run import TextLimits
 from fettle.load.texts import TextLine
-from fettle.package.handlers.generate import Ask, Settings
+from fettle.package.handlers.asking import Ask
+from fettle.package.handlers.generate import Settings
 from fettle.package.handlers.running import Running
 from fettle.package.handlers.sampling import Sampling
 from fettle.package.manifest import open_package

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from fettle.package.handlers.generate import Ask, Piece, TokenLogprob
+from fettle.package.handlers.asking import Ask, Piece, TokenLogprob
 from fettle.package.handlers.sampling import Sampling
 from fettle.serve.engine.refusal import Malformed, NoSuchPath, Refusal
 from fettle.serve.engine.registry import Registry, Version
