@@ -58,6 +58,9 @@ finally:
         ("import-mar a.mar", "serve import-mar a.mar", "serve import-mar"),
         ("memory s.pickle --report r.html", "memory s.pickle --output r.html", "--report is now --output"),
         ("plan m.py --report=r.svg", "plan m.py --output=r.svg", "--report is now --output"),
+        ("trace idle t.json --chart i.png", "trace idle t.json --output i.png", "--chart is now --output"),
+        ("serve slo p --seconds 2s", "serve slo p --duration 2s", "--seconds is now --duration"),
+        ("data m.py --ranks 4", "data m.py --nproc 4", "--ranks is now --nproc"),
         ("report out --charts c", "report out --output c", "--charts is now --output"),
         ("tune m.py --allow-batch --json", "tune m.py --allow batch-size --json", "--allow batch-size"),
     ],
@@ -93,6 +96,8 @@ def test_errors_of_the_library_are_told_in_the_commands_words() -> None:
     )
     assert as_options("choose another `study`, or `max_metric_drop`") == "choose another --study, or --max-metric-drop"
     assert as_options("raise `max_file_bytes`") == "raise --max-file-size"
+    assert as_options("the limit `max_ttft_ms`, within `budget_s`") == "the limit --max-ttft, within --budget"
+    assert as_options("`device_only=True`: no device") == "--device-only: no device"
     assert as_options("no 'quotes' here") == "no 'quotes' here"
 
 

@@ -149,6 +149,18 @@ def test_commands_and_options_in_the_text_exist(page: Path) -> None:
         assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options | {"--help"}, span
 
 
+def test_the_options_that_errors_of_the_library_name_exist() -> None:
+    options = {option for _, command in _every_command() for param in command.params for option in param.opts}
+    named = set()
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "UsageError":
+                texts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+                named |= {name for text in texts for name in re.findall(r"`([a-z][a-z_]*)(?=[`=])", str(text))}
+    assert len(named) > 40
+    assert {_old_spellings.as_options(f"`{name}`") for name in named} <= options | {"--first"}  # of tune in Python
+
+
 def test_every_command_has_its_line() -> None:
     table = (ROOT / "docs" / "commands.md").read_text()
     listed = re.findall(r"^\| `fettle (serve [a-z-]+|[a-z-]+)", table, re.MULTILINE)

@@ -300,7 +300,7 @@ def test_from_a_model_to_a_proven_setting_by_the_command_line(run_fettle, tmp_pa
     how = ("--handler", "generate", "--tokenizer", "tokenizer.json", "--max-rows", "4")
     assert run_fettle("serve", "package", "tiny.py", *how).code == 0
     limits = ("--ttft", "5s", "--itl", "2s")
-    quick = ("--prompt-tokens", "uniform:8:40", "--output-tokens", "8", "--seconds", "1s", "--confirm", "1", "--json")
+    quick = ("--prompt-tokens", "uniform:8:40", "--output-tokens", "8", "--duration", "1s", "--confirm", "1", "--json")
     found = run_fettle("serve", "slo", "tiny-1", *limits, *quick)
     assert found.code == 0, found.err
     data = json.loads(found.out)

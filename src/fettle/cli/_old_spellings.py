@@ -19,10 +19,13 @@ _OPTIONS = {
     ("report", "--charts"): ["--output"],
     ("tune", "--allow-batch"): ["--allow", "batch-size"],
     ("plan", "--report"): ["--output"],
+    ("trace", "--chart"): ["--output"],
+    ("data", "--ranks"): ["--nproc"],
     ("memory", "--report"): ["--output"],
     ("serve export", "--out"): ["--output"],
     ("serve slo", "--head-room"): ["--headroom"],
     ("serve slo", "--study-name"): ["--study"],
+    ("serve slo", "--seconds"): ["--duration"],
 }
 _BY_SUFFIX = {
     ("serve load", "--markdown"): ".md",
@@ -70,7 +73,8 @@ def as_options(text: str) -> str:
     """A message of the library in the command's words: `nproc=2` in back-quotes as --nproc 2."""
 
     def option(match: re.Match[str]) -> str:
-        name, value = match[1], (match[2] or "")[1:].strip("'\"")
-        return f"--{_SPELLED.get(name, name).replace('_', '-')}" + (f" {value}" if value else "")
+        name, value = match[1], (match[2] or "")[1:].strip("'\"").removesuffix("True")
+        spelled = _SPELLED.get(name) or re.sub("_(ms|s|bytes)$", "", name)  # an option's value has its unit
+        return f"--{spelled.replace('_', '-')}" + (f" {value}" if value else "")
 
     return _ARGUMENT.sub(option, text)

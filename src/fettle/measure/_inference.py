@@ -156,8 +156,8 @@ def with_check(workload: Any) -> Any:
     rows = workload.samples or rows_of(first)
     if not rows and any(tensor.dim() for tensor in tensors(first)):
         raise UsageError(
-            "the first batch of the inputs has no rows: give batches with at least one, or `samples=`, the number of "
-            "rows in one call"
+            "the first batch of the inputs has no rows: give batches with at least one, or the number of rows in one "
+            "call, Workload(..., samples=N)"
         )
     check = list(workload.check_inputs)
     if not check and len(workload.inputs) == 1:
