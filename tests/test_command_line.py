@@ -139,6 +139,14 @@ def test_what_libraries_print_does_not_reach_the_terminal(tmp_path: Path, argume
     assert json.loads(done.stdout)
 
 
+def test_a_server_shows_no_library_before_it_serves(tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text(LOUD)
+    command = [sys.executable, "-c", "from fettle.cli import main; main()", "serve", "run", "loud.py:served", "no.zip"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    said = [line.partition(":")[0] for line in done.stderr.splitlines()]
+    assert (done.returncode, done.stdout, said) == (2, "", ["packaged as served-1", "fettle"])
+
+
 def test_a_bug_still_shows_its_traceback(tmp_path: Path) -> None:
     code = "import fettle.cli\ndef bug(*given): raise ZeroDivisionError\nfettle.cli.build = bug\nfettle.cli.main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)

@@ -262,7 +262,7 @@ def test_a_folder_that_is_no_package_is_not_replaced(run_fettle, tmp_path, monke
     assert (found.code, "exists already and is not a package: give another --output" in found.err) == (2, True)
     mine.with_name("manifest.json").write_text("{}")  # or of another command
     found = run_fettle("serve", "slo", "m.py", "--p99", "1s", "--output", ".")
-    assert (found.code, "is of no search: give another --output" in found.err) == (2, True)
+    assert (found.code, "made it: give another --output" in found.err) == (2, True)
     assert mine.read_text() == "mine"
 
 

@@ -154,7 +154,7 @@ def command(
     if work.package is None:
         check_place(place := folder / "package")
         if place.exists() and not (folder / "measured.jsonl").exists():
-            raise UsageError(f"{place} exists already and is of no search: give another --output")
+            raise UsageError(f"{place} exists already, and no search of fettle's made it: give another --output")
     around = Surroundings()
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
         result = run(work.search(folder, max_error, options, progress))
