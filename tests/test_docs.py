@@ -172,12 +172,16 @@ def test_whatever_a_public_signature_names_is_exported_and_documented() -> None:
     documented = {line.rpartition(".")[2] for line in re.findall(r"^::: (\S+)", api, re.MULTILINE)}
     assert set(fettle.__all__) <= documented
     named: set[str] = set()
-    for function in (fettle.tune, fettle.apply, fettle.bench, fettle.check, Result.apply):
+    functions = (fettle.tune, fettle.apply, fettle.bench, fettle.check, Result.apply, fettle.watch, fettle.step_timer)
+    for function in (*functions, fettle.Options, fettle.Limits):
         signature = inspect.signature(function)
         text = " ".join([str(p.annotation) for p in signature.parameters.values()] + [str(signature.return_annotation)])
         named |= set(re.findall(r"\b[A-Z][A-Za-z]+\b", text))
         assert "int8_layers" not in signature.parameters
-    plain = {"Any", "Callable", "Path", "Sequence", "None", "Unpack", "Iterator"}
+        if function in (fettle.tune, fettle.bench, fettle.check):
+            assert {"model", "inputs", "call", "metric"} <= signature.parameters.keys()
+    plain = {"Any", "Callable", "Path", "Sequence", "None", "Unpack", "Iterator", "Iterable", "Literal", "Mapping", "T",
+             "PathLike", "TextIO", "Goal"}  # fmt: skip
     aliases = {"AnyRecipe": "RecipeFile", "OnProgress": "Event", "Keywords": "Options"}  # of what is exported
     assert {aliases.get(name, name) for name in named - plain} <= set(fettle.__all__)
 
