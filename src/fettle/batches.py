@@ -56,6 +56,15 @@ def read_batches(inputs: Any, model: Any = None, call: Callable[..., Any] | None
     return Batches([batch], _describe([batch]))
 
 
+def too_many(batch: Any, model: Any, call: Callable[..., Any] | None = None) -> str:
+    """How else batches in a list may be written that have more entries than the model takes; empty where they have
+    not. Asked once the model has refused one: hooks may make of them what it takes."""
+    takes = _Signature.of(model, call)
+    if takes is None or takes.most is None or not _is_arguments(batch) or len(batch) <= takes.most:
+        return ""
+    return _entries(batch, takes, "", "inputs")
+
+
 @dataclass(frozen=True)
 class _Signature:
     """What a model takes, as far as a Python function says so."""
@@ -128,15 +137,19 @@ def _check_list(items: Sequence[Any], takes: _Signature | None) -> None:
         )
 
 
+def _entries(batch: Any, takes: _Signature, whose: str, source: str) -> str:
+    return (
+        f"each batch{whose} has {len(batch)} entries, and the model is called {takes.name}: write "
+        f"inputs=[first for first, *_ in {source}] where the others are labels, or "
+        f"inputs=[(batch,) for batch in {source}] where all are the one argument"
+    )
+
+
 def _from_loader(batch: Any, takes: _Signature | None) -> Any:
     """A batch as the loader's collating made it: a list there is what was a tuple in the dataset."""
     batch = tuple(batch) if type(batch) is list else _plain(batch)
     if _is_arguments(batch) and takes is not None and not takes.fits(len(batch)):
-        raise UsageError(
-            f"each batch of the DataLoader has {len(batch)} entries, and the model is called {takes.name}: write "
-            f"inputs=[first for first, *_ in itertools.islice(loader, {FROM_LOADER})] where the others are labels, or "
-            f"inputs=[(batch,) for batch in itertools.islice(loader, {FROM_LOADER})] where all are the one argument"
-        )
+        raise UsageError(_entries(batch, takes, " of the DataLoader", f"itertools.islice(loader, {FROM_LOADER})"))
     if _is_keywords(batch):
         _check_one(batch, takes)
     return batch
