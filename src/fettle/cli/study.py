@@ -163,7 +163,7 @@ def command(
             order=tuple(name.strip() for name in order.split(",") if name.strip()),
             start=None if recipe is None else Recipe.parse(recipe), cells=cells, rounds=rounds,
             grow_batch=None if grow_batch is None else _limit_bytes(grow_batch),
-            budget_s=_options.duration_s(budget, "--budget") or None, mode=mode, max_error=max_error, output=folder,
+            budget_s=_options.duration_s(budget, "--budget"), mode=mode, max_error=max_error, output=folder,
             storage=storage, name=study or "", atlas=atlas, under_load=under_load, polite=polite,
             trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
         )  # fmt: skip

@@ -37,7 +37,7 @@ class Settings:
     """Most combinations of each workload. None: as many as the design has."""
     rounds: int = ROUNDS
     budget_s: float | None = None
-    """Seconds: of a design that takes longer, the best fraction that fits."""
+    """Seconds: of a design that takes longer, the best fraction that fits. None or 0 for no limit."""
     mode: str = AUTO
     max_error: float = 0.02
     """Above it a trial is marked as inaccurate; its time counts."""
@@ -52,6 +52,9 @@ class Settings:
     trial_timeout_s: float = 900.0
     under_load: bool = False
     polite: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget_s", self.budget_s or None)
 
     @property
     def is_shared(self) -> bool:
