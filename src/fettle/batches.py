@@ -42,7 +42,11 @@ def read_batches(inputs: Any, model: Any = None, call: Callable[..., Any] | None
             "DataLoader"
         )
     items: Sequence[Any]
-    if _is_loader(inputs):
+    data = sys.modules.get("torch.utils.data")  # where nobody has imported it, nobody has a loader
+    if data is not None and isinstance(inputs, data.Dataset):
+        kind = type(inputs).__name__
+        raise UsageError(f"the inputs are a data set, {kind}: write inputs=DataLoader(dataset, batch_size=8)")
+    if data is not None and isinstance(inputs, data.DataLoader):
         items = [_from_loader(batch, takes) for batch in itertools.islice(inputs, FROM_LOADER)]
         return Batches(_some(items), f"the DataLoader's first {_describe(items)}")
     if isinstance(inputs, Sequence) and not isinstance(inputs, (str, bytes, tuple)):
@@ -153,11 +157,6 @@ def _from_loader(batch: Any, takes: _Signature | None) -> Any:
     if _is_keywords(batch):
         _check_one(batch, takes)
     return batch
-
-
-def _is_loader(inputs: Any) -> bool:
-    data = sys.modules.get("torch.utils.data")  # where nobody has imported it, nobody has a loader
-    return data is not None and isinstance(inputs, data.DataLoader)
 
 
 def _plain(batch: Any) -> Any:
