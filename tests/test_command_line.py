@@ -99,6 +99,15 @@ def test_errors_of_the_library_are_told_in_the_commands_words() -> None:
     assert as_options("the limit `max_ttft_ms`, within `budget_s`") == "the limit --max-ttft, within --budget"
     assert as_options("`device_only=True`: no device") == "--device-only: no device"
     assert as_options("no 'quotes' here") == "no 'quotes' here"
+    known = {"--output"}
+    assert as_options("`int`, not `a=b`: another `output`", known) == "int, not a=b: another --output"
+
+
+def test_what_another_library_quotes_is_no_option(run_fettle, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("[levels]\nprecision = 3\n")
+    said = run_fettle("check", recipe, "model.py")
+    assert said.err.endswith("levels.precision: Expected str, got int\n")
 
 
 LOUD = """
