@@ -53,8 +53,8 @@ def apply(
     ```
 
     `recipe` is a `Recipe`, its text, or the path of a ``recipe.toml``. `model` and `inputs` are as for `fettle.tune`; a
-    `Workload` and what ``"file.py:factory"`` makes bring their own. Of a `TrainingWorkload` the loop is returned: an iterator without end that makes one
-    optimizer step each time it is asked for the next loss.
+    `Workload` and what ``"file.py:factory"`` makes bring their own. Of a `TrainingWorkload` the loop is returned: an
+    iterator without end that makes one optimizer step each time it is asked for the next loss.
 
     A recipe for several ranks is applied in each of them: start the program with torchrun.
 
