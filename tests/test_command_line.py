@@ -228,6 +228,17 @@ def test_texts_are_printed_as_they_are(run_fettle, monkeypatch: pytest.MonkeyPat
     assert f"needs {TRICKY}" in said
 
 
+@pytest.mark.parametrize(("command", "room"), [("bench", "comparing.bench"), ("improve", "improve.improve")])
+def test_a_metric_decides_alone_in_every_command_that_judges(run_fettle, monkeypatch, command: str, room: str) -> None:
+    def stop(*given: object, limits: object = None, **_: object) -> None:
+        raise UsageError(str(limits or given[1].limits))  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(f"fettle.{room}", stop)
+    said = run_fettle(command, "model.py", "--max-metric-drop", "0.01")
+    assert "max_error=None" in said.err
+    assert "max_metric_drop=0.01" in said.err
+
+
 def test_an_error_of_the_file_system_is_one_line(run_fettle) -> None:
     said = run_fettle("diagnose", "a" * 300 + ".json")
     assert said.code == 2
