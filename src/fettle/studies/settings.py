@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fettle.recipe import Recipe
+from fettle.result import Limits
 from fettle.studies import designs
 from fettle.workload import AUTO
 
@@ -41,6 +42,8 @@ class Settings:
     mode: str = AUTO
     max_error: float = 0.02
     """Above it a trial is marked as inaccurate; its time counts."""
+    max_metric_drop: float | None = None
+    """In place of it: how far the workload's metric may fall."""
     confidence: float = 0.95
     output: Path = Path("fettle-study")
     storage: str | None = None
@@ -55,6 +58,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget_s", self.budget_s or None)
+
+    @property
+    def limits(self) -> Limits:
+        """What an accurate trial keeps."""
+        by_metric = self.max_metric_drop is not None
+        return Limits(max_error=None if by_metric else self.max_error, max_metric_drop=self.max_metric_drop)
 
     @property
     def is_shared(self) -> bool:
