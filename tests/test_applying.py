@@ -36,6 +36,13 @@ def test_a_target_is_applied_by_its_name(tmp_path):
     assert float(next(fettle.apply(f"{loop}:workload", "zero_grad=zeros"))) > 0
 
 
+def test_inputs_in_the_place_of_a_recipe_are_one_line():
+    model, x = torch.nn.Linear(4, 2).eval(), torch.ones(3, 4)
+    for function in (fettle.apply, fettle.bench, fettle.check):
+        with pytest.raises(fettle.UsageError, match="is not a recipe: .* and the inputs after it"):
+            function(model, [x], "grad=inference_mode")
+
+
 def test_threads_of_the_process_make_no_machine_another(monkeypatch):
     """A recipe's threads are set before the program starts, as its warning says: then the id is another."""
     here = this_machine()
