@@ -228,7 +228,9 @@ def test_texts_are_printed_as_they_are(run_fettle, monkeypatch: pytest.MonkeyPat
     assert f"needs {TRICKY}" in said
 
 
-@pytest.mark.parametrize(("command", "room"), [("bench", "comparing.bench"), ("improve", "improve.improve")])
+@pytest.mark.parametrize(
+    ("command", "room"), [("bench", "comparing.bench"), ("improve", "improve.improve"), ("study", "studies.study")]
+)
 def test_a_metric_decides_alone_in_every_command_that_judges(run_fettle, monkeypatch, command: str, room: str) -> None:
     def stop(*given: object, limits: object = None, **_: object) -> None:
         raise UsageError(str(limits or given[1].limits))  # type: ignore[attr-defined]
