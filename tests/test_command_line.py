@@ -231,11 +231,12 @@ def test_texts_are_printed_as_they_are(run_fettle, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("command", "room"), [("bench", "comparing.bench"), ("improve", "improve.improve"), ("study", "studies.study")]
 )
-def test_a_metric_decides_alone_in_every_command_that_judges(run_fettle, monkeypatch, command: str, room: str) -> None:
+def test_a_metric_decides_alone_wherever_one_judges(run_fettle, monkeypatch, tmp_path, command: str, room: str) -> None:
     def stop(*given: object, limits: object = None, **_: object) -> None:
         raise UsageError(str(limits or given[1].limits))  # type: ignore[attr-defined]
 
     monkeypatch.setattr(f"fettle.{room}", stop)
+    monkeypatch.chdir(tmp_path)
     said = run_fettle(command, "model.py", "--max-metric-drop", "0.01")
     assert "max_error=None" in said.err
     assert "max_metric_drop=0.01" in said.err
