@@ -39,7 +39,7 @@ def test_a_target_is_applied_by_its_name(tmp_path):
 def test_inputs_in_the_place_of_a_recipe_are_one_line():
     model, x = torch.nn.Linear(4, 2).eval(), torch.ones(3, 4)
     for function in (fettle.apply, fettle.bench, fettle.check):
-        with pytest.raises(fettle.UsageError, match="is not a recipe: .* and the inputs after it"):
+        with pytest.raises(fettle.UsageError, match=r"is not a recipe: .* and the inputs after it"):
             function(model, [x], "grad=inference_mode")
 
 
