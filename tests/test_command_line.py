@@ -153,7 +153,7 @@ def test_a_server_shows_no_library_before_it_serves(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from fettle.cli import main; main()", "serve", "run", "loud.py:served", "no.zip"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     said = [line.partition(":")[0] for line in done.stderr.splitlines()]
-    assert (done.returncode, done.stdout, said) == (2, "", ["packaged as served-1", "fettle"])
+    assert (done.returncode, done.stdout, said) == (2, "", ["packaged as loud-served-1", "fettle"])
 
 
 def test_a_bug_still_shows_its_traceback(tmp_path: Path) -> None:
