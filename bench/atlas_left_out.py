@@ -48,7 +48,7 @@ class Recorded:
         return [self.trials[recipe] for recipe in recipes]
 
     def seconds_for(self, recipe: Recipe) -> float:
-        """What is expected without an atlas: the typical start of those as dear that were measured."""
+        """What is expected without an atlas: the typical start of those as expensive that were measured."""
         cost = cost_of(recipe)
         alike = [self._seconds(known) for known in self.trials if known.levels and cost_of(known) == cost]
         return statistics.median(alike) if alike else self._seconds(Recipe()) + {1: 0.0, 2: 6.0, 3: 30.0}[cost]

@@ -43,7 +43,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 from fettle.machine import this_machine
 from fettle.package.export import write_package
 from fettle.package.handler import find_handler
-from fettle.package.handlers.generate import Ask, Piece
+from fettle.package.handlers.asking import Ask, Piece
 from fettle.package.handlers.running import Running
 from fettle.package.handlers.sampling import Sampling
 from fettle.package.manifest import open_package

@@ -1,9 +1,12 @@
 """A recipe that was measured elsewhere is put to use with a warning."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
+import fettle
 from fettle import applying
 from fettle.machine import this_machine
 from fettle.recipe_file import RecipeFile
@@ -21,6 +24,23 @@ def test_another_version_of_the_runtime_of_a_recipe_is_said(monkeypatch):
     assert applying.warn_if_foreign(file) == ""
     file.levels, file.machine = {"runtime": "openvino"}, {"id": here.id}  # of an earlier version
     assert applying.warn_if_foreign(file) == ""
+
+
+def test_a_target_is_applied_by_its_name(tmp_path):
+    work = tmp_path / "work.py"
+    work.write_text("import torch\ndef workload():\n    return torch.nn.Linear(4, 2).eval(), [torch.ones(3, 4)]\n")
+    assert fettle.apply(str(work), "grad=inference_mode")(torch.ones(3, 4)).is_inference()
+    with pytest.raises(fettle.UsageError, match="brings its own"):
+        fettle.apply(work, "grad=inference_mode", [torch.ones(3, 4)])
+    loop = Path(__file__).parent / "train" / "tiny_loop.py"
+    assert float(next(fettle.apply(f"{loop}:workload", "zero_grad=zeros"))) > 0
+
+
+def test_inputs_in_the_place_of_a_recipe_are_one_line():
+    model, x = torch.nn.Linear(4, 2).eval(), torch.ones(3, 4)
+    for function in (fettle.apply, fettle.bench, fettle.check):
+        with pytest.raises(fettle.UsageError, match=r"is not a recipe: .* and the inputs after it"):
+            function(model, [x], "grad=inference_mode")
 
 
 def test_threads_of_the_process_make_no_machine_another(monkeypatch):

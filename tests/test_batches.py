@@ -78,6 +78,7 @@ def test_a_call_decides_what_the_model_takes() -> None:
         ((X, X), one, ["inputs=[a, b] for 2 batches", "inputs=[((a, b),)] for one batch"]),
         ({"pixels": X}, Named(), ["inputs=[(batch,)]", "the names of its arguments"]),
         (loader(torch.ones(6, 4), torch.ones(6)), one, ["first for first, *_ in", "(batch,) for batch in"]),
+        (TensorDataset(X), one, ["a data set, TensorDataset", "inputs=DataLoader(dataset, batch_size=8)"]),
     ],
 )
 def test_what_is_ambiguous_is_asked_for_in_both_spellings(inputs: object, model: object, spellings: list[str]) -> None:

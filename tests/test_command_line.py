@@ -58,6 +58,9 @@ finally:
         ("import-mar a.mar", "serve import-mar a.mar", "serve import-mar"),
         ("memory s.pickle --report r.html", "memory s.pickle --output r.html", "--report is now --output"),
         ("plan m.py --report=r.svg", "plan m.py --output=r.svg", "--report is now --output"),
+        ("trace idle t.json --chart i.png", "trace idle t.json --output i.png", "--chart is now --output"),
+        ("serve slo p --seconds 2s", "serve slo p --duration 2s", "--seconds is now --duration"),
+        ("data m.py --ranks 4", "data m.py --nproc 4", "--ranks is now --nproc"),
         ("report out --charts c", "report out --output c", "--charts is now --output"),
         ("tune m.py --allow-batch --json", "tune m.py --allow batch-size --json", "--allow batch-size"),
     ],
@@ -93,7 +96,18 @@ def test_errors_of_the_library_are_told_in_the_commands_words() -> None:
     )
     assert as_options("choose another `study`, or `max_metric_drop`") == "choose another --study, or --max-metric-drop"
     assert as_options("raise `max_file_bytes`") == "raise --max-file-size"
+    assert as_options("the limit `max_ttft_ms`, within `budget_s`") == "the limit --max-ttft, within --budget"
+    assert as_options("`device_only=True`: no device") == "--device-only: no device"
     assert as_options("no 'quotes' here") == "no 'quotes' here"
+    known = {"--output"}
+    assert as_options("`int`, not `a=b`: another `output`", known) == "int, not a=b: another --output"
+
+
+def test_what_another_library_quotes_is_no_option(run_fettle, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("[levels]\nprecision = 3\n")
+    said = run_fettle("check", recipe, "model.py")
+    assert said.err.endswith("levels.precision: Expected str, got int\n")
 
 
 LOUD = """
@@ -132,6 +146,14 @@ def test_what_libraries_print_does_not_reach_the_terminal(tmp_path: Path, argume
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)
+
+
+def test_a_server_shows_no_library_before_it_serves(tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text(LOUD)
+    command = [sys.executable, "-c", "from fettle.cli import main; main()", "serve", "run", "loud.py:served", "no.zip"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    said = [line.partition(":")[0] for line in done.stderr.splitlines()]
+    assert (done.returncode, done.stdout, said) == (2, "", ["packaged as loud-served-1", "fettle"])
 
 
 def test_a_bug_still_shows_its_traceback(tmp_path: Path) -> None:
@@ -204,6 +226,20 @@ def test_texts_are_printed_as_they_are(run_fettle, monkeypatch: pytest.MonkeyPat
     said = run_fettle("techniques").out
     assert f"summary {TRICKY}" in said
     assert f"needs {TRICKY}" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "room"), [("bench", "comparing.bench"), ("improve", "improve.improve"), ("study", "studies.study")]
+)
+def test_a_metric_decides_alone_wherever_one_judges(run_fettle, monkeypatch, tmp_path, command: str, room: str) -> None:
+    def stop(*given: object, limits: object = None, **_: object) -> None:
+        raise UsageError(str(limits or given[1].limits))  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(f"fettle.{room}", stop)
+    monkeypatch.chdir(tmp_path)
+    said = run_fettle(command, "model.py", "--max-metric-drop", "0.01")
+    assert "max_error=None" in said.err
+    assert "max_metric_drop=0.01" in said.err
 
 
 def test_an_error_of_the_file_system_is_one_line(run_fettle) -> None:

@@ -149,6 +149,18 @@ def test_commands_and_options_in_the_text_exist(page: Path) -> None:
         assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options | {"--help"}, span
 
 
+def test_the_options_that_errors_of_the_library_name_exist() -> None:
+    options = {option for _, command in _every_command() for param in command.params for option in param.opts}
+    named = set()
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "UsageError":
+                texts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+                named |= {name for text in texts for name in re.findall(r"`([a-z][a-z_]*)(?=[`=])", str(text))}
+    assert len(named) > 40
+    assert {_old_spellings.as_options(f"`{name}`") for name in named} <= options | {"--first"}  # of tune in Python
+
+
 def test_every_command_has_its_line() -> None:
     table = (ROOT / "docs" / "commands.md").read_text()
     listed = re.findall(r"^\| `fettle (serve [a-z-]+|[a-z-]+)", table, re.MULTILINE)
@@ -160,12 +172,16 @@ def test_whatever_a_public_signature_names_is_exported_and_documented() -> None:
     documented = {line.rpartition(".")[2] for line in re.findall(r"^::: (\S+)", api, re.MULTILINE)}
     assert set(fettle.__all__) <= documented
     named: set[str] = set()
-    for function in (fettle.tune, fettle.apply, fettle.bench, fettle.check, Result.apply):
+    functions = (fettle.tune, fettle.apply, fettle.bench, fettle.check, Result.apply, fettle.watch, fettle.step_timer)
+    for function in (*functions, fettle.Options, fettle.Limits):
         signature = inspect.signature(function)
         text = " ".join([str(p.annotation) for p in signature.parameters.values()] + [str(signature.return_annotation)])
         named |= set(re.findall(r"\b[A-Z][A-Za-z]+\b", text))
         assert "int8_layers" not in signature.parameters
-    plain = {"Any", "Callable", "Path", "Sequence", "None", "Unpack", "Iterator"}
+        if function in (fettle.tune, fettle.bench, fettle.check):
+            assert {"model", "inputs", "call", "metric"} <= signature.parameters.keys()
+    plain = {"Any", "Callable", "Path", "Sequence", "None", "Unpack", "Iterator", "Iterable", "Literal", "Mapping", "T",
+             "PathLike", "TextIO", "Goal"}  # fmt: skip
     aliases = {"AnyRecipe": "RecipeFile", "OnProgress": "Event", "Keywords": "Options"}  # of what is exported
     assert {aliases.get(name, name) for name in named - plain} <= set(fettle.__all__)
 

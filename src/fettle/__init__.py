@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from fettle.report import Result
     from fettle.result import Limits
     from fettle.train import TrainingWorkload
-    from fettle.tuning import Event, Options, tune
-    from fettle.watching import step_timer, watch
+    from fettle.tuning import Effort, Event, Options, tune
+    from fettle.watching import Steps, step_timer, watch
     from fettle.workload import Target, Workload
 
 __version__ = "0.1.0"
 # OpenVINO and NNCF report their use over the network from the process that imports them, unless this is missing.
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 __all__ = [
-    "Comparison", "Event", "GenerationWorkload", "Interval", "Limits", "Options", "Recipe", "RecipeFile", "Result",
-    "Target", "TrainingWorkload", "Trial", "UsageError", "Workload", "apply", "bench", "check", "step_timer", "tune",
-    "watch",
+    "Comparison", "Effort", "Event", "GenerationWorkload", "Interval", "Limits", "Options", "Recipe", "RecipeFile",
+    "Result", "Steps", "Target", "TrainingWorkload", "Trial", "UsageError", "Workload", "apply", "bench", "check",
+    "step_timer", "tune", "watch",
 ]  # fmt: skip
 
 _HOMES = {
@@ -50,8 +50,8 @@ _HOMES = {
     "fettle.report": ("Result",),
     "fettle.result": ("Limits",),
     "fettle.train": ("TrainingWorkload",),
-    "fettle.tuning": ("Event", "Options", "tune"),
-    "fettle.watching": ("step_timer", "watch"),
+    "fettle.tuning": ("Effort", "Event", "Options", "tune"),
+    "fettle.watching": ("Steps", "step_timer", "watch"),
     "fettle.workload": ("Target", "Workload"),
 }
 _ROOMS = ("diagnose", "memory", "trace")

@@ -29,7 +29,7 @@ from fettle.techniques import (
 )
 from fettle.train import TrainingWorkload, load_training
 from fettle.train.workload import make
-from fettle.workload import Target, Workload
+from fettle.workload import Target, Workload, find_target
 
 
 @overload
@@ -53,8 +53,8 @@ def apply(
     ```
 
     `recipe` is a `Recipe`, its text, or the path of a ``recipe.toml``. `model` and `inputs` are as for `fettle.tune`; a
-    `Workload` brings its own. Of a `TrainingWorkload` the loop is returned: an iterator without end that makes one
-    optimizer step each time it is asked for the next loss.
+    `Workload` and what ``"file.py:factory"`` makes bring their own. Of a `TrainingWorkload` the loop is returned: an
+    iterator without end that makes one optimizer step each time it is asked for the next loss.
 
     A recipe for several ranks is applied in each of them: start the program with torchrun.
 
@@ -104,6 +104,8 @@ def _compiled(recipe: Recipe, facts: Facts) -> Callable[..., Any]:
 def _workload(
     model: Any, inputs: Any, call: Callable[..., Any] | None, parts: list[str]
 ) -> Workload | TrainingWorkload:
+    if isinstance(model, (str, Path, Target)):
+        model = _built(model if isinstance(model, Target) else find_target(str(model)))
     if isinstance(model, (Workload, TrainingWorkload)):
         if inputs is not None or call is not None:
             raise UsageError("inputs and call belong to a live model; a workload brings its own")

@@ -42,7 +42,11 @@ def read_batches(inputs: Any, model: Any = None, call: Callable[..., Any] | None
             "DataLoader"
         )
     items: Sequence[Any]
-    if _is_loader(inputs):
+    data = sys.modules.get("torch.utils.data")  # where nobody has imported it, nobody has a loader
+    if data is not None and isinstance(inputs, data.Dataset):
+        kind = type(inputs).__name__
+        raise UsageError(f"the inputs are a data set, {kind}: write inputs=DataLoader(dataset, batch_size=8)")
+    if data is not None and isinstance(inputs, data.DataLoader):
         items = [_from_loader(batch, takes) for batch in itertools.islice(inputs, FROM_LOADER)]
         return Batches(_some(items), f"the DataLoader's first {_describe(items)}")
     if isinstance(inputs, Sequence) and not isinstance(inputs, (str, bytes, tuple)):
@@ -54,6 +58,15 @@ def read_batches(inputs: Any, model: Any = None, call: Callable[..., Any] | None
     batch = _plain(inputs)
     _check_one(batch, takes)
     return Batches([batch], _describe([batch]))
+
+
+def too_many(batch: Any, model: Any, call: Callable[..., Any] | None = None) -> str:
+    """How else batches in a list may be written that have more entries than the model takes; empty where they have
+    not. Asked once the model has refused one: hooks may make of them what it takes."""
+    takes = _Signature.of(model, call)
+    if takes is None or takes.most is None or not _is_arguments(batch) or len(batch) <= takes.most:
+        return ""
+    return _entries(batch, takes, "", "inputs")
 
 
 @dataclass(frozen=True)
@@ -128,23 +141,22 @@ def _check_list(items: Sequence[Any], takes: _Signature | None) -> None:
         )
 
 
+def _entries(batch: Any, takes: _Signature, whose: str, source: str) -> str:
+    return (
+        f"each batch{whose} has {len(batch)} entries, and the model is called {takes.name}: write "
+        f"inputs=[first for first, *_ in {source}] where the others are labels, or "
+        f"inputs=[(batch,) for batch in {source}] where all are the one argument"
+    )
+
+
 def _from_loader(batch: Any, takes: _Signature | None) -> Any:
     """A batch as the loader's collating made it: a list there is what was a tuple in the dataset."""
     batch = tuple(batch) if type(batch) is list else _plain(batch)
     if _is_arguments(batch) and takes is not None and not takes.fits(len(batch)):
-        raise UsageError(
-            f"each batch of the DataLoader has {len(batch)} entries, and the model is called {takes.name}: write "
-            f"inputs=[first for first, *_ in itertools.islice(loader, {FROM_LOADER})] where the others are labels, or "
-            f"inputs=[(batch,) for batch in itertools.islice(loader, {FROM_LOADER})] where all are the one argument"
-        )
+        raise UsageError(_entries(batch, takes, " of the DataLoader", f"itertools.islice(loader, {FROM_LOADER})"))
     if _is_keywords(batch):
         _check_one(batch, takes)
     return batch
-
-
-def _is_loader(inputs: Any) -> bool:
-    data = sys.modules.get("torch.utils.data")  # where nobody has imported it, nobody has a loader
-    return data is not None and isinstance(inputs, data.DataLoader)
 
 
 def _plain(batch: Any) -> Any:

@@ -148,6 +148,7 @@ def check(
     inputs: Any = None,
     *,
     call: Callable[..., Any] | None = None,
+    metric: Callable[[Callable[..., Any]], float] | None = None,
     mode: str = AUTO,
     nproc: int = 1,
     force: bool = False,
@@ -158,8 +159,9 @@ def check(
 ) -> Comparison:
     """Is a recipe still faster here, and are its answers still right?
 
-    It is raced as by `bench`, for the goal, under the limits and, where it was found so, under the load that it was
-    tuned for. One for several ranks needs `nproc` of them.
+    `model`, `inputs`, `call`, `metric` and `mode` are what `fettle.tune` takes. It is raced as by `bench`, for the
+    goal, under the limits and, where it was found so, under the load that it was tuned for. One for several ranks needs
+    `nproc` of them.
 
     A recipe file names the workload that it was found on: `UsageError` for another one, unless `force`.
     """
@@ -173,7 +175,7 @@ def check(
         under_load=under_load or bool(file.evidence.get("under_load")),
         effort=Effort(rounds=Rules.max_rounds, replicates=REPLICATES),
     )  # fmt: skip
-    workload = workload_of(model, inputs, call, None, mode)
+    workload = workload_of(model, inputs, call, metric, mode)
     fingerprint = "" if force else file.workload.get("fingerprint", "")
     return _race(workload, [file], options, budget_s, on_progress, fingerprint=fingerprint)
 

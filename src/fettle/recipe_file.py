@@ -132,6 +132,11 @@ def read_recipe(recipe: Recipe | RecipeFile | str | Path) -> RecipeFile:
     """
     if isinstance(recipe, RecipeFile):
         return recipe
+    if not isinstance(recipe, (Recipe, str, Path)):
+        raise UsageError(
+            f"a {type(recipe).__name__} is not a recipe: give a fettle.Recipe, its text, such as 'precision=bf16', or "
+            "the path of a recipe.toml, and the inputs after it"
+        )
     if isinstance(recipe, str) and not recipe.endswith(".toml"):
         recipe = Recipe.parse(recipe)
     if not isinstance(recipe, Recipe):

@@ -372,6 +372,7 @@ def test_inputs_that_the_model_rejects_are_one_line_with_the_place(tmp_path: Pat
         ("x.requires_grad_(); return torch.autograd.grad(self.layer(x).sum(), x)[0]", "[torch.ones(4, 3)]",
          r"torch.enable_grad\(\)"),
         ("exit(3)", "[torch.ones(4, 3)]", "SystemExit: 3"),
+        ("return self.layer(x)", "[(torch.ones(4, 3), torch.ones(4))] * 2", r"\[first for first, \*_ in inputs\]"),
         ("return {'boxes': x[:0], 'labels': x[:0].long()}", "[torch.ones(4, 3)]", "outputs are empty"),
     ],
 )  # fmt: skip

@@ -16,7 +16,7 @@ from fettle.package.export import write_package
 from fettle.package.generating import generating, of_model
 from fettle.package.handler import find_handler
 from fettle.package.handlers import cache
-from fettle.package.handlers.generate import Ask
+from fettle.package.handlers.asking import Ask
 from fettle.package.handlers.recorded import Recorded
 from fettle.package.handlers.sampling import Sampling
 from fettle.package.model_runner import ModelRunner

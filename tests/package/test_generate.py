@@ -12,7 +12,8 @@ import torch
 from fettle.errors import UsageError
 from fettle.package.export import write_package
 from fettle.package.handler import Context, find_handler
-from fettle.package.handlers.generate import Ask, Handler, Piece, Settings
+from fettle.package.handlers.asking import Ask, Piece
+from fettle.package.handlers.generate import Handler, Settings
 from fettle.package.handlers.sampling import Sampling
 from fettle.package.manifest import open_package
 from fettle.package.model_runner import ModelRunner

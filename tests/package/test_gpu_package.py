@@ -46,7 +46,7 @@ def test_it_answers_on_both_as_the_model_did(text: str, tmp_path) -> None:
 
 def test_texts_are_written_by_recorded_graphs_as_by_the_model_alone(tmp_path) -> None:
     from fettle.package.handler import find_handler
-    from fettle.package.handlers.generate import Ask
+    from fettle.package.handlers.asking import Ask
     from fettle.package.handlers.sampling import Sampling
     from fettle.package.model_runner import ModelRunner
     from tests.package.test_cache import llama, packaged

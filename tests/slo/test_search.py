@@ -138,7 +138,7 @@ def test_ctrl_c_keeps_what_is_done(done, package, tmp_path, forks):
 def test_a_killed_search_goes_on(store, tmp_path):
     command = [sys.executable, "-c", "from fettle.cli import main; main()", "serve", "slo", str(store / "net-1"),
                "--p99", "2s",
-               "--cores", "1", "--max-rows", "2", "--seconds", "0.5s", "--confirm", "1", "--no-write",
+               "--cores", "1", "--max-rows", "2", "--duration", "0.5s", "--confirm", "1", "--no-write",
                "--output", str(tmp_path), "--device", "cpu"]  # fmt: skip
     first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     keep = tmp_path / "measured.jsonl"

@@ -14,6 +14,7 @@ import yaml
 
 from fettle.errors import UsageError
 from fettle.recipe import Recipe
+from fettle.result import Limits
 from fettle.studies import Settings, settings_of
 from fettle.studies.jobs import Job, write
 from fettle.studies.orders import agree, announce
@@ -30,7 +31,7 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     (tmp_path / "net.py").write_text("from os import system\n\ndef workload():\n    ...\n")
     settings = Settings(
         design="pairs", techniques={"precision": ["fp32", "bf16"]}, arguments={"batch": ["1", "4"]}, rounds=5,
-        start=Recipe.parse("grad=no_grad"), storage="s.db", name="night", output=tmp_path,
+        start=Recipe.parse("grad=no_grad"), storage="s.db", name="night", output=tmp_path, max_metric_drop=0.01,
     )  # fmt: skip
     announce(agree(["net.py"], settings), settings)
     return settings
@@ -40,6 +41,7 @@ def test_a_worker_is_told_the_whole_design_by_its_name(begun: Settings) -> None:
     targets, settings = settings_of(Settings(storage="s.db", name="night", output=begun.output))
     assert targets == ["net.py"]
     assert (settings.design, settings.rounds, str(settings.start)) == ("pairs", 5, "grad=no_grad")
+    assert settings.limits == Limits(max_error=None, max_metric_drop=0.01)
     assert agree(targets, settings) == agree(["net.py"], begun)
     assert agree([f"{Path.cwd() / 'net.py'}"], begun).targets == ("net.py",)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import fettle
 from fettle.measure import Interval
+from fettle.package.export import as_served
 from fettle.recipe_file import load_recipe
 from fettle.techniques import CATALOGUE, Facts, bundles, conflict, find, known_levels, register, source
 from fettle.tuning.space import space_for
@@ -88,6 +89,7 @@ def test_a_technique_in_one_new_file_goes_all_the_way(technique, tmp_path: Path,
     assert space.choices["in_place_relu"] == ("off", "on")
     assert not any(item.technique == "in_place_relu" for item in left_out)
     assert bundles(Facts())[0].levels["in_place_relu"] == "on"
+    assert as_served(fettle.Recipe.parse("in_place_relu=on threads=2")) == fettle.Recipe.parse("in_place_relu=on")
     recipe = fettle.Recipe.parse("in_place_relu=on runtime=openvino")
     assert "another runtime" in conflict(recipe, Facts(packages={"openvino": "1"}))
 

@@ -132,7 +132,7 @@ def test_the_table_is_by_shapes_and_types(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, run_fettle: Run) -> None:
     path = products(tmp_path).write(tmp_path / "t.json")
     said = run_fettle(
-        "trace", "flops", path, "--json", "--peak", "100", "--bandwidth", "1000", "--chart", tmp_path / "c.json"
+        "trace", "flops", path, "--json", "--peak", "100", "--bandwidth", "1000", "--output", tmp_path / "c.json"
     )
     assert json.loads(said.out)["operators"][0]["flops"] == 2 * 1024 + 8192
     assert (tmp_path / "c.json").exists()

@@ -74,7 +74,7 @@ def test_a_name_that_no_kernel_has_is_not_answered(tmp_path: Path, run_fettle: R
 def test_names_and_paths_are_printed_as_they_are(tmp_path: Path, run_fettle: Run, monkeypatch) -> None:
     path = training(3, name="gemm:100:x").write(tmp_path / "t.json")
     monkeypatch.chdir(tmp_path)
-    said = run_fettle("trace", "kernels", path, "--chart", "c[/x].json")
+    said = run_fettle("trace", "kernels", path, "--output", "c[/x].json")
     assert (said.code, said.err.splitlines()[-1]) == (0, "wrote c[/x].json")
     assert ":100:" in said.out
     assert "[bold]n" in run_fettle("trace", "sql", path, 'select name as "[bold]n" from events').out
@@ -95,7 +95,7 @@ def test_other_commands(tmp_path: Path, run_fettle: Run) -> None:
     assert run_fettle("trace", "sequences", path, "linear", "--json").code == 0
     any_operator = json.loads(run_fettle("trace", "sequences", path, "--min-kernels", "1", "--json").out)["sequences"]
     assert [(row["operator"], row["count"]) for row in any_operator] == [("aten::linear", 3)]
-    assert run_fettle("trace", "account", path, "--chart", tmp_path / "c.png").code == 0
+    assert run_fettle("trace", "account", path, "--output", tmp_path / "c.png").code == 0
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -111,14 +111,14 @@ def test_other_commands(tmp_path: Path, run_fettle: Run) -> None:
 )
 def test_charts_of_single_questions(tmp_path: Path, run_fettle: Run, question: list[str], drawn: str) -> None:
     path = training(3).write(tmp_path / "t.json")
-    assert run_fettle("trace", question[0], path, *question[1:], "--chart", tmp_path / "c.json").code == 0
+    assert run_fettle("trace", question[0], path, *question[1:], "--output", tmp_path / "c.json").code == 0
     assert drawn in (tmp_path / "c.json").read_text()
 
 
 def test_a_colour_means_one_thing_in_each_chart_of_a_stack(tmp_path: Path, run_fettle: Run) -> None:
     """Streams' idle time and launch calls stand in one picture, each with a legend of its own."""
     path = training(3).write(tmp_path / "t.json")
-    assert run_fettle("trace", "hta", path, "--chart", tmp_path / "c.json").code == 0
+    assert run_fettle("trace", "hta", path, "--output", tmp_path / "c.json").code == 0
     assert json.loads((tmp_path / "c.json").read_text())["resolve"]["scale"]["color"] == "independent"
 
 
@@ -136,9 +136,9 @@ def test_where_hta_may_differ_is_said(tmp_path: Path, run_fettle: Run) -> None:
 def test_charts_of_a_trace_without_a_device(tmp_path: Path, run_fettle: Run) -> None:
     """Host time where there is no other; and where an answer is empty, one line instead of an empty picture."""
     path = Build().op("aten::mm", 0, 20).op("aten::add", 30, 5).write(tmp_path / "t.json")
-    assert run_fettle("trace", "operators", path, "--chart", tmp_path / "c.json").code == 0
+    assert run_fettle("trace", "operators", path, "--output", tmp_path / "c.json").code == 0
     assert "aten::mm" in (tmp_path / "c.json").read_text()
-    said = run_fettle("trace", "kernels", path, "--chart", tmp_path / "kernels.png")
+    said = run_fettle("trace", "kernels", path, "--output", tmp_path / "kernels.png")
     assert said.code == 2
     assert "nothing to draw" in said.err
     assert not (tmp_path / "kernels.png").exists()
@@ -148,7 +148,7 @@ def test_a_chart_of_counters(tmp_path: Path, run_fettle: Run) -> None:
     build = Build().op("aten::mm", 0, 20).call("cudaLaunchKernel", 5, 2, correlation=1)
     build.add("cuda_profiler_range", "gemm", 100, 5, **{"flops.sum": 12.0, "bytes.sum": 7.0})
     path = build.write(tmp_path / "t.json")
-    assert run_fettle("trace", "counters", path, "--chart", tmp_path / "c.json").code == 0
+    assert run_fettle("trace", "counters", path, "--output", tmp_path / "c.json").code == 0
     drawn = (tmp_path / "c.json").read_text()
     assert "flops.sum" in drawn
     assert "bytes.sum" in drawn
@@ -186,9 +186,9 @@ def test_where_one_rank_is_taken_it_is_said(tmp_path: Path, run_fettle: Run) -> 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["account", "nowhere.json", "--chart", "x.bmp"], "charts are .html"),
-        (["compare", "nowhere.json", "nowhere.json", "--chart", "x.bmp"], "charts are .html"),
-        (["compare", "nowhere.json", "nowhere.json", "--chart", "."], "charts are .html"),
+        (["account", "nowhere.json", "--output", "x.bmp"], "charts are .html"),
+        (["compare", "nowhere.json", "nowhere.json", "--output", "x.bmp"], "charts are .html"),
+        (["compare", "nowhere.json", "nowhere.json", "--output", "."], "charts are .html"),
         (["critical", "nowhere.json", "--overlay", "."], "it is a folder"),
     ],
 )
@@ -212,7 +212,7 @@ def test_a_moment_is_shown_as_it_is_where_it_was_asked_for(tmp_path: Path, run_f
         ["memory", "T"],
         ["counters", "T"],
         ["sql", "T", "selec"],
-        ["account", "T", "--chart", "x.bmp"],
+        ["account", "T", "--output", "x.bmp"],
         ["compare", "T", "T", "--steps-before", "a,b"],
         ["whatif", "T", "--kernels", "("],
         ["record", "nonsense"],
@@ -337,7 +337,7 @@ def test_thinned_lines_keep_their_peaks() -> None:
 def test_a_chart_survives_text_that_a_picture_cannot_hold(tmp_path: Path, run_fettle: Run) -> None:
     path = training(3, name="bad\x00\x1b[31m\ud800name").write(tmp_path / "t.json")
     for suffix in ("svg", "png", "html", "json"):
-        assert run_fettle("trace", "kernels", path, "--chart", tmp_path / f"c.{suffix}").code == 0
+        assert run_fettle("trace", "kernels", path, "--output", tmp_path / f"c.{suffix}").code == 0
     assert "\x1b" not in (tmp_path / "c.svg").read_text()
 
 

@@ -16,6 +16,7 @@ from test_tuning import FEW
 import fettle
 from fettle.comparing import comparison_json
 from fettle.report import load_result, save
+from fettle.studies import Settings
 from fettle.study import Study
 from tests.conftest import quick_comparisons, quick_studies
 
@@ -181,3 +182,4 @@ def test_budget_0_is_no_limit_in_python_too() -> None:
 
     check_options(fettle.Options(budget_s=0))
     check_options(replace(fettle.Options(), budget_s=None))
+    assert Settings(budget_s=0).budget_s is None

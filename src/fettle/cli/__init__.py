@@ -145,7 +145,7 @@ def main() -> None:
             _fail("interrupted", _INTERRUPTED)
         sys.exit(status if isinstance(status, int) else 0)
     except UsageError as error:
-        _fail(_old_spellings.as_options(str(error)), error.exit_code)
+        _fail(_old_spellings.as_options(str(error), _known_options()), error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", _INTERRUPTED)
     except typer.Exit as leaving:
@@ -167,6 +167,14 @@ def main() -> None:
         # a name that is too long, a disk that fails, or is full while a table is written to it
         mend = ": set TMPDIR to a folder that can be written" if no_place else ""
         _fail(f"{error.filename or 'cannot write'}: {error.strerror}{mend}")
+
+
+def _known_options() -> set[str]:
+    """The options of the command that was called."""
+    command: Any = typer.main.get_command(build())
+    for word in _old_spellings.renewed(sys.argv[1:])[0]:
+        command = (command.get_command(None, word) if hasattr(command, "get_command") else None) or command
+    return {name for param in command.params for name in param.opts}
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:

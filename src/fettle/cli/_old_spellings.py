@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from fettle.cli.serve import COMMANDS as _SERVE
 
@@ -19,10 +19,13 @@ _OPTIONS = {
     ("report", "--charts"): ["--output"],
     ("tune", "--allow-batch"): ["--allow", "batch-size"],
     ("plan", "--report"): ["--output"],
+    ("trace", "--chart"): ["--output"],
+    ("data", "--ranks"): ["--nproc"],
     ("memory", "--report"): ["--output"],
     ("serve export", "--out"): ["--output"],
     ("serve slo", "--head-room"): ["--headroom"],
     ("serve slo", "--study-name"): ["--study"],
+    ("serve slo", "--seconds"): ["--duration"],
 }
 _BY_SUFFIX = {
     ("serve load", "--markdown"): ".md",
@@ -66,11 +69,14 @@ _SPELLED = {"max_file_bytes": "max_file_size"}
 """Arguments of the library whose option has another name."""
 
 
-def as_options(text: str) -> str:
-    """A message of the library in the command's words: `nproc=2` in back-quotes as --nproc 2."""
+def as_options(text: str, known: Container[str] | None = None) -> str:
+    """A message of the library in the command's words: `nproc=2` in back-quotes as --nproc 2, where that is `known` as
+    an option; other names lose their quotes."""
 
     def option(match: re.Match[str]) -> str:
-        name, value = match[1], (match[2] or "")[1:].strip("'\"")
-        return f"--{_SPELLED.get(name, name).replace('_', '-')}" + (f" {value}" if value else "")
+        name, value = match[1], (match[2] or "")[1:].strip("'\"").removesuffix("True")
+        spelled = _SPELLED.get(name) or re.sub("_(ms|s|bytes)$", "", name)  # an option's value has its unit
+        name = f"--{spelled.replace('_', '-')}"
+        return match[0].strip("`") if known is not None and name not in known else name + (f" {value}" if value else "")
 
     return _ARGUMENT.sub(option, text)

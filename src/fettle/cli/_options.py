@@ -35,6 +35,7 @@ StudyOutput = Annotated[
     list[Path] | None,
     typer.Option("--output", "-o", help="folder of this machine alone, and .csv or .parquet for the table"),
 ]
+MaxMetricDrop = Annotated[float | None, typer.Option(help="how far the workload's metric may fall")]
 TrialTimeout = Annotated[str, typer.Option(help="longest time for one recipe to get ready")]
 Nproc = Annotated[
     int,

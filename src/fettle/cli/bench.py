@@ -57,6 +57,7 @@ def command(
             "distance of the losses in spreads, 1"
         ),
     ] = None,
+    max_metric_drop: _options.MaxMetricDrop = None,
     confidence: Annotated[float, typer.Option(help="share of intervals that hold the true ratio")] = 0.95,
     rounds: Annotated[int, typer.Option(help="most rounds of the race")] = 48,
     budget: Annotated[str, typer.Option(help="time for the whole race, for example 2m; 0 for no limit")] = "0",
@@ -84,8 +85,8 @@ def command(
       fettle bench model.py --bisect v1.2..HEAD --fail-slower 5%
     """
     if against or against_python or bisect:
-        if recipe or max_error is not None:
-            raise UsageError("--recipe and --max-error are for recipes: revisions run as they are")
+        if recipe or max_error is not None or max_metric_drop is not None:
+            raise UsageError("--recipe, --max-error and --max-metric-drop are for recipes: revisions run as they are")
         if nproc != 1:
             raise UsageError("--nproc is for recipes: revisions run as one process")
         if bisect and (against or against_python):
@@ -118,21 +119,24 @@ def command(
         raise UsageError(f"--confidence is a share from 0.5 to below 1, not {confidence:g}")
     if rounds < 3:
         raise UsageError("--rounds must be 3 or more: an interval needs them")
+    from fettle.result import Limits, error_limit
+
+    limits = None
+    if max_error is not None or max_metric_drop is not None:
+        limits = Limits(max_error=error_limit(max_error, max_metric_drop), max_metric_drop=max_metric_drop)
     _compare(
-        target, recipe or ["baseline"], max_error, as_json, mode=mode, nproc=nproc, confidence=confidence,
+        target, recipe or ["baseline"], as_json, limits=limits, mode=mode, nproc=nproc, confidence=confidence,
         max_rounds=rounds, budget_s=_options.duration_s(budget, "--budget") or None, under_load=under_load,
         polite=polite,
     )  # fmt: skip
 
 
-def _compare(target: str, recipes: list[str], max_error: float | None, as_json: bool, **options: Any) -> None:
+def _compare(target: str, recipes: list[str], as_json: bool, **options: Any) -> None:
     from fettle.comparing import bench, comparison_json
     from fettle.report import progress
-    from fettle.result import Limits
 
-    limits = None if max_error is None else Limits(max_error=max_error)
     with progress(quiet=as_json) as show:
-        comparison = bench(target, recipes, limits=limits, on_progress=show, **options)
+        comparison = bench(target, recipes, on_progress=show, **options)
     _show.answer(as_json, lambda: comparison_json(comparison), lambda out: _show.print_comparison(out, comparison))
     _show.leave(interrupted=comparison.interrupted, missed=comparison.failed)
 

@@ -25,7 +25,7 @@ def command(
     timeout: Annotated[str, typer.Option(help="longest time of one run: a worker that hangs is ended then")] = "2m",
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="processes of the job on this host; default: LOCAL_WORLD_SIZE, or 1"),
+        typer.Option("--nproc", min=1, help="ranks of the job on this machine; default: LOCAL_WORLD_SIZE, or 1"),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda: where each batch is copied before the step")] = "auto",
     output: Annotated[

@@ -79,7 +79,7 @@ def command(
         return
     with _show.telling("looking at the environment", quiet=as_json) as show:
         here = this_environment(known)
-        if target and not any(supply_chain.compromised(here)):  # what is compromised is not imported
+        if target and not any(here.compromised()):  # what is compromised is not imported
             from fettle.workload import find_target
 
             show(f"building {target}")

@@ -86,6 +86,7 @@ def command(
     yes: Annotated[bool, typer.Option("--yes", help="begin even if it takes more than an hour")] = False,
     mode: _options.Mode = "auto",
     max_error: Annotated[float, typer.Option(help="relative L2 error above which a trial is marked inaccurate")] = 0.02,
+    max_metric_drop: _options.MaxMetricDrop = None,
     output: _options.StudyOutput = None,
     storage: Annotated[
         str | None,
@@ -164,9 +165,9 @@ def command(
             order=tuple(name.strip() for name in order.split(",") if name.strip()),
             start=None if recipe is None else Recipe.parse(recipe), cells=cells, rounds=rounds,
             grow_batch=None if grow_batch is None else _limit_bytes(grow_batch),
-            budget_s=_options.duration_s(budget, "--budget") or None, mode=mode, max_error=max_error, output=folder,
-            storage=storage, name=study or "", atlas=atlas, under_load=under_load, polite=polite,
-            trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
+            budget_s=_options.duration_s(budget, "--budget"), mode=mode, max_error=max_error, output=folder,
+            max_metric_drop=max_metric_drop, storage=storage, name=study or "", atlas=atlas, under_load=under_load,
+            polite=polite, trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
         )  # fmt: skip
         if enqueue:
             _enqueue(targets or [], settings, as_json)

@@ -33,7 +33,7 @@ def command(
         float, typer.Option(help="training: how far the losses may be from the baseline's, in spreads of other seeds")
     ] = 1.0,
     min_agreement: Annotated[float | None, typer.Option(help="least share of equal top-1 decisions")] = None,
-    max_metric_drop: Annotated[float | None, typer.Option(help="how far the workload's metric may fall")] = None,
+    max_metric_drop: _options.MaxMetricDrop = None,
     max_latency: Annotated[str | None, typer.Option(help="longest time of a call, for example 100ms")] = None,
     max_memory: Annotated[str | None, typer.Option(help="highest peak memory, for example 2GiB")] = None,
     min_throughput: Annotated[float | None, typer.Option(help="least samples a second, of text tokens")] = None,

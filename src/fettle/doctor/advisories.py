@@ -73,5 +73,5 @@ def read_advisories(path: Path) -> Advisories:
         reason = re.sub(r"[^\x20-\x7e]+", " ", str(error))[:200]
         raise UsageError(f"{path} is not a list of advisories: {reason}") from error
     if advisories.checked == date.min:
-        raise UsageError(f"{path} is not a list of advisories: it does not say when it was `checked`")
+        raise UsageError(f"{path} is not a list of advisories: it does not say when it was checked")
     return advisories

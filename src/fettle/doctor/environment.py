@@ -15,12 +15,12 @@ import stat
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
 from importlib import metadata
 
-from fettle.doctor.advisories import Advisories, shipped_advisories
+from fettle.doctor.advisories import Advisories, Advisory, shipped_advisories
 from fettle.doctor.program import Program
 from fettle.procs.limits import affinity_cores, quota_cores
 
@@ -157,6 +157,16 @@ class Environment:
     def package(self, name: str) -> Package | None:
         """The distribution that an import would find."""
         return next((package for package in self.packages if package.name == name), None)
+
+    def compromised(self) -> Iterator[tuple[Advisory, Package]]:
+        """Installed releases that the advisories name."""
+        by_name: dict[str, list[Advisory]] = {}
+        for advisory in self.advisories.advisory:
+            by_name.setdefault(advisory.package, []).append(advisory)
+        for package in self.packages:
+            for advisory in by_name.get(package.name, ()):
+                if package.version.partition("+")[0] in advisory.versions:
+                    yield advisory, package
 
     def is_on(self, name: str) -> bool:
         """Whether a variable is set to what libraries take for yes."""
@@ -297,9 +307,7 @@ def _text(value: object) -> str:
 def _kernels(environment: Environment) -> tuple[str, ...]:
     """What torch has kernels for, asked in a process of its own where there are GPUs, and only where no release that
     is known to be compromised is installed: importing torch may import others."""
-    from fettle.doctor.supply_chain import compromised
-
-    if not environment.gpus or environment.torch is None or any(compromised(environment)):
+    if not environment.gpus or environment.torch is None or any(environment.compromised()):
         return ()
     code = "import torch; print(torch._C._cuda_getArchFlags() if hasattr(torch._C, '_cuda_getArchFlags') else '')"
     try:

@@ -35,28 +35,17 @@ def locked(text: str) -> tuple[Package, ...]:
     return tuple(Package(re.sub(r"[-_.]+", "-", match[1]).lower(), match[2]) for match in matches)
 
 
-def compromised(here: Environment) -> Iterator[tuple[Advisory, Package]]:
-    """Installed releases that the advisories name."""
-    by_name: dict[str, list[Advisory]] = {}
-    for advisory in here.advisories.advisory:
-        by_name.setdefault(advisory.package, []).append(advisory)
-    for package in here.packages:
-        for advisory in by_name.get(package.name, ()):
-            if package.version.partition("+")[0] in advisory.versions:
-                yield advisory, package
-
-
 @check()
 def compromised_release(here: Environment) -> Iterator[Finding]:
     """A release that is known to be compromised."""
-    for advisory, package in compromised(here):
+    for advisory, package in here.compromised():
         yield _compromise(advisory, f"{package.name} {package.version}, installed in {package.folder},",
                           " To uninstall it takes back nothing that it took.", _REBUILD)  # fmt: skip
 
 
 def pinned(here: Environment, lock: str) -> Iterator[Finding]:
     """The same of what a lock pins: its packages, as `locked` reads them, are those of `here`."""
-    for advisory, package in compromised(here):
+    for advisory, package in here.compromised():
         finding = _compromise(advisory, f"{package.name} {package.version}, pinned by {lock},", "",
                               f"pin another release of {package.name} in {lock}; {_REBUILD}")  # fmt: skip
         yield replace(finding, check=compromised_release.name)

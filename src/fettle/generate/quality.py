@@ -160,8 +160,8 @@ def _check_going_on(decoder: Kept, prompt: dict[str, Any], forced: torch.Tensor,
     if off > _ROUNDED:
         raise UsageError(
             f"a token gets other scores after the prompt than as its last token (relative error {off:.2g}): the model "
-            "counts positions anew in calls with past_key_values; give an object with `prefill` and `decode` that "
-            "hands it position_ids"
+            "counts positions anew in calls with past_key_values; give an object with prefill and decode that hands "
+            "it position_ids"
         )
 
 

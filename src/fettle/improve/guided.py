@@ -204,7 +204,11 @@ def _go_on(found: Comparison | PipelineResult | Result) -> None:
 
 def _measure(run: _Run, results: Mapping[str, Any]) -> Step:
     """What a call takes as given."""
-    race = bench(run.target, [], mode=run.settings.mode, max_rounds=_ROUNDS, settle=False, on_progress=run.on_progress)
+    limits = run.settings.limits
+    race = bench(
+        run.target, [], mode=run.settings.mode, max_rounds=_ROUNDS, settle=False, on_progress=run.on_progress,
+        limits=None if limits.max_metric_drop is None else limits,
+    )  # fmt: skip
     _go_on(race)
     trial = race.trials[0]
     if trial.status == "failed":

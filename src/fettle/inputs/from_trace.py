@@ -35,7 +35,7 @@ def waits_in_trace(path: Path) -> Waits:
     """The waiting of a trace's steps. Raises `UsageError` where it has no steps or no loader."""
     trace = load(path)
     if steps(trace)["step"][0] < 0:
-        raise UsageError(f"{path} has no steps: give the profiler a `schedule`, and call its .step() after each step")
+        raise UsageError(f"{path} has no steps: give the profiler a schedule, and call its .step() after each step")
     waits = loader_waits(trace).filter(pl.col("wall_ns") > 0)
     if not waits.height:
         raise UsageError(f"{path} has no range of a DataLoader: profile the loop with the loader in it")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fettle.batches import too_many
 from fettle.errors import UsageError, first_line, place
 from fettle.generate import GenerationWorkload, brief
 from fettle.measure import _generation, _meters, messages
@@ -156,8 +157,8 @@ def with_check(workload: Any) -> Any:
     rows = workload.samples or rows_of(first)
     if not rows and any(tensor.dim() for tensor in tensors(first)):
         raise UsageError(
-            "the first batch of the inputs has no rows: give batches with at least one, or `samples=`, the number of "
-            "rows in one call"
+            "the first batch of the inputs has no rows: give batches with at least one, or the number of rows in one "
+            "call, Workload(..., samples=N)"
         )
     check = list(workload.check_inputs)
     if not check and len(workload.inputs) == 1:
@@ -191,7 +192,9 @@ def check_inputs(workload: Any) -> None:
                 f"the model computes gradients in its own call{place(error)}, and is called without them here: let it "
                 "do so under torch.enable_grad()"
             ) from error
-        raise UsageError(f"the model does not take the inputs: {first_line(error)}{place(error)}") from error
+        misread = too_many(workload.inputs[0], model, workload.call) if isinstance(error, TypeError) else ""
+        why = misread or f"{first_line(error)}{place(error)}"
+        raise UsageError(f"the model does not take the inputs: {why}") from error
 
 
 ACTIONS: Mapping[type[messages.Asked], Callable[[State, Any], messages.Answer]] = {

@@ -16,8 +16,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +32,7 @@ from fettle.kernels import block_products
 from fettle.package.function import in_blocks
 from fettle.package.host import cores, host_id
 from fettle.package.program import GRAPH, WEIGHTS, load_program
+from fettle.procs.process import Process, how_it_ended
 from fettle.recipe import Recipe
 
 MOST_ERROR = 0.02
@@ -181,10 +180,11 @@ def _session_options() -> Any:
 def _try_to_load(library: Path, gpu: int) -> None:
     """Load it in a process of its own first, which may end with a segmentation fault. Raises RuntimeError."""
     code = "import sys, torch; torch._inductor.aoti_load_package(sys.argv[1], device_index=int(sys.argv[2]))"
-    command = [sys.executable, "-c", code, str(library), str(gpu)]
-    done = subprocess.run(command, capture_output=True, timeout=_LOAD_S)
-    if done.returncode:
-        raise RuntimeError(f"a process that loads it ends with exit code {done.returncode}")
+    with Process(["-c", code, str(library), str(gpu)]) as process:
+        if (ended := process.wait(_LOAD_S)) is None:
+            raise RuntimeError(f"a process that loads it takes longer than {_LOAD_S:.0f} s")
+        if ended:
+            raise RuntimeError(f"a process that loads it {how_it_ended(ended)}: {process.last_words()}")
 
 
 def _compare(library: Callable[..., list[torch.Tensor]], tuned: _Tuned, samples: Sequence[torch.Tensor]) -> None:

@@ -45,11 +45,9 @@ from fettle.package.requires import needed
 from fettle.package.settings import ServeSettings, as_toml_data, powers
 from fettle.package.tensors import TensorSpec
 from fettle.recipe import Recipe
-from fettle.techniques import STATEFUL, Facts, canonical, cpu_flags, find, handed_on, quantize_exported
+from fettle.techniques import CATALOGUE, STATEFUL, Facts, canonical, cpu_flags, find, handed_on, quantize_exported
 from fettle.workload import Workload
 
-NOT_SERVED = ("mode", "batch", "allocator", "threads", "streams", "ragged", "kv_cache", "guessing")
-"""Settings of the process or of the call: the server has its own place for them."""
 MORE_ERROR = 1.25
 """A package may be this factor above the error that its recipe was tuned with."""
 _STATIC = "int8-static"
@@ -98,7 +96,7 @@ def write_package(
     if not isinstance(workload.model, torch.nn.Module):
         raise UsageError(f"the model is a {type(workload.model).__name__}: only an nn.Module can be packaged")
     recipe = canonical(recipe)
-    served = recipe.without(*NOT_SERVED)
+    served = as_served(recipe)
     if served.levels.get("weights") in BITS:  # what is left to compute is little, and in float32
         served = served.without("precision", "matmul")
     _check_levels(served)
@@ -147,6 +145,11 @@ def write_package(
         with suppress(UsageError):  # no room for a cache here, say: the server will tell
             find_handler(package, ModelRunner(package), "").running(settings.max_rows, settings.cache_bytes, 1)
     return package
+
+
+def as_served(recipe: Recipe) -> Recipe:
+    """What a package holds of a recipe."""
+    return recipe.without(*(technique.name for technique in CATALOGUE if not technique.served))
 
 
 def _check_levels(recipe: Recipe) -> None:

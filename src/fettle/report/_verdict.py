@@ -225,7 +225,7 @@ def _unchanged(result: Outcome) -> str:
         return (
             "Cannot tell: others had so much of the machine that what a call takes could not be read, and no recipe be "
             "compared with the model as given. The same command measures these again, on a quieter machine; "
-            "--under-load asks for what is fastest beside others."
+            "--under-load (in Python under_load=True) asks for what is fastest beside others."
         )
     goals = {"memory": "needs less memory", "energy": "needs less energy", "startup": "starts sooner",
              "warm-startup": "starts sooner"}  # fmt: skip

@@ -207,7 +207,7 @@ class _Worker:
 
     def _begin(self, cell: Cell) -> int:
         """Let texts join; how many tokens each may still get."""
-        from fettle.package.handlers.generate import Ask
+        from fettle.package.handlers.asking import Ask
         from fettle.package.handlers.sampling import Sampling
 
         running, settings = self.running, self.running.handler.settings

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fettle.errors import UsageError
 from fettle.inputs.kept import content_hash
-from fettle.package.export import NOT_SERVED
+from fettle.package.export import as_served
 from fettle.package.manifest import open_package
 from fettle.procs.process import Process, how_it_ended
 from fettle.recipe import Recipe
@@ -55,7 +55,7 @@ def package_all(
 
 def distinct(recipes: Sequence[Recipe]) -> list[Recipe]:
     """What is left of each recipe when it is served, every one once, in the given order."""
-    return list(dict.fromkeys(recipe.without(*NOT_SERVED) for recipe in recipes))
+    return list(dict.fromkeys(as_served(recipe) for recipe in recipes))
 
 
 def _package(text: str, target: Target, recipe: Recipe, path: Path, max_rows: int, stopped: Callable[[], bool]) -> str:

@@ -53,6 +53,7 @@ class Orders(msgspec.Struct, frozen=True):
     max_error: float
     confidence: float
     only: bool = False
+    max_metric_drop: float | None = None
     under_load: bool | None = None
     """None: an earlier version began the study, and did not say."""
 
@@ -76,7 +77,8 @@ def orders_for(targets: Sequence[str], settings: Settings) -> Orders:
         environments=tuple(one.name for one in find_interpreters(settings.pythons)),
         order=tuple(settings.order), start=None if settings.start is None else str(settings.start),
         cells=settings.cells, rounds=settings.rounds, mode=settings.mode, max_error=settings.max_error,
-        confidence=settings.confidence, only=settings.only, under_load=settings.under_load,
+        confidence=settings.confidence, only=settings.only, max_metric_drop=settings.max_metric_drop,
+        under_load=settings.under_load,
     )  # fmt: skip
 
 
@@ -139,6 +141,7 @@ def settings_of(settings: Settings, targets: Sequence[str] = ()) -> tuple[list[s
         settings, design=orders.design, techniques=orders.techniques, arguments=orders.arguments, order=orders.order,
         start=None if orders.start is None else Recipe.parse(orders.start), cells=orders.cells, rounds=orders.rounds,
         mode=orders.mode, max_error=orders.max_error, confidence=orders.confidence, only=orders.only,
+        max_metric_drop=orders.max_metric_drop,
         under_load=settings.under_load if orders.under_load is None else orders.under_load,
     )  # fmt: skip
 

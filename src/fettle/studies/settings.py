@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fettle.recipe import Recipe
+from fettle.result import Limits
 from fettle.studies import designs
 from fettle.workload import AUTO
 
@@ -37,10 +38,12 @@ class Settings:
     """Most combinations of each workload. None: as many as the design has."""
     rounds: int = ROUNDS
     budget_s: float | None = None
-    """Seconds: of a design that takes longer, the best fraction that fits."""
+    """Seconds: of a design that takes longer, the best fraction that fits. None or 0 for no limit."""
     mode: str = AUTO
     max_error: float = 0.02
     """Above it a trial is marked as inaccurate; its time counts."""
+    max_metric_drop: float | None = None
+    """In place of it: how far the workload's metric may fall."""
     confidence: float = 0.95
     output: Path = Path("fettle-study")
     storage: str | None = None
@@ -52,6 +55,15 @@ class Settings:
     trial_timeout_s: float = 900.0
     under_load: bool = False
     polite: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget_s", self.budget_s or None)
+
+    @property
+    def limits(self) -> Limits:
+        """What an accurate trial keeps."""
+        by_metric = self.max_metric_drop is not None
+        return Limits(max_error=None if by_metric else self.max_error, max_metric_drop=self.max_metric_drop)
 
     @property
     def is_shared(self) -> bool:

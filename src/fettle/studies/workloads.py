@@ -14,7 +14,6 @@ from fettle.machine import Machine
 from fettle.measure import Trial
 from fettle.procs.interpreter import Interpreter, find_interpreters
 from fettle.recipe import Recipe, technique_and_part
-from fettle.result import Limits
 from fettle.search import Guide, Space, Step
 from fettle.studies import designs
 from fettle.studies.batches import Grown, check_growth
@@ -83,7 +82,7 @@ class Telling:
 def _check(settings: Settings) -> None:
     designs.check(settings.design, settings.cells)
     check_mode(settings.mode)
-    check_limits(Limits(max_error=settings.max_error))
+    check_limits(settings.limits)
     check_techniques(settings.techniques)
     if settings.only and not (settings.techniques or settings.order or settings.pythons or settings.arguments):
         raise UsageError("`only`: name the techniques that are varied, `technique='NAME=LEVEL,LEVEL'`")
@@ -160,7 +159,7 @@ def workloads_of(targets: Sequence[str], settings: Settings, telling: Telling) -
 
 def _session(target: Target, folder: Path, settings: Settings, on_progress: Telling) -> Session:
     options = Options(
-        limits=Limits(max_error=settings.max_error), output=folder, storage=settings.storage,
+        limits=settings.limits, output=folder, storage=settings.storage,
         study=f"{settings.name}/{target.name}" if settings.name else None, confidence=settings.confidence,
         budget_s=settings.budget_s if settings.design in designs.STEPS else None,
         trial_timeout_s=settings.trial_timeout_s, under_load=settings.under_load, polite=settings.polite,

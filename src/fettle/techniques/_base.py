@@ -147,6 +147,8 @@ class Technique:
     rules them out."""
     helps_when_shared: ClassVar[bool] = False
     """Its levels may be faster beside a busy neighbour and slower without one: the report says so where they were."""
+    served: ClassVar[bool] = True
+    """Whether a package holds it. A setting of the process or of the call has its own place in a server."""
     old_name: ClassVar[str] = ""
     """How earlier versions spelled it: still read."""
     old_levels: ClassVar[Mapping[str, str]] = {}

@@ -11,7 +11,7 @@ from fettle.generate.decoding import Kept, chances, decoder_of, part, pick, scor
 from fettle.techniques._base import Code
 from fettle.workload import Workload
 
-NO_TEXT = "the workload is no fettle.GenerationWorkload"
+NO_TEXT = "the workload is not a fettle.GenerationWorkload"
 
 
 def generation_facts(workload: Workload) -> dict[str, Any]:

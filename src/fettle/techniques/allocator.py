@@ -46,6 +46,7 @@ class Allocator(Technique):
     modes = BOTH
     title = "allocator"
     default = "default"
+    served = False
     changes_memory = False
 
     def levels(self, facts: Facts) -> list[Level]:

@@ -42,6 +42,7 @@ class BatchSize(Technique):
     modes = BOTH
     title = "batch size"
     default = "as-given"
+    served = False
 
     def levels(self, facts: Facts) -> list[Level]:
         return [Level("as-given", "as given")] + [

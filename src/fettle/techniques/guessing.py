@@ -169,6 +169,7 @@ class Guessing(Technique):
     order = 656
     title = "tokens guessed ahead"
     default = "off"
+    served = False
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = "" if facts.generates else NO_TEXT

@@ -134,6 +134,7 @@ class KvCache(Technique):
     order = 655
     title = "keys and values"
     default = "as-given"
+    served = False
     packages = ("transformers",)
     compiles = frozenset({"static-compiled", "static-prompts", "static-frozen"})
 

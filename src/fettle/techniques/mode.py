@@ -10,6 +10,7 @@ class Mode(Technique):
     rung = 0
     title = "eval mode"
     default = "as-given"
+    served = False
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = ""

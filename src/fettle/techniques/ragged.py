@@ -112,6 +112,7 @@ class Ragged(Technique):
     order = 668
     title = "rows of unequal length"
     default = "padded"
+    served = False
     of_module = True
     rung = 2
 

@@ -301,6 +301,7 @@ class Streams(Technique):
     order = 660
     title = "streams"
     default = "one"
+    served = False
     of_module = True
     needs: ClassVar[Mapping[str, str]] = {"runtime": "openvino"}  # which every CPU can, with bfloat16 or without
     cost = 2

@@ -66,7 +66,7 @@ class SkipSteps(Technique):
     def levels(self, facts: Facts) -> list[Level]:
         why_not = ""
         if not facts.denoiser[0]:
-            why_not = "it is no denoiser of diffusers"
+            why_not = "it is not a denoiser of diffusers"
         elif facts.calls < 3:
             why_not = "it is not called for step after step"
         return [Level("off", "as given"), Level("2", "the model is called in every second step", why_not)]

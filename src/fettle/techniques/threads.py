@@ -11,6 +11,7 @@ class Threads(Technique):
     rung = 9
     title = "CPU threads"
     default = "as-given"
+    served = False
     changes_memory = False
     helps_when_shared = True
 

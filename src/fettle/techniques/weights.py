@@ -253,7 +253,7 @@ class Weights(Technique):
     def levels(self, facts: Facts) -> list[Level]:
         why_not = "" if facts.generates else NO_TEXT
         if facts.generates and not facts.is_module:
-            why_not = "the model is no module, its weights are out of reach"
+            why_not = "the model is not a module, so its weights are out of reach"
         elif facts.generates and facts.device != "cpu":
             why_not = "it is for CPUs: quantize has levels for a GPU"
         no_kernel = why_not or ("" if facts.has_block_products else "its kernel is for CPUs with AVX2 or AVX-512 VNNI")

@@ -218,8 +218,8 @@ def _threads_under_load(session: Session, winner: Trial | None) -> str:
                 without = "it is not known how much" if math.isnan(alone) else f"{1 / alone:.0%}"
                 return (
                     f"Beside the neighbours of this study {trial.recipe} took {1 / beside.estimate:.0%} of the time, "
-                    f"but {without} without them, so no {', '.join(changed)} are set. --under-load tunes for a "
-                    "machine that is always shared."
+                    f"but {without} without them, so no {', '.join(changed)} are set. --under-load (in Python "
+                    "under_load=True) tunes for a machine that is always shared."
                 )
     return ""
 

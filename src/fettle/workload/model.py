@@ -162,7 +162,7 @@ def workload_from(made: object, where: str) -> Workload:
     """
     if isinstance(made, Workload):
         return made
-    if type(made).__name__ == "TrainingWorkload" or (isinstance(made, dict) and "optimizer" in made):
+    if "optimizer" in made if isinstance(made, dict) else hasattr(made, "optimizer"):
         raise UsageError(f"what the factory {where} returned is for training, and a workload for inference is needed")
     if isinstance(made, tuple) and len(made) == 2:
         return Workload(made[0], made[1])

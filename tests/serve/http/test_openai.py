@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from fettle.package.export import write_package
-from fettle.package.handlers.generate import CHAT, Ask, Piece, Settings
+from fettle.package.handlers.asking import Ask, Piece
+from fettle.package.handlers.generate import CHAT, Settings
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
 from fettle.serve.engine.refusal import Rejected

@@ -128,10 +128,11 @@ def command(
         stream=sys.stderr, level=logging.INFO if log_requests else logging.WARNING, format="%(message)s"
     )
     say = functools.partial(console(error=True, soft_wrap=True).print, markup=False)
-    opened = [_packaged(text, recipe, say) for text in packages or ()]
-    if p99 is not None:
-        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            opened = [_tuned(package, p99, rate, device, trust) for package in opened]
+    with _quiet.libraries_quiet():  # until it serves: what exporting and compiling print is no log of a server's
+        opened = [_packaged(text, recipe, say) for text in packages or ()]
+        if p99 is not None:
+            with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+                opened = [_tuned(package, p99, rate, device, trust) for package in opened]
     with contextlib.ExitStack() as waiting:
         waiting.enter_context(_show.telling(f"loading {', '.join(one.manifest.name for one in opened)}", quiet=as_json))
 

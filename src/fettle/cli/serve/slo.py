@@ -59,7 +59,7 @@ def command(
         ),
     ] = None,
     trust: Annotated[list[str] | None, typer.Option(help="SHA-256 of a handler.py that may run")] = None,
-    seconds: Annotated[str, typer.Option(help="length of one load test")] = "8s",
+    seconds: Annotated[str, typer.Option("--duration", "-d", help="length of one load test")] = "8s",
     confirm: Annotated[int, typer.Option(min=1, help="how many settings to prove by load tests")] = 3,
     price: Annotated[
         list[str] | None,
@@ -130,7 +130,7 @@ def command(
             target, limits, text_lines(prompt_tokens, output_tokens, texts), output, write=write, as_json=as_json,
             rate=rate, headroom=_options.share(headroom, "--headroom"), most_rows=max_rows,
             cores=cores or host.cores(), device=_options.one_device(",".join(device)) if device else "",
-            confirm=confirm, seconds=_options.duration_s(seconds, "--seconds"),
+            confirm=confirm, seconds=_options.duration_s(seconds, "--duration"),
         )  # fmt: skip
         return
     if texts is not None or p99 is None:
@@ -144,7 +144,7 @@ def command(
     options: dict[str, Any] = {
         "limit_s": limit_s, "rate": rate, "headroom": _options.share(headroom, "--headroom"),
         "most_rows": max_rows, "cores": cores or host.cores(), "confirm": confirm, "prices": _prices(price or []),
-        "devices": _options.devices(device) or host.devices(), "seconds": _options.duration_s(seconds, "--seconds"),
+        "devices": _options.devices(device) or host.devices(), "seconds": _options.duration_s(seconds, "--duration"),
         "trust": trust or (),
     }  # fmt: skip
     work = _Work.of(target, recipe or [], storage, study, recipes, trust or ())
@@ -154,7 +154,7 @@ def command(
     if work.package is None:
         check_place(place := folder / "package")
         if place.exists() and not (folder / "measured.jsonl").exists():
-            raise UsageError(f"{place} exists already and is of no search: give another --output")
+            raise UsageError(f"{place} exists already, and no search of fettle's made it: give another --output")
     around = Surroundings()
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
         result = run(work.search(folder, max_error, options, progress))

@@ -43,7 +43,7 @@ def flops(
 
     [bold]Examples[/]
 
-      fettle trace flops trace.json.gz --chart roofline.html
+      fettle trace flops trace.json.gz --output roofline.html
 
       fettle trace flops trace.json.gz --peak 989 --bandwidth 3350
     """
@@ -82,7 +82,7 @@ def comm(traces: list[Trace]) -> Answer:
 
       fettle trace comm ranks/
 
-      fettle trace comm ranks/ --chart collectives.html
+      fettle trace comm ranks/ --output collectives.html
     """
     collectives = joined(traces, T.collective_table)
     frames = {"overlap": joined(traces, T.overlap), "collectives": collectives}
@@ -107,7 +107,7 @@ def queue(traces: list[Trace]) -> Answer:
 
     [bold]Example[/]
 
-      fettle trace queue trace.json.gz --chart queue.html
+      fettle trace queue trace.json.gz --output queue.html
     """
     name = pl.format("device {} stream {}", "device", "stream")
     return Answer(

@@ -45,7 +45,7 @@ def tree(
 
       fettle trace tree trace.json.gz --depth 6
 
-      fettle trace tree trace.json.gz --python --chart flame.html
+      fettle trace tree trace.json.gz --python --output flame.html
     """
     flame = (traces[0], bool(traces[0].device_keys), depth, python)
     return Answer(
@@ -95,7 +95,7 @@ def counters(traces: list[Trace]) -> Answer:
 
     [bold]Example[/]
 
-      fettle trace counters trace.json.gz --chart counters.html
+      fettle trace counters trace.json.gz --output counters.html
     """
     frames = [f for t in traces if (f := T.counters_by_operator(t)) is not None]
     if not frames:

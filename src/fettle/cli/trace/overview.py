@@ -77,7 +77,7 @@ def steps(traces: list[Trace], as_json: Json = False, own_end: OwnEnd = False) -
 
     [bold]Example[/]
 
-      fettle trace steps trace.json.gz --chart steps.html
+      fettle trace steps trace.json.gz --output steps.html
     """
     frame = joined(traces, T.steps)
     summaries = {f"rank {t.rank}": T.step_summary(T.steps(t)) for t in traces}
@@ -116,7 +116,7 @@ def account(
 
     [bold]Examples[/]
 
-      fettle trace account trace.json.gz --chart account.html
+      fettle trace account trace.json.gz --output account.html
 
       fettle trace account trace.json.gz --annotation generate
     """
@@ -139,7 +139,7 @@ def idle(
 
       fettle trace idle trace.json.gz --step 3
 
-      fettle trace idle ranks/ --chart idle.png
+      fettle trace idle ranks/ --output idle.png
     """
     frames = [T.idle_summary(t, d, step) for t in traces for d in t.device_keys]
     if not frames:

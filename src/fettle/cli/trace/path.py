@@ -94,7 +94,7 @@ def whatif(
 
       fettle trace whatif trace.json.gz
 
-      fettle trace whatif trace.json.gz --kernels gemm --factor 0.5 --chart whatif.html
+      fettle trace whatif trace.json.gz --kernels gemm --factor 0.5 --output whatif.html
     """
     if factor is not None and kernels is None:
         raise UsageError("--factor is of --kernels: name them, for example --kernels gemm")

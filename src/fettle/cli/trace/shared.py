@@ -29,7 +29,7 @@ Source = Annotated[
 ]
 Json = _options.AsJson
 Rows = Annotated[int, typer.Option("--rows", min=1, help="how many rows of each table to show")]
-Chart = Annotated[Path | None, typer.Option("--chart", help="write a chart to this file: .html, .png, .svg or .json")]
+Chart = Annotated[Path | None, typer.Option("--output", "-o", help="draw a chart: .html, .png, .svg or .json")]
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="read the trace itself, not the columns kept when it was last opened")
 ]
@@ -198,7 +198,7 @@ def _print_table(out: Console, title: str, frame: pl.DataFrame, rows: int) -> No
 
 
 def check_chart(path: Path | None) -> None:
-    """Raise `UsageError` for a ``--chart`` of another suffix than those that are drawn, or that cannot be written."""
+    """Raise `UsageError` for an ``--output`` of another suffix than those that are drawn, or that cannot be written."""
     if path is not None and path.suffix not in (".html", ".png", ".svg", ".json"):
         raise UsageError(f"charts are .html, .png, .svg or .json files, not '{path.suffix}'")
     check_writable(path)

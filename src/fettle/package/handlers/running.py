@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fettle.package.handlers.asking import Ask, Piece, TokenLogprob
 from fettle.package.handlers.cache import Cache
 from fettle.package.handlers.detokenizer import Detokenizer
-from fettle.package.handlers.generate import Ask, Piece, TokenLogprob
 from fettle.package.handlers.parts import LAST
 from fettle.package.handlers.sampling import choose, log_probabilities
 

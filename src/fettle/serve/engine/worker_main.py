@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from fettle.errors import UsageError, first_line
-from fettle.package.handlers.generate import Piece, TooLong, asks
+from fettle.package.handlers.asking import Piece, asks
+from fettle.package.handlers.generate import TooLong
 from fettle.procs.limits import resident_bytes
 from fettle.procs.parent import die_with_parent
 from fettle.serve.engine import wire

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from fettle.package.handlers import generate as prompts
-from fettle.package.handlers.generate import Ask, Piece
+from fettle.package.handlers.asking import Ask, Piece, pieces
+from fettle.package.handlers.generate import Settings
 from fettle.package.handlers.sampling import Sampling
 from fettle.serve.engine.refusal import TOO_LONG, Malformed, Refusal, Rejected
 from fettle.serve.engine.registry import Registry, Version
@@ -90,7 +90,7 @@ class Writing:
             if self._gone():
                 self.stop()
                 return
-            yield prompts.pieces.decode(piece)
+            yield pieces.decode(piece)
             piece = await self._came.get()
         if not self.answer.cancelled():
             await self.answer
@@ -119,13 +119,13 @@ def event(value: Any) -> bytes:
 def _most_bytes(version: Version) -> int:
     """No prompt that the model takes is longer as JSON: six bytes a character, eight a token, and the rest."""
     settings = version.package.manifest.handler
-    assert isinstance(settings, prompts.Settings)
+    assert isinstance(settings, Settings)
     return 6 * settings.max_characters + 8 * settings.max_tokens + (64 << 10)
 
 
 def generates(version: Version) -> bool:
     """Whether it answers prompts."""
-    return isinstance(version.package.manifest.handler, prompts.Settings)
+    return isinstance(version.package.manifest.handler, Settings)
 
 
 def writer(call: Call, name: str, number: str | None) -> Version:

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from fettle.package.handlers.generate import Ask, Piece, TokenLogprob
+from fettle.package.handlers.asking import Ask, Piece, TokenLogprob
 from fettle.package.handlers.sampling import LogitBias, Sampling
-from fettle.serve.engine.refusal import Malformed, Refusal
+from fettle.serve.engine.refusal import Malformed, NoSuchPath, Refusal
 from fettle.serve.engine.registry import Registry, Version
 from fettle.serve.http.aside import aside
 from fettle.serve.http.call import Call

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from fettle.package.handlers.generate import Ask
+from fettle.package.handlers.asking import Ask
 from fettle.serve.engine.refusal import Malformed, NoSuchPath, Rejected
 from fettle.serve.engine.registry import Registry, Version
 from fettle.serve.engine.request import Request
