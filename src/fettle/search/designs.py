@@ -38,7 +38,8 @@ def ladder(space: Space, session: Session) -> Trial | None:
 
 
 def steps(space: Space, session: Session, *, start: Recipe | None = None) -> Iterator[Step]:
-    """The rungs, each as soon as it was tried. One that fails or does not help is there, with `kept` false."""
+    """The rungs, each as soon as it was tried. One that fails, does not help, or cannot stand on those below is there,
+    with `kept` false."""
     return _climb(space, Evidence(space, session), start)
 
 
@@ -66,6 +67,12 @@ def _climb(space: Space, evidence: Evidence, start: Recipe | None = None) -> Ite
         helped = bool(tried) and evidence.beats(tried[best], standing)
         for label, trial in tried.items():
             yield Step(label, trial, helped and label == best)
+        if name not in standing.recipe.levels and name not in space.required.levels:
+            for level in space.choices[name][1:]:
+                if (label := f"{name}={level}") not in rung:
+                    barred = standing.recipe.with_levels(**{name: level})
+                    why = space.conflict(barred) or f"it cannot stand beside {standing.recipe}"
+                    yield Step(label, Trial(barred, "failed", reason=why), False)
         standing = tried[best] if helped else standing
         if not going_on:
             return
