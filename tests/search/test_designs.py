@@ -40,6 +40,16 @@ def test_ladder_shows_every_rung_and_leaves_out_what_does_not_help():
     ]  # fmt: skip
 
 
+def test_a_ladder_shows_what_cannot_stand_on_the_rungs_below_with_the_reason():
+    space = Space(SPACE.choices, lambda recipe: "c: not beside a" if {"a", "c"} <= recipe.levels.keys() else "",
+                  required=Recipe({"b": "on"}))  # fmt: skip
+    session = Recorded(time_ms)
+    shown = {step.label: (step.trial.status, step.trial.reason, step.kept) for step in steps(space, session)}
+    assert list(shown) == ["as given", "b=on", "a=on", "c=on", "d=on"]
+    assert shown["c=on"] == ("failed", "c: not beside a", False)
+    assert not [recipe for recipe in session.asked if space.conflict(recipe)]
+
+
 def test_ablation_says_what_is_worth_its_place():
     shown = removals(SPACE, Recorded(time_ms), Recipe.parse("a=on b=on"))
     assert [(step.label, step.kept) for step in shown] == [

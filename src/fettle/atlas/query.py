@@ -74,7 +74,7 @@ def matching(rows: Sequence[Row], **wanted: str) -> list[Row]:
 
 
 def apart(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of each machine, device and mode: what a level brings there is never pooled with what it does elsewhere."""
+    """The rows of each machine, device and mode: what a level brings is never pooled over them."""
     parts: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         parts.setdefault((row.machine, row.device, row.mode), []).append(row)

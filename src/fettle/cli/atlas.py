@@ -164,8 +164,8 @@ def _answer(rows: Sequence[Row]) -> dict[str, Any]:
     from fettle.files import plain
 
     def told(ask: Callable[[Sequence[Row]], Sequence[Effect | Pair]]) -> list[dict[str, Any]]:
-        return [{**{key: getattr(some[0], key) for key in ("machine", "device", "mode")}, "name": one.name, **plain(one)}
-                for some in apart(rows) for one in ask(some)]  # fmt: skip
+        return [{"machine": some[0].machine, "device": some[0].device, "mode": some[0].mode,
+                 "name": one.name, **plain(one)} for some in apart(rows) for one in ask(some)]  # fmt: skip
 
     return {**_contents(rows), "effects": told(effects), "pairs": told(pairs), "best": _best(rows)}
 
