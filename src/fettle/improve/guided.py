@@ -308,7 +308,7 @@ def _tune(run: _Run, results: Mapping[str, Any]) -> Step:
     if changed and "loop" in results and winner is not None and winner.speedup is not None:
         most = _through(results["loop"], winner.speedup.estimate)
         if most < _LETS_THROUGH * winner.speedup.estimate:
-            lines.append(f"the loop that was measured with its loader gains {most:.2f}x of it at most: it waits for data")
+            lines.append(f"the loop that was measured with its loader gains {most:.2f}x of it at most: data is late")
     return Step(
         name="tune", says=verdict(result), lines=lines, files=[f"tune/{path.name}" for path in paths],
         speedup=winner.speedup if winner is not None and changed else None,

@@ -15,7 +15,7 @@ from fettle.measure import Trial
 from fettle.procs.interpreter import Interpreter, find_interpreters
 from fettle.recipe import Recipe, technique_and_part
 from fettle.result import Limits
-from fettle.search import Guide, Space, Step
+from fettle.search import Guide, Space, Step, is_sampled
 from fettle.studies import designs
 from fettle.studies.batches import Grown, check_growth
 from fettle.studies.environments import check_same, environments_of
@@ -207,6 +207,9 @@ def open_workload(workload: Workload, settings: Settings, machine: Machine) -> N
         workload.space = _space(workload, settings)
         if settings.design not in designs.STEPS:
             workload.cells = designs.cells(settings.design, workload.space, settings.start or Recipe(), settings.cells)
+        if settings.design == "factorial" and is_sampled(workload.space):
+            drawn = len(workload.cells)
+            session.remark(f"{workload.name}: too many combinations to list; {drawn} drawn at random stand for all")
     except OtherWorkload:
         raise
     except UsageError as error:
