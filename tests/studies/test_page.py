@@ -100,6 +100,13 @@ def test_the_same_level_stands_beside_itself_on_each_model_and_environment():
     assert all(text.count(f'id="chart-{name}"') == 1 for name in drawn)
 
 
+def test_a_matrix_of_many_levels_has_those_of_the_surest_effects():
+    made = table({"a=30": 1.0}, {"a": tuple(map(str, range(36))), **switches("b")}, repeats=2, noise=0.01)
+    (matrix,) = (one for one in figures(made, analyse(made), {}) if one.name == "matrix-0-0")
+    assert matrix.alt.startswith("Matrix of 30 levels")
+    assert "a=30" in matrix.svg()
+
+
 def test_the_mean_over_models_holds_what_one_more_brings():
     a, b = ("a", "on"), ("b", "on")
     models = [{a: Interval(ratio, 0.9 * ratio, 1.1 * ratio), b: Interval(1.0, 0.0, math.inf)} for ratio in (1, 2, 4)]

@@ -17,6 +17,8 @@ from fettle.studies.effects import Effect
 from fettle.studies.model import Level
 
 _MOST = 24
+_MOST_CROSSED = 30
+"""Levels of a matrix, those of the surest effects."""
 _MOST_ACROSS, _FEWEST = 90, 4
 """Most dots of a chart over several places, but for so many levels."""
 _ROW = 20
@@ -115,7 +117,11 @@ def _forest(name: str, analysis: Analysis) -> Figure | None:
 def _matrix(name: str, analysis: Analysis) -> Figure | None:
     """Levels against levels: what two bring beyond the product of each; a main effect where a level meets itself."""
     rows: list[dict[str, Any]] = []
-    known = {level for effect in analysis.effects if effect.ratio is not None for level in effect.levels}
+    surest: dict[Level, float] = {}
+    for effect in analysis.effects:
+        for level in effect.levels if effect.ratio is not None else ():
+            surest[level] = max(surest.get(level, 0.0), effect.certain)
+    known = set(sorted(surest, key=lambda level: -surest[level])[:_MOST_CROSSED])
     shown = [effect for effect in analysis.effects if known.issuperset(effect.levels)]
     order = ["=".join(effect.levels[0]) for effect in shown if len(effect.levels) == 1]
     for effect in shown:
@@ -128,7 +134,7 @@ def _matrix(name: str, analysis: Analysis) -> Figure | None:
             row |= {"gain": max(-1.0, min(1.0, math.log(ratio))), "text": f"{ratio:.2f}", "reading": effect.reading}
         for a, b in sorted({(names[0], names[-1]), (names[-1], names[0])}):
             rows.append({**row, "a": a, "b": b})
-    if len(order) < 2 or len(order) > 30 or not any(len(effect.levels) > 1 for effect in analysis.effects):
+    if len(order) < 2 or not any(len(effect.levels) > 1 for effect in analysis.effects):
         return None
     base = alt.Chart(theme.data(rows)).encode(
         x=alt.X("a:N", sort=order, title=None, axis=alt.Axis(labelAngle=-40, labelLimit=140)),
