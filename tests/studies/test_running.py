@@ -262,6 +262,8 @@ def test_a_target_on_which_nothing_can_vary_does_not_end_a_study_of_several():
     asked = {"channels_last": ["off", "on"]}
     assert opened(Facts(num_linear=2), techniques=asked).failure.startswith("there is nothing to vary")
     assert not opened(Facts(num_conv=2), techniques=asked).failure
+    alone = opened(Facts(num_linear=2), arguments={"batch": ["1", "4"]})  # which varies outside of it
+    assert (alone.failure, alone.cells) == ("", [Recipe()])
 
 
 def test_what_was_asked_for_and_cannot_be_had_here_is_said():

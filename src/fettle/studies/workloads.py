@@ -206,7 +206,10 @@ def open_workload(workload: Workload, settings: Settings, machine: Machine) -> N
             check_growth(session, settings.grow_batch)
         workload.space = _space(workload, settings)
         if settings.design not in designs.STEPS:
-            workload.cells = designs.cells(settings.design, workload.space, settings.start or Recipe(), settings.cells)
+            workload.cells = designs.cells(
+                settings.design, workload.space, settings.start or Recipe(), settings.cells,
+                least=1 if settings.arguments else 2,
+            )  # fmt: skip
         if settings.design == "factorial" and is_sampled(workload.space):
             drawn = len(workload.cells)
             session.remark(f"{workload.name}: too many combinations to list; {drawn} drawn at random stand for all")
