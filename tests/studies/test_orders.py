@@ -136,7 +136,8 @@ def test_a_slurm_job_is_a_script_that_starts_a_worker_for_each_device(gpus: int,
     found = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
     said = subprocess.run(["bash"], input=made.text, text=True, check=True, stdout=subprocess.PIPE, env=found).stdout
     assert said.splitlines() == ["worker", "my net.py", "--storage", SERVER, "--study", "night",
-                                 "--python=old=/opt/my venv", "-o", "fettle-night-5", "1" if gpus else "none"]  # fmt: skip
+                                 "--python=old=/opt/my venv", "-o", "fettle-night-5",
+                                 "1" if gpus else "none"]  # fmt: skip
 
 
 @pytest.mark.parametrize("gpus", [0, 2])

@@ -249,7 +249,8 @@ class Opened(SimpleNamespace):
         noted = list[str]()
         super().__init__(facts=facts, notes=noted, remark=noted.append, report=lambda text: None,
                          open=lambda machine: None, environments={}, rules=Rules(),
-                         plan=SimpleNamespace(rules_out=lambda recipe: ""), costs=SimpleNamespace(of=lambda recipe: 1))  # fmt: skip
+                         plan=SimpleNamespace(rules_out=lambda recipe: ""),
+                         costs=SimpleNamespace(of=lambda recipe: 1))  # fmt: skip
 
 
 def opened(facts: Facts, **options) -> Workload:
