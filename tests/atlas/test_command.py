@@ -86,6 +86,23 @@ def test_add_show_and_query(folder: Path, run_fettle: Run) -> None:
     assert "what a level brought" in words.out
 
 
+def test_machines_have_answers_of_their_own(tmp_path: Path, run_fettle: Run) -> None:
+    path = tmp_path / "atlas.parquet"
+    here = atlas(models=4, tried=30)
+    other = [msgspec.structs.replace(row, machine="there") for row in atlas(models=4, tried=30, sign=-1.0)]
+    write_atlas([*here, *other], path)
+    data = json.loads(run_fettle("atlas", "query", path, "--json").out)
+    gains = {one["machine"]: one["gain"]["estimate"] for one in data["effects"] if one["name"] == "threads=1"}
+    assert gains["here"] < 0.7
+    assert gains["there"] > 1.4
+    assert {(one["machine"], one["device"], one["mode"]) for one in data["pairs"]} == {
+        ("here", "cpu", "inference"), ("there", "cpu", "inference")}  # fmt: skip
+    words = run_fettle("atlas", "query", path).out
+    assert "made up (here), cpu, inference" in words
+    assert words.count("what a level brought") == 2
+    assert words.count("best recipes tried") == 1
+
+
 def test_what_another_adds_meanwhile_stays(folder: Path, run_fettle: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     path, theirs = folder / "atlas.parquet", atlas(models=4, tried=20)
     monkeypatch.setattr("fcntl.flock", lambda file, how: write_atlas(theirs, path))  # while this one waits

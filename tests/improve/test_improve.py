@@ -329,6 +329,28 @@ def test_without_a_pipeline_it_is_said_how_much_waits_for_one() -> None:
     assert guided._verify(run, {}).status == "skipped"  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("workers", "fetch_s", "most"), [
+    (0, 0.01, "1.50x"),  # 10 ms of waiting and 10 ms of a step, which takes 3.3 ms then
+    (2, 0.02, "2.00x"),  # a batch each 10 ms, however fast the step is
+    (8, 0.02, ""),
+])  # fmt: skip
+def test_what_a_loader_lets_through_of_a_faster_step_is_said(
+    workers: int, fetch_s: float, most: str, tmp_path: Path, monkeypatch
+) -> None:
+    setting = SimpleNamespace(num_workers=workers)
+    best = SimpleNamespace(setting=setting, rate=50.0, waiting=0.5, slices={0: None},
+                           last=SimpleNamespace(fetch_mean_s=fetch_s))  # fmt: skip
+    loop = guided._loop(SimpleNamespace(best=best))  # type: ignore[arg-type]
+    won = Trial(Recipe({"precision": "bf16"}), "measured", speedup=Interval(3.0, 2.9, 3.1))
+    found = SimpleNamespace(interrupted=False, winner=won, recipe=won.recipe, notes=[])
+    monkeypatch.setattr(guided, "tune", lambda *args, **options: found)
+    monkeypatch.setattr(guided, "save", lambda *args: [])
+    monkeypatch.setattr(guided, "verdict", lambda result: "Three times.")
+    run = SimpleNamespace(target="work.py", settings=Settings(), folder=tmp_path, on_progress=None, command="")
+    lines = guided._tune(run, {"loop": loop}).lines  # type: ignore[arg-type]
+    assert [f"gains {most} of it at most" in line for line in lines] == ([True] if most else [])
+
+
 def test_without_a_recipe_of_this_run_nothing_is_packaged(work: Path, tmp_path: Path) -> None:
     run = SimpleNamespace(target=str(work), settings=Settings(skip=["verify"]), folder=tmp_path)
     assert guided._package(run, {}).status == "skipped"  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from recorded import Recorded
 from test_auto import landscape
 
 from fettle.recipe import Recipe
-from fettle.search import DESIGNS, Space, combinations_of, moved, removals, steps
+from fettle.search import DESIGNS, Space, combinations_of, is_sampled, moved, removals, steps
 
 LEVELS = {"a": 0.5, "b": 1.25, "c": 0.8}
 
@@ -40,6 +40,16 @@ def test_ladder_shows_every_rung_and_leaves_out_what_does_not_help():
     ]  # fmt: skip
 
 
+def test_a_ladder_shows_what_cannot_stand_on_the_rungs_below_with_the_reason():
+    space = Space(SPACE.choices, lambda recipe: "c: not beside a" if {"a", "c"} <= recipe.levels.keys() else "",
+                  required=Recipe({"b": "on"}))  # fmt: skip
+    session = Recorded(time_ms)
+    shown = {step.label: (step.trial.status, step.trial.reason, step.kept) for step in steps(space, session)}
+    assert list(shown) == ["as given", "b=on", "a=on", "c=on", "d=on"]
+    assert shown["c=on"] == ("failed", "c: not beside a", False)
+    assert not [recipe for recipe in session.asked if space.conflict(recipe)]
+
+
 def test_ablation_says_what_is_worth_its_place():
     shown = removals(SPACE, Recorded(time_ms), Recipe.parse("a=on b=on"))
     assert [(step.label, step.kept) for step in shown] == [
@@ -51,6 +61,19 @@ def test_ablation_says_what_is_worth_its_place():
 
 def test_factorial_has_every_valid_combination():
     assert len(combinations_of(SPACE)) == 16
+
+
+def test_of_a_large_space_every_combination_that_can_work_is_found():
+    choices = {**{f"t{i}": ("off", "on") for i in range(16)}, "needs": ("off", "on")}
+
+    def conflict(recipe):
+        alone = len(recipe.levels.keys() - {"needs"}) < 2 and ("needs" not in recipe.levels or "t0" in recipe.levels)
+        return "" if alone else "no"
+
+    space = Space(choices, conflict, {"needs": {"t0": "on"}})
+    assert not is_sampled(space)
+    assert len(combinations_of(space, 10**6)) == 1 + 16 + 1
+    assert is_sampled(Space(choices, lambda recipe: ""))
 
 
 def test_a_fraction_is_balanced_and_the_same_each_time():

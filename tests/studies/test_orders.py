@@ -123,7 +123,7 @@ def _worker(words: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("gpus", [0, 2])
 def test_a_slurm_job_is_a_script_that_starts_a_worker_for_each_device(gpus: int, tmp_path: Path) -> None:
-    made = write("slurm", Job("night", SERVER, ("my net.py",), machines=3, gpus=gpus))
+    made = write("slurm", Job("night", SERVER, ("my net.py",), machines=3, gpus=gpus, pythons=("old=/opt/my venv",)))
     subprocess.run(["bash", "-n"], input=made.text, text=True, check=True)
     assert made.text.startswith("#!/bin/bash\n")
     asked = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in made.text.splitlines()
@@ -137,7 +137,8 @@ def test_a_slurm_job_is_a_script_that_starts_a_worker_for_each_device(gpus: int,
         (tmp_path / name).chmod(0o755)
     found = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
     said = subprocess.run(["bash"], input=made.text, text=True, check=True, stdout=subprocess.PIPE, env=found).stdout
-    assert said.splitlines() == ["worker", "my net.py", "--storage", SERVER, "--study", "night", "-o", "fettle-night-5",
+    assert said.splitlines() == ["worker", "my net.py", "--storage", SERVER, "--study", "night",
+                                 "--python=old=/opt/my venv", "-o", "fettle-night-5",
                                  "1" if gpus else "none"]  # fmt: skip
 
 
@@ -196,8 +197,8 @@ def test_what_no_cluster_could_run_is_one_line(
 def test_a_job_is_written_where_it_is_asked_for_and_says_how_it_is_started(run_fettle: Run, tmp_path: Path) -> None:
     path = tmp_path / "jobs" / "a b.sbatch"
     said = run_fettle("export", "slurm", "net.py", f"--storage={SERVER}", "--study=night", "--gpus=2", "-o", path,
-                      "--json")  # fmt: skip
+                      "--python=old=/opt/old", "--json")  # fmt: skip
     assert json.loads(said.out) == {"path": str(path), "start": f"sbatch {shlex.quote(str(path))}", "workers": 8}
-    assert path.read_text() == write("slurm", Job("night", SERVER, ("net.py",), gpus=2)).text
+    assert path.read_text() == write("slurm", Job("night", SERVER, ("net.py",), gpus=2, pythons=("old=/opt/old",))).text
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", path], check=True)

@@ -18,8 +18,9 @@ from fettle.page import theme
 from fettle.page.drawn import write_pictures
 from fettle.studies.analysis import analyse
 from fettle.studies.batches import Grown
-from fettle.studies.charts import figures, unbeaten
+from fettle.studies.charts import figures, on_average, unbeaten
 from fettle.studies.checks import Doubt
+from fettle.studies.effects import at_each
 from fettle.studies.ladder_chart import beside, unmatched
 from fettle.studies.outcome import Rung
 from fettle.studies.output import rows, study_json, write_table
@@ -76,6 +77,51 @@ def test_every_picture_is_drawn_from_its_data(study, tmp_path):
     assert "a = on" in scatter  # split by the second
     assert "a=on × b=on" in (tmp_path / "forest-0-0.svg").read_text()
     assert "2.01" in (tmp_path / "matrix-0-0.svg").read_text() or "2.0" in (tmp_path / "matrix-0-0.svg").read_text()
+
+
+def test_the_same_level_stands_beside_itself_on_each_model_and_environment():
+    factors = {**switches("ab"), "python": ("this", "old"), "batch": ("1", "4")}
+    rows = []
+    for place, gain in enumerate((0.1, 0.3, 0.5)):
+        made = table({"a=on": gain, "b=on": 0.2, "a=on python=old": -0.4, "a=on batch=4": 0.2}, factors, noise=0.01)
+        rows += [replace(row, group=f"model{place}") for row in made.experiments]
+    whole = Table(factors, made.responses, tuple(rows), apart=frozenset({"batch"}))
+    analyses = analyse(whole)
+    drawn = {figure.name: figure for figure in figures(whole, analyses, {})}
+    models = drawn["across"]
+    assert models.alt.startswith("What each level brings, those that differ most first: a=on 1.22x mean of 3")
+    assert "batch=4" not in models.svg()  # it did not run side by side
+    here, there = (at_each(analyses[0].model, "python")[name] for name in ("this", "old"))
+    for found, gain in ((here, 0.2), (there, -0.2)):  # half of batch's 0.2 on average
+        assert found["a", "on"].low < math.exp(gain) < found["a", "on"].high
+    assert at_each(analyses[0].model, "batch", whole.apart)["1"].keys() == {("a", "on"), ("b", "on"), ("python", "old")}
+    assert {"across-0-python", "across-0-batch", "across-2-python"} < drawn.keys()
+    text = page("x", whole, analyses, list(drawn.values()))
+    assert all(text.count(f'id="chart-{name}"') == 1 for name in drawn)
+
+
+def test_a_matrix_of_many_levels_has_those_of_the_surest_effects():
+    made = table({"a=30": 1.0}, {"a": tuple(map(str, range(36))), **switches("b")}, repeats=2, noise=0.01)
+    (matrix,) = (one for one in figures(made, analyse(made), {}) if one.name == "matrix-0-0")
+    assert matrix.alt.startswith("Matrix of 30 levels")
+    assert "a=30" in matrix.svg()
+
+
+def test_the_mean_over_models_holds_what_one_more_brings():
+    a, b = ("a", "on"), ("b", "on")
+    models = [{a: Interval(ratio, 0.9 * ratio, 1.1 * ratio), b: Interval(1.0, 0.0, math.inf)} for ratio in (1, 2, 4)]
+    (found,) = on_average(models).items()
+    assert found[0] == a
+    assert found[1].estimate == pytest.approx(2)
+    assert found[1].low < 1 < 4 < found[1].high  # two degrees of freedom
+    assert on_average(models[:2]) == {}
+
+
+def test_a_level_that_was_never_tried_somewhere_is_not_told_there():
+    made = table({"a=on": 0.3}, switches("abc"), repeats=2, noise=0.01, skip=lambda on: {"a=on", "b=on"} <= on)
+    found = at_each(analyse(made)[0].model, "b")
+    assert ("a", "on") in found["off"]
+    assert ("a", "on") not in found["on"]
 
 
 def test_a_published_ladder_stands_beside_ours(study, tmp_path):

@@ -8,6 +8,7 @@ import sys
 import time
 import venv
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import optuna
@@ -15,12 +16,14 @@ import pytest
 
 from fettle.errors import UsageError, extra
 from fettle.machine import Machine
+from fettle.measure import Rules
 from fettle.recipe import Recipe
 from fettle.search import Space
 from fettle.studies import running
 from fettle.studies.outcome import Done
 from fettle.studies.running import Settings, study
-from fettle.studies.workloads import Workload, _typed
+from fettle.studies.workloads import Workload, _typed, open_workload
+from fettle.techniques import Facts
 from fettle.tuning._budget import Budget
 from fettle.tuning._costs import Costs
 from fettle.workload import Target
@@ -239,6 +242,49 @@ def test_a_ladder_that_was_interrupted_before_its_first_step_is_written(tmp_path
     assert (tmp_path / "out" / "study.json").is_file()
 
 
+class Opened(SimpleNamespace):
+    """A session of a workload whose facts are known."""
+
+    def __init__(self, facts: Facts) -> None:
+        noted = list[str]()
+        super().__init__(facts=facts, notes=noted, remark=noted.append, report=lambda text: None,
+                         open=lambda machine: None, environments={}, rules=Rules(),
+                         plan=SimpleNamespace(rules_out=lambda recipe: ""),
+                         costs=SimpleNamespace(of=lambda recipe: 1))  # fmt: skip
+
+
+def opened(facts: Facts, **options) -> Workload:
+    workload = Workload("net", {}, Opened(facts))
+    open_workload(workload, Settings(only=True, **options), Machine("id", "cpu", 2, 1, (), "linux", "3.13", {}))
+    return workload
+
+
+def test_a_target_on_which_nothing_can_vary_does_not_end_a_study_of_several():
+    asked = {"channels_last": ["off", "on"]}
+    assert opened(Facts(num_linear=2), techniques=asked).failure.startswith("there is nothing to vary")
+    assert not opened(Facts(num_conv=2), techniques=asked).failure
+    alone = opened(Facts(num_linear=2), arguments={"batch": ["1", "4"]})  # which varies outside of it
+    assert (alone.failure, alone.cells) == ("", [Recipe()])
+
+
+def test_what_was_asked_for_and_cannot_be_had_here_is_said():
+    wanted = {"channels_last": ["off", "on"], "grad": ["grad", "inference_mode"]}
+    workload = opened(Facts(num_linear=2), techniques=wanted, order=["cudnn_benchmark", "grad"])
+    assert [str(recipe) for recipe in workload.cells] == ["baseline", "grad=inference_mode"]
+    asked, ordered = workload.session.notes
+    assert asked.startswith("net: channels_last=on cannot be used here: ")
+    assert ordered == "net: cudnn_benchmark has no level that could be varied here"
+
+
+def test_an_order_names_a_technique_for_all_parts_of_a_pipeline_or_one():
+    parts = {name: Facts(num_conv=2, part=name) for name in ("encoder", "decoder")}
+    wanted = {"channels_last": ["off", "on"], "grad": ["grad", "inference_mode"]}
+    order = ["channels_last[decoder]", "channels_last", "grad"]
+    workload = opened(Facts(parts=parts), techniques=wanted, order=order, design="ladder")
+    varied = [name for name, levels in workload.space.choices.items() if len(levels) > 1]
+    assert varied == ["channels_last[decoder]", "channels_last[encoder]", "grad"]
+
+
 def test_values_of_a_factor_are_what_python_reads():
     values = {text: _typed(text) for text in ("False", "true", "None", "4", "1e3", "bf16", "0.5")}
     assert values == {"False": False, "true": True, "None": None, "4": 4, "1e3": 1000.0, "bf16": "bf16", "0.5": 0.5}
@@ -324,9 +370,10 @@ def test_a_study_of_more_than_an_hour_asks_first(work: Path, tmp_path: Path, mon
     assert said.code == 2
     assert "factorial: 4 combinations, 1 of them measured already; the rest takes about" in said.err
     assert "add --yes to run it, --budget 30m" in said.err
-    part = run_fettle(*words, "--cells=2", "--yes", "--json")
+    part = run_fettle(*words, "--cells=2", "--yes")
     assert part.code == 0
-    assert len(json.loads(part.out)["experiments"]) == 2
+    assert "factorial: 2 combinations, 1 of them measured already; the rest takes about" in part.err
+    assert len(json.loads((tmp_path / "out" / "study.json").read_text())["experiments"]) == 2
 
 
 def test_without_statsmodels_one_line_says_so(tmp_path: Path, monkeypatch, run_fettle: Run):

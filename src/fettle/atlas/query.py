@@ -73,6 +73,14 @@ def matching(rows: Sequence[Row], **wanted: str) -> list[Row]:
     return list(rows)
 
 
+def apart(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each machine, device and mode: what a level brings is never pooled over them."""
+    parts: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        parts.setdefault((row.machine, row.device, row.mode), []).append(row)
+    return [parts[key] for key in sorted(parts)]
+
+
 def effects(rows: Sequence[Row]) -> list[Effect]:
     """What each level brought, the most helpful first."""
     by_model = _by_model(rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
@@ -122,13 +122,13 @@ def query(
     """What helps such models on such machines, how much, and what fights what.
 
     A text stands for all that begin with it. Each gain is that of a level beside otherwise equal recipes of the same
-    model on the same machine; its interval is over models.
+    model on the same machine; its interval is over models. Each machine, device and mode has an answer of its own.
 
     [bold]Examples[/]
 
       fettle atlas query atlas.parquet --family convolutional --machine this
     """
-    from fettle.atlas import effects, matching, pairs, read_atlas
+    from fettle.atlas import matching, read_atlas
     from fettle.machine import this_machine
 
     wanted = {
@@ -136,11 +136,7 @@ def query(
         "machine": this_machine().id if machine == "this" else machine,
     }  # fmt: skip
     rows = matching(read_atlas(atlas), **{name: text for name, text in wanted.items() if text})
-    known, together = effects(rows), pairs(rows)
-    _show.answer(
-        as_json, lambda: {**_contents(rows), "effects": _plain(known), "pairs": _plain(together), "best": _best(rows)},
-        lambda console: _print_answer(console, rows, known, together),
-    )  # fmt: skip
+    _show.answer(as_json, lambda: _answer(rows), lambda console: _print_answer(console, rows))
 
 
 def _contents(rows: Sequence[Row]) -> dict[str, Any]:
@@ -163,10 +159,15 @@ def _best(rows: Sequence[Row]) -> list[dict[str, Any]]:
              "low": row.low, "high": row.high} for _, row in sorted(best.items())]  # fmt: skip
 
 
-def _plain(effects: Sequence[Effect] | Sequence[Pair]) -> list[dict[str, Any]]:
+def _answer(rows: Sequence[Row]) -> dict[str, Any]:
+    from fettle.atlas import apart, effects, pairs
     from fettle.files import plain
 
-    return [{"name": one.name, **plain(one)} for one in effects]
+    def told(ask: Callable[[Sequence[Row]], Sequence[Effect | Pair]]) -> list[dict[str, Any]]:
+        return [{"machine": some[0].machine, "device": some[0].device, "mode": some[0].mode,
+                 "name": one.name, **plain(one)} for some in apart(rows) for one in ask(some)]  # fmt: skip
+
+    return {**_contents(rows), "effects": told(effects), "pairs": told(pairs), "best": _best(rows)}
 
 
 def _print_contents(console: Console, rows: Sequence[Row]) -> None:
@@ -182,10 +183,26 @@ def _print_contents(console: Console, rows: Sequence[Row]) -> None:
         _show.print_table(console, Table(columns, cells, numbers={"trials", "cores"}), name)
 
 
-def _print_answer(console: Console, rows: Sequence[Row], effects: Sequence[Effect], together: Sequence[Pair]) -> None:
+def _print_answer(console: Console, rows: Sequence[Row]) -> None:
+    from fettle.atlas import apart, effects, pairs
     from fettle.page import Table
 
     console.print(f"{len(rows)} trials of {len({row.comparable for row in rows})} models and machines")
+    parts = apart(rows)
+    for some in parts:
+        if len(parts) > 1:
+            one = some[0]
+            where = f"{one.gpu or one.cpu or 'machine'} ({one.machine}), {one.device}, {one.mode}"
+            console.print(f"\n{where}", style="bold", markup=False)
+        _print_gains(console, effects(some), pairs(some))
+    cells = [[item["workload"], f"{item['speedup']:.2f}x", item["recipe"], item["machine"]] for item in _best(rows)]
+    columns = ["model", "gain", "recipe", "machine"]
+    _show.print_table(console, Table(columns, cells, numbers={"gain"}), "best recipes tried")
+
+
+def _print_gains(console: Console, effects: Sequence[Effect], together: Sequence[Pair]) -> None:
+    from fettle.page import Table
+
     cells = [
         [one.name, _ratio(one), str(one.models), str(one.helped), str(one.hurt), _of(one.best), _of(one.worst),
          str(one.failed or ""), str(one.inaccurate or "")]
@@ -200,8 +217,6 @@ def _print_answer(console: Console, rows: Sequence[Row], effects: Sequence[Effec
             cells = [[pair.name, str(pair.together), str(pair.models)] for pair in some[:_MOST]]
             columns = ["levels", "together", "models"]
             _show.print_table(console, Table(columns, cells, numbers=set(columns[1:])), title)
-    cells = [[item["workload"], f"{item['speedup']:.2f}x", item["recipe"]] for item in _best(rows)]
-    _show.print_table(console, Table(["model", "gain", "recipe"], cells, numbers={"gain"}), "best recipes tried")
 
 
 def _ratio(one: Effect) -> str:

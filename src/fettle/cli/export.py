@@ -21,6 +21,10 @@ def command(
     workers: Annotated[int, typer.Option(min=1, max=10_000, help="how many machines")] = 4,
     gpus: Annotated[int, typer.Option(min=0, max=64, help="GPUs of each machine, a worker for each; 0: none")] = 0,
     image: Annotated[str, typer.Option(help="Kubernetes: the container image, with fettle and the targets")] = "",
+    python: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=PATH", help="where an environment that the study compares lies on the machines"),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="file to write; default NAME.sbatch, NAME.yaml or NAME-ray.py")
     ] = None,
@@ -39,7 +43,7 @@ def command(
     from fettle.files import check_writable, write_text
     from fettle.studies.jobs import Job, write
 
-    written = write(kind, Job(study, storage, tuple(targets or ()), workers, gpus, image))
+    written = write(kind, Job(study, storage, tuple(targets or ()), workers, gpus, image, tuple(python or ())))
     path = output or Path(written.file)
     check_writable(path)
     write_text(path, written.text)

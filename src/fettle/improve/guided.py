@@ -40,6 +40,8 @@ STEPS = ("measure", "diagnose", "data", "tune", "verify", "package")
 _MOST_LINES = 5
 _ROUNDS = 12
 _DIAGNOSE_S = 6.0
+_LETS_THROUGH = 0.95
+"""Share of a speed-up below which it is said that a loader holds up the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,8 +277,25 @@ def _data(run: _Run, results: Mapping[str, Any]) -> Step:
         name="data", status="failed" if pipeline.raises else "done", says=pipeline.verdict, lines=lines,
         files=["data.html"],
         speedup=Interval(pipeline.gain, 0.0, math.inf) if better else None,
+        results={"loop": _loop(pipeline)} if pipeline.step_s and pipeline.best.slices else {},
         passes_on=f"to your loop: {pipeline.best.setting.arguments}" if better else "",
     )  # fmt: skip
+
+
+def _loop(pipeline: PipelineResult) -> dict[str, float]:
+    """Seconds of one turn of the loop with its best loader: waiting for a batch, the step, and what workers take to
+    make one, 0 where there are none."""
+    best, turn_s = pipeline.best, 1 / pipeline.best.rate
+    workers = best.setting.num_workers
+    return {"wait_s": best.waiting * turn_s, "step_s": (1 - best.waiting) * turn_s,
+            "made_s": best.last.fetch_mean_s / workers if workers else 0.0}  # fmt: skip
+
+
+def _through(loop: Mapping[str, float], speedup: float) -> float:
+    """How much of a faster step reaches the loop at most: workers go on while it runs, and without them it waits."""
+    step_s = loop["step_s"] / speedup
+    turn_s = max(loop["made_s"], step_s) if loop["made_s"] else loop["wait_s"] + step_s
+    return max(1.0, (loop["wait_s"] + loop["step_s"]) / turn_s)
 
 
 def _tune(run: _Run, results: Mapping[str, Any]) -> Step:
@@ -291,8 +310,13 @@ def _tune(run: _Run, results: Mapping[str, Any]) -> Step:
     _go_on(result)
     winner = result.winner
     changed = winner is not None and bool(winner.recipe.levels)
+    lines = list(result.notes)
+    if changed and "loop" in results and winner is not None and winner.speedup is not None:
+        most = _through(results["loop"], winner.speedup.estimate)
+        if most < _LETS_THROUGH * winner.speedup.estimate:
+            lines.append(f"the loop that was measured with its loader gains {most:.2f}x of it at most: data is late")
     return Step(
-        name="tune", says=verdict(result), lines=result.notes, files=[f"tune/{path.name}" for path in paths],
+        name="tune", says=verdict(result), lines=lines, files=[f"tune/{path.name}" for path in paths],
         speedup=winner.speedup if winner is not None and changed else None,
         results={"recipe": str(result.recipe)} if changed else {},
         passes_on=f"to verify and package: {result.recipe}" if changed else "",

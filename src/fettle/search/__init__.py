@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from fettle.measure import Trial
 from fettle.search._space import Session, Space, holds, moved, valid, with_required
 from fettle.search.auto import auto
-from fettle.search.designs import Step, ablation, combinations_of, factorial, ladder, removals, steps
+from fettle.search.designs import Step, ablation, combinations_of, factorial, is_sampled, ladder, removals, steps
 from fettle.search.foresight import SLOWEST, Forecast, Foreseen, Foresight, Guide
 
 Design = Callable[[Space, Session], Trial | None]
@@ -18,6 +18,6 @@ DESIGNS: Mapping[str, Design] = {"auto": auto, "ladder": ladder, "factorial": fa
 
 __all__ = [
     "DESIGNS", "SLOWEST", "Design", "Forecast", "Foreseen", "Foresight", "Guide", "Session", "Space", "Step",
-    "ablation", "auto", "combinations_of", "factorial", "holds", "ladder", "moved", "removals", "steps", "valid",
-    "with_required",
+    "ablation", "auto", "combinations_of", "factorial", "holds", "is_sampled", "ladder", "moved", "removals", "steps",
+    "valid", "with_required",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ time (ablation), and what each brings; every valid combination, or a balanced fr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice, product
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search._evidence import Evidence
-from fettle.search._space import Session, Space, valid, with_required
+from fettle.search._space import Session, Space, moved, valid, with_required
 from fettle.search.auto import auto
 
 
@@ -38,7 +38,8 @@ def ladder(space: Space, session: Session) -> Trial | None:
 
 
 def steps(space: Space, session: Session, *, start: Recipe | None = None) -> Iterator[Step]:
-    """The rungs, each as soon as it was tried. One that fails or does not help is there, with `kept` false."""
+    """The rungs, each as soon as it was tried. One that fails, does not help, or cannot stand on those below is there,
+    with `kept` false."""
     return _climb(space, Evidence(space, session), start)
 
 
@@ -66,6 +67,12 @@ def _climb(space: Space, evidence: Evidence, start: Recipe | None = None) -> Ite
         helped = bool(tried) and evidence.beats(tried[best], standing)
         for label, trial in tried.items():
             yield Step(label, trial, helped and label == best)
+        if name not in standing.recipe.levels and name not in space.required.levels:
+            for level in space.choices[name][1:]:
+                if (label := f"{name}={level}") not in rung:
+                    barred = standing.recipe.with_levels(**{name: level})
+                    why = space.conflict(barred) or f"it cannot stand beside {standing.recipe}"
+                    yield Step(label, Trial(barred, "failed", reason=why), False)
         standing = tried[best] if helped else standing
         if not going_on:
             return
@@ -131,12 +138,11 @@ def combinations_of(space: Space, most: int = MOST) -> list[Recipe]:
 
 def _listed(space: Space) -> list[Recipe]:
     """All valid recipes; from a space too large to list, valid ones drawn at random."""
+    if (every := _every(space)) is not None:
+        whole = (with_required(space, recipe) for recipe in every)
+        return [recipe for recipe in dict.fromkeys(whole) if valid(space, recipe)]
     names = list(space.choices)
     levels = [space.choices[name] for name in names]
-    if math.prod(len(one) for one in levels) <= _LISTED:
-        rows = product(*levels)
-        drawn = (with_required(space, Recipe(dict(zip(names, row, strict=True)))) for row in rows)
-        return [recipe for recipe in dict.fromkeys(drawn) if valid(space, recipe)]
     random = np.random.default_rng(0)
     picks = (tuple(one[random.integers(len(one))] for one in levels) for _ in range(_LISTED))
     drawn = (with_required(space, Recipe(dict(zip(names, row, strict=True)))) for row in picks)
@@ -144,6 +150,44 @@ def _listed(space: Space) -> list[Recipe]:
     if len(found) >= _GROWN:
         return found
     return list(dict.fromkeys([*found, *(_grown(space, random) for _ in range(_GROWN))]))
+
+
+def is_sampled(space: Space) -> bool:
+    """Whether so many recipes could work that some drawn at random stand for all of them."""
+    return _every(space) is None
+
+
+def _every(space: Space) -> list[Recipe] | None:
+    """Recipes among which are all that can work: all combinations, or where those are too many, all in which no two
+    levels exclude each other. None where these are too many as well."""
+    if math.prod(map(len, space.choices.values())) <= _LISTED:
+        return [Recipe(dict(zip(space.choices, row, strict=True))) for row in product(*space.choices.values())]
+    levels = [(name, level) for name, known in space.choices.items() for level in known[1:]]
+    if len(levels) > _MOST_WITH_PAIRS:
+        return None
+    alone = {level: moved(space, Recipe(), *level) for level in levels}
+    apart = {pair for one, two in combinations(levels, 2) if not _together(space, alone, one, two)
+             for pair in ((one, two), (two, one))}  # fmt: skip
+    found: list[tuple[tuple[str, str], ...]] = [()]
+    for name, known in space.choices.items():
+        found += [(*taken, (name, level)) for taken in found for level in known[1:]
+                  if not any((one, (name, level)) in apart for one in taken)]  # fmt: skip
+        if len(found) > _LISTED:
+            return None
+    return [Recipe(dict(taken)) for taken in found]
+
+
+def _together(
+    space: Space, alone: Mapping[tuple[str, str], Recipe | None], one: tuple[str, str], two: tuple[str, str]
+) -> bool:
+    """Whether two levels can stand together, with what they need; also where one of them cannot stand alone."""
+    for first, second in ((one, two), (two, one)):
+        if (before := alone[first]) is None:
+            return True
+        both = moved(space, before, *second)
+        if both is not None and {one, two} <= set(both.levels.items()):
+            return True
+    return False
 
 
 def _grown(space: Space, random: np.random.Generator) -> Recipe:

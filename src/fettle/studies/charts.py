@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import altair as alt
 
-from fettle.measure import pareto
+from fettle.estimates import mean_interval, ratio_of
+from fettle.measure import Interval, pareto
 from fettle.page import Figure, as_spec, clean, picture, theme
 from fettle.page.theme import ACCENT, LEVERS, Rows
 from fettle.studies import effect_charts, ladder_chart
 from fettle.studies.analysis import Analysis
+from fettle.studies.effects import at_each
+from fettle.studies.model import Level
 from fettle.studies.outcome import Rung
 from fettle.studies.table import Experiment, Response, Table
 from fettle.studies.trials import ERROR
+from fettle.techniques import PYTHON
 
 _HEIGHT = 320
 _MOST_RUNS = 24
 """Configurations whose rounds are drawn."""
+_SEVERAL = 3
+"""Models from which their mean is drawn beside them."""
 _MOST_SPLITS = 16
 """Rows that a scatter is split into."""
 
@@ -32,6 +38,7 @@ def figures(
     figures = [
         ladder_chart.figure(f"ladder-{n}", name, rungs, published) for n, (name, rungs) in enumerate(steps.items())
     ]
+    figures += _across(table, analyses)
     first = table.responses[0]
     for place, group in enumerate(table.groups):
         of_group = [analysis for analysis in analyses if analysis.group == group]
@@ -42,6 +49,45 @@ def figures(
             figures += effect_charts.figures(f"{place}-{table.responses.index(analysis.response)}", analysis)
         figures += [_front(f"front-{place}", table, group), _runs(f"runs-{place}", table, group, lead)]
     return [clean(figure) for figure in figures if figure is not None]
+
+
+def _across(table: Table, analyses: Sequence[Analysis]) -> list[Figure | None]:
+    """The same level on each model, and on each at the levels of what is no technique: environments, machines, batch
+    sizes."""
+    leads = {one.group: one for one in analyses if one.response == table.responses[0] and one.model is not None}
+    models = {
+        group: {one.levels[0]: one.ratio for one in lead.effects if len(one.levels) == 1 and one.ratio is not None}
+        for group, lead in leads.items()
+    }
+    better = table.responses[0].better
+    drawn = []
+    if len(models) > 1:
+        if len(models) >= _SEVERAL:
+            models = {f"mean of {len(models)}": on_average(models.values())} | models
+        drawn.append(effect_charts.across("across", "The same level on each model", better, models))
+    for group, lead in leads.items():
+        assert lead.model is not None
+        for stage in lead.model.levels:
+            if stage == PYTHON.name or stage in table.apart:
+                name = f"across-{table.groups.index(group)}-{stage}"
+                places = at_each(lead.model, stage, table.apart)
+                drawn.append(effect_charts.across(name, f"The same level at each {stage}{_of(group)}", better, places))
+    return drawn
+
+
+def on_average(models: Collection[Mapping[Level, Interval]]) -> dict[Level, Interval]:
+    """What each level brings on an average model, and an interval that says how much models differ: what to expect of
+    one more of that sort."""
+    logs: dict[Level, list[float]] = {}
+    for found in models:
+        for level, ratio in found.items():
+            if ratio.low > 0:  # it was measured side by side
+                logs.setdefault(level, []).append(math.log(ratio.estimate))
+    means = {level: mean_interval(some) for level, some in logs.items() if len(some) >= _SEVERAL}
+    return {
+        level: Interval(ratio_of(mean), ratio_of(mean - half), ratio_of(mean + half))
+        for level, (mean, half) in means.items()
+    }
 
 
 def _of(group: str) -> str:

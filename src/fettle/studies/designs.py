@@ -62,15 +62,15 @@ MOST = 20_000
 """Combinations that are written out; of a space that has more a random part stands for the whole."""
 
 
-def cells(design: str, space: Space, start: Recipe, most: int | None = None) -> list[Recipe]:
+def cells(design: str, space: Space, start: Recipe, most: int | None = None, *, least: int = 2) -> list[Recipe]:
     """The recipes of a design, the workload as given first, each with what every recipe must have; no more than `most`.
 
     `start` is what the sensitivity to each level is asked around. Any beginning of a fraction is itself balanced.
-    Raises `UsageError` where nothing can be varied.
+    Raises `UsageError` where there are fewer than `least`.
     """
     recipes = [Recipe(), *(recipe for recipe in _DESIGNS[design](space, start, most) if recipe.levels)]
     recipes = list(dict.fromkeys(recipes))[:most]
-    if len(recipes) < 2:
+    if len(recipes) < least:
         raise UsageError("there is nothing to vary: no level of these techniques can be used here")
     return recipes
 

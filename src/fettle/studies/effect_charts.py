@@ -1,24 +1,80 @@
-"""Pictures of a fit: the effects with their intervals, and which pairs bring more or less together."""
+"""Pictures of a fit: the effects with their intervals, which pairs bring more or less together, and how what a level
+brings differs from place to place."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import altair as alt
 
+from fettle.measure import Interval
 from fettle.page import Figure, picture, theme
-from fettle.page.theme import ACCENT, NEUTRAL, QUIET, WARN, rule
+from fettle.page.theme import ACCENT, LEVERS, MORE, NEUTRAL, QUIET, WARN, rule
 from fettle.studies.analysis import Analysis
 from fettle.studies.effects import Effect
+from fettle.studies.model import Level
 
 _MOST = 24
+_MOST_CROSSED = 30
+"""Levels of a matrix, those of the surest effects."""
+_MOST_ACROSS, _FEWEST = 90, 4
+"""Most dots of a chart over several places, but for so many levels."""
 _ROW = 20
 _COLOURS = alt.Scale(domain=["helped", "hurt", "same", "cannot tell"], range=[ACCENT, WARN, QUIET, QUIET])
 
 
 def figures(name: str, analysis: Analysis) -> list[Figure | None]:
     return [_forest(f"forest-{name}", analysis), _matrix(f"matrix-{name}", analysis)]
+
+
+def across(name: str, title: str, better: str, places: Mapping[str, Mapping[Level, Interval]]) -> Figure | None:
+    """The same level in several places: on each model, or at each level of a factor such as the environment. Levels of
+    which places differ most come first."""
+    gains: dict[Level, dict[str, Interval]] = {}
+    for place, found in places.items():
+        for level, ratio in found.items():
+            if ratio.low > 0 and math.isfinite(ratio.high):
+                gains.setdefault(level, {})[place] = ratio
+    told = {level: found for level, found in gains.items() if len(found) > 1}
+    if not told:
+        return None
+    ranked = sorted(told, key=lambda level: -_apart(told[level].values()))
+    shown = ranked[: max(_FEWEST, _MOST_ACROSS // len(places))]
+    rows = [
+        {"level": "=".join(level), "place": place, "ratio": ratio.estimate, "low": ratio.low, "high": ratio.high,
+         "text": f"{ratio.estimate:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"}
+        for level in shown for place, ratio in told[level].items()
+    ]  # fmt: skip
+    order = list(places)
+    base = alt.Chart(theme.data(rows)).encode(
+        y=alt.Y("level:N", sort=["=".join(level) for level in shown], title=None, axis=alt.Axis(labelLimit=230)),
+        yOffset=alt.YOffset("place:N", sort=order),
+        color=alt.Color("place:N", sort=order, scale=alt.Scale(domain=order, range=[*LEVERS, *MORE]),
+                        legend=alt.Legend(title=None, columns=3, labelLimit=200)),
+        tooltip=["level:N", "place:N", "text:N"],
+    )  # fmt: skip
+    line = base.mark_rule(strokeWidth=1.6).encode(x=_times(better), x2="high:Q")
+    dot = base.mark_point(filled=True, size=50, opacity=1).encode(x="ratio:Q")
+    words = "; ".join(
+        f"{'='.join(level)} " + ", ".join(f"{told[level][place].estimate:.2f}x {place}" for place in told[level])
+        for level in shown[:6]
+    )
+    words = f"What each level brings, those that differ most first: {words}."
+    height = max(2 * _ROW, 12 * len(places)) * len(shown)
+    return picture(name, title, words, height, rule("x", 1, QUIET, NEUTRAL), line, dot)
+
+
+def _times(better: str) -> alt.X:
+    return alt.X("low:Q", title=f"times {better} (log)", scale=alt.Scale(type="log", nice=False, padding=10),
+                 axis=alt.Axis(tickCount=6, labelExpr="format(datum.value, '~g') + 'x'"))  # fmt: skip
+
+
+def _apart(ratios: Iterable[Interval]) -> float:
+    """How far apart they are, as a logarithm."""
+    logs = [math.log(ratio.estimate) for ratio in ratios]
+    return max(logs) - min(logs)
 
 
 def _title(what: str, analysis: Analysis) -> str:
@@ -49,10 +105,7 @@ def _forest(name: str, analysis: Analysis) -> Figure | None:
         color=alt.Color("reading:N", scale=_COLOURS, legend=alt.Legend(title=None, columns=4)),
         tooltip=["effect:N", "text:N", "reading:N"],
     )
-    x = alt.X("low:Q", title=f"times {analysis.response.better} (log)",
-              scale=alt.Scale(type="log", nice=False, padding=10),
-              axis=alt.Axis(tickCount=6, labelExpr="format(datum.value, '~g') + 'x'"))  # fmt: skip
-    line = base.mark_rule(strokeWidth=1.6).encode(x=x, x2="high:Q")
+    line = base.mark_rule(strokeWidth=1.6).encode(x=_times(analysis.response.better), x2="high:Q")
     shapes = alt.Scale(domain=["alone", "together"], range=["circle", "diamond"])
     dot = base.mark_point(filled=True, size=60).encode(
         x="ratio:Q", shape=alt.Shape("kind:N", scale=shapes, legend=alt.Legend(title=None))
@@ -65,7 +118,11 @@ def _forest(name: str, analysis: Analysis) -> Figure | None:
 def _matrix(name: str, analysis: Analysis) -> Figure | None:
     """Levels against levels: what two bring beyond the product of each; a main effect where a level meets itself."""
     rows: list[dict[str, Any]] = []
-    known = {level for effect in analysis.effects if effect.ratio is not None for level in effect.levels}
+    surest: dict[Level, float] = {}
+    for effect in analysis.effects:
+        for level in effect.levels if effect.ratio is not None else ():
+            surest[level] = max(surest.get(level, 0.0), effect.certain)
+    known = set(sorted(surest, key=lambda level: -surest[level])[:_MOST_CROSSED])
     shown = [effect for effect in analysis.effects if known.issuperset(effect.levels)]
     order = ["=".join(effect.levels[0]) for effect in shown if len(effect.levels) == 1]
     for effect in shown:
@@ -78,7 +135,7 @@ def _matrix(name: str, analysis: Analysis) -> Figure | None:
             row |= {"gain": max(-1.0, min(1.0, math.log(ratio))), "text": f"{ratio:.2f}", "reading": effect.reading}
         for a, b in sorted({(names[0], names[-1]), (names[-1], names[0])}):
             rows.append({**row, "a": a, "b": b})
-    if len(order) < 2 or len(order) > 30 or not any(len(effect.levels) > 1 for effect in analysis.effects):
+    if len(order) < 2 or not any(len(effect.levels) > 1 for effect in analysis.effects):
         return None
     base = alt.Chart(theme.data(rows)).encode(
         x=alt.X("a:N", sort=order, title=None, axis=alt.Axis(labelAngle=-40, labelLimit=140)),

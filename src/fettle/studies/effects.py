@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from fettle.measure import Interval
-from fettle.studies.model import Estimate, Model, Term
+from fettle.studies.model import Estimate, Level, Model, Term
 
 Reading = Literal["helped", "hurt", "same", "cannot tell"]
 ZONE = 0.01
@@ -77,6 +77,21 @@ def effects(model: Model, *, apart: frozenset[str] = frozenset(), confidence: fl
     known = [term for term, p in p_values.items() if math.isfinite(p)]
     adjusted = dict(zip(known, _holm([p_values[term] for term in known]), strict=True))
     return [_effect(model, term, gain, adjusted.get(term, math.nan), confidence) for term, gain in gains.items()]
+
+
+def at_each(
+    model: Model, stage: str, apart: frozenset[str] = frozenset(), *, confidence: float = 0.95
+) -> dict[str, dict[Level, Interval]]:
+    """By level of one factor, what each level of the others, but for those `apart`, brings there, on average over the
+    rest."""
+    return {
+        place: {
+            (name, level): _interval(gain, confidence)
+            for name, levels in model.levels.items() if name not in {stage, *apart}
+            for level in levels[1:] if (gain := model.main((name, level), (stage, place))) is not None
+        }
+        for place in model.levels[stage]
+    }  # fmt: skip
 
 
 def _effect(model: Model, term: Term, gain: Estimate | None, p: float, confidence: float) -> Effect:

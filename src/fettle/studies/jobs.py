@@ -31,11 +31,14 @@ class Job:
     gpus: int = 0
     """GPUs of each machine; a worker for each. 0: one worker for the whole machine."""
     image: str = ""
+    pythons: tuple[str, ...] = ()
+    """Where the environments that the study compares lie on the machines, ``NAME=PATH``."""
 
     @property
     def words(self) -> list[str]:
         """The worker's command, without its folder."""
-        return ["worker", *self.targets, "--storage", self.storage, "--study", self.study]
+        environments = [f"--python={text}" for text in self.pythons]
+        return ["worker", *self.targets, "--storage", self.storage, "--study", self.study, *environments]
 
 
 @dataclass(frozen=True)

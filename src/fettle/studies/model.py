@@ -105,14 +105,18 @@ class Model:
         inner, between = own**2 / self.freedom, max(0.0, whole - own) ** 2 / (self.draws - 1)
         return whole**2 / (inner + between) if whole > 0 else self.freedom
 
-    def main(self, level: Level) -> Estimate | None:
+    def main(self, level: Level, at: Level | None = None) -> Estimate | None:
         """What a level brings over how the factor was given, on average over the levels of the others that it was seen
-        with, each counting alike however often it was tried."""
+        with, each counting alike however often it was tried; or only where one other factor is `at` a level."""
         weights: dict[Term, float] = {(level,): 1.0}
         for name in self.levels:
             if name == level[0]:
                 continue
             others = {row.levels[name] for row in self.rows if row.levels[level[0]] == level[1]}
+            if at is not None and name == at[0]:
+                if at[1] not in others or self.pair(level, at) in self.left_out:
+                    return None
+                others = {at[1]}
             for other in others - {self.levels[name][0]}:
                 term = self.pair(level, (name, other))
                 if term in self.columns:

@@ -83,7 +83,7 @@ def _section(place: int, table: studied.Table, analysis: Analysis) -> dict[str, 
     response = table.responses.index(analysis.response)
     names = [f"forest-{group}-{response}", f"matrix-{group}-{response}"]
     if response == 0:
-        names = [f"scatter-{group}", *names]
+        names = [f"scatter-{group}", *names, *(f"across-{group}-{factor}" for factor in table.factors)]
     if response == len(table.responses) - 1:
         names += [f"front-{group}", f"runs-{group}"]
     return {

@@ -27,7 +27,7 @@ from fettle.studies.outcome import Done, rungs_of, table_for
 from fettle.studies.settings import Settings
 from fettle.studies.sharing import measure_shares, one_at_a_time, shares
 from fettle.studies.workloads import Telling, Workload, open_workload, workloads_of
-from fettle.tuning import OnProgress, Session, guide_for
+from fettle.tuning import Event, OnProgress, Session, guide_for
 
 TOGETHER = 6
 """Recipes of one race beside the workload as given."""
@@ -60,6 +60,7 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
         plan = _plan(workloads, settings, began)
         if plan.is_long and not agreed and settings.budget_s is None:
             return plan
+        telling(Event(str(plan), note=str(plan)))
         if orders is not None:
             announce(orders, settings)
         telling.seconds = time.monotonic() - began + plan.seconds

@@ -4,7 +4,7 @@ its own trials in the storage."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -14,14 +14,14 @@ from fettle.machine import Machine
 from fettle.measure import Trial
 from fettle.procs.interpreter import Interpreter, find_interpreters
 from fettle.recipe import Recipe, technique_and_part
-from fettle.search import Guide, Space, Step
+from fettle.search import Guide, Space, Step, is_sampled
 from fettle.studies import designs
 from fettle.studies.batches import Grown, check_growth
 from fettle.studies.environments import check_same, environments_of
 from fettle.studies.settings import Settings
 from fettle.studies.table import MACHINE
 from fettle.study import OtherWorkload
-from fettle.techniques import CATALOGUE, PYTHON, check_names
+from fettle.techniques import CATALOGUE, PYTHON, Facts, check_names, factors
 from fettle.tuning import Event, OnProgress, Options, Session, check_limits, check_techniques, space_for, writable
 from fettle.workload import Target, check_mode, find_target
 
@@ -89,7 +89,7 @@ def _check(settings: Settings) -> None:
     if settings.start is not None:
         check_names(settings.start.without(PYTHON.name))
     known = {PYTHON.name, *(technique.name for technique in CATALOGUE)}
-    if unknown := [name for name in settings.order if name not in known]:
+    if unknown := [name for name in settings.order if technique_and_part(name)[0] not in known]:
         raise UsageError(f"`order`: there is no technique {unknown[0]!r}")
     if settings.grow_batch is not None and settings.design != "ladder":
         raise UsageError("`grow_batch` is for a ladder: `design=ladder`")
@@ -175,6 +175,24 @@ def _only(space: Space, named: set[str]) -> Space:
     return replace(space, choices=kept, bundles=bundles)
 
 
+def _place(name: str, order: Sequence[str]) -> int:
+    """Where a factor stands in an order that names it, or its technique for all parts; after all that do."""
+    return next((place for place, one in enumerate(order) if one in (name, technique_and_part(name)[0])), len(order))
+
+
+def _not_varied(settings: Settings, space: Space, facts: Facts) -> Iterator[str]:
+    """What was asked for by name and cannot be had here, for people."""
+    for asked, levels in check_techniques(settings.techniques).items():
+        own = [(technique, one) for name, technique, one in factors(facts) if asked in (name, technique.name)]
+        for level in levels:
+            reasons = [technique.why_not(level, one) for technique, one in own]
+            if reasons and all(reasons):
+                yield f"{asked}={level} cannot be used here: {reasons[0]}"
+    for asked in settings.order:
+        if not any(len(space.choices[name]) > 1 for name in space.choices if _place(name, [asked]) == 0):
+            yield f"{asked} has no level that could be varied here"
+
+
 def open_workload(workload: Workload, settings: Settings, machine: Machine) -> None:
     """Probe the workload, and say which recipes are to be measured."""
     session = workload.session
@@ -185,6 +203,15 @@ def open_workload(workload: Workload, settings: Settings, machine: Machine) -> N
         check_same(session)
         if settings.grow_batch is not None:
             check_growth(session, settings.grow_batch)
+        workload.space = _space(workload, settings)
+        if settings.design not in designs.STEPS:
+            workload.cells = designs.cells(
+                settings.design, workload.space, settings.start or Recipe(), settings.cells,
+                least=1 if settings.arguments else 2,
+            )  # fmt: skip
+        if settings.design == "factorial" and is_sampled(workload.space):
+            drawn = len(workload.cells)
+            session.remark(f"{workload.name}: too many combinations to list; {drawn} drawn at random stand for all")
     except OtherWorkload:
         raise
     except UsageError as error:
@@ -192,17 +219,22 @@ def open_workload(workload: Workload, settings: Settings, machine: Machine) -> N
         return
     replicates = REPLICATES if settings.design in designs.STEPS else 1
     session.rules = replace(session.rules, equal_rounds=settings.rounds, replicates=replicates)
-    allowed = check_techniques(settings.techniques)
-    space, _ = space_for(session.facts, allowed, session.plan.rules_out, session.costs.of)
-    if settings.only:
-        space = _only(space, {*allowed, *settings.order})
-    choices = {PYTHON.name: (PYTHON.default, *workload.environments), **space.choices}
-    names = sorted(choices, key=lambda name: settings.order.index(name) if name in settings.order else len(choices))
-    workload.space = replace(space, choices={name: choices[name] for name in names})
-    if clash := [name for name in settings.arguments if len(choices.get(name, ())) > 1]:
+    if clash := [name for name in settings.arguments if len(workload.space.choices.get(name, ())) > 1]:
         raise UsageError(
             f"`factor={clash[0]}`: a technique of that name is varied too: pin it, `technique='{clash[0]}=LEVEL'`, or "
             "rename the argument"
         )
-    if settings.design not in designs.STEPS:
-        workload.cells = designs.cells(settings.design, workload.space, settings.start or Recipe(), settings.cells)
+
+
+def _space(workload: Workload, settings: Settings) -> Space:
+    """What varies here, in the order of the ladder; what was asked for and does not is said."""
+    session, allowed = workload.session, check_techniques(settings.techniques)
+    space, _ = space_for(session.facts, allowed, session.plan.rules_out, session.costs.of)
+    if settings.only:
+        space = _only(space, {*allowed, *settings.order})
+    choices = {PYTHON.name: (PYTHON.default, *workload.environments), **space.choices}
+    names = sorted(choices, key=lambda name: _place(name, settings.order))
+    space = replace(space, choices={name: choices[name] for name in names})
+    for text in _not_varied(settings, space, session.facts):
+        session.remark(f"{workload.name}: {text}")
+    return space
