@@ -1,5 +1,5 @@
-"""FLUX.1 (Black Forest Labs 2024), its schnell variant, from prompt to picture: CLIP and T5 read the prompt, a diffusion
-transformer (DiT) is called at every step of a flow, and the VAE's decoder makes the picture: a pipeline of four parts.
+"""FLUX.1 schnell (Black Forest Labs 2024) from prompt to picture: CLIP and T5 read the prompt, a diffusion transformer
+(DiT) is called at every step of a flow, and the VAE's decoder makes the picture: a pipeline of four parts.
 
 Configurations are those that black-forest-labs/FLUX.1-schnell publishes. Weights, prompts and metric are made as in
 `stable_diffusion`.

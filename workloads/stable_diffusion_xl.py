@@ -114,7 +114,8 @@ def small(steps: int = 3, measure: str = "ssim", device: str = "cpu", pictures: 
         "sample_size": 8, "cross_attention_dim": 64, "block_out_channels": (32, 64), "attention_head_dim": (2, 4),
         "layers_per_block": 1, "transformer_layers_per_block": (1, 2), "addition_time_embed_dim": 8,
         "projection_class_embeddings_input_dim": 6 * 8 + 32,
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
     }  # fmt: skip
     vae = {
         "block_out_channels": (32, 64), "down_block_types": ("DownEncoderBlock2D",) * 2,
