@@ -21,6 +21,8 @@ class Padding:
     """Its longest row, as a share of the places."""
     whole: tuple[str | int, ...] = ()
     """By name or place, arguments that are no rows: another batch may have as many rows as they have by chance."""
+    of_all: bool = False
+    """Among the answers is one number for all rows, such as a loss."""
 
 
 @dataclass(frozen=True)
