@@ -60,6 +60,10 @@ ENCODER = compiled("default", "vision_encoder")
 COMPILED = compiled("default", "vision_encoder", "mask_decoder")
 BEST_SAM = f"{SAM} {FUSED} {ENCODER} {EXPORTED} {GRAPHS} cuda_graphs[prompt_encoder]=on"
 
+KERNELS = [f"{SD} sdpa_backend[unet]={kernel}" for kernel in ("math", "efficient", "flash")]
+ATTENTION = (f"@attention=products {SD}", *KERNELS, f"{KERNELS[-1]} {compiled('default', 'unet', 'vae.decoder')}")
+"""The configurations of PyTorch's post on accelerating diffusers, in bfloat16."""
+
 LADDERS = {  # rungs of pipelines as one would try them, and what the factory is given
     "segment_anything": (
         "workloads/segment_anything.py", "", (),
@@ -106,6 +110,12 @@ LADDERS = {  # rungs of pipelines as one would try them, and what the factory is
             f"{SD} {QUICK} {compiled('reduce-overhead', 'unet')} {compiled('default', 'vae.decoder')}",
         ),
     ),
+    **{
+        f"stable_diffusion-{pictures}-pictures": (
+            "workloads/stable_diffusion.py", "@attention=products", ("steps=20", f"pictures={pictures}"), ATTENTION,
+        )
+        for pictures in (1, 2, 4, 8, 16)
+    },
 }  # fmt: skip
 
 
