@@ -101,6 +101,18 @@ def test_every_field_of_the_json_has_words_where_its_class_has_some(pages: Modul
     assert "schemas/result.json" in text
 
 
+def test_what_a_gpu_showed_is_on_the_page(pages: ModuleType, tmp_path: Path) -> None:
+    text = pages.gpus()
+    assert "| `@attention=products` | 2.22 | 1.00 (1.00 to 1.00) | 11.38 |  |" in text
+    assert "| torch.compile | `compile=default grad=inference_mode mode=eval` | 3.4 | 2.45 [1.92, 2.99] |" in text
+    assert "| ViT-B, all tokens, bfloat16 | fused | 0.502 | 6 | 0.002 |" in text
+    assert "No GPU has been at hand" in pages.gpus(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "about.json").write_text('{"machine": "an A"}')
+    (tmp_path / "a" / "digits.json").write_text('{"failure": "ended", "seconds": 1}')
+    assert "## a\n\nan A.\n\n### digits\n\nIt failed." in pages.gpus(tmp_path)
+
+
 @pytest.mark.slow
 def test_the_documentation_builds_without_a_broken_link(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
