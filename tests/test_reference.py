@@ -103,7 +103,7 @@ def test_every_field_of_the_json_has_words_where_its_class_has_some(pages: Modul
 
 def test_what_a_gpu_showed_is_on_the_page(pages: ModuleType, tmp_path: Path) -> None:
     text = pages.gpus()
-    assert "| `@attention=products` | 2.22 | 1.00 (1.00 to 1.00) | 11.38 |  |" in text
+    assert "| `@attention=products` | 2.22 | 1.00 (1.00 to 1.00) | 11.44 |  |" in text
     assert "| torch.compile | `compile=default grad=inference_mode mode=eval` | 3.4 | 2.45 [1.92, 2.99] |" in text
     assert "| ViT-B, all tokens, bfloat16 | fused | 0.502 | 6 | 0.002 |" in text
     assert "No GPU has been at hand" in pages.gpus(tmp_path)
