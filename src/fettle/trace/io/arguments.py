@@ -70,10 +70,11 @@ def kernel_launches(trace: Trace) -> pl.DataFrame:
     """What the profiler recorded of kernels' launches: row, blocks_per_sm, occupancy (0 to 1, estimated). Nothing where
     it recorded none, or where the file is gone or parts of it cannot be read.
     """
-    rows = np.flatnonzero(trace.kind == Kind.KERNEL)
-    events = _again(trace, _kernels) if len(rows) else ()
-    found = [event.args for event in events if event.ph == "X" and _is_kernel(event.cat)]
     schema = {"row": pl.Int64(), "blocks_per_sm": pl.Float64(), "occupancy": pl.Float64()}
+    rows = np.flatnonzero(trace.kind == Kind.KERNEL)
+    if not len(rows):
+        return pl.DataFrame(schema=schema)
+    found = [event.args for event in _again(trace, _kernels) if event.ph == "X" and _is_kernel(event.cat)]
     if len(found) != len(rows):  # which kernels these are is not known
         return pl.DataFrame(schema=schema)
     told = [
