@@ -48,6 +48,7 @@ class _Kernel(msgspec.Struct, gc=False):
 _calls = msgspec.json.Decoder(list[_Call]).decode
 _kernels = msgspec.json.Decoder(list[_Kernel]).decode
 _texts = msgspec.json.Decoder(tuple[str, ...]).decode
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError)
 
 
 def operator_inputs(trace: Trace, operators: Collection[str]) -> dict[str, list[_Texts]]:
@@ -60,9 +61,10 @@ def operator_inputs(trace: Trace, operators: Collection[str]) -> dict[str, list[
         if call.ph == "X" and call.name in by_operator:
             inputs = call.args or _Inputs()
             key = bytes(inputs.types), bytes(inputs.values)
-            if key not in known:
-                known[key] = _texts(key[0]), _texts(key[1])
-            by_operator[call.name].append(known[key])
+            with suppress(*_UNREADABLE):
+                if key not in known:
+                    known[key] = _texts(key[0]), _texts(key[1])
+                by_operator[call.name].append(known[key])
     return by_operator
 
 
@@ -96,5 +98,5 @@ def _again(trace: Trace, decode: Callable[[bytes], list[T]]) -> Iterator[T]:
         _, text, boundary = begin(source)
         for chunk, last in chunks(source, text, boundary, []):
             whole = chunk[: chunk.rfind(b"}", 0, chunk.rfind(b"]")) + 1] if last else chunk
-            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+            with suppress(*_UNREADABLE):
                 yield from decode(b"[" + whole + b"]")
