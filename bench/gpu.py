@@ -89,6 +89,14 @@ LADDERS = {  # rungs of pipelines as one would try them, and what the factory is
             BEST_SAM,
         ),
     ),
+    "segment_anything-prompts": (
+        "workloads/segment_anything.py:with_prompts", "@prompts=apart", (),
+        (
+            "@prompts=together",
+            f"@prompts=apart {SAM} {FUSED} {COMPILED}",
+            f"{SAM} {FUSED} {COMPILED}",
+        ),
+    ),
     "segment_anything-h": (
         "workloads/segment_anything.py:vit_h", "@attention=products", (),
         (
@@ -212,12 +220,13 @@ def script(name: str, *arguments: str) -> dict[str, Any]:
 
 def ladder(name: str, device: str) -> dict[str, Any]:
     target, given, arguments, rungs = LADDERS[name]
+    path, _, factory = target.partition(":")
+    small = "small_with_prompts" if factory == "with_prompts" else "small"
     if device == "cpu":  # a rehearsal
-        path, _, factory = target.partition(":")
-        target, rungs = f"{path}:{'small_eight' if factory == 'eight' else 'small'}", rungs[:1]
+        target, rungs = f"{path}:{'small_eight' if factory == 'eight' else small}", rungs[:1]
     asked = [f"--argument={one}" for one in (f"device={device}", *arguments)] + [f"--recipe={rung}" for rung in rungs]
     together = ["--together"] if device == "cuda" else []
-    return script("pipeline_ladder.py", target, "--small=small", f"--given={given}", "--rounds=5", *asked, *together)
+    return script("pipeline_ladder.py", target, f"--small={small}", f"--given={given}", "--rounds=5", *asked, *together)
 
 
 def tuned(name: str, device: str, budget_s: float, kept: Path) -> dict[str, Any]:

@@ -168,6 +168,27 @@ def test_segment_anything_from_photograph_to_masks(
     assert made.metric(lambda *inputs: {"logits": -other["logits"]}) < 0.5
 
 
+def test_prompts_of_several_images_are_decoded_together_as_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("sklearn")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target = find_target(f"{FOLDER / 'segment_anything.py'}:small_with_prompts")
+    together, apart = (replace(target, arguments={"prompts": way}).load() for way in ("together", "apart"))
+    calls: list[int] = []
+    for made in (together, apart):
+        made.model.eval().mask_decoder.register_forward_pre_hook(lambda *_: calls.append(1))
+    with torch.inference_mode():
+        one, other = (made.run(made.model, made.inputs[0]) for made in (together, apart))
+    assert len(calls) == 1 + 8
+    assert one["logits"].shape == (24, 3, 64, 64)
+    for name, values in one.items():
+        torch.testing.assert_close(values, other[name], atol=1e-4, rtol=1e-4)
+    assert together.metric is not None
+    assert together.metric(lambda *inputs: apart.run(apart.model, inputs)) > 0.999
+
+
 def test_stable_diffusion_from_prompt_to_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reduced configuration: parts, the scheduler's steps, both halves of the guidance, and two metrics."""
     pytest.importorskip("diffusers")
