@@ -33,15 +33,15 @@ def grid(side: int, size: int) -> torch.Tensor:
 
 
 def decoded(
-    model: torch.nn.Module, images: torch.Tensor, points: torch.Tensor, **more: object
+    model: torch.nn.Module, images: torch.Tensor, position: torch.Tensor, points: torch.Tensor, **more: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits (points x 3 x height x width) and predicted IoU of the masks at points of encoded images, images x points x
-    1 x 2. `more` the decoder is given."""
+    """Logits (points x 3 x height x width) and predicted IoU of the masks at points, images x points x 1 x 2, of
+    encoded images. `position` is that of their places; `more` the decoder is given."""
     labels = torch.ones(points.shape[:-1], dtype=torch.int, device=points.device)
     sparse, dense = model.prompt_encoder(input_points=points, input_labels=labels, input_boxes=None, input_masks=None)
     masks, predicted, *_ = model.mask_decoder(
         image_embeddings=images,
-        image_positional_embeddings=model.get_image_wide_positional_embeddings().expand(len(images), -1, -1, -1),
+        image_positional_embeddings=position,
         sparse_prompt_embeddings=sparse,
         dense_prompt_embeddings=dense,
         multimask_output=True,
@@ -53,7 +53,8 @@ def decoded(
 def masks_at(model: torch.nn.Module, image: torch.Tensor, points: torch.Tensor, **more: object) -> dict:
     """Of one encoded image what `decoded` says, and those masks that are good, stable and no repetition of a better
     one, as run lengths."""
-    found = [decoded(model, image, some, **more) for some in points.split(AT_ONCE, 1)]
+    position = model.get_image_wide_positional_embeddings()
+    found = [decoded(model, image, position, some, **more) for some in points.split(AT_ONCE, 1)]
     logits, scores = map(torch.cat, zip(*found, strict=True))
     return {"logits": logits, "scores": scores, "masks": distinct(logits.flatten(0, 1), scores.flatten())}
 

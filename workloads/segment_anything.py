@@ -34,18 +34,19 @@ def generate_each(model: torch.nn.Module, pixels: torch.Tensor, points: torch.Te
 @torch.no_grad()
 def prompted(model: torch.nn.Module, pixels: torch.Tensor, points: torch.Tensor, owners: torch.Tensor) -> dict:
     """The masks at points of several images, any number of each: all in one list, decoded together."""
-    images = model.vision_encoder(pixels).last_hidden_state
+    images, position = model.vision_encoder(pixels).last_hidden_state, model.get_image_wide_positional_embeddings()
     lists = zip(points.split(AT_ONCE), owners.split(AT_ONCE), strict=True)
-    found = [decoded(model, images[own], some[:, None]) for some, own in lists]
+    found = [decoded(model, images[own], position.expand(len(own), -1, -1, -1), some[:, None]) for some, own in lists]
     return dict(zip(("logits", "scores"), map(torch.cat, zip(*found, strict=True)), strict=True))
 
 
 @torch.no_grad()
 def prompted_apart(model: torch.nn.Module, pixels: torch.Tensor, points: torch.Tensor, owners: torch.Tensor) -> dict:
     """The same image by image."""
+    images, position = model.vision_encoder(pixels).last_hidden_state, model.get_image_wide_positional_embeddings()
     found = []
-    for number, image in enumerate(model.vision_encoder(pixels).last_hidden_state.split(1)):
-        found += [decoded(model, image, some[None]) for some in points[owners == number].split(AT_ONCE)]
+    for number, image in enumerate(images.split(1)):
+        found += [decoded(model, image, position, some[None]) for some in points[owners == number].split(AT_ONCE)]
     return dict(zip(("logits", "scores"), map(torch.cat, zip(*found, strict=True)), strict=True))
 
 
