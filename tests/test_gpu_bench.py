@@ -26,8 +26,10 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_ladders_name_techniques_and_arguments_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("diffusers")
     pytest.importorskip("sklearn")
+    from bench.gpu import LADDERS
+
     monkeypatch.syspath_prepend(ROOT / "workloads")
-    for target, given, arguments, rungs in runpy.run_path(str(SCRIPT))["LADDERS"].values():
+    for target, given, arguments, rungs in LADDERS.values():
         path, _, factory = target.partition(":")
         takes = inspect.signature(runpy.run_path(str(ROOT / path))[factory or "workload"]).parameters
         words = [word for text in (given, *rungs) for word in text.split()]
