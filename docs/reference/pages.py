@@ -1,8 +1,7 @@
 """The pages of the reference that are made from the code when the documentation is built (a hook of mkdocs).
 
 `cli.md` from the commands, `json.md` and `schemas/*.json` from the classes whose fields become JSON, `techniques.md`
-from the catalogue, `traces.md` from what the questions about a small trace answer, `gpus.md` from what `make gpu-bench`
-wrote on the GPUs that were at hand. `contributing.md` is
+from the catalogue, `traces.md` from what the questions about a small trace answer. `contributing.md` is
 CONTRIBUTING.md, which stands where those who read the source look for it.
 """
 
@@ -13,7 +12,6 @@ import importlib
 import inspect
 import json
 import re
-import statistics
 import tempfile
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,14 +27,13 @@ from mkdocs.structure.files import File, Files
 from fettle.cli import build
 from fettle.techniques import CATALOGUE, Facts
 
-ROOT = Path(__file__).parents[2]
-CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Called by mkdocs: add the pages."""
     made: dict[str, Callable[[], str]] = {
-        "cli.md": cli, "json.md": json_page, "techniques.md": techniques, "traces.md": traces, "gpus.md": gpus,
+        "cli.md": cli, "json.md": json_page, "techniques.md": techniques, "traces.md": traces,
     }  # fmt: skip
     for name, page in made.items():
         files.append(File.generated(config, f"reference/{name}", content=page()))
@@ -355,76 +352,3 @@ def traces() -> str:
         parts += ["", f"## {name}", "", words, "", "| column | type |", "| --- | --- |"]
         parts += [f"| `{column}` | {kind} |" for column, kind in frame.schema.items()]
     return "\n".join(parts) + "\n"
-
-
-# GPUs
-
-
-def gpus(results: Path = ROOT / "bench" / "results") -> str:
-    """What was measured on GPUs, file by file."""
-    parts = [
-        "# On GPUs", "",
-        "The tables of what `make gpu-bench` wrote into `bench/results`, GPU by GPU. [What they come "
-        "to](../measured.md#on-a-gpu). Times are medians, ratios those of rounds in turn.",
-    ]  # fmt: skip
-    folders = [path.parent for path in sorted(results.glob("*/about.json"))]
-    for folder in folders:
-        parts += ["", f"## {folder.name}", "", f"{json.loads((folder / 'about.json').read_text())['machine']}."]
-        for path in sorted(folder.glob("*.json")):
-            made = json.loads(path.read_text())
-            table = next((rows(made) for key, rows in _GPU_TABLES.items() if key in made or key == path.stem), None)
-            if made.get("failure"):
-                parts += ["", f"### {path.stem}", "", "It failed."]
-            elif table:
-                parts += ["", f"### {path.stem}", "", *_note(made), *table]
-    return "\n".join([*parts, *([] if folders else ["", "No GPU has been at hand yet."])]) + "\n"
-
-
-def _note(made: Mapping[str, Any]) -> list[str]:
-    note = made.get("note", "")
-    return [f"{note[:1].upper()}{note[1:]}.", ""] if note else []
-
-
-def _said(value: float | None, form: str = ".3g") -> str:
-    return "" if value is None else format(value, form)
-
-
-def _ladder(made: Mapping[str, Any]) -> list[str]:
-    rows = ["| recipe | s | times as fast, lowest to highest | peak, GiB | metric |", "| --- | --: | --- | --: | --: |"]
-    for recipe, one in made["recipes"].items():
-        if one["seconds"]:
-            middle, found = statistics.median(one["speedups"]), one["speedups"]
-            peak = (one["loaded_bytes"] + one["peak_bytes"]) / 2**30
-            rows.append(
-                f"| {f'`{recipe}`' if recipe else 'as given'} | {_said(statistics.median(one['seconds']))} | "
-                f"{middle:.2f} ({min(found):.2f} to {max(found):.2f}) | {peak:.2f} | "
-                f"{_said(one['metric'], '.4g')} |"
-            )
-    return rows
-
-
-def _tuned(made: Mapping[str, Any]) -> list[str]:
-    rows = ["| | recipe | ms | fettle is faster by | error |", "| --- | --- | --: | --- | --: |"]
-    for name, one in {"fettle": made["fettle"], **made["peers"]}.items():
-        middle, low, high = one["fettle_is_faster_by"] or (None, None, None)
-        rows.append(
-            f"| {name} | `{one['recipe'] or 'baseline'}` | {_said(one['ms'])} | "
-            f"{_said(middle)} [{_said(low)}, {_said(high)}] | {_said(one['error'], '.2g')} |"
-        )
-    return rows
-
-
-def _attention(made: Mapping[str, Any]) -> list[str]:
-    rows = ["| attention | way | ms | peak, MiB | error |", "| --- | --- | --: | --: | --: |"]
-    for case, ways in made.get("cases", made).items():
-        for way, one in ways.items() if isinstance(ways, dict) else ():
-            if "median_ms" in one:
-                size = one["peak_bytes"] / 2**20
-                rows.append(f"| {case} | {way} | {one['median_ms']:.3g} | {size:.0f} | {one['error']:.2g} |")
-    return rows
-
-
-_GPU_TABLES: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = {
-    "recipes": _ladder, "peers": _tuned, "attention": _attention,
-}  # fmt: skip
-"""By what a file holds, or its name."""
