@@ -205,11 +205,14 @@ def test_a_training_loop_has_no_package_and_nothing_failed(work: Path, tmp_path:
 
 
 def test_a_pipeline_has_no_package_and_nothing_failed(work: Path, tmp_path: Path, monkeypatch) -> None:
-    work.write_text(WORK + """
+    work.write_text(
+        WORK
+        + """
 def pipeline():
     model, inputs = workload()
     return {"model": model, "inputs": inputs, "call": lambda model, x: model[2](model[0](x)), "parts": ["0", "2"]}
-""")
+"""
+    )
     monkeypatch.setattr(guided, "load_recipe", lambda path: SimpleNamespace(recipe=Recipe(), evidence={}))
     target = f"{work}:pipeline"
     run = SimpleNamespace(target=target, settings=Settings(), folder=tmp_path, quietly=nullcontext, say=print)

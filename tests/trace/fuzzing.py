@@ -34,8 +34,8 @@ from tests.trace.simulator import Op, Program, document, simulate
 CASE_SECONDS = 20
 COMMANDS = [
     "health", "check", "steps", "account", "account --own-end", "idle", "idle --step 1", "kernels", "occupancy",
-    "flops", "launches", "comm", "queue", "bandwidth", "operators", "tree", "sequences", "annotations", "counters", "critical",
-    "critical --step 0", "whatif", "whatif --kernels . --factor 0.5", "memory", "host", "hta",
+    "flops", "launches", "comm", "queue", "bandwidth", "operators", "tree", "sequences", "annotations", "counters",
+    "critical", "critical --step 0", "whatif", "whatif --kernels . --factor 0.5", "memory", "host", "hta",
 ]  # fmt: skip
 TOLD_EVERY = 10
 """Of so many cases one also goes through a command of the command line."""

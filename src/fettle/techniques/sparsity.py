@@ -19,7 +19,8 @@ def sparsify(model: torch.nn.Module, only_mlps: bool = False) -> None:
     if only_mlps:
         sizes = {(layer.in_features, layer.out_features) for layer in layers}
         layers = [
-            layer for layer in layers
+            layer
+            for layer in layers
             if layer.in_features != layer.out_features and (layer.out_features, layer.in_features) in sizes
         ]
     done = 0

@@ -68,11 +68,11 @@ __all__ = [
     "collective_table", "collectives", "compare", "conversions", "copy_bandwidth", "counters_by_operator",
     "critical_path", "critical_path_of_ranks", "data_loading", "host_stacks", "host_summary", "identities",
     "idle_pieces", "idle_streams", "idle_summary", "kernel_classes", "kernel_sequences", "kernel_table",
-    "kernels_across_ranks", "kernels_by_sm", "kernels_under", "launch_stats", "load", "load_all", "loader_waits", "memory_peak",
-    "memory_timeline", "operator_sizes", "operator_table", "outermost_operators", "overlap", "parallel_operators",
-    "path_events", "path_shares", "product_summary", "product_table", "query", "queue_length", "queue_summary",
-    "record", "sm_efficiency", "small_operators", "step_summary", "steps", "stragglers", "threads", "time_account", "trace_health",
-    "what_if", "write_report",
+    "kernels_across_ranks", "kernels_by_sm", "kernels_under", "launch_stats", "load", "load_all", "loader_waits",
+    "memory_peak", "memory_timeline", "operator_sizes", "operator_table", "outermost_operators", "overlap",
+    "parallel_operators", "path_events", "path_shares", "product_summary", "product_table", "query", "queue_length",
+    "queue_summary", "record", "sm_efficiency", "small_operators", "step_summary", "steps", "stragglers", "threads",
+    "time_account", "trace_health", "what_if", "write_report",
 ]  # fmt: skip
 
 
