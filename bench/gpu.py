@@ -60,6 +60,10 @@ ENCODER = compiled("default", "vision_encoder")
 COMPILED = compiled("default", "vision_encoder", "mask_decoder")
 BEST_SAM = f"{SAM} {FUSED} {ENCODER} {EXPORTED} {GRAPHS} cuda_graphs[prompt_encoder]=on"
 
+KERNELS = [f"{SD} sdpa_backend[unet]={kernel}" for kernel in ("math", "efficient", "flash")]
+ATTENTION = (f"@attention=products {SD}", *KERNELS, f"{KERNELS[-1]} {compiled('default', 'unet', 'vae.decoder')}")
+"""The configurations of PyTorch's post on accelerating diffusers, in bfloat16."""
+
 LADDERS = {  # rungs of pipelines as one would try them, and what the factory is given
     "segment_anything": (
         "workloads/segment_anything.py", "", (),
@@ -85,6 +89,14 @@ LADDERS = {  # rungs of pipelines as one would try them, and what the factory is
             BEST_SAM,
         ),
     ),
+    "segment_anything-prompts": (
+        "workloads/segment_anything.py:with_prompts", "@prompts=apart", (),
+        (
+            "@prompts=together",
+            f"@prompts=apart {SAM} {FUSED} {COMPILED}",
+            f"{SAM} {FUSED} {COMPILED}",
+        ),
+    ),
     "segment_anything-h": (
         "workloads/segment_anything.py:vit_h", "@attention=products", (),
         (
@@ -106,6 +118,12 @@ LADDERS = {  # rungs of pipelines as one would try them, and what the factory is
             f"{SD} {QUICK} {compiled('reduce-overhead', 'unet')} {compiled('default', 'vae.decoder')}",
         ),
     ),
+    **{
+        f"stable_diffusion-{pictures}-pictures": (
+            "workloads/stable_diffusion.py", "@attention=products", ("steps=20", f"pictures={pictures}"), ATTENTION,
+        )
+        for pictures in (1, 2, 4, 8, 16)
+    },
 }  # fmt: skip
 
 
@@ -202,12 +220,13 @@ def script(name: str, *arguments: str) -> dict[str, Any]:
 
 def ladder(name: str, device: str) -> dict[str, Any]:
     target, given, arguments, rungs = LADDERS[name]
+    path, _, factory = target.partition(":")
+    small = "small_with_prompts" if factory == "with_prompts" else "small"
     if device == "cpu":  # a rehearsal
-        path, _, factory = target.partition(":")
-        target, rungs = f"{path}:{'small_eight' if factory == 'eight' else 'small'}", rungs[:1]
+        target, rungs = f"{path}:{'small_eight' if factory == 'eight' else small}", rungs[:1]
     asked = [f"--argument={one}" for one in (f"device={device}", *arguments)] + [f"--recipe={rung}" for rung in rungs]
     together = ["--together"] if device == "cuda" else []
-    return script("pipeline_ladder.py", target, "--small=small", f"--given={given}", "--rounds=5", *asked, *together)
+    return script("pipeline_ladder.py", target, f"--small={small}", f"--given={given}", "--rounds=5", *asked, *together)
 
 
 def tuned(name: str, device: str, budget_s: float, kept: Path) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """What somebody with a GPU runs, rehearsed without one."""
 
+import inspect
 import json
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -9,12 +11,32 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[1] / "bench" / "gpu.py"
+from fettle.recipe import Recipe
+from fettle.techniques import check_names
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "bench" / "gpu.py"
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), "--results", str(folder), *arguments]
     return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_ladders_name_techniques_and_arguments_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("diffusers")
+    pytest.importorskip("sklearn")
+    from bench.gpu import LADDERS
+
+    monkeypatch.syspath_prepend(ROOT / "workloads")
+    for target, given, arguments, rungs in LADDERS.values():
+        path, _, factory = target.partition(":")
+        takes = inspect.signature(runpy.run_path(str(ROOT / path))[factory or "workload"]).parameters
+        words = [word for text in (given, *rungs) for word in text.split()]
+        named = [*arguments, *(word[1:] for word in words if word.startswith("@"))]
+        assert {name.partition("=")[0] for name in (*named, "device=")} <= {*takes}
+        for rung in rungs:
+            check_names(Recipe.parse(" ".join(word for word in rung.split() if not word.startswith("@"))))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")

@@ -27,15 +27,19 @@ from tests.report.made_up import resnet
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def pages() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reference_pages", ROOT / "docs" / "reference" / "pages.py")
+def _hook(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"reference_{name}", ROOT / "docs" / "reference" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def pages() -> ModuleType:
+    return _hook("pages")
 
 
 def _written(run_fettle: Any) -> dict[str, Any]:
@@ -99,6 +103,19 @@ def test_every_field_of_the_json_has_words_where_its_class_has_some(pages: Modul
     text = pages.json_page()
     assert "| `bound` | number or null | Time: the most that mending it could take off" in text
     assert "schemas/result.json" in text
+
+
+def test_what_a_gpu_showed_is_on_the_page(tmp_path: Path) -> None:
+    gpus = _hook("gpus").gpus
+    text = gpus()
+    assert "| `@attention=products` | 2.22 | 1.00 (1.00 to 1.00) | 11.44 |  |" in text
+    assert "| torch.compile | `compile=default grad=inference_mode mode=eval` | 3.4 | 2.45 [1.92, 2.99] |" in text
+    assert "| ViT-B, all tokens, bfloat16 | fused | 0.502 | 6 | 0.002 |" in text
+    assert "No GPU has been at hand" in gpus(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "about.json").write_text('{"machine": "an A"}')
+    (tmp_path / "a" / "digits.json").write_text('{"failure": "ended", "seconds": 1}')
+    assert "## a\n\nan A.\n\n### digits\n\nIt failed." in gpus(tmp_path)
 
 
 @pytest.mark.slow

@@ -32,26 +32,31 @@ def grid(side: int, size: int) -> torch.Tensor:
     return torch.stack([columns, rows], -1).reshape(1, -1, 1, 2)
 
 
+def decoded(
+    model: torch.nn.Module, images: torch.Tensor, position: torch.Tensor, points: torch.Tensor, **more: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (points x 3 x height x width) and predicted IoU of the masks at points, images x points x 1 x 2, of
+    encoded images. `position` is that of their places; `more` the decoder is given."""
+    labels = torch.ones(points.shape[:-1], dtype=torch.int, device=points.device)
+    sparse, dense = model.prompt_encoder(input_points=points, input_labels=labels, input_boxes=None, input_masks=None)
+    masks, predicted, *_ = model.mask_decoder(
+        image_embeddings=images,
+        image_positional_embeddings=position,
+        sparse_prompt_embeddings=sparse,
+        dense_prompt_embeddings=dense,
+        multimask_output=True,
+        **more,
+    )
+    return masks.flatten(0, 1), predicted.flatten(0, 1)
+
+
 def masks_at(model: torch.nn.Module, image: torch.Tensor, points: torch.Tensor, **more: object) -> dict:
-    """Of one encoded image: logits (points x 3 x height x width) and predicted IoU of the masks at every point, and
-    those masks that are good, stable and no repetition of a better one, as run lengths. `more` the decoder is given."""
+    """Of one encoded image what `decoded` says, and those masks that are good, stable and no repetition of a better
+    one, as run lengths."""
     position = model.get_image_wide_positional_embeddings()
-    logits, scores = [], []
-    for some in points.split(AT_ONCE, 1):
-        labels = torch.ones(some.shape[:-1], dtype=torch.int, device=some.device)
-        sparse, dense = model.prompt_encoder(input_points=some, input_labels=labels, input_boxes=None, input_masks=None)
-        masks, predicted, *_ = model.mask_decoder(
-            image_embeddings=image,
-            image_positional_embeddings=position,
-            sparse_prompt_embeddings=sparse,
-            dense_prompt_embeddings=dense,
-            multimask_output=True,
-            **more,
-        )
-        logits.append(masks[0])
-        scores.append(predicted[0])
-    found = {"logits": torch.cat(logits), "scores": torch.cat(scores)}
-    return {**found, "masks": distinct(found["logits"].flatten(0, 1), found["scores"].flatten())}
+    found = [decoded(model, image, position, some, **more) for some in points.split(AT_ONCE, 1)]
+    logits, scores = map(torch.cat, zip(*found, strict=True))
+    return {"logits": logits, "scores": scores, "masks": distinct(logits.flatten(0, 1), scores.flatten())}
 
 
 def distinct(logits: torch.Tensor, scores: torch.Tensor, most: int = 100) -> list:
@@ -113,17 +118,23 @@ def float32_masks(model: torch.nn.Module, call, batch: tuple) -> torch.Tensor:
     return kept_answer(make, model, batch, "sam")
 
 
-def pipeline(model: torch.nn.Module, call, side: int, name: str, device: str, views: int = 1) -> dict:
-    """A grid of side x side points. `views` is how many photographs are taken at once: one, turned and mirrored."""
+def pipeline(
+    model: torch.nn.Module, call, side: int, name: str, device: str, views: int = 1, counts: tuple[int, ...] = ()
+) -> dict:
+    """A grid of side x side points. `views` is how many photographs are taken at once: one, turned and mirrored. With
+    `counts` each has so many of these points, in one list, and a list says whose they are."""
     model = model.to(device)
     size = model.config.prompt_encoder_config.image_size
-    points = grid(side, size).to(device)
+    points = (grid(side, size),)
+    if counts:
+        some = torch.cat([torch.linspace(0, side * side - 1, count).long() for count in counts])
+        points = (points[0][0, some], torch.arange(views).repeat_interleave(torch.tensor(counts)))
     images = []
     for photo in ("china.jpg", "flower.jpg"):
         pixels = photograph(photo, size)
         turned = [pixels.flip(3) if view % 2 else pixels for view in range(views)]
         turned = [one.rot90(view // 2, (2, 3)) for view, one in enumerate(turned)]
-        images.append((torch.cat(turned).to(device), points))
+        images.append(tuple(one.to(device) for one in (torch.cat(turned), *points)))
     wanted = float32_masks(model, call, images[1]).cpu()  # as large as an answer, and none of the model's memory
 
     def mean_iou(run) -> float:

@@ -10,7 +10,7 @@ point, which are computed once and kept in the cache folder.
 import os
 
 import torch
-from _masks import behave, masks_at, pipeline
+from _masks import AT_ONCE, behave, decoded, masks_at, pipeline
 from transformers import SamConfig, SamModel
 
 
@@ -29,6 +29,28 @@ def generate_each(model: torch.nn.Module, pixels: torch.Tensor, points: torch.Te
         one = masks_at(model, image, points)
         found.append({"filled": one.pop("logits") > 0, **one})
     return found
+
+
+@torch.no_grad()
+def prompted(model: torch.nn.Module, pixels: torch.Tensor, points: torch.Tensor, owners: torch.Tensor) -> dict:
+    """The masks at points of several images, any number of each: all in one list, decoded together."""
+    images, position = model.vision_encoder(pixels).last_hidden_state, model.get_image_wide_positional_embeddings()
+    lists = zip(points.split(AT_ONCE), owners.split(AT_ONCE), strict=True)
+    found = [decoded(model, images[own], position.expand(len(own), -1, -1, -1), some[:, None]) for some, own in lists]
+    return dict(zip(("logits", "scores"), map(torch.cat, zip(*found, strict=True)), strict=True))
+
+
+@torch.no_grad()
+def prompted_apart(model: torch.nn.Module, pixels: torch.Tensor, points: torch.Tensor, owners: torch.Tensor) -> dict:
+    """The same image by image."""
+    images, position = model.vision_encoder(pixels).last_hidden_state, model.get_image_wide_positional_embeddings()
+    found = []
+    for number, image in enumerate(images.split(1)):
+        found += [decoded(model, image, position, some[None]) for some in points[owners == number].split(AT_ONCE)]
+    return dict(zip(("logits", "scores"), map(torch.cat, zip(*found, strict=True)), strict=True))
+
+
+PROMPTED = {"together": prompted, "apart": prompted_apart}
 
 
 def build(config: SamConfig, attention: str) -> SamModel:
@@ -51,6 +73,12 @@ def eight(device: str = "cpu", attention: str = "sdpa") -> dict:
     return pipeline(build(SamConfig(), attention), generate_each, 16, "segment-anything-vit-b-8", device, 8)
 
 
+def with_prompts(device: str = "cpu", attention: str = "sdpa", prompts: str = "together") -> dict:
+    """ViT-B with eight photographs at once, which have 1 to 100 prompts each, decoded together or image by image."""
+    counts, name = (1, 100, 7, 30, 3, 60, 15, 40), "segment-anything-vit-b-prompts"
+    return pipeline(build(SamConfig(), attention), PROMPTED[prompts], 16, name, device, 8, counts)
+
+
 def small_config() -> SamConfig:
     return SamConfig(
         vision_config={
@@ -70,6 +98,12 @@ def small(device: str = "cpu", attention: str = "sdpa") -> dict:
 def small_eight(device: str = "cpu", attention: str = "sdpa") -> dict:
     """`eight` at that size."""
     return pipeline(build(small_config(), attention), generate_each, 4, "segment-anything-small-8", device, 8)
+
+
+def small_with_prompts(device: str = "cpu", attention: str = "sdpa", prompts: str = "together") -> dict:
+    """`with_prompts` at that size."""
+    counts, name = (1, 6, 2, 3, 1, 4, 2, 5), "segment-anything-small-prompts"
+    return pipeline(build(small_config(), attention), PROMPTED[prompts], 4, name, device, 8, counts)
 
 
 def vit_h(device: str = "cpu", attention: str = "sdpa") -> dict:

@@ -1,5 +1,6 @@
 """Stable Diffusion 2.1 (Rombach et al. 2022) from prompt to picture: text encoder, a UNet called at every step of a
-scheduler, and the VAE's decoder, as a pipeline of three parts.
+scheduler, and the VAE's decoder, as a pipeline of three parts. ``start="picture"`` begins at a picture with noise on it
+(img2img), ``start="hole"`` fills a hole in one (inpainting); the VAE's encoder is a part then, too.
 
 Configurations are those that stabilityai/stable-diffusion-2-1 publishes, written out where they differ from the
 defaults of diffusers and transformers. Weights are random by seed, with outputs scaled to what trained ones have:
@@ -16,6 +17,8 @@ from diffusers.models.attention_processor import AttnProcessor
 from transformers import CLIPTextConfig, CLIPTextModel
 
 GUIDANCE = 7.5
+STRENGTH = 0.6
+"""Share of the steps that are made where a picture is begun with."""
 WORDS, BEGIN, END = 49408, 49406, 49407
 
 
@@ -37,18 +40,36 @@ class StableDiffusion(torch.nn.Module):
 
 
 @torch.no_grad()
-def sample(pipe: StableDiffusion, tokens: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
-    """The picture, 1 x 3 x height x width from 0 to 1, of 2 x 77 tokens (without prompt, with it) and of noise."""
-    text = pipe.text_encoder(tokens).last_hidden_state
-    pipe.scheduler.set_timesteps(pipe.steps, device=latent.device)
-    for step in pipe.scheduler.timesteps:
+def encoded(pipe: torch.nn.Module, picture: torch.Tensor) -> torch.Tensor:
+    """The latent of a picture from -1 to 1."""
+    return pipe.vae.encode(picture).latent_dist.mode() * pipe.vae.config.scaling_factor
+
+
+@torch.no_grad()
+def sample(
+    pipe: StableDiffusion, tokens: torch.Tensor, latent: torch.Tensor, picture: torch.Tensor | None = None,
+    hole: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """n pictures, n x 3 x height x width from 0 to 1, of 2n x 77 tokens (first those without prompts) and of noise;
+    begun at a picture, or what is kept of one around a hole, which is 1 there."""
+    text, noise, scheduler = pipe.text_encoder(tokens).last_hidden_state, latent, pipe.scheduler
+    scheduler.set_timesteps(pipe.steps, device=latent.device)
+    times = scheduler.timesteps
+    clean = None if picture is None else encoded(pipe, picture)
+    if clean is not None and hole is None:
+        times = times[-round(STRENGTH * len(times)) :]
+        latent = scheduler.add_noise(clean, noise, times[:1])
+    for place, step in enumerate(times, 1):
         if pipe.halves == "together":
             found = pipe.unet(torch.cat([latent, latent]), step, text).sample
         else:
-            found = torch.cat([pipe.unet(latent, step, half).sample for half in text.split(1)])
+            found = torch.cat([pipe.unet(latent, step, half).sample for half in text.chunk(2)])
         plain, prompted = found.chunk(2)
-        latent = pipe.scheduler.step(plain + GUIDANCE * (prompted - plain), step, latent).prev_sample
-    return (pipe.vae.decode(latent / pipe.vae.config.scaling_factor).sample / 2 + 0.5).clamp(0, 1)
+        latent = scheduler.step(plain + GUIDANCE * (prompted - plain), step, latent).prev_sample
+        if hole is not None:
+            kept = scheduler.add_noise(clean, noise, times[place : place + 1]) if place < len(times) else clean
+            latent = kept + hole * (latent - kept)
+    return (decoded(pipe, latent) / 2 + 0.5).clamp(0, 1)
 
 
 def ssim(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -72,26 +93,70 @@ def psnr(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def scaled(pipe: StableDiffusion, size: int) -> None:
-    """Give the last layers of random weights the spread of trained outputs. Powers of two: they are exact, and the same
+def spread_as(layer: torch.nn.Module, found: torch.Tensor, wanted: float) -> None:
+    """Give the last layer of random weights the spread of trained outputs. A power of two: it is exact, and the same
     whatever the number of threads."""
+    gain = 2.0 ** round(float((wanted / found.std()).log2()))
+    layer.weight.mul_(gain)
+    layer.bias.mul_(gain)
+
+
+@torch.no_grad()
+def decoded(pipe: torch.nn.Module, latent: torch.Tensor) -> torch.Tensor:
+    return pipe.vae.decode(latent / pipe.vae.config.scaling_factor).sample
+
+
+def scaled(pipe: StableDiffusion, size: int) -> None:
     torch.manual_seed(1)
     device = pipe.unet.device
     latent = torch.randn(1, 4, size, size).to(device)
     text = torch.randn(1, 77, pipe.unet.config.cross_attention_dim).to(device)
-    spreads = (
-        (pipe.unet.conv_out, pipe.unet(latent, torch.tensor(500, device=device), text).sample.std(), 1.0),
-        (pipe.vae.decoder.conv_out, pipe.vae.decode(latent / pipe.vae.config.scaling_factor).sample.std(), 0.5),
-    )
-    for layer, found, wanted in spreads:
-        gain = 2.0 ** round(float((wanted / found).log2()))
-        layer.weight.mul_(gain)
-        layer.bias.mul_(gain)
+    with torch.no_grad():
+        spread_as(pipe.unet.conv_out, pipe.unet(latent, torch.tensor(500, device=device), text).sample, 1.0)
+    spread_as(pipe.vae.decoder.conv_out, decoded(pipe, latent), 0.5)
+
+
+def prompts(count: int) -> torch.Tensor:
+    """Tokens of as many empty prompts and of prompts of 16 random words."""
+    tokens = torch.full((2 * count, 77), END)
+    tokens[:, 0] = BEGIN
+    tokens[count:, 1:17] = torch.randint(BEGIN, (count, 16))
+    return tokens
+
+
+def begun(start: str, count: int, latents: int, pixels: int) -> tuple[torch.Tensor, ...]:
+    """Pictures without sharp edges, and a hole in the middle of each, in the size of latents."""
+    if start == "noise":
+        return ()
+    coarse = torch.randn(count, 3, max(2, pixels // 16), max(2, pixels // 16))
+    picture = torch.nn.functional.interpolate(coarse, (pixels, pixels), mode="bicubic").tanh()
+    hole = torch.zeros(count, 1, latents, latents)
+    hole[..., latents // 4 : -(latents // 4), latents // 4 : -(latents // 4)] = 1
+    return {"picture": (picture,), "hole": (picture, hole)}[start]
+
+
+def judged(
+    name: str, pipe: torch.nn.Module, call, batches: list[tuple], parts: list[str], measure: str, about: str
+) -> dict:
+    """The workload of a sampling, whose metric compares the last batch's pictures with those of float32."""
+    wanted = kept_answer(lambda: call(pipe, *batches[-1]), pipe, batches[-1], "sd", about)
+    likeness = {"ssim": ssim, "psnr": psnr}[measure]
+    return {
+        "model": pipe,
+        "inputs": batches[:-1],
+        "check_inputs": batches[-1:],
+        "call": call,
+        "parts": parts,
+        "metric": lambda run: likeness(run(*batches[-1]), wanted),
+        "name": name,
+        "samples": len(wanted),
+    }
 
 
 def pipeline(
-    name: str, text: dict, unet: dict, vae: dict, steps: int, halves: str, measure: str, device: str, attention: str
-) -> dict:
+    name: str, text: dict, unet: dict, vae: dict, steps: int, halves: str, measure: str, device: str, attention: str,
+    start: str, pictures: int,
+) -> dict:  # fmt: skip
     torch.manual_seed(0)
     pipe = StableDiffusion(text, unet, vae, steps, halves).eval().to(device)  # eval: as `from_pretrained` leaves it
     if attention == "products":
@@ -99,25 +164,17 @@ def pipeline(
         pipe.vae.set_attn_processor(AttnProcessor())
     size = unet["sample_size"]
     scaled(pipe, size)
+    parts, pixels = ["unet", "vae.decoder", "text_encoder"], size * 2 ** (len(vae["block_out_channels"]) - 1)
+    if start != "noise":
+        name, parts = f"{name}-{start}", [*parts, "vae.encoder"]
+        (picture,) = begun("picture", 1, size, pixels)
+        spread_as(pipe.vae.encoder.conv_out, encoded(pipe, picture.to(device)), 1.0)
     torch.manual_seed(2)
     batches = []
     for _ in range(4):
-        tokens = torch.full((2, 77), END)
-        tokens[:, 0] = BEGIN
-        tokens[1, 1:17] = torch.randint(BEGIN, (16,))
-        batches.append((tokens.to(device), torch.randn(1, 4, size, size).to(device)))
-    wanted = kept_answer(lambda: sample(pipe, *batches[3]), pipe, batches[3], "sd", f"{pipe.steps}")
-    likeness = {"ssim": ssim, "psnr": psnr}[measure]
-    return {
-        "model": pipe,
-        "inputs": batches[:3],
-        "check_inputs": batches[3:],
-        "call": sample,
-        "parts": ["unet", "vae.decoder", "text_encoder"],
-        "metric": lambda run: likeness(run(*batches[3]), wanted),
-        "name": name,
-        "samples": 1,
-    }
+        batch = (prompts(pictures), torch.randn(pictures, 4, size, size), *begun(start, pictures, size, pixels))
+        batches.append(tuple(one.to(device) for one in batch))
+    return judged(name, pipe, sample, batches, parts, measure, f"{pipe.steps}")
 
 
 def of_width(width: int, latents: int, layers: int) -> tuple[dict, dict, dict]:
@@ -140,23 +197,28 @@ def of_width(width: int, latents: int, layers: int) -> tuple[dict, dict, dict]:
 
 
 def workload(
-    steps: int = 50, halves: str = "together", measure: str = "ssim", device: str = "cpu", attention: str = "sdpa"
-) -> dict:
+    steps: int = 50, halves: str = "together", measure: str = "ssim", device: str = "cpu", attention: str = "sdpa",
+    start: str = "noise", pictures: int = 1,
+) -> dict:  # fmt: skip
     """2.1 as published, 768 x 768 pixels: for a GPU. Attention is diffusers' own choice, or ``products``: matrix
     products and a softmax, as it was before there was `scaled_dot_product_attention`."""
-    return pipeline("stable-diffusion-2.1", *of_width(1, 96, 23), steps, halves, measure, device, attention)
+    given = (steps, halves, measure, device, attention, start, pictures)
+    return pipeline("stable-diffusion-2.1", *of_width(1, 96, 23), *given)
 
 
 def middle(
-    steps: int = 10, halves: str = "together", measure: str = "ssim", device: str = "cpu", attention: str = "sdpa"
-) -> dict:
+    steps: int = 10, halves: str = "together", measure: str = "ssim", device: str = "cpu", attention: str = "sdpa",
+    start: str = "noise", pictures: int = 1,
+) -> dict:  # fmt: skip
     """Half as wide, 256 x 256 pixels: a minute of a CPU shows a few of its calls."""
-    return pipeline("stable-diffusion-middle", *of_width(2, 32, 12), steps, halves, measure, device, attention)
+    given = (steps, halves, measure, device, attention, start, pictures)
+    return pipeline("stable-diffusion-middle", *of_width(2, 32, 12), *given)
 
 
 def small(
-    steps: int = 3, halves: str = "together", measure: str = "ssim", device: str = "cpu", attention: str = "sdpa"
-) -> dict:
+    steps: int = 3, halves: str = "together", measure: str = "ssim", device: str = "cpu", attention: str = "sdpa",
+    start: str = "noise", pictures: int = 1,
+) -> dict:  # fmt: skip
     """Two blocks of 32 and 64 channels, 16 x 16 pixels, for tests."""
     text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     unet = {
@@ -168,4 +230,15 @@ def small(
         "block_out_channels": (32, 64), "down_block_types": ("DownEncoderBlock2D",) * 2,
         "up_block_types": ("UpDecoderBlock2D",) * 2,
     }  # fmt: skip
-    return pipeline("stable-diffusion-small", text, unet, vae, steps, halves, measure, device, attention)
+    given = (steps, halves, measure, device, attention, start, pictures)
+    return pipeline("stable-diffusion-small", text, unet, vae, *given)
+
+
+def from_picture(steps: int = 10, measure: str = "ssim", device: str = "cpu") -> dict:
+    """`middle`, begun at a picture (img2img)."""
+    return middle(steps, measure=measure, device=device, start="picture")
+
+
+def inpainting(steps: int = 10, measure: str = "ssim", device: str = "cpu") -> dict:
+    """`middle`, which fills a hole in a picture."""
+    return middle(steps, measure=measure, device=device, start="hole")

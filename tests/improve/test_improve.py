@@ -214,6 +214,23 @@ def test_a_training_loop_has_no_package_and_nothing_failed(work: Path, tmp_path:
     assert (step.status, step.says) == ("skipped", "a training loop is not served")
 
 
+def test_a_pipeline_has_no_package_and_nothing_failed(work: Path, tmp_path: Path, monkeypatch) -> None:
+    work.write_text(
+        WORK
+        + """
+def pipeline():
+    model, inputs = workload()
+    return {"model": model, "inputs": inputs, "call": lambda model, x: model[2](model[0](x)), "parts": ["0", "2"]}
+"""
+    )
+    monkeypatch.setattr(guided, "load_recipe", lambda path: SimpleNamespace(recipe=Recipe(), evidence={}))
+    target = f"{work}:pipeline"
+    run = SimpleNamespace(target=target, settings=Settings(), folder=tmp_path, quietly=nullcontext, say=print)
+    step = guided._package(run, HELD)  # type: ignore[arg-type]
+    assert step.status == "skipped"
+    assert "a pipeline is not served as one model" in step.says
+
+
 @pytest.mark.parametrize("edited", ["net.py", "parts/blocks.py", "loading.py"])
 def test_an_edit_of_what_the_target_imports_begins_anew(edited: str, work: Path, tmp_path: Path, asked) -> None:
     (tmp_path / "parts").mkdir()

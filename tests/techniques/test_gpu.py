@@ -17,17 +17,19 @@ pytestmark = [
 
 
 class Net(nn.Module):
-    """A convolution, layers wide enough for 2:4 sparsity and float8, and attention."""
+    """A convolution, layers wide enough for 2:4 sparsity and float8, attention and an MLP."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(8, 128, 4, stride=4)
         self.qkv, self.out, self.head = nn.Linear(128, 384), nn.Linear(128, 128), nn.Linear(128, 64)
+        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x).flatten(2).transpose(1, 2)
         q, k, v = self.qkv(x).unflatten(-1, (3, 4, 32)).permute(2, 0, 3, 1, 4)
         x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = x + self.down(nn.functional.gelu(self.up(x)))
         return self.head(x.mean(1))
 
 

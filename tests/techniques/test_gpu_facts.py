@@ -10,6 +10,7 @@ from torch import nn
 from fettle.recipe import Recipe
 from fettle.techniques import CATALOGUE, Facts, _probe, bundles, conflict, find, load, source
 from fettle.techniques.quantize import quantize_linear, rows_of_linear
+from fettle.techniques.sparsity import sparsify
 
 GPU = Facts(device="cuda", cuda_capability=(9, 0), uses_sdpa=True, num_linear=3, packages={"torchao": "0.18.0"})
 
@@ -61,6 +62,21 @@ def test_int8_leaves_layers_alone_that_are_given_few_rows() -> None:
     assert ', "int8-dynamic")' in source(recipe, Facts(num_linear=3, packages={"torchao": "0.18.0"}))
 
 
+@pytest.mark.parametrize(("level", "dense"), [("2:4", []), ("2:4-mlp", ["qkv", "proj"])])
+def test_sparsity_of_the_mlps_leaves_attention_as_it_is(
+    level: str, dense: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"qkv": (64, 192), "proj": (64, 64), "gate": (64, 128), "up": (64, 128), "down": (128, 64)}
+    block = nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()}).to(torch.bfloat16)
+    monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", lambda weight: weight)
+    recipe = Recipe.parse(f"sparsity={level} precision=bf16 grad=inference_mode")
+    assert conflict(recipe, GPU) == ""
+    (line,) = find("sparsity").code(level, recipe, GPU).prepare
+    exec(line, {"sparsify": sparsify, "model": block})
+    whole = [name for name, layer in block.items() if (layer.weight == 0).float().mean() < 0.4]
+    assert whole == dense
+
+
 def test_an_amd_gpu_is_offered_what_it_has() -> None:
     """torch's build for AMD calls them CUDA devices; what needs NVIDIA's says whose the GPU is."""
     packages = {"torchao": "0.18", "triton": "3.6", "torch_tensorrt": "2.9", "onnxruntime-gpu": "1.3"}
@@ -71,8 +87,8 @@ def test_an_amd_gpu_is_offered_what_it_has() -> None:
         f"{technique.name}={level.name}": level.why_not for technique in CATALOGUE for level in technique.levels(amd)
     }
     theirs = {name for name, why_not in here.items() if "this one is AMD's gfx942" in why_not}
-    assert theirs == {"matmul=high", "matmul=medium", "sparsity=2:4", "sdpa_backend=cudnn", "allocator=cuda-async",
-                      "runtime=tensorrt", "runtime=onnxruntime"}  # fmt: skip
+    assert theirs == {"matmul=high", "matmul=medium", "sparsity=2:4", "sparsity=2:4-mlp", "sdpa_backend=cudnn",
+                      "allocator=cuda-async", "runtime=tensorrt", "runtime=onnxruntime"}  # fmt: skip
     assert {"precision=bf16", "compile=default", "cuda_graphs=on", "quantize=float8-dynamic", "attention=fused"} <= {
         name for name, why_not in here.items() if not why_not
     }

@@ -1,12 +1,16 @@
 """Rows of unequal length: each gets the answer that it gets alone, whatever lies beside it."""
 
+import copy
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 import fettle
-from fettle.techniques import Recipe, conflict, load, probe_facts, source
+from fettle.techniques import Recipe, bundles, conflict, load, probe_facts, source
 from fettle.techniques.ragged import ByLength
+from fettle.train import TrainingWorkload, training_facts
 
 
 class Reader(nn.Module):
@@ -160,6 +164,48 @@ def test_places_in_the_last_axis_and_an_answer_for_every_second(level: str, plac
         for row, length in enumerate(lengths):
             alone = model(batch["pictures"][row : row + 1, ..., :length], mask[row : row + 1, :length])[0]
             torch.testing.assert_close(found[row, : length // 2], alone, atol=1e-5, rtol=1e-4)
+
+
+class Judged(Reader):
+    """Answers with its loss, as transformers' models do that are given labels."""
+
+    def forward(self, ids, mask):
+        each = super().forward(ids, mask)["each"]
+        return {"loss": ((each - 1) ** 2 * mask[..., None]).sum() / mask.sum(), "each": each}
+
+
+def mean_loss(model, batch):
+    found = model(**batch)
+    if "loss" in found:
+        return found["loss"]
+    return ((found["each"] - 1) ** 2 * batch["mask"][..., None]).sum() / batch["mask"].sum()
+
+
+@pytest.mark.parametrize(("kind", "level"), [(Reader, "grouped"), (Reader, "trimmed"), (Judged, "trimmed")])
+def test_training_leaves_padding_out_and_learns_the_same(kind: type[Reader], level: str) -> None:
+    torch.manual_seed(0)
+    model, data = kind(), [_batch([40, 3, 17, 40, 1, 22], 64), _batch([9, 30, 2, 2, 2, 2], 64)]
+    workload = TrainingWorkload(model, functools.partial(torch.optim.SGD, lr=0.01), mean_loss, data)
+    facts = training_facts(workload)
+    assert {bundle.levels.get("ragged") for bundle in bundles(facts)} >= {"trimmed" if kind is Judged else "grouped"}
+    refused = conflict(Recipe({"ragged": "grouped"}), facts)
+    assert ("such as a loss" in refused) == (kind is Judged)
+    assert "ranks" in conflict(Recipe({"ragged": level, "parallel": "ddp"}), facts)
+    losses, places = [], []
+    for recipe in (Recipe(), Recipe({"ragged": level})):
+        train, own = load(source(recipe, facts), str(recipe)), copy.deepcopy(model)
+        own.words.register_forward_pre_hook(lambda _, args: places.append(args[0].numel()))
+        steps = train(own, workload.optimizer, mean_loss, data)
+        losses.append([float(value) for _, value in zip(range(4), steps, strict=False)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[0][2] < losses[0][0]
+    assert sum(places[4:]) < 0.8 * sum(places[:4])
+
+
+def test_one_number_for_all_rows_has_no_groups() -> None:
+    run = ByLength(Judged(), "mask", {"ids": 1, "mask": 1})
+    with pytest.raises(RuntimeError, match="one number for all rows"):
+        run(**_batch([60, 60, 60, 60, 60, 2], 64))
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,9 @@ from tests.trace.simulator import Op, Program, document, simulate
 
 CASE_SECONDS = 20
 COMMANDS = [
-    "health", "check", "steps", "account", "account --own-end", "idle", "idle --step 1", "kernels", "flops", "launches",
-    "comm", "queue", "bandwidth", "operators", "tree", "sequences", "annotations", "counters", "critical",
-    "critical --step 0", "whatif", "whatif --kernels . --factor 0.5", "memory", "host", "hta",
+    "health", "check", "steps", "account", "account --own-end", "idle", "idle --step 1", "kernels", "occupancy",
+    "flops", "launches", "comm", "queue", "bandwidth", "operators", "tree", "sequences", "annotations", "counters",
+    "critical", "critical --step 0", "whatif", "whatif --kernels . --factor 0.5", "memory", "host", "hta",
 ]  # fmt: skip
 TOLD_EVERY = 10
 """Of so many cases one also goes through a command of the command line."""
@@ -261,6 +261,8 @@ def answer_everything(path: Path) -> None:
     hta.launch_statistics(trace)
     T.kernel_table(trace)
     T.kernel_classes(trace)
+    T.sm_efficiency(trace)
+    T.kernels_by_sm(trace)
     T.overlap(trace)
     T.queue_summary(trace)
     T.copy_bandwidth(trace)

@@ -55,6 +55,7 @@ def tensors(tree: object) -> dict[str, torch.Tensor]:
 def test_every_file_is_tested() -> None:
     assert {path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith(("train_", "_"))} == {
         *LIGHT, *HEAVY, *TRAINED, "help_text", "segment_anything", "segment_anything_2", "stable_diffusion",
+        "stable_diffusion_xl", "flux",
     }  # fmt: skip
 
 
@@ -133,7 +134,8 @@ def test_fresh_processes_build_the_same_workload_whatever_their_threads(names: t
 
 def test_readme_names_every_workload() -> None:
     text = (FOLDER / "README.md").read_text("utf-8")
-    missing = [name for name in [*LIGHT, *HEAVY, *TRAINED, "help_text"] if f"`{name}.py`" not in text]
+    names = (*LIGHT, *HEAVY, *TRAINED, "help_text", "stable_diffusion", "stable_diffusion_xl", "flux")
+    missing = [name for name in names if f"`{name}.py`" not in text]
     assert not missing
 
 
@@ -166,6 +168,27 @@ def test_segment_anything_from_photograph_to_masks(
     assert made.metric(lambda *inputs: {"logits": -other["logits"]}) < 0.5
 
 
+def test_prompts_of_several_images_are_decoded_together_as_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("sklearn")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target = find_target(f"{FOLDER / 'segment_anything.py'}:small_with_prompts")
+    together, apart = (replace(target, arguments={"prompts": way}).load() for way in ("together", "apart"))
+    calls: list[int] = []
+    for made in (together, apart):
+        made.model.eval().mask_decoder.register_forward_pre_hook(lambda *_: calls.append(1))
+    with torch.inference_mode():
+        one, other = (made.run(made.model, made.inputs[0]) for made in (together, apart))
+    assert len(calls) == 1 + 8
+    assert one["logits"].shape == (24, 3, 64, 64)
+    for name, values in one.items():
+        torch.testing.assert_close(values, other[name], atol=1e-4, rtol=1e-4)
+    assert together.metric is not None
+    assert together.metric(lambda *inputs: apart.run(apart.model, inputs)) > 0.999
+
+
 def test_stable_diffusion_from_prompt_to_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reduced configuration: parts, the scheduler's steps, both halves of the guidance, and two metrics."""
     pytest.importorskip("diffusers")
@@ -194,6 +217,62 @@ def test_stable_diffusion_from_prompt_to_picture(tmp_path: Path, monkeypatch: py
         "grad=inference_mode precision[unet]=autocast-bf16 channels_last[vae.decoder]=on precision[vae.decoder]=bf16",
     )
     assert 0.9 < made.metric(fast) < 1
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "recipe"),
+    [
+        ("stable_diffusion_xl", ["unet", "vae.decoder", "text_encoder_2", "text_encoder"],
+         "precision[unet]=autocast-bf16 step_cache[unet]=2"),
+        ("flux", ["transformer", "vae.decoder", "text_encoder_2", "text_encoder"],
+         "precision[text_encoder_2]=bf16 skip_steps[transformer]=2"),
+    ],
+)  # fmt: skip
+def test_other_samplings_from_prompt_to_picture(
+    name: str, parts: list[str], recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reduced configurations: every part and the prompt have a share in the picture, and recipes can be applied."""
+    pytest.importorskip("diffusers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target = find_target(f"{FOLDER / name}.py:small")
+    made = target.load()
+    assert made.metric is not None
+    assert list(made.parts) == parts
+    picture = made.run(made.model, made.inputs[0])
+    assert picture.shape == (1, 3, 16, 16)
+    assert picture.std() > 0.1
+    assert ((picture > 0) & (picture < 1)).float().mean() > 0.5
+    for place, tokens in enumerate(made.inputs[0][:-1]):
+        words = [*made.inputs[0]]
+        words[place] = tokens.flip(0) if len(tokens) > 1 else made.inputs[1][place]
+        assert (picture - made.run(made.model, tuple(words))).abs().mean() > 1e-4
+    assert made.metric(lambda *inputs: made.run(made.model, inputs)) == pytest.approx(1)
+    assert made.metric(lambda *inputs: picture) < 0.9
+    assert 0.3 < made.metric(fettle.apply(made, f"grad=inference_mode {recipe}")) < 1
+    two = replace(target, arguments={"pictures": 2}).load()
+    assert two.run(two.model, two.inputs[0]).shape == (2, 3, 16, 16)
+
+
+@pytest.mark.parametrize("start", ["picture", "hole"])
+def test_stable_diffusion_begun_at_a_picture(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("diffusers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target = replace(find_target(f"{FOLDER / 'stable_diffusion.py'}:small"), arguments={"start": start, "pictures": 2})
+    made = target.load()
+    assert made.metric is not None
+    assert made.parts[-1] == "vae.encoder"
+    tokens, noise, picture, *hole = made.inputs[0]
+    found, other = (made.run(made.model, (tokens, noise, one, *hole)) for one in (picture, picture.flip(3)))
+    assert found.shape == picture.shape == (2, 3, 16, 16)
+    assert (found - other).abs().mean() > 0.01
+    assert made.metric(lambda *inputs: made.run(made.model, inputs)) == pytest.approx(1)
+    if hole:  # outside of which nothing depends on the noise; the decoder looks around itself
+        latents = []
+        made.model.vae.decoder.register_forward_pre_hook(lambda _, args: latents.append(args[0]))
+        for some in (noise, noise.flip(3)):
+            made.run(made.model, (tokens, some, picture, *hole))
+        same = (latents[0] - latents[1]).abs().amax(1, keepdim=True) < 1e-4
+        assert torch.equal(same, hole[0] == 0)
 
 
 def test_words_of_a_page_are_found_cut_out_and_put_in_order() -> None:

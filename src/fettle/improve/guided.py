@@ -354,9 +354,13 @@ def _package(run: _Run, results: Mapping[str, Any]) -> Step:
         made, mode = make(target)
         if mode == "training":
             return Step(name="package", status="skipped", says="a training loop is not served")
+        workload = target.load(made)
+        if workload.parts:
+            says = "a pipeline is not served as one model: 'fettle serve package' takes the part that is"
+            return Step(name="package", status="skipped", says=says)
         if (path / "manifest.json").is_file():  # of an earlier run, for another recipe; any other folder is the user's
             shutil.rmtree(path, ignore_errors=True)
-        written = write_package(target.load(made), tuned.recipe, path, name=target.name, evidence=tuned.evidence,
+        written = write_package(workload, tuned.recipe, path, name=target.name, evidence=tuned.evidence,
                                 on_progress=run.say)  # fmt: skip
     error = written.manifest.accuracy["relative_error"]
     size = sum(item.stat().st_size for item in path.rglob("*") if item.is_file())

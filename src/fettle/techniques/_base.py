@@ -145,6 +145,8 @@ class Technique:
     shrinks_states: ClassVar[frozenset[str]] = frozenset()
     """Levels under which parameters, gradients and optimizer state may take less memory than as given: no memory plan
     rules them out."""
+    only_saves_memory: ClassVar[bool] = False
+    """Its levels are never faster: a search tries them where memory is the goal or limited, or they were named."""
     helps_when_shared: ClassVar[bool] = False
     """Its levels may be faster beside a busy neighbour and slower without one: the report says so where they were."""
     served: ClassVar[bool] = True

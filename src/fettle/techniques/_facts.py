@@ -21,6 +21,8 @@ class Padding:
     """Its longest row, as a share of the places."""
     whole: tuple[str | int, ...] = ()
     """By name or place, arguments that are no rows: another batch may have as many rows as they have by chance."""
+    of_all: bool = False
+    """Among the answers is one number for all rows, such as a loss."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,8 @@ class Facts:
     """Modules whose attention has a bias by row and by column, which can be added tile by tile."""
     is_unet: bool = False
     """It is a UNet of diffusers whose outermost blocks can be computed alone."""
+    makes_pictures: bool = False
+    """It is a VAE's decoder of diffusers."""
     denoiser: tuple[str, int] = ("", 0)
     """Of a denoiser of diffusers: the name of its first argument, and the place of the timestep."""
     uses_sdpa: bool = False

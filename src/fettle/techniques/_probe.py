@@ -34,6 +34,7 @@ from fettle.techniques.compile import blocks_of
 from fettle.techniques.ragged import padding_of
 from fettle.techniques.skip_steps import denoiser_of
 from fettle.techniques.step_cache import is_unet
+from fettle.techniques.tiles import is_decoder
 from fettle.workload import Workload, fresh, leaves, rows_of, tensors
 
 T = TypeVar("T")
@@ -116,6 +117,7 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
         hf_attention=_hf_attention(module, device),
         decomposed_bias=len(with_decomposed_bias(module)),
         is_unet=is_unet(module),
+        makes_pictures=is_decoder(module),
         tensor=tensor_plan(module),
         denoiser=denoiser_of(module),
         physical_cores=usable_cores(),

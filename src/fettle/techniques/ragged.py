@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
+from fettle.techniques._base import BOTH, Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._exported import flatten
 from fettle.techniques._facts import Padding
 from fettle.techniques._pipeline import Part
@@ -43,7 +43,7 @@ class ByLength(Part):
     `mask` is the name or the place of the argument [rows, places] that is 1 where a row has something; what a row has
     comes first. The first axis of every output is the rows'; places that are left out are 0 in it. `at` is the axis of
     the places in the arguments that have them, by name or place, and those that are `whole` are no rows. With `apart`
-    false all rows are run at once, as long as the longest of them.
+    false all rows are run at once, as long as the longest of them; an output may then be one number for all, too.
     """
 
     def __init__(self, model: Any, mask: Any, at: Any, apart: bool = True, whole: Any = ()) -> None:
@@ -77,17 +77,22 @@ class ByLength(Part):
         for group in groups:
             longest, index = lengths[group[0]], torch.tensor(group, device=mask.device)
             outputs, form, tensors = run(index, longest)
+            if len(groups) > 1 and any(part.dim() == 0 for part in tensors):
+                raise RuntimeError("ragged=grouped: the model answers with one number for all rows")
             if not whole:  # the longest rows
                 shapes = [part.shape for part in tensors]
                 if longest < places:
                     given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
                     key = tuple(leaf.shape[1:] for leaf in given)
                     if key not in self.shapes:  # an answer may have a place for every few of the input
-                        self.shapes[key] = [part.shape for part in run(index[:1], places)[2]]
+                        with torch.no_grad():
+                            self.shapes[key] = [part.shape for part in run(index[:1], places)[2]]
                     shapes = self.shapes[key]
-                whole = [part.new_zeros([rows, *shape[1:]]) for part, shape in zip(tensors, shapes, strict=True)]
+                sizes = [[rows, *shape[1:]] if shape else [] for shape in shapes]
+                whole = [part.new_zeros(size) for part, size in zip(tensors, sizes, strict=True)]
             for part, into in zip(tensors, whole, strict=True):
-                into[(index, *(slice(0, size) for size in part.shape[1:]))] = part
+                at = (index, *(slice(0, size) for size in part.shape[1:])) if part.dim() else ()
+                into[at] = part
         results = iter(whole)
         return pytree.tree_unflatten(
             [next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs], form
@@ -110,6 +115,7 @@ class ByLength(Part):
 class Ragged(Technique):
     name = "ragged"
     order = 668
+    modes = BOTH
     title = "rows of unequal length"
     default = "padded"
     served = False
@@ -125,21 +131,27 @@ class Ragged(Technique):
         why_not = why_not or facts.no_copies
         longest = facts.padding.longest if facts.padding else 1.0
         full = "every batch has a row without padding" if longest > 1 - _LEAST else ""
+        of_all = "the model answers with one number for all rows, such as a loss" if _is_of_all(facts) else ""
         return [
             Level("padded", "as given"),
             Level("trimmed", "a batch is as long as its longest row", why_not or full),
-            Level("grouped", "rows of about the same length at once, each group as long as its longest row", why_not),
-        ]
+            Level("grouped", "rows of about the same length at once, each group as long as its longest row",
+                  why_not or of_all),
+        ]  # fmt: skip
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         for name, usual in (("runtime", "torch"), ("compile", "off"), ("cuda_graphs", "off")):
             if level != self.default and recipe.levels.get(name, usual) != usual:
                 return f"{name}={recipe.levels[name]} makes a program for each shape, and there are as many as lengths"
+        if level != self.default and recipe.levels.get("parallel", "single") != "single":
+            return "ranks whose rows have other lengths would not call the model equally often"
         return ""
 
     def bundles(self, facts: Facts) -> list[Bundle]:
-        found = [Bundle(15, {"ragged": "grouped"})]
-        return [Bundle(12, {"precision": "bf16", "ragged": "grouped"}), *found] if computes_in_bf16(facts) else found
+        levels = {"ragged": "trimmed" if _is_of_all(facts) else "grouped"}
+        found = [Bundle(15, levels)]
+        half = "autocast-bf16" if facts.mode == "training" else "bf16"
+        return [Bundle(12, {"precision": half, **levels}), *found] if computes_in_bf16(facts) else found
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         assert facts.padding is not None
@@ -147,6 +159,10 @@ class Ragged(Technique):
         apart += f", whole={facts.padding.whole}" if facts.padding.whole else ""
         made = f"model = ByLength(model, {facts.padding.mask!r}, {dict(facts.padding.axes)}{apart})"
         return Code(helpers=(flatten, cut_to, Part, ByLength), prepare=(made,))
+
+
+def _is_of_all(facts: Facts) -> bool:
+    return facts.padding is not None and facts.padding.of_all
 
 
 class _Noted(Exception):
@@ -182,12 +198,14 @@ def padding_of(model: torch.nn.Module, run: Callable[[], Any]) -> Padding | None
         named = {n: cut_to(value, axes.get(n), rows, places, index, half) for n, value in kwargs.items()}
         return [leaf.shape for leaf in flatten(model(*some, **named))[0] if isinstance(leaf, torch.Tensor)]
 
+    of_all = False
     for two, one in zip(shapes(2), shapes(1), strict=True):
-        if [axis for axis, (a, b) in enumerate(zip(two, one, strict=True)) if a != b] != [0]:
+        of_all = of_all or not two
+        if two and [axis for axis, (a, b) in enumerate(zip(two, one, strict=True)) if a != b] != [0]:
             return None
     has = mask != 0
     longest, whole = int(has.sum(1).max()) / places, tuple(name for name, value in arguments if _is_whole(value, rows))
-    return Padding(name, tuple(axes.items()), 1 - float(has.float().mean()), longest, whole)
+    return Padding(name, tuple(axes.items()), 1 - float(has.float().mean()), longest, whole, of_all)
 
 
 def _axis_of_places(value: Any, rows: int, places: int) -> int:

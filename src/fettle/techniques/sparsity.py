@@ -9,12 +9,20 @@ from fettle.techniques._base import Code, Facts, Level, Recipe, Technique, regis
 from fettle.techniques._linear import is_conv1d, linear_of_conv1d
 
 
-def sparsify(model: torch.nn.Module) -> None:
-    """Prune every linear layer that the sparse kernels can take to 2:4, by magnitude, and pack it."""
+def sparsify(model: torch.nn.Module, only_mlps: bool = False) -> None:
+    """Prune every linear layer that the sparse kernels can take to 2:4, by magnitude, and pack it; or only those that
+    widen and have a counterpart that narrows again, which is what MLPs consist of."""
     import logging
 
     linear_of_conv1d(model)
     layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    if only_mlps:
+        sizes = {(layer.in_features, layer.out_features) for layer in layers}
+        layers = [
+            layer
+            for layer in layers
+            if layer.in_features != layer.out_features and (layer.out_features, layer.in_features) in sizes
+        ]
     done = 0
     for layer in layers:
         weight = layer.weight.detach()
@@ -49,7 +57,11 @@ class Sparsity(Technique):
             why_not = facts.not_nvidia
         elif facts.device != "cuda" or facts.cuda_capability < (8, 0):
             why_not = "sparse matrix units need a GPU of compute capability 8.0"
-        return [Level("none", "as given"), Level("2:4", "half of the weights of linear layers dropped", why_not)]
+        return [
+            Level("none", "as given"),
+            Level("2:4", "half of the weights of linear layers dropped", why_not),
+            Level("2:4-mlp", "half of the weights of the MLPs dropped, which costs less accuracy", why_not),
+        ]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         if level == self.default:
@@ -62,4 +74,5 @@ class Sparsity(Technique):
         return ""
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        return Code(helpers=(is_conv1d, linear_of_conv1d, sparsify), prepare=("sparsify(model)",))
+        only_mlps = ", only_mlps=True" if level == "2:4-mlp" else ""
+        return Code(helpers=(is_conv1d, linear_of_conv1d, sparsify), prepare=(f"sparsify(model{only_mlps})",))

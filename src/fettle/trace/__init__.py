@@ -39,6 +39,7 @@ from fettle.trace.analyses.idle import idle_pieces, idle_streams, idle_summary
 from fettle.trace.analyses.kernels import kernel_classes, kernel_table, kernels_across_ranks
 from fettle.trace.analyses.launches import call_table, launch_stats
 from fettle.trace.analyses.memory_timeline import memory_peak, memory_timeline
+from fettle.trace.analyses.occupancy import kernels_by_sm, sm_efficiency
 from fettle.trace.analyses.operators import (
     annotation_table,
     call_tree,
@@ -67,11 +68,11 @@ __all__ = [
     "collective_table", "collectives", "compare", "conversions", "copy_bandwidth", "counters_by_operator",
     "critical_path", "critical_path_of_ranks", "data_loading", "host_stacks", "host_summary", "identities",
     "idle_pieces", "idle_streams", "idle_summary", "kernel_classes", "kernel_sequences", "kernel_table",
-    "kernels_across_ranks", "kernels_under", "launch_stats", "load", "load_all", "loader_waits", "memory_peak",
-    "memory_timeline", "operator_sizes", "operator_table", "outermost_operators", "overlap", "parallel_operators",
-    "path_events", "path_shares", "product_summary", "product_table", "query", "queue_length", "queue_summary",
-    "record", "small_operators", "step_summary", "steps", "stragglers", "threads", "time_account", "trace_health",
-    "what_if", "write_report",
+    "kernels_across_ranks", "kernels_by_sm", "kernels_under", "launch_stats", "load", "load_all", "loader_waits",
+    "memory_peak", "memory_timeline", "operator_sizes", "operator_table", "outermost_operators", "overlap",
+    "parallel_operators", "path_events", "path_shares", "product_summary", "product_table", "query", "queue_length",
+    "queue_summary", "record", "sm_efficiency", "small_operators", "step_summary", "steps", "stragglers", "threads",
+    "time_account", "trace_health", "what_if", "write_report",
 ]  # fmt: skip
 
 

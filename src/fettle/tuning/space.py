@@ -30,11 +30,12 @@ def space_for(
     allowed: Mapping[str, Sequence[str]],
     ruled_out: Callable[[Recipe], str] = lambda recipe: "",
     cost: Callable[[Recipe], int] | None = None,
+    memory_counts: bool = False,
 ) -> tuple[Space, list[LeftOut]]:
     """The space of recipes that can work here and that the user allows, and what was left out with the rule.
 
     `ruled_out` knows of more recipes that cannot work, beyond what the catalogue's own rules say; `cost` is
-    `Space.cost` where that is not what the levels alone cost.
+    `Space.cost` where that is not what the levels alone cost. `memory_counts` where it is the goal or limited.
     """
     choices: dict[str, tuple[str, ...]] = {}
     left_out: list[LeftOut] = []
@@ -46,12 +47,12 @@ def space_for(
             if name in allowed:
                 raise UsageError(f"the technique {name} is for {' and '.join(technique.modes)} only")
             continue
-        small = _too_small(own) if name not in allowed else ""
+        useless = _useless(technique, own, memory_counts) if name not in allowed else ""
         for level in technique.levels(own):
             permitted = name not in allowed or level.name in allowed[name]
             if level.name == technique.default:
                 continue
-            if why := level.why_not or small:
+            if why := level.why_not or useless:
                 left_out.append(LeftOut(name, level.name, why))
             elif not permitted:
                 left_out.append(LeftOut(name, level.name, "not among the levels that are allowed"))
@@ -96,8 +97,10 @@ def level_cost(recipe: Recipe) -> int:
     return max((find(name).level_cost(level) for name, level in recipe.levels.items()), default=1)
 
 
-def _too_small(facts: Facts) -> str:
-    """Why a part of a pipeline is not worth a trial; empty for one that is, and for a whole workload."""
+def _useless(technique: Technique, facts: Facts, memory_counts: bool) -> str:
+    """Why a technique is not worth a trial for a part of a pipeline or a whole workload; empty where it is."""
+    if technique.only_saves_memory and not memory_counts:
+        return "it only saves memory, which is neither the goal nor limited"
     return f"the part takes {facts.share:.2%} of the call's time" if facts.share < _LEAST_SHARE else ""
 
 

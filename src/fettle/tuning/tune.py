@@ -104,7 +104,10 @@ def tune(
         session.report("building the workload and its reference")
         session.open(machine)
         session.search_in_forks()
-        space, left_out = space_for(session.facts, allowed, session.plan.rules_out, session.costs.of)
+        memory_counts = options.goal == "memory" or options.limits.max_memory_bytes is not None
+        space, left_out = space_for(
+            session.facts, allowed, session.plan.rules_out, session.costs.of, memory_counts=memory_counts
+        )
         session.standings.allowed = functools.partial(holds, space)
         interrupted, last = False, FinalRace()
         try:

@@ -3,11 +3,14 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
+from fettle.serve.engine import host
 from fettle.serve.engine.metrics import Counts, Metrics, ModelMetrics, Tallies
 
 
@@ -69,7 +72,33 @@ def test_the_stages_of_a_request_each_have_a_histogram():
     assert 'le="0.1"' in seen
 
 
-def test_the_dashboard_asks_for_what_there_is():
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the second does not tell how busy it is."""
+
+    def rates(device: int) -> SimpleNamespace:
+        if device:
+            raise RuntimeError("Not Supported")
+        return SimpleNamespace(gpu=25)
+
+    held = SimpleNamespace(used=1 << 30, total=4 << 30)
+    nvml = SimpleNamespace(nvmlDeviceGetMemoryInfo=lambda _: held, nvmlDeviceGetUtilizationRates=rates)
+    monkeypatch.setattr(host, "gpus", lambda: (nvml, [0, 1]))
+
+
+def test_the_host_is_told_when_it_is_asked_for(two_gpus: None) -> None:
+    registry = Metrics().registry
+    told = [generate_latest(registry).decode() for _ in range(2)][1]
+    values = dict(re.findall(r'^(fettle_(?:host|gpu)_\w+(?:\{gpu="\d"\})?) (\S+)$', told, re.M))
+    assert float(values["fettle_host_cpu_seconds_total"]) > 0
+    assert float(values["fettle_host_cores"]) >= 1
+    assert 0 < float(values["fettle_host_memory_available_bytes"]) < float(values["fettle_host_memory_bytes"])
+    assert float(values['fettle_gpu_memory_used_bytes{gpu="1"}']) == 1 << 30
+    assert float(values['fettle_gpu_busy_share{gpu="0"}']) == 0.25
+    assert 'fettle_gpu_busy_share{gpu="1"}' not in values
+
+
+def test_the_dashboard_asks_for_what_there_is(two_gpus: None):
     """Every metric and label of docs/grafana-serve.json; no metric of the server is left out but a handler's own."""
     metrics = Metrics([0.1])
     model = ModelMetrics(metrics, "m", "1")

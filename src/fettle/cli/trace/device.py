@@ -32,6 +32,21 @@ def kernels(traces: list[Trace]) -> Answer:
 
 
 @question
+def occupancy(traces: list[Trace]) -> Answer:
+    """How far kernels fill the device: estimated SM efficiency and occupancy, and which kernels leave most unused.
+
+    [bold]Example[/]
+
+      fettle trace occupancy trace.json.gz
+    """
+    table = joined(traces, T.kernels_by_sm)
+    if not table.height:
+        raise UsageError("no kernel of this trace has its blocks per SM, which PyTorch records on NVIDIA's GPUs")
+    frames = {"sm_efficiency": joined(traces, T.sm_efficiency), "kernels": table}
+    return Answer(frames, chart=lambda charts: charts.bar_chart(table, "name", "unused_ns"))
+
+
+@question
 def flops(
     traces: list[Trace],
     peak: Annotated[

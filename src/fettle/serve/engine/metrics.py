@@ -12,6 +12,8 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from fettle.serve.engine.host import Host
+
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 MAX_NAMES = 100
 """The most names of a handler's own metrics."""
@@ -80,6 +82,7 @@ class Counts(Collector):
 class Metrics:
     def __init__(self, limits_s: Iterable[float] = ()) -> None:
         self.registry = CollectorRegistry()
+        self.registry.register(Host())
         # Buckets close together around each limit: a percentile is as exact as the buckets beside it.
         factors = (0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
         around = [round(limit_s * factor, 6) for limit_s in limits_s for factor in factors]

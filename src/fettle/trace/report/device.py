@@ -10,6 +10,7 @@ from fettle.trace.analyses.communication import overlap as overlap_of
 from fettle.trace.analyses.flops import limits_of, product_summary, product_table
 from fettle.trace.analyses.kernels import kernel_classes, kernel_table, kernels_across_ranks
 from fettle.trace.analyses.launches import call_table, launch_stats
+from fettle.trace.analyses.occupancy import kernels_by_sm, sm_efficiency
 from fettle.trace.analyses.queue import bandwidth_summary, copy_bandwidth, queue_length, queue_summary
 from fettle.trace.frames import joined
 from fettle.trace.kinds import short_kernel_name
@@ -38,6 +39,10 @@ def kernels(traces: list[Trace]) -> Section | None:
     section.table("What ran together", classes, rows=32)
     if len(traces) > 1:
         section.table("Across ranks", kernels_across_ranks(traces))
+    if (filled := joined(traces, sm_efficiency)).height:
+        section.table("How far they fill the device: estimated SM efficiency and occupancy", filled, rows=32)
+        least = joined(traces, kernels_by_sm).sort("unused_ns", descending=True)
+        section.table("Kernels that leave most of it unused", least)
     return section
 
 
