@@ -164,7 +164,7 @@ def _seconds(workload: Workload, settings: Settings) -> list[float]:
     """What each unknown cell is expected to take, its share of what runs in each race beside it in it."""
     costs, replicates = workload.session.costs, workload.session.rules.replicates
     beside_s = 2 * settings.rounds * (costs.seconds_for(Recipe(), 1) - costs.seconds_for(Recipe(), 0)) / TOGETHER
-    return [replicates * costs.seconds_for(recipe, settings.rounds) + beside_s for recipe in workload.unknown()]
+    return [replicates * each_s + beside_s for each_s in costs.seconds_for_each(workload.unknown(), settings.rounds)]
 
 
 def _measure(workload: Workload, settings: Settings, began: float) -> None:
