@@ -471,7 +471,7 @@ def test_of_a_long_history_the_end_is_read_and_shown(tmp_path: Path, monkeypatch
     shown = history.page(kept)
     assert "commit-35" in shown
     assert "commit-34" not in shown
-    assert "7 older ones are in history.jsonl" in shown
+    assert "7 more rows" in shown
 
 
 @pytest.mark.slow

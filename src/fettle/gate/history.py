@@ -133,11 +133,11 @@ def page(entries: Sequence[Entry]) -> str:
     ]  # fmt: skip
     columns = ("when (UTC)", "verdict", "time", "memory", "new", "old", "target", "machine")
     kinds = ["failed" if one.verdict == "worse" else "" for one in reversed(entries)]
-    table = Table(columns, clean(rows), ("time", "memory"), kinds=kinds, stack=True)
+    table = Table(columns, clean(rows), ("time", "memory"), more=older, kinds=kinds, stack=True)
     last = f"{entries[-1].new}: {entries[-1].verdict}" if entries else "nothing was measured yet"
     return shell.render(
         "fettle.gate", "page.html.j2", "Performance gate", figures, headline=clean(last), table=table,
-        names=[figure.name for figure in figures], older=older,
+        names=[figure.name for figure in figures],
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from fettle.load.client import Connection, Request, why_unsafe
 from fettle.load.run import KINDS, LITTLE, LOST, UNANSWERED, UNREACHED, Run, Text, TextLimits, warm_up
 from fettle.load.texts import Heard, TextConnection, TextRequest
 from fettle.loop import PreciseTimer
+from fettle.procs.limits import allow_open_files
 
 _Array = np.ndarray[Any, Any]
 WINDOW_S = 1.0
@@ -120,6 +121,7 @@ class _Load:
     """Connections and what came back on them."""
 
     def __init__(self, requests: Sequence[Request], limit_s: float) -> None:
+        allow_open_files()
         self.requests, self.limit_s = requests, limit_s
         self.start = 0.0
         self.waiting = 0
