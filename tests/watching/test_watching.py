@@ -115,8 +115,8 @@ def test_a_loader_in_the_body_ends_no_step_of_a_loop_that_says_where_they_end() 
 
 def test_a_long_run_still_knows_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of more steps than are kept, the first kept one is not the first."""
-    steps = Steps(_walls=deque(maxlen=30))
-    monkeypatch.setattr(account, "_KEPT_STEPS", 30)
+    steps = Steps(_walls=deque(maxlen=60))
+    monkeypatch.setattr(account, "_KEPT_STEPS", 60)
     now = 1
     for wall in (0, 900, *[5] * 98, 7):
         now += wall * 10**6

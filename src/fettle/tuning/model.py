@@ -100,7 +100,8 @@ class Fit:
     """What of the covariance comes of the spread, and what of the drift."""
     of_drift: Numbers
     tied: Numbers
-    """Projection onto what the data can show: two recipes that no chain of races connects cannot be compared."""
+    """What of each effect, and of those of races behind them, the data show: two recipes that no chain of races
+    connects cannot be compared."""
     spread: Part
     """Between processes of the same recipe."""
     drift: Part
@@ -234,10 +235,8 @@ def fit(points: Sequence[Point], *, known: tuple[Part, Part] | None = None) -> F
         weights = np.where(far > _FAR, np.maximum(0.02, (_FAR / np.maximum(far, 1e-12)) ** 2), 1.0)
     names = {recipe: place for place, recipe in enumerate(dict.fromkeys(point.recipe for point in points))}
     count = len(names)
-    covariance, of_spread, of_drift, tied = (
-        each[:count, :count] for each in (*map(solved.of, (variance, of_spread, of_drift)), solved.tied)
-    )
-    return Fit(names, solved.effects[:count], covariance, of_spread, of_drift, tied, spread, drift)
+    covariance, of_spread, of_drift = (solved.of(part)[:count, :count] for part in (variance, of_spread, of_drift))
+    return Fit(names, solved.effects[:count], covariance, of_spread, of_drift, solved.tied[:count], spread, drift)
 
 
 def _belong(labels: Sequence[Hashable]) -> Numbers:
@@ -253,10 +252,9 @@ def _same(labels: Sequence[Hashable]) -> Numbers:
     return np.asarray(each[:, None] == each, dtype=np.float64)
 
 
-def _telling(design: Numbers) -> NDArray[np.bool_]:
+def _telling(design: Numbers) -> NDArray[np.intp]:
     """Rows that have no column for themselves alone: one that has says nothing of any other column."""
-    told: NDArray[np.bool_] = ~design[:, design.sum(axis=0) == 1].any(axis=1)
-    return told
+    return np.flatnonzero(design[:, design.sum(axis=0) == 1].sum(axis=1) == 0)
 
 
 def _left(design: Numbers) -> int:
@@ -293,7 +291,7 @@ class _Solved:
     def of(self, part: Numbers) -> Numbers:
         """What of the covariance of the effects comes of a part of the variance."""
         across = part[:, self._others] @ self._weights.T
-        whole = self._weights @ across[self._others]
+        whole: Numbers = self._weights @ across[self._others]
         whole[self._alone] += across[self._rows]
         whole[:, self._alone] += across[self._rows].T
         whole[np.ix_(self._alone, self._alone)] += part[np.ix_(self._rows, self._rows)]
@@ -309,7 +307,7 @@ def _shown(design: Numbers, values: Numbers, noise: Numbers, shared: Numbers, pr
     left = _left(design)
     if left == 0:
         return Part(prior**2, PRIOR_WEIGHT)
-    rows = np.flatnonzero(_telling(design))
+    rows = _telling(design)
     design, values, noise, shared = design[rows], values[rows], noise[np.ix_(rows, rows)], shared[np.ix_(rows, rows)]
     rest = np.linalg.svd(design)[0][:, len(values) - left :]
     root = np.linalg.inv(np.linalg.cholesky(rest.T @ noise @ rest))
