@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -109,9 +110,9 @@ def probe(
 def _let_go(used: Path) -> None:
     """Note that a reference is used, and delete those beside it that nobody has used for a month: of models that have
     been edited since. Whoever wants one again computes it again."""
-    used.touch()
-    for path in used.parent.glob("reference-*.pt"):
-        with contextlib.suppress(OSError):  # another process was first
+    with contextlib.suppress(OSError):  # another process was first
+        os.utime(used)
+        for path in used.parent.glob("reference-*.pt"):
             if time.time() - path.stat().st_mtime > _UNUSED_S:
                 path.unlink()
 
