@@ -99,6 +99,12 @@ def test_what_a_project_asks_for_within_constraints_is_installed_anew_where_it_d
         (tmp_path / "pyproject.toml").write_text(text)
         built.append(environments.build(tmp_path, ["constraints.txt"], tmp_path / "out", lambda text: None).path)
     assert built[0] == built[2] != built[1]
+    unused = Path(built[1]).parents[1]
+    os.utime(unused / "complete", (0, 0))
+    (tmp_path / "pyproject.toml").write_text("torch==2.11")
+    environments.build(tmp_path, ["constraints.txt"], tmp_path / "out", lambda text: None)
+    assert not unused.exists()
+    assert Path(built[0]).exists()
 
 
 PROJECT = """

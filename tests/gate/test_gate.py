@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -458,6 +458,20 @@ def test_an_entry_after_a_line_that_was_cut_is_kept(tmp_path: Path, monkeypatch:
         history.keep(tmp_path, entry)
     assert history.read(tmp_path) == [entry, entry]
     assert history.path_of(tmp_path).read_text().count("\n") == 3
+
+
+def test_of_a_long_history_the_end_is_read_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = history.Entry(history.now(), "model.py", "machine", "v1", "v2", "within", 1.0, 1.0)
+    lines = [json.dumps(asdict(replace(entry, new=f"commit-{number:02}"))) + "\n" for number in range(40)]
+    history.path_of(tmp_path).write_text("".join(lines))
+    monkeypatch.setattr(history, "MOST_BYTES", len("".join(lines[-12:])) + 9)
+    monkeypatch.setattr(history, "_SHOWN", 5)
+    kept = history.read(tmp_path)
+    assert [one.new for one in kept] == [f"commit-{number}" for number in range(28, 40)]
+    shown = history.page(kept)
+    assert "commit-35" in shown
+    assert "commit-34" not in shown
+    assert "7 more rows" in shown
 
 
 @pytest.mark.slow

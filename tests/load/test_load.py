@@ -5,6 +5,7 @@ import json
 import math
 import socket
 import threading
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -109,7 +110,8 @@ def test_a_closed_loop_counts_what_was_answered_while_it_asked(clients, seconds)
         while waiting:
             now += 0.063
             done, waiting = waiting[:8], waiting[8:]
-            load.rows += [(asked, asked, now, 200) for asked in done]
+            for asked in done:
+                load.note(asked, asked, now, 200)
             waiting += [now] * len(done) if now <= seconds else []
         return load.result("closed")
 
@@ -141,11 +143,30 @@ def test_a_closed_loop_asks_nothing_twice_before_it_has_asked_all(kept):
     assert len(set(asked[:30])) == 30
 
 
+def test_a_request_that_has_ended_takes_little_memory():
+    """A soak test has ten million of them."""
+
+    async def taken():
+        load = _Load([], 0.0)
+        tracemalloc.start()
+        for n in range(20_000):
+            load._move(1)
+            load.note(n + 0.5, n + 0.6, n + 0.7, 200)
+            load._move(-1)
+        size = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        return size / 20_000
+
+    assert asyncio.run(taken()) < 100
+
+
 def test_what_fails_when_a_closed_loop_ends_is_counted():
     async def counted():
         load = _Load([], 0.0)
         load.until = 1.0
-        load.rows = [(0.1 * n, 0.1 * n, 0.1 * n + 0.1, 200) for n in range(10)] + [(0.5, 0.5, 11.0, UNANSWERED)]
+        for n in range(10):
+            load.note(0.1 * n, 0.1 * n, 0.1 * n + 0.1, 200)
+        load.note(0.5, 0.5, 11.0, UNANSWERED)
         return load.result("closed")
 
     assert asyncio.run(counted()).failed == 1
@@ -154,7 +175,8 @@ def test_what_fails_when_a_closed_loop_ends_is_counted():
 def test_requests_that_are_all_due_at_once_have_the_rate_of_their_answers():
     async def counted():
         load = _Load([], 0.0)
-        load.rows = [(0.0, 0.0, 0.1 * (n + 1), 200) for n in range(50)]
+        for n in range(50):
+            load.note(0.0, 0.0, 0.1 * (n + 1), 200)
         return load.result("open")
 
     assert asyncio.run(counted()).throughput == pytest.approx(50 / 5.0)

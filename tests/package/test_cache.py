@@ -33,6 +33,13 @@ WORDS = 64
 SIZES = {"vocab_size": WORDS, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
+@pytest.mark.parametrize("alike", [0, 1, 255, 256, 257, 512, 600])
+def test_what_two_prompts_begin_with_is_found(alike):
+    one, other = list(range(600)), [*range(alike), *[-1] * (600 - alike)]
+    for most in (600, 512, 300, 0):
+        assert cache._common(one, other, most) == min(alike, most)
+
+
 def llama(layers=2, **more):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

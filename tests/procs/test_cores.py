@@ -20,6 +20,19 @@ with Process(["-c", "import os; print(len(os.sched_getaffinity(0)))"]) as child:
 """
 
 
+@pytest.mark.parametrize(
+    ("now", "wanted"),
+    [((1024, 1 << 20), [(65536, 1 << 20)]), ((1024, 4096), [(4096, 4096)]), ((1024, -1), [(65536, -1)]),
+     ((1 << 17, 1 << 20), []), ((-1, -1), [])],
+)  # fmt: skip
+def test_as_many_files_may_be_open_as_the_system_allows(monkeypatch, now, wanted) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr("resource.getrlimit", lambda kind: now)
+    monkeypatch.setattr("resource.setrlimit", lambda kind, both: asked.append(both))
+    limits.allow_open_files()
+    assert asked == wanted
+
+
 @pytest.mark.skipif(limits.affinity_cores() < 2, reason="needs two cores")
 def test_what_openmp_binds_is_neither_counted_nor_inherited() -> None:
     environment = {**os.environ, "OMP_PROC_BIND": "close", "OMP_PLACES": "threads"}

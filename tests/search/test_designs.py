@@ -7,6 +7,7 @@ from test_auto import landscape
 
 from fettle.recipe import Recipe
 from fettle.search import DESIGNS, Space, combinations_of, is_sampled, moved, removals, steps
+from fettle.search.designs import _spread
 
 LEVELS = {"a": 0.5, "b": 1.25, "c": 0.8}
 
@@ -84,6 +85,21 @@ def test_a_fraction_is_balanced_and_the_same_each_time():
     signs = np.array([[1 if name in recipe.levels else -1 for name in space.choices] for recipe in recipes])
     assert np.abs(signs.sum(axis=0)).max() <= 4
     assert np.linalg.cond(np.column_stack([np.ones(32), signs])) < 2
+
+
+def test_a_fraction_takes_the_row_that_is_known_least(monkeypatch):
+    """What is known of all rows is brought up to date, not computed anew for each that is chosen."""
+    random = np.random.default_rng(0)
+    matrix, precision = random.normal(size=(60, 12)), np.array([1e-3] * 4 + [1.0] * 8)
+    products, einsum = [], np.einsum
+    monkeypatch.setattr(np, "einsum", lambda *given, **more: (products.append(1), einsum(*given, **more))[1])
+    chosen = _spread((matrix, precision), 30)
+    assert len(products) == 1
+    for count, row in enumerate(chosen):
+        known = np.linalg.inv(np.diag(precision) + matrix[chosen[:count]].T @ matrix[chosen[:count]])
+        variance = ((matrix @ known) * matrix).sum(axis=1)
+        variance[chosen[:count]] = -np.inf
+        assert row == int(np.argmax(variance))
 
 
 def test_valid_combinations_are_found_where_hardly_any_is():

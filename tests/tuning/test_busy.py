@@ -116,6 +116,29 @@ def test_a_study_that_several_work_at_ends_with_what_no_slice_shows(tmp_path, mo
         assert not any(session.standings.known[cell].is_compared for cell in cells[1:])
 
 
+def test_who_waits_for_others_reads_their_trials_when_there_are_new_ones(tmp_path, monkeypatch):
+    world = World(time_ms)
+    world.install(monkeypatch)
+    _, facts = made_up_space()
+    session = session_in(world, tmp_path, None, facts)
+    session.study = Study.open("s", f"sqlite:///{tmp_path}/s.db", "made up", "here")
+    other = Study.open("s", f"sqlite:///{tmp_path}/s.db", "made up", "here")
+    cells = [Recipe(), Recipe({"matmul": "medium"})]
+    other.claim(cells, 2)
+    looked, read, refresh = [], [], session.refresh
+
+    def sleep(seconds):
+        looked.append(seconds)
+        if len(looked) in (3, 5):
+            other.add(Trial(cells.pop(), "failed", "out of memory"))
+
+    monkeypatch.setattr(sharing, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep))
+    monkeypatch.setattr(session, "refresh", lambda **how: (read.append(how), refresh(**how)))
+    sharing.measure_shares(session, list(cells), 2, math.inf)
+    other.give_back()
+    assert (len(looked), len(read)) == (5, 3)
+
+
 def test_a_workload_that_failed_in_an_earlier_run_is_measured_by_the_next(tmp_path, monkeypatch):
     world = World(time_ms)
     world.install(monkeypatch)

@@ -9,7 +9,7 @@ import pytest
 
 from fettle.measure import Interval, Slice, Trial
 from fettle.recipe import Recipe
-from fettle.tuning.model import PRIOR_DRIFT, PRIOR_STRETCH, Races, points_of, widened
+from fettle.tuning.model import PRIOR_DRIFT, PRIOR_STRETCH, Races, _Solved, points_of, widened
 
 GIVEN = Recipe()
 FAST, FASTER, SLOW = (Recipe({"precision": level}) for level in ("bf16", "autocast-bf16", "fp16"))
@@ -163,6 +163,31 @@ def test_a_process_that_is_slow_for_life_moves_little():
     machine.lucks["2:precision=bf16:0"] = 0.3
     races.add(machine.race(2, [GIVEN, FAST, FASTER], processes=4))
     assert races.fit().speedup(FAST).estimate == pytest.approx(2.0, rel=0.05)
+
+
+def test_rows_that_are_alone_cost_next_to_nothing(monkeypatch):
+    """Most recipes of a large study run once. What is solved are the other rows, and the answer is that of all."""
+    random, sizes, invert = np.random.default_rng(0), [], np.linalg.inv
+    recipes, races = [0, 1, 2, 3, 0, 1, 4, 5, 0, 6, 7, 8, 9], [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 3]
+    design = np.hstack([np.eye(10)[recipes], np.eye(4)[races]])
+    values, spread = random.normal(size=13), random.normal(size=(13, 13))
+    variance = spread @ spread.T + np.eye(13)
+    monkeypatch.setattr(np.linalg, "inv", lambda matrix: (sizes.append(len(matrix)), invert(matrix))[1])
+    solved = _Solved(design, values, variance)
+    assert sizes == [5]  # 0 and 1 ran in several races
+    whole = np.linalg.pinv(design.T @ invert(variance) @ design, rcond=1e-9, hermitian=True)
+    effects = whole @ design.T @ invert(variance) @ values
+    contrast = np.zeros(14)
+    for one, other in ((1, 0), (4, 2), (5, 7), (9, 8)):
+        contrast[:] = 0
+        contrast[[one, other]] = 1, -1
+        assert contrast @ solved.tied == pytest.approx(contrast, abs=1e-9)
+        assert contrast @ solved.effects == pytest.approx(contrast @ effects)
+        assert contrast @ solved.of(variance) @ contrast == pytest.approx(contrast @ whole @ contrast)
+    contrast[:] = 0
+    contrast[[9, 0]] = 1, -1  # no race connects them
+    assert np.abs(contrast @ solved.tied - contrast).max() > 0.1
+    assert values - design @ solved.effects == pytest.approx(values - design @ effects)
 
 
 def test_recipes_that_no_race_connects_are_not_compared():

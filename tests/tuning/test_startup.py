@@ -1,5 +1,6 @@
 """What a start takes in a made-up world: cold where a recipe's first process ran, warm in every other."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ from simulated import World, made_up_space, session_in, study
 
 from fettle.recipe import Recipe
 from fettle.search import auto
+from fettle.tuning import _probe
 from fettle.tuning._outcome import pick_winner
 from fettle.tuning.session import Session
 
@@ -65,3 +67,13 @@ def test_the_goal_of_a_warm_start_starts_each_recipe_twice(tmp_path, monkeypatch
     for trial in opened.standings.known.values():
         assert world.started.count(str(trial.recipe)) == 2
         assert trial.startup.warm_s <= trial.startup.total_s
+
+
+def test_references_of_models_that_were_edited_long_ago_go(tmp_path):
+    used, lately, long_ago = (tmp_path / f"reference-{name}.pt" for name in ("used", "lately", "long-ago"))
+    for path in (used, lately, long_ago):
+        path.touch()
+    for path in (used, long_ago):
+        os.utime(path, (0, 0))
+    _probe._let_go(used)
+    assert {*tmp_path.iterdir()} == {used, lately}

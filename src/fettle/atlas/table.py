@@ -167,7 +167,9 @@ def frame_of(rows: Sequence[Row]) -> polars.DataFrame:
 def write_atlas(rows: Sequence[Row], path: Path) -> None:
     """Write the table to `path`, whole or not at all, as Parquet. Raises `UsageError` where it cannot be written."""
     if len(rows) > MOST_ROWS:
-        raise UsageError(f"an atlas has {MOST_ROWS:,} rows at most, and this would have {len(rows):,}")
+        raise UsageError(
+            f"an atlas has {MOST_ROWS:,} rows at most, and this would have {len(rows):,}: put the new ones into another"
+        )
     with whole(path) as partial:
         frame_of(rows).write_parquet(partial)
 

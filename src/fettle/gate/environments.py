@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -30,6 +32,8 @@ _ACTIVE = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEF
 """Variables that say which environment or project is active here."""
 _MINUTES = 30
 """Longest installation."""
+_UNUSED_S = 30 * 86400.0
+"""An environment that nobody has used for so long goes when another is built: each takes some GB."""
 
 
 def named(path: str, folder: Path) -> Interpreter:
@@ -66,12 +70,22 @@ def build(place: Path, locks: Sequence[str], folder: Path, say: Callable[[str], 
     done = home / "complete"
     if not done.exists():
         say(f"installing {', '.join(locks[:3])} into {home}")
+        _let_go(home.parent)
         shutil.rmtree(home, ignore_errors=True)  # what was begun and not finished
         for command in _commands(place, locks, home.resolve()):
             _run(command, place, home.resolve())
-        done.touch()
+    done.touch()  # it is used now
     (found,) = find_interpreters([f"other={home}"])
     return _able(found, folder, f"the environment of {', '.join(locks[:3])}")
+
+
+def _let_go(homes: Path) -> None:
+    """Delete the environments that nobody uses any more."""
+    with contextlib.suppress(OSError):  # there are none yet, or another process was first
+        for home in homes.iterdir():
+            used = next(path for path in (home / "complete", home) if path.exists())
+            if time.time() - used.stat().st_mtime > _UNUSED_S:
+                shutil.rmtree(home, ignore_errors=True)
 
 
 def _tool(locks: Sequence[str]) -> list[str]:

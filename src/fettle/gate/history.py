@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fettle.errors import UsageError
-from fettle.files import plain, read_text, write_text
+from fettle.files import plain, write_text
 from fettle.measure import Interval, typed
 
 if TYPE_CHECKING:
     from fettle.gate.gating import Gate
     from fettle.page import Figure
+
+
+MOST_BYTES = 64 << 20
+"""The end of a history that is read of it: more than a hundred thousand gates."""
+_SHOWN = 1000
+"""Gates that the page shows, the last ones."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +98,19 @@ def keep(folder: Path, entry: Entry) -> None:
 
 
 def read(folder: Path) -> list[Entry]:
-    """The history, the oldest first. A line that was cut when a process was killed is left out."""
+    """The history, the oldest first, of `MOST_BYTES` at most. A line that was cut when a process was killed is left
+    out."""
     path = path_of(folder)
     if not path.exists():
         return []
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_BYTES))
+            lines = file.read().splitlines()
+    except OSError as error:
+        raise UsageError(f"cannot read the history {path}: {error.strerror}") from error
     entries = []
-    for line in read_text(path, what="the history ").splitlines():
+    for line in lines:
         try:
             entries.append(msgspec.convert(typed(json.loads(line), Entry), Entry))
         except ValueError:
@@ -106,10 +119,12 @@ def read(folder: Path) -> list[Entry]:
 
 
 def page(entries: Sequence[Entry]) -> str:
-    """The page: for each target and machine the changes with their intervals, in their order, and all as a table."""
+    """The page: for each target and machine the changes with their intervals, in their order, and all as a table; of a
+    long history its end."""
     from fettle.gate.judging import percent
     from fettle.page import Table, clean, shell
 
+    older, entries = max(0, len(entries) - _SHOWN), entries[-_SHOWN:]
     figures = [figure for figure in _figures(entries) if figure is not None]
     rows = [
         (one.when.replace("T", " ").rstrip("Z"), one.verdict, percent(one.time), percent(one.memory) if one.memory
@@ -118,7 +133,7 @@ def page(entries: Sequence[Entry]) -> str:
     ]  # fmt: skip
     columns = ("when (UTC)", "verdict", "time", "memory", "new", "old", "target", "machine")
     kinds = ["failed" if one.verdict == "worse" else "" for one in reversed(entries)]
-    table = Table(columns, clean(rows), ("time", "memory"), kinds=kinds, stack=True)
+    table = Table(columns, clean(rows), ("time", "memory"), more=older, kinds=kinds, stack=True)
     last = f"{entries[-1].new}: {entries[-1].verdict}" if entries else "nothing was measured yet"
     return shell.render(
         "fettle.gate", "page.html.j2", "Performance gate", figures, headline=clean(last), table=table,

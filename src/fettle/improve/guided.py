@@ -136,7 +136,8 @@ def improve(
             if step is not before and _says_otherwise(step, before):
                 known = {}  # what came after went by what it said before
                 forget(journal, {done.name for done in steps})
-            journal.put(name, step)
+            if step is not before:  # what an earlier run has done is there
+                journal.put(name, step)
     improvement = Improvement(target, steps, run.folder, interrupted)
     write_text(run.folder / "improve.html", page(improvement.headline, target, steps))
     return improvement

@@ -13,7 +13,8 @@ import gc
 import math
 import ssl
 import time
-from collections import Counter, deque
+from array import array
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from fettle.load.client import Connection, Request, why_unsafe
 from fettle.load.run import KINDS, LITTLE, LOST, UNANSWERED, UNREACHED, Run, Text, TextLimits, warm_up
 from fettle.load.texts import Heard, TextConnection, TextRequest
 from fettle.loop import PreciseTimer
+from fettle.procs.limits import allow_open_files
 
 _Array = np.ndarray[Any, Any]
 WINDOW_S = 1.0
@@ -120,6 +122,7 @@ class _Load:
     """Connections and what came back on them."""
 
     def __init__(self, requests: Sequence[Request], limit_s: float) -> None:
+        allow_open_files()
         self.requests, self.limit_s = requests, limit_s
         self.start = 0.0
         self.waiting = 0
@@ -127,16 +130,16 @@ class _Load:
         self.until = math.inf
         """When a closed loop stopped asking."""
         self._ending = False
-        self.rows: list[tuple[float, float, float, int]] = []
-        """Due, sent, answered, status."""
+        self._rows = array("d")
+        """Due, sent, answered and status of each request, one behind the other: a load test may have millions."""
         self._heard: dict[tuple[float, float, float, int], Heard] = {}
         """For a server that writes texts, what came for each of them."""
         self.refusal = ""
         """What a server said that would not write a text."""
         self.longest_s = 0.0
         """The longest that an answer took, from when its request was sent; 0: none has come."""
-        self._moves: list[tuple[float, int]] = []
-        """When the number on their way changed, and to what."""
+        self._moves = array("d")
+        """When the number on their way changed, and to what, one behind the other."""
         self._free: deque[Connection] = deque()
         self._all: set[Connection] = set()
         self._queue: deque[tuple[int, float]] = deque()
@@ -189,7 +192,7 @@ class _Load:
         try:
             connection = await self._open()
         except (UsageError, asyncio.CancelledError):
-            self.rows.append((due, sent, time.perf_counter() - self.start, UNANSWERED if self._ending else UNREACHED))
+            self.note(due, sent, time.perf_counter() - self.start, UNANSWERED if self._ending else UNREACHED)
             self._move(-1)
             if not self.waiting:
                 self._empty.set()
@@ -208,7 +211,7 @@ class _Load:
         if status:
             self.longest_s = max(self.longest_s, now - sent)
         row = (due, sent, now, status or (UNANSWERED if self._ending else LOST))
-        self.rows.append(row)
+        self.note(*row)
         if isinstance(connection, TextConnection):
             if status == 200:
                 self._heard[row] = connection.heard(self.start)
@@ -239,13 +242,17 @@ class _Load:
         self._count += 1
         return self._count - 1
 
+    def note(self, due: float, sent: float, answered: float, status: int) -> None:
+        """Take down a request that has ended."""
+        self._rows.extend((due, sent, answered, status))
+
     def _move(self, change: int) -> None:
         self.waiting += change
-        self._moves.append((time.perf_counter() - self.start, self.waiting))
+        self._moves.extend((time.perf_counter() - self.start, self.waiting))
 
     def _mean_waiting(self, first: float, end: float) -> float:
         """The mean of the count between two moments."""
-        times, counts = np.array([row[0] for row in self._moves]), np.array([row[1] for row in self._moves])
+        times, counts = np.array(self._moves).reshape(-1, 2).T
         begin, stop = int(np.searchsorted(times, first, "right")), int(np.searchsorted(times, end, "right"))
         levels = np.concatenate([[counts[begin - 1] if begin else 0], counts[begin:stop]])
         edges = np.concatenate([[first], times[begin:stop], [end]])
@@ -261,8 +268,9 @@ class _Load:
 
     def _due(self) -> tuple[_Array, _Array, float, float]:
         """For an open loop: requests that were due in the steady part, their statuses, its first and last moment."""
-        rows = sorted(self.rows)
-        table, status = np.array([row[:3] for row in rows]), np.array([row[3] for row in rows])
+        rows = np.array(self._rows).reshape(-1, 4)
+        rows = rows[np.lexsort(rows.T[::-1])]
+        table, status = rows[:, :3], rows[:, 3].astype(int)
         begin = warm_up(table[:, 2] - table[:, 0]) if table[0, 0] < table[-1, 0] else 0
         table, status = table[begin:], status[begin:]
         first, last = float(table[0, 0]), float(table[-1, 0])
@@ -274,8 +282,9 @@ class _Load:
         Answers are counted, not requests: with many clients those asked in it are answered long after it began, and
         what comes once nobody asks any more is a server that runs empty. What failed counts whenever it did.
         """
-        rows = sorted(self.rows, key=lambda row: row[2])
-        table, status = np.array([row[:3] for row in rows]), np.array([row[3] for row in rows])
+        rows = np.array(self._rows).reshape(-1, 4)
+        rows = rows[np.argsort(rows[:, 2], kind="stable")]
+        table, status = rows[:, :3], rows[:, 3].astype(int)
         counted = (table[:, 2] <= self.until) | (status != 200)
         if not (status[counted] == 200).any():  # not one answer was that quick
             return table, status, 0.0, float(table[:, 2].max())
@@ -304,7 +313,8 @@ class _Load:
             task.cancel()
         now = time.perf_counter() - self.start
         # What was never sent is as lost as what never came back.
-        self.rows += [(due, now, now, UNANSWERED) for _, due in self._queue]
+        for _, due in self._queue:
+            self.note(due, now, now, UNANSWERED)
         self._queue.clear()
         for connection in list(self._all):
             connection.close()
@@ -312,23 +322,23 @@ class _Load:
 
     def result(self, mode: str) -> Run:
         """The steady part: a prefix is left out that makes the mean surer without it (MSER)."""
-        if not self.rows:
+        if not self._rows:
             return Run(mode, 0.0, 0.0, np.array([]), limit_s=self.limit_s, void="nothing was answered")
         table, status, first, end = self._due() if mode == "open" else self._answered()
         good = status == 200
         span = max(end - first, 1e-9)
         if mode == "open" and table[0, 0] < table[-1, 0]:
             span *= len(table) / (len(table) - 1)  # n arrivals have n - 1 gaps
-        latency = table[:, 2] - table[:, 0]
+        latency, kinds = table[:, 2] - table[:, 0], np.unique(status, return_counts=True)
         return Run(
-            mode, 0.0, span, latency[good], statuses={int(k): v for k, v in Counter(status.tolist()).items()},
+            mode, 0.0, span, latency[good], statuses=dict(zip(*(each.tolist() for each in kinds), strict=True)),
             limit_s=self.limit_s, late_s=float(np.percentile(table[:, 1] - table[:, 0], 99)), warm_up_s=first,
             mean_inflight=self._mean_waiting(first, end),
             expected_inflight=float((table[:, 2] - table[:, 1]).sum() / span),  # lateness is reported on its own
             done_s=table[good, 2], refusal=self.refusal,
             texts=[
                 Text(heard, due, end)
-                for due, sent, end in table[good].tolist()
+                for due, sent, end in (table[good].tolist() if self._heard else ())
                 if (heard := self._heard.get((due, sent, end, 200))) is not None
             ],
         )  # fmt: skip

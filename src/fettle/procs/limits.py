@@ -61,6 +61,18 @@ def granted_memory_bytes() -> int:
     return memory
 
 
+def allow_open_files(most: int = 1 << 16) -> None:
+    """Let this process have so many files open, connections among them, as far as it may: where nobody has said so, it
+    is 1,024."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        if 0 <= soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def total_memory_bytes() -> int:
     """The machine's memory, or what the control groups grant of it in all."""
     import psutil

@@ -221,13 +221,14 @@ def _spread(model: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]], most
     """Greedy near D-optimal choice: always the row whose outcome is least certain given those chosen."""
     matrix, precision = model
     spread = np.diag(1 / precision)
-    left = np.ones(len(matrix), dtype=bool)
+    variance = np.einsum("ij,j,ij->i", matrix, 1 / precision, matrix)
     chosen: list[int] = []
     for _ in range(most):
-        variance = np.where(left, np.einsum("ij,jk,ik->i", matrix, spread, matrix, optimize=True), -np.inf)
         row = int(np.argmax(np.round(variance, 9)))  # rounded, so that ties fall alike on every machine
         chosen.append(row)
-        left[row] = False
         along = spread @ matrix[row]
-        spread -= np.outer(along, along) / (1 + matrix[row] @ along)
+        known = 1 + matrix[row] @ along
+        spread -= np.outer(along, along) / known
+        variance -= (matrix @ along) ** 2 / known  # of all rows by one product: to compute them anew takes minutes
+        variance[row] = -np.inf
     return chosen

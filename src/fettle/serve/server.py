@@ -23,6 +23,7 @@ from fettle.files import read_text
 from fettle.loop import stopped_by_interrupt
 from fettle.package.manifest import Package, open_package
 from fettle.package.requires import check_here
+from fettle.procs.limits import allow_open_files
 from fettle.serve.engine.metrics import Metrics
 from fettle.serve.engine.refusal import Rejected
 from fettle.serve.engine.registry import DRAIN_S, Options, Registry
@@ -191,6 +192,7 @@ class Server:
 
 async def serve(address: Address, options: Options, packages: Sequence[Package], started: Any = None) -> None:
     """Serve until Ctrl-C or SIGTERM; then drain and end. `started(server)` is called once all is ready."""
+    allow_open_files()
     server = Server(address, options, [package.settings.limit_ms / 1e3 for package in packages])
     stop = stopped_by_interrupt()
     starting = asyncio.create_task(server.start(packages))

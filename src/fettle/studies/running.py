@@ -16,6 +16,7 @@ from fettle.atlas import read_atlas, weights_of
 from fettle.errors import UsageError
 from fettle.machine import this_machine
 from fettle.measure import close_all
+from fettle.procs.limits import allow_open_files
 from fettle.recipe import Recipe
 from fettle.search import Guide, auto, removals, steps
 from fettle.studies import designs
@@ -40,6 +41,7 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
     `UsageError` for bad input; a workload that cannot be built with some of its arguments is a failed experiment,
     unless all are.
     """
+    allow_open_files()  # each workload has its storage and its lock open
     began = time.monotonic()
     telling = Telling(on_progress, began)
     rows = read_atlas(settings.atlas) if settings.atlas is not None else ()
@@ -165,7 +167,7 @@ def _seconds(workload: Workload, settings: Settings) -> list[float]:
     """What each unknown cell is expected to take, its share of what runs in each race beside it in it."""
     costs, replicates = workload.session.costs, workload.session.rules.replicates
     beside_s = 2 * settings.rounds * (costs.seconds_for(Recipe(), 1) - costs.seconds_for(Recipe(), 0)) / TOGETHER
-    return [replicates * costs.seconds_for(recipe, settings.rounds) + beside_s for recipe in workload.unknown()]
+    return [replicates * each_s + beside_s for each_s in costs.seconds_for_each(workload.unknown(), settings.rounds)]
 
 
 def _measure(workload: Workload, settings: Settings, began: float) -> None:

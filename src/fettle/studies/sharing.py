@@ -31,7 +31,7 @@ _LOOK_S = 1.0
 def measure_shares(session: Session, cells: Sequence[Recipe], most: int, deadline: float) -> None:
     """Measure `cells` together with whoever else is at it, `most` a race, until all are known or until `deadline`
     (`time.monotonic`)."""
-    waiting = False
+    waiting, measured = False, -1
     while time.monotonic() < deadline:
         left = [cell for cell in cells if cell not in session.standings.known]
         if not left:
@@ -42,7 +42,9 @@ def measure_shares(session: Session, cells: Sequence[Recipe], most: int, deadlin
             if not waiting:
                 session.report("others measure what is left")
             time.sleep(_LOOK_S)
-            session.refresh(anew=False)
+            before, measured = measured, len(session.study.hosts())
+            if measured != before:  # reading all trials anew takes a core, which others may need for theirs
+                session.refresh(anew=False)
         waiting = not busy
 
 

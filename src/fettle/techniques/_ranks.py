@@ -52,18 +52,18 @@ def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
         ]
 
     counts = Counter(type(child) for parent in model.modules() for child in members(parent))
-    found: list[torch.nn.Module] = []
+    found: dict[int, torch.nn.Module] = {}
 
     def walk(parent: torch.nn.Module) -> None:
         chosen = {id(child) for child in members(parent) if counts[type(child)] >= 2}
         for child in parent.children():
             if id(child) not in chosen:
                 walk(child)
-            elif not any(child is other for other in found):
-                found.append(child)
+            else:
+                found.setdefault(id(child), child)
 
     walk(model)
-    return found
+    return list(found.values())
 
 
 def modules_by_size(model: torch.nn.Module, share: float = 0.05) -> list[torch.nn.Module]:

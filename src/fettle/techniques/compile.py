@@ -17,12 +17,14 @@ from fettle.workload import map_tensors
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The repeated blocks of a model: modules of a class found three times in one container."""
+    from collections import Counter
+
     blocks: dict[int, torch.nn.Module] = {}
     for container in model.modules():
         if isinstance(container, (torch.nn.ModuleList, torch.nn.Sequential)):
-            kinds = [type(child) for child in container]
+            kinds = Counter(type(child) for child in container)
             for child in container:
-                if kinds.count(type(child)) >= 3 and next(child.children(), None) is not None:
+                if kinds[type(child)] >= 3 and next(child.children(), None) is not None:
                     blocks[id(child)] = child
     return list(blocks.values())
 

@@ -64,7 +64,7 @@ def untrained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def moved_facts(model: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Those fields of `Facts` that show in what of `untrained` a step has changed."""
     after = untrained(model)
-    moved = [name for name, values in before.items() if name in after and not _same(values, after[name])]
+    moved = dict.fromkeys(name for name, values in before.items() if not _same(values, after.get(name, values)))
     buffers = model.named_buffers()
     in_blocks = {id(buffer) for block in blocks_of(model) for buffer in block.buffers()}
     return {

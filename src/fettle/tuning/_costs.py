@@ -60,6 +60,12 @@ class Costs:
         baseline = self.standings.known[Recipe()]
         return self._start_s(recipe, baseline) + rounds * turn_s(baseline)
 
+    def seconds_for_each(self, recipes: Sequence[Recipe], rounds: int) -> list[float]:
+        """The same of many recipes. All that is known is looked through once for those that cost alike."""
+        costs = list(map(level_cost, recipes))
+        seconds = {cost: self.seconds_for(one, rounds) for cost, one in dict(zip(costs, recipes, strict=True)).items()}
+        return [seconds[cost] for cost in costs]
+
     def _start_s(self, recipe: Recipe, baseline: Trial) -> float:
         """What starting as expensive a recipe has typically cost; where none was, a guess on the low side."""
         cost = level_cost(recipe)

@@ -3,7 +3,9 @@ several ranks, made before any parallel strategy is launched."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -24,6 +26,8 @@ from fettle.techniques import Facts, machine_facts, uses_ranks
 
 if TYPE_CHECKING:
     from fettle.parallel.plan import Plan
+
+_UNUSED_S = 30 * 86400.0
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ def probe(
         reference = worker.ask(messages.WriteReference(str(path)), messages.Reference, timeout_s)
         kept = _Kept(probed.facts, probed.has_metric, peaks, advice, reference, features)
         study.set_note("probe", msgspec.to_builtins(kept))
+    _let_go(path)
     written = kept.reference
     if kept.has_metric and written.metric_problem:
         raise UsageError(f"the workload's metric does not work on the model as given: {written.metric_problem}")
@@ -100,6 +105,16 @@ def probe(
         notes=written.notes,
         only_metric=written.only_metric,
     )
+
+
+def _let_go(used: Path) -> None:
+    """Note that a reference is used, and delete those beside it that nobody has used for a month: of models that have
+    been edited since. Whoever wants one again computes it again."""
+    with contextlib.suppress(OSError):  # another process was first
+        os.utime(used)
+        for path in used.parent.glob("reference-*.pt"):
+            if time.time() - path.stat().st_mtime > _UNUSED_S:
+                path.unlink()
 
 
 def judged_by(facts: Facts, max_error: float | None, has_metric: bool) -> Facts:

@@ -102,7 +102,8 @@ class Fit:
     """What of the covariance comes of the spread, and what of the drift."""
     of_drift: Numbers
     tied: Numbers
-    """Projection onto what the data can show: two recipes that no chain of races connects cannot be compared."""
+    """What of each effect, and of those of races behind them, the data show: two recipes that no chain of races
+    connects cannot be compared."""
     spread: Part
     """Between processes of the same recipe."""
     drift: Part
@@ -119,14 +120,16 @@ class Fit:
         those of both parts (F. E. Satterthwaite, *Biometrics Bulletin* 2, 1946)."""
         if recipe not in self.recipes or over not in self.recipes:
             return None
-        contrast = np.zeros(len(self.effects))
-        contrast[self.recipes[over]] += 1
-        contrast[self.recipes[recipe]] -= 1
-        if not np.allclose(contrast @ self.tied, contrast, atol=1e-6):
+        one, other = self.recipes[over], self.recipes[recipe]
+        shown = self.tied[one] - self.tied[other]
+        shown[one] -= 1
+        shown[other] += 1
+        if not np.allclose(shown, 0.0, atol=1e-6):
             return None
-        estimate = float(contrast @ self.effects)
+        estimate = float(self.effects[one] - self.effects[other])
         variance, of_spread, of_drift = (
-            max(0.0, float(contrast @ each @ contrast)) for each in (self.covariance, self.of_spread, self.of_drift)
+            max(0.0, float(each[one, one] + each[other, other] - each[one, other] - each[other, one]))
+            for each in (self.covariance, self.of_spread, self.of_drift)
         )
         unsure = of_spread**2 / self.spread.freedom + of_drift**2 / self.drift.freedom
         freedom = variance**2 / unsure if unsure > 0 else math.inf
@@ -199,22 +202,21 @@ def points_of(race: int, trials: Sequence[Trial], *, elapsed: bool = False) -> l
 
 def fit(points: Sequence[Point], *, known: tuple[Part, Part] | None = None) -> Fit:
     """Fit the model to the points. Spread and drift that are `known` are not estimated."""
-    recipes = _belong([point.recipe for point in points])
-    processes = _belong([point.process for point in points])
-    races = _belong([point.race for point in points])
-    turns = _belong([(point.recipe, point.race) for point in points])
-    design = np.hstack([recipes, races])
+    of_recipe, of_process = [point.recipe for point in points], [point.process for point in points]
+    of_race = [point.race for point in points]
+    processes, design = _belong(of_process), np.hstack([_belong(of_recipe), _belong(of_race)])
     values = np.array([point.value for point in points])
     # What a race does to all processes of a recipe, by how far it is from the others and by chance.
-    moments = np.hstack([PRIOR_STRETCH * values[:, None] * races, PRIOR_DRIFT * turns])
+    shared = PRIOR_STRETCH**2 * np.outer(values, values) * _same(of_race)
+    shared += PRIOR_DRIFT**2 * _same(list(zip(of_recipe, of_race, strict=True)))
     # A recipe's error from waiting that was taken out is the same in all its processes and races.
-    off = np.array([point.off for point in points])[:, None] * recipes
-    noise = np.diag([point.variance for point in points]) + off @ off.T
-    left = len(values) - int(np.linalg.matrix_rank(design))
+    off = np.array([point.off for point in points])
+    noise = np.diag([point.variance for point in points]) + np.outer(off, off) * _same(of_recipe)
+    left = _left(design)
     weights = np.ones(len(points))
     for _ in range(2):
         scale = np.outer(np.sqrt(weights), np.sqrt(weights))
-        same_process, together = processes @ processes.T / scale, moments @ moments.T / scale
+        same_process, together = _same(of_process) / scale, shared / scale
         if known is None:
             # With what each process is like taken out, contrasts are of processes with themselves, in other races.
             drift = _shown(np.hstack([design, processes]), values, noise / scale, together, 1.0)
@@ -223,7 +225,8 @@ def fit(points: Sequence[Point], *, known: tuple[Part, Part] | None = None) -> F
         else:
             spread, drift = known
         of_spread, of_drift = spread.variance * same_process, drift.variance * together
-        solved = _Solved(design, values, noise / scale + of_spread + of_drift)
+        variance = noise / scale + of_spread + of_drift
+        solved = _Solved(design, values, variance)
         if left < _FEWEST_TO_JUDGE:
             break
         # Told by how far the middle ones are, or one that is far would widen the spread and hide in it.
@@ -234,10 +237,8 @@ def fit(points: Sequence[Point], *, known: tuple[Part, Part] | None = None) -> F
         weights = np.where(far > _FAR, np.maximum(0.02, (_FAR / np.maximum(far, 1e-12)) ** 2), 1.0)
     names = {recipe: place for place, recipe in enumerate(dict.fromkeys(point.recipe for point in points))}
     count = len(names)
-    covariance, of_spread, of_drift, tied = (
-        each[:count, :count] for each in (solved.covariance, solved.of(of_spread), solved.of(of_drift), solved.tied)
-    )
-    return Fit(names, solved.effects[:count], covariance, of_spread, of_drift, tied, spread, drift)
+    covariance, of_spread, of_drift = (solved.of(part)[:count, :count] for part in (variance, of_spread, of_drift))
+    return Fit(names, solved.effects[:count], covariance, of_spread, of_drift, solved.tied[:count], spread, drift)
 
 
 def _belong(labels: Sequence[Hashable]) -> Numbers:
@@ -246,21 +247,57 @@ def _belong(labels: Sequence[Hashable]) -> Numbers:
     return np.eye(len(columns))[[columns[label] for label in labels]]
 
 
+def _same(labels: Sequence[Hashable]) -> Numbers:
+    """By pair of labels: 1 where both are the same."""
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+    each = np.array([numbers[label] for label in labels])
+    return np.asarray(each[:, None] == each, dtype=np.float64)
+
+
+def _telling(design: Numbers) -> NDArray[np.intp]:
+    """Rows that have no column for themselves alone: one that has says nothing of any other column."""
+    return np.flatnonzero(design[:, design.sum(axis=0) == 1].sum(axis=1) == 0)
+
+
+def _left(design: Numbers) -> int:
+    """Degrees of freedom that a fit leaves over."""
+    rows = design[_telling(design)]
+    return len(rows) - int(np.linalg.matrix_rank(rows)) if len(rows) else 0
+
+
 class _Solved:
-    """Generalised least squares: effects, their covariance, residuals."""
+    """Generalised least squares: effects, their covariance, residuals.
+
+    Most recipes of a large study ran once. Such a row decides nothing but its recipe's effect, which follows from what
+    the other rows say: so the work grows with the cube of the others' number. The answer is that of all rows together.
+    """
 
     def __init__(self, design: Numbers, values: Numbers, variance: Numbers) -> None:
-        inverse = np.linalg.inv(variance)
-        information = design.T @ inverse @ design
-        self.covariance = np.linalg.pinv(information, rcond=1e-9, hermitian=True)
-        self.tied = self.covariance @ information
-        self._weights = self.covariance @ design.T @ inverse
-        self.effects = self._weights @ values
+        single = np.flatnonzero(design.sum(axis=0) == 1)
+        self._rows, first = np.unique(design[:, single].argmax(axis=0), return_index=True)
+        self._alone = single[first]  # the columns of these rows
+        self._others = np.setdiff1d(np.arange(len(values)), self._rows)
+        columns = np.setdiff1d(np.arange(design.shape[1]), self._alone)
+        met = design[np.ix_(self._others, columns)]
+        inverse = np.linalg.inv(variance[np.ix_(self._others, self._others)])
+        weights = np.linalg.pinv(met.T @ inverse @ met, rcond=1e-9, hermitian=True) @ met.T @ inverse
+        foreseen = variance[np.ix_(self._rows, self._others)] @ inverse
+        self._weights = np.zeros((design.shape[1], len(self._others)))
+        self._weights[columns] = weights
+        self._weights[self._alone] = (foreseen @ met - design[np.ix_(self._rows, columns)]) @ weights - foreseen
+        self.effects, self.tied = (self._weights @ each[self._others] for each in (values, design))
+        self.effects[self._alone] += values[self._rows]
+        self.tied[self._alone] += design[self._rows]
         self.residuals = values - design @ self.effects
 
     def of(self, part: Numbers) -> Numbers:
         """What of the covariance of the effects comes of a part of the variance."""
-        return self._weights @ part @ self._weights.T
+        across = part[:, self._others] @ self._weights.T
+        whole: Numbers = self._weights @ across[self._others]
+        whole[self._alone] += across[self._rows]
+        whole[:, self._alone] += across[self._rows].T
+        whole[np.ix_(self._alone, self._alone)] += part[np.ix_(self._rows, self._rows)]
+        return whole
 
 
 def _shown(design: Numbers, values: Numbers, noise: Numbers, shared: Numbers, prior: float) -> Part:
@@ -269,9 +306,11 @@ def _shown(design: Numbers, values: Numbers, noise: Numbers, shared: Numbers, pr
     nothing of it.
 
     Both parts of the variance are made diagonal at once, so the squares at any variance are a sum."""
-    left = len(values) - int(np.linalg.matrix_rank(design))
+    left = _left(design)
     if left == 0:
         return Part(prior**2, PRIOR_WEIGHT)
+    rows = _telling(design)
+    design, values, noise, shared = design[rows], values[rows], noise[np.ix_(rows, rows)], shared[np.ix_(rows, rows)]
     rest = np.linalg.svd(design)[0][:, len(values) - left :]
     root = np.linalg.inv(np.linalg.cholesky(rest.T @ noise @ rest))
     ratios, turned = np.linalg.eigh(root @ rest.T @ shared @ rest @ root.T)

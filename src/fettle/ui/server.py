@@ -98,11 +98,15 @@ class Site:
 
 def page(contents: Contents, token: str) -> str:
     """The one page: what the folder holds, with links to what a browser can show."""
+    beside: dict[str, list[str]] = {}  # a study's own pages lie in its folder
+    for item in contents.items:
+        if item.kind in ("report", "results") and item.path in contents.files:
+            beside.setdefault(item.path.rpartition("/")[0], []).append(item.path)
     sections = []
     for kind in KINDS:
         items = [item for item in contents.items if item.kind == kind]
         if items:
-            sections.append((_TITLES[kind], [_row(item, contents, token) for item in items]))
+            sections.append((_TITLES[kind], [_row(item, contents, beside, token) for item in items]))
     running = sum(item.running for item in contents.items)
     headline = f"{running} {'study' if running == 1 else 'studies'} running" if running else ""
     return shell.render(
@@ -111,12 +115,10 @@ def page(contents: Contents, token: str) -> str:
     )  # fmt: skip
 
 
-def _row(item: Item, contents: Contents, token: str) -> dict[str, object]:
-    links = [item.path] if item.path in contents.files else []
-    if item.kind == "study":  # a study's own pages lie beside it
-        folder = item.path.rpartition("/")[0]
-        beside = [other.path for other in contents.items if other.kind in ("report", "results")]
-        links = [path for path in beside if path.rpartition("/")[0] == folder and path in contents.files]
+def _row(item: Item, contents: Contents, beside: Mapping[str, Sequence[str]], token: str) -> dict[str, object]:
+    links: Sequence[str] = [item.path] if item.path in contents.files else []
+    if item.kind == "study":
+        links = beside.get(item.path.rpartition("/")[0], ())
     return {
         "path": clean(item.path), "says": clean(item.says), "running": item.running, "command": clean(item.command),
         "size": size_text(item.size_bytes), "when": time.strftime("%Y-%m-%d %H:%M", time.localtime(item.changed)),

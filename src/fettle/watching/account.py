@@ -22,6 +22,7 @@ from fettle.watching.slow import Sampler, hottest, write_samples
 
 Part = Literal["data", "sync"]
 _KEPT_STEPS = 100_000
+"""The last steps, of which median and percentile are."""
 _MOST_SLOW = 20
 """Slow steps that are kept; more of them are no longer looked at."""
 _FEWEST_FOR_SLOW = 10
@@ -47,6 +48,8 @@ class Steps:
     _before: tuple[int, int, int, int] = (0, 0, 0, 0)
     """Data, sync, gc and how many syncs, when the step began."""
     _count: int = 0
+    _first_wall: int = 0
+    """What the first step took, once a few have ended."""
     _syncs: int = 0
     _started: int = 0
     _in: Part | None = None
@@ -84,6 +87,7 @@ class Steps:
             self._note_slow(wall)
         self._before = (self._data, self._sync, self._gc, self._syncs)
         if self._count % _RENEW == 0 or self._count == _FEWEST_FOR_SLOW + 1:
+            self._first_wall = self._first_wall or self._walls[0]  # which goes once there are too many
             self._slow_ns = self.slow_factor * self._median()
 
     @contextlib.contextmanager
@@ -107,8 +111,8 @@ class Steps:
         """The account so far."""
         # What went on since the last step's end belongs to no step.
         data, sync, collecting, syncs = self._before
-        first = self._walls[0] if self._walls else 0  # of those kept
-        walls = list(itertools.islice(self._walls, 1, None)) or [first]
+        first = self._first_wall or (self._walls[0] if self._walls else 0)
+        walls = list(itertools.islice(self._walls, self._count <= _KEPT_STEPS, None)) or [first]
         return StepReport(
             steps=self._count,
             wall_s=self._wall / 1e9,
@@ -134,7 +138,7 @@ class Steps:
         """What loaders took for steps so far is part of the one that goes on."""
         self._slow_ns = math.inf
         self._started -= self._wall
-        self._wall = self._count = 0
+        self._wall = self._count = self._first_wall = 0
         self._before = (0, 0, 0, 0)
         self._walls.clear()
         self._slow.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import statistics
 import sys
 import threading
 import time
@@ -58,7 +57,8 @@ def watch(
             try:
                 yield steps
             finally:
-                steps.report = replace(steps.summary(), device_idle=1 - statistics.fmean(busy) if busy else None)
+                idle = 1 - busy[0] / busy[1] if busy[1] else None
+                steps.report = replace(steps.summary(), device_idle=idle)
     finally:
         failed = sys.exception() is not None
         _ONE.release()
@@ -94,8 +94,9 @@ def step_timer(iterable: Iterable[T], **options: Any) -> Iterator[T]:
 
 @contextlib.contextmanager
 def _utilisation(on_gpu: bool) -> Iterator[list[float]]:
-    """NVML's utilisation, asked twice a second: shares of its last period in which a kernel ran; none without NVML."""
-    shares: list[float] = []
+    """NVML's utilisation, asked twice a second: the sum of the shares of its last period in which a kernel ran, and how
+    often it said one; never without NVML."""
+    shares = [0.0, 0]
     if not on_gpu:
         yield shares
         return
@@ -108,7 +109,8 @@ def _utilisation(on_gpu: bool) -> Iterator[list[float]]:
     def ask() -> None:
         with contextlib.suppress(Exception):  # no NVML, or no right to ask it: the rest of the account stands without
             while not stop.wait(0.5):
-                shares.append(torch.cuda.utilization(gpu) / 100)
+                shares[0] += torch.cuda.utilization(gpu) / 100
+                shares[1] += 1
 
     thread = threading.Thread(target=ask, name="fettle-nvml", daemon=True)
     thread.start()

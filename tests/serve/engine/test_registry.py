@@ -6,6 +6,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from prometheus_client import generate_latest
 
 from fettle.package.settings import ServeSettings
 from fettle.serve.engine import registry as room
@@ -95,6 +96,33 @@ def test_the_index_shows_what_comes_and_goes_and_what_failed(registry):
         with pytest.raises(asyncio.CancelledError):
             await given_up
         assert registry.index() == [("net", "1", "READY", "")]
+
+    asyncio.run(test())
+
+
+def test_what_has_gone_is_shown_no_more_in_the_metrics(registry):
+    """Else they grow with each version that a server has ever had; one that is replaced goes on counting."""
+
+    def shown():
+        metrics = generate_latest(registry.metrics.registry).decode()
+        return {number for number in "12" if f'version="{number}"' in metrics}
+
+    async def test():
+        for number in ("1", "2"):
+            version = await loaded(registry, number)
+            version.metrics.response(200)
+            version.metrics.shed("full")
+            version.metrics.handler([("counter", "seen", 1.0), ("seconds", "took", 0.1)])
+        replacing = asyncio.ensure_future(loaded(registry, "1"))
+        await asyncio.sleep(0.01)
+        registry.made[0].go.set()
+        await replacing
+        assert shown() == {"1", "2"}
+        going = asyncio.ensure_future(registry.unload("net", "2"))
+        await asyncio.sleep(0.01)
+        registry.made[1].go.set()
+        await going
+        assert shown() == {"1"}
 
     asyncio.run(test())
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _LEAST_REUSED = 16
 """Fewer tokens that two prompts begin with are computed again."""
+_BLOCK = 256
 _SHARE = 0.5
 """Share of the free memory, of what a container may have of it, that a cache may take where its size is not set."""
 
@@ -155,8 +156,12 @@ class Cache:
 
 
 def _common(one: Sequence[int], other: Sequence[int], most: int) -> int:
-    """How many tokens both begin with, of the first `most`."""
-    return next((place for place in range(most) if one[place] != other[place]), most)
+    """How many tokens both begin with, of the first `most`. A long system prompt is compared by the block: a step of
+    Python's for each token and row would hold up the texts that are being written."""
+    at = 0
+    while at + _BLOCK <= most and one[at : at + _BLOCK] == other[at : at + _BLOCK]:
+        at += _BLOCK
+    return next((place for place in range(at, most) if one[place] != other[place]), most)
 
 
 def usual_bytes(device: str, sharing: int = 1) -> int:

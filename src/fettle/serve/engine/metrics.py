@@ -49,14 +49,17 @@ class Tallies(Collector):
 
     def __init__(self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> None:
         self._name, self._text, self._labels, self._bounds = name, text, labels, bounds
-        self._tallies: dict[tuple[str, ...], Tally] = {}
+        self._metrics: dict[tuple[str, ...], Tally] = {}
 
     def labels(self, *values: str) -> Tally:
-        return self._tallies.setdefault(values, Tally(self._bounds))
+        return self._metrics.setdefault(values, Tally(self._bounds))
+
+    def remove(self, *values: str) -> None:
+        del self._metrics[values]
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
-        for values, tally in self._tallies.items():
+        for values, tally in self._metrics.items():
             family.add_metric(values, tally.buckets, tally.sum)
         yield family
 
@@ -66,14 +69,17 @@ class Counts(Collector):
 
     def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
         self._name, self._text, self._labels = name, text, labels
-        self._counts: dict[tuple[str, ...], dict[int, int]] = {}
+        self._metrics: dict[tuple[str, ...], dict[int, int]] = {}
 
     def labels(self, *values: str) -> dict[int, int]:
-        return self._counts.setdefault(values, {})
+        return self._metrics.setdefault(values, {})
+
+    def remove(self, *values: str) -> None:
+        del self._metrics[values]
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for values, counts in self._counts.items():
+        for values, counts in self._metrics.items():
             for last, count in counts.items():
                 family.add_metric([*values, str(last)], count)
         yield family
@@ -118,6 +124,12 @@ class Metrics:
         self.queue_rows = made(Gauge, "queue_rows", "Rows that wait")
         self.inflight = made(Gauge, "inflight", "Requests with a worker")
         self.worker_bytes = made(Gauge, "worker_rss_bytes", "Resident memory of a worker", "worker")
+
+    def forget(self, model: str, version: str) -> None:
+        """Show a version no more: a server that runs for months sees hundreds go, and each has hundreds of lines."""
+        for metric in vars(self).values():
+            for values in [each for each in getattr(metric, "_metrics", ()) if each[:2] == (model, version)]:
+                metric.remove(*values)
 
 
 class ModelMetrics:

@@ -292,6 +292,8 @@ class Registry:
         self._unserved.setdefault(key, version)  # another of that number may be on its way already
         await version.pool.close(DRAIN_S)
         self._forget(version)
+        if key not in {row[:2] for row in self.index()}:
+            self.metrics.forget(*key)
 
     def _forget(self, version: Version) -> None:
         key = (version.package.manifest.name, version.package.manifest.version)
