@@ -64,7 +64,8 @@ def opening(storage: str) -> Iterator[None]:
     except UsageError:
         raise
     except ImportError as error:
-        needs = f"the storage {hidden(storage)} needs {error.name}"
+        missing = getattr(error.__cause__, "name", None) or error.name or "its driver"  # Optuna raises another from it
+        needs = f"the storage {hidden(storage)} needs {missing}"
         if storage.startswith("postgresql"):
             raise extra(needs, "postgresql") from error
         raise UsageError(f"{needs}, which is not installed") from error

@@ -120,4 +120,4 @@ def test_a_storage_is_shown_without_its_password():
 )  # fmt: skip
 def test_a_driver_that_is_missing_is_named(url: str, said: str):
     with pytest.raises(UsageError, match=said), opening(url):
-        raise ModuleNotFoundError(name="psycopg")
+        raise ImportError("as Optuna does") from ModuleNotFoundError(name="psycopg")
