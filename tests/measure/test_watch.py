@@ -121,7 +121,8 @@ def test_no_time_between_two_readings_is_no_division():
 
 def test_a_quota_that_stops_us_and_a_hypervisor_that_takes_are_seen():
     stopped = load_of(START, after(1.0, throttled_s=0.3))
-    assert stopped.is_quota and not stopped.is_quiet
+    assert stopped.is_quota
+    assert not stopped.is_quiet
     assert not load_of(START, after(1.0)).is_quota
     assert not load_of(START, after(1.0, throttled_s=0.3, steal_s=2 * QUIET_OTHERS + 0.1)).is_quota
     assert not load_of(START, after(1.0, steal_s=2 * QUIET_OTHERS + 0.1)).is_quiet

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from fettle.package.handlers.asking import Ask, Piece, TokenLogprob
 from fettle.package.handlers.sampling import LogitBias, Sampling
-from fettle.serve.engine.refusal import Malformed, NoSuchPath, Refusal
+from fettle.serve.engine.refusal import Malformed, Refusal
 from fettle.serve.engine.registry import Registry, Version
 from fettle.serve.http.aside import aside
 from fettle.serve.http.call import Call
