@@ -44,9 +44,9 @@ def figure(
         thin = base.mark_bar(height=6, yOffset=22, cornerRadiusEnd=2, color=LEVERS[1], opacity=0.85)
         below = base.mark_text(align="right", dy=35, fontSize=11).encode(x=alt.value("width"), text="below:N")
         diamond = base.mark_point(shape="diamond", filled=True, size=70, yOffset=10, color=LEVERS[4], opacity=1)
-        known = ((thin, "grown"), (diamond, "published"))
-        return [below, *(mark.transform_filter(f"isValid(datum.{field})").encode(x=alt.X(f"{field}:Q", axis=None))
-                         for mark, field in known)]  # fmt: skip
+        known = [mark.transform_filter(f"isValid(datum.{field})").encode(x=alt.X(f"{field}:Q", axis=None))
+                 for mark, field in ((thin, "grown"), (diamond, "published"))]  # fmt: skip
+        return [*known, below] if larger else known  # a text takes room also where it is empty
 
     tooltip = ("recipe:N", "text:N", "detail:N")
     chart = ladder(rows, _KINDS, tooltip, 1.25 * top, "width * 0.55", 48 + _MORE * larger, more)
