@@ -240,6 +240,9 @@ def test_a_metric_decides_alone_wherever_one_judges(run_fettle, monkeypatch, tmp
     said = run_fettle(command, "model.py", "--max-metric-drop", "0.01")
     assert "max_error=None" in said.err
     assert "max_metric_drop=0.01" in said.err
+    both = run_fettle(command, "model.py", "--max-metric-drop", "0.01", "--max-error", "0.001")
+    assert "max_error=0.001" in both.err
+    assert "max_metric_drop=0.01" in both.err
 
 
 def test_an_error_of_the_file_system_is_one_line(run_fettle) -> None:

@@ -35,7 +35,8 @@ def is_sound(folder: Path) -> bool:
 
 @contextmanager
 def whole_folder(place: Path) -> Iterator[Path]:
-    """A new folder beside `place` to fill, which takes its place when the block ends; one that raises changes nothing.
+    """A new folder beside `place` to fill, which takes its place when the block ends; a block that raises changes
+    nothing.
 
     Raises OSError where that cannot be.
     """

@@ -138,6 +138,15 @@ def test_what_is_left_out_later_is_not_gone_by(work: Path, tmp_path: Path, asked
     assert dict(asked)["tune"] == {}
 
 
+def test_what_a_loader_lets_through_is_only_said(work: Path, tmp_path: Path, asked, monkeypatch) -> None:
+    data = Step(name="data", says="It waits.", results={"loop": {"step_s": 0.1}})
+    monkeypatch.setitem(guided._DOES, "data", lambda run, told: data)
+    improve(str(work), Settings(output=tmp_path / "out"))
+    asked.clear()
+    improve(str(work), Settings(output=tmp_path / "out", skip=["data"]))
+    assert asked == []
+
+
 def test_an_interrupt_does_not_forget_what_came_later(work: Path, tmp_path: Path, asked, monkeypatch) -> None:
     def interrupted(run, told):
         raise KeyboardInterrupt

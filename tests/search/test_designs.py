@@ -1,5 +1,7 @@
 """The other designs, and what every design must keep."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from recorded import Recorded
@@ -48,6 +50,8 @@ def test_a_ladder_shows_what_cannot_stand_on_the_rungs_below_with_the_reason():
     shown = {step.label: (step.trial.status, step.trial.reason, step.kept) for step in steps(space, session)}
     assert list(shown) == ["as given", "b=on", "a=on", "c=on", "d=on"]
     assert shown["c=on"] == ("failed", "c: not beside a", False)
+    idle = replace(space, is_idle=lambda recipe: "c" in recipe.levels)
+    assert "c=on" not in [step.label for step in steps(idle, Recorded(time_ms))]
     assert not [recipe for recipe in session.asked if space.conflict(recipe)]
 
 

@@ -202,6 +202,13 @@ def test_training_leaves_padding_out_and_learns_the_same(kind: type[Reader], lev
     assert sum(places[4:]) < 0.8 * sum(places[:4])
 
 
+def test_training_that_goes_by_all_rows_of_a_batch_keeps_them() -> None:
+    model = Reader()
+    model.norm = nn.BatchNorm1d(3)
+    workload = TrainingWorkload(model, functools.partial(torch.optim.SGD, lr=0.01), mean_loss, [_batch([9, 4, 2], 12)])
+    assert "running averages" in conflict(Recipe({"ragged": "grouped"}), training_facts(workload))
+
+
 def test_one_number_for_all_rows_has_no_groups() -> None:
     run = ByLength(Judged(), "mask", {"ids": 1, "mask": 1})
     with pytest.raises(RuntimeError, match="one number for all rows"):

@@ -1,5 +1,7 @@
 """Pictures decoded in tiles."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -45,6 +47,8 @@ def test_it_is_tried_where_memory_counts_and_applied_where_it_is_named() -> None
     for asked in ({"memory_counts": True}, {"allowed": {"tiles": ["2x2"]}}):
         found, _ = space_for(facts, **{"allowed": {}, **asked})
         assert "2x2" in found.choices["tiles[decoder]"]
+    quick = replace(facts, parts={"decoder": replace(facts.parts["decoder"], share=0.001)})
+    assert "2x2" in space_for(quick, {}, memory_counts=True)[0].choices["tiles[decoder]"]
     recipe = Recipe({"tiles[decoder]": "2x2"})
     assert "whole picture" in conflict(Recipe({**recipe.levels, "runtime[decoder]": "openvino"}), facts)
     with torch.no_grad():

@@ -74,7 +74,8 @@ def build(place: Path, locks: Sequence[str], folder: Path, say: Callable[[str], 
         shutil.rmtree(home, ignore_errors=True)  # what was begun and not finished
         for command in _commands(place, locks, home.resolve()):
             _run(command, place, home.resolve())
-    done.touch()  # it is used now
+    with contextlib.suppress(OSError):  # it may be another user's
+        done.touch()  # it is used now
     (found,) = find_interpreters([f"other={home}"])
     return _able(found, folder, f"the environment of {', '.join(locks[:3])}")
 
@@ -83,7 +84,7 @@ def _let_go(homes: Path) -> None:
     """Delete the environments that nobody uses any more."""
     with contextlib.suppress(OSError):  # there are none yet, or another process was first
         for home in homes.iterdir():
-            used = next(path for path in (home / "complete", home) if path.exists())
+            used = home / "complete" if (home / "complete").exists() else home
             if time.time() - used.stat().st_mtime > _UNUSED_S:
                 shutil.rmtree(home, ignore_errors=True)
 

@@ -23,7 +23,7 @@ from fettle.estimates import mean_interval, ratio_of
 from fettle.files import whole
 from fettle.generate.decoding import Kept, decoder_of, score
 from fettle.generate.speed import rows_in
-from fettle.generate.workload import GenerationWorkload, positions_of
+from fettle.generate.workload import GenerationWorkload, learned_positions
 
 MAX_KL = 0.01
 """Default limit on the mean divergence in nats per token. llama.cpp's table for Llama 3 8B against its 16-bit weights
@@ -180,7 +180,7 @@ def _what_is_judged(workload: GenerationWorkload) -> Iterator[tuple[dict[str, An
     for prompt in [*workload.inputs, *workload.check_inputs]:
         yield prompt, None
     device = next(iter(workload.inputs[0].values())).device
-    positions = positions_of(workload.model)
+    positions = learned_positions(workload.model)
     for text in (given.to(device) for given in workload.texts):
         for part in text.split(positions or text.shape[1], 1):
             if part.shape[1] > 1:

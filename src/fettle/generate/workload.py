@@ -66,7 +66,7 @@ class GenerationWorkload(Workload):
         object.__setattr__(self, "inputs", [_prompt(item, self.is_two_parts) for item in read.items])
         check = [] if _is_empty(self.check_inputs) else read_batches(self.check_inputs).items
         object.__setattr__(self, "check_inputs", [_prompt(item, self.is_two_parts) for item in check])
-        positions, needed = positions_of(model), self.prompt_tokens + int(self.new_tokens) - 1
+        positions, needed = learned_positions(model), self.prompt_tokens + int(self.new_tokens) - 1
         if not self.is_two_parts and 0 < positions < needed:
             raise UsageError(
                 f"a prompt of {self.prompt_tokens} tokens and {self.new_tokens} new_tokens are too many for the model: "
@@ -109,6 +109,13 @@ def positions_of(model: Any) -> int:
     """How many tokens a model has positions for, where its configuration says so, else 0."""
     found = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 1 else 0
+
+
+def learned_positions(model: Any) -> int:
+    """The same of a model that has learned each of them, and cannot go beyond; 0 for others, which can."""
+    found = positions_of(model) if isinstance(model, torch.nn.Module) else 0
+    tables = [one for one in model.modules() if isinstance(one, torch.nn.Embedding)] if found else []
+    return found if any(found <= table.num_embeddings <= found + 2 for table in tables) else 0
 
 
 def brief(workload: Workload) -> Workload:

@@ -16,8 +16,8 @@ from fettle.package.tensors import FROM_NUMPY, TensorSpec
 from fettle.recipe import Recipe
 from fettle.workload import Workload, device_of, leaves, map_tensors, rows_of, tensors
 
-BEFORE_EXPORT = ("attention",)
-"""Techniques that rewrite the model's own modules, which an exported program no longer has."""
+BEFORE_EXPORT = ("attention", "tiles")
+"""Techniques that go by the model's own modules, which an exported program no longer has."""
 MOST_JUDGED = 2
 """Batches on which a package's answers are compared with the model's, beside the sample."""
 _LOOSE, _ROUNDED = 0.02, 0.25

@@ -26,6 +26,8 @@ class Space:
     """Levels in every recipe but the baseline: preconditions (eval mode) and what the user pinned."""
     cost: Callable[[Recipe], int] = lambda recipe: 1
     """What a trial costs to start: 1 seconds, 2 tens of seconds, 3 minutes."""
+    is_idle: Callable[[Recipe], bool] = lambda recipe: False
+    """Whether a level of a recipe changes nothing beside the others; a conflict, too."""
     bundles: Sequence[Recipe] = ()
     """Combinations known to work well together on such a machine, to be tried early."""
 

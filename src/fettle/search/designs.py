@@ -69,8 +69,8 @@ def _climb(space: Space, evidence: Evidence, start: Recipe | None = None) -> Ite
             yield Step(label, trial, helped and label == best)
         if name not in standing.recipe.levels and name not in space.required.levels:
             for level in space.choices[name][1:]:
-                if (label := f"{name}={level}") not in rung:
-                    barred = standing.recipe.with_levels(**{name: level})
+                barred = standing.recipe.with_levels(**{name: level})
+                if (label := f"{name}={level}") not in rung and not space.is_idle(barred):
                     why = space.conflict(barred) or f"it cannot stand beside {standing.recipe}"
                     yield Step(label, Trial(barred, "failed", reason=why), False)
         standing = tried[best] if helped else standing
@@ -158,7 +158,7 @@ def is_sampled(space: Space) -> bool:
 
 
 def _every(space: Space) -> list[Recipe] | None:
-    """Recipes among which are all that can work: all combinations, or where those are too many, all in which no two
+    """Recipes among which are those that can work: all combinations, or where those are too many, all in which no two
     levels exclude each other. None where these are too many as well."""
     if math.prod(map(len, space.choices.values())) <= _LISTED:
         return [Recipe(dict(zip(space.choices, row, strict=True))) for row in product(*space.choices.values())]

@@ -24,6 +24,7 @@ from fettle.loop import stopped_by_interrupt
 from fettle.package.manifest import Package, open_package
 from fettle.package.requires import check_here
 from fettle.procs.limits import allow_open_files
+from fettle.serve.engine.host import gpus
 from fettle.serve.engine.metrics import Metrics
 from fettle.serve.engine.refusal import Rejected
 from fettle.serve.engine.registry import DRAIN_S, Options, Registry
@@ -102,6 +103,7 @@ class Server:
         """Bind the ports, load every package, then answer. Raises `UsageError` where one of them cannot be loaded."""
         address = self.address
         tls = address.tls()
+        await asyncio.to_thread(gpus)  # the first look at them takes seconds on some machines
         for package in packages:
             check_here(package.manifest.name, package.manifest.requires)
         apps = [

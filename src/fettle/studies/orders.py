@@ -50,7 +50,7 @@ class Orders(msgspec.Struct, frozen=True):
     cells: int | None
     rounds: int
     mode: str
-    max_error: float
+    max_error: float | None
     confidence: float
     only: bool = False
     max_metric_drop: float | None = None
@@ -76,7 +76,7 @@ def orders_for(targets: Sequence[str], settings: Settings) -> Orders:
         arguments={key: tuple(values) for key, values in settings.arguments.items()},
         environments=tuple(one.name for one in find_interpreters(settings.pythons)),
         order=tuple(settings.order), start=None if settings.start is None else str(settings.start),
-        cells=settings.cells, rounds=settings.rounds, mode=settings.mode, max_error=settings.max_error,
+        cells=settings.cells, rounds=settings.rounds, mode=settings.mode, max_error=settings.limits.max_error,
         confidence=settings.confidence, only=settings.only, max_metric_drop=settings.max_metric_drop,
         under_load=settings.under_load,
     )  # fmt: skip

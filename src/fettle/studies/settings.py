@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fettle.recipe import Recipe
-from fettle.result import Limits
+from fettle.result import Limits, error_limit
 from fettle.studies import designs
 from fettle.workload import AUTO
 
@@ -40,10 +40,10 @@ class Settings:
     budget_s: float | None = None
     """Seconds: of a design that takes longer, the best fraction that fits. None or 0 for no limit."""
     mode: str = AUTO
-    max_error: float = 0.02
-    """Above it a trial is marked as inaccurate; its time counts."""
+    max_error: float | None = None
+    """Above it a trial is marked as inaccurate; its time counts. None: `MAX_ERROR`, or no limit beside a metric's."""
     max_metric_drop: float | None = None
-    """In place of it: how far the workload's metric may fall."""
+    """How far the workload's metric may fall."""
     confidence: float = 0.95
     output: Path = Path("fettle-study")
     storage: str | None = None
@@ -62,8 +62,8 @@ class Settings:
     @property
     def limits(self) -> Limits:
         """What an accurate trial keeps."""
-        by_metric = self.max_metric_drop is not None
-        return Limits(max_error=None if by_metric else self.max_error, max_metric_drop=self.max_metric_drop)
+        max_error = error_limit(self.max_error, self.max_metric_drop)
+        return Limits(max_error=max_error, max_metric_drop=self.max_metric_drop)
 
     @property
     def is_shared(self) -> bool:

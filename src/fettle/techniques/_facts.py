@@ -158,6 +158,8 @@ class Facts:
     moving: str = ""
     """Training: a floating buffer or weight that a step changes and does not train. Norms' running averages do not
     count."""
+    normalises_rows: bool = False
+    """Training: the rows of a batch are normalised together."""
     moving_in_block: str = ""
     """Training: a buffer of a repeated block that a step changes, likewise."""
     ranks: int = 1

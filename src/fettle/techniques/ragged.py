@@ -81,7 +81,7 @@ class ByLength(Part):
                 raise RuntimeError("ragged=grouped: the model answers with one number for all rows")
             if not whole:  # the longest rows
                 shapes = [part.shape for part in tensors]
-                if longest < places:
+                if longest < places and any(shapes):
                     given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
                     key = tuple(leaf.shape[1:] for leaf in given)
                     if key not in self.shapes:  # an answer may have a place for every few of the input
@@ -128,6 +128,8 @@ class Ragged(Technique):
             why_not = "no argument is a mask of rows that are filled up at their end"
         elif facts.padding.share < _LEAST:
             why_not = f"{facts.padding.share:.0%} of the places are padding"
+        elif facts.moving or facts.normalises_rows:
+            why_not = f"a step changes {facts.moving or 'running averages'} by all rows and places of a batch"
         why_not = why_not or facts.no_copies
         longest = facts.padding.longest if facts.padding else 1.0
         full = "every batch has a row without padding" if longest > 1 - _LEAST else ""

@@ -60,7 +60,7 @@ class Sparsity(Technique):
         return [
             Level("none", "as given"),
             Level("2:4", "half of the weights of linear layers dropped", why_not),
-            Level("2:4-mlp", "half of the weights of the MLPs dropped, which costs less accuracy", why_not),
+            Level("2:4-mlp", "the same where layers widen and narrow again, as MLPs do: costs less accuracy", why_not),
         ]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:

@@ -39,6 +39,7 @@ def training_facts(workload: TrainingWorkload, *, allow_batch: bool = False) -> 
         custom_call=False,
         calibration_batches=0,
         samples=workload.rows,
+        normalises_rows=any(map(_normalises_rows, workload.model.modules())),
         optimizer=type(optimizer).__name__,
         optimizer_levels=tuple(name for name in ("foreach", "fused") if name in optimizer.defaults),
         loader_workers=-1 if loader is None else loader.num_workers,
@@ -46,6 +47,10 @@ def training_facts(workload: TrainingWorkload, *, allow_batch: bool = False) -> 
         max_grad_norm=None if workload.max_grad_norm is None else float(workload.max_grad_norm),
         **_groups_others(workload, optimizer),
     )
+
+
+def _normalises_rows(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
 def untrained(model: torch.nn.Module) -> dict[str, torch.Tensor]:

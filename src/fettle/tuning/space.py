@@ -72,13 +72,15 @@ def space_for(
         bundle for bundle in dict.fromkeys(able) if all(level in choices[name] for name, level in bundle.levels.items())
     ]
 
+    def idle_in(recipe: Recipe) -> list[str]:
+        return [name for name in idle(recipe) if name not in required]
+
     def why_not(recipe: Recipe) -> str:
         for name, level in required.items():
             if recipe.levels and recipe.levels.get(name, find(name).default) != level:
                 return f"{name}={level} is required"
-        for name in idle(recipe):
-            if name not in required:
-                return f"{name}={recipe.levels[name]} changes nothing beside the rest"
+        for name in idle_in(recipe):
+            return f"{name}={recipe.levels[name]} changes nothing beside the rest"
         return conflict(recipe, facts) or ruled_out(recipe)
 
     space = Space(
@@ -87,6 +89,7 @@ def space_for(
         needs=needs_of(facts),
         required=canonical(Recipe(required)),
         cost=cost or level_cost,
+        is_idle=lambda recipe: bool(idle_in(recipe)),
         bundles=[canonical(Recipe({**recipe.levels, **required})) for recipe in useful],
     )
     return space, left_out
@@ -99,8 +102,8 @@ def level_cost(recipe: Recipe) -> int:
 
 def _useless(technique: Technique, facts: Facts, memory_counts: bool) -> str:
     """Why a technique is not worth a trial for a part of a pipeline or a whole workload; empty where it is."""
-    if technique.only_saves_memory and not memory_counts:
-        return "it only saves memory, which is neither the goal nor limited"
+    if technique.only_saves_memory:
+        return "" if memory_counts else "it only saves memory, which is neither the goal nor limited"
     return f"the part takes {facts.share:.2%} of the call's time" if facts.share < _LEAST_SHARE else ""
 
 
