@@ -28,6 +28,7 @@ from fettle.workload import (
     fresh,
     leaves,
     map_tensors,
+    size_bytes,
     spread,
     switches,
     target_from_objects,
@@ -640,3 +641,11 @@ def test_only_texts_of_the_search_path_are_handed_on(tmp_path: Path, monkeypatch
     folder.mkdir()
     with Refused("is not a name in UTF-8"):
         find_target(str(write(folder, "def workload(): pass")))
+
+
+@pytest.mark.parametrize("way", ["to_dense", "to_sparse", "to_sparse_csr"])
+def test_a_sparse_tensor_is_as_large_as_what_it_stores(way: str) -> None:
+    matrix = torch.eye(100)
+    assert size_bytes(getattr(matrix, way)()) == (40_000 if way == "to_dense" else 400)
+    assert size_bytes(np.zeros(3)) == 24
+    assert size_bytes("text") == 0

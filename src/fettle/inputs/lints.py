@@ -19,6 +19,7 @@ from fettle.inputs.growth import growing_workers
 from fettle.inputs.lint import RAISES, ROWS, SECONDS, Lint, indices, rows_of
 from fettle.inputs.profile import profile_rows
 from fettle.units import size_text
+from fettle.workload import size_bytes
 
 Notes = list[str]
 
@@ -157,8 +158,7 @@ def _is_sequence(part: Any) -> bool:
 
 
 def _position_bytes(part: Any) -> int:
-    size = part.nbytes if hasattr(part, "nbytes") else sys.getsizeof(part)
-    return max(1, int(size) // max(1, int(part.shape[0])))
+    return max(1, (size_bytes(part) or sys.getsizeof(part)) // max(1, int(part.shape[0])))
 
 
 def _hashes(loader: DataLoader[Any], workers: int, rows: int) -> list[str]:

@@ -15,7 +15,7 @@ from torch.utils.data._utils.collate import default_convert
 
 from fettle.errors import UsageError, first_line
 from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, ONE_BY_ONE, Setting
-from fettle.workload import find_target, leaves, tensors
+from fettle.workload import find_target, leaves, size_bytes
 
 Step = Callable[[Any], Any]
 
@@ -105,8 +105,7 @@ def fetches(loader: DataLoader[Any]) -> tuple[list[str], list[str]]:
 
 def batch_bytes(batch: Any) -> int:
     """Bytes of a batch's tensors and arrays."""
-    arrays = sum(leaf.nbytes for _, leaf in leaves(batch) if isinstance(leaf, np.ndarray))
-    return arrays + sum(tensor.numel() * tensor.element_size() for tensor in tensors(batch))
+    return sum(size_bytes(leaf) for _, leaf in leaves(batch))
 
 
 def _parts(value: Any) -> Mapping[Any, Any] | None:

@@ -17,6 +17,7 @@ from fettle.workload.trees import (
     leaves,
     map_tensors,
     rows_of,
+    size_bytes,
     spread,
     tensors,
     wait_for,
@@ -24,6 +25,6 @@ from fettle.workload.trees import (
 
 __all__ = [
     "AUTO", "MODES", "Batch", "Target", "Workload", "again", "check_mode", "device_of", "find_target", "fingerprint",
-    "fresh", "is_numbers", "is_shared", "leaves", "map_tensors", "register_kind", "rows_of", "spread", "switches",
-    "target_from_objects", "tensors", "wait_for", "workload_from",
+    "fresh", "is_numbers", "is_shared", "leaves", "map_tensors", "register_kind", "rows_of", "size_bytes", "spread",
+    "switches", "target_from_objects", "tensors", "wait_for", "workload_from",
 ]  # fmt: skip

@@ -60,6 +60,15 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def size_bytes(leaf: Any) -> int:
+    """Bytes of what a tensor or an array holds, of a sparse tensor its stored values; 0 for anything else."""
+    if getattr(leaf, "is_sparse", False):
+        leaf = leaf._values()
+    elif str(getattr(leaf, "layout", "")).startswith("torch.sparse"):
+        leaf = leaf.values()
+    return int(getattr(leaf, "nbytes", 0))
+
+
 def rows_of(batch: Any) -> int:
     """The first dimension of the first tensor of a batch that has one and is not empty in it; 0 where there is none."""
     return next((int(tensor.size(0)) for tensor in tensors(batch) if tensor.dim() and tensor.size(0)), 0)

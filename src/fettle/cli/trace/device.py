@@ -41,7 +41,10 @@ def occupancy(traces: list[Trace]) -> Answer:
     """
     table = joined(traces, T.kernels_by_sm)
     if not table.height:
-        raise UsageError("no kernel of this trace has its blocks per SM, which PyTorch records on NVIDIA's GPUs")
+        raise UsageError(
+            "no kernel of this trace has its blocks per SM, which PyTorch records on NVIDIA's GPUs, or the file could "
+            "not be read again"
+        )
     frames = {"sm_efficiency": joined(traces, T.sm_efficiency), "kernels": table}
     return Answer(frames, chart=lambda charts: charts.bar_chart(table, "name", "unused_ns"))
 

@@ -19,7 +19,7 @@ from fettle.diagnose.collectors.variants import threads, timed
 from fettle.diagnose.evidence import Loading
 from fettle.patches import replaced
 from fettle.procs.limits import scheduled_s
-from fettle.workload import again, leaves
+from fettle.workload import again, leaves, size_bytes
 
 _KEPT_BYTES = 512 << 20
 _LEAST_WATCHED_S = 0.2
@@ -71,7 +71,7 @@ class LoaderClock:
             return
         self.batches += 1
         if self.calls == 1 and self.kept:
-            self._bytes += sum(getattr(leaf, "nbytes", 0) or sys.getsizeof(leaf) for _, leaf in leaves(result))
+            self._bytes += sum(size_bytes(leaf) or sys.getsizeof(leaf) for _, leaf in leaves(result))
             if self._bytes > _KEPT_BYTES:
                 self.kept.clear()
             else:
