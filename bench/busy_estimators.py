@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -93,20 +93,21 @@ def beside(kind: str) -> Iterator[None]:
         yield
 
 
-def measure(model: str, kinds: list[str], seconds: float) -> dict[str, dict[str, float | None]]:
-    """Median over the slices of each estimator over the quiet median, by neighbour."""
+def prepared(case: str) -> Callable[[], object]:
+    """A call of a model of `busy_workloads.py`, as given or by a recipe."""
     sys.path.insert(0, str(HERE))
     import busy_workloads
 
-    name, _, recipe = model.partition(" ")
+    name, _, recipe = case.partition(" ")
     module, batches = getattr(busy_workloads, name)()
     batch = batches[0]
     call = apply(module, Recipe.parse(recipe), [batch]) if recipe else module
+    return lambda: call(**batch) if isinstance(batch, dict) else call(batch)
 
-    def run() -> None:
-        call(**batch) if isinstance(batch, dict) else call(batch)
 
-    waits = Waits()
+def measure(model: str, kinds: list[str], seconds: float) -> dict[str, dict[str, float | None]]:
+    """Median over the slices of each estimator over the quiet median, by neighbour."""
+    run, waits = prepared(model), Waits()
     with torch.inference_mode():
         run()
         waits.refresh()

@@ -20,11 +20,10 @@ from pathlib import Path
 
 import torch
 from busy import HERE, _join, others, quota
+from busy_estimators import prepared
 
-from fettle.applying import apply
 from fettle.machine import this_machine
 from fettle.measure._waits import Waits, busiest, held_up_ns, one_core_each, ran_ns, waited_ns, without_waits
-from fettle.recipe import Recipe
 
 CASES = (
     "t5", "t5 runtime=openvino", "t5 compile=default freeze=on grad=inference_mode", "distilbert",
@@ -37,16 +36,7 @@ SLICE_S, CHUNK_NS, ROUNDS = 0.25, 10_000_000, 24
 def measure(case: str) -> dict[str, float]:
     """Elapsed time under the quota over that outside it, and the same of what a race takes it for: medians of the
     rounds, and the scatter of the latter (a median absolute deviation, of a normal sample's size)."""
-    sys.path.insert(0, str(HERE))
-    import busy_workloads
-
-    name, _, recipe = case.partition(" ")
-    module, batches = getattr(busy_workloads, name)()
-    batch = batches[0]
-    call = apply(module, Recipe.parse(recipe), [batch]) if recipe else module
-
-    def run() -> None:
-        call(**batch) if isinstance(batch, dict) else call(batch)
+    run, waits, rows = prepared(case), Waits(), []
 
     def one_slice(threads: list[int]) -> tuple[float, float]:
         """Median call, and what a race takes it for, in ns."""
@@ -68,7 +58,6 @@ def measure(case: str) -> dict[str, float]:
                     before, count, chunk = after, len(calls), time.perf_counter_ns()
         return statistics.median(calls), without_waits(chunks)
 
-    waits, rows = Waits(), []
     with torch.inference_mode():
         for _ in range(5):
             run()

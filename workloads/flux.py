@@ -7,7 +7,7 @@ Configurations are those that black-forest-labs/FLUX.1-schnell publishes. Weight
 
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
-from stable_diffusion import BEGIN, END, WORDS, judged, prompts, spread_as
+from stable_diffusion import BEGIN, END, WORDS, autoencoder, judged, prompts, spread_as
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 T5_WORDS = 32128
@@ -96,20 +96,12 @@ def pipeline(
     return judged(name, pipe, sample, batches, parts, measure, f"flux {steps}")
 
 
-def blocks(channels: tuple[int, ...], pixels: int) -> dict:
-    """A VAE of as many blocks."""
-    many = len(channels)
-    return {
-        "block_out_channels": channels, "layers_per_block": 2, "down_block_types": ("DownEncoderBlock2D",) * many,
-        "up_block_types": ("UpDecoderBlock2D",) * many, "sample_size": pixels,
-    }  # fmt: skip
-
-
 def workload(steps: int = 4, measure: str = "ssim", device: str = "cpu", pictures: int = 1) -> dict:
     """As published, 12 billion parameters in the transformer, 1024 x 1024 pixels: for a GPU of 80 GB and more."""
     text = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
     text_2 = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
-    configs = (text, text_2, {}, blocks((128, 256, 512, 512), 1024))  # diffusers' defaults are FLUX.1's transformer
+    transformer: dict = {}  # diffusers' defaults are FLUX.1's
+    configs = (text, text_2, transformer, autoencoder((128, 256, 512, 512), 1024))
     return pipeline("flux", *configs, 256, 128, steps, measure, device, pictures)
 
 
@@ -121,7 +113,7 @@ def middle(steps: int = 4, measure: str = "ssim", device: str = "cpu", pictures:
         "num_layers": 4, "num_single_layers": 8, "attention_head_dim": 64, "num_attention_heads": 8,
         "joint_attention_dim": 512, "pooled_projection_dim": 256, "axes_dims_rope": (8, 28, 28),
     }  # fmt: skip
-    configs = (text, text_2, transformer, blocks((64, 128, 256, 256), 256))
+    configs = (text, text_2, transformer, autoencoder((64, 128, 256, 256), 256))
     return pipeline("flux-middle", *configs, 64, 32, steps, measure, device, pictures)
 
 
@@ -133,5 +125,5 @@ def small(steps: int = 4, measure: str = "ssim", device: str = "cpu", pictures: 
         "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2,
         "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 6, 6),
     }  # fmt: skip
-    configs = (text, text_2, transformer, blocks((32, 64), 16))
+    configs = (text, text_2, transformer, autoencoder((32, 64), 16))
     return pipeline("flux-small", *configs, 8, 8, steps, measure, device, pictures)

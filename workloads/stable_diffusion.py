@@ -177,6 +177,15 @@ def pipeline(
     return judged(name, pipe, sample, batches, parts, measure, f"{pipe.steps}")
 
 
+def autoencoder(channels: tuple[int, ...], pixels: int, layers: int = 2) -> dict:
+    """Configuration of a VAE with as many blocks as there are `channels`."""
+    return {
+        "block_out_channels": channels, "layers_per_block": layers, "sample_size": pixels,
+        "down_block_types": ("DownEncoderBlock2D",) * len(channels),
+        "up_block_types": ("UpDecoderBlock2D",) * len(channels),
+    }  # fmt: skip
+
+
 def of_width(width: int, latents: int, layers: int) -> tuple[dict, dict, dict]:
     """Configurations of text encoder, UNet and VAE, those of 2.1 where `width` is 1."""
     text = {
@@ -188,11 +197,7 @@ def of_width(width: int, latents: int, layers: int) -> tuple[dict, dict, dict]:
         "block_out_channels": tuple(wide // width for wide in (320, 640, 1280, 1280)),
         "attention_head_dim": tuple(max(1, heads // width) for heads in (5, 10, 20, 20)),
     }  # fmt: skip
-    vae = {
-        "block_out_channels": tuple(wide // width for wide in (128, 256, 512, 512)), "layers_per_block": 2,
-        "down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4,
-        "sample_size": 8 * latents,
-    }  # fmt: skip
+    vae = autoencoder(tuple(wide // width for wide in (128, 256, 512, 512)), 8 * latents)
     return text, unet, vae
 
 
@@ -226,10 +231,7 @@ def small(
         "layers_per_block": 1, "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
         "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
     }  # fmt: skip
-    vae = {
-        "block_out_channels": (32, 64), "down_block_types": ("DownEncoderBlock2D",) * 2,
-        "up_block_types": ("UpDecoderBlock2D",) * 2,
-    }  # fmt: skip
+    vae = autoencoder((32, 64), 16, layers=1)
     given = (steps, halves, measure, device, attention, start, pictures)
     return pipeline("stable-diffusion-small", text, unet, vae, *given)
 

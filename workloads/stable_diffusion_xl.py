@@ -8,7 +8,7 @@ as in `stable_diffusion`.
 
 import torch
 from diffusers import AutoencoderKL, EulerDiscreteScheduler, UNet2DConditionModel
-from stable_diffusion import BEGIN, END, WORDS, decoded, judged, prompts, spread_as
+from stable_diffusion import BEGIN, END, WORDS, autoencoder, decoded, judged, prompts, spread_as
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 GUIDANCE = 5.0
@@ -87,11 +87,7 @@ def of_width(width: int, latents: int, layers: tuple[int, int], deep: int) -> tu
         "transformer_layers_per_block": (1, 2, deep),
         "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 6 * 256 + 1280 // width,
     }  # fmt: skip
-    vae = {
-        "block_out_channels": tuple(wide // width for wide in (128, 256, 512, 512)), "layers_per_block": 2,
-        "down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4,
-        "sample_size": 8 * latents,
-    }  # fmt: skip
+    vae = autoencoder(tuple(wide // width for wide in (128, 256, 512, 512)), 8 * latents)
     return text, text_2, unet, vae
 
 
@@ -117,9 +113,6 @@ def small(steps: int = 3, measure: str = "ssim", device: str = "cpu", pictures: 
         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
         "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
     }  # fmt: skip
-    vae = {
-        "block_out_channels": (32, 64), "down_block_types": ("DownEncoderBlock2D",) * 2,
-        "up_block_types": ("UpDecoderBlock2D",) * 2,
-    }  # fmt: skip
+    vae = autoencoder((32, 64), 16, layers=1)
     configs = (text, {**text, "projection_dim": 32}, unet, vae)
     return pipeline("stable-diffusion-xl-small", *configs, steps, measure, device, pictures)
