@@ -315,6 +315,25 @@ def test_a_process_that_died_while_it_waited_is_started_anew() -> None:
     assert held(-9).take(Recipe()) is None
 
 
+def test_what_is_far_too_slow_is_ended_while_it_is_made_ready(
+    target: Target, tmp_path: Path, reference: Reference
+) -> None:
+    fingerprint, judging = reference(target, tmp_path / "reference.pt")
+    stumbles = "calls = iter([0.2] * 3)\ndef run(x):\n    model.delay = next(calls, 0.001)\n    return model(x)"
+    candidates = [
+        _candidate("baseline"),
+        _candidate("slow", "model.delay = 0.2"),
+        _candidate("stumbles", stumbles, "run"),  # in its judged calls and one more, as where something recompiles
+    ]
+    base, slow, stumbling = race(
+        target, fingerprint, candidates, judging, Rules(slice_s=0.01, max_rounds=3, longest_ms=30.0)
+    )
+    assert base.ok  # whatever it takes, the others are compared with it
+    assert (slow.status, slow.too_slow, slow.rounds) == ("failed", True, 0)
+    assert "more than 5 times as long as that of the workload as given" in slow.reason
+    assert stumbling.ok
+
+
 def test_a_deadline_leaves_out_what_was_not_begun(target: Target, tmp_path: Path, reference: Reference) -> None:
     fingerprint, judging = reference(target, tmp_path / "reference.pt")
     candidates = [_candidate("baseline"), _candidate("late")]

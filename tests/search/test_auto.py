@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import Recorded
 
+from fettle.measure import FAR, Trial
 from fettle.recipe import Recipe
 from fettle.search import Space, auto
 
@@ -143,6 +144,22 @@ def test_a_diagnosis_goes_first():
     session = Recorded(lambda recipe: 100.0)
     auto(space, session, first=["b"])
     assert session.asked[1] == Recipe({"b": "on"})
+
+
+def test_a_level_that_was_ended_as_too_slow_is_tried_once():
+    class Ending(Recorded):
+        def _run(self, recipe):
+            trial = super()._run(recipe)
+            slow = trial.time_ms > FAR * self.base_ms
+            return Trial(recipe, "failed", reason="too slow", too_slow=True) if slow else trial
+
+    gain = {"emulated": -2.3, "a": 0.4, "b": 0.2}
+    space = Space(dict.fromkeys(gain, ("off", "on")), lambda recipe: "")
+    session = Ending(lambda recipe: 100 * math.exp(-sum(gain[name] for name in recipe.levels)))
+    found = auto(space, session)
+    assert found is not None
+    assert found.recipe == Recipe({"a": "on", "b": "on"})
+    assert sum("emulated" in recipe.levels for recipe in session.asked) == 1
 
 
 def test_ten_techniques_take_few_trials():

@@ -3,7 +3,7 @@
 from functools import partial
 
 from fettle import Recipe
-from fettle.measure import Accuracy, Interval, Trial
+from fettle.measure import Accuracy, Interval, Slice, Trial
 from fettle.result import Limits
 from fettle.search import Space, holds
 from fettle.tuning.model import Races
@@ -66,3 +66,18 @@ def test_what_an_earlier_run_tried_and_this_one_may_not_does_not_win():
     assert found.finalists() == [allowed]
     del known[allowed.recipe]
     assert found.best() is given
+
+
+def test_slow_recipes_are_ended_only_where_none_of_them_may_win():
+    slices = [Slice("a", number, ms) for number, ms in enumerate((9.0, 11.0))]
+    given = Trial(Recipe(), "measured", speedup=Interval(1.0, 1.0, 1.0), slices=slices, peak_bytes=9,
+                  accuracy=Accuracy(finite=True))  # fmt: skip
+
+    def longest_ms(goal="latency", memory=None, known=(given,)):
+        limits = Limits(max_error=None, max_memory_bytes=memory)
+        return Standings(goal, limits, Races(), known={one.recipe: one for one in known}).longest_ms
+
+    assert longest_ms() == 55.0  # five times its slowest slice
+    assert longest_ms("memory") is None
+    assert longest_ms(memory=8) is None  # what keeps the limit may be slower
+    assert longest_ms(known=()) is None

@@ -169,7 +169,12 @@ class Start:
                         break  # that says nothing about the recipe: beside fewer it may fit
                     reason = f"{error}{_beside(running.values()) if error.kind == 'memory' else ''}"
                     trials[index] = Trial(
-                        candidate.recipe, "failed", reason, seconds=time.monotonic() - began, race=self.race
+                        candidate.recipe,
+                        "failed",
+                        reason,
+                        seconds=time.monotonic() - began,
+                        race=self.race,
+                        too_slow=error.kind == "slow",
                     )
                     on_progress(Progress("trial", candidate.recipe, trial=trials[index]))
                     continue
@@ -286,6 +291,11 @@ class Start:
         """Whether it was the budget that ended a process, and not its own time limit."""
         return error.kind == "timeout" and time.monotonic() > self.rules.deadline
 
+    def _longest_ms(self, candidate: Candidate) -> float | None:
+        """What a call of it may take; any time in several ranks, which must end together."""
+        limit_ms = self.rules.longest_ms if candidate.ranks == 1 and candidate.recipe.levels else None
+        return None if limit_ms is None else limit_ms * candidate.factor
+
     def _timeout_s(self) -> float:
         left_s = self.rules.deadline - time.monotonic() + self.rules.grace_s
         return max(10.0, min(self.rules.prepare_timeout_s, left_s))
@@ -303,6 +313,7 @@ class Start:
                 request = Prepare(
                     candidate.source or "", str(candidate.recipe), self.judging.path, candidate.factor,
                     candidate.calibrated, self.rules.part, self.judging.exact, as_given=not candidate.recipe.levels,
+                    longest_ms=self._longest_ms(candidate),
                 )  # fmt: skip
                 answer = worker.ask(request, Prepared, self._timeout_s())
         except BaseException:

@@ -95,6 +95,8 @@ class Rules:
     """Where text is written, what is timed: ``ttft`` or ``tpot``; empty for the whole of it."""
     rows: tuple[int, ...] = ()
     """Where text is written: numbers of rows at which tokens a second are measured, too, in each first process."""
+    longest_ms: float | None = None
+    """A recipe that takes longer for one row is ended while it is made ready, with nothing measured; None: none is."""
     deadline: float = math.inf
     """`time.monotonic()` at which to stop: what has been measured by then counts."""
     grace_s: float = 30.0

@@ -23,6 +23,7 @@ from fettle.measure import _meters
 from fettle.measure._clock import Clock, warm_up
 from fettle.measure._lockstep import agreed, slowest
 from fettle.measure._notes import Notes, compile_cache
+from fettle.measure._pace import Pace
 from fettle.measure._trial import Accuracy
 from fettle.measure._waits import Times, Waits, busiest, held_up_ns, one_core_each, ran_ns, waited_ns, without_waits
 from fettle.measure._watch import throttled_s
@@ -69,6 +70,7 @@ class State:
     """What a GPU's allocator kept for the next call was given back: it has to be fetched again."""
     padding: Any = None
     waits: Waits = field(default_factory=Waits)
+    pace: Pace = field(default_factory=Pace)
     computing: Sequence[int] = ()
     """Threads that compute, by their number in the system."""
     is_pool: bool = False
@@ -155,7 +157,7 @@ def settled(
     samples, steady = first()
     samples, steady = [slowest(ns) for ns in samples], agreed(steady)
     if not steady:
-        samples, steady = warm_up(lambda: one_sample(state), samples)
+        samples, steady = warm_up(lambda: state.pace.timed(lambda: one_sample(state)), samples)
     state.waits.refresh()
     state.computing = busiest(before, state.waits.by_thread())
     state.is_pool = threading.get_native_id() not in state.computing

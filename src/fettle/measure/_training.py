@@ -159,9 +159,19 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
         curve = steps.curve(1)
         first_call_s = time.perf_counter() - started
         count = max(1, int(workload.steps) // request.factor)
-        if count > 1 and math.isfinite(curve.losses[-1]):
-            more = steps.curve(count - 1)
+
+        def on(number: int) -> int:
+            nonlocal curve
+            started = time.perf_counter_ns()
+            more = steps.curve(number)
             curve = Curve([*curve.losses, *more.losses], [*curve.grad_norms, *more.grad_norms])
+            return time.perf_counter_ns() - started
+
+        while len(curve.losses) < count and math.isfinite(curve.losses[-1]):
+            if state.pace.is_open:
+                state.pace.timed(lambda: on(1))
+            else:
+                on(count - len(curve.losses))
         accuracy = _accuracy(curve, request)
         if not accuracy.problem:
             modes = [(module, module.training) for module in workload.model.modules()]

@@ -197,6 +197,8 @@ class Trial:
     """CUDA: allocator peak. CPU: peak resident set above the process without the workload."""
     peaks_bytes: Sequence[int] = ()
     """The same of each process."""
+    too_slow: bool = False
+    """It failed only in that its calls took so much longer than the baseline's that nothing was measured."""
     fingerprint: str = ""
     """Fingerprint of the weights and inputs that it was measured with."""
     energy_j: float | None = None

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fettle.errors import first_line, place
+from fettle.measure._pace import Pace, TooSlow
 from fettle.measure._state import State, seed_all
 from fettle.measure.messages import Answer, Asked, Build, Prepare
 from fettle.procs.child import Failure
@@ -25,6 +26,8 @@ def main(parent: Parent) -> None:
     def answer(request: Asked) -> Answer:
         if parent.node and isinstance(request, Prepare):  # what rank 0 is judged by lies on its node
             request.path = ""
+        if isinstance(request, Prepare) and request.longest_ms is not None:
+            state.pace = Pace(request.longest_ms * 1e6)
         return action(state, request)(state, request)
 
     parent.serve(Asked, answer, explain)
@@ -51,6 +54,8 @@ def action(state: State, request: Asked) -> Callable[[State, Any], Answer]:
 
 def explain(error: BaseException) -> Failure:
     """An error as the parent will report it: one line, and the traceback for the log."""
+    if isinstance(error, TooSlow):
+        return Failure(str(error), "slow")
     failure = failure_of(error)
     if failure.kind == "usage":
         return failure

@@ -72,6 +72,8 @@ class Prepare(Request):
     """Every prompt's text is to be compared with the reference's, not only those of the inputs."""
     as_given: bool = False
     """The source changes nothing."""
+    longest_ms: float | None = None
+    """A recipe whose warm calls take longer is ended (`fettle.measure._pace`); None: none is."""
 
 
 class MeasureRows(Request, tag="rows"):

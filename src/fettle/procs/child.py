@@ -49,8 +49,8 @@ def importing(location: str) -> Iterator[None]:
 
 
 class ChildError(Exception):
-    """A child could not do what it was asked. The text is the reason, one line; `kind` is error, memory, timeout or
-    crash."""
+    """A child could not do what it was asked. The text is the reason, one line; `kind` is error, memory, timeout,
+    crash, or slow: it ended by itself, as it was asked to."""
 
     def __init__(self, reason: str, kind: str = "error") -> None:
         super().__init__(reason)

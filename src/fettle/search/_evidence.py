@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from fettle.measure import Trial
+from fettle.measure import FAR, Trial
 from fettle.recipe import Recipe
 from fettle.search._space import Session, Space, moved, with_required
 
@@ -118,7 +118,7 @@ class Evidence:
         if not pairs:
             return None
         _, _, before_score, after = min(pairs, key=lambda item: item[:3])
-        return before_score - self.score(after)
+        return -math.log(FAR) if after.too_slow else before_score - self.score(after)
 
     def expected(self, recipe: Recipe, leader: Recipe) -> tuple[float, bool]:
         """What going from the leader to the recipe should bring if gains simply add up, and whether every level that

@@ -260,7 +260,9 @@ class Session:
         candidates = candidates[: self.costs.how_many_fit(candidates, self.costs.left_s(deadline))]
         if candidates or Recipe() not in self.standings.known:
             stop = Stop()
+            compares = not self.rules.equal_rounds and self.options.storage is None  # and on this machine alone
             rules = replace(self.rules, deadline=deadline, grace_s=0.0, stop=stop,
+                            longest_ms=self.standings.longest_ms if compares else None,
                             indifference=max(self.rules.indifference, _SCREENING_INDIFFERENCE))  # fmt: skip
             leader = self.standings.best()
             again = [leader.recipe] if leader is not None and leader.recipe.levels else []

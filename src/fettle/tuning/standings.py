@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from fettle.generate.speed import Generation
-from fettle.measure import Judge, Trial
+from fettle.measure import FAR, Judge, Trial
 from fettle.recipe import Recipe, technique_and_part
 from fettle.result import TIMES, Goal, Limits, goal_figure
 from fettle.study import Study
@@ -62,7 +62,8 @@ class Standings:
     ) -> list[Trial]:
         """Take what earlier runs of a study measured, and return its trials; those of other environments only as far as
         they are named, or all. What could not be compared is to be measured `anew`, so it is not known; nor is the
-        workload as given where it failed, nor what was not ready in time where `timeout_s` is longer today."""
+        workload as given where it failed, nor what was not ready in time where `timeout_s` is longer today, nor
+        what was too slow where such a recipe may win today."""
         trials, named = _in_catalogue(study.trials()), (PYTHON.default, *(environments or ()))
         if environments is not None:
             trials = [trial for trial in trials if trial.recipe.levels.get(PYTHON.name, PYTHON.default) in named]
@@ -71,7 +72,9 @@ class Standings:
         repeated = study.notes("again in race ")  # what was known by then ran in these
         kept = self.raced(*repeated, study.note("final race"), study.note("last race"))
         self.add([*self.known.values(), *kept])
-        again = [recipe for recipe, trial in self.known.items() if _may_tell_more(trial, timeout_s)]
+        able = self.longest_ms is not None
+        again = [recipe for recipe, trial in self.known.items()
+                 if _may_tell_more(trial, timeout_s) or (trial.too_slow and not able)]  # fmt: skip
         for recipe in again if anew else ():
             del self.known[recipe]
         return trials
@@ -91,6 +94,14 @@ class Standings:
             return list(trials)
         return [replace(trial, speedup=alone.speedup(trial.recipe, confidence=self.confidence) or trial.speedup)
                 if trial.recipe.levels else trial for trial in trials]  # fmt: skip
+
+    @property
+    def longest_ms(self) -> float | None:
+        """What a call may take with nothing else known of a recipe; None where a slow one may win, too."""
+        baseline = self.known.get(Recipe())
+        if self.goal not in TIMES or baseline is None or not baseline.slices or math.isinf(self.score(baseline)):
+            return None
+        return FAR * max(one.ms for one in baseline.slices)
 
     def best(self) -> Trial | None:
         """The trial with the best score, the simpler recipe where two are equal within noise; None if none may win."""
