@@ -163,11 +163,14 @@ class Encodes(torch.nn.Module):
         return self.inner(x)
 
 
-def test_attention_is_rewritten_in_the_workloads_own_call(tmp_path):
+def test_modules_are_changed_in_the_workloads_own_call(tmp_path):
     work = Workload(Encodes().eval(), [torch.randn(4, 6, 8)], call=lambda model, x: model.encode(x))
-    package = write_package(work, Recipe.parse("attention=sdpa"), tmp_path / "model", name="m")
-    assert package.manifest.applied == ("attention",)
-    assert "scaled_dot_product_attention" in (package.folder / "graph.json").read_text()
+    package = write_package(work, Recipe.parse("attention=sdpa fused_linear=on"), tmp_path / "model", name="m")
+    assert set(package.manifest.applied) == {"attention", "fused_linear"}
+    graph = (package.folder / "graph.json").read_text()
+    assert "scaled_dot_product_attention" in graph
+    assert "fused.weight" in graph
+    assert "key.weight" not in graph
 
 
 # -- OpenVINO ---------------------------------------------------------------------------------------------------------
