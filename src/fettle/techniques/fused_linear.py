@@ -73,8 +73,8 @@ def fuse_linear(model: torch.nn.Module, groups: Any) -> None:
     fused = 0
     for name, parent in list(model.named_modules()):
         for pattern, *names in groups:
-            layers = [getattr(parent, child, None) for child in names] if is_named(name, (pattern,)) else []
-            if not layers or not all(map(is_plain, layers)):
+            layers: list[Any] = [getattr(parent, child, None) for child in names]
+            if not is_named(name, (pattern,)) or not all(map(is_plain, layers)):
                 continue
             first: Any = None
             start, some_bias = 0, any(layer.bias is not None for layer in layers)
@@ -98,14 +98,15 @@ def fed_alike(model: torch.nn.Module) -> Iterator[list[tuple[str, ...]]]:
     named = dict(model.named_modules(remove_duplicate=False))
     uses = Counter(id(parameter) for module in named.values() for parameter in module._parameters.values())
     given: dict[Any, list[int]] = {}  # by layer, in the order of first calls: a number for each tensor
-    last: list[Any] = [None, 0, 0]
+    last: Any = None, 0, 0  # a tensor, how often it was written into, its number
     found: list[tuple[str, ...]] = []
 
     def note(layer: torch.nn.Module, args: Any) -> None:
+        nonlocal last
         x = args[0] if args else None
-        version = 0 if not isinstance(x, torch.Tensor) or x.is_inference() else x._version
-        if x is None or x is not last[0] or version != last[1]:  # another, or one that was written into
-            last[:] = x, version, last[2] + 1
+        version = 0 if x is None or x.is_inference() else x._version
+        if x is None or x is not last[0] or version != last[1]:
+            last = x, version, last[2] + 1
         given.setdefault(layer, []).append(last[2])
 
     with contextlib.ExitStack() as hooks:
@@ -122,8 +123,8 @@ def fed_alike(model: torch.nn.Module) -> Iterator[list[tuple[str, ...]]]:
     for (parent, *_), children in groups.items():
         if len(children) > 1:
             firsts[tuple(children)].append(f"{parent}.{children[0]}".lstrip("."))
-    for children, names in firsts.items():
-        found += [(name.rpartition(".")[0], *children) for name in patterns(names, named)]
+    for group, names in firsts.items():
+        found += [(name.rpartition(".")[0], *group) for name in patterns(names, named)]
 
 
 @register
