@@ -2,13 +2,13 @@
 
 import copy
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import fettle
 from fettle.techniques import Facts, Recipe, conflict, idle, load, probe_facts, source
 from fettle.techniques.fused_linear import FusedSibling
 from fettle.workload import Workload
@@ -80,7 +80,11 @@ def alike(model: nn.Module, *batch: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def fused(model: nn.Module, *batch: Any, more: str = "") -> Any:
-    return fettle.apply(model, f"fused_linear=on {more}", [batch])
+    """The model with the lines for a GPU, which a CPU runs as well."""
+    recipe = Recipe.parse(f"fused_linear=on {more}")
+    facts = replace(probe_facts(Workload(model, [batch])), device="cuda")
+    assert not conflict(recipe, facts)
+    return load(source(recipe, facts), str(recipe))(model, [batch])
 
 
 def test_it_is_found_by_what_they_are_given() -> None:
@@ -122,7 +126,7 @@ def test_a_layer_that_is_more_than_its_weight_stays_as_it_is(change: Any) -> Non
     assert model[1].mix.b is layer
 
 
-@pytest.mark.parametrize("more", ["", "grad=inference_mode", "precision=bf16", "precision=autocast-bf16"])
+@pytest.mark.parametrize("more", ["", "grad=inference_mode", "precision=bf16"])
 def test_the_answers_are_the_same(more: str) -> None:
     model = blocks()
     wanted, linear = model(X), []
@@ -176,9 +180,10 @@ def test_it_is_one_graph() -> None:
 
 
 def test_what_it_can_stand_beside() -> None:
-    facts = Facts(fed_alike=ALIKE, uneven_sdpa=1, packages={"openvino": "1"}, is_module=True)
-    assert "its own products" in conflict(Recipe.parse("fused_linear=on runtime=openvino"), facts)
-    assert not conflict(Recipe.parse("fused_linear=on runtime=aoti"), facts)
+    facts = Facts(device="cuda", cuda_capability=(9, 0), fed_alike=ALIKE, packages={"torch_tensorrt": "2.9"})
+    assert "its own products" in conflict(Recipe.parse("fused_linear=on runtime=tensorrt"), facts)
+    assert not conflict(Recipe.parse("fused_linear=on runtime=exported grad=inference_mode"), facts)
     assert idle(Recipe.parse("fused_linear=on weights=int8-blocks")) == ["fused_linear"]
+    assert "it is for GPUs" in conflict(Recipe({"fused_linear": "on"}), replace(facts, device="cpu"))
     with pytest.raises(RuntimeError, match="found none of those that were given the same tensor"):
         load(source(Recipe({"fused_linear": "on"}), facts), "fused")(nn.Linear(2, 2), [])

@@ -138,6 +138,8 @@ class FusedLinear(Technique):
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = "" if facts.fed_alike else "no linear layers were found that are given the same tensor"
+        if facts.device == "cpu":
+            why_not = why_not or "it is for GPUs: on a CPU several products take no longer than one"
         summary = "linear layers that are given the same tensor, as queries, keys and values are, become one product"
         return [Level("off", "as given"), Level("on", summary, why_not)]
 
