@@ -1,6 +1,5 @@
 """Workloads that write text: what is written, how it is judged, and how its time is taken apart."""
 
-import copy
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from fettle.recipe import Recipe
 from fettle.techniques import _kept, conflict, load, probe_facts, source
 from fettle.techniques.guessing import Draft, Lookup, write_guessing
 from fettle.techniques.kv_cache import attention_of_few
-from fettle.techniques.weights import FewBits, InBlocks, Weights, few_bits, join_beside
+from fettle.techniques.weights import FewBits, Weights, few_bits
 
 transformers = pytest.importorskip("transformers")
 WORDS = 96
@@ -594,6 +593,9 @@ def test_weights_in_few_bits_say_nearly_the_same(level, most, tmp_path) -> None:
         pieces = quality.write_pieces(work, str(tmp_path / "reference.pt"))
         given = limits.weights_read(work.model)
         run = runs(work, weights=level, precision="bf16")
+        if make is llama and "blocks" in level:  # what is given the same tensor is one product
+            products = [type(one).__name__ == "InBlocks" for one in work.model.modules()]
+            assert sum(products) == 2 * 4 + 1
         found = quality.closeness(pieces, [quality.scores_of(run, piece, "cpu") for piece in pieces])
         assert 0 < found.kl < most
         assert not quality.astray(run, work.inputs[0], run(**work.inputs[0]), 8)
@@ -669,37 +671,6 @@ def test_few_rows_and_many_are_multiplied_alike(bits, parts) -> None:
     if parts == 2:  # sixteen bits of what comes in: the error is that of the weights
         exact = torch.nn.functional.linear(x, few.packed.float() * few.scales[:, None], layer.bias)
         assert (few(x) - exact).norm() < 1e-4 * exact.norm()
-
-
-def test_layers_beside_each_other_are_one_product(monkeypatch) -> None:
-    """Queries, keys and values of one input; where the queries have another, each by itself."""
-    if not probe_facts(fettle.GenerationWorkload(llama(), [ids(1, 5)])).has_block_products:
-        pytest.skip("needs AVX2 or AVX-512 VNNI")
-    calls: list[int] = []
-    product = InBlocks.product
-    monkeypatch.setattr(
-        InBlocks,
-        "product",
-        staticmethod(lambda x, of: (calls.append(of.size), product(x, of))[1]),  # type: ignore[func-returns-value]
-    )
-    attention = nn.Module()
-    for name in ("q_proj", "k_proj", "v_proj"):
-        setattr(attention, name, InBlocks(torch.randn(32, 64), torch.randn(32), 8))
-    layers: Any = [attention.q_proj, attention.k_proj, attention.v_proj]
-    inputs = [torch.randn(3, 64) for _ in range(2)]
-    alone = [[layer(x) for layer in layers] for x in inputs]
-    join_beside(attention)
-    calls.clear()
-    for x, wanted in zip(inputs, alone, strict=True):
-        for layer, one in zip(layers, wanted, strict=True):
-            torch.testing.assert_close(layer(x), one)
-    assert calls == [96, 96]
-    again = copy.deepcopy(attention)
-    torch.testing.assert_close(again.q_proj(inputs[0]), alone[0][0])
-    for given in (0, 1, 1), (0, 1, 1):  # an encoder's keys and values
-        for layer, number, place in zip(layers, given, range(3), strict=True):
-            torch.testing.assert_close(layer(inputs[number]), alone[number][place])
-    assert calls[3:] == [96, 32, 32, 32, 32, 32]
 
 
 def test_what_repeats_is_guessed() -> None:

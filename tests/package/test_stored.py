@@ -20,6 +20,7 @@ from fettle.package.openvino import GRAPH, OpenvinoModel
 from fettle.package.program import load_program
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
+from fettle.techniques import find
 from fettle.workload import Workload
 
 STATIC = Recipe.parse("quantize=int8-static compile=default freeze=on grad=inference_mode")
@@ -163,11 +164,15 @@ class Encodes(torch.nn.Module):
         return self.inner(x)
 
 
-def test_attention_is_rewritten_in_the_workloads_own_call(tmp_path):
+def test_modules_are_changed_in_the_workloads_own_call(tmp_path, monkeypatch):
+    monkeypatch.setattr(find("fused_linear"), "why_not", lambda *_: "")  # a CPU can, it does not pay there
     work = Workload(Encodes().eval(), [torch.randn(4, 6, 8)], call=lambda model, x: model.encode(x))
-    package = write_package(work, Recipe.parse("attention=sdpa"), tmp_path / "model", name="m")
-    assert package.manifest.applied == ("attention",)
-    assert "scaled_dot_product_attention" in (package.folder / "graph.json").read_text()
+    package = write_package(work, Recipe.parse("attention=sdpa fused_linear=on"), tmp_path / "model", name="m")
+    assert set(package.manifest.applied) == {"attention", "fused_linear"}
+    graph = (package.folder / "graph.json").read_text()
+    assert "scaled_dot_product_attention" in graph
+    assert "fused.weight" in graph
+    assert "key.weight" not in graph
 
 
 # -- OpenVINO ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from fettle.package.tensors import FROM_NUMPY, TensorSpec
 from fettle.recipe import Recipe
 from fettle.workload import Workload, device_of, leaves, map_tensors, rows_of, tensors
 
-BEFORE_EXPORT = ("attention", "tiles")
+BEFORE_EXPORT = ("attention", "fused_linear", "tiles")
 """Techniques that go by the model's own modules, which an exported program no longer has."""
 MOST_JUDGED = 2
 """Batches on which a package's answers are compared with the model's, beside the sample."""

@@ -107,6 +107,9 @@ class Facts:
     """Attention implementations that a transformers model can be switched to here; the first is the one in use."""
     manual_attention: int = 0
     """Modules whose attention is written out by hand and can be rewritten to SDPA."""
+    fed_alike: tuple[tuple[str, ...], ...] = ()
+    """Linear layers that were given the same tensor in each call: the name of their parent, in which ``*`` stands for
+    the number of a block, and their own."""
     decomposed_bias: int = 0
     """Modules whose attention has a bias by row and by column, which can be added tile by tile."""
     is_unet: bool = False

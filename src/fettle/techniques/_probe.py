@@ -31,6 +31,7 @@ from fettle.techniques._state_kept import buffers_of, is_same, put_modes_back, s
 from fettle.techniques._tensor import tensor_plan
 from fettle.techniques._tiled_attention import with_decomposed_bias
 from fettle.techniques.compile import blocks_of
+from fettle.techniques.fused_linear import fed_alike
 from fettle.techniques.ragged import padding_of
 from fettle.techniques.skip_steps import denoiser_of
 from fettle.techniques.step_cache import is_unet
@@ -173,6 +174,7 @@ def machine_facts(mode: str = "inference") -> Facts:
         uses_sdpa=True,
         uneven_sdpa=1,
         manual_attention=1,
+        fed_alike=(("blocks.*", "query", "key", "value"),),
         block_classes=("Block",),
         hf_attention=("eager", "sdpa"),
         physical_cores=usable_cores(),
@@ -209,6 +211,7 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
     training = _in_train_mode(workload)
     differs = any(_random_or_batch_dependent(child) for child in training)
     watch, manual, changes, writes = _SeesSdpa(), 0, False, False
+    alike: list[tuple[str, ...]] = []
     try:
         with unchanged(workload, module) as model, torch.no_grad():
 
@@ -221,7 +224,7 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
                 return answer
 
             before = buffers_of(module)
-            with watch:
+            with watch, fed_alike(module) as alike:
                 given = outputs()
             if training and (before or not differs):  # layers of the user's own may look at `self.training` too
                 noise = _distance(given, outputs())
@@ -240,7 +243,7 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
         pass
     return {
         "uses_sdpa": watch.seen, "uneven_sdpa": watch.uneven, "manual_attention": manual,
-        "train_mode_differs": differs, "changes_buffers": changes, "changes_inputs": writes,
+        "train_mode_differs": differs, "changes_buffers": changes, "changes_inputs": writes, "fed_alike": tuple(alike),
     }  # fmt: skip
 
 

@@ -71,10 +71,10 @@ def tensor_plan(model: nn.Module) -> TensorPlan:
         return TensorPlan(why_not=problem)
     counted = [pair.attention for pair in kept if pair.attention and _own_count(modules[pair.attention], _HEADS)]
     return TensorPlan(
-        columns=_patterns([name for pair in kept for name in pair.columns], modules),
-        rows=_patterns([pair.row for pair in kept], modules),
-        per_head=_patterns([name for pair in kept for name in pair.per_head], modules),
-        attentions=_patterns(counted, modules),
+        columns=patterns([name for pair in kept for name in pair.columns], modules),
+        rows=patterns([pair.row for pair in kept], modules),
+        per_head=patterns([name for pair in kept for name in pair.per_head], modules),
+        attentions=patterns(counted, modules),
         counts=counts,
         why_not="",
     )
@@ -194,7 +194,7 @@ def _own_count(holder: Any, names: Sequence[str]) -> int:
     return next((value for value in values if isinstance(value, int) and value > 0), 0)
 
 
-def _patterns(names: Sequence[str], modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
+def patterns(names: Sequence[str], modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
     """`names` with a star for the numbers of blocks, where that means the same modules."""
     chosen: dict[str, list[str]] = defaultdict(list)
     for name in names:

@@ -19,6 +19,7 @@ from fettle.kernels import BLOCK_PRODUCTS, block_products, packed_blocks, unpack
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._generation import NO_TEXT
 from fettle.techniques._linear import is_conv1d, linear_of_conv1d
+from fettle.techniques.fused_linear import FUSED, fused
 from fettle.techniques.runtime import STATEFUL, STATEFUL_WEIGHTS
 
 
@@ -147,7 +148,6 @@ class InBlocks(torch.nn.Module):
         self.register_buffer("packed", packed)
         self.register_buffer("scales", scales)
         self.register_buffer("like", weight.new_empty(0))
-        self.beside: Any = None
         self.packed: torch.Tensor
         self.scales: torch.Tensor
 
@@ -161,56 +161,11 @@ class InBlocks(torch.nn.Module):
         return unpacked_blocks(self.packed, self.scales, self.size).to(like.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.product(x, self) if self.beside is None else self.beside.part(self, x)
-        found = found if self.bias is None else found + self.bias
-        return found.to(x.dtype).reshape(*x.shape[:-1], self.size)
-
-    @staticmethod
-    def product(x: torch.Tensor, of: Any) -> torch.Tensor:
-        """The product of all rows of x with weights in blocks."""
         rows = x.reshape(-1, x.shape[-1])
         rows = rows.float() if rows.dtype == torch.float16 else rows
-        return torch.ops.block_products.multiply(rows, of.packed, of.scales, of.size)  # type: ignore[no-any-return]
-
-
-class Beside:
-    """Layers in blocks that are asked one after the other with the same input: the first computes for all of them."""
-
-    def __init__(self, layers: Any) -> None:
-        self.packed: Any
-        self.scales: Any
-        self.x: Any
-        self.parts: Any
-        self.layers, self.size = layers, sum(layer.size for layer in layers)
-        self.packed, self.scales = (torch.cat([getattr(one, name) for one in layers]) for name in ("packed", "scales"))
-        groups = [len(layer.packed) for layer in layers]
-        for layer, packed, scales in zip(layers, self.packed.split(groups), self.scales.split(groups), strict=True):
-            layer.packed, layer.scales, layer.beside = packed, scales, self
-        self.x, self.parts, self.are_apart = None, (), False
-
-    def part(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
-        """What `layer` has of the product with x."""
-        number = next(i for i, one in enumerate(self.layers) if one is layer)
-        if self.x is not x and number:
-            self.are_apart = True  # keys of what is read, queries of what is written
-        if self.are_apart:
-            return layer.product(x, layer)  # type: ignore[no-any-return]
-        if number == 0:
-            self.x, self.parts = x, layer.product(x, self).split([one.size for one in self.layers], -1)
-        found: torch.Tensor = self.parts[number]
-        if number == len(self.layers) - 1:
-            self.x, self.parts = None, ()
-        return found
-
-
-def join_beside(model: torch.nn.Module) -> None:
-    """Make one product of layers in blocks that go by the names of those which get the same input."""
-    for parent in model.modules():
-        for names in (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj")):
-            layers: Any = [getattr(parent, name, None) for name in names]
-            in_blocks = all(isinstance(one, InBlocks) and one.size % 16 == 0 for one in layers)
-            if in_blocks and len({one.inputs for one in layers}) == 1:
-                Beside(layers)
+        found: torch.Tensor = torch.ops.block_products.multiply(rows, self.packed, self.scales, self.size)
+        found = found if self.bias is None else found + self.bias
+        return found.to(x.dtype).reshape(*x.shape[:-1], self.size)
 
 
 def few_bits(model: torch.nn.Module, kind: Any, bits: int, *more: int) -> None:
@@ -315,8 +270,9 @@ class Weights(Technique):
             "int8-blocks": "InBlocks, 8", "int4-blocks": "InBlocks, 4",
         }[level]  # fmt: skip
         blocks = level.endswith("-blocks")
-        layers = (*BLOCK_PRODUCTS, InBlocks, Beside, join_beside) if blocks else (FewBits,)
+        fuses = blocks and facts.fed_alike and recipe.levels.get("fused_linear", "off") == "off"
+        layers = (*BLOCK_PRODUCTS, InBlocks) if blocks else (FewBits,)
         return Code(
-            helpers=(is_conv1d, linear_of_conv1d, Unpacked, *layers, few_bits),
-            prepare=(f"few_bits(model, {given})", *(("join_beside(model)",) if blocks else ())),
+            helpers=(*(FUSED if fuses else ()), is_conv1d, linear_of_conv1d, Unpacked, *layers, few_bits),
+            prepare=(*(fused(facts) if fuses else ()), f"few_bits(model, {given})"),
         )
