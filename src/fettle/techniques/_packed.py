@@ -30,7 +30,8 @@ def filled(name: Any, args: Any, kwargs: Any) -> tuple[Any, list[int]]:
 
 def packing() -> Any:
     """The rows that are packed in this thread's call; None where none are."""
-    modes = torch.overrides._get_current_function_mode_stack()
+    overrides: Any = torch.overrides
+    modes = overrides._get_current_function_mode_stack()
     return next((mode for mode in reversed(modes) if isinstance(mode, PackedRows)), None)
 
 
@@ -98,7 +99,7 @@ class PackedRows(torch.overrides.TorchFunctionMode):
         functions, named = torch.nn.functional, kwargs or {}
         if func is functions.scaled_dot_product_attention:
             return self.attend(*args, **named)
-        if func is functions.multi_head_attention_forward:
+        if func is functions.multi_head_attention_forward and args[0].shape[:-1] == self.packed[::-1]:
             return self.attend_by_heads(*args, **named)
         if func is functions.linear and args and args[0].shape[:-1] == self.shape:
             return self.unpack(func(self.pack(args[0]), *args[1:], **named))
@@ -171,12 +172,6 @@ class PackedRows(torch.overrides.TorchFunctionMode):
         key_padding_mask: Any = None, need_weights: bool = True, attn_mask: Any = None, **more: Any,
     ) -> Any:  # fmt: skip
         """The attention of `torch.nn.MultiheadAttention`, which asks for it in one call that holds the projections."""
-        functions = torch.nn.functional
-        if query.shape[:-1] != self.packed[::-1]:
-            return functions.multi_head_attention_forward(
-                query, key, value, width, heads, weight, bias, bias_k, bias_v, zeros, dropout, out, out_bias, training,
-                key_padding_mask, need_weights, attn_mask, **more,
-            )  # fmt: skip
         odd = bias_k is not None or zeros or need_weights or more.get("use_separate_proj_weight")
         if odd or not (query is key is value):
             raise RuntimeError("ragged=packed: a MultiheadAttention is asked for its weights, or about other rows")
@@ -187,9 +182,10 @@ class PackedRows(torch.overrides.TorchFunctionMode):
             raise RuntimeError("ragged=packed: a row does not attend to all of its own places")
         if mask is not None and mask.dtype == torch.bool:
             mask = ~mask  # here it says what is not seen
-        parts = functions.linear(query, weight, bias).view(-1, 3, heads, width // heads).permute(1, 2, 0, 3)
+        linear = torch.nn.functional.linear
+        parts = linear(query, weight, bias).view(-1, 3, heads, width // heads).permute(1, 2, 0, 3)
         found = self.attend(*(part[None] for part in parts), mask, dropout if training else 0.0)
-        return functions.linear(found.transpose(1, 2).flatten(2).transpose(0, 1), out, out_bias), None
+        return linear(found.transpose(1, 2).flatten(2).transpose(0, 1), out, out_bias), None
 
     def seen(self, mask: torch.Tensor) -> tuple[Any, bool]:
         """What a mask lets each row see of itself: a tensor for each length, or none where that is all, or all that is
