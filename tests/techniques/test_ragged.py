@@ -318,6 +318,22 @@ class Recomputed(Plain):
         return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
 
 
+class Placed(Plain):
+    """Given a table of its own for each row, as wide as 4 places are long."""
+
+    def forward(self, x, table):
+        return super().forward(x + table.repeat(1, 1, 4))
+
+
+class Given(Deep):
+    def forward(self, ids, mask):
+        x = self.words(ids)
+        table = torch.arange(ids.shape[1])[:, None] * torch.arange(4) / 9
+        for block in self.blocks:
+            x = block(x, table.expand(len(ids), -1, -1))
+        return x
+
+
 LENGTHS = [40, 3, 17, 40, 1, 22]
 
 
@@ -429,6 +445,20 @@ def test_what_is_recomputed_in_the_backward_pass_is_refused_where_rows_are_packe
     run = _packed(model, batch, [])
     with pytest.raises(RuntimeError, match="recomputed in the backward pass"):
         run(**batch)
+
+
+def test_a_batch_in_which_places_could_be_pairs_of_them_is_run_as_given() -> None:
+    torch.manual_seed(0)
+    model, seen = Given(kind=Placed).eval(), []
+    run = _packed(model, _batch(LENGTHS, 40), seen)
+    for lengths, places, packed in (([8, 2, 3], 8, True), ([4, 1, 2], 4, False), ([8, 2, 3, 1, 1, 1, 1, 1], 8, False)):
+        batch = _batch(lengths, places)
+        del seen[:]
+        found = run(**batch)
+        assert seen[-1] == (sum(lengths) if packed else places * len(lengths))
+        for row, length in enumerate(lengths):
+            alone = model(batch["ids"][row : row + 1, :length], batch["mask"][row : row + 1, :length])[0]
+            torch.testing.assert_close(found[row, :length], alone, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -43,7 +43,12 @@ def pack_block(_: Any, args: Any, kwargs: Any) -> Any:
     if now is None or not tensors or tensors[0].dim() != 3 or tensors[0].shape[:2] not in (now.shape, now.packed):
         return None
     now.blocks += 1
-    return pytree.tree_map_only(torch.Tensor, now.pack, (args, kwargs))
+
+    def pack(leaf: Any) -> Any:
+        is_hidden = leaf is tensors[0] or leaf.shape[:2] == now.packed
+        return now.pack(leaf, True) if is_hidden else now.once(leaf, now.pack)
+
+    return pytree.tree_map_only(torch.Tensor, pack, (args, kwargs))
 
 
 def unpack_block(_: Any, __: Any, output: Any) -> Any:
@@ -67,6 +72,10 @@ def pack_blocks(model: torch.nn.Module) -> list[Any]:
             hooks += [block.register_forward_pre_hook(pack_block, with_kwargs=True) for block in blocks]
             hooks.append(blocks[-1].register_forward_hook(unpack_block))
     return hooks
+
+
+class Unclear(Exception):
+    """A tensor may be of places, or of pairs of places: as many as it has another size by chance."""
 
 
 class PackedRows(torch.overrides.TorchFunctionMode):
@@ -102,7 +111,7 @@ class PackedRows(torch.overrides.TorchFunctionMode):
         if func is functions.multi_head_attention_forward and args[0].shape[:-1] == self.packed[::-1]:
             return self.attend_by_heads(*args, **named)
         if func is functions.linear and args and args[0].shape[:-1] == self.shape:
-            return self.unpack(func(self.pack(args[0]), *args[1:], **named))
+            return self.unpack(func(self.pack(args[0], True), *args[1:], **named))
         return func(*args, **named)
 
     def once(self, tensor: torch.Tensor, find: Any) -> Any:
@@ -112,16 +121,17 @@ class PackedRows(torch.overrides.TorchFunctionMode):
             self.kept[key] = (tensor, find(tensor))
         return self.kept[key][1]
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(self, tensor: torch.Tensor, is_hidden: bool = False) -> torch.Tensor:
         """A tensor with the places in its second axis, or of all rows in its first, without those that are padding."""
         places = self.shape[1]
-        of_pairs = tensor.dim() > 3 and tensor.shape[-1] == places or tensor.dim() == 3 and tensor.dtype == torch.bool
-        if tensor.dim() < 2 or of_pairs:
+        if tensor.dim() < 2 or (tensor.dim() == 3 and tensor.dtype == torch.bool):  # of pairs of places
             return tensor
-        if tensor.shape[:2] == self.shape:
+        if tensor.shape[:2] in (self.shape, (1, places)):
+            if not is_hidden and tensor.dim() > 2 and tensor.shape[-1] == places and tensor.shape[:-1] != (1, places):
+                raise Unclear
+            if tensor.shape[0] == 1:
+                return tensor[0].index_select(0, self.index % places)[None]
             return tensor.flatten(0, 1).index_select(0, self.index)[None]
-        if tensor.shape[:2] == (1, places):
-            return tensor[0].index_select(0, self.index % places)[None]
         if tensor.dim() == 2 and tensor.shape[0] == places != tensor.shape[1]:
             return tensor.index_select(0, self.index % places)
         return tensor
@@ -153,7 +163,8 @@ class PackedRows(torch.overrides.TorchFunctionMode):
         sizes = {query.shape[-1], key.shape[-1], value.shape[-1]}
         if self.varlen and half and masks is None and not dropout_p and len(sizes) == 1 and not max(sizes) % 8:
             q, k, v = (given[0].transpose(0, 1) for given in (query, key, value))
-            k, v = (given.repeat_interleave(q.shape[1] // k.shape[1], 1) for given in (k, v))
+            if k.shape[1] < q.shape[1]:
+                k, v = (given.repeat_interleave(q.shape[1] // k.shape[1], 1) for given in (k, v))
             most, window = self.longest, (-1, 0 if causal else -1)
             scale = more.get("scale")
             out = self.varlen(q, k, v, self.ends, self.ends, most, most, scale=scale, window_size=window)
@@ -225,15 +236,18 @@ class Packed(Part):
             raise RuntimeError("ragged=packed found no blocks")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        from contextlib import suppress
+
         mask, lengths = filled(self.mask, args, kwargs)
         # Where there are as many rows as places, a mask of pairs could be one of rows.
         if len(lengths) < 2 or mask.shape[1] in (len(lengths), min(lengths)):
             return self.run(*args, **kwargs)
-        with PackedRows(lengths, mask.shape[1], mask.device):
+        with suppress(Unclear), PackedRows(lengths, mask.shape[1], mask.device):
             return self.run(*args, **kwargs)
+        return self.run(*args, **kwargs)
 
 
-PACKED = (filled, packing, pack_block, unpack_block, pack_blocks, PackedRows, Part, Packed)
+PACKED = (filled, packing, pack_block, unpack_block, pack_blocks, Unclear, PackedRows, Part, Packed)
 
 
 def why_not_packed(model: torch.nn.Module, args: Any, kwargs: Any, lengths: list[int], places: int) -> str:
