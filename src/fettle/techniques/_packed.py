@@ -141,7 +141,7 @@ class PackedRows(torch.overrides.TorchFunctionMode):
         if tensor.shape[:2] != self.packed:
             return tensor
         whole = tensor.new_zeros(self.shape.numel(), *tensor.shape[2:])
-        return whole.index_copy_(0, self.index, tensor[0]).unflatten(0, self.shape)
+        return whole.index_copy_(0, self.index, tensor[0]).view(*self.shape, *tensor.shape[2:])
 
     def attend(
         self, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
@@ -172,8 +172,8 @@ class PackedRows(torch.overrides.TorchFunctionMode):
         found = []
         each = zip(*(given[0].split(self.sizes, 1) for given in (query, key, value)), strict=True)
         for number, ((rows, length), given) in enumerate(zip(self.groups, each, strict=True)):
-            own = (one.unflatten(1, (len(rows), length)).transpose(0, 1) for one in given)
-            out = attention(*own, masks and masks[number], dropout_p, causal, **more)
+            q, k, v = (one.unflatten(1, (len(rows), length)).transpose(0, 1) for one in given)
+            out = attention(q, k, v, masks and masks[number], dropout_p, causal, **more)
             found.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(found)[None].transpose(1, 2)
 
@@ -194,8 +194,8 @@ class PackedRows(torch.overrides.TorchFunctionMode):
         if mask is not None and mask.dtype == torch.bool:
             mask = ~mask  # here it says what is not seen
         linear = torch.nn.functional.linear
-        parts = linear(query, weight, bias).view(-1, 3, heads, width // heads).permute(1, 2, 0, 3)
-        found = self.attend(*(part[None] for part in parts), mask, dropout if training else 0.0)
+        q, k, v = linear(query, weight, bias).view(1, -1, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
+        found = self.attend(q, k, v, mask, dropout if training else 0.0)
         return linear(found.transpose(1, 2).flatten(2).transpose(0, 1), out, out_bias), None
 
     def seen(self, mask: torch.Tensor) -> tuple[Any, bool]:
