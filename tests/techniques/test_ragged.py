@@ -433,9 +433,7 @@ def test_training_with_packed_rows_learns_the_same(loss: bool) -> None:
     model, data = Deep(loss=loss), [_batch(LENGTHS, 64), _batch([9, 30, 2, 2, 2, 2], 30)]
     workload = TrainingWorkload(model, functools.partial(torch.optim.SGD, lr=0.01), mean_loss, data)
     facts = training_facts(workload)
-    assert {bundle.levels["ragged"] for bundle in bundles(facts) if "ragged" in bundle.levels} == {
-        "packed" if loss else "grouped"
-    }
+    assert {bundle.levels["ragged"] for bundle in bundles(facts) if "ragged" in bundle.levels} == {"packed"}
     repeated = dataclasses.replace(facts, block_classes=("Layer",))
     assert "recomputed" in conflict(Recipe({"ragged": "packed", "checkpoint": "blocks"}), repeated)
     losses = []

@@ -153,9 +153,7 @@ class Ragged(Technique):
         return ""
 
     def bundles(self, facts: Facts) -> list[Bundle]:
-        padding = facts.padding
-        # A GPU is idle between groups, and all rows have one loss.
-        packs = padding is not None and not padding.not_packed and (facts.device == "cuda" or padding.of_all)
+        packs = facts.padding is not None and not facts.padding.not_packed
         levels = {"ragged": "packed" if packs else "trimmed" if _is_of_all(facts) else "grouped"}
         found = [Bundle(15, levels)]
         half = "autocast-bf16" if facts.mode == "training" else "bf16"
