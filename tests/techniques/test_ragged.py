@@ -1,6 +1,7 @@
 """Rows of unequal length: each gets the answer that it gets alone, whatever lies beside it."""
 
 import copy
+import dataclasses
 import functools
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 import fettle
 from fettle.techniques import Recipe, bundles, conflict, load, probe_facts, source
+from fettle.techniques._packed import PackedRows
 from fettle.techniques.ragged import ByLength
 from fettle.train import TrainingWorkload, training_facts
 
@@ -245,3 +247,258 @@ def test_answers_at_places_that_are_filled_up_are_judged_unless_the_workload_say
     assert fettle.Workload(model, batch).judged(output, batch) is output
     with pytest.raises(fettle.UsageError, match="batch 1 has no argument of that name"):
         fettle.Workload(model, batch, padding="attention_mask")
+
+
+class Deep(nn.Module):
+    """Blocks of attention: torch's own, with a mask of what lies before if `causal`, and a layer for each place."""
+
+    def __init__(self, causal: bool = False, loss: bool = False, kind: type[nn.Module] | None = None) -> None:
+        super().__init__()
+        self.words, self.where, self.causal, self.loss = nn.Embedding(50, 16), nn.Embedding(64, 16), causal, loss
+        own = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.blocks = nn.ModuleList(kind() for _ in range(2)) if kind else nn.TransformerEncoder(own, 2)
+        self.head = nn.Linear(16, 7)
+
+    def forward(self, ids, mask):
+        x, places = self.words(ids) + self.where.weight[: ids.shape[1]], ids.shape[1]
+        if isinstance(self.blocks, nn.ModuleList):
+            for block in self.blocks:
+                x = block(x)
+        else:
+            later = torch.ones(places, places, dtype=torch.bool).triu(1) if self.causal else None
+            x = self.blocks(x, later, src_key_padding_mask=mask == 0)
+        answer = {"each": self.head(x), "first": x[:, 0]}
+        if self.loss:
+            answer["loss"] = ((answer["each"] - 1) ** 2 * mask[..., None]).sum() / mask.sum()
+        return answer
+
+
+class ByHand(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = self.project(x).chunk(3, -1)
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return x + (q @ k.transpose(1, 2)).masked_fill(later, -torch.inf).softmax(-1) @ v
+
+
+class Heads(ByHand):
+    """A penalty for how far away a place lies, as ALiBi has it, or what lies before without a mask."""
+
+    penalty = True
+
+    def forward(self, x):
+        q, k, v = self.project(x).unflatten(2, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        places = torch.arange(x.shape[1], dtype=x.dtype)
+        away = -(places[:, None] - places).abs() * torch.tensor([0.5, 1, 2, 4])[:, None, None]
+        away = away.masked_fill(places[:, None] < places, -torch.inf)
+        attend = nn.functional.scaled_dot_product_attention
+        seen = attend(q, k, v, away) if self.penalty else attend(q, k, v, is_causal=True)
+        return x + seen.transpose(1, 2).flatten(2)
+
+
+class Plain(Heads):
+    penalty = False
+
+
+class Smoothed(Plain):
+    """Looks at a row's neighbours, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv1d(16, 16, 3, padding=1)
+
+    def forward(self, x):
+        return super().forward(x) + self.mix(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Recomputed(Plain):
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Placed(Plain):
+    """Given a table of its own for each row, as wide as 4 places are long."""
+
+    def forward(self, x, table):
+        return super().forward(x + table.repeat(1, 1, 4))
+
+
+class Given(Deep):
+    def forward(self, ids, mask):
+        x = self.words(ids)
+        table = torch.arange(ids.shape[1])[:, None] * torch.arange(4) / 9
+        for block in self.blocks:
+            x = block(x, table.expand(len(ids), -1, -1))
+        return x
+
+
+LENGTHS = [40, 3, 17, 40, 1, 22]
+
+
+def _packed(model, batch, seen):
+    """The model with its blocks packed; `seen` gets the places of each linear layer inside of them."""
+    facts = probe_facts(fettle.Workload(model, batch))
+    assert facts.padding is not None
+    assert facts.padding.not_packed == ""
+    run = load(source(Recipe({"ragged": "packed"}), facts), "packed")(model, [batch])
+
+    def note(_, args):
+        if not args[0].is_nested:  # as torch's encoder has it where it is run as given
+            seen.append(args[0].shape[:-1].numel())
+
+    for layer in next(module for module in model.modules() if isinstance(module, nn.ModuleList)).modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_pre_hook(note)
+    return run
+
+
+@pytest.mark.parametrize("places", [40, 64])
+@pytest.mark.parametrize("made", [Deep, functools.partial(Deep, causal=True), functools.partial(Deep, kind=Heads),
+                                  functools.partial(Deep, kind=Plain)])  # fmt: skip
+def test_packed_rows_are_answered_as_alone(made, places: int) -> None:
+    torch.manual_seed(0)
+    model, batch, seen = made().eval(), _batch(LENGTHS, places), []
+    run = _packed(model, batch, seen)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            found = run(**batch)
+        assert found["each"].shape == (6, places, 7)
+        for row, length in enumerate(LENGTHS):
+            alone = model(batch["ids"][row : row + 1, :length], batch["mask"][row : row + 1, :length])
+            torch.testing.assert_close(found["each"][row, :length], alone["each"][0], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(found["first"][row], alone["first"][0], atol=1e-5, rtol=1e-4)
+    del seen[:]
+    run(**batch)
+    assert set(seen) == {sum(LENGTHS)}
+
+
+_SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+          "num_attention_heads": 4, "max_position_embeddings": 80}  # fmt: skip
+_HEADS = {**_SIZES, "num_key_value_heads": 2, "use_cache": False}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "options"),
+    [
+        ("BertModel", "BertConfig", _SIZES),
+        ("BertForSequenceClassification", "BertConfig", _SIZES),
+        ("DistilBertForMaskedLM", "DistilBertConfig", {"vocab_size": 50, "dim": 32, "hidden_dim": 64, "n_layers": 2,
+                                                       "n_heads": 4, "max_position_embeddings": 80}),
+        ("RobertaForTokenClassification", "RobertaConfig", _SIZES),
+        ("LlamaForCausalLM", "LlamaConfig", _HEADS),
+        ("Qwen2Model", "Qwen2Config", _HEADS),
+        ("GPT2LMHeadModel", "GPT2Config", {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4,
+                                           "n_positions": 80, "use_cache": False}),
+    ],
+)  # fmt: skip
+def test_packed_rows_of_transformers(kind: str, config: str, options: dict) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**options)).eval()
+    ids, mask = _batch(LENGTHS, 40).values()
+    batch, seen = {"input_ids": ids.clamp(min=3) * mask + (1 - mask), "attention_mask": mask}, []
+    run = _packed(model, batch, seen)
+    with torch.no_grad():
+        found = run(**batch)
+        for row, length in enumerate(LENGTHS):
+            alone = model(**{name: value[row : row + 1, :length] for name, value in batch.items()})
+            for name, whole in found.items():
+                own = whole[row, :length] if whole.shape[1] == 40 else whole[row]
+                torch.testing.assert_close(own, alone[name][0], atol=1e-5, rtol=1e-4)
+    assert kind == "GPT2LMHeadModel" or seen[0] == sum(LENGTHS)  # whose layers are none of torch's
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (Reader(), "no blocks"),
+        (Deep(kind=ByHand), "no scaled_dot_product_attention"),
+        (Deep(kind=Smoothed), "answer otherwise"),
+    ],
+)
+def test_blocks_that_cannot_tell_rows_apart_are_not_packed(model, why: str) -> None:
+    hooks = [len(module._forward_pre_hooks) for module in model.modules()]
+    facts = probe_facts(fettle.Workload(model.eval(), _batch(LENGTHS, 64)))
+    assert why in conflict(Recipe({"ragged": "packed"}), facts)
+    assert not conflict(Recipe({"ragged": "grouped"}), facts)
+    assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
+
+
+@pytest.mark.parametrize("loss", [False, True])
+def test_training_with_packed_rows_learns_the_same(loss: bool) -> None:
+    torch.manual_seed(0)
+    model, data = Deep(loss=loss), [_batch(LENGTHS, 64), _batch([9, 30, 2, 2, 2, 2], 30)]
+    workload = TrainingWorkload(model, functools.partial(torch.optim.SGD, lr=0.01), mean_loss, data)
+    facts = training_facts(workload)
+    assert {bundle.levels["ragged"] for bundle in bundles(facts) if "ragged" in bundle.levels} == {"packed"}
+    repeated = dataclasses.replace(facts, block_classes=("Layer",))
+    assert "recomputed" in conflict(Recipe({"ragged": "packed", "checkpoint": "blocks"}), repeated)
+    losses = []
+    for recipe in (Recipe(), Recipe({"ragged": "packed"})):
+        train = load(source(recipe, facts), str(recipe))
+        steps = train(copy.deepcopy(model), workload.optimizer, mean_loss, data)
+        losses.append([float(value) for _, value in zip(range(4), steps, strict=False)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[0][2] < losses[0][0]
+
+
+def test_what_is_recomputed_in_the_backward_pass_is_refused_where_rows_are_packed() -> None:
+    model, batch = Deep(kind=Recomputed), _batch(LENGTHS, 64)
+    run = _packed(model, batch, [])
+    with pytest.raises(RuntimeError, match="recomputed in the backward pass"):
+        run(**batch)
+
+
+def test_a_batch_in_which_places_could_be_pairs_of_them_is_run_as_given() -> None:
+    torch.manual_seed(0)
+    model, seen = Given(kind=Placed).eval(), []
+    run = _packed(model, _batch(LENGTHS, 40), seen)
+    for lengths, places, packed in (([8, 2, 3], 8, True), ([4, 1, 2], 4, False), ([8, 2, 3, 1, 1, 1, 1, 1], 8, False)):
+        batch = _batch(lengths, places)
+        del seen[:]
+        found = run(**batch)
+        assert seen[-1] == (sum(lengths) if packed else places * len(lengths))
+        for row, length in enumerate(lengths):
+            alone = model(batch["ids"][row : row + 1, :length], batch["mask"][row : row + 1, :length])[0]
+            torch.testing.assert_close(found[row, :length], alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_call_for_all_rows_is_asked_for_what_many_are(causal: bool) -> None:
+    rows = PackedRows([5, 2, 5], 8, torch.device("cpu"))
+    rows.ends, rows.longest = torch.tensor([0, 2, 7, 12]), 5
+    query, (key, value) = torch.randn(1, 4, 12, 8).bfloat16(), torch.randn(2, 1, 2, 12, 8).bfloat16()
+
+    def varlen(q, k, v, ends, _, longest, __, scale, window_size):
+        assert q.shape == k.shape == v.shape == (12, 4, 8)
+        spans = [slice(*pair) for pair in ends.unfold(0, 2, 1).tolist()]
+        attend = functools.partial(nn.functional.scaled_dot_product_attention, scale=scale,
+                                   is_causal=window_size == (-1, 0))  # fmt: skip
+        assert max(span.stop - span.start for span in spans) == longest
+        parts = [attend(*(x[span].transpose(0, 1)[None] for x in (q, k, v)))[0] for span in spans]
+        return torch.cat(parts, 1).transpose(0, 1)
+
+    several = rows.attend(query, key, value, is_causal=causal, scale=0.3, enable_gqa=True)
+    rows.varlen = varlen
+    at_once = rows.attend(query, key, value, is_causal=causal, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(at_once, several, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Plain, None])
+def test_packed_rows_on_a_gpu(kind, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    made = Deep(kind=kind).eval()
+    batch = {name: value.cuda() for name, value in _batch(LENGTHS, 40).items()}
+    model = copy.deepcopy(made).to("cuda", dtype)
+    run = _packed(model, batch, [])
+    found, right = run(**batch), made.to("cuda")(**batch)
+    for row, length in enumerate(LENGTHS):
+        near = 1e-3 if dtype == torch.float32 else 0.1
+        own = found["each"][row, :length].float()
+        torch.testing.assert_close(own, right["each"][row, :length], atol=near, rtol=near)

@@ -23,6 +23,9 @@ class Padding:
     """By name or place, arguments that are no rows: another batch may have as many rows as they have by chance."""
     of_all: bool = False
     """Among the answers is one number for all rows, such as a loss."""
+    not_packed: str = ""
+    """Why the model's blocks cannot compute rows one after the other without padding, as a phrase; empty where they
+    can."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from fettle.techniques._base import BOTH, Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._exported import flatten
 from fettle.techniques._facts import Padding
+from fettle.techniques._packed import PACKED, filled, why_not_packed
 from fettle.techniques._pipeline import Part
 from fettle.techniques.precision import computes_in_bf16
 
@@ -53,16 +54,11 @@ class ByLength(Part):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         from torch.utils import _pytree as pytree
 
-        mask = kwargs.get(self.mask) if isinstance(self.mask, str) else dict(enumerate(args)).get(self.mask)
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-            return self.run(*args, **kwargs)
-        has = mask != 0
-        lengths = has.sum(1).tolist()
-        rows, places = mask.shape
+        mask, lengths = filled(self.mask, args, kwargs)
         groups = self.groups(lengths)
-        filled_from_the_left = not bool((has[:, :-1] >= has[:, 1:]).all())
-        if not lengths or filled_from_the_left or min(lengths) == 0 or (len(groups) == 1 and max(lengths) == places):
+        if not lengths or (len(groups) == 1 and max(lengths) == mask.shape[1]):
             return self.run(*args, **kwargs)
+        rows, places = mask.shape
 
         def run(index: Any, longest: int) -> Any:
             def cut(name: Any, value: Any) -> Any:
@@ -139,6 +135,8 @@ class Ragged(Technique):
             Level("trimmed", "a batch is as long as its longest row", why_not or full),
             Level("grouped", "rows of about the same length at once, each group as long as its longest row",
                   why_not or of_all),
+            Level("packed", "blocks compute the rows one after the other without padding, attention row by row",
+                  why_not or (facts.padding.not_packed if facts.padding else "")),
         ]  # fmt: skip
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
@@ -146,21 +144,33 @@ class Ragged(Technique):
             if level != self.default and recipe.levels.get(name, usual) != usual:
                 return f"{name}={recipe.levels[name]} makes a program for each shape, and there are as many as lengths"
         if level != self.default and recipe.levels.get("parallel", "single") != "single":
-            return "ranks whose rows have other lengths would not call the model equally often"
+            return "ranks whose rows have other lengths would wait for each other, or not call the model equally often"
+        if level == "packed" and recipe.levels.get("checkpoint", "none") != "none":
+            return "what is recomputed in the backward pass is not told apart by rows"
+        attention = recipe.levels.get("attention", "")
+        if level == "packed" and attention.startswith("hf-") and attention != "hf-sdpa":
+            return f"attention={attention} is not scaled_dot_product_attention, which is what tells rows apart"
         return ""
 
     def bundles(self, facts: Facts) -> list[Bundle]:
-        levels = {"ragged": "trimmed" if _is_of_all(facts) else "grouped"}
+        packs = facts.padding is not None and not facts.padding.not_packed
+        levels = {"ragged": "packed" if packs else "trimmed" if _is_of_all(facts) else "grouped"}
         found = [Bundle(15, levels)]
         half = "autocast-bf16" if facts.mode == "training" else "bf16"
         return [Bundle(12, {"precision": half, **levels}), *found] if computes_in_bf16(facts) else found
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         assert facts.padding is not None
+        mask, axes = facts.padding.mask, dict(facts.padding.axes)
         apart = "" if level == "grouped" else ", apart=False"
         apart += f", whole={facts.padding.whole}" if facts.padding.whole else ""
-        made = f"model = ByLength(model, {facts.padding.mask!r}, {dict(facts.padding.axes)}{apart})"
-        return Code(helpers=(flatten, cut_to, Part, ByLength), prepare=(made,))
+        cut = f"model = ByLength(model, {mask!r}, {axes}{apart})"
+        if level != "packed":
+            return Code(helpers=(flatten, cut_to, filled, Part, ByLength), prepare=(cut,))
+        packed = f"model = Packed(model, {mask!r})"
+        if facts.padding.longest > 1 - _LEAST:
+            return Code(helpers=PACKED, prepare=(packed,))
+        return Code(helpers=(flatten, cut_to, *PACKED, ByLength), prepare=(packed, cut))
 
 
 def _is_of_all(facts: Facts) -> bool:
@@ -205,9 +215,17 @@ def padding_of(model: torch.nn.Module, run: Callable[[], Any]) -> Padding | None
         of_all = of_all or not two
         if two and [axis for axis, (a, b) in enumerate(zip(two, one, strict=True)) if a != b] != [0]:
             return None
-    has = mask != 0
-    longest, whole = int(has.sum(1).max()) / places, tuple(name for name, value in arguments if _is_whole(value, rows))
-    return Padding(name, tuple(axes.items()), 1 - float(has.float().mean()), longest, whole, of_all)
+    lengths = (mask != 0).sum(1)
+    longest, whole = int(lengths.max()), tuple(name for name, value in arguments if _is_whole(value, rows))
+    pair = torch.stack([lengths.argmax(), lengths.argmin()])
+
+    def cut(name: str | int, value: Any) -> Any:
+        return value if name in whole else cut_to(value, axes.get(name), rows, places, pair, longest)
+
+    some, named = [cut(n, value) for n, value in enumerate(args)], {n: cut(n, value) for n, value in kwargs.items()}
+    not_packed = why_not_packed(model, some, named, lengths[pair].tolist(), longest)
+    share = 1 - float(lengths.float().mean()) / places
+    return Padding(name, tuple(axes.items()), share, longest / places, whole, of_all, not_packed)
 
 
 def _axis_of_places(value: Any, rows: int, places: int) -> int:
