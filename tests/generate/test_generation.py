@@ -17,7 +17,7 @@ from fettle.generate.decoding import Kept, chances, decoder_of, score, write
 from fettle.generate.speed import Came, Generation, Watcher, figures, rows_of, tokens_per_s
 from fettle.measure._inference import hides_text
 from fettle.recipe import Recipe
-from fettle.techniques import _kept, conflict, load, probe_facts, source
+from fettle.techniques import _kept, conflict, load, prefill, probe_facts, source
 from fettle.techniques.guessing import Draft, Lookup, write_guessing
 from fettle.techniques.kv_cache import attention_of_few
 from fettle.techniques.weights import FewBits, Weights, few_bits
@@ -563,6 +563,38 @@ def test_a_technique_writes_the_same(make, levels) -> None:
         assert torch.equal(run(**prompt), text)
         forced = ids(len(text), 20, 4)
         assert torch.allclose(run(**prompt, forced=forced), score(decoder_of(work.model), forced, **prompt), atol=1e-4)
+
+
+@pytest.mark.parametrize(("make", "more"), [(llama, {}), (llama, {"kv_cache": "static"}), (gemma, {})])
+def test_a_prompt_in_pieces_is_the_same_prompt(make, more, monkeypatch) -> None:
+    monkeypatch.setattr(prefill, "PIECES", (8, 16))
+    prompt, mask = ids(2, 21), torch.ones(2, 21).long()
+    mask[1, :11] = 0  # a whole piece of nothing
+    work = fettle.GenerationWorkload(make(), [prompt], new_tokens=4)
+    lengths: list[int] = []
+    work.model.get_input_embeddings().register_forward_pre_hook(lambda _, given: lengths.append(given[0].shape[1]))
+    run, padded = runs(work, prefill="8", **more), {"input_ids": prompt, "attention_mask": mask}
+    places = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}  # which belong to the whole prompt
+    wholes = [({"input_ids": prompt}, [8, 8, 5]), (padded, [8, 8, 5]), ({**padded, **places}, [21])]
+    for given, read in wholes:
+        wanted = write(decoder_of(work.model), **given, new_tokens=4)
+        lengths.clear()
+        assert torch.equal(run(**given), wanted)
+        assert lengths == [*read, 1, 1, 1]
+    assert "longest prompt has 21 tokens" in conflict(Recipe({"prefill": "16"}), probe_facts(work))
+    assert "one call" in conflict(Recipe({"prefill": "8"}), replace(probe_facts(work), keeps="state"))
+
+
+def test_fewer_threads_write_than_read(monkeypatch) -> None:
+    work = fettle.GenerationWorkload(llama(), [ids(1, 9)], new_tokens=4)
+    recipe, facts = Recipe({"decode_threads": "quarter"}), replace(probe_facts(work), physical_cores=16, threads=16)
+    counts: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    run = load(source(recipe, facts), str(recipe))(work.model, work.inputs)
+    assert torch.equal(run(**work.inputs[0]), work.run(work.model, work.inputs[0]))
+    assert counts == [16, 4]
+    assert "too few to leave some out" in conflict(recipe, replace(facts, physical_cores=4))
+    assert "of 2 threads there is no quarter" in conflict(Recipe({**recipe.levels, "threads": "2"}), facts)
 
 
 @pytest.mark.parametrize("level", ["as-given", "static"])

@@ -132,6 +132,21 @@ def test_a_token_costs_a_tokens_work_and_a_text_that_joins_or_leaves_disturbs_no
     assert not running.texts
 
 
+def test_a_long_prompt_is_not_held_up_by_those_that_came_later(package, monkeypatch):
+    """They join as soon as there is room, and each leaves with its first token; one is given up in its prompt."""
+    running = find_handler(package, ModelRunner(package), "").running(4, 0, 4)
+    long = [(5 * n) % WORDS for n in range(30)]
+    prompts = [[1], [2], [3], long, *([n, 9, 7] for n in range(4)), long[3:], [4, 4, 4]]
+    most, order, step = [2, 4, 6, *[1] * 7], [], running.step
+    monkeypatch.setattr(running, "step", lambda tell: step(lambda n, piece: (order.append(n), tell(n, piece))))
+    found = written(running, asks(prompts, most), lambda _: {8 for t in running.texts if t.number == 8 and t.kept})
+    assert list(dict.fromkeys(order)) == [*range(8), 9]
+    assert found.pop(8) == ("", 0, "gone")
+    del prompts[8], most[8]
+    model = gpt2()
+    assert [text for text, *_ in found] == [expected(model, p, n) for p, n in zip(prompts, most, strict=True)]
+
+
 def test_what_prompts_begin_with_is_computed_once(package):
     """Of texts that are there, that came together, and that are gone; each is the model's own."""
     model, runner = gpt2(), Counting(package)

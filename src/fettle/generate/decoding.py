@@ -30,6 +30,8 @@ class Kept:
     Rows of unequal length are filled up on the left, with zeros in `attention_mask`.
     """
 
+    piece: int = 0  # a prompt is read in pieces of so many tokens; 0: in one call
+
     def __init__(self, model: Any) -> None:
         import inspect
 
@@ -55,7 +57,9 @@ class Kept:
         if not self.two_parts:
             tokens = prompt.pop("input_ids")
             self.mask, self.given = self.new_mask(None if mask is None else mask.long()), prompt
-            scores = self.ahead(tokens, 1)
+            whole = bool(prompt) or not self.piece  # what else comes with a prompt belongs to all of it
+            for new in [tokens] if whole else tokens.split(self.piece, 1):
+                scores = self.ahead(new, 1)
             self.given = {}
             if self.kept == "cache_params":  # the state is without what was filled up
                 self.mask = None
@@ -109,9 +113,10 @@ class Kept:
         """One call of the model; with `last` only so many scores are needed."""
         given = {self.kept: self.past, "use_cache": True, "return_dict": True, "logits_to_keep": last}
         if self.mask is not None:
-            new = self.next_mask if self.next_mask is not None else torch.ones_like(tokens)
-            self.mask, self.next_mask = torch.cat([self.mask, new], 1), None
-            places = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+            count = tokens.shape[1]
+            new = torch.cat([self.next_mask, torch.ones_like(tokens)], 1)[:, :count]
+            self.mask, self.next_mask = torch.cat([self.mask, new], 1), self.next_mask[:, count:]
+            places = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -count:]
             given |= {"attention_mask": self.mask, "position_ids": places}
         given = {name: value for name, value in given.items() if name in self.takes}
         name = "decoder_input_ids" if self.two_parts else "input_ids"

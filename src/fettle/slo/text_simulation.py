@@ -128,10 +128,11 @@ def simulate_texts(
         took, number, began = 0.0, len(steps), writing
         if writing:
             took = tables.writing[writing][(top + number + GRAIN // 2) // GRAIN]
-        part = _part(texts[writing:], chunk) if writing < len(texts) else []
+        first = min(range(writing, len(texts)), key=lambda place: texts[place].number, default=len(texts))
+        part = _part(texts[first:], chunk)
         if part:
             tokens = len(part) * max(part)
-            context = max(text.kept for text in texts[writing : writing + len(part)])
+            context = max(text.kept for text in texts[first : first + len(part)])
             took += tables.prompts[tokens] + tables.looking_s * tokens * context
         if not noise:
             noise = random.choice(tables.spread, 1024).tolist()
@@ -142,7 +143,7 @@ def simulate_texts(
         for text in new_ones:
             ttft[text.number] = now + REQUEST_S - due[text.number]
         new_ones.clear()
-        for place, new in enumerate(part, began):
+        for place, new in enumerate(part, first):
             text = texts[place]
             text.kept += new
             if text.kept < text.prompt:

@@ -93,7 +93,7 @@ class Static(Kept):
         self.places = None
         if mask is None:
             return None
-        self.places = (mask.cumsum(1) - 1).clamp(min=0)
+        self.places = self.next_places = (mask.cumsum(1) - 1).clamp(min=0)
         whole = mask.new_ones(len(mask), self.tokens)
         whole[:, : mask.shape[1]] = mask
         return whole
@@ -114,7 +114,9 @@ class Static(Kept):
 
     def ahead(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
         count, first = tokens.shape[1], bool(last)
-        if self.places is not None and not first:
+        if self.places is not None and first:
+            self.places, self.next_places = self.next_places[:, :count], self.next_places[:, count:]
+        elif self.places is not None:
             self.places = self.places[:, -1:] + torch.arange(1, count + 1, device=tokens.device)
         call = self.call
         if self.compile is not None and (self.prompts and count > 1 if first else count in (1, self.compiled)):

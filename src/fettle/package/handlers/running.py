@@ -35,6 +35,7 @@ class _Text:
     """One text that grows."""
 
     number: int
+    """Greater than those of all texts that came before."""
     ids: list[int]
     prompt: int
     """Tokens of the prompt."""
@@ -122,17 +123,21 @@ class Running:
         else:
             if writing:
                 self._advance(0, self.texts[:writing], [text.ids[-1:] for text in self.texts[:writing]], on_piece)
-            if part := self._prompts():
-                self._advance(writing, self.texts[writing : writing + len(part)], part, on_piece)
+            first, part = self._prompts()
+            if part:
+                self._advance(first, self.texts[first : first + len(part)], part, on_piece)
         for row in reversed(range(len(self.texts))):
             if self.texts[row].reason:
                 self._leave(row)
 
-    def _prompts(self) -> list[list[int]]:
-        """What to compute of the first texts whose prompts are not through."""
+    def _prompts(self) -> tuple[int, list[list[int]]]:
+        """The row of the text that came first of those whose prompts are not through, and what to compute of it and of
+        those that stand behind it: rows change places, and whoever came later must not hold it up."""
+        waiting = range(self._writing, len(self.texts))
+        first = min(waiting, key=lambda row: self.texts[row].number, default=len(self.texts))
         part: list[list[int]] = []
         longest = 0
-        for row, text in enumerate(self.texts[self._writing :], self._writing):
+        for row, text in enumerate(self.texts[first:], first):
             if self.cache is not None and not text.kept:
                 text.kept = self.cache.reuse(row, text.ids, len(self.texts))
                 self.steps.reused += text.kept
@@ -141,7 +146,7 @@ class Running:
             if part and longest * (len(part) + 1) > self.prefill_tokens:
                 break
             part.append(new)
-        return part
+        return first, part
 
     def _advance(self, first: int, texts: Sequence[_Text], new: Sequence[Sequence[int]], on_piece: OnPiece) -> None:
         """Compute these tokens of the texts that stand from row `first` on; those that are through get the next."""
