@@ -13,6 +13,7 @@ from rich.console import Console
 from fettle.cli.serve import package as command
 from fettle.errors import UsageError
 from fettle.package.export import write_package
+from fettle.package.function import Blocks, in_blocks
 from fettle.package.generating import generating, of_model
 from fettle.package.handler import find_handler
 from fettle.package.handlers import cache
@@ -20,6 +21,7 @@ from fettle.package.handlers.asking import Ask
 from fettle.package.handlers.recorded import Recorded
 from fettle.package.handlers.sampling import Sampling
 from fettle.package.model_runner import ModelRunner
+from fettle.package.program import load_program
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
 from fettle.techniques import cpu_flags
@@ -232,6 +234,25 @@ def test_weights_may_be_held_in_few_bits(tmp_path, make, level):
             packaged(tmp_path / "n", make(layers), recipe, limits)
 
 
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_the_layers_that_have_four_bits_are_those_that_were_chosen(tmp_path, make):
+    if not {"avx2", "avx512_vnni"} & set(cpu_flags()):
+        pytest.skip("needs AVX2 or AVX-512 VNNI")
+    linear = [name for name, one in make(1).named_modules() if type(one).__name__ in ("Linear", "Conv1D")]
+    inputs = [name for name in linear if "head" not in name and "mlp" not in name]
+    evidence = {"int4_layers": inputs, "accuracy": {"error": 0.01, "perplexity": 3.0}}
+    package = packaged(tmp_path / "m", make(1), "weights=int4-part grad=inference_mode", evidence)
+    assert package.manifest.recipe == {"grad": "inference_mode", "weights": "int4-part"}
+    assert list(package.manifest.four_bits) == inputs
+    made = in_blocks(load_program(package.folder), Blocks(4, package.manifest.four_bits))
+    products = [tensor for name, tensor in made.named_buffers() if name.startswith("packed")]
+    assert {tensor.shape[2] for tensor in products} == {4, 8}
+    rows = sum(16 * len(tensor) for tensor in products if tensor.shape[2] == 4)
+    assert rows == {llama: 32 + 16 + 16 + 32, gpt2: 96 + 32}[make]
+    handler = find_handler(package, ModelRunner(package), "")
+    assert [row[1] for row in written(handler.running(8, 0, 256), asks(PROMPTS[:3], [5, 6, 7]))] == [5, 6, 7]
+
+
 @pytest.mark.slow  # it compiles for a minute
 def test_a_compiled_step_stays_compiled(tmp_path, monkeypatch):
     """One library for all sizes, with the weights in blocks in it, which the next start finds."""
@@ -258,6 +279,7 @@ def test_other_weights_in_few_bits_are_refused(tmp_path):
     for levels, said in (
         ("weights=int8-dynamic", "weights=int8-dynamic cannot be packaged: tune with"),
         ("weights=int8-blocks freeze=on", "weights=int8-blocks cannot be packaged beside freeze=on"),
+        ("weights=int4-part", "names no layers: package the recipe.toml of the study that chose them"),
     ):
         with pytest.raises(UsageError, match=said):
             packaged(tmp_path / "m", gpt2(), levels)

@@ -156,7 +156,7 @@ def _laid_out(graph: torch.fx.Graph, weights: dict[str, torch.Tensor]) -> None:
 
 
 def _in_blocks(graph: torch.fx.Graph, weights: dict[str, torch.Tensor], blocks: Blocks) -> None:
-    """Hold the weights of linear layers in blocks of 8 or 4 bits. Those of as many that read the same are one product."""
+    """Hold the weights of linear layers in blocks. Those in as many bits that read the same are one product."""
     block_products()
     beside: dict[Any, list[tuple[torch.fx.Node, torch.Tensor, Any]]] = {}
     linear = [layer for layer in _linear_layers(graph, weights) if layer[2].shape[1] % 32 == 0]

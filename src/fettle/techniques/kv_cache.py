@@ -140,7 +140,7 @@ class Rounded(Kept):
             def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> Any:
                 is_first = not self.is_initialized
                 if is_first:
-                    self.lazy_initialization(key_states, value_states)
+                    self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
                     self.keys, self.values = (new[:, :, :0].to(torch.int8) for new in (key_states, value_states))
                     self.scales = [new[:, :, :0, :1] for new in (key_states, value_states)]
                 held = [self.keys, self.values]
