@@ -234,23 +234,30 @@ def test_weights_may_be_held_in_few_bits(tmp_path, make, level):
             packaged(tmp_path / "n", make(layers), recipe, limits)
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
-def test_the_layers_that_have_four_bits_are_those_that_were_chosen(tmp_path, make):
+def test_the_layers_that_have_four_bits_are_those_that_were_chosen(tmp_path):
     if not {"avx2", "avx512_vnni"} & set(cpu_flags()):
         pytest.skip("needs AVX2 or AVX-512 VNNI")
-    linear = [name for name, one in make(1).named_modules() if type(one).__name__ in ("Linear", "Conv1D")]
-    inputs = [name for name in linear if "head" not in name and "mlp" not in name]
-    evidence = {"int4_layers": inputs, "accuracy": {"error": 0.01, "perplexity": 3.0}}
-    package = packaged(tmp_path / "m", make(1), "weights=int4-part grad=inference_mode", evidence)
-    assert package.manifest.recipe == {"grad": "inference_mode", "weights": "int4-part"}
-    assert list(package.manifest.four_bits) == inputs
+
+    class Gated(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.gate, self.down = (torch.nn.Linear(32, size) for size in (32, 32, 64))
+
+        def forward(self, x):
+            return self.down(self.up(x) * self.gate(x).sigmoid())
+
+    chosen, rows = ["inner.gate", "inner.down"], [torch.randn(4, 32), torch.randn(4, 32)]
+    model = torch.nn.Sequential()
+    model.inner = Gated()
+    package = write_package(
+        Workload(model, rows), Recipe({"weights": "int4-part"}), tmp_path / "m", name="gated",
+        evidence={"int4_layers": chosen},
+    )  # fmt: skip
+    assert (package.manifest.recipe, package.manifest.four_bits) == ({"weights": "int4-part"}, tuple(chosen))
+    assert 0.02 < package.manifest.accuracy["relative_error"] < 0.3
     made = in_blocks(load_program(package.folder), Blocks(4, package.manifest.four_bits))
-    products = [tensor for name, tensor in made.named_buffers() if name.startswith("packed")]
-    assert {tensor.shape[2] for tensor in products} == {4, 8}
-    rows = sum(16 * len(tensor) for tensor in products if tensor.shape[2] == 4)
-    assert rows == {llama: 32 + 16 + 16 + 32, gpt2: 96 + 32}[make]
-    handler = find_handler(package, ModelRunner(package), "")
-    assert [row[1] for row in written(handler.running(8, 0, 256), asks(PROMPTS[:3], [5, 6, 7]))] == [5, 6, 7]
+    packed = [tensor for name, tensor in made.named_buffers() if name.startswith("packed")]
+    assert sorted((tensor.shape[2], 16 * len(tensor)) for tensor in packed) == [(4, 32), (4, 64), (8, 32)]
 
 
 @pytest.mark.slow  # it compiles for a minute

@@ -136,7 +136,10 @@ class Rounded(Kept):
     def new_cache(self, room: int, **prompt: Any) -> Any:
         from transformers.cache_utils import Cache, DynamicLayer
 
-        class Layer(DynamicLayer):
+        class Layer(DynamicLayer):  # type: ignore[no-untyped-call]
+            keys: Any
+            values: Any
+
             def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> Any:
                 is_first = not self.is_initialized
                 if is_first:
