@@ -16,8 +16,9 @@ from fettle.generate import limits, quality
 from fettle.generate.decoding import Kept, chances, decoder_of, score, write
 from fettle.generate.speed import Came, Generation, Watcher, figures, rows_of, tokens_per_s
 from fettle.measure._inference import hides_text
+from fettle.measure._notes import notes_kept
 from fettle.recipe import Recipe
-from fettle.techniques import _kept, conflict, load, prefill, probe_facts, source
+from fettle.techniques import _kept, conflict, handed_on, load, prefill, probe_facts, source
 from fettle.techniques.guessing import Draft, Lookup, write_guessing
 from fettle.techniques.kv_cache import attention_of_few
 from fettle.techniques.weights import FewBits, Weights, few_bits
@@ -597,6 +598,27 @@ def test_fewer_threads_write_than_read(monkeypatch) -> None:
     assert "of 2 threads there is no quarter" in conflict(Recipe({**recipe.levels, "threads": "2"}), facts)
 
 
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_keys_and_values_in_8_bits_say_nearly_the_same_in_less_memory(make, tmp_path) -> None:
+    work = fettle.GenerationWorkload(make(), [ids(2, 30), ids(1, 5)], new_tokens=8)
+    pieces = quality.write_pieces(work, str(tmp_path / "reference.pt"))
+    own = decoder_of(make())
+    run = runs(work, kv_cache="int8", guessing="prompt")
+    found = quality.closeness(pieces, [quality.scores_of(run, piece, "cpu") for piece in pieces])
+    assert 0 < found.kl < 0.005
+    assert not quality.astray(run, work.inputs[0], run(**work.inputs[0]), 8)
+    mask = torch.ones(2, 9).long()
+    mask[1, :3] = 0  # filled up on the left
+    for decoder in (run.decoder, own):
+        decoder.prefill(room=9, input_ids=ids(2, 9), attention_mask=mask)
+        for forgotten in (3, 2):
+            decoder.decode(ids(2, 4, forgotten))
+            decoder.crop(forgotten)
+    assert limits.cache_bytes(run.decoder) == limits.cache_bytes(own) * 12 // 32  # of 8 numbers, and a scale in float32
+    said, wanted = (decoder.decode(ids(2, 3, 5)).log_softmax(-1) for decoder in (run.decoder, own))
+    assert (wanted.exp() * (wanted - said)).sum(-1).mean() < 0.005
+
+
 @pytest.mark.parametrize("level", ["as-given", "static"])
 def test_a_loop_of_ones_own_may_follow_inference_mode(level) -> None:
     work = fettle.GenerationWorkload(llama(), [ids(2, 9)], new_tokens=4)
@@ -632,6 +654,32 @@ def test_weights_in_few_bits_say_nearly_the_same(level, most, tmp_path) -> None:
         assert 0 < found.kl < most
         assert not quality.astray(run, work.inputs[0], run(**work.inputs[0]), 8)
         assert limits.weights_read(work.model) < given * (0.35 if "int4" in level else 0.4)
+
+
+def test_four_bits_are_where_the_limit_allows_and_the_choice_is_kept() -> None:
+    prompts = [ids(1, 12), {"input_ids": ids(2, 9)}, ids(1, 7, 3), ids(1, 5, 4)]
+    work = fettle.GenerationWorkload(llama(), prompts, new_tokens=8)
+    facts = replace(probe_facts(work), max_error=0.15)
+    recipe = Recipe({"weights": "int4-part"})
+    if why_not := conflict(recipe, facts):
+        pytest.skip(why_not)
+
+    with notes_kept() as notes:
+        optimize = load(source(recipe, facts), "chooses")
+        run = optimize(llama(), [ids(1, 12), {"input_ids": ids(2, 9)}])
+    (chosen,) = notes.learned.values()
+    every = {name for name, one in llama().named_modules() if isinstance(one, nn.Linear)} - {"lm_head"}
+    assert {name.rpartition(".")[0] for name in every - set(chosen)} == {"model.layers.0.self_attn"}  # 0.27 of 0.34
+    assert notes.lines[0].startswith("4 bits: 10 of 14 layers, with a divergence of 0.0")
+    assert handed_on(recipe, notes.learned) == {"int4_layers": chosen}
+    lines = source(recipe, replace(facts, learned=notes.learned))
+    assert "four_bits_part" not in lines
+    again = load(lines, "chosen")(llama(), [])
+    assert torch.equal(run(ids(1, 9), forced=ids(1, 6)), again(ids(1, 9), forced=ids(1, 6)))
+    with pytest.raises(RuntimeError, match=r"the layer model\.\S+ was chosen, and the model has none"):
+        load(lines, "chosen")(gpt2(), [])
+    with pytest.raises(RuntimeError, match="4 bits: 0 of 14 layers: the first group has a divergence of"):
+        load(source(recipe, replace(facts, max_error=1e-9)), "none")(llama(), [ids(1, 12)])
 
 
 @pytest.mark.parametrize(
@@ -845,8 +893,8 @@ def test_levels_say_why_they_cannot_be_had() -> None:
     own = probe_facts(fettle.GenerationWorkload(Echo(), [ids(1, 4)], new_tokens=3))
     assert "keeps them itself" in conflict(Recipe({"kv_cache": "static"}), own)
     assert "runtime" in conflict(Recipe({"runtime": "onnxruntime"}), two_parts)
-    torch_alone = probe_facts(fettle.GenerationWorkload(llama(), [ids(1, 4)], new_tokens=3))
-    assert "needs runtime=openvino-stateful" in conflict(Recipe({"kv_cache": "int8"}), torch_alone)
+    one_prompt = probe_facts(fettle.GenerationWorkload(llama(), [ids(1, 4)], new_tokens=3))
+    assert "at least two" in conflict(Recipe({"weights": "int4-part"}), replace(one_prompt, cpu_flags=("avx2",)))
 
 
 @pytest.mark.parametrize("mask", [None, torch.tensor([[True, True, True, False]]), torch.tensor([[0, 0, -9.0, 0]])])

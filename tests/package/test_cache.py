@@ -13,6 +13,7 @@ from rich.console import Console
 from fettle.cli.serve import package as command
 from fettle.errors import UsageError
 from fettle.package.export import write_package
+from fettle.package.function import Blocks, in_blocks
 from fettle.package.generating import generating, of_model
 from fettle.package.handler import find_handler
 from fettle.package.handlers import cache
@@ -20,6 +21,7 @@ from fettle.package.handlers.asking import Ask
 from fettle.package.handlers.recorded import Recorded
 from fettle.package.handlers.sampling import Sampling
 from fettle.package.model_runner import ModelRunner
+from fettle.package.program import load_program
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
 from fettle.techniques import cpu_flags
@@ -247,6 +249,32 @@ def test_weights_may_be_held_in_few_bits(tmp_path, make, level):
             packaged(tmp_path / "n", make(layers), recipe, limits)
 
 
+def test_the_layers_that_have_four_bits_are_those_that_were_chosen(tmp_path):
+    if not {"avx2", "avx512_vnni"} & set(cpu_flags()):
+        pytest.skip("needs AVX2 or AVX-512 VNNI")
+
+    class Gated(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.gate, self.down = (torch.nn.Linear(32, size) for size in (32, 32, 64))
+
+        def forward(self, x):
+            return self.down(self.up(x) * self.gate(x).sigmoid())
+
+    chosen, rows = ["inner.gate", "inner.down"], [torch.randn(4, 32), torch.randn(4, 32)]
+    model = torch.nn.Sequential()
+    model.inner = Gated()
+    package = write_package(
+        Workload(model, rows), Recipe({"weights": "int4-part"}), tmp_path / "m", name="gated",
+        evidence={"int4_layers": chosen},
+    )  # fmt: skip
+    assert (package.manifest.recipe, package.manifest.four_bits) == ({"weights": "int4-part"}, tuple(chosen))
+    assert 0.02 < package.manifest.accuracy["relative_error"] < 0.3
+    made = in_blocks(load_program(package.folder), Blocks(4, package.manifest.four_bits))
+    packed = [tensor for name, tensor in made.named_buffers() if name.startswith("packed")]
+    assert sorted((tensor.shape[2], 16 * len(tensor)) for tensor in packed) == [(4, 32), (4, 64), (8, 32)]
+
+
 @pytest.mark.slow  # it compiles for a minute
 def test_a_compiled_step_stays_compiled(tmp_path, monkeypatch):
     """One library for all sizes, with the weights in blocks in it, which the next start finds."""
@@ -273,6 +301,7 @@ def test_other_weights_in_few_bits_are_refused(tmp_path):
     for levels, said in (
         ("weights=int8-dynamic", "weights=int8-dynamic cannot be packaged: tune with"),
         ("weights=int8-blocks freeze=on", "weights=int8-blocks cannot be packaged beside freeze=on"),
+        ("weights=int4-part", "names no layers: package the recipe.toml of the study that chose them"),
     ):
         with pytest.raises(UsageError, match=said):
             packaged(tmp_path / "m", gpt2(), levels)

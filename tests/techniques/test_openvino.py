@@ -9,17 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fettle.techniques import OpenvinoRequest, cpu_flags, openvino_core, openvino_model
-from fettle.techniques._openvino_int8 import (
-    int8_fitting,
-    int8_groups,
-    int8_largest,
-    int8_order,
-    openvino_answers,
-    openvino_error,
-    openvino_int8_part,
-    openvino_ranges,
-)
+from fettle.techniques._openvino_int8 import openvino_answers, openvino_error, openvino_int8_part, openvino_ranges
 from fettle.techniques._openvino_text import openvino_four_bits, openvino_joined
+from fettle.techniques._part import part_fitting, part_groups, part_largest, part_order
 
 pytest.importorskip("openvino")
 
@@ -154,20 +146,20 @@ def test_sines_that_are_an_output_or_come_from_a_product_stay_as_they_are() -> N
 
 @given(st.lists(st.floats(1, 1e6), min_size=1, max_size=40), st.integers(1, 12))
 def test_groups_are_runs_of_layers_that_hold_each_once(products, most) -> None:
-    groups = int8_groups(products, most)
+    groups = part_groups(products, most)
     assert [index for group in groups for index in group] == list(range(len(products)))
     assert 1 <= len(groups) <= most
     assert all(groups)
 
 
-def test_order_is_by_gain_for_each_square_of_error_and_counts_what_fits() -> None:
+def test_order_is_by_gain_for_what_it_costs_and_counts_what_fits() -> None:
     gains, squares = [4.0, 1.0, 1.0, 8.0], [4e-4, 1e-5, 1e-5, 1e-4]
-    order = int8_order(gains, squares)
+    order = part_order(gains, squares)
     assert order == [2, 1, 3, 0]  # the later of two that are alike
-    assert int8_fitting(order, squares, plain=0.005, limit=0.012) == 2  # squares: 25e-6 + 20e-6, and 100e-6 more
-    assert int8_fitting(order, squares, plain=0.005, limit=0.0121) == 3
-    assert int8_fitting(order, squares, plain=0.02, limit=0.012) == 0
-    assert int8_fitting(order, squares, plain=0.0, limit=1.0) == 4
+    assert part_fitting(order, squares, plain=25e-6, limit=0.012**2) == 2  # 25e-6 + 20e-6, and 100e-6 more
+    assert part_fitting(order, squares, plain=25e-6, limit=0.0121**2) == 3
+    assert part_fitting(order, squares, plain=4e-4, limit=0.012**2) == 0
+    assert part_fitting(order, squares, plain=0.0, limit=1.0) == 4
 
 
 @given(st.integers(1, 12), st.data())
@@ -180,7 +172,7 @@ def test_the_largest_count_was_seen_inside_after_few_attempts(most, data) -> Non
         seen.append(count)
         return count <= threshold
 
-    found = int8_largest(inside, first, most)
+    found = part_largest(inside, first, most)
     assert len(seen) <= 5
     assert len(set(seen)) == len(seen)
     assert found <= threshold
@@ -265,7 +257,7 @@ def test_uneven_columns_are_computed_right_for_any_number_of_axes(shape, hint) -
 def test_int8_part_says_where_nothing_fits() -> None:
     samples = [[torch.randn(8, 32).numpy()] for _ in range(2)]
     model = converted(torch.nn.Linear(32, 8), torch.randn(8, 32))
-    with pytest.raises(RuntimeError, match="int8: 0 of 1 layers: the first group's error is"):
+    with pytest.raises(RuntimeError, match="int8: 0 of 1 layers: the first group has an error of"):
         openvino_int8_part(model, samples, {"layers": [], "limit": 1e-6, "hint": "f32"})
     with pytest.raises(RuntimeError, match="layer 7 was chosen, and there are only 1"):
         openvino_int8_part(model, samples, {"layers": [7], "limit": 0.02, "hint": "f32"})

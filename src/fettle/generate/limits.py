@@ -122,7 +122,7 @@ def _kept(past: Any) -> Iterator[torch.Tensor]:
         yield from _kept([past.self_attention_cache, past.cross_attention_cache])
     elif hasattr(past, "layers"):
         for layer in past.layers:
-            yield from _kept([getattr(layer, "keys", None), getattr(layer, "values", None)])
+            yield from _kept([getattr(layer, name, None) for name in ("keys", "values", "scales")])
 
 
 def points(figures: Any, work: Work, peaks: Mapping[str, float]) -> Sequence[Point]:

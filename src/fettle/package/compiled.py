@@ -29,7 +29,7 @@ from fettle.errors import first_line
 from fettle.files import cache_folder
 from fettle.kept_files import is_sound, keep
 from fettle.kernels import block_products
-from fettle.package.function import in_blocks
+from fettle.package.function import Blocks, in_blocks
 from fettle.package.host import cores, host_id
 from fettle.package.program import GRAPH, WEIGHTS, load_program
 from fettle.procs.process import Process, how_it_ended
@@ -65,18 +65,18 @@ def wanted(recipe: Recipe, device: str = "cpu") -> bool:
 
 
 def compiled(
-    folder: Path, recipe: Recipe, samples: Sequence[torch.Tensor], device: str, bits: int = 0
+    folder: Path, recipe: Recipe, samples: Sequence[torch.Tensor], device: str, blocks: Blocks | None = None
 ) -> Callable[..., list[torch.Tensor]] | None:
     """The stored program with a recipe, from the cache or compiled now. None where it cannot be: it is then compiled by
     its first call, as the recipe says.
 
     `samples` are one batch, on `device`; where one is a part of a larger tensor, what takes its place has its strides.
-    With `bits` linear layers hold their weights in so many, in blocks.
+    With `blocks` linear layers hold their weights in them.
     """
-    if bits:
+    if blocks is not None:
         block_products()  # makes the operator known to a library that was kept
     name = ONNX if recipe.levels.get("runtime") == "onnxruntime" else LIBRARY
-    kept = cache_folder("compiled") / _key(folder, recipe, device, samples)
+    kept = cache_folder("compiled") / _key(folder, recipe, device, samples, blocks)
     began = time.perf_counter()
     if is_sound(kept):
         try:
@@ -89,7 +89,7 @@ def compiled(
         with tempfile.TemporaryDirectory() as scratch:
             made = Path(scratch) / name
             module = load_program(folder, device)
-            tuned = _Tuned(module, in_blocks(module, bits)) if bits else _tuned(module, recipe, samples)
+            tuned = _Tuned(module, in_blocks(module, blocks)) if blocks else _tuned(module, recipe, samples)
             _compile(tuned, recipe, samples, made)
             if device != "cpu":
                 _try_to_load(made, samples[0].device.index)
@@ -107,7 +107,9 @@ def compiled(
         return None
 
 
-def _key(folder: Path, recipe: Recipe, device: str, samples: Sequence[torch.Tensor]) -> str:
+def _key(
+    folder: Path, recipe: Recipe, device: str, samples: Sequence[torch.Tensor], blocks: Blocks | None = None
+) -> str:
     """What must be equal for a file to fit: the model, its recipe, how it is compiled, the machine, torch, ONNX Runtime
     where it runs it, and the threads, whose number stands in the code."""
     digest = hashlib.sha256()
@@ -116,6 +118,7 @@ def _key(folder: Path, recipe: Recipe, device: str, samples: Sequence[torch.Tens
             digest.update(hashlib.file_digest(file, "sha256").digest())
     parts = [recipe.without("grad").levels, device, host_id(), cores(), torch.__version__, torch.get_num_threads()]
     parts += [tensor.stride() for tensor in samples if not tensor.is_contiguous()]
+    parts += [blocks.only] if blocks is not None and blocks.only else []
     if recipe.levels.get("runtime") == "onnxruntime":
         from fettle.techniques import installed
 

@@ -39,7 +39,7 @@ from fettle.package.manifest import (
     open_package,
     seal,
 )
-from fettle.package.model_runner import BITS, COMPILED_STEP, ModelRunner, Tuned, tuned
+from fettle.package.model_runner import BITS, COMPILED_STEP, PART, ModelRunner, Tuned, tuned
 from fettle.package.program import export_program, save_program
 from fettle.package.requires import needed
 from fettle.package.settings import ServeSettings, as_toml_data, powers
@@ -99,7 +99,7 @@ def write_package(
     served = as_served(recipe)
     if served.levels.get("weights") in BITS:  # what is left to compute is little, and in float32
         served = served.without("precision", "matmul")
-    _check_levels(served)
+    _check_levels(served, evidence or {})
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
@@ -126,7 +126,8 @@ def write_package(
         kind = handler if isinstance(handler, str) else ""
         manifest = Manifest(
             format=FORMAT, name=name, version=version, inputs=flat.inputs, outputs=outputs, max_rows=most, files={},
-            recipe=dict(kept.recipe), applied=tuple(kept.applied), model=kept.model, accuracy=accuracy, handler=ready,
+            recipe=dict(kept.recipe), applied=tuple(kept.applied), four_bits=kept.four_bits, model=kept.model,
+            accuracy=accuracy, handler=ready,
             requires=needed(kept.recipe.get("runtime", "torch"), kind, requires), machine=_machine(),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )  # fmt: skip
@@ -152,7 +153,7 @@ def as_served(recipe: Recipe) -> Recipe:
     return recipe.without(*(technique.name for technique in CATALOGUE if not technique.served))
 
 
-def _check_levels(recipe: Recipe) -> None:
+def _check_levels(recipe: Recipe, evidence: Mapping[str, Any]) -> None:
     """Raise `UsageError` for levels that cannot be stored: torchao's replace the model's own linear layers."""
     for name, level in recipe.levels.items():
         if name == "quantize" and level not in ("none", _STATIC):
@@ -168,6 +169,8 @@ def _check_levels(recipe: Recipe) -> None:
                 f"{name}={level} cannot be packaged{beside}: tune with --technique {name}=as-given,{','.join(BITS)} "
                 "--technique runtime=torch --technique compile=off"
             )
+        if level == PART and not handed_on(recipe, evidence):
+            raise UsageError(f"{name}={level} names no layers: package the recipe.toml of the study that chose them")
         if level == STATEFUL:
             raise UsageError(
                 f"{name}={level} cannot be packaged yet: its model keeps keys and values between calls, which a stored "
@@ -202,7 +205,7 @@ def _store(
 ) -> Tuned:  # fmt: skip
     """Write the model with those levels that must be in it; the others are applied when it is loaded."""
     levels = dict(recipe.levels)
-    calibrated = [name for name, level in levels.items() if level in find(name).calibrated]
+    calibrated = [name for name, level in levels.items() if level in find(name).calibrated and level != PART]
     if calibrated and not flat.calibration:
         what = f"{calibrated[0]}={levels[calibrated[0]]}"
         raise UsageError(f"{what} has no batches to calibrate on: give the workload at least two")
@@ -224,7 +227,8 @@ def _store(
             raise UsageError(f"quantize={_STATIC} cannot be applied to the model: {first_line(error)}") from error
         program = export_program(_Again(converted), flat.samples, flat.shapes, most)
     save_program(program, folder)
-    return Tuned("exported", levels, tuple(name for name in levels if name in BEFORE_EXPORT or name in calibrated))
+    applied = tuple(name for name in levels if name in BEFORE_EXPORT or name in calibrated)
+    return Tuned("exported", levels, applied, tuple(handed_on(recipe, evidence).get("int4_layers", ())))
 
 
 class _Again(torch.nn.Module):
@@ -288,7 +292,7 @@ def _judge(
     errors = [_error(flat.paths, *pair) for pair in zip(own_answers, flat.wanted, strict=False)]
     # As the study judged: whole batches. A row alone may be further off than all of them together.
     worst = max(errors[flat.cuts :])
-    calibrated = any(level in find(name).calibrated for name, level in kept.recipe.items())
+    calibrated = any(level in find(name).calibrated and level != PART for name, level in kept.recipe.items())
     accuracy: dict[str, Any] = {
         "relative_error": worst, "batches": len(errors) - flat.cuts, "against": "the model as given, in eval mode",
     }  # fmt: skip

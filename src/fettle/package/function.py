@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,20 +16,36 @@ _LARGE = 1 << 16
 """Elements of a matrix whose layout matters."""
 
 
-def as_function(module: torch.nn.Module, bits: int = 0) -> Callable[..., Any]:
+@dataclass(frozen=True)
+class Blocks:
+    """In how many bits linear layers hold their weights."""
+
+    bits: int
+    only: tuple[str, ...] = ()
+    """Names of the layers that have them, as in the model that was packaged: the others have 8. Where there are none,
+    all do, but of 4 bits the largest, a language model's head, which has 8."""
+
+    def of(self, layer: str, is_largest: bool) -> int:
+        """The bits of a layer, by its name in the program, which ends with that in the model."""
+        if self.only:
+            return self.bits if any(f".{layer}".endswith(f".{name}") for name in self.only) else 8
+        return 8 if is_largest else self.bits
+
+
+def as_function(module: torch.nn.Module, blocks: Blocks | None = None) -> Callable[..., Any]:
     """A loaded program as a function, without what torch puts around its operators: most of a tiny model's call.
 
     Its tensors come and go as they are, its weights are at hand, and it looks at its inputs only where their shapes are
-    new. On a CPU the large matrices of float32 are laid out once as oneDNN reads them (`_laid_out`), or with `bits` are
-    held in so many of them (`_in_blocks`). A program with graphs inside of its graph stays what it is; else the
-    module's weights are the function's, and it cannot run again. ImportError where `bits` cannot be had here.
+    new. On a CPU the large matrices of float32 are laid out once as oneDNN reads them (`_laid_out`), or are held in
+    `blocks` (`_in_blocks`). A program with graphs inside of its graph stays what it is; else the module's weights are
+    the function's, and it cannot run again. ImportError where `blocks` cannot be had here.
     """
     found = _graph_and_weights(module)
     if found is None:
         return module
     graph, weights = found
-    if bits:
-        _in_blocks(graph, weights, bits)
+    if blocks is not None:
+        _in_blocks(graph, weights, blocks)
     _laid_out(graph, weights)
     bare = _with_weights(module, graph, weights)
     # Found at once: `torch.nn.Module` looks for its tensors only where Python found nothing.
@@ -46,15 +63,15 @@ def as_function(module: torch.nn.Module, bits: int = 0) -> Callable[..., Any]:
     return call
 
 
-def in_blocks(module: torch.nn.Module, bits: int) -> torch.nn.Module:
-    """A loaded program, to be compiled, whose linear layers hold their weights in so many bits (`_in_blocks`).
+def in_blocks(module: torch.nn.Module, blocks: Blocks) -> torch.nn.Module:
+    """A loaded program, to be compiled, whose linear layers hold their weights in blocks (`_in_blocks`).
 
     ValueError for a program with graphs inside of its graph, ImportError where it cannot be had here.
     """
     found = _graph_and_weights(module)
     if found is None:
         raise ValueError("the program has graphs inside of its graph")
-    _in_blocks(*found, bits)
+    _in_blocks(*found, blocks)
     return _with_weights(module, *found)
 
 
@@ -67,6 +84,7 @@ def _graph_and_weights(module: torch.nn.Module) -> tuple[torch.fx.Graph, dict[st
             value = operator.attrgetter(node.target)(module)
             if not isinstance(value, torch.Tensor):
                 return None
+            node.meta["layer"] = node.target.rpartition(".")[0]
             node.target = f"weight_{len(weights)}"
             weights[node.target] = value
         elif node.op not in ("placeholder", "call_function", "output"):
@@ -137,17 +155,18 @@ def _laid_out(graph: torch.fx.Graph, weights: dict[str, torch.Tensor]) -> None:
         graph.erase_node(node)
 
 
-def _in_blocks(graph: torch.fx.Graph, weights: dict[str, torch.Tensor], bits: int) -> None:
-    """Hold the weights of linear layers in blocks of 8 or 4 bits; with 4 the largest, a language model's head, keeps 8.
-    Layers that read the same are one product."""
+def _in_blocks(graph: torch.fx.Graph, weights: dict[str, torch.Tensor], blocks: Blocks) -> None:
+    """Hold the weights of linear layers in blocks. Those in as many bits that read the same are one product."""
     block_products()
     beside: dict[Any, list[tuple[torch.fx.Node, torch.Tensor, Any]]] = {}
-    for node, source, matrix, bias in _linear_layers(graph, weights):
-        if matrix.shape[1] % 32 == 0:  # one whose outputs are no sixteens cannot stand before another
-            beside.setdefault((source, len(matrix) % 16 and node), []).append((node, matrix, bias))
-    largest = max((matrix.numel() for layers in beside.values() for _, matrix, _ in layers), default=0)
-    for number, layers in enumerate(beside.values()):
-        parts = [packed_blocks(matrix, 8 if matrix.numel() == largest else bits) for _, matrix, _ in layers]
+    linear = [layer for layer in _linear_layers(graph, weights) if layer[2].shape[1] % 32 == 0]
+    largest = max((matrix.numel() for _, _, matrix, _ in linear), default=0)
+    for node, source, matrix, bias in linear:
+        bits = blocks.of(_weight(node).meta["layer"], matrix.numel() == largest)
+        # One whose outputs are no sixteens cannot stand before another.
+        beside.setdefault((bits, source, len(matrix) % 16 and node), []).append((node, matrix, bias))
+    for number, ((bits, *_), layers) in enumerate(beside.items()):
+        parts = [packed_blocks(matrix, bits) for _, matrix, _ in layers]
         names = [f"packed_{number}", f"scales_{number}"]
         weights |= zip(names, (torch.cat(part) for part in zip(*parts, strict=True)), strict=True)
         first, begin = layers[0][0], 0
@@ -168,6 +187,11 @@ def _in_blocks(graph: torch.fx.Graph, weights: dict[str, torch.Tensor], bits: in
 def _reads(layer: torch.fx.Node) -> Any:
     """What a linear layer reads."""
     return layer.args[1 if layer.target is torch.ops.aten.addmm.default else 0]
+
+
+def _weight(layer: torch.fx.Node) -> Any:
+    """The node of its weight."""
+    return layer.args[2 if layer.target is torch.ops.aten.addmm.default else 1]
 
 
 def block_product(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, size: int) -> torch.Tensor:

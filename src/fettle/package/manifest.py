@@ -56,6 +56,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     applied: tuple[str, ...] = ()
     """Techniques of the recipe that are in what is stored: calibrated int8, another runtime, rewritten attention. The
     others are applied when the model is loaded."""
+    four_bits: tuple[str, ...] = ()
+    """Of a recipe that has 4 bits in a part of the layers: these, by their names in the model."""
     accuracy: dict[str, Any] = {}
     requires: dict[str, str] = {}
     """Libraries that must be here to serve it, by the names that pip knows: ``{"torch": ">=2.13"}``."""

@@ -12,7 +12,7 @@ import torch
 
 from fettle.errors import UsageError
 from fettle.package.compiled import compiled, wanted
-from fettle.package.function import as_function
+from fettle.package.function import Blocks, as_function
 from fettle.package.manifest import SAMPLES, Package
 from fettle.package.program import load_program
 from fettle.recipe import Recipe
@@ -20,7 +20,9 @@ from fettle.recipe import Recipe
 Array = np.ndarray[Any, Any]
 COMPILED_STEP = "static-compiled"
 """The level of `kv_cache` whose steps are compiled."""
-BITS = {"int8-blocks": 8, "int4-blocks": 4}
+PART = "int4-part"
+"""The level of `weights` that has 4 bits in chosen layers."""
+BITS = {"int8-blocks": 8, "int4-blocks": 4, PART: 4}
 """Bits of the weights, by the level of `weights`: those of these levels are stored as given, and packed when loaded."""
 
 
@@ -92,7 +94,7 @@ class ModelRunner:
         if self._compiles_steps:
             manifest = self._package.manifest
             rest = Recipe(manifest.recipe).without(*manifest.applied, "kv_cache")
-            self._model = compiled(self._package.folder, rest, tensors, "cpu", _bits(rest))
+            self._model = compiled(self._package.folder, rest, tensors, "cpu", _blocks(rest, manifest.four_bits))
 
     def sample(self, rows: int) -> list[Array]:
         """The package's own inputs, repeated or cut to so many rows."""
@@ -117,12 +119,15 @@ class Tuned:
     recipe: Mapping[str, str]
     applied: Collection[str]
     """Techniques of the recipe that are in what is stored: the others are applied when it is loaded."""
+    four_bits: tuple[str, ...] = ()
+    """As in the manifest."""
 
 
 def load_model(package: Package, device: str = "cpu") -> tuple[Callable[..., Any], list[torch.Tensor]]:
     """The tuned model, a callable from tensors to a tuple of tensors, and one batch of samples, all on `device`."""
     manifest, samples = package.manifest, load_samples(package, device)
-    return tuned(package.folder, Tuned(manifest.model, manifest.recipe, manifest.applied), samples, device), samples
+    kept = Tuned(manifest.model, manifest.recipe, manifest.applied, manifest.four_bits)
+    return tuned(package.folder, kept, samples, device), samples
 
 
 def load_samples(package: Package, device: str = "cpu") -> list[torch.Tensor]:
@@ -151,11 +156,11 @@ def tuned(folder: Path, kept: Tuned, samples: Sequence[torch.Tensor], device: st
         raise UsageError(f"the package's model is stored as {kept.model[:40]!r}, which this fettle does not know")
     recipe = Recipe(kept.recipe).without("kv_cache")
     rest = recipe.without(*kept.applied)
-    if bits := _bits(rest):
+    if blocks := _blocks(rest, kept.four_bits):
         if device != "cpu":
             raise UsageError(f"weights={rest.levels['weights']} is for CPUs: package the model without it for {device}")
         try:
-            return as_function(load_program(folder, device), bits)
+            return as_function(load_program(folder, device), blocks)
         except ImportError as error:
             raise UsageError(f"the package cannot be served here: {error}") from error
     if wanted(recipe, device) and (library := compiled(folder, rest, samples, device)) is not None:
@@ -171,9 +176,10 @@ def tuned(folder: Path, kept: Tuned, samples: Sequence[torch.Tensor], device: st
     return apply(module, rest, batches)
 
 
-def _bits(recipe: Recipe) -> int:
-    """Bits of weights in blocks; 0 without them."""
-    return BITS.get(recipe.levels.get("weights", ""), 0)
+def _blocks(recipe: Recipe, four_bits: tuple[str, ...]) -> Blocks | None:
+    """How weights are held in blocks; None where they are not."""
+    bits = BITS.get(recipe.levels.get("weights", ""))
+    return None if bits is None else Blocks(bits, four_bits)
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

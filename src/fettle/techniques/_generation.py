@@ -8,6 +8,7 @@ from typing import Any
 
 from fettle.generate import GenerationWorkload
 from fettle.generate.decoding import Kept, chances, decoder_of, part, pick, score, write
+from fettle.generate.quality import MAX_KL
 from fettle.techniques._base import Code
 from fettle.workload import Workload
 
@@ -24,6 +25,7 @@ def generation_facts(workload: Workload) -> dict[str, Any]:
     if not keeps:
         keeps = "state" if _has_state(decoder, workload.inputs[0]) else "dynamic"
     return {
+        "max_error": MAX_KL,
         "new_tokens": int(workload.new_tokens),
         "prompt_tokens": workload.prompt_tokens,
         "has_draft": workload.draft is not None,

@@ -1,62 +1,11 @@
-"""int8 in as many layers of an OpenVINO model as the error allows: which they are, and the rounding in the graph."""
+"""int8 in as many layers of an OpenVINO model as the error allows: the rounding in the graph, and what it costs."""
 
 from typing import Any
 
 import torch
 
 from fettle.techniques._openvino_core import openvino_core
-
-
-def int8_groups(products: Any, most: int) -> list[list[int]]:
-    """Layers in the order of the graph, cut into at most `most` runs of about equally many `products`."""
-    groups: list[list[int]] = [[] for _ in range(most)]
-    done, total = 0.0, sum(products)
-    for index, number in enumerate(products):
-        groups[min(most - 1, int(most * (done + number / 2) / total))].append(index)
-        done += number
-    return [group for group in groups if group]
-
-
-def int8_order(gains: Any, squares: Any) -> list[int]:
-    """Groups, the one that gains most for each square of error first; later ones before earlier where they are equal.
-
-    Errors of layers add in squares, so the square of the limit is a budget.
-    """
-    return sorted(range(len(gains)), key=lambda group: (-gains[group] / max(squares[group], 1e-20), -group))
-
-
-def int8_fitting(order: Any, squares: Any, plain: float, limit: float) -> int:
-    """How many groups, the first of `order`, should fit under `limit` where everything else is off by `plain`."""
-    left = limit**2 - plain**2
-    for count, group in enumerate(order):
-        left -= squares[group]
-        if left < 0:
-            return count
-    return len(order)
-
-
-def int8_largest(inside: Any, first: int, most: int) -> int:
-    """The largest count up to `most` that was seen to be `inside(count)`, 0 for none; asks at most five times.
-
-    Begins at `first`, goes on in growing steps until it knows a count on either side, and halves what is between.
-    """
-    low, high, step = 0, most + 1, 1
-    count = min(max(first, 1), most)
-    for _ in range(5):
-        if inside(count):
-            low = count
-        else:
-            high = count
-        if high - low == 1:
-            break
-        if high > most:
-            count = min(low + step, most)
-        elif low == 0:
-            count = max(high - step, 1)
-        else:
-            count = (low + high) // 2
-        step *= 2
-    return low
+from fettle.techniques._part import PART, part_chosen, part_groups
 
 
 def openvino_layers(model: Any) -> list[Any]:
@@ -249,46 +198,31 @@ def openvino_int8_part(model: Any, samples: Any, part: Any) -> Any:
             raise RuntimeError(f"int8: layer {max(part['layers'])} was chosen, and there are only {len(layers)}")
         logger.info("int8: %d of %d layers, as chosen before", len(part["layers"]), len(layers))
         return openvino_int8_layers(model, part["layers"], ranges, most)
-    judged, limit = samples[:4], part["limit"]
+    judged, hint, limit = samples[:4], part["hint"], part["limit"] ** 2
     wanted = openvino_answers(model, judged, "f32")
-    plain = openvino_error(openvino_answers(model, judged, part["hint"]), wanted)
+    plain = openvino_error(openvino_answers(model, judged, hint), wanted) ** 2
     products = [openvino_products(layer) for layer in layers]
-    groups = int8_groups(products, 12)
+    groups = part_groups(products, 12)
     gains = [sum(products[index] for index in group) for group in groups]
     squares = []
     for group in groups:
         alone = openvino_answers(openvino_int8_layers(model, group, ranges, most), judged[:2], "f32")
         squares.append(openvino_error(alone, wanted[:2]) ** 2)
-    order = int8_order(gains, squares)
-    made: dict[int, tuple[list[int], Any, float]] = {}
+    made: dict[Any, Any] = {}
 
-    def inside(count: int) -> bool:
-        chosen = sorted(index for group in order[:count] for index in groups[group])
-        quantised = openvino_int8_layers(model, chosen, ranges, most)
-        error = openvino_error(openvino_answers(quantised, judged, part["hint"]), wanted)
-        made[count] = chosen, quantised, error
-        return error <= float(limit)
+    def together(chosen: list[int]) -> float:
+        made[tuple(chosen)] = quantised = openvino_int8_layers(model, chosen, ranges, most)
+        return openvino_error(openvino_answers(quantised, judged, hint), wanted) ** 2
 
-    count = int8_largest(inside, int8_fitting(order, squares, plain, limit), len(groups))
-    if count == 0:
-        least = min(error for _, _, error in made.values())
-        raise RuntimeError(
-            f"int8: 0 of {len(layers)} layers: the first group's error is {least:.3g}, above {limit:.3g}"
-        )
-    part["layers"], quantised, error = made[count]
-    beyond = made.get(count + 1)
-    more = f"; one more group would take it to {beyond[2]:.3g}, above {limit:.3g}" if beyond else ""
-    logger.info(
-        "int8: %d of %d layers, with an error of %.3g on the calibration batches%s",
-        len(part["layers"]), len(layers), error, more, extra={"learned": {part["key"]: part["layers"]}},
-    )  # fmt: skip
-    return quantised
+    part["layers"], said = part_chosen("int8", "an error", 0.5, groups, gains, squares, plain, limit, together)
+    logger.info("%s", said, extra={"learned": {part["key"]: part["layers"]}})
+    return made[tuple(part["layers"])]
 
 
 CALIBRATED = (openvino_answers, openvino_saturates)
 """What both ways to 8 bits need in a file of their own."""
 CHOOSING = (
-    int8_groups, int8_order, int8_fitting, int8_largest, openvino_error, openvino_layers, openvino_products,
-    openvino_columns, openvino_ranges, openvino_scales, openvino_int8_layers, openvino_int8_part,
+    *PART, openvino_error, openvino_layers, openvino_products, openvino_columns, openvino_ranges, openvino_scales,
+    openvino_int8_layers, openvino_int8_part,
 )  # fmt: skip
 """What `openvino_int8_part` needs beside them."""

@@ -7,20 +7,26 @@ one in bfloat16. Where 8 bits are too coarse for a token, two numbers of 8 bits 
 one then, and the weights are still read once.
 
 On CPUs with VNNI a kernel of our own (`fettle.kernels.block_products`) has both in blocks of 32 with a scale each: it
-reads weights as fast as memory gives them, and an outlier spoils its block alone.
+reads weights as fast as memory gives them, and an outlier spoils its block alone. Where 4 bits are too coarse for the
+whole model, as many layers have them as the limit on the divergence allows, and the others 8.
 """
 
+import textwrap
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+import msgspec
 import torch
 
 from fettle.kernels import BLOCK_PRODUCTS, block_products, packed_blocks, unpacked_blocks
-from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
+from fettle.techniques._base import Bundle, Code, Facts, Learned, Level, Recipe, Technique, register
+from fettle.techniques._few_bits import few_bits, four_bits_part, packable
 from fettle.techniques._generation import NO_TEXT
 from fettle.techniques._linear import is_conv1d, linear_of_conv1d
+from fettle.techniques._part import PART
 from fettle.techniques.fused_linear import FUSED, fused
 from fettle.techniques.runtime import STATEFUL, STATEFUL_WEIGHTS
+from fettle.workload import spread
 
 
 class Unpacked(torch.Tensor):
@@ -168,29 +174,15 @@ class InBlocks(torch.nn.Module):
         return found.to(x.dtype).reshape(*x.shape[:-1], self.size)
 
 
-def few_bits(model: torch.nn.Module, kind: Any, bits: int, *more: int) -> None:
-    """Hold the weights of linear layers in `bits` bits, each by a layer ``kind(weight, bias, bits, *more)``; with 4 the
-    head, which decides, keeps 8."""
-    import logging
-
-    ask: Any = getattr(model, "get_output_embeddings", None)
-    head = ask() if ask is not None else None
-    linear_of_conv1d(model)
-    found = total = 0
-    for parent in list(model.modules()):
-        for name, layer in list(parent.named_children()):
-            if getattr(type(layer), "forward", None) is not torch.nn.Linear.forward:
-                continue  # one with an adapter, say, computes more than its weight
-            if layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
-                continue  # so may one that somebody has hooked into
-            weight: Any = layer.weight
-            total += 1
-            if weight.shape[1] % 32 == 0 and weight.is_floating_point():
-                setattr(parent, name, kind(weight, layer.bias, 8 if head in (layer, parent) else bits, *more))
-                found += 1
-    if found == 0:
-        raise RuntimeError(f"{bits} bits: 0 of {total} layers matched")
-    logging.getLogger("optimized").info("%d bits: %d of %d linear layers", bits, found, total)
+IN_PART = "int4-part"
+_NAMES = Annotated[
+    list[Annotated[str, msgspec.Meta(pattern=r"^[\w.-]+$", max_length=512)]], msgspec.Meta(max_length=1 << 16)
+]
+"""Layers by their names in the model."""
+_SHARE = 0.8
+"""Of the limit on the divergence: texts that layers were chosen on flatter the choice, and others judge it."""
+_MOST_TOKENS = 64
+"""That are written after each prompt to choose by."""
 
 
 @register
@@ -199,7 +191,9 @@ class Weights(Technique):
     order = 495
     title = "weights in few bits"
     default = "as-given"
-    compiles = frozenset({"int8-blocks", "int4-blocks"})
+    calibrated = frozenset({IN_PART})
+    compiles = frozenset({"int8-blocks", "int4-blocks", IN_PART})
+    learns = Learned("int4_layers", calibrated, _NAMES)
     remarks: ClassVar[Mapping[str, str]] = dict.fromkeys(
         sorted(compiles),
         "Its kernel in C++ is compiled when it is first used on a machine, which needs a C++ compiler.",
@@ -212,6 +206,7 @@ class Weights(Technique):
         elif facts.generates and facts.device != "cpu":
             why_not = "it is for CPUs: quantize has levels for a GPU"
         no_kernel = why_not or ("" if facts.has_block_products else "its kernel is for CPUs with AVX2 or AVX-512 VNNI")
+        no_data = "" if facts.calibration_batches else "no prompts to choose layers by: give at least two"
         return [
             Level("as-given", "as given"),
             Level("int8", "linear layers in 8 bits, a scale for each output", why_not),
@@ -222,7 +217,11 @@ class Weights(Technique):
             Level("int4", "linear layers in 4 bits, a scale and a zero for 32 inputs; the head in 8", why_not),
             Level("int8-blocks", "linear layers and what comes in in 8 bits, a scale for 32 inputs each", no_kernel),
             Level("int4-blocks", "the same with weights in 4 bits, the head's in 8", no_kernel),
+            Level(IN_PART, "the same with 4 bits in as many layers as the limit allows, else 8", no_kernel or no_data),
         ]
+
+    def level_cost(self, level: str) -> int:
+        return 2 if level == IN_PART else self.cost
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         if level == self.default:
@@ -247,8 +246,8 @@ class Weights(Technique):
             static = {"kv_cache": "static"} if facts.keeps == "static" else {}
             found = [Bundle(7, {"weights": "int8-blocks", **static})]
             compiled = [
-                Bundle(8 + number, {"weights": level, "kv_cache": "static-compiled"})
-                for number, level in enumerate(("int8-blocks", "int4-blocks"))
+                Bundle(place, {"weights": level, "kv_cache": "static-compiled"})
+                for place, level in ((8, "int8-blocks"), (9, "int4-blocks"), (11, IN_PART))
             ]
             return [*found, *compiled] if static else found
         half = {"precision": "bf16"} if facts.dtype == "float32" else {}
@@ -267,12 +266,30 @@ class Weights(Technique):
             return Code()  # the runtime's own
         given = {
             "int8": "FewBits, 8", "int8-dynamic": "FewBits, 8, 1", "int8-16": "FewBits, 8, 2", "int4": "FewBits, 4",
-            "int8-blocks": "InBlocks, 8", "int4-blocks": "InBlocks, 4",
+            "int8-blocks": "InBlocks, 8", "int4-blocks": "InBlocks, 4", IN_PART: "InBlocks, 4, only=only",
         }[level]  # fmt: skip
-        blocks = level.endswith("-blocks")
+        blocks = given.startswith("InBlocks")
         fuses = blocks and facts.fed_alike and recipe.levels.get("fused_linear", "off") == "off"
         layers = (*BLOCK_PRODUCTS, InBlocks) if blocks else (FewBits,)
+        choosing: tuple[Any, ...] = ()
+        only: tuple[str, ...] = ()
+        if level == IN_PART and (names := facts.learned.get("int4_layers")):
+            listed = textwrap.wrap(", ".join(map(repr, names)), 110, break_long_words=False, break_on_hyphens=False)
+            only = ("only = [", *(f"    {line}" for line in listed), "]")
+        elif level == IN_PART:
+            tokens, limit = min(facts.new_tokens, _MOST_TOKENS), round(_SHARE * facts.max_error, 6)
+            choosing = (spread, *PART, four_bits_part)
+            only = (f"only = four_bits_part(model, batches, InBlocks, {tokens}, {limit})",)
         return Code(
-            helpers=(*(FUSED if fuses else ()), is_conv1d, linear_of_conv1d, Unpacked, *layers, few_bits),
-            prepare=(*(fused(facts) if fuses else ()), f"few_bits(model, {given})"),
+            helpers=(
+                *(FUSED if fuses else ()),
+                is_conv1d,
+                linear_of_conv1d,
+                Unpacked,
+                *layers,
+                packable,
+                few_bits,
+                *choosing,
+            ),
+            prepare=(*only, *(fused(facts) if fuses else ()), f"few_bits(model, {given})"),
         )
