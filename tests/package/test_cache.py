@@ -257,7 +257,7 @@ def test_a_compiled_step_stays_compiled(tmp_path, monkeypatch):
 def test_other_weights_in_few_bits_are_refused(tmp_path):
     for levels, said in (
         ("weights=int8-dynamic", "weights=int8-dynamic cannot be packaged: tune with"),
-        ("weights=int8-blocks freeze=on", "weights=int8-blocks cannot be packaged beside freeze=on"),
+        ("weights=int8-blocks freeze=on", "weights=int8-blocks cannot be packaged: not beside freeze=on"),
     ):
         with pytest.raises(UsageError, match=said):
             packaged(tmp_path / "m", gpt2(), levels)

@@ -285,6 +285,16 @@ class Weights(Technique):
             return "torch's kernels for packed weights are slow in float32: needs precision=bf16"
         return ""
 
+    def unpackaged(self, level: str, recipe: Recipe) -> str:
+        others = {**recipe.without(self.name, "grad").levels}
+        if level.endswith("-blocks") and others in ({}, {"compile": "default"}):
+            return ""
+        beside = f"not beside {Recipe(others)}; " if level.endswith("-blocks") else ""
+        return (
+            f"{beside}tune with `fettle tune TARGET --technique weights={self.default},int8-blocks,int4-blocks "
+            "--technique runtime=torch --technique compile=off`"
+        )
+
     def bundles(self, facts: Facts) -> list[Bundle]:
         if not facts.generates:
             return []
