@@ -6,7 +6,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from fettle.tuning import (
     another_hour,
     check_options,
     check_ranks,
+    misses_of,
     target_of,
     widened,
     workload_of,
@@ -128,14 +129,15 @@ def bench(
 
     `model`, `inputs`, `call`, `metric` and `mode` are what `fettle.tune` takes: a live model with inputs, a `Workload`,
     a `TrainingWorkload`, or ``"file.py:factory"``. A recipe is a `Recipe`, its text, or the path of a ``recipe.toml``;
-    one or several; those that need several ranks have `nproc` of them. `budget_s` is the time for the whole race, None
+    one or several; those that need several ranks have `nproc` of them. The `limits` are those of `fettle.tune`, and a
+    recipe that breaks one is rejected. `budget_s` is the time for the whole race, None
     or 0 for no limit. With `settle` the race goes on until each verdict is known; without, until the fastest is. With
     `under_load` time elapsed beside whatever else the machine does is compared; with `polite` no slice goes before
     other processes' work. Raises `UsageError` for a recipe that cannot work here.
     """
     several = [recipes] if isinstance(recipes, (Recipe, RecipeFile, str, Path)) else recipes
-    options = _options(
-        limits, confidence=confidence, nproc=nproc, under_load=under_load, polite=polite,
+    options = Options(
+        limits=limits or Limits(), confidence=confidence, nproc=nproc, under_load=under_load, polite=polite,
         effort=Effort(slice_s, max_rounds, REPLICATES),
     )  # fmt: skip
     workload = workload_of(model, inputs, call, metric, mode)
@@ -166,28 +168,17 @@ def check(
     A recipe file names the workload that it was found on: `UsageError` for another one, unless `force`.
     """
     file = read_recipe(recipe)
-    kept = file.evidence.get("limits")
-    limits = (
-        None if kept is None else Limits(**{name: kept.get(name) for name in _JUDGED}, exact=bool(kept.get("exact")))
-    )
-    options = _options(
-        limits, goal=file.evidence.get("goal") or Options.goal, nproc=nproc, polite=polite,
+    limits = Limits()
+    if (kept := file.evidence.get("limits")) is not None:
+        limits = Limits(**{"max_error": None, **{x.name: kept[x.name] for x in fields(Limits) if x.name in kept}})
+    options = Options(
+        limits=limits, goal=file.evidence.get("goal") or Options.goal, nproc=nproc, polite=polite,
         under_load=under_load or bool(file.evidence.get("under_load")),
         effort=Effort(rounds=Rules.max_rounds, replicates=REPLICATES),
     )  # fmt: skip
     workload = workload_of(model, inputs, call, metric, mode)
     fingerprint = "" if force else file.workload.get("fingerprint", "")
     return _race(workload, [file], options, budget_s, on_progress, fingerprint=fingerprint)
-
-
-_JUDGED = ("max_error", "min_agreement", "max_metric_drop")
-
-
-def _options(limits: Limits | None, **asked: Any) -> Options:
-    """What a comparison asks of its session. That has no budget: the race has one."""
-    if limits is not None:
-        asked |= {"limits": limits, "max_spread": limits.max_error, "max_kl": limits.max_error}
-    return Options(budget_s=None, **asked)
 
 
 def _race(
@@ -205,7 +196,8 @@ def _race(
     check_options(options)
     with tempfile.TemporaryDirectory(prefix="fettle-", ignore_cleanup_errors=True) as text:
         folder = Path(text)
-        options = replace(options, output=folder, allow_batch=any(batch_factor(file.recipe) > 1 for file in files))
+        larger = any(batch_factor(file.recipe) > 1 for file in files)
+        options = replace(options, output=folder, budget_s=None, allow_batch=larger)  # the race has a budget
         session = Session(check_ranks(options, target_of(workload, folder)), options, on_progress)
         try:
             session.report("building the workload and its reference")
@@ -229,6 +221,8 @@ def _race(
         finally:
             close_all()
             session.let_go()
+    limits = session.standings.limits
+    trials = [trials[0], *(_within(trial, limits) for trial in trials[1:])]
     if not rules.under_load:
         trials = [widened(trial, trials[0], rules.confidence) for trial in trials]
     verdicts = [
@@ -238,6 +232,12 @@ def _race(
         session.target.name, session.probed.fingerprint, this_machine(), trials, verdicts, stop.asked,
         wanted[len(trials) - 1 :], options.goal, options.under_load, rules.confidence,
     )  # fmt: skip
+
+
+def _within(trial: Trial, limits: Limits) -> Trial:
+    """A trial, rejected where it breaks a limit on time or memory."""
+    broken = misses_of(trial, limits) if trial.ok else ""
+    return replace(trial, status="rejected", reason=broken) if broken else trial
 
 
 def _learned(files: Sequence[RecipeFile]) -> dict[str, Any]:

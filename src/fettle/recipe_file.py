@@ -66,6 +66,11 @@ class _Limits(msgspec.Struct, frozen=True):
     max_error: float | None = None
     min_agreement: float | None = None
     max_metric_drop: float | None = None
+    max_latency_ms: float | None = None
+    max_memory_bytes: int | None = None
+    min_throughput: float | None = None
+    max_ttft_ms: float | None = None
+    max_tpot_ms: float | None = None
     exact: bool = False
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from fettle.errors import UsageError
+from fettle.generate.quality import MAX_KL
 from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, handed_on
@@ -16,7 +17,10 @@ Goal = Literal["throughput", "latency", "memory", "energy", "startup", "warm-sta
 TIMES: frozenset[Goal] = frozenset({"throughput", "latency", "ttft", "tpot"})
 """Goals that are times, which races compare."""
 Verdict = Literal["faster", "same", "slower", "cannot tell"]
+Kind = Literal["inference", "training", "text"]
+"""What is tuned: its answers, its losses or what it writes is judged, each in a unit of its own."""
 MAX_ERROR = 0.02
+_USUAL: Mapping[Kind, float] = {"inference": MAX_ERROR, "training": 1.0, "text": MAX_KL}
 
 
 def goal_figure(goal: Goal, trial: Trial) -> float | None:
@@ -44,19 +48,25 @@ def needs_less(trial: Trial, given: Trial, goal: Goal) -> bool:
     return own is not None and theirs is not None and LEAST * own <= theirs
 
 
-def error_limit(max_error: float | None, max_metric_drop: float | None) -> float | None:
-    """`Limits.max_error` as asked for; where it was not, `MAX_ERROR`, or none where the user's metric decides."""
-    return MAX_ERROR if max_error is None and max_metric_drop is None else max_error
+class Usual(float):
+    """A limit on the error that nobody gave."""
+
+    def __repr__(self) -> str:
+        return f"Usual({float(self):g})"
 
 
 @dataclass(frozen=True)
 class Limits:
     """What a recipe must keep to be allowed to win. None means no limit."""
 
-    max_error: float | None = MAX_ERROR
-    """Relative L2 error against the reference; where text is written the mean Kullback-Leibler divergence from it in
-    nats per token; in training the distance of the losses from the baseline's, in units
-    of the typical distance of two seeds."""
+    max_error: float | None = field(default_factory=lambda: Usual(MAX_ERROR))
+    """Relative L2 error against the reference, 0.02; where text is written the mean Kullback-Leibler divergence from it
+    in nats per token, 0.01; in training the distance of the losses from the baseline's, in units of the typical
+    distance of two seeds, 1. Where it is not given and `max_metric_drop` or `exact` is, only that decides."""
+    max_kl: float | None = None
+    """Text: `max_error` by the name of its unit,"""
+    max_spread: float | None = None
+    """and in training. None: not given."""
     min_agreement: float | None = None
     """Share of equal top-1 decisions, for classifiers."""
     max_metric_drop: float | None = None
@@ -73,9 +83,39 @@ class Limits:
     exact: bool = False
     """Text: each token that is written must be the reference's."""
 
+    def __post_init__(self) -> None:
+        if isinstance(self.max_error, Usual) and (self.max_metric_drop is not None or self.exact):
+            object.__setattr__(self, "max_error", None)
+
+    def of(self, kind: Kind) -> Limits:
+        """The limits as they hold for what is tuned. Raises `UsageError` for one that says nothing of it."""
+        for name, kinds in _ONLY.items():
+            if getattr(self, name) not in (None, False) and kind not in kinds:
+                raise UsageError(f"the limit `{name}` is for {_CALLED[kinds[0]]}")
+        name, named = ("max_kl", self.max_kl) if kind == "text" else ("max_spread", self.max_spread)
+        is_given = self.max_error is not None and not isinstance(self.max_error, Usual)
+        if named is not None and is_given:
+            raise UsageError(f"`max_error` and `{name}` are the same limit here: give one of them")
+        usual = _USUAL[kind] if isinstance(self.max_error, Usual) else self.max_error
+        return replace(self, max_error=usual if named is None else named, max_kl=None, max_spread=None)
+
     def above(self, noise: float) -> Limits:
         """The limits for a model whose own answers differ by `noise` from run to run: that much more is allowed."""
         return self if self.max_error is None else replace(self, max_error=self.max_error + noise)
+
+
+_ONLY: Mapping[str, tuple[Kind, ...]] = {
+    "max_kl": ("text",), "max_ttft_ms": ("text",), "max_tpot_ms": ("text",), "exact": ("text",),
+    "max_spread": ("training",), "min_agreement": ("inference", "text"),
+}  # fmt: skip
+_CALLED: Mapping[Kind, str] = {
+    "text": "a fettle.GenerationWorkload", "training": "a training loop", "inference": "inference",
+}  # fmt: skip
+
+
+def limits_given(**values: Any) -> Limits:
+    """Limits of what is not None, and the usual ones: None is what an option has that nobody gave."""
+    return Limits(**{name: value for name, value in values.items() if value is not None})
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,14 @@ def verify(
     findings: Sequence[Finding],
     facts: Facts,
     *,
+    max_metric_drop: float | None = None,
     budget_s: float = 180.0,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[list[Verified], bool]:
     """Race the levels that each finding names, all in one race with the workload as given; whether it was interrupted.
 
-    What several findings name is raced once, and answers them all.
+    What several findings name is raced once, and answers them all. One by which the workload's metric falls more than
+    `max_metric_drop` is no fix; where nothing but the metric can judge, that must be given.
     Where train mode changes the answers, no fix but eval mode can be right: the others are put beside that.
     """
     first = preconditions(facts)
@@ -44,7 +46,8 @@ def verify(
         return answers, False
     on_progress(f"racing {len(able)} fixes against the workload as given")
     recipes = list(dict.fromkeys([first, *able] if first.levels else able))
-    found = bench(target, recipes, limits=Limits(max_error=None), budget_s=budget_s, max_rounds=20)
+    limits = Limits(max_error=None, max_metric_drop=max_metric_drop)
+    found = bench(target, recipes, limits=limits, budget_s=budget_s, max_rounds=20)
     # The last ones are left out where there was no time for them.
     trial_of = dict(zip(recipes, found.trials[1:], strict=False))
     for recipe, named in able.items():
@@ -61,7 +64,7 @@ def verify(
 def _verified(finding: Finding, trial: Trial, beside: str, without: Trial | None) -> Verified:
     recipe = str(trial.recipe)
     for needed in (trial, without):
-        if needed is not None and (needed.status == "failed" or needed.speedup is None):
+        if needed is not None and (not needed.ok or needed.speedup is None):
             return Verified(finding, recipe, None, needed.reason, beside)
     load = "" if trial.is_quiet else str(trial.load)
     if without is None:

@@ -17,7 +17,6 @@ from fettle.report import Result, save
 from fettle.report.data import read_outcome
 from fettle.report.tables import print_result
 from fettle.techniques import source
-from fettle.tuning.options import Options
 from fettle.workload import Target, fingerprint
 from tests.conftest import quick_studies
 
@@ -130,8 +129,6 @@ def test_goals_of_text_are_for_text(tmp_path: Path) -> None:
         fettle.tune(
             torch.nn.Linear(2, 2), [torch.rand(2, 2)], goal="ttft", output=tmp_path, on_progress=lambda event: None
         )
-    assert Options(limits=fettle.Limits(exact=True)).asked_of_text == "the limit `exact`"
-    assert not Options().asked_of_text
     with pytest.raises(UsageError, match="max ttft"):
         fettle.tune(torch.nn.Linear(2, 2), [torch.rand(2, 2)], max_ttft_ms=0, output=tmp_path)
 

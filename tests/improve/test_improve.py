@@ -18,6 +18,7 @@ from fettle.inputs.kept import content_hash
 from fettle.journal import Journal
 from fettle.measure import Accuracy, Interval, Trial
 from fettle.recipe import Recipe
+from fettle.result import Limits
 from tests.conftest import Run
 
 WORK = """
@@ -197,10 +198,11 @@ def test_ctrl_c_in_a_step_ends_the_run_there(step: str, command: str, needs: dic
 
 def test_tuning_goes_by_the_limit_on_text(tmp_path: Path, monkeypatch) -> None:
     def tune(target, options, **more):
-        raise UsageError(f"max_kl={options.max_kl}")
+        raise UsageError(f"max_kl={options.limits.max_kl}")
 
     monkeypatch.setattr(guided, "tune", tune)
-    run = SimpleNamespace(target="a.py", settings=Settings(max_kl=0.05), folder=tmp_path, on_progress=None, command="")
+    settings = Settings(limits=Limits(max_kl=0.05))
+    run = SimpleNamespace(target="a.py", settings=settings, folder=tmp_path, on_progress=None, command="")
     with pytest.raises(UsageError, match=r"max_kl=0\.05"):
         guided._tune(run, {})  # type: ignore[arg-type]
 

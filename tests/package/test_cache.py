@@ -300,7 +300,7 @@ def test_a_compiled_step_stays_compiled(tmp_path, monkeypatch):
 def test_other_weights_in_few_bits_are_refused(tmp_path):
     for levels, said in (
         ("weights=int8-dynamic", "weights=int8-dynamic cannot be packaged: tune with"),
-        ("weights=int8-blocks freeze=on", "weights=int8-blocks cannot be packaged beside freeze=on"),
+        ("weights=int8-blocks freeze=on", "weights=int8-blocks cannot be packaged: not beside freeze=on"),
         ("weights=int4-part", "names no layers: package the recipe.toml of the study that chose them"),
     ):
         with pytest.raises(UsageError, match=said):

@@ -271,7 +271,7 @@ SCORES = TensorSpec("y", "FP32", (-1, 10))
         ("image", [SPEC], [SCORES], {"top": "many"}, "top"),
         ("image", [SPEC], [SCORES], {"decoding": {"size": [0, 8]}}, r"decoding\.size\[0\]"),
         ("detection", [SPEC], [SCORES], {}, "needs outputs"),
-        ("text", [IDS], [SCORES], {}, "--tokenizer"),
+        ("text", [IDS], [SCORES], {}, "give a `tokenizer`"),
         ("video", [SPEC], [SCORES], {}, "no ready handler"),
     ],
 )

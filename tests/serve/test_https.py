@@ -50,5 +50,5 @@ def test_a_wrong_file_is_one_line(certified: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=said) as raised:
             Address(certificate=certificate, key=key).tls()
         assert "\n" not in str(raised.value)
-    with pytest.raises(UsageError, match="--certificate"):
+    with pytest.raises(UsageError, match="needs its `certificate`"):
         Address(key=certified / "key.pem").check()

@@ -8,6 +8,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import optuna
 import pytest
 import yaml
@@ -53,6 +54,16 @@ def test_a_second_study_of_that_name_must_be_the_same(begun: Settings) -> None:
         agree(["net.py"], replace(begun, design="ladder", name="other"))
     with pytest.raises(UsageError, match="`cells` is the same for all"):
         agree(["net.py"], replace(begun, budget_s=60.0))
+
+
+def test_a_study_of_an_earlier_version_goes_on(begun: Settings) -> None:
+    mine = replace(begun, name="old", max_metric_drop=None)
+    orders = agree(["net.py"], mine)
+    assert orders.max_error is None
+    announce(msgspec.structs.replace(orders, max_error=0.02), replace(mine, max_error=0.02))
+    assert agree(["net.py"], mine) == orders
+    with pytest.raises(UsageError, match="was begun with another `max_error`"):
+        agree(["net.py"], replace(mine, max_error=0.1))
 
 
 def test_names_that_belong_to_something_else_are_refused(begun: Settings) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fettle.recipe import Recipe
-from fettle.techniques import Facts, conflict, machine_facts, source
+from fettle.techniques import Facts, conflict, keeps_memory, machine_facts, source
 from fettle.workload import find_target
 
 WORKLOAD = """
@@ -132,3 +132,9 @@ def test_the_script_sets_it_before_torch_is_imported_whatever_the_shell_says(lev
         [sys.executable, "-c", f"{text}\nprint({read})"], capture_output=True, text=True, env=environment
     )
     assert {"expandable": "expandable_segments:True", "cuda-async": "backend:cudaMallocAsync"}[level] in done.stdout
+
+
+def test_the_level_that_keeps_freed_memory_is_found_without_its_name():
+    assert keeps_memory(Facts()) == {"allocator": "keep"}
+    assert keeps_memory(Facts(libraries={"tcmalloc": "libtcmalloc.so"})) == {"allocator": "tcmalloc"}
+    assert keeps_memory(Facts(device="cuda")) == {}

@@ -5,13 +5,19 @@ import time
 
 import pytest
 
+import fettle
+from fettle import comparing
+from fettle.errors import UsageError
 from fettle.measure import Accuracy, Interval, Startup, Trial
 from fettle.recipe import Recipe
+from fettle.recipe_file import RecipeFile
 from fettle.result import Limits
+from fettle.tuning import Options, check_options, check_ranks
 from fettle.tuning._budget import Budget
 from fettle.tuning._final_race import climb
 from fettle.tuning.options import options_of
 from fettle.tuning.standings import distance, misses_of, score_of
+from fettle.workload import Target
 
 
 def trial(**facts) -> Trial:
@@ -82,3 +88,60 @@ def test_a_metric_decides_alone_unless_an_error_is_asked_for_too():
     assert options_of(None, {}).limits.max_error == 0.02
     assert options_of(None, {"max_metric_drop": 0.01}).limits.max_error is None
     assert options_of(None, {"max_metric_drop": 0.01, "max_error": 0.1}).limits.max_error == 0.1
+
+
+def test_the_error_is_limited_in_the_unit_of_what_is_tuned():
+    usual = {"inference": 0.02, "text": 0.01, "training": 1.0}
+    for kind, number in usual.items():
+        assert Limits().of(kind).max_error == number
+        assert type(Limits().of(kind).max_error) is float
+        assert Limits(max_error=0.02).of(kind).max_error == 0.02
+        assert Limits(max_error=None).of(kind).max_error is None
+        assert Limits(max_metric_drop=0.01).of(kind).max_error is None
+    assert Limits(exact=True).of("text").max_error is None
+    for limits, kind in (({"max_kl": 0.05}, "text"), ({"max_spread": 0.05}, "training")):
+        for more in ({}, {"max_metric_drop": 0.01}):
+            assert Limits(**limits, **more).of(kind) == Limits(max_error=0.05, **more)
+    assert options_of(Options(), {"max_metric_drop": 0.01}).limits.of("training").max_error is None
+    assert options_of(None, {"max_spread": 2.0}).limits.of("training").max_error == 2
+
+
+@pytest.mark.parametrize(
+    ("limits", "kind", "words"),
+    [
+        (Limits(max_kl=0.1), "inference", "`max_kl` is for a fettle.GenerationWorkload"),
+        (Limits(max_tpot_ms=9), "training", "`max_tpot_ms` is for a fettle.GenerationWorkload"),
+        (Limits(exact=True), "inference", "`exact` is for a fettle.GenerationWorkload"),
+        (Limits(max_spread=1), "text", "`max_spread` is for a training loop"),
+        (Limits(min_agreement=0.9), "training", "`min_agreement` is for inference"),
+        (Limits(max_error=0.1, max_kl=0.1), "text", "`max_error` and `max_kl` are the same limit here"),
+    ],
+)
+def test_a_limit_that_says_nothing_of_a_workload_is_refused(limits, kind, words):
+    with pytest.raises(UsageError, match=words):
+        limits.of(kind)
+
+
+def test_limits_that_could_not_be_held_are_refused_before_anything_runs():
+    with pytest.raises(UsageError, match=r"for the goal tpot a part of it is timed.*`max_tpot_ms`"):
+        check_options(Options(goal="tpot", limits=Limits(max_latency_ms=9)))
+    with pytest.raises(UsageError, match="max spread must be above 0"):
+        check_options(Options(limits=Limits(max_spread=0)))
+    with pytest.raises(UsageError, match="one of several ranks"):
+        check_ranks(Options(device_memory_bytes=1 << 30), Target("loop.py:workload", "loop", mode="training"))
+
+
+def test_comparisons_hold_what_tuning_holds(monkeypatch):
+    asked, target = [], Target("work.py:workload", "work")
+    monkeypatch.setattr(comparing, "_race", lambda workload, files, options, *more, **others: asked.append(options))
+    fettle.bench(target, "baseline")
+    fettle.bench(target, "baseline", limits=Limits(max_metric_drop=0.01))
+    assert [options.limits.of("training").max_error for options in asked] == [1.0, None]
+    for evidence in ({}, {"limits": {"max_latency_ms": 9.0, "for people": "a word"}}, {"limits": {"max_error": 2.0}}):
+        fettle.check(target, RecipeFile(levels={}, evidence=evidence))
+    assert [options.limits for options in asked[2:]] == [
+        Limits(), Limits(max_error=None, max_latency_ms=9.0), Limits(max_error=2.0)
+    ]  # fmt: skip
+    slow = comparing._within(trial(), Limits(max_latency_ms=9))
+    assert (slow.status, slow.reason) == ("rejected", "10 ms is above 9 ms")
+    assert comparing._within(trial(), Limits(max_latency_ms=10)).ok

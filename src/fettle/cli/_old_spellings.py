@@ -65,7 +65,7 @@ def renewed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return rewritten, notes
 
 
-_SPELLED = {"max_file_bytes": "max_file_size"}
+_SPELLED = {"max_file_bytes": "max_file_size", "cache_bytes": "cache_memory", "token": "token_file"}
 """Arguments of the library whose option has another name."""
 
 

@@ -35,6 +35,14 @@ StudyOutput = Annotated[
     list[Path] | None,
     typer.Option("--output", "-o", help="folder of this machine alone, and .csv or .parquet for the table"),
 ]
+MaxError = Annotated[
+    float | None,
+    typer.Option(
+        help="largest relative L2 error of the outputs; of text, mean KL divergence; in training, distance of the "
+        "losses in spreads",
+        show_default="0.02; of text 0.01, in training 1; none beside --max-metric-drop",
+    ),
+]
 MaxMetricDrop = Annotated[float | None, typer.Option(help="how far the workload's metric may fall")]
 TrialTimeout = Annotated[str, typer.Option(help="longest time for one recipe to get ready")]
 Nproc = Annotated[
@@ -46,7 +54,13 @@ Polite = Annotated[bool, typer.Option(help="never take priority over other proce
 LatencyLimit = Annotated[
     str | None, typer.Option("--p99", help="latency limit for 99% of the requests, for example 100ms")
 ]
-MaxKl = Annotated[float, typer.Option(help="text: largest mean KL divergence from the float32 model, nats per token")]
+MaxKl = Annotated[
+    float | None,
+    typer.Option(
+        help="text: largest mean KL divergence from the float32 model, nats per token; --max-error by another name",
+        show_default="0.01",
+    ),
+]
 FirstToken = Annotated[
     str | None, typer.Option(help="text: limit for 99% of the times to the first token, for example 500ms")
 ]

@@ -50,13 +50,7 @@ def command(
     nproc: _options.Nproc = 1,
     under_load: _options.UnderLoad = False,
     polite: _options.Polite = False,
-    max_error: Annotated[
-        float | None,
-        typer.Option(
-            help="largest relative L2 error of the outputs, 0.02; of text, mean KL divergence, 0.01; in training, "
-            "distance of the losses in spreads, 1"
-        ),
-    ] = None,
+    max_error: _options.MaxError = None,
     max_metric_drop: _options.MaxMetricDrop = None,
     confidence: Annotated[float, typer.Option(help="share of intervals that hold the true ratio")] = 0.95,
     rounds: Annotated[int, typer.Option(help="most rounds of the race")] = 48,
@@ -119,11 +113,9 @@ def command(
         raise UsageError(f"--confidence is a share from 0.5 to below 1, not {confidence:g}")
     if rounds < 3:
         raise UsageError("--rounds must be 3 or more: an interval needs them")
-    from fettle.result import Limits, error_limit
+    from fettle.result import limits_given
 
-    limits = None
-    if max_error is not None or max_metric_drop is not None:
-        limits = Limits(max_error=error_limit(max_error, max_metric_drop), max_metric_drop=max_metric_drop)
+    limits = limits_given(max_error=max_error, max_metric_drop=max_metric_drop)
     _compare(
         target, recipe or ["baseline"], as_json, limits=limits, mode=mode, nproc=nproc, confidence=confidence,
         max_rounds=rounds, budget_s=_options.duration_s(budget, "--budget") or None, under_load=under_load,

@@ -35,6 +35,7 @@ def command(
         typer.Option(help="most that is allowed, by rule: graph-breaks=0,recompiles=0,syncs=0; more is exit code 1"),
     ] = None,
     seconds: Annotated[str, typer.Option(help="time for the timed collectors")] = "6s",
+    max_metric_drop: _options.MaxMetricDrop = None,
     budget: Annotated[str, typer.Option(help="time for --verify")] = "3m",
     mode: _options.Mode = "auto",
     no_compile: Annotated[bool, typer.Option("--no-compile", help="do not trace with torch.compile")] = False,
@@ -64,6 +65,8 @@ def command(
     from fettle.diagnose import diagnose, diagnosis_json
 
     allowed, budget_s = _allowed(fail_on), _options.duration_s(budget, "--budget")
+    if max_metric_drop is not None and not verify:
+        raise UsageError("--max-metric-drop is what a fix may cost: give --verify, which races the fixes")
     _options.check_page(output)
     with _show.telling("starting", quiet=as_json) as show:
         diagnosis = diagnose(
@@ -79,7 +82,7 @@ def command(
         interrupted, trouble = False, None
         try:
             if verify:
-                checked, interrupted = _verified(diagnosis, target, budget_s, show)
+                checked, interrupted = _verified(diagnosis, target, max_metric_drop, budget_s, show)
         except UsageError as error:  # what was found is told first
             trouble = error
         if output is not None:
@@ -119,7 +122,7 @@ def _over(diagnosis: Diagnosis, allowed: Mapping[str, int]) -> list[str]:
 
 
 def _verified(
-    diagnosis: Diagnosis, target: str, budget_s: float, show: Callable[[str], None]
+    diagnosis: Diagnosis, target: str, max_metric_drop: float | None, budget_s: float, show: Callable[[str], None]
 ) -> tuple[list[Verified], bool]:  # fmt: skip
     """Race the fix of each finding; whether that was interrupted. Raises `UsageError` for what cannot be run again."""
     from fettle.verifying import verify
@@ -130,7 +133,7 @@ def _verified(
     if facts.mode == "training":
         raise UsageError("--verify is for inference: for a training loop, fettle tune tries what is named here")
     findings = [*diagnosis.findings, *diagnosis.opportunities]
-    return verify(target, findings, facts, budget_s=budget_s, on_progress=show)
+    return verify(target, findings, facts, max_metric_drop=max_metric_drop, budget_s=budget_s, on_progress=show)
 
 
 def _verified_json(item: Verified) -> dict[str, object]:
@@ -194,7 +197,7 @@ def _checked(item: Verified) -> str:
     from fettle.report import interval
 
     if item.speedup is None:
-        return f"[red]the fix did not run:[/] {escape(item.problem)}"
+        return f"[red]not verified:[/] {escape(item.problem)}"
     bound = "the bounds of all that it answers" if item.also else "the bound"
     words = {
         True: f"[green]within {bound}[/]",

@@ -25,14 +25,9 @@ def command(
         typer.Option(help="leave out a step: measure, diagnose, data, tune, verify or package. May be repeated"),
     ] = None,
     budget: Annotated[str, typer.Option(help="time for tuning, for example 10m; 0 for no limit")] = "15m",
-    max_error: Annotated[
-        float | None,
-        typer.Option(
-            help="largest relative L2 error of the outputs", show_default="0.02; none beside --max-metric-drop"
-        ),
-    ] = None,
+    max_error: _options.MaxError = None,
     max_metric_drop: _options.MaxMetricDrop = None,
-    max_kl: _options.MaxKl = 0.01,
+    max_kl: _options.MaxKl = None,
     technique: _options.Techniques = None,
     atlas: Annotated[Path | None, typer.Option(help="begin tuning with what this atlas expects")] = None,
     mode: _options.Mode = "auto",
@@ -52,12 +47,12 @@ def command(
     """
     from fettle.improve import Settings, improve
     from fettle.report import progress
-    from fettle.result import Limits, error_limit
+    from fettle.result import limits_given
 
     settings = Settings(
         data=data, skip=tuple(skip or ()), budget_s=_options.duration_s(budget, "--budget"),
-        limits=Limits(max_error=error_limit(max_error, max_metric_drop), max_metric_drop=max_metric_drop),
-        max_kl=max_kl, techniques=_options.technique_levels(technique or []), atlas=atlas, mode=mode,
+        limits=limits_given(max_error=max_error, max_metric_drop=max_metric_drop, max_kl=max_kl),
+        techniques=_options.technique_levels(technique or []), atlas=atlas, mode=mode,
         output=_options.output_folder(output),
     )  # fmt: skip
     with progress(quiet=as_json) as show:

@@ -85,13 +85,7 @@ def command(
     ] = "0",
     yes: Annotated[bool, typer.Option("--yes", help="begin even if it takes more than an hour")] = False,
     mode: _options.Mode = "auto",
-    max_error: Annotated[
-        float | None,
-        typer.Option(
-            help="relative L2 error above which a trial is marked inaccurate",
-            show_default="0.02; none beside --max-metric-drop",
-        ),
-    ] = None,
+    max_error: _options.MaxError = None,
     max_metric_drop: _options.MaxMetricDrop = None,
     output: _options.StudyOutput = None,
     storage: Annotated[

@@ -19,19 +19,19 @@ def command(
         str, typer.Option(help="throughput, latency, memory, energy, startup, warm-startup; ttft, tpot of text")
     ] = "throughput",
     budget: Annotated[str, typer.Option(help="time to spend, for example 90s, 10m, 1h; 0 for no limit")] = "15m",
-    max_error: Annotated[
-        float | None,
-        typer.Option(
-            help="largest relative L2 error of the outputs", show_default="0.02; none beside --max-metric-drop"
-        ),
-    ] = None,
-    max_kl: _options.MaxKl = 0.01,
+    max_error: _options.MaxError = None,
+    max_kl: _options.MaxKl = None,
     exact: Annotated[bool, typer.Option(help="text: each token written must be the float32 model's")] = False,
     max_ttft: Annotated[str | None, typer.Option(help="text: longest time to the first token")] = None,
     max_tpot: Annotated[str | None, typer.Option(help="text: longest time per output token")] = None,
     max_spread: Annotated[
-        float, typer.Option(help="training: how far the losses may be from the baseline's, in spreads of other seeds")
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            help="training: how far the losses may be from the baseline's, in spreads of other seeds; --max-error by "
+            "another name",
+            show_default="1",
+        ),
+    ] = None,
     min_agreement: Annotated[float | None, typer.Option(help="least share of equal top-1 decisions")] = None,
     max_metric_drop: _options.MaxMetricDrop = None,
     max_latency: Annotated[str | None, typer.Option(help="longest time of a call, for example 100ms")] = None,
@@ -83,15 +83,17 @@ def command(
       fettle tune model.py --goal latency --max-memory 2GiB --technique precision=fp32,bf16
     """
     from fettle.report import print_result, progress, save, to_json
-    from fettle.result import Limits, error_limit
+    from fettle.result import limits_given
     from fettle.tuning import Options, tune
 
     for name in allow or ():
         if name != "batch-size":
             raise UsageError(f"--allow {name}: fettle can be allowed to change batch-size")
     output = _options.output_folder(output)
-    limits = Limits(
-        max_error=error_limit(max_error, max_metric_drop),
+    limits = limits_given(
+        max_error=max_error,
+        max_kl=max_kl,
+        max_spread=max_spread,
         min_agreement=min_agreement,
         max_metric_drop=max_metric_drop,
         max_latency_ms=_options.milliseconds(max_latency, "--max-latency"),
@@ -104,8 +106,6 @@ def command(
     options = Options(
         goal=goal,  # type: ignore[arg-type]  # checked by tune, which names the goals there are
         limits=limits,
-        max_kl=max_kl,
-        max_spread=max_spread,
         budget_s=_options.duration_s(budget, "--budget"),
         techniques=_options.technique_levels(technique or []),
         allow_batch=bool(allow),

@@ -67,7 +67,8 @@ class Image:
     @property
     def debian(self) -> list[str]:
         """Packages of the system: an allocator, and a compiler where something is compiled."""
-        libraries = [_LIBRARIES[level][0] for level in [self.levels.get("allocator", "")] if level in _LIBRARIES]
+        preloaded = self.variables.get("LD_PRELOAD", "")
+        libraries = [package for package, file in _LIBRARIES.values() if file == preloaded]
         compiles = any(level in technique.compiles for technique, level in changed(Recipe(self.levels)))
         return [*libraries, *(["g++"] if compiles else [])]
 

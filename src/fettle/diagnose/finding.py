@@ -77,7 +77,7 @@ class Verified:
     finding: Finding
     recipe: str
     speedup: Interval | None
-    """Over `beside`. None where the fix did not run."""
+    """Over `beside`. None where the fix did not run, or broke the answers."""
     problem: str = ""
     beside: str = ""
     """The recipe that the fix was added to; empty for the workload as given."""

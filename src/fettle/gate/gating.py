@@ -46,7 +46,7 @@ class Gate:
         for one in self.judged:
             if text := one.settled_by:
                 minutes = self.seconds * one.needs / one.processes / 60
-                how = f" (--processes {one.needs}, about {minutes:.1f} minutes)" if one.needs else ""
+                how = f" (about {minutes:.1f} minutes)" if one.needs else ""
                 reasons.append(f"{one.what}: {text}{how}")
         return reasons
 

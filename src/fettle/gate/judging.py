@@ -40,7 +40,7 @@ class Judged:
         if self.change is None:
             return "it was not measured"
         if self.processes < 2:
-            return "one process of each side tells nothing of others: give it --processes 4 and time to start them"
+            return "one process of each side tells nothing of others: give it four, and time to start them"
         if not self.needs:
             return (
                 f"processes differ too much for so small a margin: more than {MOST_PROCESSES} a side would be needed; "

@@ -55,8 +55,6 @@ class Settings:
     budget_s: float = 900.0
     """For tuning; the other steps take a minute or two each."""
     limits: Limits = field(default_factory=Limits)
-    max_kl: float | None = Options.max_kl
-    """Where text is written, in place of `Limits.max_error`."""
     techniques: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
     atlas: Path | None = None
     mode: str = AUTO
@@ -114,8 +112,8 @@ def improve(
     loader = find_target(settings.data).reference if settings.data else ""
     run = _Run(target, settings, writable(settings.output), on_progress, quietly, command)
     made_for = {"target": target, "content": content_hash(where), "data": settings.data, "mode": settings.mode,
-                "loader": content_hash(loader), "limits": repr(settings.limits), "max_kl": settings.max_kl,
-                "budget": settings.budget_s, "techniques": settings.techniques, "atlas": str(settings.atlas),
+                "loader": content_hash(loader), "limits": repr(settings.limits), "budget": settings.budget_s,
+                "techniques": settings.techniques, "atlas": str(settings.atlas),
                 "machine": this_machine().id, "versions": this_machine().versions}  # fmt: skip
     steps: list[Step] = []
     interrupted = False
@@ -207,10 +205,9 @@ def _go_on(found: Comparison | PipelineResult | Result) -> None:
 
 def _measure(run: _Run, results: Mapping[str, Any]) -> Step:
     """What a call takes as given."""
-    limits = run.settings.limits
     race = bench(
         run.target, [], mode=run.settings.mode, max_rounds=_ROUNDS, settle=False, on_progress=run.on_progress,
-        limits=None if limits.max_metric_drop is None else limits,
+        limits=run.settings.limits,
     )  # fmt: skip
     _go_on(race)
     trial = race.trials[0]
@@ -263,7 +260,7 @@ def _data(run: _Run, results: Mapping[str, Any]) -> Step:
     """The setting of the loop's loader."""
     if not run.settings.data:
         share = results.get("loading", 0.0)
-        waits = f"; a call spends {share:.0%} in a DataLoader: name its factory, --data" if share >= 0.01 else ""
+        waits = f"; a call spends {share:.0%} in a DataLoader: name the factory of that" if share >= 0.01 else ""
         return Step(name="data", status="skipped", says=f"no input pipeline was named{waits}")
     around = Surroundings()
     pipeline = measure_and_search(run.settings.data, keep=run.folder / "data.journal",
@@ -303,8 +300,8 @@ def _tune(run: _Run, results: Mapping[str, Any]) -> Step:
     """The fastest recipe within the limits, beginning with what the diagnosis named."""
     settings = run.settings
     options = Options(
-        limits=settings.limits, max_kl=settings.max_kl, budget_s=settings.budget_s, techniques=settings.techniques,
-        mode=settings.mode, output=run.folder / "tune", first=tuple(results.get("first", ())), atlas=settings.atlas,
+        limits=settings.limits, budget_s=settings.budget_s, techniques=settings.techniques, mode=settings.mode,
+        output=run.folder / "tune", first=tuple(results.get("first", ())), atlas=settings.atlas,
     )  # fmt: skip
     result = tune(run.target, options=options, on_progress=run.on_progress, command=run.command)
     paths = save(result, run.folder / "tune")

@@ -111,7 +111,7 @@ def model_request(
     for spec in metadata.inputs:
         kind = TO_NUMPY.get(spec.datatype)
         if kind is None:
-            raise UsageError(f"the input {spec.name} is {spec.datatype}: give a body with --body")
+            raise UsageError(f"the input {spec.name} is {spec.datatype}: give a `body`")
         shape = [rows if i == 0 and size == -1 else 16 if size == -1 else size for i, size in enumerate(spec.shape)]
         if kind.kind == "f":
             array = random.standard_normal(shape).astype(kind)
@@ -157,7 +157,7 @@ def get_json(url: str, headers: dict[str, str], kind: type[T], tls: ssl.SSLConte
 def why_unsafe(error: ssl.SSLError) -> str:
     """Why there is no connection by HTTPS, and what to do."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"{error.verify_message}; a certificate of one's own is trusted with --ca-file"
+        return f"{error.verify_message}; a certificate of one's own is trusted with `ca_file`"
     return (error.reason or str(error)).replace("_", " ").lower()
 
 

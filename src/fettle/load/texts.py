@@ -165,7 +165,7 @@ def text_requests(
     if not model:
         names = [row.id for row in get_json(f"{base}/models", headers, _Listing, tls).data or []]
         if len(names) != 1:
-            raise UsageError(f"{base} serves {len(names)} models ({', '.join(names)}): name one with --model")
+            raise UsageError(f"{base} serves {len(names)} models ({', '.join(names)}): name one with `model`")
         model = names[0]
     random = np.random.default_rng(seed)
     address = f"{base}/chat/completions" if chat else f"{base}/completions"
@@ -181,7 +181,7 @@ def text_requests(
             body["ignore_eos"] = True  # so that the lengths are those that were asked for
         if chat and not isinstance(prompt, str):
             raise UsageError(
-                "a chat takes texts, not numbers of tokens: give a --texts FILE with texts, or a URL of completions"
+                "a chat takes texts, not numbers of tokens: give `texts=FILE` with texts, or a URL of completions"
             )
         body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
         return http_request(address, msgspec.json.encode(body), {"Content-Type": "application/json", **headers}, tls)

@@ -23,7 +23,7 @@ from fettle.errors import UsageError, extra, first_line
 from fettle.files import whole
 from fettle.measure._accuracy import compare
 from fettle.package import handlers
-from fettle.package.flat import BEFORE_EXPORT, Flat, datatype
+from fettle.package.flat import Flat, datatype
 from fettle.package.generating import generating, of_model
 from fettle.package.handler import Context, find_handler
 from fettle.package.handlers.parts import LOGITS, PAST
@@ -45,7 +45,7 @@ from fettle.package.requires import needed
 from fettle.package.settings import ServeSettings, as_toml_data, powers
 from fettle.package.tensors import TensorSpec
 from fettle.recipe import Recipe
-from fettle.techniques import CATALOGUE, STATEFUL, Facts, canonical, cpu_flags, find, handed_on, quantize_exported
+from fettle.techniques import CATALOGUE, Facts, canonical, changed, cpu_flags, find, handed_on, quantize_exported
 from fettle.workload import Workload
 
 MORE_ERROR = 1.25
@@ -154,35 +154,15 @@ def as_served(recipe: Recipe) -> Recipe:
 
 
 def _check_levels(recipe: Recipe, evidence: Mapping[str, Any]) -> None:
-    """Raise `UsageError` for levels that cannot be stored: torchao's replace the model's own linear layers."""
-    for name, level in recipe.levels.items():
-        if name == "quantize" and level not in ("none", _STATIC):
-            raise UsageError(
-                f"{name}={level} cannot be packaged: it replaces the model's own layers, and an exported model has "
-                "none. Tune without it: "
-                f"fettle tune TARGET --technique {name}={_STATIC}, or {name}={find(name).default}"
-            )
-        others = {**recipe.without("weights", "grad").levels}
-        if name == "weights" and (level not in BITS or others not in ({}, {"compile": "default"})):
-            beside = f" beside {Recipe(others)}" if level in BITS else ""
-            raise UsageError(
-                f"{name}={level} cannot be packaged{beside}: tune with --technique {name}=as-given,{','.join(BITS)} "
-                "--technique runtime=torch --technique compile=off"
-            )
+    """Raise `UsageError` for levels that cannot be stored."""
+    for technique, level in changed(recipe):
+        what = f"{technique.name}={level}"
+        if why := technique.unpackaged(level, recipe):
+            raise UsageError(f"{what} cannot be packaged: {why}")
         if level == PART and not handed_on(recipe, evidence):
-            raise UsageError(f"{name}={level} names no layers: package the recipe.toml of the study that chose them")
-        if level == STATEFUL:
-            raise UsageError(
-                f"{name}={level} cannot be packaged yet: its model keeps keys and values between calls, which a stored "
-                f"one may not. Tune without it: fettle tune TARGET --technique {name}=torch"
-            )
-        if name == "algebra":
-            raise UsageError(
-                f"{name}={level} cannot be packaged: it writes the sizes of one batch into the graph, and a package "
-                f"takes any number of rows. Tune without it: fettle tune TARGET --technique {name}={find(name).default}"
-            )
-        if level in find(name).calibrated and (why := find(name).conflict(level, recipe, Facts())):
-            raise UsageError(f"the recipe cannot work here: {name}={level}: {why}")
+            raise UsageError(f"{what} names no layers: package the recipe.toml of the study that chose them")
+        if level in technique.calibrated and (why := technique.conflict(level, recipe, Facts())):
+            raise UsageError(f"the recipe cannot work here: {what}: {why}")
 
 
 def _exported(
@@ -227,7 +207,7 @@ def _store(
             raise UsageError(f"quantize={_STATIC} cannot be applied to the model: {first_line(error)}") from error
         program = export_program(_Again(converted), flat.samples, flat.shapes, most)
     save_program(program, folder)
-    applied = tuple(name for name in levels if name in BEFORE_EXPORT or name in calibrated)
+    applied = tuple(name for name in levels if find(name).before_export or name in calibrated)
     return Tuned("exported", levels, applied, tuple(handed_on(recipe, evidence).get("int4_layers", ())))
 
 

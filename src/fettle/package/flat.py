@@ -14,10 +14,9 @@ from fettle.errors import UsageError
 from fettle.package.model_runner import as_array
 from fettle.package.tensors import FROM_NUMPY, TensorSpec
 from fettle.recipe import Recipe
+from fettle.techniques import find
 from fettle.workload import Workload, device_of, leaves, map_tensors, rows_of, tensors
 
-BEFORE_EXPORT = ("attention", "fused_linear", "tiles")
-"""Techniques that go by the model's own modules, which an exported program no longer has."""
 MOST_JUDGED = 2
 """Batches on which a package's answers are compared with the model's, beside the sample."""
 _LOOSE, _ROUNDED = 0.02, 0.25
@@ -191,7 +190,7 @@ def _rewritten(workload: Workload, model: torch.nn.Module, recipe: Recipe) -> to
     """The workload's model after the techniques that change its own modules."""
     from fettle.applying import apply
 
-    levels = {name: level for name, level in recipe.levels.items() if name in BEFORE_EXPORT}
+    levels = {name: level for name, level in recipe.levels.items() if find(name).before_export}
     if not levels:
         return model
     changed = apply(workload, Recipe(levels))

@@ -35,8 +35,7 @@ class ModelRunner:
         if device.startswith("cuda:"):
             torch.cuda.set_device(device)  # CUDA graphs are recorded on the current one
         levels = package.manifest.recipe
-        records = levels.get("cuda_graphs") == "on" or levels.get("compile") in ("reduce-overhead", "max-autotune")
-        self.may_be_recorded = device.startswith("cuda") and not records
+        self.may_be_recorded = device.startswith("cuda") and not _records(Recipe(levels))
         """Whether a call can be part of a CUDA graph: it is none itself."""
         self._compiles_steps = levels.get("kv_cache") == COMPILED_STEP and device == "cpu"
         self._model: Callable[..., Any] | None = None
@@ -174,6 +173,12 @@ def tuned(folder: Path, kept: Tuned, samples: Sequence[torch.Tensor], device: st
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
         batches.append(tuple(tensor[:1] for tensor in samples))  # another shape: else the level would be refused
     return apply(module, rest, batches)
+
+
+def _records(recipe: Recipe) -> bool:
+    from fettle.techniques import changed  # a server on a CPU starts without the catalogue
+
+    return any(level in technique.records for technique, level in changed(recipe))
 
 
 def _blocks(recipe: Recipe, four_bits: tuple[str, ...]) -> Blocks | None:

@@ -63,12 +63,12 @@ class Address:
         """Raise `UsageError` where this would open the machine to strangers without somebody having said so."""
         if self.host not in LOOPBACK and not self.token and not self.insecure:
             raise UsageError(
-                f"listening on {self.host} lets others call: give --token-file, or --insecure behind a proxy"
+                f"listening on {self.host} lets others call: give a `token`, or say `insecure` behind a proxy"
             )
         if self.management_port is not None and len(self.management_token) < 22:
             raise UsageError("the management port needs a token of at least 128 bits")
         if self.key is not None and self.certificate is None:
-            raise UsageError("a private key needs --certificate")
+            raise UsageError("a private key needs its `certificate`")
 
     def tls(self) -> ssl.SSLContext | None:
         """How connections are encrypted; None: they are not. Raises `UsageError` where a file is not what it should
@@ -81,7 +81,7 @@ class Address:
         except OSError as error:  # ssl.SSLError is one
             files = " and ".join(str(file) for file in (self.certificate, self.key) if file is not None)
             reason = error.strerror if error.filename or not isinstance(error, ssl.SSLError) else error.reason
-            key = "" if self.key is not None else " (--key names the file of its key)"
+            key = "" if self.key is not None else " (`key` names the file of its key)"
             raise UsageError(f"no certificate with its private key in {files}: {reason or error}{key}") from error
         return context
 

@@ -132,7 +132,7 @@ def fitting(package: Package, lines: Sequence[TextLine]) -> tuple[list[TextLine]
     handler = package.manifest.handler
     if not isinstance(handler, Settings):
         raise UsageError(
-            f"{package.manifest.name} writes no texts: --ttft and --itl are for a package with --handler generate"
+            f"{package.manifest.name} writes no texts: `ttft` and `itl` are for a package with `handler=generate`"
         )
     tokenizer = read_tokenizer(package.folder) if any(isinstance(line.prompt, str) for line in lines) else None
     made, counts, cut = [], [], 0

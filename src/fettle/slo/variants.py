@@ -44,7 +44,7 @@ def package_all(
             continue
         variant = Variant(name, open_package(path))
         if not variant.error <= max_error:
-            error = f"its answers have a relative error of {variant.error:.2g}, above --max-error {max_error:g}"
+            error = f"its answers have a relative error of {variant.error:.2g}, above the limit of {max_error:g}"
             failures.append(Failure(f"the recipe {name}", error))
             continue
         variants.append(variant)

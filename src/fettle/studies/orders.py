@@ -24,6 +24,7 @@ from fettle.errors import UsageError, first_line
 from fettle.files import read_text
 from fettle.procs.interpreter import find_interpreters
 from fettle.recipe import Recipe
+from fettle.result import MAX_ERROR
 from fettle.storage import ORDERS, check_there, hidden, open_storage, opening, storage_url
 from fettle.studies.settings import Settings
 from fettle.workload import find_target
@@ -76,7 +77,7 @@ def orders_for(targets: Sequence[str], settings: Settings) -> Orders:
         arguments={key: tuple(values) for key, values in settings.arguments.items()},
         environments=tuple(one.name for one in find_interpreters(settings.pythons)),
         order=tuple(settings.order), start=None if settings.start is None else str(settings.start),
-        cells=settings.cells, rounds=settings.rounds, mode=settings.mode, max_error=settings.limits.max_error,
+        cells=settings.cells, rounds=settings.rounds, mode=settings.mode, max_error=settings.max_error,
         confidence=settings.confidence, only=settings.only, max_metric_drop=settings.max_metric_drop,
         under_load=settings.under_load,
     )  # fmt: skip
@@ -198,6 +199,8 @@ def _differing(known: Orders, wanted: Orders) -> str:
     spelled = {"names": "target", "environments": "python", "techniques": "technique", "arguments": "factor",
                "start": "recipe"}  # fmt: skip
     not_said = {"targets"} | ({"under_load"} if known.under_load is None else set())
+    if (known.max_error, wanted.max_error) == (MAX_ERROR, None):  # what earlier versions kept where nobody gave one
+        not_said.add("max_error")
     return next((spelled.get(key, key) for key in a if key not in not_said and a[key] != b[key]), "")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fettle.recipe import Recipe
-from fettle.result import Limits, error_limit
+from fettle.result import Limits, limits_given
 from fettle.studies import designs
 from fettle.workload import AUTO
 
@@ -41,7 +41,7 @@ class Settings:
     """Seconds: of a design that takes longer, the best fraction that fits. None or 0 for no limit."""
     mode: str = AUTO
     max_error: float | None = None
-    """Above it a trial is marked as inaccurate; its time counts. None: `MAX_ERROR`, or no limit beside a metric's."""
+    """Above it a trial is marked as inaccurate; its time counts. None: the usual one, see `Limits.max_error`."""
     max_metric_drop: float | None = None
     """How far the workload's metric may fall."""
     confidence: float = 0.95
@@ -62,8 +62,7 @@ class Settings:
     @property
     def limits(self) -> Limits:
         """What an accurate trial keeps."""
-        max_error = error_limit(self.max_error, self.max_metric_drop)
-        return Limits(max_error=max_error, max_metric_drop=self.max_metric_drop)
+        return limits_given(max_error=self.max_error, max_metric_drop=self.max_metric_drop)
 
     @property
     def is_shared(self) -> bool:

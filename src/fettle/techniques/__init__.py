@@ -26,6 +26,7 @@ from fettle.techniques._catalogue import (
     handed_on,
     idle,
     is_calibrated,
+    keeps_memory,
     kind_of,
     known_levels,
     learned_types,
@@ -50,21 +51,21 @@ from fettle.techniques._state_kept import put_modes_back, state_kept
 from fettle.techniques._tensor import split_bytes, split_over, tensor_plan
 from fettle.techniques.batch import LARGEST, enlarged
 from fettle.techniques.quantize import quantize_exported
-from fettle.techniques.runtime import STATEFUL, int8_part, openvino_precision
+from fettle.techniques.runtime import int8_part, openvino_precision
 
 for _file in pkgutil.iter_modules(__path__):
     if not _file.name.startswith("_"):
         importlib.import_module(f"{__name__}.{_file.name}")
 
 __all__ = [
-    "CATALOGUE", "LARGEST", "PYTHON", "STATEFUL", "Bundle", "Code", "Facts", "Learned", "Level", "OpenvinoRequest",
-    "Technique", "batch_factor", "bundles", "canonical", "changed", "check_names", "conflict", "cpu_flags", "enlarged",
+    "CATALOGUE", "LARGEST", "PYTHON", "Bundle", "Code", "Facts", "Learned", "Level", "OpenvinoRequest", "Technique",
+    "batch_factor", "bundles", "canonical", "changed", "check_names", "conflict", "cpu_flags", "enlarged",
     "environment", "exported_program", "factors", "find", "for_parts", "handed_on", "idle", "installed", "int8_part",
-    "is_calibrated", "keep_converted", "kind_of", "known_levels", "learned_types", "load", "loads_cuda_libraries",
-    "machine_facts", "modules_by_size", "needs_of", "openvino_core", "openvino_model", "openvino_precision",
-    "openvino_saturates", "parts_lines", "parts_sentence", "preconditions", "probe_facts", "put_modes_back",
-    "quantize_exported", "register", "repeated_blocks", "respelled", "run_by", "shard", "source", "split_bytes",
-    "split_over", "state_kept", "tally", "tensor_plan", "unchanged", "uses_ranks",
+    "is_calibrated", "keep_converted", "keeps_memory", "kind_of", "known_levels", "learned_types", "load",
+    "loads_cuda_libraries", "machine_facts", "modules_by_size", "needs_of", "openvino_core", "openvino_model",
+    "openvino_precision", "openvino_saturates", "parts_lines", "parts_sentence", "preconditions", "probe_facts",
+    "put_modes_back", "quantize_exported", "register", "repeated_blocks", "respelled", "run_by", "shard", "source",
+    "split_bytes", "split_over", "state_kept", "tally", "tensor_plan", "unchanged", "uses_ranks",
 ]  # fmt: skip
 
 

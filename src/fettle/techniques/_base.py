@@ -135,6 +135,8 @@ class Technique:
     """Levels that look at the values of `batches`: such batches must not judge them."""
     compiles: ClassVar[frozenset[str]] = frozenset()
     """Levels that need a C++ compiler where they run; Triton's kernels do, too."""
+    records: ClassVar[frozenset[str]] = frozenset()
+    """Levels whose calls on a GPU are CUDA graphs: such a call can be part of no other."""
     learns: ClassVar[Learned | None] = None
     remarks: ClassVar[Mapping[str, str]] = {}
     """By level, a sentence for whoever is going to use it."""
@@ -151,6 +153,8 @@ class Technique:
     """Its levels may be faster beside a busy neighbour and slower without one: the report says so where they were."""
     served: ClassVar[bool] = True
     """Whether a package holds it. A setting of the process or of the call has its own place in a server."""
+    before_export: ClassVar[bool] = False
+    """Its lines change the model's own modules, so a package holds what they made: an exported model has none."""
     old_name: ClassVar[str] = ""
     """How earlier versions spelled it: still read."""
     old_levels: ClassVar[Mapping[str, str]] = {}
@@ -192,6 +196,11 @@ class Technique:
         """Those of its `packages` that `level` runs by: other versions of these are other times."""
         return self.packages
 
+    def unpackaged(self, level: str, recipe: Recipe) -> str:
+        """Why a package cannot hold `level` beside the rest of `recipe`, and what to tune instead, as a phrase; empty
+        where it can."""
+        return ""
+
     # -- what a search tries -----------------------------------------------------------------------------------------
 
     def level_cost(self, level: str) -> int:
@@ -204,6 +213,10 @@ class Technique:
 
     def usual(self, facts: Facts) -> str:
         """The level that belongs to every bundle here; the default where there is none."""
+        return self.default
+
+    def keeps_memory(self, facts: Facts) -> str:
+        """The level under which what one call frees is kept for the next; the default where there is none."""
         return self.default
 
     def bundles(self, facts: Facts) -> Sequence[Bundle]:

@@ -150,6 +150,12 @@ def preconditions(facts: Facts) -> Recipe:
     return canonical(Recipe({name: technique.precondition(own) for name, technique, own in factors(facts)}))
 
 
+def keeps_memory(facts: Facts) -> dict[str, str]:
+    """The levels under which what one call frees is kept for the next."""
+    levels = {technique: technique.keeps_memory(facts) for technique in CATALOGUE}
+    return {technique.name: level for technique, level in levels.items() if level != technique.default}
+
+
 def kind_of(recipe: Recipe) -> tuple[str, ...]:
     """What kind of execution a recipe is, see `Technique.kind`."""
     return tuple(kind for technique, level in changed(recipe) if (kind := technique.kind(level)))

@@ -34,6 +34,12 @@ class Algebra(Technique):
             return "the batch is cut after it, and what it makes is for a batch of one size"
         return ""
 
+    def unpackaged(self, level: str, recipe: Recipe) -> str:
+        return (
+            "it writes the sizes of one batch into the graph, and a package takes any number of rows. Tune without it: "
+            f"fettle tune TARGET --technique algebra={self.default}"
+        )
+
     def bundles(self, facts: Facts) -> list[Bundle]:
         if not facts.uneven_sdpa:
             return []

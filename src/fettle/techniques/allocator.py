@@ -32,13 +32,6 @@ def keep_freed_memory(worker: int = 0) -> None:
         raise RuntimeError("the C library does not take these settings of its allocator")
 
 
-def kept(facts: Facts) -> dict[str, str]:
-    """The level that keeps what one step frees for the next, where the work is on the CPU."""
-    if facts.device != "cpu":
-        return {}
-    return {"allocator": "tcmalloc" if "tcmalloc" in facts.libraries else "keep"}
-
-
 @register
 class Allocator(Technique):
     name = "allocator"
@@ -61,6 +54,11 @@ class Allocator(Technique):
             *(Level(name, summary, cpu or facts.not_nvidia * (name == "cuda-async"))
               for name, (summary, _) in _DEVICE.items()),
         ]  # fmt: skip
+
+    def keeps_memory(self, facts: Facts) -> str:
+        if facts.device != "cpu":
+            return self.default
+        return "tcmalloc" if "tcmalloc" in facts.libraries else "keep"
 
     def usual(self, facts: Facts) -> str:
         # What is done between the parts of a pipeline has large pieces of its own.

@@ -29,6 +29,7 @@ class Attention(Technique):
     order = 400
     title = "attention"
     default = "as-is"
+    before_export = True
     of_module = True
     packages = _TRITON
     compiles = frozenset({"flex", "fused"})

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from fettle.techniques._base import BOTH, Bundle, Code, Facts, Level, Recipe, Technique, register
-from fettle.techniques.allocator import kept
+from fettle.techniques._catalogue import keeps_memory
 from fettle.techniques.precision import autocast, computes_in_bf16
 from fettle.workload import map_tensors
 
@@ -69,6 +69,7 @@ class Compile(Technique):
     of_module = True
     cost = 2
     compiles = frozenset({"default", "reduce-overhead", "max-autotune"})
+    records = frozenset({"reduce-overhead", "max-autotune"})
     remarks: ClassVar[Mapping[str, str]] = dict.fromkeys(
         sorted(compiles),
         "Inputs of another shape are compiled when they first come, which takes about as long as the first start.",
@@ -89,7 +90,7 @@ class Compile(Technique):
 
     def bundles(self, facts: Facts) -> list[Bundle]:
         if facts.mode == "training":
-            masters = {"precision": "bf16-master", "compile": "default", **kept(facts)}
+            masters = {"precision": "bf16-master", "compile": "default", **keeps_memory(facts)}
             compiled = Bundle(70, {**autocast(facts), "compile": "default"})
             return [Bundle(60, masters), compiled] if computes_in_bf16(facts) else [compiled]
         if facts.device == "cuda":

@@ -93,6 +93,7 @@ class CudaGraphs(Technique):
     title = "CUDA graphs"
     default = "off"
     of_module = True
+    records = frozenset({"on"})
     needs: ClassVar[Mapping[str, str]] = {"grad": "inference_mode"}
 
     def levels(self, facts: Facts) -> list[Level]:

@@ -135,6 +135,7 @@ class FusedLinear(Technique):
     title = "fused linear layers"
     default = "off"
     of_module = True
+    before_export = True
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = "" if facts.fed_alike else "no linear layers were found that are given the same tensor"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fettle.techniques._base import TRAINING, Bundle, Code, Facts, Level, Recipe, Technique, register
-from fettle.techniques.allocator import kept
+from fettle.techniques._catalogue import keeps_memory
 from fettle.techniques.convolution import products
 
 
@@ -93,7 +93,7 @@ class OptimizerKind(Technique):
     def bundles(self, facts: Facts) -> list[Bundle]:
         masters = {"precision": "bf16-master", "optimizer": "compiled"}
         by_products = products(facts)
-        return [Bundle(40, {**masters, **by_products, **kept(facts)})] if by_products else []
+        return [Bundle(40, {**masters, **by_products, **keeps_memory(facts)})] if by_products else []
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if level == "compiled":

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fettle.techniques._base import BOTH, Bundle, Code, Facts, Level, Recipe, Technique, register
-from fettle.techniques.allocator import kept
+from fettle.techniques._catalogue import keeps_memory
 from fettle.techniques.convolution import products
 from fettle.workload import map_tensors
 
@@ -117,7 +117,7 @@ class Precision(Technique):
             found.append(Bundle(50, {"precision": "bf16-master"}))
             if facts.device == "cpu":
                 math = {"sdpa_backend": "math"} if facts.uses_sdpa else {}
-                found += [Bundle(20, {**masters, **kept(facts)}), Bundle(30, {**masters, **math})]
+                found += [Bundle(20, {**masters, **keeps_memory(facts)}), Bundle(30, {**masters, **math})]
         return found
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:

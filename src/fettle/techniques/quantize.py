@@ -210,6 +210,14 @@ class Quantize(Technique):
                 return "it is compiled for each shape by itself: needs shapes=static or auto"
         return ""
 
+    def unpackaged(self, level: str, recipe: Recipe) -> str:
+        if level == "int8-static":
+            return ""
+        return (
+            "it replaces the model's own layers, and an exported model has none. Tune without it: "
+            f"fettle tune TARGET --technique quantize=int8-static, or quantize={self.default}"
+        )
+
     def bundles(self, facts: Facts) -> list[Bundle]:
         if facts.device == "cuda":
             return [Bundle(60, {"compile": "max-autotune", "quantize": "float8-dynamic"})]

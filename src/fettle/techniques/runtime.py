@@ -153,6 +153,7 @@ class Runtime(Technique):
     cost = 2
     calibrated = frozenset({"openvino-int8", "openvino-int8-part"})
     compiles = frozenset({"aoti", "exported"})
+    records = frozenset({"exported"})
     learns = Learned("int8_layers", frozenset({"openvino-int8-part"}), _LAYERS)
     shared_failures: ClassVar[Mapping[str, frozenset[str]]] = {
         "torch.export cannot take this model": frozenset({*_OPENVINO, "aoti", "exported", "tensorrt"}),
@@ -231,6 +232,14 @@ class Runtime(Technique):
         if level != self.default and levels.get("sparsity", "none") != "none":
             return "sparse weights cannot be exported"
         return ""
+
+    def unpackaged(self, level: str, recipe: Recipe) -> str:
+        if level != STATEFUL:
+            return ""
+        return (
+            "its model keeps keys and values between calls, which a stored one may not. Tune without it: "
+            f"fettle tune TARGET --technique runtime={self.default}"
+        )
 
     def kind(self, level: str) -> str:
         return level.partition("-")[0]

@@ -63,6 +63,7 @@ class Tiles(Technique):
     rung = 9
     title = "pictures in tiles"
     default = "off"
+    before_export = True
     of_module = True
     only_saves_memory = True
     packages = ("diffusers",)

@@ -239,6 +239,17 @@ class Weights(Technique):
             return "torch's kernels for packed weights are slow in float32: needs precision=bf16"
         return ""
 
+    def unpackaged(self, level: str, recipe: Recipe) -> str:
+        others = {**recipe.without(self.name, "grad").levels}
+        if level in self.compiles and others in ({}, {"compile": "default"}):
+            return ""
+        beside = f"not beside {Recipe(others)}; " if level in self.compiles else ""
+        able = ",".join([self.default, *sorted(self.compiles)])
+        return (
+            f"{beside}tune with `fettle tune TARGET --technique weights={able} --technique runtime=torch "
+            "--technique compile=off`"
+        )
+
     def bundles(self, facts: Facts) -> list[Bundle]:
         if not facts.generates:
             return []

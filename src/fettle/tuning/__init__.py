@@ -17,10 +17,11 @@ from fettle.tuning.model import another_hour, widened
 from fettle.tuning.options import Effort, Options
 from fettle.tuning.session import WAITING, Event, OnProgress, Session
 from fettle.tuning.space import space_for
+from fettle.tuning.standings import misses_of
 from fettle.tuning.tune import guide_for, tune
 
 __all__ = [
     "WAITING", "Effort", "Event", "OnProgress", "Options", "Session", "another_hour", "atlas_rows", "check_limits",
-    "check_options", "check_ranks", "check_techniques", "guide_for", "recalled", "space_for", "studies_in", "target_of",
-    "tune", "widened", "workload_of", "writable",
+    "check_options", "check_ranks", "check_techniques", "guide_for", "misses_of", "recalled", "space_for", "studies_in",
+    "target_of", "tune", "widened", "workload_of", "writable",
 ]  # fmt: skip

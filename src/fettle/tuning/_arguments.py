@@ -94,9 +94,11 @@ def check_options(options: Options) -> None:
     if options.atlas is not None and options.design != "auto":
         raise UsageError(f"`atlas` tells the design auto where to begin, and this is `design='{options.design}'`")
     check_limits(options.limits)
-    check_limits(options.training_limits)
-    if options.max_kl is not None and not options.max_kl > 0:
-        raise UsageError(f"an impossible limit: max kl must be above 0, and is {options.max_kl:g}")
+    if options.goal in ("ttft", "tpot") and options.limits.max_latency_ms is not None:
+        raise UsageError(
+            f"`max_latency_ms` is of a whole text, and for the goal {options.goal} a part of it is timed: limit both "
+            "parts, `max_ttft_ms` and `max_tpot_ms`"
+        )
     if options.budget_s is not None and not options.budget_s >= 0:
         raise UsageError(f"an impossible limit: budget must be above 0, or 0 for none, and is {options.budget_s:g}")
     if not 0.5 <= options.confidence < 1:
@@ -110,7 +112,8 @@ def check_options(options: Options) -> None:
 def check_limits(limits: Limits) -> None:
     """Raise `UsageError` for limits that nothing could keep."""
     checks = {
-        "max error": limits.max_error, "max latency": limits.max_latency_ms, "max memory": limits.max_memory_bytes,
+        "max error": limits.max_error, "max kl": limits.max_kl, "max spread": limits.max_spread,
+        "max latency": limits.max_latency_ms, "max memory": limits.max_memory_bytes,
         "min throughput": limits.min_throughput, "max ttft": limits.max_ttft_ms, "max tpot": limits.max_tpot_ms,
     }  # fmt: skip
     for name, value in checks.items():
@@ -135,6 +138,8 @@ def check_ranks(options: Options, target: Target) -> Target:
         )
     if options.device_memory_bytes is not None and options.device_memory_bytes <= 0:
         raise UsageError("an impossible limit: device memory must be above 0")
+    if options.device_memory_bytes is not None and nproc * nodes == 1:
+        raise UsageError("`device_memory_bytes` is that of one of several ranks: say how many, `nproc=2`")
     if nodes == 1:
         return target
     if target.mode == AUTO:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from fettle.measure import Trial, fetching
 from fettle.recipe import Recipe
-from fettle.techniques import Facts
-from fettle.techniques.allocator import kept
+from fettle.techniques import Facts, keeps_memory
 
 _SWINGS = 1.5
 """Slowest over fastest round from which that is said."""
@@ -35,6 +34,6 @@ def depends_on_memory(baseline: Trial | None, winner: Trial | None, facts: Facts
     fetched = fetching(baseline.slices) if baseline is not None else None
     if fetched is None:
         return ""
-    ends = Recipe(kept(facts))
+    ends = Recipe(keeps_memory(facts))
     has_it = winner is not None and any(name in winner.recipe.levels for name in ends.levels)
     return f"The model as given takes {fetched}." + (f" {ends} keeps it." if ends.levels and not has_it else "")

@@ -29,21 +29,20 @@ _HIDES_TEXT = (
 
 def limits_of(built: messages.Built, options: Options) -> Limits:
     """The limits that such a workload is judged by. Raises `UsageError` where others were asked for."""
-    if not built.writes and (asked := options.asked_of_text):
-        raise UsageError(f"{asked} is for a fettle.GenerationWorkload")
-    if built.mode == "training":
-        return options.training_limits
-    return options.text_limits if built.writes else options.limits
+    if not built.writes and options.goal in ("ttft", "tpot"):
+        raise UsageError(f"the goal {options.goal} is for a fettle.GenerationWorkload")
+    return options.limits.of("text" if built.writes else "training" if built.mode == "training" else "inference")
 
 
 def check_limits(limits: Limits, probed: Probed) -> None:
     """Raise `UsageError` for a limit on a metric that is not there, and where only one on the metric could judge."""
     if limits.max_metric_drop is not None and not probed.has_metric:
         raise UsageError("`max_metric_drop` needs a metric: give the workload one, Workload(..., metric=function)")
-    if probed.only_metric and (limits.max_metric_drop is None or limits.max_error is not None):
+    others = (limits.max_error, limits.min_agreement)
+    if probed.only_metric and (limits.max_metric_drop is None or others != (None, None)):
         raise UsageError(
             "the model's output holds no tensor, so nothing but the metric can judge it: say how far it may fall, "
-            "`max_metric_drop`, without `max_error`"
+            "`max_metric_drop`, without `max_error` and `min_agreement`"
         )
 
 

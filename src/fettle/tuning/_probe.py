@@ -197,6 +197,8 @@ def plan_memory(
     if facts.mode != "training":
         if why_not := facts.tensor.why_not_over(ranks):
             raise UsageError(f"`nproc={ranks}`: the model cannot be split: {why_not}")
+        if device_memory_bytes is not None:
+            raise UsageError("`device_memory_bytes` is for training, and this is a workload for inference")
         return MemoryPlan()
     memory = device_memory_bytes or _memory_of_rank(facts.device, ranks // nodes)
     key = f"plan {ranks} {memory}" if device_memory_bytes else f"plan {ranks}"

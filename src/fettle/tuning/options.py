@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
 from fettle.errors import UsageError
-from fettle.generate.quality import MAX_KL
 from fettle.measure import Rules
-from fettle.result import Goal, Limits, error_limit
+from fettle.result import Goal, Limits
 from fettle.tuning._budget import REPLICATES
 from fettle.workload import AUTO
 
@@ -40,14 +39,6 @@ class Options:
 
     limits: Limits = field(default_factory=Limits)
     """What a recipe must keep. `fettle.tune` takes its fields too: ``max_error=0.01``."""
-
-    max_spread: float | None = 1.0
-    """In training, in place of `Limits.max_error`: how far the losses may be from the baseline's, in units of the
-    typical distance of two seeds. With `Limits.max_metric_drop` the workload's metric decides instead."""
-
-    max_kl: float | None = MAX_KL
-    """Where text is written, in place of `Limits.max_error`: the mean Kullback-Leibler divergence from the float32
-    reference in nats per token. With `Limits.max_metric_drop` the workload's metric decides instead."""
 
     budget_s: float | None = 900.0
     """Seconds to spend; None or 0 for no limit."""
@@ -106,27 +97,6 @@ class Options:
     effort: Effort = Effort()
     """How much is measured of each recipe."""
 
-    @property
-    def text_limits(self) -> Limits:
-        """The limits where the workload writes text."""
-        judged_by_metric = self.limits.max_metric_drop is not None
-        return replace(self.limits, max_error=None if judged_by_metric or self.limits.exact else self.max_kl)
-
-    @property
-    def asked_of_text(self) -> str:
-        """What was asked for that only text has; empty for nothing."""
-        if self.goal in ("ttft", "tpot"):
-            return f"the goal {self.goal}"
-        limits = self.limits
-        wanted = {"max_ttft_ms": limits.max_ttft_ms, "max_tpot_ms": limits.max_tpot_ms, "exact": limits.exact or None}
-        return next((f"the limit `{name}`" for name, value in wanted.items() if value is not None), "")
-
-    @property
-    def training_limits(self) -> Limits:
-        """The limits where the workload is a training loop."""
-        judged_by_metric = self.limits.max_metric_drop is not None
-        return replace(self.limits, max_error=None if judged_by_metric else self.max_spread)
-
 
 class Keywords(TypedDict, total=False):
     """The fields of `Options` and of `Limits`, as keywords of `fettle.tune`."""
@@ -173,8 +143,6 @@ def options_of(options: Options | None, keywords: Keywords) -> Options:
         raise UsageError(f"tune has no option {name}" + (f": did you mean {near[0]}?" if near else ""))
     chosen = options or Options()
     limits = replace(chosen.limits, **{name: changes.pop(name) for name in of_limits & changes.keys()})
-    if options is None and "max_error" not in keywords:
-        limits = replace(limits, max_error=error_limit(None, limits.max_metric_drop))
     if changes.get("techniques", {}) is None:
         changes["techniques"] = {}
     for name in ("output", "atlas"):

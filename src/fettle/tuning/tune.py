@@ -19,8 +19,7 @@ from fettle.machine import Machine, this_machine
 from fettle.measure import close_all, fetching
 from fettle.recipe import Recipe
 from fettle.search import DESIGNS, Guide, auto, holds
-from fettle.techniques import factors
-from fettle.techniques.allocator import kept
+from fettle.techniques import factors, keeps_memory
 from fettle.tuning._arguments import (
     check_options,
     check_ranks,
@@ -70,7 +69,7 @@ def tune(
     one. `on_progress` is called with each `fettle.Event`; without it progress is shown on a terminal or in a notebook.
 
     Where the workload is a `fettle.TrainingWorkload` one call is one optimizer step, and the guard is on its losses
-    (`Options.max_spread`). With ``nproc`` parallel strategies over so many ranks of this machine are tried as well, for
+    (`Limits.max_spread`). With ``nproc`` parallel strategies over so many ranks of this machine are tried as well, for
     inference tensor parallelism. With ``nodes`` so many machines train with ``nproc`` ranks each: this one, which the
     others reach at ``listen``, and those on which ``fettle join HOST:PORT`` runs; the target must lie at the same place
     on all.
@@ -132,7 +131,7 @@ def tune(
 def _advised(session: Session, first: Sequence[str]) -> list[str]:
     """The techniques that were named, then those that the first look advised, the most promising first."""
     baseline = session.standings.known.get(Recipe())
-    memory = kept(session.facts) if baseline is not None and fetching(baseline.slices) else ()
+    memory = keeps_memory(session.facts) if baseline is not None and fetching(baseline.slices) else ()
     wanted = dict.fromkeys([*first, *memory, *(name for item in session.probed.advice for name in item.levels)])
     known = [(name, technique.name) for name, technique, _ in factors(session.facts)]  # a part's bear the same advice
     return [name for one in wanted for name, technique in known if one in (name, technique)]

@@ -28,7 +28,7 @@ from fettle.diagnose.compile_health import CacheHealth, CompileHealth, GraphBrea
 from fettle.diagnose.evidence import Batches, Fresh, Kept, Kernel, Loading, Padding, Weights
 from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
-from fettle.result import Advice
+from fettle.result import Advice, Limits
 from fettle.techniques import Facts, canonical, conflict
 from fettle.verifying import verify
 
@@ -340,6 +340,19 @@ class TestVerify:
         answers, interrupted = verify("model.py", findings, given)
         assert interrupted == (most < 3)
         return {item.finding.rule: item for item in answers}
+
+    def test_a_fix_by_which_the_metric_falls_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = []
+
+        def bench(target: str, recipes: list[Recipe], limits: Limits, **options: object) -> SimpleNamespace:
+            asked.append(limits)
+            trials = [Trial(one, "rejected", "the metric fell", speedup=Interval(2, 1.9, 2.1)) for one in recipes]
+            return SimpleNamespace(trials=[Trial(Recipe(), "measured"), *trials], interrupted=False)
+
+        monkeypatch.setattr("fettle.verifying.bench", bench)
+        (answer,), _ = verify("model.py", FOUND[1:2], Facts(is_module=True), max_metric_drop=0.01)
+        assert (answer.speedup, answer.problem) == (None, "the metric fell")
+        assert asked == [Limits(max_error=None, max_metric_drop=0.01)]
 
     def test_beside_the_workload_as_given(self, monkeypatch: pytest.MonkeyPatch) -> None:
         times = {"": 1.0, "precision=bf16": 0.75, "grad=inference_mode": 0.5, "mode=eval": 0.9}

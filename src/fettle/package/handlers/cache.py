@@ -46,7 +46,7 @@ class Cache:
         if self.rows < 1:
             raise UsageError(
                 f"no text fits into {size_text(most_bytes)} of cache: {length} tokens take "
-                f"{size_text(token * length)}; serve with more --cache-memory, or package with a smaller max_tokens"
+                f"{size_text(token * length)}; serve with more `cache_bytes`, or package with a smaller max_tokens"
             )
         # In memory the layers come first: a layer's keys of all rows are one batch of matrices then, and not copied.
         # What is compiled for them is so for their number: four, eight and so on.

@@ -56,7 +56,7 @@ class TooLong(UsageError):
 def suggest(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], files: set[str]) -> Settings:
     """The usual lengths; `fettle.package.export` gives the model its input and output."""
     if TOKENIZER not in files:
-        raise UsageError("the generate handler needs a tokenizer: give --tokenizer FILE, a tokenizer.json")
+        raise UsageError("the generate handler needs a tokenizer: give a `tokenizer`, its tokenizer.json")
     return Settings()
 
 

@@ -60,7 +60,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 def suggest(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], files: set[str]) -> Settings:
     """Classes where an output has two dimensions, else vectors; lengths off the model's input."""
     if TOKENIZER not in files:
-        raise UsageError("the text handler needs a tokenizer: give --tokenizer FILE, a tokenizer.json")
+        raise UsageError("the text handler needs a tokenizer: give a `tokenizer`, its tokenizer.json")
     check_inputs(inputs)
     length = inputs[0].shape[1]
     two = [spec for spec in outputs if len(spec.shape) == 2]

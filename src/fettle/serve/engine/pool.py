@@ -167,7 +167,7 @@ class Pool:
         """Let a request wait for its batch. Raises `Rejected` at once when the queue is full or the model not ready."""
         if request.explain:
             if not self.explains:
-                raise Rejected(501, "explanations are off: the server was started without --explain")
+                raise Rejected(501, "explanations are off on this server")
             request.key = ("explain", self.next_id())  # explained alone
         self.admit()
         longest = self.settings.timeout_ms / 1e3

@@ -188,7 +188,7 @@ class Registry:
     def find(self, name: str, number: str | None = None) -> Package:
         """The package of that name in the store; the highest version where none is given."""
         if self.options.store is None:
-            raise Rejected(403, "this server loads nothing while it runs: start it with --store FOLDER")
+            raise Rejected(403, "this server loads nothing while it runs: it has no store")
         return find_package(self.options.store, name, number)
 
     def change(self, name: str, wanted: Mapping[str, Any]) -> None:
