@@ -21,6 +21,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -91,23 +92,22 @@ class Study:
 
     def most(self) -> None:
         """The most pictures of each configuration, each alone on the machine."""
-        limit = self.known["memory_bytes"] or math.inf
         for name in CONFIGURATIONS:
             row = self.known["most"].setdefault(name, {"tries": {}})
-            if "pictures" in row:
-                continue
+            if "pictures" not in row:
+                # what a call holds does not depend on the steps
+                self.with_processes([name], 2, partial(self.find, row))
+                self.keep()
+                print(f"{name}: {row['pictures']} pictures at most; {row['why']}", flush=True)
 
-            def find(recipes: dict[str, str], name: str = name, row: dict[str, Any] = row) -> None:
-                row |= {"pictures": 0, "why": "it does not run here"}
-                if name in recipes:
-                    tried = lambda number: self.tried(recipes[name], number, row["tries"])  # noqa: E731
-                    row["pictures"], row["why"] = largest(tried, limit)
+    def find(self, row: dict[str, Any], recipes: dict[str, str]) -> None:
+        found, why = 0, "it does not run here"
+        for recipe in recipes.values():
+            tried = partial(self.tried, recipe, row["tries"])
+            found, why = largest(tried, self.known["memory_bytes"] or math.inf)
+        row |= {"pictures": found, "why": why}
 
-            self.with_processes([name], 2, find)  # what a call holds does not depend on the steps
-            self.keep()
-            print(f"{name}: {row['pictures']} pictures at most; {row['why']}", flush=True)
-
-    def tried(self, recipe: str, number: int, tries: dict[str, Any]) -> Trial:
+    def tried(self, recipe: str, tries: dict[str, Any], number: int) -> Trial:
         if str(number) not in tries:
             tries[str(number)] = ladder.ask(self.running, recipe, str(number))
             self.keep()
@@ -177,8 +177,8 @@ def pictures(known: dict[str, Any], folder: Path) -> None:
         for number, rows in known["pictures"].items() for name, row in rows.items() if row["seconds"]
     ]  # fmt: skip
     if experiments:
-        write_pictures(figures(Table({"attention": tuple(CONFIGURATIONS)}, (Response("seconds"),), tuple(experiments)),
-                               (), {}), folder)  # fmt: skip
+        found = Table({"attention": ("", *CONFIGURATIONS)}, (Response("seconds"),), tuple(experiments))
+        write_pictures(figures(found, (), {}), folder)
 
 
 def main() -> None:

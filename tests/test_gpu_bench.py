@@ -76,7 +76,7 @@ def test_kinds_of_attention_race_in_turn_at_the_pictures_that_fit(
     monkeypatch.setattr(script.ladder, "ask", ask)
     found = attention_study(tmp_path, monkeypatch, "--rounds=3")
     most = {name: row["pictures"] for name, row in found["most"].items()}
-    assert [*most.values()][:5] == [3, 5, 0, 3, 15]
+    assert [*most.values()][:5] == [3, 5, 0, 6, 15]
     products, math, _, flash, compiled = list(script.CONFIGURATIONS.values())[:5]
     race = [kind for kind, number in asked if number == 2][-12:]
     assert race == 3 * [products, math, flash, compiled]
