@@ -5,7 +5,8 @@
     python bench/gpu.py --pieces 1        # the next piece and no more: where a command may take ten minutes at most
 
 The pieces are the test files with tests for GPUs, the kernels of our own beside what they stand for, what-if beside the
-changed program, whole pipelines rung by rung, and each workload tuned and raced against what a user would pick instead.
+changed program, whole pipelines rung by rung, Stable Diffusion by its kinds of attention for more and more pictures at
+once, and each workload tuned and raced against what a user would pick instead.
 A piece is a process of its own, is ended after nine minutes,
 and goes into bench/results/<gpu>/<piece>.json as soon as it is known; one that is there is not made again, one that was
 ended or failed is, with its study where it has one. The file to send back is gpu-<gpu>.zip. The exit code is 1 where a

@@ -24,7 +24,7 @@ from fettle.comparing import bench
 from fettle.diagnose.finding import ratio as ratio_of
 from fettle.machine import this_machine
 from fettle.measure import Trial, by_round, paired, ratio_interval
-from fettle.recipe import Recipe
+from fettle.recipe import Recipe, technique_and_part
 from fettle.recipe_file import RecipeFile
 from fettle.report import Result
 from fettle.result import Limits
@@ -176,7 +176,7 @@ def summary(results: list[dict]) -> None:
 def _possible(recipe: Recipe, facts: object) -> Recipe | None:
     """The peer's recipe where it can work here: eval mode is left out where the model is in it already. Of a pipeline
     some part must be able to do each thing that it names."""
-    from fettle.techniques import canonical, conflict, for_parts, technique_and_part
+    from fettle.techniques import canonical, conflict, for_parts
 
     if not facts.training:
         recipe = recipe.without("mode")
