@@ -56,6 +56,7 @@ def test_kinds_of_attention_race_in_turn_at_the_pictures_that_fit(
     from bench import stable_diffusion_attention as script
 
     asked: list[tuple[str, int]] = []
+    drawn: list[str] = []
     sizes = dict(zip(script.CONFIGURATIONS.values(), (900, 600, None, 500, 200), strict=False))  # MiB a picture
 
     def said_of(folder: Path, recipe: str) -> dict:
@@ -74,6 +75,7 @@ def test_kinds_of_attention_race_in_turn_at_the_pictures_that_fit(
     monkeypatch.setattr(script.ladder, "start", lambda *_: None)
     monkeypatch.setattr(script.ladder, "said_of", said_of)
     monkeypatch.setattr(script.ladder, "ask", ask)
+    monkeypatch.setattr(script, "write_pictures", lambda made, folder: drawn.extend(one.title for one in made))
     found = attention_study(tmp_path, monkeypatch, "--rounds=3")
     most = {name: row["pictures"] for name, row in found["most"].items()}
     assert [*most.values()][:5] == [3, 5, 0, 6, 15]
@@ -86,8 +88,7 @@ def test_kinds_of_attention_race_in_turn_at_the_pictures_that_fit(
     assert lines[2].startswith("| products and a softmax | 0.9, 1.00 (1.00 to 1.00) | 0.9, 1.00 (1.00 to 1.00) | – | –")
     assert "| 0.2, 4.50 (4.50 to 4.50) |" in lines[6]
     assert lines[6].endswith("| 1.0000 | 15 | 3.91 GiB |")
-    drawn = sorted(path.name for path in (tmp_path / "attention").glob("*.svg"))
-    assert drawn == ["runs-0.svg", "runs-1.svg", "runs-2.svg", "runs-3.svg"]
+    assert drawn == [f"Time by round, % off the median: {number} at once" for number in (1, 2, 4, 8)]
 
     asked.clear()
     assert attention_study(tmp_path, monkeypatch, "--rounds=3") == found
@@ -112,6 +113,7 @@ def test_kinds_of_attention_on_a_reduced_model(tmp_path: Path, monkeypatch: pyte
         assert [len(row["seconds"]) for row in rows.values()] == [3, 0, 3]
         assert rows["SDPA, flash"]["metric"] > 0.999
     assert not (tmp_path / "attention.running").exists()
+    assert len(list((tmp_path / "attention").glob("runs-*.png"))) == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
