@@ -110,7 +110,7 @@ def test_kinds_of_attention_on_a_reduced_model(tmp_path: Path, monkeypatch: pyte
     found = attention_study(tmp_path, monkeypatch, "--rounds=3", "--steps=2")
     assert {name: row["pictures"] for name, row in found["most"].items()} == dict(zip(few, (64, 0, 64), strict=True))
     for rows in found["pictures"].values():
-        assert [len(row["seconds"]) for row in rows.values()] == [3, 0, 3]
+        assert [len(row["seconds"]) for row in rows.values()] == [3, 3]
         assert rows["SDPA, flash"]["metric"] > 0.999
     assert not (tmp_path / "attention.running").exists()
     assert len(list((tmp_path / "attention").glob("runs-*.png"))) == 2
