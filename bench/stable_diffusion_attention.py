@@ -21,6 +21,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -174,11 +175,12 @@ def pictures(known: dict[str, Any], folder: Path) -> None:
             {"attention": name}, {"seconds": statistics.median(row["seconds"])}, f"{number} at once",
             rounds=list(enumerate(row["seconds"], 1)),
         )
-        for number, rows in known["pictures"].items() for name, row in rows.items() if row["seconds"]
+        for number, rows in known["pictures"].items() for name, row in rows.items() if len(row["seconds"]) > 2
     ]  # fmt: skip
     if experiments:
         found = Table({"attention": ("", *CONFIGURATIONS)}, (Response("seconds"),), tuple(experiments))
-        write_pictures(figures(found, (), {}), folder)
+        drawn = zip(figures(found, (), {}), found.groups, strict=True)
+        write_pictures([replace(figure, name=group.replace(" ", "-")) for figure, group in drawn], folder)
 
 
 def main() -> None:

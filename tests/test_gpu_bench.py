@@ -75,7 +75,7 @@ def test_kinds_of_attention_race_in_turn_at_the_pictures_that_fit(
     monkeypatch.setattr(script.ladder, "start", lambda *_: None)
     monkeypatch.setattr(script.ladder, "said_of", said_of)
     monkeypatch.setattr(script.ladder, "ask", ask)
-    monkeypatch.setattr(script, "write_pictures", lambda made, folder: drawn.extend(one.title for one in made))
+    monkeypatch.setattr(script, "write_pictures", lambda made, folder: drawn.extend(one.name for one in made))
     found = attention_study(tmp_path, monkeypatch, "--rounds=3")
     most = {name: row["pictures"] for name, row in found["most"].items()}
     assert [*most.values()][:5] == [3, 5, 0, 6, 15]
@@ -88,7 +88,7 @@ def test_kinds_of_attention_race_in_turn_at_the_pictures_that_fit(
     assert lines[2].startswith("| products and a softmax | 0.9, 1.00 (1.00 to 1.00) | 0.9, 1.00 (1.00 to 1.00) | – | –")
     assert "| 0.2, 4.50 (4.50 to 4.50) |" in lines[6]
     assert lines[6].endswith("| 1.0000 | 15 | 3.91 GiB |")
-    assert drawn == [f"Time by round, % off the median: {number} at once" for number in (1, 2, 4, 8)]
+    assert drawn == ["1-at-once", "2-at-once", "4-at-once", "8-at-once"]
 
     asked.clear()
     assert attention_study(tmp_path, monkeypatch, "--rounds=3") == found
@@ -113,7 +113,7 @@ def test_kinds_of_attention_on_a_reduced_model(tmp_path: Path, monkeypatch: pyte
         assert [len(row["seconds"]) for row in rows.values()] == [3, 3]
         assert rows["SDPA, flash"]["metric"] > 0.999
     assert not (tmp_path / "attention.running").exists()
-    assert len(list((tmp_path / "attention").glob("runs-*.png"))) == 2
+    assert len(list((tmp_path / "attention").glob("*-at-once.png"))) == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
