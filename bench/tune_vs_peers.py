@@ -158,6 +158,9 @@ def summary(results: list[dict]) -> None:
     print("| --- | --: | --: | --- | --: | --: | --: | --- |")
     over_eager, over_given, over_peer = [], [], []
     for found in results:
+        if not found["fettle_over_best_peer"] or not found["fettle_over_given"]:
+            print(f"| {found['workload']} | others had the machine: no ratio, measure it again |")
+            continue
         over = found["fettle_over_best_peer"]
         over = over[0] if isinstance(over, list) else over
         best = found["peers"].get(found["best_peer"], {"ms": found["as_given_ms"]})
@@ -166,7 +169,7 @@ def summary(results: list[dict]) -> None:
               f"{found['best_peer']} | {best['ms']:.2f} | {found['fettle']['ms']:.2f} | {over:.2f}x | "
               f"`{found['winner']}` |")  # fmt: skip
         over_peer.append(over)
-        if eager:
+        if found["fettle_over_eager"]:
             over_eager.append(found["fettle_over_eager"][0])
         over_given.append(found["fettle_over_given"][0])
     for label, values in (("eager in eval mode", over_eager), ("as given", over_given), ("best peer", over_peer)):
