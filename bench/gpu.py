@@ -5,7 +5,8 @@
     python bench/gpu.py --pieces 1        # the next piece and no more: where a command may take ten minutes at most
 
 The pieces are the test files with tests for GPUs, the kernels of our own beside what they stand for, what-if beside the
-changed program, whole pipelines rung by rung, and each workload tuned and raced against what a user would pick instead.
+changed program, whole pipelines rung by rung, Stable Diffusion by its kinds of attention for more and more pictures at
+once, and each workload tuned and raced against what a user would pick instead.
 A piece is a process of its own, is ended after nine minutes,
 and goes into bench/results/<gpu>/<piece>.json as soon as it is known; one that is there is not made again, one that was
 ended or failed is, with its study where it has one. The file to send back is gpu-<gpu>.zip. The exit code is 1 where a
@@ -59,10 +60,6 @@ GRAPHS = "cuda_graphs[vision_encoder]=on cuda_graphs[mask_decoder]=on matmul=hig
 ENCODER = compiled("default", "vision_encoder")
 COMPILED = compiled("default", "vision_encoder", "mask_decoder")
 BEST_SAM = f"{SAM} {FUSED} {ENCODER} {EXPORTED} {GRAPHS} cuda_graphs[prompt_encoder]=on"
-
-KERNELS = [f"{SD} sdpa_backend[unet]={kernel}" for kernel in ("math", "efficient", "flash")]
-ATTENTION = (f"@attention=products {SD}", *KERNELS, f"{KERNELS[-1]} {compiled('default', 'unet', 'vae.decoder')}")
-"""The configurations of PyTorch's post on accelerating diffusers, in bfloat16."""
 
 LADDERS = {  # rungs of pipelines as one would try them, and what the factory is given
     "segment_anything": (
@@ -118,13 +115,9 @@ LADDERS = {  # rungs of pipelines as one would try them, and what the factory is
             f"{SD} {QUICK} {compiled('reduce-overhead', 'unet')} {compiled('default', 'vae.decoder')}",
         ),
     ),
-    **{
-        f"stable_diffusion-{pictures}-pictures": (
-            "workloads/stable_diffusion.py", "@attention=products", ("steps=20", f"pictures={pictures}"), ATTENTION,
-        )
-        for pictures in (1, 2, 4, 8, 16)
-    },
 }  # fmt: skip
+PICTURES = ("most", "1", "2", "4", "8", "16", "32", "64")
+"""The pieces of bench/stable_diffusion_attention.py."""
 
 
 def pieces() -> list[str]:
@@ -132,7 +125,8 @@ def pieces() -> list[str]:
     marked = re.compile(r"^\s*@?pytest\.mark\.gpu", re.MULTILINE)
     files = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if marked.search(path.read_text()))
     tested = (f"tests-{path.stem.removeprefix('test_')}" for path in files)
-    return ["attention", *tested, "what-if", *(f"ladder-{name}" for name in LADDERS), *NAMES]
+    whole = (*(f"ladder-{name}" for name in LADDERS), *(f"pictures-{part}" for part in PICTURES))
+    return ["attention", *tested, "what-if", *whole, *NAMES]
 
 
 # -- one piece, in a process of its own -------------------------------------------------------------------------------
@@ -229,6 +223,16 @@ def ladder(name: str, device: str) -> dict[str, Any]:
     return script("pipeline_ladder.py", target, f"--small={small}", f"--given={given}", "--rounds=5", *asked, *together)
 
 
+def pictures(part: str, device: str, folder: Path) -> dict[str, Any]:
+    """A piece of the one file of Stable Diffusion's kinds of attention, which goes on in it."""
+    command = [sys.executable, str(ROOT / "bench" / "stable_diffusion_attention.py"), part, f"--device={device}"]
+    command += [f"--json={folder / 'stable_diffusion-attention.json'}"]
+    if device == "cpu":  # a rehearsal
+        command += ["--model=small", "--memory=2GiB", "--steps=2", "--rounds=3"]
+    done = subprocess.run(command, cwd=ROOT)
+    return {"failure": f"exit code {done.returncode}"} if done.returncode else {}
+
+
 def tuned(name: str, device: str, budget_s: float, kept: Path) -> dict[str, Any]:
     from bench.tune_vs_peers import PEERS, measure
 
@@ -245,6 +249,8 @@ def piece(name: str, device: str, budget_s: float, kept: Path) -> dict[str, Any]
         return script("trace_whatif_device.py")
     if name.startswith("ladder-"):
         return ladder(name.removeprefix("ladder-"), device)
+    if name.startswith("pictures-"):
+        return pictures(name.removeprefix("pictures-"), device, kept.parents[1])
     return tests(name) if name.startswith("tests-") else tuned(name, device, budget_s, kept)
 
 

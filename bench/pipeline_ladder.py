@@ -32,6 +32,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fettle.machine import this_machine
 from fettle.workload import Target, find_target
@@ -53,9 +54,10 @@ def worker(target: str, small: str, recipe: str, arguments: list[str]) -> None:
 
     import torch
 
+    from fettle.measure import _meters
     from fettle.recipe import Recipe
     from fettle.techniques import conflict, environment, load, probe_facts, source
-    from fettle.workload import spread, tensors
+    from fettle.workload import map_tensors, spread, tensors
 
     words = recipe.split()
     arguments = arguments + [word[1:] for word in words if word.startswith("@")]
@@ -89,9 +91,9 @@ def worker(target: str, small: str, recipe: str, arguments: list[str]) -> None:
         metric = made.metric(run) if made.metric else None
 
     print(json.dumps({"metric": metric, "loaded_bytes": before}), file=answers, flush=True)
-    args, kwargs = spread(made.inputs[0])
 
-    def call_s() -> float:
+    def call_s(batch: Any = made.inputs[0]) -> float:
+        args, kwargs = spread(batch)
         start = time.perf_counter()
         found = run(*args, **kwargs)
         if on_gpu:
@@ -100,9 +102,26 @@ def worker(target: str, small: str, recipe: str, arguments: list[str]) -> None:
         assert tensors(found)
         return seconds
 
+    def enlarged(times: int) -> list:
+        """The second call with so many times the rows, and all bytes of its peak; why there is none."""
+        device = "cuda" if on_gpu else "cpu"
+        try:
+            batch = map_tensors(lambda one: one.repeat_interleave(times, 0), made.inputs[0])
+            call_s(batch)  # it finds the memory, and compiles for these rows
+            _meters.reset_peak(device)
+            return [call_s(batch), _meters.peak_bytes(device)]
+        except (RuntimeError, MemoryError) as error:
+            return [None, None, str(error).partition("\n")[0]]
+        finally:
+            _meters.trim()
+            _meters.reset_peak(device)  # on a GPU this gives back what is free: the others need it
+
     for question in sys.stdin:
         if question == "stop\n":
             break
+        if question.strip():
+            print(json.dumps(enlarged(int(question))), file=answers, flush=True)
+            continue
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         seconds = call_s()
@@ -150,7 +169,8 @@ def said_of(folder: Path, recipe: str) -> dict:
 
 
 def ask(folder: Path, recipe: str, question: str, answered: bool = True) -> list:
-    """The answer of a recipe's process: seconds of a call, and bytes of its peak memory above the loaded model."""
+    """The answer of a recipe's process: seconds of a call, and bytes of its peak memory above the loaded model; to a
+    number, those of a call with so many times the rows, and all bytes, or two times None and why."""
     own = folder / hashlib.sha256(recipe.encode()).hexdigest()[:12]
     before = (own / "answers").read_bytes().count(b"\n")
     with (own / "questions").open("wb") as questions:

@@ -1,7 +1,7 @@
 """fettle's winner against what a user would pick instead, on real models, all in one interleaved race.
 
     python bench/tune_vs_peers.py digits minilm resnet50 --budget 300
-    python bench/tune_vs_peers.py detection ocr --budget 300 --max-metric-drop 0.005
+    python bench/tune_vs_peers.py detection ocr stable_diffusion:middle --budget 300 --max-metric-drop 0.005
 
 Of a pipeline every part that can gets what a peer does.
 Every peer is held to the same accuracy limit and measured through the same wrapper. A workload's JSON goes to
@@ -24,7 +24,7 @@ from fettle.comparing import bench
 from fettle.diagnose.finding import ratio as ratio_of
 from fettle.machine import this_machine
 from fettle.measure import Trial, by_round, paired, ratio_interval
-from fettle.recipe import Recipe
+from fettle.recipe import Recipe, technique_and_part
 from fettle.recipe_file import RecipeFile
 from fettle.report import Result
 from fettle.result import Limits
@@ -43,7 +43,7 @@ PEERS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", help="names of files in workloads/")
+    parser.add_argument("workloads", nargs="*", help="files in workloads/: NAME or NAME:FACTORY")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds for each tuning")
     parser.add_argument("--max-metric-drop", type=float, help="judge by the workload's metric, which may fall so far")
     parser.add_argument("--rounds", type=int, default=15, help="most rounds of the final race")
@@ -54,7 +54,7 @@ def main() -> None:
     for name in options.workloads:
         found = measure(name, options.budget, options.rounds, max_metric_drop=options.max_metric_drop)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+        (folder / f"{name.replace(':', '-')}.json").write_text(json.dumps(found, indent=1) + "\n")
         show(found)
     if options.summary:
         summary([json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))])
@@ -70,7 +70,8 @@ def measure(
     peers: Mapping[str, str] = PEERS, max_metric_drop: float | None = None,
 ) -> dict:  # fmt: skip
     """Tune one workload, then race its winner with the peers. Its study is left in `kept`, and goes on from there."""
-    target = target or str(HERE.parent / "workloads" / f"{name}.py")
+    file, _, factory = name.partition(":")
+    target = target or f"{HERE.parent / 'workloads' / file}.py:{factory or 'workload'}"
     started = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         given = {} if max_metric_drop is None else {"max_metric_drop": max_metric_drop}
@@ -157,6 +158,9 @@ def summary(results: list[dict]) -> None:
     print("| --- | --: | --: | --- | --: | --: | --: | --- |")
     over_eager, over_given, over_peer = [], [], []
     for found in results:
+        if not found["fettle_over_best_peer"] or not found["fettle_over_given"]:
+            print(f"| {found['workload']} | others had the machine: no ratio, measure it again |")
+            continue
         over = found["fettle_over_best_peer"]
         over = over[0] if isinstance(over, list) else over
         best = found["peers"].get(found["best_peer"], {"ms": found["as_given_ms"]})
@@ -165,7 +169,7 @@ def summary(results: list[dict]) -> None:
               f"{found['best_peer']} | {best['ms']:.2f} | {found['fettle']['ms']:.2f} | {over:.2f}x | "
               f"`{found['winner']}` |")  # fmt: skip
         over_peer.append(over)
-        if eager:
+        if found["fettle_over_eager"]:
             over_eager.append(found["fettle_over_eager"][0])
         over_given.append(found["fettle_over_given"][0])
     for label, values in (("eager in eval mode", over_eager), ("as given", over_given), ("best peer", over_peer)):
@@ -173,13 +177,17 @@ def summary(results: list[dict]) -> None:
 
 
 def _possible(recipe: Recipe, facts: object) -> Recipe | None:
-    """The peer's recipe where it can work here: eval mode is left out where the model is in it already."""
+    """The peer's recipe where it can work here: eval mode is left out where the model is in it already. Of a pipeline
+    some part must be able to do each thing that it names."""
     from fettle.techniques import canonical, conflict, for_parts
 
     if not facts.training:
         recipe = recipe.without("mode")
     if facts.parts:
-        recipe = Recipe(for_parts(recipe.levels, facts))
+        parted = Recipe(for_parts(recipe.levels, facts))
+        if recipe.levels.keys() != {technique_and_part(name)[0] for name in parted.levels}:
+            return None
+        recipe = parted
     recipe = canonical(recipe)
     return None if conflict(recipe, facts) else recipe
 

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from fettle.recipe import Recipe
+from fettle.techniques import Facts
+
 SCRIPTS = sorted((Path(__file__).parents[1] / "bench").glob("*.py"))
 
 
@@ -17,3 +20,16 @@ def test_what_a_benchmark_imports_is_there(script: Path) -> None:
             module = importlib.import_module(str(node.module))
             for name in (alias.name for alias in node.names):
                 assert hasattr(module, name) or importlib.import_module(f"{node.module}.{name}")
+
+
+def test_a_peer_is_left_out_where_no_part_of_a_pipeline_can_have_what_it_names() -> None:
+    """It would be the model as given under the peer's name."""
+    from bench.tune_vs_peers import PEERS, _possible
+
+    able = Facts(packages=dict.fromkeys(("onnxruntime", "onnx", "onnxscript"), "1"))
+    asked = Recipe.parse(PEERS["ONNX Runtime"])
+    assert _possible(asked, Facts(parts={"encoder": Facts()})) is None
+    assert _possible(asked, Facts(parts={"encoder": Facts(), "decoder": able})) == Recipe(
+        {"runtime[decoder]": "onnxruntime"}
+    )
+    assert _possible(Recipe.parse(PEERS["eager"]), Facts(parts={"encoder": Facts()})) == Recipe()

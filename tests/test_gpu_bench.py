@@ -27,9 +27,11 @@ def test_ladders_name_techniques_and_arguments_that_there_are(monkeypatch: pytes
     pytest.importorskip("diffusers")
     pytest.importorskip("sklearn")
     from bench.gpu import LADDERS
+    from bench.stable_diffusion_attention import COMMON, CONFIGURATIONS
 
     monkeypatch.syspath_prepend(ROOT / "workloads")
-    for target, given, arguments, rungs in LADDERS.values():
+    attention = ("workloads/stable_diffusion.py", "", ("steps=10",), (*CONFIGURATIONS.values(), *COMMON.values()))
+    for target, given, arguments, rungs in (*LADDERS.values(), attention):
         path, _, factory = target.partition(":")
         takes = inspect.signature(runpy.run_path(str(ROOT / path))[factory or "workload"]).parameters
         words = [word for text in (given, *rungs) for word in text.split()]
@@ -37,6 +39,81 @@ def test_ladders_name_techniques_and_arguments_that_there_are(monkeypatch: pytes
         assert {name.partition("=")[0] for name in (*named, "device=")} <= {*takes}
         for rung in rungs:
             check_names(Recipe.parse(" ".join(word for word in rung.split() if not word.startswith("@"))))
+
+
+def attention_study(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict:
+    from bench import stable_diffusion_attention as script
+
+    file = folder / "attention.json"
+    monkeypatch.setattr(sys, "argv", ["", f"--json={file}", "--model=small", "--memory=4GiB", *arguments])
+    script.main()
+    return json.loads(file.read_text())
+
+
+def test_kinds_of_attention_race_in_turn_at_the_pictures_that_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bench import stable_diffusion_attention as script
+
+    asked: list[tuple[str, int]] = []
+    drawn: list[str] = []
+    sizes = dict(zip(script.CONFIGURATIONS.values(), (900, 600, None, 500, 200), strict=False))  # MiB a picture
+
+    def said_of(folder: Path, recipe: str) -> dict:
+        kind = recipe.removesuffix(" grad=inference_mode")
+        return {"metric": 1.0, "loaded_bytes": 0} if sizes.get(kind) else {}
+
+    def ask(folder: Path, recipe: str, question: str, answered: bool = True) -> list:
+        size = sizes[recipe.removesuffix(" grad=inference_mode")]
+        if question == "stop":
+            return []
+        asked.append((recipe.removesuffix(" grad=inference_mode"), int(question)))
+        if (size, question) == (500, "4"):
+            return [None, None, "out of memory"]
+        return [size * int(question) / 1000, (1000 + size * int(question)) << 20]
+
+    monkeypatch.setattr(script.ladder, "start", lambda *_: None)
+    monkeypatch.setattr(script.ladder, "said_of", said_of)
+    monkeypatch.setattr(script.ladder, "ask", ask)
+    monkeypatch.setattr(script, "write_pictures", lambda made, folder: drawn.extend(one.name for one in made))
+    found = attention_study(tmp_path, monkeypatch, "--rounds=3")
+    most = {name: row["pictures"] for name, row in found["most"].items()}
+    assert [*most.values()][:5] == [3, 5, 0, 6, 15]
+    products, math, _, flash, compiled = list(script.CONFIGURATIONS.values())[:5]
+    race = [kind for kind, number in asked if number == 2][-12:]
+    assert race == 3 * [products, math, flash, compiled]
+    assert [*found["pictures"]] == ["1", "2", "4", "8"]
+    assert not found["pictures"]["8"].get("SDPA, math")
+    lines = found["table"]
+    assert lines[2].startswith("| products and a softmax | 0.9, 1.00 (1.00 to 1.00) | 0.9, 1.00 (1.00 to 1.00) | – | –")
+    assert "| 0.2, 4.50 (4.50 to 4.50) |" in lines[6]
+    assert lines[6].endswith("| 1.0000 | 15 | 3.91 GiB |")
+    assert drawn == ["1-at-once", "2-at-once", "4-at-once", "8-at-once"]
+
+    asked.clear()
+    assert attention_study(tmp_path, monkeypatch, "--rounds=3") == found
+    assert not asked  # all of it is known
+    attention_study(tmp_path, monkeypatch, "2", "--rounds=4")
+    assert asked == [(kind, 2) for kind in (products, math, flash, compiled)]
+    with pytest.raises(SystemExit, match="of another `steps`"):
+        attention_study(tmp_path, monkeypatch, "--steps=7")
+
+
+@pytest.mark.slow
+def test_kinds_of_attention_on_a_reduced_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("diffusers")
+    from bench import stable_diffusion_attention as script
+
+    few = {name: script.CONFIGURATIONS[name] for name in (script.FIRST, "SDPA, memory-efficient", "SDPA, flash")}
+    monkeypatch.setattr(script, "CONFIGURATIONS", few)
+    monkeypatch.setattr(script, "NUMBERS", [1, 2])
+    found = attention_study(tmp_path, monkeypatch, "--rounds=3", "--steps=2")
+    assert {name: row["pictures"] for name, row in found["most"].items()} == dict(zip(few, (64, 0, 64), strict=True))
+    for rows in found["pictures"].values():
+        assert [len(row["seconds"]) for row in rows.values()] == [3, 3]
+        assert rows["SDPA, flash"]["metric"] > 0.999
+    assert not (tmp_path / "attention.running").exists()
+    assert len(list((tmp_path / "attention").glob("*-at-once.png"))) == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")

@@ -13,13 +13,14 @@ in float32, which is computed once and kept in the cache folder: structural simi
 import torch
 from _shared import kept_answer
 from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
-from diffusers.models.attention_processor import AttnProcessor
+from diffusers.models.attention_processor import AttnProcessor, XFormersAttnProcessor
 from transformers import CLIPTextConfig, CLIPTextModel
 
 GUIDANCE = 7.5
 STRENGTH = 0.6
 """Share of the steps that are made where a picture is begun with."""
 WORDS, BEGIN, END = 49408, 49406, 49407
+PROCESSORS = {"products": AttnProcessor, "xformers": XFormersAttnProcessor}
 
 
 class StableDiffusion(torch.nn.Module):
@@ -159,9 +160,9 @@ def pipeline(
 ) -> dict:  # fmt: skip
     torch.manual_seed(0)
     pipe = StableDiffusion(text, unet, vae, steps, halves).eval().to(device)  # eval: as `from_pretrained` leaves it
-    if attention == "products":
-        pipe.unet.set_attn_processor(AttnProcessor())
-        pipe.vae.set_attn_processor(AttnProcessor())
+    if attention in PROCESSORS:
+        pipe.unet.set_attn_processor(PROCESSORS[attention]())
+        pipe.vae.set_attn_processor(PROCESSORS[attention]())
     size = unet["sample_size"]
     scaled(pipe, size)
     parts, pixels = ["unet", "vae.decoder", "text_encoder"], size * 2 ** (len(vae["block_out_channels"]) - 1)
@@ -205,8 +206,8 @@ def workload(
     steps: int = 50, halves: str = "together", measure: str = "ssim", device: str = "cpu", attention: str = "sdpa",
     start: str = "noise", pictures: int = 1,
 ) -> dict:  # fmt: skip
-    """2.1 as published, 768 x 768 pixels: for a GPU. Attention is diffusers' own choice, or ``products``: matrix
-    products and a softmax, as it was before there was `scaled_dot_product_attention`."""
+    """2.1 as published, 768 x 768 pixels: for a GPU. Attention is diffusers' own choice, ``xformers``, or ``products``:
+    matrix products and a softmax, as it was before there was `scaled_dot_product_attention`."""
     given = (steps, halves, measure, device, attention, start, pictures)
     return pipeline("stable-diffusion-2.1", *of_width(1, 96, 23), *given)
 

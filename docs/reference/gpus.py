@@ -86,6 +86,6 @@ def _attention(made: Mapping[str, Any]) -> list[str]:
 
 
 _TABLES: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = {
-    "recipes": _ladder, "peers": _tuned, "attention": _attention,
+    "recipes": _ladder, "peers": _tuned, "attention": _attention, "table": lambda made: made["table"],
 }  # fmt: skip
 """By what a file holds, or its name."""

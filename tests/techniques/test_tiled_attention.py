@@ -54,7 +54,12 @@ def test_in_tiles_of_any_size(heads: int, height: int, width: int, tile: int) ->
     rows, columns = torch.randn(heads, tokens, height), torch.randn(heads, tokens, width)
     bias = (rows[..., None] + columns[..., None, :]).flatten(-2)
     wanted = (query @ key.transpose(-2, -1) * 0.3 + bias).softmax(-1) @ value
-    torch.testing.assert_close(tiled_attention(query, key, value, rows, columns, 0.3, tile), wanted)
+    with torch.no_grad():
+        torch.testing.assert_close(tiled_attention(query, key, value, rows, columns, 0.3, tile), wanted)
+    found = tiled_attention(query.requires_grad_(), key, value, rows, columns, 0.3, tile)
+    torch.testing.assert_close(found, wanted)
+    found.sum().backward()
+    assert query.grad is not None
 
 
 @pytest.mark.parametrize("size", [4, 6])  # 6: the table is for another size
@@ -129,8 +134,9 @@ def test_the_scores_of_no_more_than_a_tile_are_held() -> None:
             return out
 
     query = torch.randn(2, 256, 4)
-    with Watch():
-        tiled_attention(query, query, query, torch.randn(2, 256, 16), torch.randn(2, 256, 16), 0.5, tile=4096)
+    for keeps in (True, False):
+        with Watch(), torch.set_grad_enabled(keeps):
+            tiled_attention(query, query, query, torch.randn(2, 256, 16), torch.randn(2, 256, 16), 0.5, tile=4096)
     assert largest <= 2 * 256 * 16  # the bias by row; written out it is 2 x 256 x 256
 
 
