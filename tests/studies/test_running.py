@@ -329,6 +329,9 @@ def test_another_environment_is_raced_beside_ours(work: Path, tmp_path: Path, ru
     packages = next(other.glob("lib/python*/site-packages"))
     (packages / "ours.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     (packages / "only_there.py").touch()
+    script = tmp_path / "twenty.sh"
+    script.write_text(f'#!/bin/sh\nexec {other}/bin/python "$@"\n')
+    script.chmod(0o755)
     model = tmp_path / "model.py"
     model.write_text(
         WORK
@@ -346,7 +349,7 @@ def slow():
     return Slow(nn.Linear(256, 256)).eval(), [torch.randn(64, 256) for _ in range(4)]
 """
     )
-    said = run_fettle("study", f"{model}:slow", *TWO, "--only", "--rounds=6", "--python", f"Twenty={other}",
+    said = run_fettle("study", f"{model}:slow", *TWO, "--only", "--rounds=6", "--python", script,
                       "-o", tmp_path / "out", "--json")  # fmt: skip
     assert said.code == 0, said.err
     data = json.loads(said.out)
