@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 import time
 from collections import Counter
@@ -25,8 +26,12 @@ from atlas_models import FAMILY
 from fettle.atlas import effects, matching, merged, pairs, read_atlas, write_atlas
 from fettle.errors import UsageError
 from fettle.files import write_text
+from fettle.measure import Interval
+from fettle.recipe import Recipe
 from fettle.storage import storage_url
 from fettle.studies import Plan, Settings, study
+from fettle.studies.pooled import pool
+from fettle.studies.table import MACHINE, Experiment, Response, Table
 from fettle.techniques import CATALOGUE
 from fettle.tuning import atlas_rows
 
@@ -51,6 +56,7 @@ _SURE = 3
 """Models from which a mean over them is shown with an interval, and a claim has a verdict."""
 _MANY = 1_000
 """Trials that it is meant to have, of 16 models."""
+_SPEED = Response("speedup", larger_is_better=True)
 CLAIMS = (
     ("channels_last pays more with mixed precision", "PyTorch's memory-format tutorial", "convolutional",
      ("channels_last=on", "precision=autocast-bf16")),
@@ -236,17 +242,47 @@ def _verdict(rows, levels: tuple[str, ...]) -> str:
     """Of one level what it brings, of two what they bring together over the product of both."""
     if len(levels) == 1:
         found = next((one for one in effects(rows) if one.name == levels[0]), None)
-        ratio, models = (found.gain, found.models) if found else (None, 0)
+        ratio = found.gain if found else None
     else:
         names = {frozenset("=".join(level) for level in pair.levels): pair for pair in pairs(rows, 1)}
-        pair = names.get(frozenset(levels))
-        ratio, models = (pair.together, pair.models) if pair else (None, 0)
-    if ratio is None:
-        return "**too few points**: no model had it with and without"
+        found = names.get(frozenset(levels))
+        ratio = found.together if found else None
+    models, points = (found.models, found.comparisons) if found else (0, 0)
+    where = f"on {models} model{'s' * (models > 1)}"
     if models < _SURE:
-        return f"**too few points**: {ratio.estimate:.2f}x on {models} model{'s' * (models > 1)}"
+        pooled = mixed(rows, levels)
+        if isinstance(pooled, str):
+            known = f", {ratio.estimate:.2f}x {where}" if ratio else ""
+            return f"**cannot be checked with these data**: {points} points{known}{pooled}"
+        ratio, where = pooled
     word = "yes" if ratio.low > 1 else "no, the contrary" if ratio.high < 1 else "cannot tell"
-    return f"**{word}**: {ratio} on {models} models"
+    return f"**{word}**: {ratio} {where}"
+
+
+def mixed(rows, levels: tuple[str, ...]) -> tuple[Interval, str] | str:
+    """The same from all trials, also where no two differ in these levels alone, as in a fraction of a factorial: by the
+    mixed model of `fettle.studies.pooled`, with models in the place of its machines. And from what; or why not."""
+    some = [(row, Recipe.parse(row.recipe)) for row in rows if row.gain is not None]
+    if absent := [level for level in levels if not any(level in str(recipe).split() for _, recipe in some)]:
+        return f", as no trial had `{'` or `'.join(absent)}`"
+    techniques = [one for one in CATALOGUE if any(one.name in recipe.levels for _, recipe in some)]
+    factors = {one.name: (one.default, *sorted({recipe.levels[one.name] for _, recipe in some
+                                                if one.name in recipe.levels} - {one.default})) for one in techniques}
+    experiments = [
+        Experiment({**{name: recipe.levels.get(name, known[0]) for name, known in factors.items()},
+                    MACHINE: row.workload}, {_SPEED.name: row.speedup})
+        for row, recipe in some
+    ]  # fmt: skip
+    models = tuple(dict.fromkeys(row.workload for row, _ in some))
+    pooled = pool(Table({**factors, MACHINE: models}, (_SPEED,), tuple(experiments)), "", _SPEED)
+    if isinstance(pooled, str):
+        return ""
+    one, *others = (tuple(level.split("=")) for level in levels)
+    gain = pooled.model.gain({pooled.model.pair(one, others[0]): 1.0}) if others else pooled.model.main(one)
+    if gain is None or not math.isfinite(reach := gain.reach(0.95)):
+        return ""
+    ratio = Interval(*(math.exp(gain.gain + side * reach) for side in (0, -1, 1)))
+    return ratio, f"by a mixed model of all {len(some)} trials of {len(models)} models"
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ class Pair:
     together: Interval
     """Geometric mean over models with its interval, as in `Effect`: below 1 they fight, above 1 they help."""
     models: int
+    comparisons: int
 
     @property
     def name(self) -> str:
@@ -102,7 +103,7 @@ def pairs(rows: Sequence[Row], least_models: int = 2) -> list[Pair]:
                 if len(known) == len(logs):
                     both, second, first, none = known
                     gains.setdefault((one, other), {}).setdefault(model, []).append(both - first - second + none)
-    answers = [Pair(levels, _over_models(models), len(models))
+    answers = [Pair(levels, _over_models(models), len(models), sum(map(len, models.values())))
                for levels, models in gains.items() if len(models) >= least_models]  # fmt: skip
     return sorted(answers, key=lambda pair: (pair.together.estimate, pair.levels))
 
