@@ -23,15 +23,16 @@ from pathlib import Path
 import msgspec
 from atlas_models import FAMILY
 
-from fettle.atlas import effects, matching, merged, pairs, read_atlas, write_atlas
+from fettle.atlas import effects, matching, merged, pairs, read_atlas, untold, write_atlas
 from fettle.errors import UsageError
+from fettle.estimates import mean_interval, ratio_of
 from fettle.files import write_text
 from fettle.measure import Interval
 from fettle.recipe import Recipe
 from fettle.storage import storage_url
 from fettle.studies import Plan, Settings, study
-from fettle.studies.pooled import pool
-from fettle.studies.table import MACHINE, Experiment, Response, Table
+from fettle.studies.model import fit
+from fettle.studies.table import Experiment, Response, Table
 from fettle.techniques import CATALOGUE
 from fettle.tuning import atlas_rows
 
@@ -166,7 +167,7 @@ def page(rows) -> str:
             + (f"{busy} of {len(some)} trials {'was' if busy == 1 else 'were'} measured while others used the machine."
                if busy else
                "All trials were measured while the machine was quiet."), "",
-            *_table(effects(some)), "", "### By family", "", *_families(some),
+            *_table(effects(some)), *_without_twins(some), "", "### By family", "", *_families(some),
             "", "### Levels that interact", "", *_pairs(some),
             "", "### The literature's claims", "", *claims(some),
         ]  # fmt: skip
@@ -198,6 +199,13 @@ def _table(found) -> list[str]:
                  f"{one.failed} of {one.trials}", one.inaccurate]  # fmt: skip
         rows.append("| " + " | ".join(map(str, cells)) + " |")
     return rows
+
+
+def _without_twins(rows) -> list[str]:
+    """Levels that ran, and never beside an otherwise equal recipe, so that the table cannot have them."""
+    told = {name: own for name in untold(rows) if (own := fitted(rows, (name,)))}
+    return [f"\n`{name}` never ran beside an otherwise equal recipe. By a fit to all trials of each model it is worth\n"
+            f"{ratio} on {models} models." for name, (ratio, models) in told.items()]  # fmt: skip
 
 
 def _parts(row) -> str:
@@ -250,39 +258,38 @@ def _verdict(rows, levels: tuple[str, ...]) -> str:
     models, points = (found.models, found.comparisons) if found else (0, 0)
     where = f"on {models} model{'s' * (models > 1)}"
     if models < _SURE:
-        pooled = mixed(rows, levels)
-        if isinstance(pooled, str):
-            known = f", {ratio.estimate:.2f}x {where}" if ratio else ""
-            return f"**cannot be checked with these data**: {points} points{known}{pooled}"
-        ratio, where = pooled
+        own = fitted(rows, levels)
+        if own is None:
+            tried = sum(row.gain is not None and set(levels) <= set(row.recipe.split()) for row in rows)
+            known = f"{ratio.estimate:.2f}x {where}" if ratio else f"`{'` with `'.join(levels)}` ran {tried} times"
+            return f"**cannot be checked with these data**: {points} points; {known}"
+        ratio, where = own[0], f"on {own[1]} models, by a fit to all their {len(rows)} trials"
     word = "yes" if ratio.low > 1 else "no, the contrary" if ratio.high < 1 else "cannot tell"
     return f"**{word}**: {ratio} {where}"
 
 
-def mixed(rows, levels: tuple[str, ...]) -> tuple[Interval, str] | str:
-    """The same from all trials, also where no two differ in these levels alone, as in a fraction of a factorial: by the
-    mixed model of `fettle.studies.pooled`, with models in the place of its machines. And from what; or why not."""
-    some = [(row, Recipe.parse(row.recipe)) for row in rows if row.gain is not None]
-    if absent := [level for level in levels if not any(level in str(recipe).split() for _, recipe in some)]:
-        return f", as no trial had `{'` or `'.join(absent)}`"
-    techniques = [one for one in CATALOGUE if any(one.name in recipe.levels for _, recipe in some)]
-    factors = {one.name: (one.default, *sorted({recipe.levels[one.name] for _, recipe in some
-                                                if one.name in recipe.levels} - {one.default})) for one in techniques}
-    experiments = [
-        Experiment({**{name: recipe.levels.get(name, known[0]) for name, known in factors.items()},
-                    MACHINE: row.workload}, {_SPEED.name: row.speedup})
-        for row, recipe in some
-    ]  # fmt: skip
-    models = tuple(dict.fromkeys(row.workload for row, _ in some))
-    pooled = pool(Table({**factors, MACHINE: models}, (_SPEED,), tuple(experiments)), "", _SPEED)
-    if isinstance(pooled, str):
-        return ""
-    one, *others = (tuple(level.split("=")) for level in levels)
-    gain = pooled.model.gain({pooled.model.pair(one, others[0]): 1.0}) if others else pooled.model.main(one)
-    if gain is None or not math.isfinite(reach := gain.reach(0.95)):
-        return ""
-    ratio = Interval(*(math.exp(gain.gain + side * reach) for side in (0, -1, 1)))
-    return ratio, f"by a mixed model of all {len(some)} trials of {len(models)} models"
+def fitted(rows, levels: tuple[str, ...]) -> tuple[Interval, int] | None:
+    """The same where too few models had twins, recipes that differ in these levels alone: by a fit to all trials of
+    each model, as a study makes it, the mean over models, with their number. None of fewer than `_SURE`."""
+    pair = tuple(tuple(level.split("=")) for level in levels)
+    known = {technique.name: technique.default for technique in CATALOGUE}
+    recipes = [(row, Recipe.parse(row.recipe).levels) for row in rows if row.gain is not None]
+    factors = {name: (known[name], *sorted({own[name] for _, own in recipes if name in own}))
+               for name in known if any(name in own for _, own in recipes)}  # fmt: skip
+    experiments = [Experiment({name: own.get(name, known[name]) for name in factors}, {_SPEED.name: row.speedup},
+                              group=row.workload) for row, own in recipes]  # fmt: skip
+    table, gains = Table(factors, (_SPEED,), tuple(experiments)), []
+    for model in (fit(table, group, _SPEED, first=[name for name, _ in pair]) for group in table.groups):
+        if model is not None and all(level in model.levels.get(name, ()) for name, level in pair):
+            both = model.gain({model.pair(*pair): 1.0}) if len(pair) > 1 else model.main(pair[0])
+            gains += [both] if both is not None and math.isfinite(both.error) else []
+    if len(gains) < _SURE:
+        return None
+    # What each fit leaves open counts beside how models differ: all of them had the same recipes, and so the same
+    # confusion of what these change together.
+    own = sum(one.error**2 for one in gains) / len(gains) ** 2
+    mean, half = mean_interval([one.gain for one in gains], own, int(min(one.freedom for one in gains)))
+    return Interval(*(ratio_of(mean + side * half) for side in (0, -1, 1))), len(gains)
 
 
 if __name__ == "__main__":

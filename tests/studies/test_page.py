@@ -125,7 +125,7 @@ def test_the_mean_over_models_holds_for_one_more_machine_too():
     for _ in range(200):
         gains = random.normal(0, 0.1, (5, 1)) + random.normal(0, 0.2, (1, 4)) + random.normal(0, 0.02, (5, 4))
         models = [{a: Interval(math.exp(mean), 0.1, 10.0)} for mean in gains.mean(axis=1)]
-        for name, machines in (("here", ()), ("anywhere", gains.mean(axis=0))):
+        for name, machines in (("here", ()), ("anywhere", list(gains.mean(axis=0)))):
             found = on_average(models, {a: machines})[a]
             held[name] += found.low <= 1 <= found.high
     assert held["anywhere"] >= 185
