@@ -84,8 +84,8 @@ def on_average(
     """What each level brings on an average model, and an interval that says how much models differ: what to expect of
     one more of that sort; with what it brings on several `machines` (logs, the means over models), on such a machine.
 
-    Both are random effects. A mixed model of both by restricted maximum likelihood has intervals that are too short
-    (NUMBERS, `bench/model_means.py`).
+    Over 5 models on 3 or 5 machines it held the truth in 91% to 96% of made-up studies, a mixed model of both by
+    restricted maximum likelihood (statsmodels) in 80% to 93%, at a hundred times the work (`bench/model_means.py`).
     """
     logs: dict[Level, list[float]] = {}
     for found in models:
