@@ -259,6 +259,15 @@ def opened(facts: Facts, **options) -> Workload:
     return workload
 
 
+def test_a_budget_that_is_gone_is_said(monkeypatch):
+    monkeypatch.setattr(running, "_seconds", lambda workload, settings: [1.0])
+    session = Opened(Facts())
+    session.standings, session.measure = SimpleNamespace(known={Recipe(): None}), list
+    workload = Workload("net", {}, session, cells=[Recipe(), Recipe.parse("compile=default")])
+    running._measure(workload, Settings(budget_s=5), time.monotonic() - 60)
+    assert session.notes == ["net: the budget was used up before 1 of 2 combinations could be measured"]
+
+
 def test_a_target_on_which_nothing_can_vary_does_not_end_a_study_of_several():
     asked = {"channels_last": ["off", "on"]}
     assert opened(Facts(num_linear=2), techniques=asked).failure.startswith("there is nothing to vary")
