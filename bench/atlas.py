@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 import time
 from collections import Counter
@@ -22,11 +23,16 @@ from pathlib import Path
 import msgspec
 from atlas_models import FAMILY
 
-from fettle.atlas import effects, matching, merged, pairs, read_atlas, write_atlas
+from fettle.atlas import effects, matching, merged, pairs, read_atlas, untold, write_atlas
 from fettle.errors import UsageError
+from fettle.estimates import mean_interval, ratio_of
 from fettle.files import write_text
+from fettle.measure import Interval
+from fettle.recipe import Recipe
 from fettle.storage import storage_url
 from fettle.studies import Plan, Settings, study
+from fettle.studies.model import fit
+from fettle.studies.table import Experiment, Response, Table
 from fettle.techniques import CATALOGUE
 from fettle.tuning import atlas_rows
 
@@ -51,6 +57,7 @@ _SURE = 3
 """Models from which a mean over them is shown with an interval, and a claim has a verdict."""
 _MANY = 1_000
 """Trials that it is meant to have, of 16 models."""
+_SPEED = Response("speedup", larger_is_better=True)
 CLAIMS = (
     ("channels_last pays more with mixed precision", "PyTorch's memory-format tutorial", "convolutional",
      ("channels_last=on", "precision=autocast-bf16")),
@@ -160,7 +167,7 @@ def page(rows) -> str:
             + (f"{busy} of {len(some)} trials {'was' if busy == 1 else 'were'} measured while others used the machine."
                if busy else
                "All trials were measured while the machine was quiet."), "",
-            *_table(effects(some)), "", "### By family", "", *_families(some),
+            *_table(effects(some)), *_without_twins(some), "", "### By family", "", *_families(some),
             "", "### Levels that interact", "", *_pairs(some),
             "", "### The literature's claims", "", *claims(some),
         ]  # fmt: skip
@@ -192,6 +199,13 @@ def _table(found) -> list[str]:
                  f"{one.failed} of {one.trials}", one.inaccurate]  # fmt: skip
         rows.append("| " + " | ".join(map(str, cells)) + " |")
     return rows
+
+
+def _without_twins(rows) -> list[str]:
+    """Levels that ran, and never beside an otherwise equal recipe, so that the table cannot have them."""
+    told = {name: own for name in untold(rows) if (own := fitted(rows, (name,)))}
+    return [f"\n`{name}` never ran beside an otherwise equal recipe. By a fit to all trials of each model it is worth\n"
+            f"{ratio} on {models} models." for name, (ratio, models) in told.items()]  # fmt: skip
 
 
 def _parts(row) -> str:
@@ -236,17 +250,46 @@ def _verdict(rows, levels: tuple[str, ...]) -> str:
     """Of one level what it brings, of two what they bring together over the product of both."""
     if len(levels) == 1:
         found = next((one for one in effects(rows) if one.name == levels[0]), None)
-        ratio, models = (found.gain, found.models) if found else (None, 0)
+        ratio = found.gain if found else None
     else:
         names = {frozenset("=".join(level) for level in pair.levels): pair for pair in pairs(rows, 1)}
-        pair = names.get(frozenset(levels))
-        ratio, models = (pair.together, pair.models) if pair else (None, 0)
-    if ratio is None:
-        return "**too few points**: no model had it with and without"
+        found = names.get(frozenset(levels))
+        ratio = found.together if found else None
+    models, points = (found.models, found.comparisons) if found else (0, 0)
+    where = f"on {models} model{'s' * (models > 1)}"
     if models < _SURE:
-        return f"**too few points**: {ratio.estimate:.2f}x on {models} model{'s' * (models > 1)}"
+        own = fitted(rows, levels)
+        if own is None:
+            tried = sum(row.gain is not None and set(levels) <= set(row.recipe.split()) for row in rows)
+            known = f"{ratio.estimate:.2f}x {where}" if ratio else f"`{'` with `'.join(levels)}` ran {tried} times"
+            return f"**cannot be checked with these data**: {points} points; {known}"
+        ratio, where = own[0], f"on {own[1]} models, by a fit to all their {len(rows)} trials"
     word = "yes" if ratio.low > 1 else "no, the contrary" if ratio.high < 1 else "cannot tell"
-    return f"**{word}**: {ratio} on {models} models"
+    return f"**{word}**: {ratio} {where}"
+
+
+def fitted(rows, levels: tuple[str, ...]) -> tuple[Interval, int] | None:
+    """The same where too few models had twins, recipes that differ in these levels alone: by a fit to all trials of
+    each model, as a study makes it, the mean over models, with their number. None of fewer than `_SURE`."""
+    pair = tuple(tuple(level.split("=")) for level in levels)
+    known = {technique.name: technique.default for technique in CATALOGUE}
+    recipes = [(row, Recipe.parse(row.recipe).levels) for row in rows if row.gain is not None]
+    factors = {name: (known[name], *sorted({own[name] for _, own in recipes if name in own}))
+               for name in known if any(name in own for _, own in recipes)}  # fmt: skip
+    experiments = [Experiment({name: own.get(name, known[name]) for name in factors}, {_SPEED.name: row.speedup},
+                              group=row.workload) for row, own in recipes]  # fmt: skip
+    table, gains = Table(factors, (_SPEED,), tuple(experiments)), []
+    for model in (fit(table, group, _SPEED, first=[name for name, _ in pair]) for group in table.groups):
+        if model is not None and all(level in model.levels.get(name, ()) for name, level in pair):
+            both = model.gain({model.pair(*pair): 1.0}) if len(pair) > 1 else model.main(pair[0])
+            gains += [both] if both is not None and math.isfinite(both.error) else []
+    if len(gains) < _SURE:
+        return None
+    # What each fit leaves open counts beside how models differ: all of them had the same recipes, and so the same
+    # confusion of what these change together.
+    own = sum(one.error**2 for one in gains) / len(gains) ** 2
+    mean, half = mean_interval([one.gain for one in gains], own, int(min(one.freedom for one in gains)))
+    return Interval(*(ratio_of(mean + side * half) for side in (0, -1, 1))), len(gains)
 
 
 if __name__ == "__main__":

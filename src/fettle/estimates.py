@@ -14,12 +14,18 @@ def student(freedom: float, alpha: float) -> float:
     return float(stdtrit(freedom, 1 - alpha / 2))
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean and half its 95% interval, which is infinite where there is one value; NaN of nothing."""
+def mean_interval(values: Sequence[float], common: float = 0.0, freedom: int = 1) -> tuple[float, float]:
+    """The mean and half its 95% interval, which is infinite where there is one value; NaN of nothing.
+
+    `common` is the variance of what all values have in common, known with so many degrees of freedom: those of the mean
+    are then Satterthwaite's (*Biometrics Bulletin* 2, 1946).
+    """
     if len(values) < 2:
         return (values[0] if values else math.nan), math.inf
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return statistics.fmean(values), student(len(values) - 1, 0.05) * error
+    own, left = statistics.variance(values) / len(values), len(values) - 1
+    share = common / (own + common) if common else 0.0
+    degrees = 1 / ((1 - share) ** 2 / left + share**2 / freedom)
+    return statistics.fmean(values), student(degrees, 0.05) * math.sqrt(own + common)
 
 
 def nearest_rank(values: Sequence[float], share: float) -> float:

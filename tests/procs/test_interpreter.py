@@ -70,6 +70,21 @@ def test_an_old_python_and_what_is_no_python_at_all(bare: Path, tmp_path: Path):
     assert look(Interpreter("no", "/bin/false"), (), tmp_path).problem == "ended with exit code 1"
 
 
+def test_a_script_that_ends_in_an_interpreter_is_one(bare: Path, tmp_path: Path):
+    script = tmp_path / "in-container.sh"
+    script.write_text(f'#!/bin/sh\nexec "{bare}/bin/python" "$@"\n')
+    script.chmod(0o755)
+    [found] = find_interpreters([str(script)])
+    assert found.name == "in-container"
+    assert look(found, (), tmp_path).problem.startswith("torch ")
+    # What fettle passes on is not passed on to a container by its daemon.
+    closed = "import os, sys; os.closerange(3, 256); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    script.write_text(f"#!/bin/sh\nexec '{bare}/bin/python' -c '{closed}' \"$@\"\n")
+    assert look(found, (), tmp_path).problem.startswith("fettle cannot reach what runs there")
+    script.write_text("exec python\n")
+    assert look(found, (), tmp_path).problem == "it cannot be started (Exec format error)"
+
+
 def test_fettle_alone_comes_along(bare: Path, tmp_path: Path, monkeypatch):
     """Another environment sees our fettle and no package that is installed beside it."""
     monkeypatch.delenv("PYTHONPATH", raising=False)

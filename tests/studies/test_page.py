@@ -7,8 +7,10 @@ import math
 import re
 import shutil
 import subprocess
+from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import polars
 import pytest
 
@@ -18,7 +20,7 @@ from fettle.page import theme
 from fettle.page.drawn import write_pictures
 from fettle.studies.analysis import analyse
 from fettle.studies.batches import Grown
-from fettle.studies.charts import figures, on_average, unbeaten
+from fettle.studies.charts import figures, on_average, on_machines, unbeaten
 from fettle.studies.checks import Doubt
 from fettle.studies.effects import at_each
 from fettle.studies.ladder_chart import beside, unmatched
@@ -115,6 +117,32 @@ def test_the_mean_over_models_holds_what_one_more_brings():
     assert found[1].estimate == pytest.approx(2)
     assert found[1].low < 1 < 4 < found[1].high  # two degrees of freedom
     assert on_average(models[:2]) == {}
+
+
+def test_the_mean_over_models_holds_for_one_more_machine_too():
+    """What all models share on a machine is no surer for many models."""
+    a, random, held = ("a", "on"), np.random.default_rng(1), Counter[str]()
+    for _ in range(200):
+        gains = random.normal(0, 0.1, (5, 1)) + random.normal(0, 0.2, (1, 4)) + random.normal(0, 0.02, (5, 4))
+        models = [{a: Interval(math.exp(mean), 0.1, 10.0)} for mean in gains.mean(axis=1)]
+        for name, machines in (("here", ()), ("anywhere", list(gains.mean(axis=0)))):
+            found = on_average(models, {a: machines})[a]
+            held[name] += found.low <= 1 <= found.high
+    assert held["anywhere"] >= 185
+    assert held["here"] < 150
+
+
+def test_what_machines_differ_by_is_their_mean_over_models():
+    slower = {"m1": 0.0, "m2": 0.3, "m3": -0.1}
+    machine = {"machine": tuple(slower)}
+    gains = {"a=on": 0.2} | {f"a=on machine={name}": gain for name, gain in slower.items()}
+    tables = [table(gains | {"a=on b=on": more}, {**switches("ab"), **machine}, noise=1e-4, apart=["machine"])
+              for more in (0.0, 0.2, 0.4)]  # fmt: skip
+    found = on_machines([lead for one in tables for lead in analyse(one)], frozenset({"machine"}))
+    assert found["a", "on"] == pytest.approx([0.3, 0.6, 0.2], abs=2e-3)  # half of 0.2 on average is from the pair
+    two = [replace(one, experiments=tuple(row for row in one.experiments if row.levels["machine"] != "m3"))
+           for one in tables]  # fmt: skip
+    assert on_machines([lead for one in two for lead in analyse(one)]) == {}
 
 
 def test_a_level_that_was_never_tried_somewhere_is_not_told_there():

@@ -40,6 +40,14 @@ def test_factors_are_found_and_what_was_given_comes_first(tmp_path):
     assert made.label(made.experiments[7]) == "eval=True autocast-dtype=float16 batch=16"
 
 
+def test_an_empty_cell_of_a_factor_is_told_and_stands_for_what_was_given_only_where_nothing_else_does(tmp_path):
+    text = "a,b,ms\n" + "".join(f"{a},{b},{ms}\n" for a in ("", "off", "on") for b in ("", "fast") for ms in (1, 2))
+    made = read(tmp_path, text, response=["ms"], group_by=[])
+    assert made.factors == {"a": ("off", "", "on"), "b": ("", "fast")}
+    assert "4 of 12 rows have nothing in 'a': that counts as a level of its own" in made.notes
+    assert "6 of 12 rows have nothing in 'b': that counts as a level of its own, and as the one as given" in made.notes
+
+
 def test_factors_can_be_named_with_what_was_given(tmp_path):
     made = read(tmp_path, factors=["eval=True,batch"], response=["throughput (it/s):smaller", "first-batch (ms)"])
     assert made.factors == {"eval": ("True", "False"), "batch": ("1", "16")}

@@ -259,6 +259,15 @@ def opened(facts: Facts, **options) -> Workload:
     return workload
 
 
+def test_a_budget_that_is_gone_is_said(monkeypatch):
+    monkeypatch.setattr(running, "_seconds", lambda workload, settings: [1.0])
+    session = Opened(Facts())
+    session.standings, session.measure = SimpleNamespace(known={Recipe(): None}), list
+    workload = Workload("net", {}, session, cells=[Recipe(), Recipe.parse("compile=default")])
+    running._measure(workload, Settings(budget_s=5), time.monotonic() - 60)
+    assert session.notes == ["net: the budget was used up before 1 of 2 combinations could be measured"]
+
+
 def test_a_target_on_which_nothing_can_vary_does_not_end_a_study_of_several():
     asked = {"channels_last": ["off", "on"]}
     assert opened(Facts(num_linear=2), techniques=asked).failure.startswith("there is nothing to vary")
@@ -329,6 +338,9 @@ def test_another_environment_is_raced_beside_ours(work: Path, tmp_path: Path, ru
     packages = next(other.glob("lib/python*/site-packages"))
     (packages / "ours.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     (packages / "only_there.py").touch()
+    script = tmp_path / "twenty.sh"
+    script.write_text(f'#!/bin/sh\nexec {other}/bin/python "$@"\n')
+    script.chmod(0o755)
     model = tmp_path / "model.py"
     model.write_text(
         WORK
@@ -346,7 +358,7 @@ def slow():
     return Slow(nn.Linear(256, 256)).eval(), [torch.randn(64, 256) for _ in range(4)]
 """
     )
-    said = run_fettle("study", f"{model}:slow", *TWO, "--only", "--rounds=6", "--python", f"Twenty={other}",
+    said = run_fettle("study", f"{model}:slow", *TWO, "--only", "--rounds=6", "--python", script,
                       "-o", tmp_path / "out", "--json")  # fmt: skip
     assert said.code == 0, said.err
     data = json.loads(said.out)

@@ -12,14 +12,17 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import optuna
 import psutil
 import pytest
+import torch
 
 from fettle import study as room
 from fettle.measure import Trial
 from fettle.recipe import Recipe
+from fettle.studies.sharing import one_at_a_time
 from fettle.study import Study
 from tests.conftest import Run
 
@@ -135,6 +138,29 @@ def test_what_ran_by_another_version_of_a_runtime_is_measured_anew(two):
     assert [trial.time_ms for trial in first.trials()] == [3.0, 1.0]
     assert [trial.time_ms for trial in second.trials()] == [2.0, 1.0]
     assert [trial.time_ms for trial in first.on("here").trials()] == [2.0, 1.0]  # who only reads sees the newest
+
+
+def test_a_gpu_has_one_worker_however_it_is_spelled(tmp_path, monkeypatch):
+    seen = list[str]()
+    monkeypatch.setattr(tempfile, "tempdir", f"{tmp_path}")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(uuid=seen[gpu]))
+
+    def wait(text):
+        raise InterruptedError(text)
+
+    session = SimpleNamespace(facts=SimpleNamespace(device="cuda"), report=wait)
+    seen[:] = ["a"]  # CUDA_VISIBLE_DEVICES=0 or its UUID
+    with one_at_a_time(session):
+        seen[:] = ["b", "a"]  # unset
+        with pytest.raises(InterruptedError, match="another worker measures on this device"), one_at_a_time(session):
+            pass
+        seen[:] = ["b"]
+        with one_at_a_time(session):
+            pass
+    seen[:] = ["b", "a"]
+    with one_at_a_time(session):
+        pass
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

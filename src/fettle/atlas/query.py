@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -54,6 +55,7 @@ class Pair:
     together: Interval
     """Geometric mean over models with its interval, as in `Effect`: below 1 they fight, above 1 they help."""
     models: int
+    comparisons: int
 
     @property
     def name(self) -> str:
@@ -89,6 +91,15 @@ def effects(rows: Sequence[Row]) -> list[Effect]:
     return sorted((one for one in known if one is not None), key=lambda one: (-one.gain.estimate, one.level))
 
 
+def untold(rows: Sequence[Row]) -> dict[str, int]:
+    """Levels that ran and of which `effects` says nothing, as none ran beside an otherwise equal recipe; with the
+    number of their trials."""
+    told = {one.name for one in effects(rows)}
+    ran = Counter("=".join(level) for row in rows if row.gain is not None
+                  for level in Recipe.parse(row.recipe).levels.items())  # fmt: skip
+    return {name: count for name, count in sorted(ran.items()) if name not in told}
+
+
 def pairs(rows: Sequence[Row], least_models: int = 2) -> list[Pair]:
     """What each two levels bring together, those that fight most first, as far as several models show."""
     by_model = _by_model(rows)
@@ -102,7 +113,7 @@ def pairs(rows: Sequence[Row], least_models: int = 2) -> list[Pair]:
                 if len(known) == len(logs):
                     both, second, first, none = known
                     gains.setdefault((one, other), {}).setdefault(model, []).append(both - first - second + none)
-    answers = [Pair(levels, _over_models(models), len(models))
+    answers = [Pair(levels, _over_models(models), len(models), sum(map(len, models.values())))
                for levels, models in gains.items() if len(models) >= least_models]  # fmt: skip
     return sorted(answers, key=lambda pair: (pair.together.estimate, pair.levels))
 
@@ -148,6 +159,10 @@ def _effect(level: Level, by_model: Mapping[tuple[str, ...], Recipes]) -> Effect
 
 
 def _over_models(gains: Mapping[str, Sequence[float]]) -> Interval:
-    """Geometric mean of the models' own, each counting alike, with its interval."""
+    """Geometric mean of the models' own, each counting alike, with its interval by Student's t.
+
+    It held the truth in 92% to 96% of made-up studies of 3 to 16 models, that of a mixed model of all comparisons by
+    restricted maximum likelihood (statsmodels) in 78% to 93%, at a hundred times the work (`bench/model_means.py`).
+    """
     mean, half = mean_interval([statistics.fmean(values) for values in gains.values()])
     return Interval(ratio_of(mean), ratio_of(mean - half), ratio_of(mean + half))

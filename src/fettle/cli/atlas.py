@@ -184,7 +184,7 @@ def _print_contents(console: Console, rows: Sequence[Row]) -> None:
 
 
 def _print_answer(console: Console, rows: Sequence[Row]) -> None:
-    from fettle.atlas import apart, effects, pairs
+    from fettle.atlas import apart, effects, pairs, untold
     from fettle.page import Table
 
     console.print(f"{len(rows)} trials of {len({row.comparable for row in rows})} models and machines")
@@ -195,6 +195,9 @@ def _print_answer(console: Console, rows: Sequence[Row]) -> None:
             where = f"{one.gpu or one.cpu or 'machine'} ({one.machine}), {one.device}, {one.mode}"
             console.print(f"\n{where}", style="bold", markup=False)
         _print_gains(console, effects(some), pairs(some))
+        if left := untold(some):
+            names = ", ".join(f"{name} ({count_text(count, 'trial')})" for name, count in left.items())
+            console.print(f"never beside an otherwise equal recipe: {names}", markup=False)
     cells = [[item["workload"], f"{item['speedup']:.2f}x", item["recipe"], item["machine"]] for item in _best(rows)]
     columns = ["model", "gain", "recipe", "machine"]
     _show.print_table(console, Table(columns, cells, numbers={"gain"}), "best recipes tried")

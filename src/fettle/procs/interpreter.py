@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fettle.errors import UsageError
@@ -21,19 +22,24 @@ _PLAIN = ("bin", "venv", ".venv", "env", ".env", "")
 """Folders whose names tell nobody which environment it is."""
 # Runs by whatever interpreter there is, so it must be read by an old one too.
 _LOOK = """
-import json, sys
+import json, os, sys
 found = {"versions": {"python": "%d.%d.%d" % sys.version_info[:3]}, "problem": ""}
 if sys.version_info < (3, 11):
     found["problem"] = "it is Python %d.%d, and fettle needs 3.11 or later" % sys.version_info[:2]
 else:
     from importlib import import_module, metadata
-    for name in sys.argv[2:]:
+    for name in sys.argv[4:]:
         try:
             found["versions"][name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             pass
     try:
-        for name in ("torch", "msgspec", "psutil", sys.argv[1]):
+        if os.fstat(int(sys.argv[2])).st_ino != int(sys.argv[3]):
+            raise OSError
+    except OSError:
+        found["problem"] = "fettle cannot reach what runs there: it is no child of its own, as with docker exec"
+    try:
+        for name in () if found["problem"] else ("torch", "msgspec", "psutil", sys.argv[1]):
             import_module(name)
     except ModuleNotFoundError as error:
         found["problem"] = "%s is not installed there" % (error.name or error)
@@ -61,8 +67,8 @@ class Interpreter:
 
 
 def find_interpreters(texts: Collection[str]) -> list[Interpreter]:
-    """The environments that are meant by ``PATH`` or ``NAME=PATH``, a path being an interpreter or the folder of a
-    virtual environment. Raises `UsageError` where there is none, and for two of one name."""
+    """The environments that are meant by ``PATH`` or ``NAME=PATH``, a path being an interpreter, a script that ends in
+    one, or the folder of a virtual environment. Raises `UsageError` where there is none, and for two of one name."""
     by_name: dict[str, Interpreter] = {}
     for text in texts:
         named, equals, rest = text.partition("=")
@@ -85,10 +91,17 @@ def look(interpreter: Interpreter, packages: Collection[str], folder: Path) -> I
     cannot. `folder` is written to: fettle is linked from there."""
     path = os.pathsep.join(filter(None, [str(_linked(folder)), os.environ.get("PYTHONPATH", "")]))
     variables = {"PYTHONPATH": path}
-    words = ["-c", _LOOK, WORKER, *sorted(packages)]
-    with Process(words, python=interpreter.path, environment={**os.environ, **variables}) as process:
-        code = process.wait(_LOOK_S)
-        lines = process.printed(1 << 16).splitlines()
+    with tempfile.TemporaryFile() as reached:
+        own = reached.fileno()
+        words = ["-c", _LOOK, WORKER, str(own), str(os.fstat(own).st_ino), *sorted(packages)]
+        try:
+            with Process(
+                words, python=interpreter.path, environment={**os.environ, **variables}, pass_fds=[own]
+            ) as process:
+                code = process.wait(_LOOK_S)
+                lines = process.printed(1 << 16).splitlines()
+        except OSError as error:  # a script without its first line, a program for another processor
+            return replace(interpreter, problem=f"it cannot be started ({error.strerror})")
     try:
         answer = json.loads(lines[-1])
         versions, problem = answer["versions"], answer["problem"]
@@ -109,6 +122,8 @@ def _linked(folder: Path) -> Path:
 
 
 def _name_of(path: Path) -> str:
+    if not path.name.startswith("py"):  # a script that ends in an interpreter
+        return _name(path.stem)
     names = [part for part in reversed(path.parts[:-1]) if part not in _PLAIN]
     return _name(names[0] if names else path.name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,8 @@ from fettle.studies.analysis import Analysis
 from fettle.studies.effects import at_each
 from fettle.studies.model import Level
 from fettle.studies.outcome import Rung
-from fettle.studies.table import Experiment, Response, Table
+from fettle.studies.pooled import LEAST_MACHINES
+from fettle.studies.table import MACHINE, Experiment, Response, Table
 from fettle.studies.trials import ERROR
 from fettle.techniques import PYTHON
 
@@ -63,7 +65,8 @@ def _across(table: Table, analyses: Sequence[Analysis]) -> list[Figure | None]:
     drawn = []
     if len(models) > 1:
         if len(models) >= _SEVERAL:
-            models = {f"mean of {len(models)}": on_average(models.values())} | models
+            average = on_average(models.values(), on_machines(leads.values(), table.apart))
+            models = {f"mean of {len(models)}": average} | models
         drawn.append(effect_charts.across("across", "The same level on each model", better, models))
     for group, lead in leads.items():
         assert lead.model is not None
@@ -75,19 +78,43 @@ def _across(table: Table, analyses: Sequence[Analysis]) -> list[Figure | None]:
     return drawn
 
 
-def on_average(models: Collection[Mapping[Level, Interval]]) -> dict[Level, Interval]:
+def on_average(
+    models: Collection[Mapping[Level, Interval]], machines: Mapping[Level, Sequence[float]] | None = None
+) -> dict[Level, Interval]:
     """What each level brings on an average model, and an interval that says how much models differ: what to expect of
-    one more of that sort."""
+    one more of that sort; with what it brings on several `machines` (logs, the means over models), on such a machine.
+
+    Over 5 models on 3 or 5 machines it held the truth in 91% to 96% of made-up studies, a mixed model of both by
+    restricted maximum likelihood (statsmodels) in 80% to 93%, at a hundred times the work (`bench/model_means.py`).
+    """
     logs: dict[Level, list[float]] = {}
     for found in models:
         for level, ratio in found.items():
             if ratio.low > 0:  # it was measured side by side
                 logs.setdefault(level, []).append(math.log(ratio.estimate))
-    means = {level: mean_interval(some) for level, some in logs.items() if len(some) >= _SEVERAL}
+    means = {}
+    for level, some in logs.items():
+        if len(some) >= _SEVERAL:
+            own = (machines or {}).get(level, ())
+            common = statistics.variance(own) / len(own) if own else 0.0
+            mean, half = mean_interval(some, common, max(1, len(own) - 1))
+            means[level] = Interval(ratio_of(mean), ratio_of(mean - half), ratio_of(mean + half))
+    return means
+
+
+def on_machines(leads: Collection[Analysis], apart: frozenset[str] = frozenset()) -> dict[Level, list[float]]:
+    """By level what it brings on each of several kinds of machines, as a log, on average over models; nothing where
+    machines are too few to be a sample of such machines."""
+    logs: dict[Level, dict[str, list[float]]] = {}
+    for lead in leads:
+        if lead.model is not None and len(lead.model.levels.get(MACHINE, ())) >= LEAST_MACHINES:
+            for machine, found in at_each(lead.model, MACHINE, apart).items():
+                for level, ratio in found.items():
+                    logs.setdefault(level, {}).setdefault(machine, []).append(math.log(ratio.estimate))
     return {
-        level: Interval(ratio_of(mean), ratio_of(mean - half), ratio_of(mean + half))
-        for level, (mean, half) in means.items()
-    }
+        level: [statistics.fmean(some) for some in by_machine.values()]
+        for level, by_machine in logs.items() if len(by_machine) >= LEAST_MACHINES
+    }  # fmt: skip
 
 
 def _of(group: str) -> str:

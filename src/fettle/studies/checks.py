@@ -102,8 +102,8 @@ def _factor(logs: list[float]) -> float:
 def _doubts(model: Model, held_out: HeldOut) -> Iterator[Doubt]:
     left = len(model.rows) - len(model.columns)
     if left < LEAST_FREEDOM and not math.isinf(model.freedom):
-        more = count_text(left, "experiment")
-        yield Doubt(f"only {more} more than effects: their scatter says little of how sure the effects are")
+        more = f"only {count_text(left, 'experiment')} more than" if left else "no more experiments than"
+        yield Doubt(f"{more} effects: their scatter says little of how sure the effects are")
     if held_out.cells and not held_out.off < held_out.mean_off:
         yield Doubt(
             f"a combination that the fit has not seen is predicted to within {held_out.off:.2f}x, no better than by "

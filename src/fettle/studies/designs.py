@@ -71,7 +71,7 @@ def cells(design: str, space: Space, start: Recipe, most: int | None = None, *, 
     recipes = [Recipe(), *(recipe for recipe in _DESIGNS[design](space, start, most) if recipe.levels)]
     recipes = list(dict.fromkeys(recipes))[:most]
     if len(recipes) < least:
-        raise UsageError("there is nothing to vary: no level of these techniques can be used here")
+        raise UsageError("there is nothing to vary: no technique that may vary has a second level here")
     return recipes
 
 

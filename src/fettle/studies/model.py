@@ -10,7 +10,7 @@ the reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -152,8 +152,9 @@ def holds(row: Experiment, term: Term) -> bool:
     return all(row.levels[name] == level for name, level in term)
 
 
-def fit(table: Table, group: str, response: Response) -> Model | None:
-    """Fit the model by least squares. None where nothing varied, or too little was measured to say anything.
+def fit(table: Table, group: str, response: Response, first: Collection[str] = ()) -> Model | None:
+    """Fit the model by least squares. None where nothing varied, or too little was measured to say anything. Where
+    there is no room for all pairs of factors, that of `first` is among those that are in.
 
     Raises `UsageError` where statsmodels is not installed.
     """
@@ -188,7 +189,8 @@ def fit(table: Table, group: str, response: Response) -> Model | None:
     chosen.add([()], len(rows))
     for terms in mains:
         chosen.add(terms, len(rows))
-    for pair in sorted(pairs, key=_by_parents(chosen, levels, y)):
+    by_parents = _by_parents(chosen, levels, y)
+    for pair in sorted(pairs, key=lambda pair: (set(pair) != set(first), by_parents(pair))):
         chosen.add(pairs[pair], len(rows) - spare)
 
     x = np.column_stack([chosen.values[term] for term in chosen.values])

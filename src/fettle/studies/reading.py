@@ -21,7 +21,7 @@ MOST_LEVELS = 12
 MOST_NAMED_LEVELS = 60
 MOST_EFFECTS = 5_000
 """Levels and pairs of levels that are told apart. Each is a column of the model."""
-_PLAIN = ("", "as given", "none", "false", "no", "off", "0", "baseline", "default", "float32", "fp32", "torch.float32")
+_PLAIN = ("as given", "none", "false", "no", "off", "0", "baseline", "default", "float32", "fp32", "torch.float32", "")
 """Levels that usually stand for nothing done, the likeliest first."""
 _LARGER = re.compile(
     r"throughput|/s\b|per.second|speed.?up|\bfps\b|accuracy|\bmiou\b|samples_s|tokens_s", re.IGNORECASE
@@ -73,6 +73,12 @@ def read_csv(
         for row, group in zip(rows, groups, strict=True)
     )
     notes = [] if named else ["factors, as no others were named: " + ", ".join(names)]
+    for name in names:
+        if empty := sum(not row[name] for row in rows):
+            notes.append(
+                f"{empty} of {len(rows)} rows have nothing in {name!r}: that counts as a level of its own"
+                + (", and as the one as given" if not levels[name][0] else "")
+            )
     for one in responses:
         lost = sum(experiment.value(one.name) is None for experiment in experiments)
         if lost == len(experiments):

@@ -202,6 +202,9 @@ def _measure(workload: Workload, settings: Settings, began: float) -> None:
             left = left[:fit]
         if not session.measure(left[:TOGETHER]) or len(workload.unknown()) == before:
             break
+    if settings.budget_s is not None and (left := workload.unknown()):
+        count = f"{len(left)} of {len(workload.cells)} combinations"
+        session.remark(f"{workload.name}: the budget was used up before {count} could be measured")
 
 
 def _foreseen(guide: Guide, workload: Workload) -> list[str]:

@@ -50,23 +50,32 @@ def measure_shares(session: Session, cells: Sequence[Recipe], most: int, deadlin
 
 @contextlib.contextmanager
 def one_at_a_time(session: Session) -> Iterator[None]:
-    """Hold the device: of all workers of this user on it one measures at a time."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all") if session.facts.device != "cpu" else ""
-    name = re.sub(r"[^\w,]+", "-", f"fettle-{os.getuid()}-{session.facts.device}{visible}")
-    path = Path(tempfile.gettempdir()) / f"{name}.lock"
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise UsageError(f"{path}: the device cannot be taken ({error.strerror})") from None
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            session.report("another worker measures on this device")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    """Hold the device, or all that are to be seen: of this user's workers that see one of them one measures at a
+    time."""
+    with contextlib.ExitStack() as ends:
+        for name in _devices(session.facts.device):
+            path = Path(tempfile.gettempdir()) / f"fettle-{os.getuid()}-{name}.lock"
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except OSError as error:
+                raise UsageError(f"{path}: the device cannot be taken ({error.strerror})") from None
+            ends.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                session.report("another worker measures on this device")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(descriptor)
+
+
+def _devices(kind: str) -> list[str]:
+    """A name for each device, the same however ``CUDA_VISIBLE_DEVICES`` spells it; in one order, so that no two wait
+    for each other."""
+    if kind != "cuda":
+        return [kind]
+    import torch
+
+    return sorted(f"{torch.cuda.get_device_properties(gpu).uuid}" for gpu in range(torch.cuda.device_count()))
 
 
 def elsewhere(session: Session) -> list[tuple[Machine, list[Trial]]]:
