@@ -12,6 +12,7 @@ from rich.console import Console
 
 from fettle.cli.serve import package as command
 from fettle.errors import UsageError
+from fettle.generate.decoding import decoder_of, write
 from fettle.package.export import write_package
 from fettle.package.generating import generating, of_model
 from fettle.package.handler import find_handler
@@ -335,10 +336,30 @@ def test_samples_are_made_where_the_model_lies():
     assert {tensor.device.type for tensor in made} == {"cpu"}
 
 
-def test_an_encoder_with_a_decoder_is_refused_in_a_line():
-    config = transformers.T5Config(vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
-    with pytest.raises(UsageError, match="encoder with a decoder"):
-        generating(workload(transformers.T5ForConditionalGeneration(config)))
+def test_an_encoder_reads_the_prompts_and_its_decoder_writes(tmp_path):
+    """Texts join and leave; each is the model's own, whatever the lengths of the others."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4,
+                                   decoder_start_token_id=0, eos_token_id=None, initializer_factor=2.0)  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    handler = find_handler(package := packaged(tmp_path / "m", model), ModelRunner(package), "")
+    assert [spec.name for spec in package.manifest.inputs] == ["source", "source_mask", "input_ids", "last"]
+    prompts, most = [*PROMPTS[:5], [5] * 100], [5, 6, 7, 3, 2, 4]
+    found = written(handler.running(3, 0, 8), asks(prompts, most), lambda step: ())
+    for prompt, tokens, (text, *rest) in zip(prompts, most, found, strict=True):
+        own = write(decoder_of(model), torch.tensor([prompt]), new_tokens=tokens)[0].tolist()
+        assert text.split() == list(map(str, own))
+        assert rest == [tokens, "length"]
+    with pytest.raises(UsageError, match="at most 100 tokens, this one 101"):
+        handler.room([5] * 101, Ask())
+
+
+def test_an_encoder_of_sound_is_refused_in_a_line():
+    config = transformers.WhisperConfig(vocab_size=WORDS, d_model=32, encoder_layers=1, decoder_layers=1,
+                                        pad_token_id=0, bos_token_id=0, eos_token_id=0)  # fmt: skip
+    model = transformers.WhisperForConditionalGeneration(config)
+    with pytest.raises(UsageError, match="fills input_ids and attention_mask; the model takes input_features"):
+        generating(Workload(model, [{"input_features": torch.zeros(1, 80, 3000)}]))
 
 
 def test_a_text_is_no_longer_than_the_model_has_positions():
