@@ -74,16 +74,14 @@ class Static(Kept):
         super().__init__(model)
         self.tokens, self.compiled, self.caches = tokens, compiled, {}  # type: ignore[var-annotated]
         self.compile, self.prompts, self.graphs = compile, prompts, {}  # type: ignore[var-annotated]
-        self.encoder: Any = None
-        self.source = 0  # of an encoder: how many states there is room for
-        if self.two_parts:
-            self.encoder, self.prompts = model.get_encoder(), False
-            if prompts:
-                self.encoder = compiled(self.encoder, compile, guarded=True)
+        self.encoder = model.get_encoder() if self.two_parts else None
+        self.source = 0  # how many of its states there is room for
 
     def encoded(self, mask: Any, **prompt: torch.Tensor) -> dict[str, Any]:
+        if self.prompts:
+            self.encoder, self.prompts = compiled(self.encoder, self.compile, guarded=True), False
         masked = {} if mask is None else {"attention_mask": mask}
-        states = self.encoder(**prompt, **masked)[0]
+        states: torch.Tensor = self.encoder(**prompt, **masked)[0]
         rows, length = states.shape[:2]
         room = length
         if "input_ids" in prompt:  # sound and pictures have one length, and some decoders look at all of it
@@ -135,7 +133,7 @@ class Static(Kept):
 
     def call(self, tokens: torch.Tensor, past: Any, mask: Any, places: Any, last: int) -> torch.Tensor:
         """One call of the model."""
-        if mask is None and "position_ids" in self.takes and (not last or torch.compiler.is_compiling()):
+        if mask is None and "position_ids" in self.takes and torch.compiler.is_compiling():
             # Without them some models count the tokens by a mask of as many, whose shape no graph can have.
             places = (past.get_seq_length() + torch.arange(tokens.shape[1], device=tokens.device))[None]
             mask = tokens.new_ones(len(tokens), self.tokens)
