@@ -287,21 +287,37 @@ def sliding(window):
     return transformers.MistralForCausalLM(config).eval()
 
 
-def test_a_window_as_long_as_a_text_may_be_leaves_nothing_out(tmp_path):
-    model = sliding(100)
+def by_turns(window):
+    """Every other layer has a window."""
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, query_pre_attn_scalar=8, initializer_range=1.0, sliding_window=window, **SIZES,
+    )  # fmt: skip
+    return transformers.Gemma2ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(("make", "window"), [(sliding, 100), (sliding, 6), (by_turns, 6)])
+def test_what_a_window_leaves_out_is_not_looked_at(tmp_path, make, window):
+    model = make(window)
     running = find_handler(package := packaged(tmp_path / "m", model), ModelRunner(package), "").running(3, 0, 8)
     found = written(running, asks(PROMPTS[2:6], [50, 6, 7, 30]))
     assert [text for text, *_ in found] == [
         expected(model, prompt, most) for prompt, most in zip(PROMPTS[2:6], [50, 6, 7, 30], strict=True)
     ]
     assert running.cache is not None
-    assert len(generating(workload(model), 101)) == 1
+    assert len(generating(workload(model), 101)) == 2
 
 
-@pytest.mark.parametrize("odd", ["window", "eager", "positions"])
+@pytest.mark.parametrize("odd", ["chunks", "eager", "positions"])
 def test_a_model_that_keeps_something_else_runs_the_whole_text(odd):
-    if odd == "window":
-        model = sliding(4)
+    if odd == "chunks":  # kept like windows, and seen otherwise
+        config = transformers.Llama4TextConfig(
+            hidden_size=32, intermediate_size=48, intermediate_size_mlp=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, attention_chunk_size=6, num_local_experts=2, interleave_moe_layer_step=2,
+            no_rope_layers=[1, 0], initializer_range=1.0, **SIZES,
+        )  # fmt: skip
+        model = transformers.Llama4ForCausalLM(config).eval()
     elif odd == "eager":
         model = llama(attn_implementation="eager")
     else:  # ALiBi: how far two tokens are apart is read off their places
