@@ -899,7 +899,8 @@ def test_levels_say_why_they_cannot_be_had() -> None:
     assert "GenerationWorkload" in conflict(Recipe({"kv_cache": "static"}), plain)
     two_parts = probe_facts(fettle.GenerationWorkload(t5(), [ids(1, 4)], new_tokens=3))
     config = transformers.LongT5Config(vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
-    work = fettle.GenerationWorkload(transformers.LongT5ForConditionalGeneration(config), [ids(1, 4)], new_tokens=3)
+    longer = transformers.LongT5ForConditionalGeneration(config).eval()
+    work = fettle.GenerationWorkload(longer, [ids(1, 4)], new_tokens=3)
     assert "fixed size" in conflict(Recipe({"kv_cache": "static"}), probe_facts(work))
     windows = probe_facts(fettle.GenerationWorkload(gemma(), [ids(1, 4)], new_tokens=3))
     for facts in (two_parts, windows):

@@ -25,8 +25,8 @@ def part(output: Any, name: str, place: int) -> Any:
 class Kept:
     """A model with its keys and values kept as the model makes them: the prompt once, then the new tokens only.
 
-    For models that take `past_key_values` (or `cache_params`, or `state`) and give it back, as those of transformers do:
-    causal or encoder-decoder.
+    For models that take `past_key_values` (or `cache_params`, or `state`) and give it back, as those of transformers
+    do: causal or encoder-decoder.
     Rows of unequal length are filled up on the left, with zeros in `attention_mask`.
     """
 

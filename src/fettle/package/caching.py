@@ -79,8 +79,8 @@ class CachedNextToken(torch.nn.Module):
 def cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor, most: int) -> Workload | None:
     """The workload of a model that keeps keys and values; None where it cannot be had.
 
-    It can for models of transformers that take positions and whose layers all attend by SDPA, to all tokens before or to
-    the last so many, in texts of `most` tokens. `wanted` [rows, vocabulary] are the model's scores after the tokens
+    It can for models of transformers that take positions and whose layers all attend by SDPA, to all tokens before or
+    to the last so many, in texts of `most` tokens. `wanted` [rows, vocabulary] are the model's scores after the tokens
     `ids` [rows, tokens], which must come out.
     """
     try:

@@ -20,7 +20,7 @@ def generation_facts(workload: Workload) -> dict[str, Any]:
         return {}
     model = workload.model
     decoder = decoder_of(model)
-    keeps = "own" if decoder is model else _fixed_size(model)
+    keeps = "own" if decoder is model else "state" if decoder.one_at_a_time else _fixed_size(model)
     if not keeps:
         keeps = "state" if _has_state(decoder, workload.inputs[0]) else "dynamic"
     return {

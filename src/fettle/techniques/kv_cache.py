@@ -63,8 +63,8 @@ def compiled(call: Any, options: Any, guarded: bool) -> Any:
 
 class Static(Kept):
     """The same with room for `tokens` set aside before, once for each number of rows; longer texts make it larger. A
-    layer with a sliding window keeps every token too, and its mask says which it sees. An encoder's states are filled up
-    to one length, so that all steps have one shape.
+    layer with a sliding window keeps every token too, and its mask says which it sees. An encoder's states are filled
+    up to one length, so that all steps have one shape.
 
     `compile` are options of torch.compile for calls of 1 and of `compiled` tokens, and with `prompts` for those; None
     runs them as they are.
@@ -78,6 +78,8 @@ class Static(Kept):
         self.source = 0  # how many of its states there is room for
 
     def encoded(self, mask: Any, **prompt: torch.Tensor) -> dict[str, Any]:
+        from transformers.modeling_outputs import BaseModelOutput
+
         if self.prompts:
             self.encoder, self.prompts = compiled(self.encoder, self.compile, guarded=True), False
         masked = {} if mask is None else {"attention_mask": mask}
@@ -91,7 +93,7 @@ class Static(Kept):
             states = torch.nn.functional.pad(states, (0, 0, 0, room - length))
         if room != self.source:
             self.source, self.caches, self.graphs = room, {}, {}
-        return {"encoder_outputs": (states,), **masked}
+        return {"encoder_outputs": BaseModelOutput(states), **masked}
 
     def new_cache(self, tokens: torch.Tensor, room: int) -> Any:
         from transformers import EncoderDecoderCache, StaticCache
