@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,12 +26,18 @@ class NextToken(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, call: Callable[..., Any] | None, names: tuple[str, ...]) -> None:
         super().__init__()
         self.model, self.call, self.names = model, call, names
+        # A cache that ends with a window has no size that the exporter could leave open.
+        takes_it = call is None and "use_cache" in inspect.signature(model.forward).parameters
+        self.given = {"use_cache": False} if takes_it else {}
 
     def forward(self, input_ids: torch.Tensor, last: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Any:
         """`last` [rows] is the position of each row's last token."""
         batch: Any = {"input_ids": input_ids, "attention_mask": attention_mask}
         args, kwargs = ([], {name: batch[name] for name in self.names}) if self.names else ([input_ids], {})
-        answer = self.model(*args, **kwargs) if self.call is None else self.call(self.model, *args, **kwargs)
+        if self.call is None:
+            answer = self.model(*args, **kwargs, **self.given)
+        else:
+            answer = self.call(self.model, *args, **kwargs)
         return {LOGITS: _at(answer, last)}
 
 
