@@ -21,7 +21,8 @@ def most_tokens(decoder: Any) -> float:
     """The tokens that a model has positions for, where its configuration says so: a text may end just there, and what
     is guessed beyond has none."""
     config, names = getattr(decoder, "config", None), ("max_target_positions", "max_position_embeddings")
-    return next((size for name in names if (size := getattr(config, name, None) or 0) > 0), float("inf"))
+    most: float = next((size for name in names if (size := getattr(config, name, None) or 0) > 0), float("inf"))
+    return most
 
 
 class Lookup:
