@@ -74,7 +74,7 @@ class Static(Kept):
         super().__init__(model)
         self.tokens, self.compiled, self.caches = tokens, compiled, {}  # type: ignore[var-annotated]
         self.compile, self.prompts, self.graphs = compile, prompts, {}  # type: ignore[var-annotated]
-        self.encoder = model.get_encoder() if self.two_parts else None
+        self.encoder: Any = model.get_encoder() if self.two_parts else None
         self.source = 0  # how many of its states there is room for
 
     def encoded(self, mask: Any, **prompt: torch.Tensor) -> dict[str, Any]:
