@@ -81,6 +81,16 @@ def t5() -> nn.Module:
     return transformers.T5ForConditionalGeneration(config).eval()
 
 
+def bart() -> nn.Module:
+    """Its decoder has more layers than its encoder."""
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        vocab_size=WORDS, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=128, init_std=0.3,
+    )  # fmt: skip
+    return transformers.BartForConditionalGeneration(config).eval()
+
+
 def whisper() -> nn.Module:
     torch.manual_seed(0)
     config = transformers.WhisperConfig(
@@ -90,6 +100,35 @@ def whisper() -> nn.Module:
         decoder_start_token_id=1, bos_token_id=2, eos_token_id=3, pad_token_id=0,
     )  # fmt: skip
     return transformers.WhisperForConditionalGeneration(config).eval()
+
+
+def mistral() -> nn.Module:
+    """All layers see the last six tokens only."""
+    return small("Mistral", num_hidden_layers=2, sliding_window=6)
+
+
+def qwen2() -> nn.Module:
+    """The second layer sees the last six tokens only."""
+    window = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+    return small("Qwen2", num_hidden_layers=2, **window)
+
+
+def opt() -> nn.Module:
+    """Without a mask it counts its tokens by one that it makes."""
+    torch.manual_seed(0)
+    config = transformers.OPTConfig(vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, ffn_dim=64, init_std=0.3,
+                                    num_attention_heads=4, max_position_embeddings=256, word_embed_proj_dim=32,
+                                    dropout=0.0)  # fmt: skip
+    return transformers.OPTForCausalLM(config).eval()
+
+
+def rwkv() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.RwkvConfig(vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32,
+                                     bos_token_id=0, eos_token_id=0, rescale_every=0)  # fmt: skip
+    model = transformers.RwkvForCausalLM(config).eval()
+    nn.init.normal_(model.head.weight)
+    return model
 
 
 def mamba() -> nn.Module:
@@ -197,13 +236,14 @@ def test_a_prompt_may_say_its_positions(level) -> None:
     assert torch.equal(runs(work, kv_cache=level)(**prompt), write(decoder_of(work.model), **padded(), new_tokens=6))
 
 
-def test_a_model_may_keep_a_state_in_place_of_keys_and_values() -> None:
+@pytest.mark.parametrize("make", [mamba, rwkv])
+def test_a_model_may_keep_a_state_in_place_of_keys_and_values(make) -> None:
     prompt = ids(1, 9)
-    whole = mamba()(torch.cat([prompt, written := write(decoder_of(mamba()), prompt, new_tokens=6)], 1)).logits
+    whole = make()(torch.cat([prompt, written := write(decoder_of(make()), prompt, new_tokens=6)], 1)).logits
     assert torch.equal(written, whole[:, 8:-1].argmax(-1))
-    scores = write(decoder_of(mamba()), prompt, new_tokens=6, forced=written, stride=4)  # one at a time all the same
+    scores = write(decoder_of(make()), prompt, new_tokens=6, forced=written, stride=4)  # one at a time all the same
     torch.testing.assert_close(scores, whole[:, 8:-1], rtol=0, atol=1e-4)
-    facts = probe_facts(fettle.GenerationWorkload(mamba(), prompt, new_tokens=4))
+    facts = probe_facts(fettle.GenerationWorkload(make(), prompt, new_tokens=4))
     assert "one token at a time" in conflict(Recipe({"guessing": "prompt"}), facts)
 
 
@@ -303,6 +343,9 @@ def test_writing_ends_where_every_row_has_had_a_stop_token() -> None:
         ({"texts": torch.ones(1).long()}, "two tokens"),
         ({"call": print}, "no call"),
         ({"new_tokens": 254}, "256 positions; give shorter prompts"),
+        ({"model": bart(), "new_tokens": 129}, "4 tokens and 129 new_tokens are too many .* 128 positions for each"),
+        ({"model": bart(), "inputs": [ids(1, 129)]}, "129 tokens .* 128 positions for each"),
+        ({"model": whisper(), "new_tokens": 65, "inputs": [{"input_features": torch.ones(1, 8, 40)}]}, "64 positions"),
     ],
 )
 def test_what_no_text_can_be_written_from_is_said_in_a_line(change, says) -> None:
@@ -549,7 +592,7 @@ def runs(work: fettle.GenerationWorkload, **levels: str):
     return load(source(recipe, facts), str(recipe))(work.model, work.inputs)
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("make", [llama, gpt2, opt, gemma, mistral, qwen2, t5, bart])
 @pytest.mark.parametrize(
     "levels", [{"kv_cache": "static"}, {"guessing": "prompt"}, {"kv_cache": "static", "guessing": "prompt"}]
 )
@@ -558,6 +601,7 @@ def test_a_technique_writes_the_same(make, levels) -> None:
     mask = torch.ones(2, 9).long()
     mask[1, :3] = 0
     prompts = [{"input_ids": ids(2, 9)}, {"input_ids": ids(2, 9), "attention_mask": mask}, {"input_ids": ids(1, 90)}]
+    prompts.append({"input_ids": ids(1, 3)})  # within a window, which the text grows beyond
     wanted = [write(decoder_of(work.model), **prompt, new_tokens=12) for prompt in prompts]
     run = runs(work, **levels)
     for prompt, text in zip(prompts, wanted, strict=True):
@@ -619,9 +663,25 @@ def test_keys_and_values_in_8_bits_say_nearly_the_same_in_less_memory(make, tmp_
     assert (wanted.exp() * (wanted - said)).sum(-1).mean() < 0.005
 
 
+@pytest.mark.parametrize(
+    "levels", [{"kv_cache": "static"}, {"guessing": "prompt"}, {"kv_cache": "static", "guessing": "prompt"}]
+)
+def test_a_technique_writes_the_same_of_sound(levels) -> None:
+    sounds = [torch.randn(rows, 8, 40, generator=torch.Generator().manual_seed(rows)) for rows in (2, 1)]
+    work = fettle.GenerationWorkload(whisper(), [{"input_features": sound} for sound in sounds], new_tokens=64)
+    run = runs(work, **levels)
+    for prompt in [*work.inputs, {**work.inputs[0], "decoder_input_ids": ids(2, 3)}]:
+        heard: list[torch.Tensor] = []
+        tokens = 65 - prompt.get("decoder_input_ids", torch.zeros(2, 1)).shape[1]  # up to the last position
+        wanted = write(decoder_of(work.model), **prompt, new_tokens=tokens)
+        assert torch.equal(run(**prompt, new_tokens=tokens, on_tokens=heard.append), wanted)
+        assert torch.equal(torch.cat(heard, 1), wanted)
+
+
+@pytest.mark.parametrize("make", [llama, t5])
 @pytest.mark.parametrize("level", ["as-given", "static"])
-def test_a_loop_of_ones_own_may_follow_inference_mode(level) -> None:
-    work = fettle.GenerationWorkload(llama(), [ids(2, 9)], new_tokens=4)
+def test_a_loop_of_ones_own_may_follow_inference_mode(level, make) -> None:
+    work = fettle.GenerationWorkload(make(), [ids(2, 9)], new_tokens=4)
     run = runs(work, kv_cache=level, grad="inference_mode")
     text = run(**work.inputs[0])
     scores = run.decoder.prefill(room=4, **work.inputs[0])
@@ -889,7 +949,14 @@ def test_levels_say_why_they_cannot_be_had() -> None:
     plain = probe_facts(fettle.Workload(nn.Linear(2, 2), [torch.rand(2, 2)]))
     assert "GenerationWorkload" in conflict(Recipe({"kv_cache": "static"}), plain)
     two_parts = probe_facts(fettle.GenerationWorkload(t5(), [ids(1, 4)], new_tokens=3))
-    assert "fixed size" in conflict(Recipe({"kv_cache": "static"}), two_parts)
+    config = transformers.LongT5Config(vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
+    longer = transformers.LongT5ForConditionalGeneration(config).eval()
+    work = fettle.GenerationWorkload(longer, [ids(1, 4)], new_tokens=3)
+    assert "fixed size" in conflict(Recipe({"kv_cache": "static"}), probe_facts(work))
+    windows = probe_facts(fettle.GenerationWorkload(gemma(), [ids(1, 4)], new_tokens=3))
+    for facts in (two_parts, windows):
+        assert "every layer keeps every token" in conflict(Recipe({"kv_cache": "int8"}), facts)
+        assert "every layer keeps every token" in conflict(Recipe({"runtime": "openvino-stateful"}), facts)
     own = probe_facts(fettle.GenerationWorkload(Echo(), [ids(1, 4)], new_tokens=3))
     assert "keeps them itself" in conflict(Recipe({"kv_cache": "static"}), own)
     assert "runtime" in conflict(Recipe({"runtime": "onnxruntime"}), two_parts)
@@ -908,9 +975,13 @@ def test_attention_of_one_token_is_the_attention_of_many(mask) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["static-compiled", "static-prompts", "static-frozen"])
-def test_a_compiled_step_writes_the_same_and_compiles_once(level) -> None:
-    work = fettle.GenerationWorkload(llama(), [ids(1, 9)], new_tokens=12)
+@pytest.mark.parametrize(
+    ("make", "level"),
+    [(llama, "static-compiled"), (llama, "static-prompts"), (llama, "static-frozen"), (gemma, "static-prompts"),
+     (opt, "static-prompts"), (t5, "static-prompts"), (bart, "static-compiled"), (t5, "static-frozen")],
+)  # fmt: skip
+def test_a_compiled_step_writes_the_same_and_compiles_once(make, level) -> None:
+    work = fettle.GenerationWorkload(make(), [ids(1, 9)], new_tokens=12)
     mask = torch.ones(2, 9).long()
     mask[1, :3] = 0
     prompts: list[dict] = [{"input_ids": ids(rows, n)} for rows, n in ((1, 9), (2, 9), (1, 20), (2, 30), (1, 1))]
@@ -922,9 +993,18 @@ def test_a_compiled_step_writes_the_same_and_compiles_once(level) -> None:
     torch._dynamo.utils.counters.clear()
     for prompt, text in zip(prompts, wanted, strict=True):
         assert torch.equal(run(**prompt), text)
-    assert torch.equal(run(ids(1, 13)), write(decoder_of(llama()), ids(1, 13), new_tokens=12))
+    assert torch.equal(run(ids(1, 13)), write(decoder_of(work.model), ids(1, 13), new_tokens=12))
     assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert torch.equal(run(ids(1, 70)), write(decoder_of(llama()), ids(1, 70), new_tokens=12))  # needs more room
+    assert torch.equal(run(ids(1, 70)), write(decoder_of(work.model), ids(1, 70), new_tokens=12))  # needs more room
+
+
+@pytest.mark.slow
+def test_a_compiled_step_writes_the_same_of_sound() -> None:
+    sound = {"input_features": torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(0))}
+    work = fettle.GenerationWorkload(whisper(), [sound], new_tokens=12)
+    run = runs(work, kv_cache="static-prompts", guessing="prompt")
+    for prompt in (sound, {**sound, "decoder_input_ids": ids(2, 3)}):
+        assert torch.equal(run(**prompt), write(decoder_of(work.model), **prompt, new_tokens=12))
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from fettle.cli.serve import package as command
 from fettle.errors import UsageError
+from fettle.generate.decoding import decoder_of, write
 from fettle.package.export import write_package
 from fettle.package.function import Blocks, in_blocks
 from fettle.package.generating import generating, of_model
@@ -330,21 +331,46 @@ def sliding(window):
     return transformers.MistralForCausalLM(config).eval()
 
 
-def test_a_window_as_long_as_a_text_may_be_leaves_nothing_out(tmp_path):
-    model = sliding(100)
+TWO_LAYERS = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 1.0, **SIZES,
+}  # fmt: skip
+
+
+def by_turns(window):
+    """The second layer has a window."""
+    torch.manual_seed(0)
+    window = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1}
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**TWO_LAYERS, **window)).eval()
+
+
+def capped(window):
+    """The first layer has a window; attention is eager, since its scores are capped."""
+    torch.manual_seed(0)
+    size = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": window}
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**TWO_LAYERS, **size)).eval()
+
+
+@pytest.mark.parametrize(("make", "window"), [(sliding, 100), (sliding, 6), (by_turns, 6), (capped, 6)])
+def test_what_a_window_leaves_out_is_not_looked_at(tmp_path, make, window):
+    model, most = make(window), [20, 6, 7, 12]
     running = find_handler(package := packaged(tmp_path / "m", model), ModelRunner(package), "").running(3, 0, 8)
-    found = written(running, asks(PROMPTS[2:6], [50, 6, 7, 30]))
+    found = written(running, asks(PROMPTS[2:6], most))
     assert [text for text, *_ in found] == [
-        expected(model, prompt, most) for prompt, most in zip(PROMPTS[2:6], [50, 6, 7, 30], strict=True)
+        expected(model, prompt, tokens) for prompt, tokens in zip(PROMPTS[2:6], most, strict=True)
     ]
-    assert running.cache is not None
-    assert len(generating(workload(model), 101)) == 1
+    assert (running.cache is None) == (make is capped)
 
 
-@pytest.mark.parametrize("odd", ["window", "eager", "positions"])
+@pytest.mark.parametrize("odd", ["chunks", "eager", "positions"])
 def test_a_model_that_keeps_something_else_runs_the_whole_text(odd):
-    if odd == "window":
-        model = sliding(4)
+    if odd == "chunks":  # kept like windows, and seen otherwise
+        config = transformers.Llama4TextConfig(
+            hidden_size=32, intermediate_size=48, intermediate_size_mlp=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, attention_chunk_size=6, num_local_experts=2, interleave_moe_layer_step=2,
+            no_rope_layers=[1, 0], initializer_range=1.0, **SIZES,
+        )  # fmt: skip
+        model = transformers.Llama4ForCausalLM(config).eval()
     elif odd == "eager":
         model = llama(attn_implementation="eager")
     else:  # ALiBi: how far two tokens are apart is read off their places
@@ -379,10 +405,31 @@ def test_samples_are_made_where_the_model_lies():
     assert {tensor.device.type for tensor in made} == {"cpu"}
 
 
-def test_an_encoder_with_a_decoder_is_refused_in_a_line():
-    config = transformers.T5Config(vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
-    with pytest.raises(UsageError, match="encoder with a decoder"):
-        generating(workload(transformers.T5ForConditionalGeneration(config)))
+def test_an_encoder_reads_the_prompts_and_its_decoder_writes(tmp_path):
+    """Texts join and leave; each is the model's own, whatever the lengths of the others."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4,
+                                   decoder_start_token_id=0, eos_token_id=None, initializer_factor=2.0)  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    running = find_handler(package := packaged(tmp_path / "m", model), ModelRunner(package), "").running(3, 0, 8)
+    assert [spec.name for spec in package.manifest.inputs] == ["source", "source_mask", "input_ids", "last"]
+    prompts, most = [*PROMPTS[:5], [5] * 100], [5, 6, 7, 3, 2, 4]
+    found = written(running, asks(prompts, most), lambda step: ())
+    for prompt, tokens, (text, *rest) in zip(prompts, most, found, strict=True):
+        own = write(decoder_of(model), torch.tensor([prompt]), new_tokens=tokens)[0].tolist()
+        assert text.split() == list(map(str, own))
+        assert rest == [tokens, "length"]
+    with pytest.raises(UsageError, match="at most 100 tokens, this one 101"):
+        running.handler.room([5] * 101, Ask())
+
+
+def test_an_encoder_of_sound_is_refused_in_a_line():
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = transformers.WhisperConfig(vocab_size=WORDS, d_model=32, encoder_layers=1, decoder_layers=1, **heads,
+                                        pad_token_id=0, bos_token_id=0, eos_token_id=0)  # fmt: skip
+    model = transformers.WhisperForConditionalGeneration(config)
+    with pytest.raises(UsageError, match="fills input_ids and attention_mask; the model takes input_features"):
+        generating(Workload(model, [{"input_features": torch.zeros(1, 80, 3000)}]))
 
 
 def test_a_text_is_no_longer_than_the_model_has_positions():

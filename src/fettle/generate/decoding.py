@@ -25,8 +25,8 @@ def part(output: Any, name: str, place: int) -> Any:
 class Kept:
     """A model with its keys and values kept as the model makes them: the prompt once, then the new tokens only.
 
-    For models that take `past_key_values` (or `cache_params`) and give it back, as those of transformers do: causal or
-    encoder-decoder.
+    For models that take `past_key_values` (or `cache_params`, or `state`) and give it back, as those of transformers
+    do: causal or encoder-decoder.
     Rows of unequal length are filled up on the left, with zeros in `attention_mask`.
     """
 
@@ -38,9 +38,10 @@ class Kept:
         self.model: Any = model
         self.config: Any = getattr(model, "config", None)
         self.takes = set(inspect.signature(model.forward).parameters)
+        states = [name for name in ("cache_params", "state") if name in self.takes]
+        self.kept = states[0] if states and "past_key_values" not in self.takes else "past_key_values"
         # A state takes one new token exactly. That a model has one beside keys and values is seen when it has read.
-        self.one_at_a_time = "cache_params" in self.takes
-        self.kept = "cache_params" if self.one_at_a_time else "past_key_values"
+        self.one_at_a_time = self.kept != "past_key_values"
         if self.kept not in self.takes:  # a wrapper that hands on what it does not name, as PEFT's
             self.takes |= {"past_key_values", "use_cache", "return_dict", "attention_mask", "position_ids"}
         self.two_parts = bool(getattr(self.config, "is_encoder_decoder", False))
@@ -51,26 +52,26 @@ class Kept:
     @torch.no_grad()
     def prefill(self, room: int = 0, **prompt: Any) -> torch.Tensor:
         """Read a prompt: scores [rows, vocabulary] of the first new token. At most `room` tokens follow."""
-        self.past, mask = self.new_cache(room, **prompt), prompt.pop("attention_mask", None)
+        mask = prompt.pop("attention_mask", None)
         if mask is not None and bool(mask.all()):
             mask = None
+        if self.two_parts:
+            tokens, first = prompt.pop("decoder_input_ids", None), next(iter(prompt.values()))
+            if tokens is None:
+                tokens = torch.full((len(first), 1), self.start_token(), device=first.device)
+            self.given, mask = self.encoded(mask, **prompt), None
+        else:
+            tokens, self.given = prompt.pop("input_ids"), prompt
+        self.past = self.new_cache(tokens, room)
+        self.mask = self.new_mask(None if mask is None else mask.long())
+        whole = bool(self.given) or not self.piece  # what else comes with a prompt belongs to all of it
+        for new in [tokens] if whole else tokens.split(self.piece, 1):
+            scores = self.ahead(new, 1)
         if not self.two_parts:
-            tokens = prompt.pop("input_ids")
-            self.mask, self.given = self.new_mask(None if mask is None else mask.long()), prompt
-            whole = bool(prompt) or not self.piece  # what else comes with a prompt belongs to all of it
-            for new in [tokens] if whole else tokens.split(self.piece, 1):
-                scores = self.ahead(new, 1)
             self.given = {}
-            if self.kept == "cache_params":  # the state is without what was filled up
-                self.mask = None
-            return scores[:, -1]
-        masked, start = {} if mask is None else {"attention_mask": mask}, prompt.pop("decoder_input_ids", None)
-        states = self.model.get_encoder()(**prompt, **masked)
-        self.mask, self.given = None, {"encoder_outputs": states, **masked}
-        if start is None:
-            first = next(iter(prompt.values()))
-            start = torch.full((len(first), 1), self.start_token(), device=first.device)
-        return self.ahead(start, 1)[:, -1]
+        if self.kept != "past_key_values":  # the state is without what was filled up
+            self.mask = None
+        return scores[:, -1]
 
     @torch.no_grad()
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -101,7 +102,12 @@ class Kept:
         tokens = [getattr(one, name, None) for name in ("decoder_start_token_id", "bos_token_id") for one in known]
         return next(token for token in tokens if token is not None)
 
-    def new_cache(self, room: int, **prompt: Any) -> Any:
+    def encoded(self, mask: Any, **prompt: torch.Tensor) -> dict[str, Any]:
+        """What the decoder is given of a prompt in each call: the encoder's states, and which of them are there."""
+        masked = {} if mask is None else {"attention_mask": mask}
+        return {"encoder_outputs": self.model.get_encoder()(**prompt, **masked), **masked}
+
+    def new_cache(self, tokens: torch.Tensor, room: int) -> Any:
         """None: the model makes its own."""
 
     def new_mask(self, mask: Any) -> Any:

@@ -66,11 +66,12 @@ class GenerationWorkload(Workload):
         object.__setattr__(self, "inputs", [_prompt(item, self.is_two_parts) for item in read.items])
         check = [] if _is_empty(self.check_inputs) else read_batches(self.check_inputs).items
         object.__setattr__(self, "check_inputs", [_prompt(item, self.is_two_parts) for item in check])
-        positions, needed = learned_positions(model), self.prompt_tokens + int(self.new_tokens) - 1
-        if not self.is_two_parts and 0 < positions < needed:
+        positions, longest = learned_positions(model), self._longest("input_ids")
+        if 0 < positions < max(longest, self.prompt_tokens + int(self.new_tokens) - 1):
+            each = " for each" if self.is_two_parts else ""
             raise UsageError(
-                f"a prompt of {self.prompt_tokens} tokens and {self.new_tokens} new_tokens are too many for the model: "
-                f"it has {positions} positions; give shorter prompts or fewer new_tokens"
+                f"a prompt of {longest} tokens and {self.new_tokens} new_tokens are too many for the model: it has "
+                f"{positions} positions{each}; give shorter prompts or fewer new_tokens"
             )
         object.__setattr__(self, "texts", _texts(self.texts))
         if self.texts and (self.is_two_parts or (speaks and not hasattr(model, "crop"))):
@@ -96,9 +97,12 @@ class GenerationWorkload(Workload):
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the longest prompt; 1, the start token, where a decoder begins with nothing else."""
-        given = [] if self.is_two_parts else [*self.inputs, *self.check_inputs]
-        return max((int(prompt["input_ids"].shape[1]) for prompt in given if "input_ids" in prompt), default=1)
+        """Tokens of the longest prompt that a decoder reads; 1, the start token, where it begins with nothing else."""
+        return self._longest("decoder_input_ids" if self.is_two_parts else "input_ids")
+
+    def _longest(self, name: str) -> int:
+        given = (prompt for prompt in (*self.inputs, *self.check_inputs) if name in prompt)
+        return max((int(prompt[name].shape[1]) for prompt in given), default=1)
 
     def run(self, model: Any, batch: Batch) -> Any:
         """Write text after one prompt: by a model as it is, token after token."""
@@ -107,8 +111,9 @@ class GenerationWorkload(Workload):
 
 def positions_of(model: Any) -> int:
     """How many tokens a model has positions for, where its configuration says so, else 0."""
-    found = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 1 else 0
+    config, names = getattr(model, "config", None), ("max_target_positions", "max_position_embeddings")
+    found = (getattr(config, name, None) for name in names)
+    return next((one for one in found if isinstance(one, int) and one > 1), 0)
 
 
 def learned_positions(model: Any) -> int:

@@ -27,6 +27,8 @@ class KeptLayer(DynamicLayer):
         self.dtype, self.device = keys.dtype, keys.device
         self.fresh: tuple[torch.Tensor, torch.Tensor] | None = None
         self.attended = False
+        self.near: torch.Tensor | None = None
+        """Which tokens its window has, like a mask; None where it sees all."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         """Remember the new ones, and hand them back alone."""
@@ -52,7 +54,8 @@ def kept_apart(past: torch.Tensor) -> Iterator[tuple[DynamicCache, list[KeptLaye
         if len(own) != 1 or attention_mask is None or more.get("position_bias") is not None:
             raise ValueError("this attention needs more than keys, values and a mask")
         own[0].attended = True
-        return _attention(query, own[0], key, value, attention_mask, scaling), None
+        seen = attention_mask if own[0].near is None else attention_mask & own[0].near
+        return _attention(query, own[0], key, value, seen, scaling), None
 
     known = AttentionInterface._global_mapping
     usual = known["sdpa"]

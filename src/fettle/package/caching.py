@@ -7,6 +7,7 @@ tokens are new, and how many are kept, may be any number from 1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,13 +23,14 @@ class CachedNextToken(torch.nn.Module):
     """A causal model's scores after one position of each row, and the keys and values of the new tokens.
 
     With `head_once` only that position goes through the model's last layer, which of a long prompt is much of the work.
+    `windows` are how many tokens each layer sees, 0 where it is all of them.
 
     Letters of shapes: r rows, n new tokens, p kept ones, l layers, h heads, d a head's size.
     """
 
-    def __init__(self, model: torch.nn.Module, *, head_once: bool) -> None:
+    def __init__(self, model: torch.nn.Module, *, head_once: bool, windows: Sequence[int]) -> None:
         super().__init__()
-        self.model, self.head_once = model, head_once
+        self.model, self.head_once, self.windows = model, head_once, windows
         self.dtype = next(model.parameters()).dtype
 
     def forward(
@@ -59,7 +61,11 @@ class CachedNextToken(torch.nn.Module):
             "use_cache": True,
         }
         model: Any = self.model
+        at = there.long().cumsum(1)
+        near = {size: at[:, None, None] > at[:, None, kept:, None] - size for size in set(self.windows) - {0}}
         with kept_apart(past) as (cache, layers):
+            for layer, size in zip(layers, self.windows, strict=True):
+                layer.near = near.get(size)
             if self.head_once:
                 head = model.get_output_embeddings()
                 states = model.base_model(**given, past_key_values=cache).last_hidden_state
@@ -73,9 +79,9 @@ class CachedNextToken(torch.nn.Module):
 def cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor, most: int) -> Workload | None:
     """The workload of a model that keeps keys and values; None where it cannot be had.
 
-    It can for models of transformers that take positions and whose layers all attend by SDPA, in a text of `most`
-    tokens to all tokens before. `wanted` [rows, vocabulary] are the model's scores after the tokens `ids` [rows,
-    tokens], which must come out.
+    It can for models of transformers that take positions and whose layers all attend by SDPA, to all tokens before or
+    to the last so many, in texts of `most` tokens. `wanted` [rows, vocabulary] are the model's scores after the tokens
+    `ids` [rows, tokens], which must come out.
     """
     try:
         from transformers import DynamicCache, PreTrainedModel
@@ -85,20 +91,13 @@ def cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor, most
     if not isinstance(model, PreTrainedModel) or model.config._attn_implementation != "sdpa":
         return None
 
-    def sees_all(layer: Any) -> bool:
-        if type(layer) is DynamicSlidingWindowLayer:
-            return bool(layer.sliding_window >= most)
-        return type(layer) is DynamicLayer
-
-    step, length = CachedNextToken(model, head_once=_ends_with_head(model, ids)).eval(), ids.shape[1]
-
-    def sample(cut: int, end: int, empty: int) -> dict[str, torch.Tensor]:
+    def sample(ids: torch.Tensor, cut: int, end: int, empty: int) -> dict[str, torch.Tensor]:
         """The tokens from `cut` to `end`, those before kept, after so many empty places."""
         new = ids[:, cut:end].contiguous()
         mask, seen = torch.ones_like(new), torch.zeros_like(ids[:, :1]).repeat(1, empty)
-        past = nothing.repeat(1, 1, 1, 1, empty, 1)
+        past = nothing[: len(ids)].repeat(1, 1, 1, 1, empty, 1)
         if cut:
-            before = sample(0, cut, empty)
+            before = sample(ids, 0, cut, empty)
             past = torch.cat([past, step(**before)[FRESH].float()], 4)
             seen = torch.cat([seen, before["attention_mask"]], 1)
         return {
@@ -106,21 +105,29 @@ def cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor, most
             SEEN: seen, PAST: past,
         }  # fmt: skip
 
+    length = ids.shape[1]
     with torch.no_grad():
         try:
             made: Any = model(input_ids=ids, use_cache=True).past_key_values
-            if not isinstance(made, DynamicCache) or not all(map(sees_all, made.layers)):
+            kept: Any = made.layers if isinstance(made, DynamicCache) else [None]
+            if not all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in kept):
                 return None
-            kept: Any = made.layers
+            sizes = [getattr(layer, "sliding_window", most) for layer in kept]
+            windows = [size if size < most else 0 for size in sizes]
+            step = CachedNextToken(model, head_once=_ends_with_head(model, ids), windows=windows).eval()
             keys = kept[0].keys[:, :, :1]
             nothing = torch.zeros(len(ids), len(kept), 2, *keys.shape[1:], device=keys.device)
             # Sizes that differ from each other, else the exporter takes two for one.
-            batches = [sample(2, length, 2 if length == 5 else 1), sample(length - 1, length, 1)]
-            batches.append(sample(0, length - 1, 1))
-            logits = [step(**batch)[LOGITS].float() for batch in batches[:2]]
+            batches = [sample(ids, 2, length, 2 if length == 5 else 1), sample(ids, length - 1, length, 1)]
+            batches.append(sample(ids, 0, length - 1, 1))
+            pairs = [(step(**batch)[LOGITS].float(), wanted) for batch in batches[:2]]
+            if any(windows):  # a text that is longer than they are
+                long = (torch.arange(min(max(windows) + 3, most), device=ids.device) * 7919 % wanted.shape[-1])[None]
+                batch, scores = sample(long, long.shape[1] - 2, long.shape[1], 1), model(input_ids=long).logits
+                pairs.append((step(**batch)[LOGITS].float(), scores[:, -1].float()))
         except Exception:  # a model that takes no positions, or keeps something else
             return None
-    if not all(_agree(scores, wanted, step.dtype) for scores in logits):
+    if not all(_agree(*pair, step.dtype) for pair in pairs):
         return None
     return Workload(step, batches, samples=len(ids))
 

@@ -86,6 +86,8 @@ class Facts:
     """How its keys and values are kept: ``own`` where the workload's object does that itself, ``static`` where room for
     them can be set aside before, ``whole`` where a later transformers could do that, ``state`` where some layer has
     one in place of them, ``dynamic`` where only the model can make it."""
+    sees_part: bool = False
+    """What writes text is an encoder with a decoder, or some of its layers see only the last so many tokens."""
     calibration_batches: int = 0
     dtype: str = "float32"
     """The commonest floating dtype among the parameters, without ``torch.``."""

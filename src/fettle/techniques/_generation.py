@@ -21,7 +21,7 @@ def generation_facts(workload: Workload) -> dict[str, Any]:
         return {}
     model = workload.model
     decoder = decoder_of(model)
-    keeps = "own" if decoder is model else _fixed_size(model)
+    keeps = "own" if decoder is model else "state" if decoder.one_at_a_time else _fixed_size(model)
     if not keeps:
         keeps = "state" if _has_state(decoder, workload.inputs[0]) else "dynamic"
     return {
@@ -31,22 +31,34 @@ def generation_facts(workload: Workload) -> dict[str, Any]:
         "has_draft": workload.draft is not None,
         "row_counts": tuple(workload.batches),
         "keeps": keeps,
+        "sees_part": workload.is_two_parts or "StaticSlidingWindowLayer" in map(_kind, _layers(model)),
     }
 
 
 def _fixed_size(model: Any) -> str:
-    """``static`` or ``whole`` where transformers has a cache of fixed size for it, in which each layer keeps every
-    token; else empty."""
+    """``static`` or ``whole`` where transformers has a cache of fixed size for it; else empty."""
+    layers = _layers(model)
+    if not layers or set(map(_kind, layers)) - {"StaticLayer", "StaticSlidingWindowLayer"}:
+        return ""
+    return "static" if hasattr(layers[0], "cumulative_length") else "whole"  # as in transformers 4
+
+
+def _kind(layer: Any) -> str:
+    return type(layer).__name__
+
+
+def _layers(model: Any) -> Sequence[Any]:
+    """The layers of a cache of fixed size for a model; none where transformers has no such cache for it."""
     try:
         from transformers import StaticCache
 
-        layers = StaticCache(config=model.config, max_cache_len=8).layers
+        two_parts = getattr(model.config, "is_encoder_decoder", False)
+        if two_parts and not model._can_compile_fullgraph:
+            return []
+        config = model.get_decoder().config if two_parts else model.config
+        return list(StaticCache(config=config, max_cache_len=8).layers)
     except Exception:  # another library's model, or a kind of layer that has no such cache
-        return ""
-    whole = bool(layers) and all(type(layer).__name__ == "StaticLayer" for layer in layers)
-    if not whole or getattr(model.config, "is_encoder_decoder", False):
-        return ""
-    return "static" if hasattr(layers[0], "cumulative_length") else "whole"  # as in transformers 4
+        return []
 
 
 def _has_state(decoder: Kept, prompt: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fettle.generate.decoding import chances, decoder_of, pick, score, write
+from fettle.generate.decoding import chances, decoder_of, pick, score
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._generation import NO_TEXT
 from fettle.techniques.kv_cache import AHEAD
@@ -20,8 +20,9 @@ from fettle.techniques.kv_cache import AHEAD
 def most_tokens(decoder: Any) -> float:
     """The tokens that a model has positions for, where its configuration says so: a text may end just there, and what
     is guessed beyond has none."""
-    found: float = getattr(getattr(decoder, "config", None), "max_position_embeddings", None) or 0
-    return found if found > 0 else float("inf")
+    config, names = getattr(decoder, "config", None), ("max_target_positions", "max_position_embeddings")
+    most: float = next((size for name in names if (size := getattr(config, name, None) or 0) > 0), float("inf"))
+    return most
 
 
 class Lookup:
@@ -62,7 +63,7 @@ class Draft:
 
     def begin(self, room: int, **prompt: Any) -> None:
         self.read = prompt["input_ids"].shape[1]
-        if self.read >= self.most:  # it guesses nothing
+        if not 0 < self.read < self.most:  # it guesses nothing
             return
         self.decoder.prefill(room=room, **prompt)
         if hasattr(self.decoder, "will_crop"):
@@ -70,8 +71,8 @@ class Draft:
 
     def guess(self, text: torch.Tensor, ahead: int, temperature: float, top_p: float, generator: Any) -> Any:
         """The tokens [rows, ahead] that the smaller model writes, and what it drew them from [rows, ahead, vocabulary];
-        None for the likeliest. Both None where the text is too long for it."""
-        if text.shape[1] + ahead - 1 > self.most:
+        None for the likeliest. Both None where there was no prompt, or the text is too long for it."""
+        if not self.read or text.shape[1] + ahead - 1 > self.most:
             return None, None
         tokens, found, drawn_from = text[:, self.read :], [], []
         for _ in range(ahead):
@@ -123,16 +124,18 @@ def write_guessing(
         prompt |= {} if input_ids is None else {"input_ids": input_ids}
         return score(decoder, forced, max(stride, 1 + ahead), room=ahead, **prompt)
     how = (temperature, top_p, generator)
-    if input_ids is None:  # nothing to guess from
-        return write(
-            decoder, input_ids, new_tokens=new_tokens, stop_tokens=stop_tokens, on_tokens=on_tokens,
-            temperature=temperature, top_p=top_p, generator=generator, **prompt,
-        )  # fmt: skip
-    scores = decoder.prefill(room=new_tokens + ahead, input_ids=input_ids, **prompt)
+    given = {} if input_ids is None else {"input_ids": input_ids}
+    scores = decoder.prefill(room=new_tokens + ahead, **given, **prompt)
     if hasattr(decoder, "will_crop"):
         decoder.will_crop()
-    text = torch.cat([input_ids, pick(scores, *how)], 1)
+    text = pick(scores, *how)
+    if input_ids is None:  # sound, say: then there is only what is written
+        input_ids = text[:, :0]
+    text = torch.cat([input_ids, text], 1)
     end, most = input_ids.shape[1] + new_tokens, most_tokens(decoder)
+    if getattr(decoder, "two_parts", False):  # whose decoder has read other tokens than the prompt's
+        begun = prompt.get("decoder_input_ids")
+        most += input_ids.shape[1] - (1 if begun is None else begun.shape[1])
     if on_tokens is not None:
         on_tokens(text[:, -1:])
     guesses.begin(new_tokens + ahead, input_ids=input_ids, **prompt)

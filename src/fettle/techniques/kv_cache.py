@@ -15,7 +15,7 @@ from fettle.generate.decoding import Kept
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._generation import NO_TEXT
 from fettle.techniques.compile import FREEZING, During
-from fettle.techniques.runtime import STATEFUL
+from fettle.techniques.runtime import NOT_WHOLE, STATEFUL
 
 BLOCK = 64
 """Room is set aside in so many tokens at a time."""
@@ -64,7 +64,9 @@ def compiled(call: Any, options: Any, guarded: bool) -> Any:
 
 
 class Static(Kept):
-    """The same with room for `tokens` set aside before, once for each number of rows; longer texts make it larger.
+    """The same with room for `tokens` set aside before, once for each number of rows; longer texts make it larger. A
+    layer with a sliding window keeps every token too, and its mask says which it sees. An encoder's states are filled
+    up to one length, so that all steps have one shape.
 
     `compile` are options of torch.compile for calls of 1 and of `compiled` tokens, and with `prompts` for those; None
     runs them as they are.
@@ -74,22 +76,49 @@ class Static(Kept):
         super().__init__(model)
         self.tokens, self.compiled, self.caches = tokens, compiled, {}  # type: ignore[var-annotated]
         self.compile, self.prompts, self.graphs = compile, prompts, {}  # type: ignore[var-annotated]
+        self.encoder: Any = model.get_encoder() if self.two_parts else None
+        self.source = 0  # how many of its states there is room for
 
-    def new_cache(self, room: int, **prompt: Any) -> Any:
-        from transformers import StaticCache
+    def encoded(self, mask: Any, **prompt: torch.Tensor) -> dict[str, Any]:
+        from transformers.modeling_outputs import BaseModelOutput
 
-        rows, length = prompt["input_ids"].shape
+        if self.prompts:
+            self.encoder, self.prompts = compiled(self.encoder, self.compile, guarded=True), False
+        masked = {} if mask is None else {"attention_mask": mask}
+        states: torch.Tensor = self.encoder(**prompt, **masked)[0]
+        rows, length = states.shape[:2]
+        room = length
+        if "input_ids" in prompt:  # sound and pictures have one length, and some decoders look at all of it
+            room = max(self.source, -(-length // 64) * 64)
+            mask = torch.ones(rows, length, device=states.device) if mask is None else mask
+            masked = {"attention_mask": torch.nn.functional.pad(mask.long(), (0, room - length))}
+            states = torch.nn.functional.pad(states, (0, 0, 0, room - length))
+        if room != self.source:
+            self.source, self.caches, self.graphs = room, {}, {}
+        return {"encoder_outputs": BaseModelOutput(states), **masked}
+
+    def new_cache(self, tokens: torch.Tensor, room: int) -> Any:
+        from transformers import EncoderDecoderCache, StaticCache
+        from transformers.cache_utils import StaticLayer
+
+        rows, length = tokens.shape
         if length + room > self.tokens:
             self.tokens, self.caches, self.graphs = -(-(length + room) // 64) * 64, {}, {}
-        cache: Any = self.caches.get(rows)
-        made_there = cache is not None and cache.layers[0].cumulative_length.is_inference()
+        caches: Any = self.caches.get(rows)
+        made_there = caches is not None and caches[0].layers[0].cumulative_length.is_inference()
         if made_there and not torch.is_inference_mode_enabled():  # which could not write into it
-            self.caches, self.graphs, cache = {}, {}, None
-        if cache is None:
-            cache = self.caches[rows] = StaticCache(config=self.config, max_cache_len=self.tokens)
-        for layer in cache.layers:
+            self.caches, self.graphs, caches = {}, {}, None
+        if caches is None:
+            config = self.model.get_decoder().config if self.two_parts else self.config
+            caches = self.caches[rows] = [StaticCache(config=config, max_cache_len=self.tokens)]
+            caches[0].layers = [StaticLayer(self.tokens) for _ in caches[0].layers]
+            if self.two_parts:
+                caches.append(StaticCache(config=config, max_cache_len=self.source))
+                caches[1].layers = [StaticLayer(self.source) for _ in caches[1].layers]
+        for layer in (layer for cache in caches for layer in cache.layers):
             layer.cumulative_length.zero_()  # what lies behind the last token is never looked at
-        return cache
+        self.own = caches[0]
+        return EncoderDecoderCache(*caches) if self.two_parts else self.own
 
     def new_mask(self, mask: Any) -> Any:
         self.places = None
@@ -101,16 +130,21 @@ class Static(Kept):
         return whole
 
     def crop(self, count: int) -> None:
-        for layer in self.past.layers:
+        for layer in self.own.layers:
             layer.cumulative_length.sub_(count)
         if self.places is not None:
             self.places = self.places - count
 
     def call(self, tokens: torch.Tensor, past: Any, mask: Any, places: Any, last: int) -> torch.Tensor:
         """One call of the model."""
+        if mask is None and "position_ids" in self.takes and torch.compiler.is_compiling():
+            # Without them some models count the tokens by a mask of as many, whose shape no graph can have.
+            places = (past.get_seq_length() + torch.arange(tokens.shape[1], device=tokens.device))[None]
+            mask = tokens.new_ones(len(tokens), self.tokens)
         given = {"attention_mask": mask, "position_ids": places, "logits_to_keep": last}
         given = {name: value for name, value in given.items() if name in self.takes and value is not None}
-        output = self.model(input_ids=tokens, past_key_values=past, use_cache=True, **(given | self.given))
+        name = "decoder_input_ids" if self.two_parts else "input_ids"
+        output = self.model(**{name: tokens}, past_key_values=past, use_cache=True, **(given | self.given))
         scores: torch.Tensor = output.logits
         return scores
 
@@ -122,7 +156,7 @@ class Static(Kept):
             self.places = self.places[:, -1:] + torch.arange(1, count + 1, device=tokens.device)
         call = self.call
         if self.compile is not None and (self.prompts and count > 1 if first else count in (1, self.compiled)):
-            kind = (len(tokens), 0 if first else count, self.mask is None)
+            kind = (len(tokens), 0 if first else count, self.mask is None, *self.given)
             if kind not in self.graphs:
                 self.graphs[kind] = compiled(self.call, self.compile, guarded=first)
             call, tokens = self.graphs[kind], tokens.clone(memory_format=torch.contiguous_format)
@@ -135,7 +169,7 @@ class Static(Kept):
 class Rounded(Kept):
     """The same with keys and values rounded to 8 bits, with a scale for each token of each head."""
 
-    def new_cache(self, room: int, **prompt: Any) -> Any:
+    def new_cache(self, tokens: torch.Tensor, room: int) -> Any:
         from transformers.cache_utils import Cache, DynamicLayer
 
         class Layer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -193,7 +227,11 @@ class KvCache(Technique):
             Level("static-compiled", "room set aside before, and each step one compiled graph", static),
             Level("static-prompts", "the same, and prompts of all lengths one more", static),
             Level("static-frozen", "each step one compiled graph with weights as its constants", static),
-            Level("int8", f"rounded to 8 bits, which saves memory, and time with runtime={STATEFUL}", why_not),
+            Level(
+                "int8",
+                f"rounded to 8 bits, which saves memory, and time with runtime={STATEFUL}",
+                why_not or NOT_WHOLE * facts.sees_part,
+            ),
         ]
 
     def level_cost(self, level: str) -> int:

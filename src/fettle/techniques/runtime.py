@@ -126,6 +126,7 @@ def int8_part(facts: Facts) -> dict[str, Any]:
 
 AS_GIVEN = {"attention": "as-is", "channels_last": "off", "cudnn_benchmark": "off"}
 """Another runtime has its own attention, layout and choice of kernels: the usual levels are kept out of its bundles."""
+NOT_WHOLE = "it is for a causal model of transformers in which every layer keeps every token"
 STATEFUL = "openvino-stateful"
 STATEFUL_WEIGHTS = {"as-given": (0, 0), "int8": (8, 0), "int8-dynamic": (8, 32), "int4": (4, 32)}
 """The levels of the technique weights that it has: bits, and how many numbers of a token are rounded by one scale."""
@@ -168,8 +169,8 @@ class Runtime(Technique):
 
     def levels(self, facts: Facts) -> list[Level]:
         cannot, text = "", "" if facts.generates else NO_TEXT
-        if facts.generates and facts.keeps not in ("static", "whole"):
-            text = "it is for a causal model of transformers in which every layer keeps every token"
+        if facts.generates and (facts.sees_part or facts.keeps not in ("static", "whole")):
+            text = NOT_WHOLE
         if not facts.is_module:
             cannot = "the model is a plain callable"
         elif facts.is_scripted:

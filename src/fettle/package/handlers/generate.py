@@ -17,7 +17,7 @@ from msgspec import Meta
 from fettle.errors import UsageError, first_line
 from fettle.files import read_text
 from fettle.package.handlers.asking import Ask
-from fettle.package.handlers.parts import LAST, LOGITS, PAST, SEEN, output_index
+from fettle.package.handlers.parts import LAST, LOGITS, PAST, SEEN, SOURCE, SOURCE_MASK, output_index
 from fettle.package.handlers.text import TOKENIZER, read_tokenizer
 from fettle.package.tensors import TensorSpec
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CHAT = "chat_template.jinja"
 MAX_CHAT_BYTES = 1 << 20
-_INPUTS = ("input_ids", "attention_mask", LAST, SEEN, PAST)
+_INPUTS = ("input_ids", "attention_mask", LAST, SEEN, PAST, SOURCE, SOURCE_MASK)
 _ENDS = ("</s>", "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "[SEP]", "<eos>")
 
 
@@ -34,11 +34,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     """Settings of the generate handler."""
 
     max_tokens: Annotated[int, Meta(le=1 << 20)] = 1024
-    """The most tokens of prompt and answer together."""
+    """The most tokens of prompt and answer together; of each where an encoder reads the prompt."""
     max_new_tokens: Annotated[int, Meta(ge=1)] = 256
     """The most tokens of an answer; a request may ask for fewer."""
     stop_tokens: tuple[int, ...] = ()
     """An answer ends before one of these, or before `eos_token`. Empty: the tokenizer's usual end."""
+    start_tokens: tuple[int, ...] = ()
+    """What a decoder begins with where an encoder reads the prompt."""
     max_characters: Annotated[int, Meta(ge=1)] = 200_000
     bos_token: str = ""
     eos_token: str = ""
@@ -75,6 +77,9 @@ class Handler:
         self.outputs = context.manifest.outputs
         self.place = output_index(self.outputs, LOGITS)
         self.keeps = PAST in names
+        self.begins = self.settings.start_tokens if SOURCE in names else ()
+        if SOURCE in names and not self.begins:
+            raise UsageError("the decoder has no start_tokens: give them in --handler-settings")
         self.metrics = context.metrics
         self.tokenizer = read_tokenizer(context.folder)
         self.tokenizer.no_padding()
@@ -121,9 +126,11 @@ class Handler:
         most, wanted = self.settings.max_tokens, ask.sampling.max_tokens
         if not prompt:
             raise UsageError("the prompt is empty")
-        if len(prompt) >= most:
-            raise TooLong(f"a prompt has at most {most - 1} tokens, this one {len(prompt)}")
-        room = min(self.settings.max_new_tokens, most - len(prompt))
+        read = len(self.begins) or len(prompt)  # by what goes on writing
+        longest = most if self.begins else most - 1
+        if len(prompt) > longest:
+            raise TooLong(f"a prompt has at most {longest} tokens, this one {len(prompt)}")
+        room = min(self.settings.max_new_tokens, most - read)
         if ask.strict and wanted is not None and wanted > room:
             raise TooLong(
                 f"this model writes at most {self.settings.max_new_tokens} tokens, and with the prompt {most}: "

@@ -24,6 +24,8 @@ LABELS = "labels.txt"
 MAX_LABELS_BYTES = 16 << 20
 LAST = "last"
 """A generating model's input that says which position's next token is wanted."""
+SOURCE, SOURCE_MASK = "source", "source_mask"
+"""The prompts of an encoder with a decoder, which has input_ids of its own."""
 LOGITS = "logits"
 SEEN, PAST, FRESH = "seen", "past", "fresh"
 """The inputs of a model that is given the keys and values of the tokens before, and the output that joins them."""

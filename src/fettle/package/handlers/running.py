@@ -19,7 +19,7 @@ import torch
 from fettle.package.handlers.asking import Ask, Piece, TokenLogprob
 from fettle.package.handlers.cache import Cache
 from fettle.package.handlers.detokenizer import Detokenizer
-from fettle.package.handlers.parts import LAST
+from fettle.package.handlers.parts import LAST, SOURCE, SOURCE_MASK
 from fettle.package.handlers.sampling import choose, log_probabilities
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class _Text:
     ask: Ask
     detokenizer: Detokenizer
     random: np.random.Generator
+    source: tuple[int, ...] = ()
+    """The prompt where an encoder reads it: then `ids` are what the decoder has read."""
     kept: int = 0
     """Tokens whose keys and values are there."""
     writes: bool = False
@@ -102,9 +104,11 @@ class Running:
         handler = self.handler
         prompt = handler.prompt(ask)
         left = handler.room(prompt, ask)
-        detokenizer = Detokenizer(handler.tokenizer, prompt, ask.sampling.stop)
-        written = _Text(number, prompt, len(prompt), left, ask, detokenizer, np.random.default_rng(ask.sampling.seed))
-        self.texts.append(written)
+        source = tuple(prompt) if handler.begins else ()
+        ids = list(handler.begins) or prompt
+        detokenizer = Detokenizer(handler.tokenizer, ids, ask.sampling.stop)
+        random = np.random.default_rng(ask.sampling.seed)
+        self.texts.append(_Text(number, ids, len(ids), left, ask, detokenizer, random, source))
         if self.cache is None or len(prompt) == 1:
             self._begin_to_write(len(self.texts) - 1)
 
@@ -152,7 +156,8 @@ class Running:
         """Compute these tokens of the texts that stand from row `first` on; those that are through get the next."""
         began = time.perf_counter()
         try:
-            scores = self._logits(new) if self.cache is None else self.cache.logits(first, new, [t.kept for t in texts])
+            kept = [text.kept for text in texts]
+            scores = self._logits(texts) if self.cache is None else self.cache.logits(first, new, kept)
             likeliest = scores.argmax(1).tolist()
             sound = torch.isfinite(scores).all(1).tolist()
         except Exception as error:
@@ -180,14 +185,20 @@ class Running:
             if not text.writes and text.kept >= text.prompt:
                 self._begin_to_write(row)
 
-    def _logits(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
+    def _logits(self, texts: Sequence[_Text]) -> torch.Tensor:
         """Scores of the token after each text, of a model that keeps nothing: one call for all, filled up on their
-        right, where a causal model cannot see."""
-        length = max(map(len, texts))
+        right, where a causal model cannot see, and an encoder's mask hides it."""
+        most, longest = (max(map(len, some)) for some in zip(*((text.ids, text.source) for text in texts), strict=True))
         parts = []
-        for ids in texts:
-            real, fill = len(ids), [0] * (length - len(ids))
-            made = {"input_ids": [[*ids, *fill]], "attention_mask": [[1] * real + fill], LAST: [real - 1]}
+        for text in texts:
+            (ids, mask), (source, source_mask) = (
+                ([*some, *[0] * (length - len(some))], [1] * len(some) + [0] * (length - len(some)))
+                for some, length in ((text.ids, most), (text.source, longest))
+            )
+            made = {
+                "input_ids": [ids], "attention_mask": [mask], LAST: [len(text.ids) - 1],
+                SOURCE: [source], SOURCE_MASK: [source_mask],
+            }  # fmt: skip
             parts.append([np.array(made[spec.name], spec.kind) for spec in self.handler.inputs])
         return torch.from_numpy(self.handler.runner.run(parts, 0)[self.handler.place])
 
@@ -214,7 +225,7 @@ class Running:
         logprobs: tuple[TokenLogprob, ...] = ()
         if sampling.logprobs is not None and not is_end:
             logprobs = (self._likely(token, scores, sampling.logprobs),)
-        counts = (text.prompt, len(text.ids) - text.prompt) if text.reason else (0, 0)
+        counts = (len(text.source) or text.prompt, len(text.ids) - text.prompt) if text.reason else (0, 0)
         self.steps.tokens += 1
         on_piece(text.number, Piece(characters, logprobs, text.reason, *counts))
 
