@@ -285,8 +285,8 @@ def fitted(rows, levels: tuple[str, ...]) -> tuple[Interval, int] | None:
             gains += [both] if both is not None and math.isfinite(both.error) else []
     if len(gains) < _SURE:
         return None
-    # What each fit leaves open counts beside how models differ: all of them had the same recipes, and so the same
-    # confusion of what these change together.
+    # What each fit leaves open counts once more than it does in how models differ: all of them had the same recipes, in
+    # which the same levels change together, and an error that all fits share shows in no difference between models.
     own = sum(one.error**2 for one in gains) / len(gains) ** 2
     mean, half = mean_interval([one.gain for one in gains], own, int(min(one.freedom for one in gains)))
     return Interval(*(ratio_of(mean + side * half) for side in (0, -1, 1))), len(gains)

@@ -198,7 +198,7 @@ def main() -> None:
     study = Study(asked)
     if asked.what in ("all", "most"):
         study.most()
-    fit = max((row["pictures"] for row in study.known["most"].values()), default=LARGEST)
+    fit = max((row.get("pictures", LARGEST) for row in study.known["most"].values()), default=LARGEST)
     for number in NUMBERS if asked.what == "all" else [int(asked.what)] * (asked.what != "most"):
         if number <= fit:
             study.race(number)

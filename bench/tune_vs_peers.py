@@ -159,7 +159,7 @@ def summary(results: list[dict]) -> None:
     over_eager, over_given, over_peer = [], [], []
     for found in results:
         if not found["fettle_over_best_peer"] or not found["fettle_over_given"]:
-            print(f"| {found['workload']} | others had the machine: no ratio, measure it again |")
+            print(f"| {found['workload']} | others had the machine: no ratio, measure it again" + 7 * " |")
             continue
         over = found["fettle_over_best_peer"]
         over = over[0] if isinstance(over, list) else over
@@ -173,7 +173,8 @@ def summary(results: list[dict]) -> None:
             over_eager.append(found["fettle_over_eager"][0])
         over_given.append(found["fettle_over_given"][0])
     for label, values in (("eager in eval mode", over_eager), ("as given", over_given), ("best peer", over_peer)):
-        print(f"geometric mean over {label}: {statistics.geometric_mean(values):.2f}x, least {min(values):.2f}x")
+        if values:
+            print(f"geometric mean over {label}: {statistics.geometric_mean(values):.2f}x, least {min(values):.2f}x")
 
 
 def _possible(recipe: Recipe, facts: object) -> Recipe | None:

@@ -168,11 +168,14 @@ def check(
     A recipe file names the workload that it was found on: `UsageError` for another one, unless `force`.
     """
     file = read_recipe(recipe)
-    limits = Limits()
+    limits, goal = Limits(), file.evidence.get("goal") or Options.goal
     if (kept := file.evidence.get("limits")) is not None:
-        limits = Limits(**{"max_error": None, **{x.name: kept[x.name] for x in fields(Limits) if x.name in kept}})
+        # Earlier versions took limits that said nothing of what was tuned.
+        idle = {"max_latency_ms" if goal in ("ttft", "tpot") else "", "" if mode != "training" else "min_agreement"}
+        names = [one.name for one in fields(Limits) if one.name in kept and one.name not in idle]
+        limits = Limits(**{"max_error": None, **{name: kept[name] for name in names}})
     options = Options(
-        limits=limits, goal=file.evidence.get("goal") or Options.goal, nproc=nproc, polite=polite,
+        limits=limits, goal=goal, nproc=nproc, polite=polite,
         under_load=under_load or bool(file.evidence.get("under_load")),
         effort=Effort(rounds=Rules.max_rounds, replicates=REPLICATES),
     )  # fmt: skip

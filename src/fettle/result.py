@@ -63,10 +63,6 @@ class Limits:
     """Relative L2 error against the reference, 0.02; where text is written the mean Kullback-Leibler divergence from it
     in nats per token, 0.01; in training the distance of the losses from the baseline's, in units of the typical
     distance of two seeds, 1. Where it is not given and `max_metric_drop` or `exact` is, only that decides."""
-    max_kl: float | None = None
-    """Text: `max_error` by the name of its unit,"""
-    max_spread: float | None = None
-    """and in training. None: not given."""
     min_agreement: float | None = None
     """Share of equal top-1 decisions, for classifiers."""
     max_metric_drop: float | None = None
@@ -82,6 +78,10 @@ class Limits:
     """and time per output token after it."""
     exact: bool = False
     """Text: each token that is written must be the reference's."""
+    max_kl: float | None = None
+    """`max_error` by another name, for text. None: not given."""
+    max_spread: float | None = None
+    """`max_error` by another name, for training. None: not given."""
 
     def __post_init__(self) -> None:
         if isinstance(self.max_error, Usual) and (self.max_metric_drop is not None or self.exact):

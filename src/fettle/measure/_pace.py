@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fettle.measure._waits import Waits, waited_ns
 
@@ -26,8 +26,8 @@ class TooSlow(Exception):
 class Pace:
     """What warm calls may take. One that keeps the limit is enough: the recipe is not looked at again."""
 
+    waits: Waits
     limit_ns: float = math.inf
-    waits: Waits = field(default_factory=Waits)
     _over: int = 0
 
     @property
@@ -36,8 +36,8 @@ class Pace:
         return self.limit_ns < math.inf
 
     def timed(self, call: Callable[[], int]) -> int:
-        """The nanoseconds of `call`. Raises `TooSlow` where it is one too many that is over the limit, even without
-        the waiting of all threads."""
+        """The nanoseconds of `call`. Raises `TooSlow` after the second that is over the limit even without the time
+        that its threads waited for a core."""
         if not self.is_open:
             return call()
         self.waits.refresh()

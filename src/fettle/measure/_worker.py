@@ -27,7 +27,7 @@ def main(parent: Parent) -> None:
         if parent.node and isinstance(request, Prepare):  # what rank 0 is judged by lies on its node
             request.path = ""
         if isinstance(request, Prepare) and request.longest_ms is not None:
-            state.pace = Pace(request.longest_ms * 1e6)
+            state.pace = Pace(state.waits, request.longest_ms * 1e6)
         return action(state, request)(state, request)
 
     parent.serve(Asked, answer, explain)

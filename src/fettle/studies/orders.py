@@ -141,8 +141,10 @@ def settings_of(settings: Settings, targets: Sequence[str] = ()) -> tuple[list[s
     return texts, replace(
         settings, design=orders.design, techniques=orders.techniques, arguments=orders.arguments, order=orders.order,
         start=None if orders.start is None else Recipe.parse(orders.start), cells=orders.cells, rounds=orders.rounds,
-        mode=orders.mode, max_error=orders.max_error, confidence=orders.confidence, only=orders.only,
+        mode=orders.mode, confidence=orders.confidence, only=orders.only,
         max_metric_drop=orders.max_metric_drop,
+        # What earlier versions kept where nobody gave one.
+        max_error=None if orders.max_error == MAX_ERROR else orders.max_error,
         under_load=settings.under_load if orders.under_load is None else orders.under_load,
     )  # fmt: skip
 

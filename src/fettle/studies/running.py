@@ -194,8 +194,7 @@ def _measure(workload: Workload, settings: Settings, began: float) -> None:
     if settings.is_shared:
         deadline = math.inf if settings.budget_s is None else began + settings.budget_s
         measure_shares(session, workload.cells, TOGETHER, deadline)
-        return
-    while left := workload.unknown():
+    while not settings.is_shared and (left := workload.unknown()):
         before = len(left)
         if settings.budget_s is not None:
             fit = designs.fitting(_seconds(workload, settings), settings.budget_s - (time.monotonic() - began))

@@ -39,13 +39,14 @@ def few_bits(model: torch.nn.Module, kind: Any, bits: int, *more: int, only: Any
     layers, total = packable(model, bits)
     if not layers:
         raise RuntimeError(f"{bits} bits: 0 of {total} layers matched")
-    known = dict(model.named_modules())
+    known, held = dict(model.named_modules()), 0
     if missing := [name for name in only if name not in known]:
         raise RuntimeError(f"{bits} bits: the layer {missing[0]} was chosen, and the model has none of that name")
     for path, (parent, name, layer, most) in layers.items():
         is_chosen = not only or path.removesuffix(".fused") in only  # the first of those that became one product
         setattr(parent, name, kind(layer.weight, layer.bias, most if is_chosen else 8, *more))
-    logging.getLogger("optimized").info("%d bits: %d of %d linear layers", bits, len(only) or len(layers), total)
+        held += is_chosen
+    logging.getLogger("optimized").info("%d bits: %d of %d linear layers", bits, held, total)
 
 
 @torch.no_grad()

@@ -70,8 +70,9 @@ def fuse_linear(model: torch.nn.Module, groups: Any) -> None:
     for any part, and their own in the order in which they are called."""
     import logging
 
-    fused = 0
-    for name, parent in list(model.named_modules()):
+    fused, patterns = 0, tuple(pattern for pattern, *_ in groups)
+    # The parents alone: so each layer's old weights go as soon as it is fused.
+    for name, parent in [one for one in model.named_modules() if is_named(one[0], patterns)]:
         for pattern, *names in groups:
             layers: list[Any] = [getattr(parent, child, None) for child in names]
             if not is_named(name, (pattern,)) or not all(map(is_plain, layers)):
@@ -152,9 +153,6 @@ class FusedLinear(Technique):
         if recipe.levels.get("sparsity") == "2:4-mlp":
             return "sparsity=2:4-mlp knows MLPs by the sizes of their layers"
         return ""
-
-    def is_idle(self, recipe: Recipe) -> bool:
-        return recipe.levels.get("weights", "").endswith("-blocks")  # which are fused anyway
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         return Code(helpers=FUSED, prepare=fused(facts))

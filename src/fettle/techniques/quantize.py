@@ -221,6 +221,8 @@ class Quantize(Technique):
     def bundles(self, facts: Facts) -> list[Bundle]:
         if facts.device == "cuda":
             return [Bundle(60, {"compile": "max-autotune", "quantize": "float8-dynamic"})]
+        if facts.generates and facts.has_block_products:
+            return []  # the technique weights has faster ones
         dynamic = {**FROZEN, "quantize": "int8-dynamic"}
         # On a CPU that emulates bfloat16 this comes sooner than what computes in it, and once more in float32. One
         # without AVX-512 takes twenty times as long for it as for float32 (bench/atlas).

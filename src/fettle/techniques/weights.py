@@ -258,7 +258,7 @@ class Weights(Technique):
             found = [Bundle(7, {"weights": "int8-blocks", **static})]
             compiled = [
                 Bundle(place, {"weights": level, "kv_cache": "static-compiled"})
-                for place, level in ((8, "int8-blocks"), (9, "int4-blocks"), (11, IN_PART))
+                for place, level in ((8, "int8-blocks"), (9, "int4-blocks"), (65, IN_PART))
             ]
             return [*found, *compiled] if static else found
         half = {"precision": "bf16"} if facts.dtype == "float32" else {}
@@ -280,7 +280,7 @@ class Weights(Technique):
             "int8-blocks": "InBlocks, 8", "int4-blocks": "InBlocks, 4", IN_PART: "InBlocks, 4, only=only",
         }[level]  # fmt: skip
         blocks = given.startswith("InBlocks")
-        fuses = blocks and facts.fed_alike and recipe.levels.get("fused_linear", "off") == "off"
+        fuses = blocks and facts.fed_alike
         layers = (*BLOCK_PRODUCTS, InBlocks) if blocks else (FewBits,)
         choosing: tuple[Any, ...] = ()
         only: tuple[str, ...] = ()

@@ -261,6 +261,8 @@ class Session:
         if candidates or Recipe() not in self.standings.known:
             stop = Stop()
             compares = not self.rules.equal_rounds and self.options.storage is None  # and on this machine alone
+            # The first steps of a training loop say nothing where its batches differ in shape.
+            compares = compares and not (self.facts.mode == "training" and self.facts.num_input_shapes > 1)
             rules = replace(self.rules, deadline=deadline, grace_s=0.0, stop=stop,
                             longest_ms=self.standings.longest_ms if compares else None,
                             indifference=max(self.rules.indifference, _SCREENING_INDIFFERENCE))  # fmt: skip
