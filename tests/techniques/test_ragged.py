@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import types
 
 import pytest
 import torch
@@ -289,14 +290,28 @@ class Heads(ByHand):
 
     penalty = True
 
+    def slopes(self):
+        return torch.tensor([0.5, 1, 2, 4])
+
     def forward(self, x):
         q, k, v = self.project(x).unflatten(2, (3, 4, 4)).permute(2, 0, 3, 1, 4)
         places = torch.arange(x.shape[1], dtype=x.dtype)
-        away = -(places[:, None] - places).abs() * torch.tensor([0.5, 1, 2, 4])[:, None, None]
+        away = -(places[:, None] - places).abs() * self.slopes()[:, None, None]
         away = away.masked_fill(places[:, None] < places, -torch.inf)
         attend = nn.functional.scaled_dot_product_attention
         seen = attend(q, k, v, away) if self.penalty else attend(q, k, v, is_causal=True)
         return x + seen.transpose(1, 2).flatten(2)
+
+
+class Learned(Heads):
+    """Penalties that are learned, and begin as none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.learned = nn.Parameter(torch.zeros(4))
+
+    def slopes(self):
+        return self.learned
 
 
 class Plain(Heads):
@@ -333,6 +348,14 @@ class Given(Deep):
         for block in self.blocks:
             x = block(x, table.expand(len(ids), -1, -1))
         return x
+
+
+class Beside(Deep):
+    """Beside the rows are others, which blocks or a layer of their own read."""
+
+    def forward(self, ids, mask, others):
+        read = self.blocks[0] if self.causal else self.head
+        return {**super().forward(ids, mask), "others": read(self.words(others))}
 
 
 LENGTHS = [40, 3, 17, 40, 1, 22]
@@ -411,12 +434,19 @@ def test_packed_rows_of_transformers(kind: str, config: str, options: dict) -> N
     assert kind == "GPT2LMHeadModel" or seen[0] == sum(LENGTHS)  # whose layers are none of torch's
 
 
+def _dropping() -> Deep:
+    model = Deep(kind=Plain)
+    model.config = types.SimpleNamespace(encoder_layerdrop=0.1)
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "why"),
     [
         (Reader(), "no blocks"),
         (Deep(kind=ByHand), "no scaled_dot_product_attention"),
         (Deep(kind=Smoothed), "answer otherwise"),
+        (_dropping(), "layerdrop"),
     ],
 )
 def test_blocks_that_cannot_tell_rows_apart_are_not_packed(model, why: str) -> None:
@@ -432,8 +462,8 @@ def test_training_with_packed_rows_learns_the_same(loss: bool) -> None:
     torch.manual_seed(0)
     model, data = Deep(loss=loss), [_batch(LENGTHS, 64), _batch([9, 30, 2, 2, 2, 2], 30)]
     workload = TrainingWorkload(model, functools.partial(torch.optim.SGD, lr=0.01), mean_loss, data)
-    facts = training_facts(workload)
-    assert {bundle.levels["ragged"] for bundle in bundles(facts) if "ragged" in bundle.levels} == {"packed"}
+    facts, usual = training_facts(workload), "trimmed" if loss else "grouped"
+    assert {bundle.levels["ragged"] for bundle in bundles(facts) if "ragged" in bundle.levels} == {"packed", usual}
     repeated = dataclasses.replace(facts, block_classes=("Layer",))
     assert "recomputed" in conflict(Recipe({"ragged": "packed", "checkpoint": "blocks"}), repeated)
     losses = []
@@ -443,6 +473,39 @@ def test_training_with_packed_rows_learns_the_same(loss: bool) -> None:
         losses.append([float(value) for _, value in zip(range(4), steps, strict=False)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert losses[0][2] < losses[0][0]
+
+
+def test_an_encoder_with_a_decoder_is_not_packed_though_both_have_rows_of_one_length() -> None:
+    transformers = pytest.importorskip("transformers")
+    names = ("layers", "attention_heads", "ffn_dim")
+    sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in names}
+    config = transformers.BartConfig(vocab_size=50, d_model=16, max_position_embeddings=64, use_cache=False, **sizes)
+    model, (ids, mask) = transformers.BartForConditionalGeneration(config).eval(), _batch([9, 4, 2], 12).values()
+    batch = {"input_ids": ids, "attention_mask": mask}
+    labels = ids.masked_fill(torch.arange(12) >= torch.tensor([[6], [3], [1]]), -100)
+    facts = probe_facts(fettle.Workload(model, {**batch, "labels": labels}))
+    assert "rows of other lengths" in conflict(Recipe({"ragged": "packed"}), facts)
+    encoder = probe_facts(fettle.Workload(model.get_encoder(), batch))
+    assert not conflict(Recipe({"ragged": "packed"}), encoder)
+
+
+@pytest.mark.parametrize("by_blocks", [False, True])
+def test_rows_of_two_lengths_are_not_packed(by_blocks: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = Beside(by_blocks, kind=Plain).eval(), _batch([9, 4, 2], 12)
+    facts = probe_facts(fettle.Workload(model, {**batch, "others": torch.randint(1, 50, (3, 7))}))
+    assert "rows of other lengths" in conflict(Recipe({"ragged": "packed"}), facts)
+
+
+def test_a_learned_bias_that_begins_as_none_is_learned_where_rows_are_packed() -> None:
+    torch.manual_seed(0)
+    model, batch, found = Deep(kind=Learned).eval(), _batch(LENGTHS, 40), []
+    for run in (model, _packed(model, batch, [])):
+        model.zero_grad()
+        mean_loss(run, batch).backward()
+        found.append([block.learned.grad.clone() for block in model.blocks])
+    assert all(one.abs().min() > 0 for one in found[0])
+    torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=1e-4)
 
 
 def test_what_is_recomputed_in_the_backward_pass_is_refused_where_rows_are_packed() -> None:
@@ -456,7 +519,8 @@ def test_a_batch_in_which_places_could_be_pairs_of_them_is_run_as_given() -> Non
     torch.manual_seed(0)
     model, seen = Given(kind=Placed).eval(), []
     run = _packed(model, _batch(LENGTHS, 40), seen)
-    for lengths, places, packed in (([8, 2, 3], 8, True), ([4, 1, 2], 4, False), ([8, 2, 3, 1, 1, 1, 1, 1], 8, False)):
+    for lengths, places, packed in (([8, 2, 3], 8, True), ([4, 1, 2], 4, False), ([8, 2, 3, 1, 1, 1, 1, 1], 8, False),
+                                    ([2, 3, 3], 8, False)):  # fmt: skip
         batch = _batch(lengths, places)
         del seen[:]
         found = run(**batch)

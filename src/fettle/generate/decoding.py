@@ -99,8 +99,11 @@ class Kept:
     def start_token(self) -> Any:
         """The token that an encoder's decoder begins with, as transformers' `generate` chooses it."""
         known = (getattr(self.model, "generation_config", None), self.config)
-        tokens = [getattr(one, name, None) for name in ("decoder_start_token_id", "bos_token_id") for one in known]
-        return next(token for token in tokens if token is not None)
+        names = ("decoder_start_token_id", "bos_token_id")
+        for token in [getattr(one, name, None) for name in names for one in known]:
+            if token is not None:
+                return token
+        raise RuntimeError("the model's config does not say what a decoder begins with: set decoder_start_token_id")
 
     def encoded(self, mask: Any, **prompt: torch.Tensor) -> dict[str, Any]:
         """What the decoder is given of a prompt in each call: the encoder's states, and which of them are there."""

@@ -40,7 +40,10 @@ def pack_block(_: Any, args: Any, kwargs: Any) -> Any:
     from torch.utils import _pytree as pytree
 
     now, tensors = packing(), [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    if now is None or not tensors or tensors[0].dim() != 3 or tensors[0].shape[:2] not in (now.shape, now.packed):
+    if now is None or not tensors or tensors[0].dim() != 3:
+        return None
+    if tensors[0].shape[:2] not in (now.shape, now.packed):
+        now.others = True
         return None
     now.blocks += 1
 
@@ -94,6 +97,7 @@ class PackedRows(torch.overrides.TorchFunctionMode):
         self.groups = [(list(same), length) for length, same in groupby(rows, key=lambda row: lengths[row])]
         self.sizes = [len(same) * length for same, length in self.groups]
         self.blocks = self.attended = 0
+        self.others = False  # rows of another length, which may be the same length in another batch
         self.kept: dict[Any, Any] = {}
         self.learns = torch.is_grad_enabled()
         self.varlen: Any = None
@@ -110,8 +114,10 @@ class PackedRows(torch.overrides.TorchFunctionMode):
             return self.attend(*args, **named)
         if func is functions.multi_head_attention_forward and args[0].shape[:-1] == self.packed[::-1]:
             return self.attend_by_heads(*args, **named)
-        if func is functions.linear and args and args[0].shape[:-1] == self.shape:
-            return self.unpack(func(self.pack(args[0], True), *args[1:], **named))
+        if func is functions.linear and args and args[0].dim() == 3:
+            if args[0].shape[:2] == self.shape:
+                return self.unpack(func(self.pack(args[0], True), *args[1:], **named))
+            self.others = self.others or args[0].shape[0] == self.shape[0]
         return func(*args, **named)
 
     def once(self, tensor: torch.Tensor, find: Any) -> Any:
@@ -210,6 +216,8 @@ class PackedRows(torch.overrides.TorchFunctionMode):
             own = torch.cat([mask[..., slice(None) if alone else span, span] for span in spans])
             found.append(own if packed or len(own) == 1 else own[rows])
             start += len(rows) * length
+        if mask.requires_grad:  # a bias that is learned may begin as none
+            return found, False
 
         def every(tests: list[Any]) -> bool:
             return bool(torch.stack([test.all() for test in tests]).all())
@@ -239,8 +247,9 @@ class Packed(Part):
         from contextlib import suppress
 
         mask, lengths = filled(self.mask, args, kwargs)
-        # Where there are as many rows as places, a mask of pairs could be one of rows.
-        if len(lengths) < 2 or mask.shape[1] in (len(lengths), min(lengths)):
+        # Where there are as many rows as places, a mask of pairs could be one of rows; where all rows together are as
+        # long as one with its padding, packed rows could be that one.
+        if len(lengths) < 2 or mask.shape[1] in (len(lengths), min(lengths), sum(lengths)):
             return self.run(*args, **kwargs)
         with suppress(Unclear), PackedRows(lengths, mask.shape[1], mask.device):
             return self.run(*args, **kwargs)
@@ -252,23 +261,35 @@ PACKED = (filled, packing, pack_block, unpack_block, pack_blocks, Unclear, Packe
 
 def why_not_packed(model: torch.nn.Module, args: Any, kwargs: Any, lengths: list[int], places: int) -> str:
     """Why the blocks of a model cannot compute packed rows, as a phrase; empty where a call answers the same."""
+    import inspect
 
     def answers() -> list[torch.Tensor]:
         return [leaf for leaf in flatten(model(*args, **kwargs))[0] if isinstance(leaf, torch.Tensor)]
 
-    given, device = answers(), next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    real = torch.arange(places, device=device) < torch.tensor(lengths, device=device)[:, None]
-    with ExitStack() as stack:
-        for hook in pack_blocks(model):
-            stack.enter_context(hook)
-        rows = stack.enter_context(PackedRows(lengths, places, device))
-        try:
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    if any(getattr(config, f"{part}layerdrop", 0) for config in configs for part in ("", "encoder_", "decoder_")):
+        return "training leaves out blocks by chance (layerdrop), the last one, too"
+    of_two = "its blocks take rows of other lengths, too"
+    rows: Any = None
+    try:
+        if any("decoder_input_ids" in inspect.signature(module.forward).parameters for module in model.modules()):
+            return of_two  # which may be as long as each other in this batch
+        given, device = answers(), next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        real = torch.arange(places, device=device) < torch.tensor(lengths, device=device)[:, None]
+        rows = PackedRows(lengths, places, device)
+        with ExitStack() as stack:
+            for hook in [*pack_blocks(model), rows]:
+                stack.enter_context(hook)
             found = answers()
-            if not rows.blocks:
-                return "the model has no blocks, one after the other, that take [rows, places, width]"
-            same = all(_alike(one, other, real) for one, other in zip(given, found, strict=True))
-        except Exception:
-            same = False
+        if not rows.blocks:
+            return "the model has no blocks, one after the other, that take [rows, places, width]"
+        same = all(_alike(one, other, real) for one, other in zip(given, found, strict=True))
+    except Exception as error:
+        if rows is None:
+            return f"a trial with two rows ends with {type(error).__name__}"
+        same = False
+    if rows.others:
+        return of_two
     if same:
         return ""
     if not rows.attended:
@@ -277,11 +298,17 @@ def why_not_packed(model: torch.nn.Module, args: Any, kwargs: Any, lengths: list
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor, real: torch.Tensor) -> bool:
-    """Whether two answers are the same but for rounding, at places that rows have."""
+    """Whether two answers are the same but for rounding, at places that rows have; looked at row by row, since they may
+    be as large as memory allows."""
     if one.shape != other.shape:
         return False
     near = 1e-3 if one.dtype in (torch.float32, torch.float64) else 0.05
-    if one.shape[:2] == real.shape:
-        one, other = one[real], other[real]
-    one, other = one.double(), other.double()
-    return float((one - other).abs().max()) <= near * float(one.abs().max())
+    if one.dim() == 0:
+        one, other = one[None], other[None]
+    places: Any = real if one.shape[:2] == real.shape else [...] * len(one)
+    sizes = []
+    for own, its, has in zip(one, other, places, strict=True):
+        right = own[has].float()
+        sizes.append(torch.stack([(right - its[has].float()).abs().max(), right.abs().max()]))
+    far, most = torch.stack(sizes).amax(0).tolist()
+    return bool(far <= near * most)

@@ -154,10 +154,11 @@ class Ragged(Technique):
 
     def bundles(self, facts: Facts) -> list[Bundle]:
         packs = facts.padding is not None and not facts.padding.not_packed
-        levels = {"ragged": "packed" if packs else "trimmed" if _is_of_all(facts) else "grouped"}
-        found = [Bundle(15, levels)]
-        half = "autocast-bf16" if facts.mode == "training" else "bf16"
-        return [Bundle(12, {"precision": half, **levels}), *found] if computes_in_bf16(facts) else found
+        levels = [*["packed"] * packs, "trimmed" if _is_of_all(facts) else "grouped"]
+        found = [Bundle(15 + number, {"ragged": level}) for number, level in enumerate(levels)]
+        half = {"precision": "autocast-bf16" if facts.mode == "training" else "bf16"}
+        halves = [Bundle(12 + number, {**half, "ragged": level}) for number, level in enumerate(levels)]
+        return [*halves, *found] if computes_in_bf16(facts) else found
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         assert facts.padding is not None
