@@ -127,8 +127,11 @@ def of_model(model: Any, wanted: Mapping[str, Any] | None = None) -> dict[str, A
         raise UsageError(f"max_tokens is {asked}, and the model has {most} positions: give at most as many")
     if 0 < most < usual.max_tokens:
         settings = {"max_tokens": most, "max_new_tokens": min(usual.max_new_tokens, most), **settings}
-    if _is_two_parts(model):
-        settings = {"start_tokens": [Kept(model).start_token()], **settings}
+    if _is_two_parts(model) and "start_tokens" not in settings:
+        try:
+            settings["start_tokens"] = [Kept(model).start_token()]
+        except RuntimeError as error:
+            raise UsageError(f"{error}, or give `start_tokens`") from None
     for where in (getattr(model, "generation_config", None), getattr(model, "config", None)):
         ends = getattr(where, "eos_token_id", None)
         if ends is not None:
