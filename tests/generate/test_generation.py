@@ -27,12 +27,14 @@ transformers = pytest.importorskip("transformers")
 WORDS = 96
 
 
-def llama() -> nn.Module:
+def llama(**more: Any) -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=None, eos_token_id=None, initializer_range=0.3,
-    )  # fmt: skip
+    settings = {
+        "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None,
+        "eos_token_id": None, "initializer_range": 0.3,
+    }  # fmt: skip
+    config = transformers.LlamaConfig(**{**settings, **more})
     return transformers.LlamaForCausalLM(config).eval()
 
 
@@ -737,7 +739,7 @@ def test_four_bits_are_where_the_limit_allows_and_the_choice_is_kept() -> None:
     again = load(lines, "chosen")(llama(), [])
     assert torch.equal(run(ids(1, 9), forced=ids(1, 6)), again(ids(1, 9), forced=ids(1, 6)))
     with pytest.raises(RuntimeError, match=r"the layer model\.\S+ was chosen, and the model has none"):
-        load(lines, "chosen")(gpt2(), [])
+        load(lines, "chosen")(llama(num_hidden_layers=1), [])
     with pytest.raises(RuntimeError, match="4 bits: 0 of 14 layers: the first group has a divergence of"):
         load(source(recipe, replace(facts, max_error=1e-9)), "none")(llama(), [ids(1, 12)])
 

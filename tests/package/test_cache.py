@@ -351,7 +351,10 @@ def capped(window):
     return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**TWO_LAYERS, **size)).eval()
 
 
-@pytest.mark.parametrize(("make", "window"), [(sliding, 100), (sliding, 6), (by_turns, 6), (capped, 6)])
+@pytest.mark.parametrize(
+    ("make", "window"),
+    [(sliding, 6), *(pytest.param(make, 6, marks=pytest.mark.slow) for make in (by_turns, capped))],
+)
 def test_what_a_window_leaves_out_is_not_looked_at(tmp_path, make, window):
     model, most = make(window), [20, 6, 7, 12]
     running = find_handler(package := packaged(tmp_path / "m", model), ModelRunner(package), "").running(3, 0, 8)

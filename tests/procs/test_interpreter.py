@@ -78,7 +78,7 @@ def test_a_script_that_ends_in_an_interpreter_is_one(bare: Path, tmp_path: Path)
     assert found.name == "in-container"
     assert look(found, (), tmp_path).problem.startswith("torch ")
     # What fettle passes on is not passed on to a container by its daemon.
-    closed = "import os, sys; os.closerange(3, 256); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    closed = "import os, sys; os.closerange(3, 65536); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
     script.write_text(f"#!/bin/sh\nexec '{bare}/bin/python' -c '{closed}' \"$@\"\n")
     assert look(found, (), tmp_path).problem.startswith("fettle cannot reach what runs there")
     script.write_text("exec python\n")

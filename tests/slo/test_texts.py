@@ -63,6 +63,7 @@ class Cache:
 def served_by_the_engine(due, prompts, outputs, rows, chunk, tables):
     """The real engine on that clock: seconds to the first token of each, and each time between two tokens."""
     handler = SimpleNamespace(
+        begins=(),
         keeps=False, prompt=lambda ask: list(ask.tokens), room=lambda prompt, ask: ask.sampling.max_tokens, stop=set(),
         tokenizer=SimpleNamespace(decode=lambda ids, **how: "a" * len(ids)),
     )  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fettle.techniques import Facts, Recipe, conflict, idle, load, probe_facts, source
+from fettle.techniques import Facts, Recipe, conflict, load, probe_facts, source
 from fettle.techniques.fused_linear import FusedSibling
 from fettle.workload import Workload
 
@@ -183,7 +183,6 @@ def test_what_it_can_stand_beside() -> None:
     facts = Facts(device="cuda", cuda_capability=(9, 0), fed_alike=ALIKE, packages={"torch_tensorrt": "2.9"})
     assert "its own products" in conflict(Recipe.parse("fused_linear=on runtime=tensorrt"), facts)
     assert not conflict(Recipe.parse("fused_linear=on runtime=exported grad=inference_mode"), facts)
-    assert idle(Recipe.parse("fused_linear=on weights=int8-blocks")) == ["fused_linear"]
     assert "it is for GPUs" in conflict(Recipe({"fused_linear": "on"}), replace(facts, device="cpu"))
     with pytest.raises(RuntimeError, match="found none of those that were given the same tensor"):
         load(source(Recipe({"fused_linear": "on"}), facts), "fused")(nn.Linear(2, 2), [])

@@ -23,6 +23,7 @@ from fettle.measure import _meters
 from fettle.measure._clock import Clock, warm_up
 from fettle.measure._lockstep import agreed, slowest
 from fettle.measure._notes import Notes, compile_cache
+from fettle.measure._pace import Pace
 from fettle.measure._trial import Accuracy
 from fettle.measure._waits import Times, Waits, busiest, held_up_ns, one_core_each, ran_ns, waited_ns, without_waits
 from fettle.measure._watch import throttled_s
@@ -69,8 +70,7 @@ class State:
     """What a GPU's allocator kept for the next call was given back: it has to be fetched again."""
     padding: Any = None
     waits: Waits = field(default_factory=Waits)
-    pace: Any = None
-    """What its warm calls may take."""
+    pace: Pace = field(default_factory=lambda: Pace(Waits()))
     computing: Sequence[int] = ()
     """Threads that compute, by their number in the system."""
     is_pool: bool = False
