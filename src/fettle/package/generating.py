@@ -131,7 +131,7 @@ def of_model(model: Any, wanted: Mapping[str, Any] | None = None) -> dict[str, A
         try:
             settings["start_tokens"] = [Kept(model).start_token()]
         except RuntimeError as error:
-            raise UsageError(f"{error}, or give `start_tokens`") from None
+            raise UsageError(f"{error}, or give start_tokens in `handler_settings`") from None
     for where in (getattr(model, "generation_config", None), getattr(model, "config", None)):
         ends = getattr(where, "eos_token_id", None)
         if ends is not None:

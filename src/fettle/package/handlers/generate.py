@@ -79,7 +79,7 @@ class Handler:
         self.keeps = PAST in names
         self.begins = self.settings.start_tokens if SOURCE in names else ()
         if SOURCE in names and not self.begins:
-            raise UsageError("the decoder has no start_tokens: give them in --handler-settings")
+            raise UsageError("the decoder has no start_tokens: give them in `handler_settings`")
         self.metrics = context.metrics
         self.tokenizer = read_tokenizer(context.folder)
         self.tokenizer.no_padding()
