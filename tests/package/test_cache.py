@@ -230,8 +230,11 @@ def test_it_may_compute_in_another_type(tmp_path, how):
     assert [row[1] for row in written(handler.running(8, 0, 256), asks(PROMPTS[:3], [5, 6, 7]))] == [5, 6, 7]
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
-@pytest.mark.parametrize("level", ["int8-blocks", "int4-blocks"])
+@pytest.mark.parametrize(
+    ("make", "level"),
+    [(gpt2, "int8-blocks"), (llama, "int4-blocks"),
+     *(pytest.param(*one, marks=pytest.mark.slow) for one in ((llama, "int8-blocks"), (gpt2, "int4-blocks")))],
+)  # fmt: skip
 def test_weights_may_be_held_in_few_bits(tmp_path, make, level):
     """As a study of texts finds it: what keeps keys and values, and guesses, is the server's own business."""
     if not {"avx2", "avx512_vnni"} & set(cpu_flags()):
@@ -308,7 +311,8 @@ def test_other_weights_in_few_bits_are_refused(tmp_path):
             packaged(tmp_path / "m", gpt2(), levels)
 
 
-@pytest.mark.parametrize("kind", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_compiled_ahead_of_time_it_reads_the_cache_where_it_lies(tmp_path, monkeypatch, kind):
     """A cache's rows are a part of a larger tensor, in an order of their own and in the type that is computed in."""
     monkeypatch.setenv("FETTLE_CACHE", str(tmp_path / "cache"))
