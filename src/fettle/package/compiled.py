@@ -107,9 +107,7 @@ def compiled(
         return None
 
 
-def _key(
-    folder: Path, recipe: Recipe, device: str, samples: Sequence[torch.Tensor], blocks: Blocks | None = None
-) -> str:
+def _key(folder: Path, recipe: Recipe, device: str, samples: Sequence[torch.Tensor], blocks: Blocks | None) -> str:
     """What must be equal for a file to fit: the model, its recipe, how it is compiled, the machine, torch, ONNX Runtime
     where it runs it, and the threads, whose number stands in the code."""
     digest = hashlib.sha256()

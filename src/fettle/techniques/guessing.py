@@ -12,17 +12,10 @@ from typing import Any
 import torch
 
 from fettle.generate.decoding import chances, decoder_of, pick, score
+from fettle.generate.workload import positions_of
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._generation import NO_TEXT
 from fettle.techniques.kv_cache import AHEAD
-
-
-def most_tokens(decoder: Any) -> float:
-    """The tokens that a model has positions for, where its configuration says so: a text may end just there, and what
-    is guessed beyond has none."""
-    config, names = getattr(decoder, "config", None), ("max_target_positions", "max_position_embeddings")
-    most: float = next((size for name in names if (size := getattr(config, name, None) or 0) > 0), float("inf"))
-    return most
 
 
 class Lookup:
@@ -58,7 +51,7 @@ class Draft:
         if getattr(model, "draft", None) is None:
             raise RuntimeError("guessing=draft: model.draft is to be the smaller model that guesses")
         self.decoder = decoder_of(model.draft)
-        self.most = most_tokens(self.decoder)
+        self.most = positions_of(self.decoder) or float("inf")  # beyond these it cannot guess
         self.read = 0  # tokens of the text that it has read
 
     def begin(self, room: int, **prompt: Any) -> None:
@@ -132,7 +125,7 @@ def write_guessing(
     if input_ids is None:  # sound, say: then there is only what is written
         input_ids = text[:, :0]
     text = torch.cat([input_ids, text], 1)
-    end, most = input_ids.shape[1] + new_tokens, most_tokens(decoder)
+    end, most = input_ids.shape[1] + new_tokens, positions_of(decoder) or float("inf")
     if getattr(decoder, "two_parts", False):  # whose decoder has read other tokens than the prompt's
         begun = prompt.get("decoder_input_ids")
         most += input_ids.shape[1] - (1 if begun is None else begun.shape[1])
@@ -192,7 +185,7 @@ class Guessing(Technique):
         given = (f'kwargs.setdefault("ahead", {AHEAD})', 'kwargs.setdefault("guesses", guesses)')
         own, made = (Lookup, "Lookup()") if level == "prompt" else (Draft, "Draft(model)")
         return Code(
-            helpers=(most_tokens, own, draw_after, write_guessing),
+            helpers=(positions_of, own, draw_after, write_guessing),
             setup=(f"guesses = {made}",),
             inputs=given,
             writer="write_guessing",
