@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fettle.trace import annotation_table
-from fettle.trace.analyses import stacks as room
 from fettle.trace.analyses.stacks import host_stacks
 from fettle.trace.intervals import merge, total
 from tests.trace.build import Build
@@ -56,18 +55,15 @@ def test_a_range_opened_in_a_function_holds_what_runs_after_it(tmp_path: Path) -
 
 
 @settings(max_examples=100, deadline=None)
-@given(spans=SPANS, block=st.integers(1, 6))
+@given(spans=SPANS)
 def test_nesting_is_that_of_a_stack(
-    spans: list[tuple[int, int, int]], block: int, tmp_path_factory: pytest.TempPathFactory
+    spans: list[tuple[int, int, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Whatever the size of the blocks that it is found in."""
     made = Build()
     for start, length, thread in spans:
         made.op("x", 2 * start, 2 * length, tid=thread)  # less than a microsecond would be rounding
     trace = made.load(tmp_path_factory.mktemp("s"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "BLOCK", block)
-        stacks, thread = host_stacks(trace), trace.column("thread")
+    stacks, thread = host_stacks(trace), trace.column("thread")
     end = trace.end.copy()
     open_events: list[int] = []
     for row in stacks.rows.tolist():  # the plain way, event by event

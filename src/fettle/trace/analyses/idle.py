@@ -29,7 +29,6 @@ from fettle.trace.kinds import Kind, is_graph_launch, without_address
 from fettle.trace.model import Bools, Ints, Trace, per_trace
 from fettle.trace.ordering import in_groups
 
-PIECES_AT_ONCE = 1 << 20
 EXPLAINED = 0.10
 SAMPLED = 0.02
 """A whole trace has at least this share of the calls that its correlation numbers count: 0.03 to 1 were seen."""
@@ -38,7 +37,6 @@ Numbers = npt.NDArray[np.integer[Any]]
 _PIECE_TYPES = (np.int64, np.int64, np.uint8, np.int32, np.int32)  # start, end, cause, detail, gap
 _OF_HOST = np.array([NUMBER.get(cause, 0) for cause in CAUSES_OF_HOST], dtype=np.uint8)
 _NAMES = pl.Series(list(CAUSES), dtype=pl.Enum(list(CAUSES)))
-_NONE = np.zeros(0, np.int64)
 
 
 @per_trace
@@ -55,8 +53,6 @@ def idle_pieces(trace: Trace, device: int) -> pl.DataFrame:
     low, high = trace.span
     starts, ends = gaps(busy, low, high)
     pieces = _Pieces()
-    if not len(starts):
-        return pieces.frame(_NONE)
     after = _next_work(trace, rows, ends)
     next_row = np.where(after >= 0, rows[np.maximum(after, 0)], -1)
     number, waits = np.arange(len(starts)), device_waits(trace)
@@ -120,35 +116,15 @@ def _cut(pieces: _Pieces, cause: str, windows: Intervals, names: npt.NDArray[np.
 
 
 class _Pieces:
-    """Pieces of idle time as they are found, in no order.
-
-    Millions of them: they are copied into few large arrays, because what many small ones of them leave between
-    themselves is handed back to the system and asked for again, which costs more than finding them.
-    """
+    """Pieces of idle time as they are found, in no order: sets of columns, as in `_PIECE_TYPES`."""
 
     def __init__(self) -> None:
-        self.full: list[list[npt.NDArray[Any]]] = []
-        self.columns: list[npt.NDArray[Any]] = [np.empty(0, dtype) for dtype in _PIECE_TYPES]
-        self.used = 0
-
-    @property
-    def parts(self) -> list[list[npt.NDArray[Any]]]:
-        """All pieces: sets of columns, in the order of `_PIECE_TYPES`."""
-        return [*self.full, [column[: self.used] for column in self.columns]]
+        self.parts: list[list[npt.NDArray[Any]]] = []
 
     def add(self, start: Ints, end: Ints, cause: Causes | str, detail: Numbers | int, gap: Numbers) -> None:
         values = (start, end, NUMBER[cause] if isinstance(cause, str) else cause, detail, gap)
-        done, count = 0, len(start)
-        while done < count:
-            if self.used == len(self.columns[0]):
-                self.full.append(self.columns)
-                self.columns, self.used = [np.empty(PIECES_AT_ONCE, dtype) for dtype in _PIECE_TYPES], 0
-            more = min(count - done, len(self.columns[0]) - self.used)
-            for column, value in zip(self.columns, values, strict=True):
-                piece = value[done : done + more] if isinstance(value, np.ndarray) else value
-                column[self.used : self.used + more] = piece
-            done += more
-            self.used += more
+        columns = [np.asarray(value, dtype) for value, dtype in zip(values, _PIECE_TYPES, strict=True)]
+        self.parts.append([np.broadcast_to(column, len(start)) for column in columns])
 
     def frame(self, next_row: Ints) -> pl.DataFrame:
         start, end, cause, detail, gap = (np.concatenate(column) for column in zip(*self.parts, strict=True))
@@ -184,39 +160,25 @@ def _next_work(trace: Trace, rows: Ints, ends: Ints) -> Ints:
 
 
 def _host_time(trace: Trace, pieces: _Pieces, start: Ints, end: Ints, thread: Ints, gap: Ints) -> None:
-    keep = end > start
-    start, end, thread, gap = start[keep], end[keep], thread[keep], gap[keep]
-    fallbacks = [t for t in [main_thread(trace), *autograd_threads(trace)] if t >= 0]
-    names = trace.column("name")
-    asked: set[int] = set()
-    while len(start):
-        next_round: list[tuple[Ints, Ints, Ints, Ints]] = []
-        for one, mine in in_groups(thread):
-            mine = mine[np.argsort(start[mine], kind="stable")]
-            for block in host_stacks(trace).blocks(one, start[mine], end[mine]):
-                some = mine[block]
-                s, e, row, window = host_stacks(trace).over(one, start[some], end[some])
-                owner = gap[some][window]
-                cause = np.where(row >= 0, host_stacks(trace).cause[row], 0)
-                name = np.where(row >= 0, names[row].astype(np.int32), np.int32(-1))
-                silent = np.flatnonzero(cause == 0)
-                if not len(silent):
-                    pieces.add(s, e, _OF_HOST[cause], name, owner)
-                else:
-                    known = np.flatnonzero(cause)
-                    pieces.add(s[known], e[known], _OF_HOST[cause[known]], name[known], owner[known])
-                    next_round.append((s[silent], e[silent], owner[silent], name[silent]))
-        if not next_round:
-            return
-        start, end, gap, name = (np.concatenate([part[i] for part in next_round]) for i in range(4))
+    """What a thread did in each window; where it shows nothing, what the main thread did, then autograd's."""
+    stacks, names = host_stacks(trace), trace.column("name").astype(np.int32)
+    order = np.flatnonzero(end > start)
+    order = order[np.argsort(start[order], kind="stable")]
+    start, end, thread, gap, name = start[order], end[order], thread[order], gap[order], names[:0]
+    others = [t for t in dict.fromkeys([main_thread(trace), *autograd_threads(trace)]) if t >= 0]
+    for asked in (thread, *others):
+        left = [(start[:0], end[:0], gap[:0], name[:0])]
+        for one, mine in in_groups(np.broadcast_to(asked, len(start))):
+            begins, stops, row, window = stacks.over(one, start[mine], end[mine])
+            owner, cause = gap[mine][window], np.where(row >= 0, stacks.cause[row], 0)
+            name = np.where(row >= 0, names[row], np.int32(-1))
+            known, silent = np.flatnonzero(cause), np.flatnonzero(cause == 0)
+            pieces.add(begins[known], stops[known], _OF_HOST[cause[known]], name[known], owner[known])
+            left.append((begins[silent], stops[silent], owner[silent], name[silent]))
+        start, end, gap, name = (np.concatenate(column) for column in zip(*left, strict=True))
         order = np.argsort(start, kind="stable")
         start, end, gap, name = start[order], end[order], gap[order], name[order]
-        remaining = [t for t in fallbacks if t not in asked]
-        if not remaining:
-            pieces.add(start, end, "host_untraced", name, gap)
-            return
-        asked.add(remaining[0])
-        thread = np.full(len(start), remaining[0])
+    pieces.add(start, end, "host_untraced", name, gap)
 
 
 def idle_streams(trace: Trace) -> pl.DataFrame:

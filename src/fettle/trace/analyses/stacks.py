@@ -9,16 +9,12 @@ in order, each before what it contains.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fettle.trace.analyses.enclosing import nearest
 from fettle.trace.analyses.launches import launch_links
 from fettle.trace.intervals import ranges
 from fettle.trace.kinds import Kind
@@ -28,8 +24,7 @@ from fettle.trace.ordering import in_groups, order_by
 # Outer to inner, for events with the same start and length.
 _NESTING = {Kind.ANNOTATION: 0, Kind.PYTHON: 1, Kind.OPERATOR: 2, Kind.RUNTIME: 3, Kind.OVERHEAD: 4}
 _GIVE_WAY = ("operator", "python", "runtime_call", "host_untraced")
-BLOCK = 1 << 16
-Segments = tuple[npt.NDArray[np.int32], Ints, Ints, Ints]  # thread, start, end, row
+Segments = tuple[Ints, Ints, Ints, Ints]  # thread, start, end, row
 LONG_COPY_NS = 20_000
 ROUNDED_NS = 1_000
 ENTERING_EVENTS = 64  # functions and their calls on the way into a range
@@ -62,7 +57,7 @@ class HostStacks:
     depth: Ints
     cause: npt.NDArray[np.uint8]  # by event row: index into CAUSES_OF_HOST
     rows: Ints  # host events by thread and start
-    segment_thread: npt.NDArray[np.int32]
+    segment_thread: Ints
     segment_start: Ints
     segment_end: Ints
     segment_row: Ints
@@ -77,7 +72,7 @@ class HostStacks:
 
     def thread_slice(self, thread: int) -> slice:
         """The segments of one thread."""
-        low, high = np.searchsorted(self.segment_thread, np.array([thread, thread + 1], dtype=np.int32))
+        low, high = np.searchsorted(self.segment_thread, [thread, thread + 1])
         return slice(int(low), int(high))
 
     def innermost(self, thread: Ints, time: Ints) -> Ints:
@@ -92,15 +87,6 @@ class HostStacks:
             inside[found] = self.segment_end[part][at[found]] > time[mine][found]
             answer[mine[inside]] = self.segment_row[part][at[inside]]
         return answer
-
-    def blocks(self, thread: int, start: Ints, end: Ints) -> Iterator[slice]:
-        """Disjoint windows, in order, cut into runs that hold few enough segments of a thread to stay in the cache."""
-        part = self.thread_slice(thread)
-        before = np.searchsorted(self.segment_end[part], start, side="right")
-        until = np.searchsorted(self.segment_start[part], end, side="left")
-        block = np.cumsum(np.maximum(until - before, 0) + 1) // BLOCK
-        edges = [0, *(np.flatnonzero(block[1:] != block[:-1]) + 1).tolist(), len(start)]
-        return (slice(low, high) for low, high in itertools.pairwise(edges))
 
     def over(self, thread: int, start: Ints, end: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         """What a thread did in each of some disjoint windows, in order.
@@ -213,47 +199,14 @@ def _begin_after_rounding(trace: Trace, rows: Ints) -> tuple[Ints, Ints]:
 
 
 def _nest(trace: Trace, rows: Ints, begin: Ints, parent_by_row: Ints, depth_by_row: Ints) -> tuple[Segments, int]:
-    """Fill in parents and depths; returns the segments' columns, and how many events were cut.
-
-    Block by block, so that the arrays stay in the cache and no large ones are made only to be thrown away, which costs
-    several times the arithmetic. What is open where a block ends begins the next one; events that begin together stay
-    together, so that what is open has lasted.
-    """
-    thread_of, cut = trace.column("thread"), 0
-    open_rows, open_ends = np.zeros(0, np.int64), np.zeros(0, np.int64)
-    # A segment ends where an event begins or ends, and where a block does; of room that stays free no page is touched.
-    room = 2 * len(rows) + len(rows) // BLOCK + 1
-    columns: list[npt.NDArray[Any]] = [np.empty(room, dtype) for dtype in (np.int32, np.int64, np.int64, np.int64)]
-    filled = low = high = 0
-    while high < len(rows):
-        low, high = high, min(high + BLOCK, len(rows))
-        while high < len(rows) and begin[rows[high]] == begin[rows[high - 1]]:
-            high += 1
-        new = rows[low:high]
-        kept, mine = len(open_rows), np.concatenate([open_rows, new])
-        start, end = begin[mine], np.concatenate([open_ends, trace.ts[new] + trace.dur[new]])
-        start[:kept] = start[kept]
-        thread = thread_of[mine].astype(np.int64)
-        parent = _parents(start, end, thread)
-        cut += _cut_overlaps(start, end, thread, parent)
-        open_rows = open_ends = np.zeros(0, np.int64)
-        if high < len(rows) and thread_of[rows[high]] == thread[-1]:
-            until = int(begin[rows[high]])
-            chain = [len(mine) - 1]
-            while parent[chain[-1]] >= 0:
-                chain.append(int(parent[chain[-1]]))
-            still = np.array([i for i in reversed(chain) if end[i] > until], dtype=np.int64)
-            open_rows, open_ends = mine[still], end[still]
-            end[still] = until
-        depth, more = _sweep(start, end, parent, thread, mine)
-        for column, piece in zip(columns, more, strict=True):
-            column[filled : filled + len(piece)] = piece
-        filled += len(more[0])
-        depth_by_row[new] = depth[kept:]
-        inner = np.flatnonzero(parent[kept:] >= 0)
-        parent_by_row[new[inner]] = mine[parent[kept:][inner]]
-    of_thread, starts, ends, of_row = (column[:filled] for column in columns)
-    return (of_thread, starts, ends, of_row), cut
+    """Fill in parents and depths; returns the segments' columns, and how many events were cut."""
+    start, end, thread = begin[rows], trace.end[rows], trace.column("thread")[rows].astype(np.int64)
+    parent = _parents(start, end, thread)
+    cut = _cut_overlaps(start, end, thread, parent)
+    depth_by_row[rows], segments = _sweep(start, end, parent, thread, rows)
+    inner = np.flatnonzero(parent >= 0)
+    parent_by_row[rows[inner]] = rows[parent[inner]]
+    return segments, cut
 
 
 def _outer_first(trace: Trace, rows: Ints, begin: Ints) -> Ints:
@@ -321,40 +274,39 @@ def _sweep(
 ) -> tuple[Ints, tuple[Ints, Ints, Ints, Ints]]:
     """Depth of each event, and the segments: who is innermost between one begin or end of an event and the next.
 
-    There is one event or more, in order of thread and start, outer before inner. At one instant events end before
-    others begin; inner ones end first, outer ones begin first.
+    Events are in order of thread and start, outer before inner. At one instant events end before others begin; inner
+    ones end first, outer ones begin first.
     """
-    count = len(start)
-    # Of 2n turns, ends carry n - 1 - index and begins n + index: this number alone says which event begins or ends.
-    index = np.arange(count, dtype=np.int64)
-    turn_bits, low = (2 * count - 1).bit_length(), int(start.min())
-    time_bits = (int(end.max()) - low).bit_length()
-    if int(thread.max()).bit_length() + time_bits + turn_bits <= 63:
-        turn = np.empty(2 * count, dtype=np.int64)
-        for half, moment, number in ((turn[:count], start, index + count), (turn[count:], end, count - 1 - index)):
-            np.subtract(moment, low, out=half)
-            half |= thread << time_bits
-            half <<= turn_bits
-            half |= number
-        turn.sort()
-        time = turn >> turn_bits
-        time &= (1 << time_bits) - 1
-        time += low
-        turn &= (1 << turn_bits) - 1
-    else:
-        turn = np.concatenate([index + count, count - 1 - index])
-        time = np.concatenate([start, end])
-        order = np.lexsort((turn, time, np.concatenate([thread, thread])))
-        turn, time = turn[order], time[order]
-    begins = turn >= count
-    level = np.cumsum(begins.view(np.int8) * np.int8(2) - np.int8(1), dtype=np.int32)
-    depth = level[begins].astype(np.int64) - 1  # events begin in their own order
-    turn -= count
-    event = np.bitwise_xor(turn, turn >> 63, out=turn)  # n + i becomes i, and so does n - 1 - i
+    # Ends in reverse order before begins: of those at one instant a stable sort leaves them like that.
+    count, time = len(start), np.concatenate([end[::-1], start])
+    turn = order_by(np.concatenate([thread[::-1], thread]), time)
+    time, begins = time[turn], turn >= count
+    level = np.cumsum(np.where(begins, 1, -1))
+    depth = level[begins] - 1  # events begin in their own order
+    event = np.where(begins, turn - count, count - 1 - turn)
     owner = np.where(begins, event, parent[event])
     keep = np.flatnonzero((owner[:-1] >= 0) & (time[1:] > time[:-1]))
     owner = owner[keep]
     return depth, (thread[owner], time[keep], time[keep + 1], rows[owner])
+
+
+def nearest(parent: Ints, flags: np.ndarray, rows: Ints) -> Ints:
+    """By row, the nearest event at or above each of `rows` that is flagged; -1 for none.
+
+    Each row's `parent` is followed in doubling steps.
+    """
+    answer = np.where(flags, np.arange(len(flags)), -1)
+    above = parent.copy()
+    active = rows[(answer[rows] < 0) & (above[rows] >= 0)]
+    while len(active):
+        own = answer[above[active]]
+        hit = own >= 0
+        # The whole stretch above has been searched only once its own answer is settled, so take the nearest known one.
+        answer[active[hit]] = own[hit]
+        rest = active[~hit]
+        above[rest] = above[above[rest]]
+        active = rest[above[rest] >= 0]
+    return answer
 
 
 def _causes(trace: Trace, parent: Ints, host_rows: Ints) -> npt.NDArray[np.uint8]:
@@ -364,9 +316,7 @@ def _causes(trace: Trace, parent: Ints, host_rows: Ints) -> npt.NDArray[np.uint8
         table[name * 256 + kind] = number[one]
     names, kinds = trace.column("name"), trace.kind
     cause = np.zeros(trace.events.height, dtype=np.uint8)
-    for low in range(0, len(host_rows), BLOCK):
-        rows = host_rows[low : low + BLOCK]
-        cause[rows] = table[names[rows].astype(np.int64) * 256 + kinds[rows]]
+    cause[host_rows] = table[names[host_rows].astype(np.int64) * 256 + kinds[host_rows]]
     # Whatever starts device work launches it: copies, memory sets, graphs.
     work, calls = launch_links(trace).known
     cause[calls[cause[calls] == number["runtime_call"]]] = number["launch_call"]
