@@ -208,8 +208,8 @@ def test_what_a_helper_leaves_is_what_it_would_have_decoded_here(tmp_path: Path)
     assert part is not None
     assert part.columns.rows == here.columns.rows == 50 * 9
     assert list(part.columns.names) == list(here.columns.names)
-    for name, values in part.columns.chunks[0].items():
-        assert values.tolist() == [v for chunk in here.columns.chunks for v in chunk[name].tolist()]
+    for there, chunk in zip(part.columns.chunks, here.columns.chunks, strict=True):
+        assert all(there[name].tolist() == values.tolist() for name, values in chunk.items())
 
 
 def test_a_large_trace_opens_from_a_script_without_a_main_guard(tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ def kernel_launches(trace: Trace) -> pl.DataFrame:
     rows = np.flatnonzero(trace.kind == Kind.KERNEL)
     if not len(rows):
         return pl.DataFrame(schema=schema)
-    found = [event.args for event in _again(trace, _kernels) if event.ph == "X" and _is_kernel(event.cat)]
+    complete = (event for event in _again(trace, _kernels) if event.ph == "X")
+    found = [event.args for event in complete if kind_of_category(event.cat or "") == Kind.KERNEL]
     if len(found) != len(rows):  # which kernels these are is not known
         return pl.DataFrame(schema=schema)
     told = [
@@ -85,10 +86,6 @@ def kernel_launches(trace: Trace) -> pl.DataFrame:
         if args is not None and args.blocks is not None and args.blocks >= 0  # -1: not known to the profiler
     ]
     return pl.DataFrame(told, schema=schema, orient="row")
-
-
-def _is_kernel(category: str | None) -> bool:
-    return kind_of_category(category or "") == Kind.KERNEL
 
 
 def _again(trace: Trace, decode: Callable[[bytes], list[T]]) -> Iterator[T]:

@@ -1,4 +1,4 @@
-"""Decoded columns to a `Trace`: one number a thread, no events from another age, and which rank it is."""
+"""Decoded columns to a `Trace`: steps by their names, no events from another age, and which rank it is."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from fettle.trace.io.decode import Columns, Interner
-from fettle.trace.kinds import DEVICE_KINDS, HOST_KINDS
+from fettle.trace.io.decode import Columns
+from fettle.trace.io.fields import say
+from fettle.trace.kinds import DEVICE_KINDS, HOST_KINDS, Kind
 from fettle.trace.model import EVENT_COLUMNS, SIDE_TABLES, Trace
 
 _WEEK_NS = 7 * 86_400 * 10**9
@@ -30,9 +31,12 @@ def assemble(path: Path, columns: Columns, metadata: dict[str, Any]) -> Trace:
         table: pl.concat(collected[table]) if table in collected else pl.DataFrame(schema=schema)
         for table, schema in SIDE_TABLES.items()
     }
-    threads = _unify_threads(columns, data, side)
-    events = pl.DataFrame(data)
-    events, side, outliers = _drop_outliers(events, side)
+    # Old traces know a step only by its name; new ones call it an annotation.
+    steps = [code for name, code in columns.names.items() if name.startswith("ProfilerStep#")]
+    names, kinds = data["name"].to_numpy(), data["kind"].to_numpy()
+    marks = np.isin(names, steps) & (kinds == Kind.OPERATOR)
+    data["kind"] = pl.Series(np.where(marks, np.uint8(Kind.ANNOTATION), kinds), dtype=pl.UInt8())
+    events, side, outliers = _drop_outliers(pl.DataFrame(data), side)
     facts = columns.facts
     facts.absurd_times += outliers
     facts.unknown_categories = sorted(set(facts.unknown_categories))
@@ -41,8 +45,8 @@ def assemble(path: Path, columns: Columns, metadata: dict[str, Any]) -> Trace:
         path=path,
         rank=_rank(path, metadata),
         events=events,
-        names=[_clean(n) for n in columns.names],
-        threads=threads,
+        names=[say(name) for name in columns.names],
+        threads=list(columns.threads.texts),
         shapes=[b"".join(s.split()).decode("utf-8", "replace") for s in columns.shapes],
         side=side,
         metadata=metadata,
@@ -51,29 +55,12 @@ def assemble(path: Path, columns: Columns, metadata: dict[str, Any]) -> Trace:
     )
 
 
-def _unify_threads(
-    columns: Columns, data: dict[str, pl.Series], side: dict[str, pl.DataFrame]
-) -> list[tuple[str, str]]:
-    """One number a thread, whether its id was written as a number or as text; returns (process, thread) by number."""
-    unified = Interner()
-    code = np.array([unified[(_clean(str(p)), _clean(str(t)))] for p, t in columns.threads], dtype=np.int32)
-    if len(unified) != len(columns.threads):
-        data["thread"] = pl.Series("thread", code[data["thread"].to_numpy()], dtype=pl.Int32())
-        memory = side["memory"]
-        if memory.height:
-            side["memory"] = memory.with_columns(thread=pl.Series(code[memory["thread"].to_numpy()], dtype=pl.Int32()))
-    return list(unified)
-
-
 def _drop_outliers(
     events: pl.DataFrame, side: dict[str, pl.DataFrame]
 ) -> tuple[pl.DataFrame, dict[str, pl.DataFrame], int]:
     """Drop events whose clock is more than a week from the trace's median: overflown device clocks, not work."""
-    work = _IS_WORK[events["kind"].to_numpy()]
-    if not work.any():
-        return events, side, 0
-    ts = events["ts_ns"].to_numpy()
-    if int(ts.max()) - int(ts.min()) <= _WEEK_NS:
+    work, ts = _IS_WORK[events["kind"].to_numpy()], events["ts_ns"].to_numpy()
+    if not work.any() or int(ts.max()) - int(ts.min()) <= _WEEK_NS:
         return events, side, 0
     far = np.abs(ts - np.int64(np.median(ts[work]))) > _WEEK_NS
     if not far.any():
@@ -87,10 +74,6 @@ def _drop_outliers(
             frame = frame.filter(pl.Series(stays)).with_columns(row=pl.Series(moved[rows[stays]], dtype=pl.Int64()))
         kept[table] = frame
     return events.filter(pl.Series(~far)), kept, int(far.sum())
-
-
-def _clean(name: str) -> str:
-    return name.encode("utf-8", "replace").decode()
 
 
 _RANK_IN_NAME = re.compile(r"rank[_\-.]?(\d{1,6})", re.IGNORECASE)

@@ -7,7 +7,7 @@ by event (`mend`), skipping what cannot be read and counting it.
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -15,17 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fettle.trace.io.events import NO_ARGS, decode_exact, decode_fast
-from fettle.trace.io.fields import (
-    integer,
-    integers,
-    plain_or,
-    say,
-    small_number,
-    stream_number,
-    to_array,
-    to_ns,
-    whole_ns,
-)  # fmt: skip
+from fettle.trace.io.fields import integer, integers, say, small_number, stream_number, to_array, to_ns, whole_ns
 from fettle.trace.io.mend import lenient, read_event_by_event
 from fettle.trace.io.side import SideTables
 from fettle.trace.kinds import DEVICE_KINDS, Kind, kind_of_category
@@ -52,18 +42,27 @@ class Interner(dict[Any, int]):
         return code
 
 
+class Threads(Interner):
+    """Process and thread to a dense number, whether their ids were written as numbers or as text."""
+
+    def __init__(self) -> None:
+        self.texts = Interner()
+
+    def __missing__(self, key: tuple[Any, Any]) -> int:
+        code = self.texts[tuple(map(say, key))]
+        self[key] = code
+        return code
+
+
 class Columns:
     """Grows column arrays chunk by chunk; `side` collects the sparse facts."""
 
     def __init__(self) -> None:
         self.names = Interner()
-        self.categories = Interner()
-        self.category_kind: list[int] = []
-        self.threads = Interner()
+        self.kinds: dict[str, int] = {}
+        self.threads = Threads()
         self.shapes = Interner({b"": 0})
         self.chunks: list[dict[str, npt.NDArray[Any]]] = []
-        self.names_seen = 0
-        self.step_names: list[int] = []
         self.thread_names: dict[str, str] = {}
         self.facts = ReadFacts()
         self.side = SideTables(self.facts)
@@ -128,16 +127,16 @@ class Columns:
             keep = np.array([e.ts is not None and e.dur is not None for e in events])
             self.facts.missing_duration += int((~keep).sum())
             ts, dur = (to_array([0 if v is None else v for v in values.tolist()]) for values in (ts, dur))
-        if ts.dtype == np.float64:
-            fractional_and_wide = bool(np.any((np.abs(ts) >= _EXACT_US) & np.isfinite(ts)))
-            if fractional_and_wide and b"." in chunk:
-                exact = self._exact_clocks(chunk, len(events))
-                if exact is not None:
-                    ts, dur = exact
-                    self.facts.wide_clock_chunks += 1
         ts_ns, bad_ts = to_ns(ts)
         dur_ns, bad_dur = to_ns(dur)
-        bad = bad_ts | bad_dur | (dur_ns > _DAY_NS)
+        bad = bad_ts | bad_dur
+        if ts.dtype == np.float64 and b"." in chunk and np.any((np.abs(ts) >= _EXACT_US) & np.isfinite(ts)):
+            exact = self._exact_clocks(chunk, len(events))
+            if exact is not None:
+                ts_ns, dur_ns = exact
+                bad = np.zeros(len(ts), dtype=bool)
+                self.facts.wide_clock_chunks += 1
+        bad |= dur_ns > _DAY_NS
         if bad.any():
             self.facts.absurd_times += int(bad.sum())
             keep = ~bad if keep is None else keep & ~bad
@@ -147,26 +146,24 @@ class Columns:
             dur_ns = np.maximum(dur_ns, 0)
         return ts_ns, dur_ns, keep
 
-    def _exact_clocks(self, chunk: bytes, count: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
+    def _exact_clocks(self, chunk: bytes, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
         try:
             events = [e for e in decode_exact(b"[" + chunk + b"]") if e.ph == "X"]
-            # Whole nanoseconds as integers; `to_ns` leaves arrays of this kind alone.
             ts = np.array([whole_ns(e.ts) for e in events], dtype=np.int64)
             dur = np.array([whole_ns(e.dur) for e in events], dtype=np.int64)
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError, ArithmeticError):
             return None
-        return (ts.view("timedelta64[ns]"), dur.view("timedelta64[ns]")) if len(events) == count else None
+        return (ts, dur) if len(events) == count else None
 
     def _append_complete(
         self, events: list[Any], ts_ns: npt.NDArray[np.int64], dur_ns: npt.NDArray[np.int64], chunk: bytes
     ) -> None:
         count, base = len(events), self.rows
         args = [e.args or NO_ARGS for e in events]
-        categories = np.fromiter(map(self.categories.__getitem__, [e.cat or "" for e in events]), np.int32, count)
-        self._learn_categories()
-        if "" in self.categories:
-            self.facts.uncategorised += int((categories == self.categories[""]).sum())
-        kind = np.array(self.category_kind, dtype=np.uint8)[categories]
+        categories = [e.cat or "" for e in events]
+        self._learn(sorted(set(categories) - self.kinds.keys()))
+        self.facts.uncategorised += categories.count("")
+        kind = np.fromiter(map(self.kinds.__getitem__, categories), np.uint8, count)
         names = [e.name or "" for e in events]
         if max(map(len, names)) > MAX_NAME_CHARS:
             names = [name[:MAX_NAME_CHARS] for name in names]
@@ -176,10 +173,6 @@ class Columns:
         external = integers([a.external for a in args])
         missing = np.flatnonzero((external < 0) & (kind != Kind.PYTHON))
         external[missing] = integers([args[i].external_old for i in missing.tolist()])
-        # Old traces know a step only by its name; new ones call it an annotation.
-        self._learn_steps()
-        if self.step_names:
-            kind[np.isin(name, self.step_names) & (kind == Kind.OPERATOR)] = Kind.ANNOTATION
         device, stream = self._places(events, args, kind)
         operators = np.flatnonzero(_IS_OPERATOR[kind]).tolist()
         shape = np.zeros(count, np.uint32)
@@ -194,24 +187,16 @@ class Columns:
         self, events: list[Any], args: list[Any], kind: npt.NDArray[np.uint8]
     ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
         """Device and stream of each event; -1 for none."""
-        count = len(events)
-        device, stream = np.full(count, -1, np.int16), np.full(count, -1, np.int64)
-        known = [a.stream for a in args]
-        told_elsewhere = count - known.count(None)
-        work = np.flatnonzero(_IS_DEVICE[kind])
-        if len(work):
-            rows = work.tolist()
-            chosen = [args[i] for i in rows]
-            told_elsewhere -= sum(a.stream is not None for a in chosen)
-            devices = [a.device if a.device is not None else events[i].pid for i, a in zip(rows, chosen, strict=True)]
-            streams = [a.stream if a.stream is not None else events[i].tid for i, a in zip(rows, chosen, strict=True)]
-            device[work], stream[work] = plain_or(devices, small_number), plain_or(streams, stream_number)
+        device, stream = np.full(len(events), -1, np.int16), np.full(len(events), -1, np.int64)
+        is_work = _IS_DEVICE[kind]
+        rows = np.flatnonzero(is_work).tolist()
+        devices = [events[i].pid if args[i].device is None else args[i].device for i in rows]
+        streams = [events[i].tid if args[i].stream is None else args[i].stream for i in rows]
+        device[rows], stream[rows] = _each(small_number, devices), _each(stream_number, streams)
         # What else carries a stream: sync events, and the host-side operators of generated kernels.
-        if told_elsewhere:
-            is_work = _IS_DEVICE[kind]
-            for i in [i for i, one in enumerate(known) if one is not None and not is_work[i]]:
-                device[i] = small_number(args[i].device if kind[i] == Kind.SYNC else None)
-                stream[i] = integer(known[i]) if isinstance(known[i], int) else stream[i]
+        for i in [i for i, a in enumerate(args) if a.stream is not None and not is_work[i]]:
+            device[i] = small_number(args[i].device if kind[i] == Kind.SYNC else None)
+            stream[i] = integer(args[i].stream) if isinstance(args[i].stream, int) else -1
         return device, stream
 
     def _shapes(self, args: list[Any], operators: list[int]) -> list[int]:
@@ -222,18 +207,11 @@ class Columns:
             raws = [raw if len(raw) <= MAX_SHAPE_BYTES else b"" for raw in raws]
         return list(map(shapes.__getitem__, raws))
 
-    def _learn_categories(self) -> None:
-        for category in itertools.islice(self.categories, len(self.category_kind), None):
-            kind = kind_of_category(category)
+    def _learn(self, categories: list[str]) -> None:
+        for category in categories:
+            self.kinds[category] = kind = kind_of_category(category)
             if kind == Kind.OTHER and category not in ("Trace", "") and len(self.facts.unknown_categories) < 50:
                 self.facts.unknown_categories.append(say(category, 100))
-            self.category_kind.append(int(kind))
-
-    def _learn_steps(self) -> None:
-        if self.names_seen < len(self.names):
-            new = itertools.islice(reversed(self.names.items()), len(self.names) - self.names_seen)
-            self.step_names += [code for name, code in new if name.startswith("ProfilerStep#")]
-            self.names_seen = len(self.names)
 
     def _append_others(self, events: list[Any]) -> None:
         """Metadata (thread names), and instants of the memory allocator; begins and ends are only counted."""
@@ -260,3 +238,9 @@ class Columns:
                 allocated_bytes=integers([e.args.allocated for e in memory]),
                 reserved_bytes=integers([e.args.reserved for e in memory]),
             )
+
+
+def _each(convert: Callable[[Any], int], values: list[Any]) -> list[int]:
+    """All values converted, each that occurs once."""
+    known = {value: convert(value) for value in set(values)}
+    return [known[value] for value in values]

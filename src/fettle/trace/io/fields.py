@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
@@ -13,18 +12,7 @@ import numpy.typing as npt
 _INT64_MAX = 2**63 - 1
 
 
-def plain_or(values: list[Any], convert: Callable[[Any], int]) -> npt.NDArray[np.int64] | list[int]:
-    """Small plain integers as they are, at once; anything else one by one."""
-    try:
-        array = np.array(values)
-    except (ValueError, OverflowError):
-        return [convert(v) for v in values]
-    if array.dtype == np.int64 and len(array) and array.min() >= 0 and array.max() <= 10_000:
-        return array
-    return [convert(v) for v in values]
-
-
-def say(value: Any, limit: int) -> str:
+def say(value: Any, limit: int | None = None) -> str:
     """Any value as text that can be stored: cut, and without lone surrogates."""
     return str(value)[:limit].encode("utf-8", "replace").decode()
 
@@ -44,9 +32,6 @@ def to_ns(values: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[
     """Microseconds to nanoseconds, exactly, and which values are not a time (not finite, or beyond 104 days since 1970
     x 10).
     """
-    if values.dtype == np.dtype("timedelta64[ns]"):
-        ns = values.view(np.int64)
-        return ns, np.zeros(len(ns), dtype=bool)
     if values.dtype == np.float64:
         bad = ~np.isfinite(values) | (np.abs(values) > 9e15)
         safe = np.where(bad, 0.0, values)

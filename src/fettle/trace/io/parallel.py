@@ -27,7 +27,6 @@ from fettle.errors import UsageError
 from fettle.procs.process import Process
 from fettle.trace.io.decode import Columns
 from fettle.trace.io.stream import BLOCK_BYTES, Counted, begin, feed, parse_metadata
-from fettle.trace.model import EVENT_COLUMNS
 
 SPAN_BYTES = 16 << 20
 _PROBE_BYTES = max(BLOCK_BYTES, 8 << 20)
@@ -96,12 +95,7 @@ def help_with(scratch: str) -> None:
     folder = Path(scratch)
     plan = json.loads((folder / "plan.json").read_text())
     for i in _claims(folder, len(plan["cuts"]) - 1):
-        part = _decode(plan, i)
-        pieces, part.columns.chunks = part.columns.chunks, []
-        for name in EVENT_COLUMNS:
-            arrays = [piece.pop(name) for piece in pieces]
-            np.save(folder / f"{i}-{name}.npy", np.concatenate(arrays) if arrays else np.zeros(0, np.int64))
-        (folder / f"{i}.writing").write_bytes(pickle.dumps(part))
+        (folder / f"{i}.writing").write_bytes(pickle.dumps(_decode(plan, i)))
         (folder / f"{i}.writing").rename(folder / f"{i}.part")  # last, and at once: what is there is whole
 
 
@@ -116,10 +110,8 @@ def _claims(folder: Path, count: int) -> Iterator[int]:
 
 def _fetch(folder: Path, i: int) -> Span | None:
     """What a helper left of a span; None where it did not finish. The folder is this process's own."""
-    if not (folder / f"{i}.part").exists():
-        return None
-    part: Span = pickle.loads((folder / f"{i}.part").read_bytes())
-    part.columns.chunks = [{name: np.load(folder / f"{i}-{name}.npy", mmap_mode="r") for name in EVENT_COLUMNS}]
+    left = folder / f"{i}.part"
+    part: Span | None = pickle.loads(left.read_bytes()) if left.exists() else None
     return part
 
 
@@ -157,14 +149,13 @@ def _join(parts: list[Span]) -> tuple[Columns, bytes]:
     for part in parts:
         mine = part.columns
         names = np.array([joined.names[n] for n in mine.names], dtype=np.uint32)
-        threads = np.array([joined.threads[t] for t in mine.threads], dtype=np.int32)
+        threads = np.array([joined.threads[t] for t in mine.threads.texts], dtype=np.int32)
         shapes = np.array([joined.shapes[s] for s in mine.shapes], dtype=np.uint32)
         for chunk in mine.chunks:
-            if len(chunk["ts_ns"]):
-                chunk["name"] = names[chunk["name"]]
-                chunk["thread"] = threads[chunk["thread"]]
-                chunk["shape"] = shapes[chunk["shape"]]
-                joined.chunks.append(chunk)
+            chunk["name"] = names[chunk["name"]]
+            chunk["thread"] = threads[chunk["thread"]]
+            chunk["shape"] = shapes[chunk["shape"]]
+            joined.chunks.append(chunk)
         for table, frames in mine.side.frames.items():
             for frame in frames:
                 if "row" in frame.columns:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,17 +16,6 @@ from fettle.trace.model import SIDE_TABLES, ReadFacts
 
 _FRAME_ROWS = 200_000
 _MOST_CHARS = {"file": 1000, "stack": 8192, "collective": 100, "group": 100, "dtype": 40, "sync": 100}
-
-
-def _text(limit: int, value: Any) -> str:
-    return "" if value is None else say(value, limit)
-
-
-_CONVERT: dict[str, Callable[[Any], Any]] = {
-    **{name: functools.partial(_text, limit) for name, limit in _MOST_CHARS.items()},
-    "wait_on_stream": stream_number,
-}
-"""How an argument becomes a value of its column, where it is not simply a number."""
 
 
 class SideTables:
@@ -89,8 +76,13 @@ class SideTables:
         """What some events say, in a table whose columns are named as their arguments are."""
         columns: dict[str, list[Any]] = {"row": [base + i for i in some]}
         for name, dtype in itertools.islice(SIDE_TABLES[table].items(), 1, None):
-            convert = _CONVERT.get(name) or (number if dtype == pl.Float64() else integer)
-            columns[name] = [convert(getattr(args[i], name)) for i in some]
+            values = [getattr(args[i], name) for i in some]
+            if dtype == pl.String():
+                columns[name] = ["" if value is None else say(value, _MOST_CHARS[name]) for value in values]
+            elif name == "wait_on_stream":
+                columns[name] = list(map(stream_number, values))
+            else:
+                columns[name] = list(map(number if dtype == pl.Float64() else integer, values))
         self.put(table, **columns)
 
     def _counters(self, chunk: bytes, rows: npt.NDArray[np.int64], base: int) -> None:

@@ -7,11 +7,13 @@ arguments it can, which is why every chunk is verified by decoding it.
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from io import BufferedReader
+from typing import Any
 
 from fettle.errors import UsageError
 from fettle.trace.io.decode import Columns
@@ -26,66 +28,31 @@ MAX_HEADER_BYTES = 64 << 20
 
 _START = re.compile(rb'"traceEvents"\s*:\s*\[')
 _FIRST_KEY = re.compile(rb'\s*\{\s*"([^"\\]{1,40})"')
-
-
-class Inflate:
-    """Gzip as a stream that hands out all that can be inflated before it says that the end is missing."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.inflate, self.waiting = file, zlib.decompressobj(31), b""
-
-    def read(self, wanted: int) -> bytes:
-        parts: list[bytes] = []
-        have = 0
-        while have < wanted:
-            data = self.waiting or self.file.read(1 << 18)
-            self.waiting = b""
-            if not data:
-                if not self.inflate.eof and not parts:
-                    raise EOFError("the compressed file ends in the middle")
-                break
-            if self.inflate.eof:  # another member, or padding
-                data = data.lstrip(b"\0")
-                if not data:
-                    continue
-                self.inflate = zlib.decompressobj(31)
-            try:
-                part = self.inflate.decompress(data, wanted - have)
-            except zlib.error:
-                if not parts:
-                    raise
-                self.waiting = data  # met again by the next call, which has nothing to hand out
-                break
-            self.waiting = self.inflate.unused_data or self.inflate.unconsumed_tail
-            parts.append(part)
-            have += len(part)
-        return b"".join(parts)
+Stream = BufferedReader | gzip.GzipFile
 
 
 class Counted:
     """Reads blocks, counts them, and ends quietly where a compressed stream is cut off."""
 
-    def __init__(
-        self, stream: BinaryIO | Inflate, limit: int | None = None, on_read: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, stream: Stream, limit: int | None = None, on_read: Callable[[], None] | None = None) -> None:
         self.stream, self.limit, self.on_read = stream, limit, on_read
         self.bytes, self.broken = 0, False
 
     def read(self) -> bytes:
         wanted = BLOCK_BYTES if self.limit is None else min(BLOCK_BYTES, self.limit - self.bytes)
-        if wanted <= 0 or self.broken:
-            return b""
+        block = bytearray()
         try:
-            block = self.stream.read(wanted)
-        except (EOFError, zlib.error):
-            if self.bytes == 0:
+            # Piece by piece: what could be inflated before an error is not lost with it.
+            while not self.broken and len(block) < wanted and (part := self.stream.read1(wanted - len(block))):
+                block += part
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            if not self.bytes and not block:
                 raise
             self.broken = True
-            return b""
         self.bytes += len(block)
         if self.on_read is not None:
             self.on_read()
-        return block
+        return bytes(block)
 
 
 def find_start(source: Counted) -> tuple[bytes, bytes]:
@@ -221,8 +188,8 @@ def parse_metadata(header: bytes, trailer: bytes, facts: ReadFacts) -> dict[str,
     return merged
 
 
-def text_of(file: BinaryIO) -> BinaryIO | Inflate:
+def text_of(file: BufferedReader) -> Stream:
     """The bytes of an open trace's JSON, plain or gzipped."""
     compressed = file.read(2) == b"\x1f\x8b"
     file.seek(0)
-    return Inflate(file) if compressed else file
+    return gzip.GzipFile(fileobj=file) if compressed else file
