@@ -193,16 +193,8 @@ def _survivors(replay: Replay, groups: StackGroups, steps: Steps) -> tuple[Survi
         run = _longest_run(np.unique(born[piece]))
         if run >= _CONSECUTIVE_STEPS:
             number, bytes_each = keys[where[piece[0]]].tolist()
-            survivors.append(
-                Survivor(
-                    groups.own_line[number],
-                    groups.phase[number],
-                    bytes_each,
-                    len(piece),
-                    run,
-                    groups.frames[number],
-                )
-            )
+            line, phase, frames = groups.own_line[number], groups.phase[number], groups.frames[number]
+            survivors.append(Survivor(line, phase, bytes_each, len(piece), run, frames))
     survivors.sort(key=lambda survivor: -survivor.size_bytes * survivor.count)
     return tuple(survivors[:8])
 

@@ -70,19 +70,10 @@ def state_at(snapshot: Snapshot, replay: Replay, event: int) -> Snapshot | None:
     lives = segment_lives(snapshot, replay)
     there = np.flatnonzero((lives.birth <= event) & (lives.death > event))
     there = there[np.argsort(lives.address[there], kind="stable")]
-    known = lives.row[there] >= 0
-    rows = np.where(known, lives.row[there], 0)
-    count = len(there)
-
-    def kept(column: Ints, otherwise: Ints) -> Ints:
-        return np.where(known, column[rows], otherwise) if len(column) else otherwise
-
-    total = lives.total_bytes[there]
-    pool = np.zeros((count, 2), np.int64)
-    small = total == SMALL_SEGMENT_BYTES
-    if len(snapshot.segments):
-        pool[known] = snapshot.segments.pool[rows[known]]
-        small[known] = snapshot.segments.small[rows[known]]
+    known, count = lives.row[there] >= 0, len(there)
+    rows, total = lives.row[there][known], lives.total_bytes[there]
+    pool, small = np.zeros((count, 2), np.int64), total == SMALL_SEGMENT_BYTES
+    pool[known], small[known] = snapshot.segments.pool[rows], snapshot.segments.small[rows]
     unknown = np.full(count, -1, np.int64)
     segments = Segments(
         device=np.full(count, replay.device, np.int64),
@@ -91,7 +82,7 @@ def state_at(snapshot: Snapshot, replay: Replay, event: int) -> Snapshot | None:
         allocated_bytes=unknown,
         active_bytes=unknown,
         requested_bytes=unknown,
-        stream=kept(snapshot.segments.stream, lives.stream[there]),
+        stream=lives.stream[there],
         small=small,
         pool=pool,
         expandable=np.zeros(count, np.bool_),

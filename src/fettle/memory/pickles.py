@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import io
 import pickle
+import pickletools
 import re
 from typing import NoReturn
 
@@ -24,32 +25,18 @@ from fettle.errors import UsageError
 
 _INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x08.{8}|\x07.{7}|\x06.{6}|\x05.{5}|\x04.{4}|\x09.{8}\x00|\x03...|\x02..|\x01.|\x00))"
 _STRINGS = {0x8C: 1, 0x58: 4, 0x8D: 8}  # opcode -> bytes of its length field: SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
-_STOP = 0x2E
-# Harmless opcodes with operands -> their bytes; one of these where the run ends was cut off by the end of the file.
-_OPERANDS = {0x4B: 1, 0x4D: 2, 0x4A: 4, 0x8A: 1, 0x71: 1, 0x68: 1, 0x72: 4, 0x6A: 4, 0x47: 8, 0x95: 8, 0x80: 1}
+_STOP, _LONG1 = 0x2E, 0x8A
 _FORBIDDEN = {
-    0x63: "names a class (GLOBAL)",
-    0x93: "names a class (STACK_GLOBAL)",
-    0x52: "calls a function (REDUCE)",
-    0x62: "sets an object's state (BUILD)",
-    0x69: "makes an object (INST)",
-    0x6F: "makes an object (OBJ)",
-    0x81: "makes an object (NEWOBJ)",
-    0x92: "makes an object (NEWOBJ_EX)",
-    0x50: "refers to something outside (PERSID)",
-    0x51: "refers to something outside (BINPERSID)",
-    0x82: "names an extension class (EXT1)",
-    0x83: "names an extension class (EXT2)",
-    0x84: "names an extension class (EXT4)",
-    0x96: "asks for a byte array (BYTEARRAY8)",
-    0x72: "uses a memo index beyond its own length",
-    0x6A: "uses a memo index beyond its own length",
-    0x8A: "holds an integer of more than 64 bits",
-    0x8B: "holds an integer of more than 64 bits",
-    0x86: "nests tuples",
-    0x85: "nests tuples",
-    0x87: "nests tuples",
-    0x74: "nests tuples",
+    "names a class": ("GLOBAL", "STACK_GLOBAL"),
+    "calls a function": ("REDUCE",),
+    "sets an object's state": ("BUILD",),
+    "makes an object": ("INST", "OBJ", "NEWOBJ", "NEWOBJ_EX"),
+    "refers to something outside": ("PERSID", "BINPERSID"),
+    "names an extension class": ("EXT1", "EXT2", "EXT4"),
+    "asks for a byte array": ("BYTEARRAY8",),
+    "uses a memo index beyond its own length": ("LONG_BINPUT", "LONG_BINGET"),
+    "holds an integer of more than 64 bits": ("LONG1", "LONG4"),
+    "nests tuples": ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
 }
 
 
@@ -117,14 +104,17 @@ def _byte_up_to(largest: int) -> bytes:
 
 
 def _refuse(raw: bytes, position: int, name: str) -> NoReturn:
-    opcode, left = raw[position], len(raw) - position - 1
-    width = _OPERANDS.get(opcode, 0)
-    if opcode == 0x8A and left:
-        width += raw[position + 1] if raw[position + 1] <= 9 else 0
-    if left < width:
+    code, left = raw[position], len(raw) - position - 1
+    opcode = pickletools.code2op.get(chr(code))
+    width = max(opcode.arg.n, 0) if opcode is not None and opcode.arg is not None else 0
+    if code == _LONG1:
+        width = 1 + raw[position + 1] if left and raw[position + 1] <= 9 else 1
+    if left < width:  # a harmless one that the end of the file cuts off
         raise UsageError(f"{name}: truncated, the file ends in the middle of the pickle")
-    reason = _FORBIDDEN.get(opcode, f"uses an instruction that plain data does not need (0x{opcode:02x})")
-    raise UsageError(f"{name}: refused, not plain data: this pickle {reason}")
+    what = f"0x{code:02x}" if opcode is None else opcode.name
+    reasons = [reason for reason, opcodes in _FORBIDDEN.items() if what in opcodes]
+    reason = reasons[0] if reasons else "uses an instruction that plain data does not need"
+    raise UsageError(f"{name}: refused, not plain data: this pickle {reason} ({what})")
 
 
 class _PlainUnpickler(pickle.Unpickler):

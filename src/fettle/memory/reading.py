@@ -211,20 +211,10 @@ class _Parser:
             self.notes.append(f"device {device}: events of unknown kind are kept but change nothing: {shown}")
         other = int(Action.OTHER)
         actions = np.array([_ACTIONS.get(name, other) if isinstance(name, str) else other for name in names], np.int8)
-        oom = int(Action.OOM)
-        if (actions == oom).any():
-            address = self.ints(
-                (
-                    e.get("device_free", 0) if a == oom else _signed(e.get("addr"))
-                    for e, a in zip(events, actions, strict=True)
-                ),
-                "an event's address",
-            )
-        else:
-            address = self.ints([_signed(e.get("addr")) for e in events], "the addr of an event")
+        address = [e.get("device_free", 0) if e.get("action") == "oom" else _signed(e.get("addr")) for e in events]
         trace = Trace(
             action=actions,
-            address=address,
+            address=self.ints(address, "the addr of an event"),
             size_bytes=self.column(events, "size", "event"),
             stream=self.column(events, "stream", "event", 0),
             time_us=self.column(events, "time_us", "event", 0),

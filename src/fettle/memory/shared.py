@@ -19,13 +19,11 @@ class Shared:
 
     def __init__(self, spend: Callable[[int], None]) -> None:
         self.spend = spend
-        self.stacks: list[tuple[Frame, ...]] = [()]
+        self.stacks: dict[tuple[Frame, ...], int] = {(): 0}
         self.tags: dict[str, int] = {"": 0}
-        self._stack_by_frames: dict[tuple[int, ...], int] = {(): 0}
         self._stack_by_id: dict[int, int] = {id(NO_FRAMES): 0}
-        self._frames: list[Frame] = []
-        self._frame_by_value: dict[Frame, int] = {}
-        self._frame_by_id: dict[int, int] = {}
+        self._frames: dict[Frame, Frame] = {}
+        self._frame_by_id: dict[int, Frame] = {}
         self._keep: list[object] = [NO_FRAMES]  # what the tables know by id() must stay alive
 
     def event_stacks(self, events: list[Any]) -> Ints:
@@ -57,19 +55,15 @@ class Shared:
             return 0
         inner = frames[:_MAX_FRAMES]
         self.spend(len(inner))
-        key = tuple(self.frame(frame) for frame in inner)
-        number = self._stack_by_frames.get(key)
-        if number is None:
-            number = self._stack_by_frames[key] = len(self.stacks)
-            self.stacks.append(tuple(self._frames[index] for index in key))
+        number = self.stacks.setdefault(tuple(map(self.frame, inner)), len(self.stacks))
         self._stack_by_id[id(frames)] = number
         self._keep.append(frames)
         return number
 
-    def frame(self, raw: object) -> int:
-        number = self._frame_by_id.get(id(raw))
-        if number is not None:
-            return number
+    def frame(self, raw: object) -> Frame:
+        known = self._frame_by_id.get(id(raw))
+        if known is not None:
+            return known
         fields: dict[Any, Any] = raw if isinstance(raw, dict) else {}
         name, filename, line = fields.get("name"), fields.get("filename"), fields.get("line")
         frame = Frame(
@@ -77,13 +71,10 @@ class Shared:
             clean(filename).replace("\\", "/") if isinstance(filename, str) else "??",
             line if isinstance(line, int) and is_small(line) else 0,
         )
-        number = self._frame_by_value.get(frame)
-        if number is None:
-            number = self._frame_by_value[frame] = len(self._frames)
-            self._frames.append(frame)
-        self._frame_by_id[id(raw)] = number
+        frame = self._frames.setdefault(frame, frame)
+        self._frame_by_id[id(raw)] = frame
         self._keep.append(raw)
-        return number
+        return frame
 
 
 def is_small(value: object) -> bool:
