@@ -7,8 +7,6 @@ exported here.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from fettle.trace.analyses.account import account_total, time_account
 from fettle.trace.analyses.arrival import arrival, stragglers
 from fettle.trace.analyses.attribution import attribute_kernels, kernels_under
@@ -57,10 +55,8 @@ from fettle.trace.io.reader import load, load_all
 from fettle.trace.io.record import record
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Trace
+from fettle.trace.report.page import write_report
 from fettle.trace.report.perfetto import augment
-
-if TYPE_CHECKING:
-    from fettle.trace.report.page import write_report
 
 __all__ = [
     "CAUSES", "CAUSES_OF_HOST", "Comparison", "CriticalPath", "Health", "Kind", "Trace", "WhatIf", "account_total",
@@ -74,12 +70,3 @@ __all__ = [
     "queue_summary", "record", "sm_efficiency", "small_operators", "step_summary", "steps", "stragglers", "threads",
     "time_account", "trace_health", "what_if", "write_report",
 ]  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    # The report loads the chart library, which costs more than all the rest: only on use.
-    if name == "write_report":
-        from fettle.trace.report.page import write_report
-
-        return write_report
-    raise AttributeError(f"module 'fettle.trace' has no attribute '{name}'")

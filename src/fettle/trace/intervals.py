@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import numpy.typing as npt
 
@@ -107,17 +109,16 @@ def ranges(first: Ints, count: Ints) -> Ints:
     return numbers
 
 
-def combinations(classes: list[Intervals]) -> dict[int, Intervals]:
-    """Which classes are active together: bit i of the key is class i; keys that never occur are absent."""
-    points = np.concatenate([part for pair in classes for part in pair]).astype(np.int64)
-    if not len(points):
-        return {}
-    bits = np.concatenate([np.full(len(pair[0]), (1 << i)) for i, pair in enumerate(classes) for _ in range(2)])
-    signs = np.concatenate([np.full(len(part), s) for pair in classes for part, s in zip(pair, (1, -1), strict=True)])
-    order = np.argsort(points, kind="stable")
-    active = np.cumsum((bits * signs)[order])
-    points = points[order]
-    start, end, mask = points[:-1], points[1:], active[:-1]
-    keep = (end > start) & (mask > 0)
-    start, end, mask = start[keep], end[keep], mask[keep]
-    return {int(key): (start[mask == key], end[mask == key]) for key in np.unique(mask)}
+def combinations(classes: dict[str, Intervals]) -> dict[tuple[str, ...], int]:
+    """How long exactly which of some classes of disjoint intervals are there together, ns; those that never are, are
+    absent.
+    """
+    points = np.unique(np.concatenate([part for pair in classes.values() for part in pair]))
+    low, high = points[:-1], points[1:]
+    key = np.zeros(len(low), dtype=np.int64)
+    for intervals in classes.values():
+        key = 2 * key + (length_within(intervals, low, high) > 0)
+    lengths = np.bincount(key, high - low, 2 ** len(classes)).astype(np.int64).tolist()
+    chosen = itertools.product((False, True), repeat=len(classes))
+    names = (tuple(itertools.compress(classes, some)) for some in chosen)
+    return {together: ns for together, ns in zip(names, lengths, strict=True) if together and ns}

@@ -25,14 +25,11 @@ def device_classes(trace: Trace, device: int) -> tuple[Intervals, Intervals, Int
     """Compute, communication and copies (with memory sets) of one device, each as disjoint intervals that may overlap
     others.
     """
-    on_device = (trace.column("device") == device) & trace.is_device
-    collective = on_device & trace.is_collective
-    compute = on_device & (trace.kind == Kind.KERNEL) & ~collective
-    copies = on_device & ((trace.kind == Kind.MEMCPY) | (trace.kind == Kind.MEMSET))
-    compute_set, comm_set, copy_set = (
-        merge(trace.ts[flags], trace.end[flags]) for flags in (compute, collective, copies)
-    )
-    return compute_set, comm_set, copy_set
+    on_device, kernels = (trace.column("device") == device) & trace.is_device, trace.kind == Kind.KERNEL
+    classes = (kernels & ~trace.is_collective, kernels & trace.is_collective, ~kernels)
+    work = (np.flatnonzero(on_device & one) for one in classes)
+    compute, communication, copies = (merge(trace.ts[rows], trace.end[rows]) for rows in work)
+    return compute, communication, copies
 
 
 def time_account(trace: Trace, annotation: str | None = None) -> pl.DataFrame:

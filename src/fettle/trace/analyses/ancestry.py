@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fettle.trace.analyses.enclosing import nearest
-from fettle.trace.analyses.stacks import host_stacks
+from fettle.trace.analyses.stacks import host_stacks, nearest
 from fettle.trace.analyses.stops import autograd_threads, main_thread
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Ints, Trace, per_trace
@@ -43,7 +42,7 @@ def ancestors(trace: Trace) -> Ancestors:
     python = kind == Kind.PYTHON
     return Ancestors(
         operator=nearest(parent, kind == Kind.OPERATOR, rows),
-        top_operator=outermost(trace, kind == Kind.OPERATOR, rows),
+        top_operator=outermost(trace, kind == Kind.OPERATOR),
         module=nearest(parent, python & is_module[code], rows),
         line=nearest(parent, python & is_line[code], rows),
         annotation=nearest(parent, (kind == Kind.ANNOTATION) & ~is_step[code], rows),
@@ -70,9 +69,9 @@ def outer_first(trace: Trace, rows: Ints) -> Ints:
     return ordered
 
 
-def outermost(trace: Trace, flags: np.ndarray, rows: Ints) -> Ints:
-    """The outermost flagged event at or above each row: level by level from the top."""
-    answer = np.full(len(flags), -1, dtype=np.int64)
+def outermost(trace: Trace, flags: np.ndarray) -> Ints:
+    """The outermost flagged event at or above each host event, by row: level by level from the top."""
+    answer, rows = np.full(len(flags), -1, dtype=np.int64), np.flatnonzero(trace.is_host)
     depth, parent = host_stacks(trace).depth, host_stacks(trace).parent
     for _, at in in_groups(depth[rows]):
         level = rows[at]
@@ -85,5 +84,5 @@ def outermost(trace: Trace, flags: np.ndarray, rows: Ints) -> Ints:
 def in_no_other(trace: Trace, flags: np.ndarray) -> Ints:
     """Rows of the flagged host events that lie in no other one."""
     rows = np.flatnonzero(flags)
-    alone: Ints = rows[outermost(trace, flags, np.flatnonzero(trace.is_host))[rows] == rows]
+    alone: Ints = rows[outermost(trace, flags)[rows] == rows]
     return alone

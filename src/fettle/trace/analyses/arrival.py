@@ -27,8 +27,6 @@ def clock_offsets(matched: pl.DataFrame) -> pl.DataFrame:
     (to subtract from that rank's clock), uncertainty_ns (1.4826 x median absolute deviation), pairs (collectives used).
     """
     clocks = frame_of([], rank=int, offset_ns=int, uncertainty_ns=int, pairs=int)
-    if not matched.height:
-        return clocks
     left = matched.select("rank", "key", end_ns=pl.col("start_ns") + pl.col("duration_ns"))
     base = frame_of([], key=str, base_ns=int)
     middle = pl.col("shift").median()
@@ -66,11 +64,9 @@ def match_collectives(traces: list[Trace]) -> pl.DataFrame:
         )
         order = pl.len().over("family") - 1 - pl.int_range(pl.len()).over("family")
         frames.append(frame.with_columns(key=pl.col("family") + "|" + order.cast(pl.String())).drop("family"))
-    if not frames:
-        return pl.DataFrame()
     both = pl.concat(frames)
     if not both.height:
-        return both.with_columns(key=pl.lit("", dtype=pl.String()))
+        return both
     if (both["group"] == "").all():
         both = _match_by_ends(both)
     else:
@@ -136,12 +132,8 @@ def arrival(traces: list[Trace], matched: pl.DataFrame | None = None) -> pl.Data
     (from the last start to the median end), bus_gb_per_s (over transfer_ns: without waiting).
     """
     matched = match_collectives(traces) if matched is None else matched
-    if not matched.height:
-        texts, ints = ("collective", "group"), ("bytes", "ranks", "first_ns", "skew_ns", "last_rank", "waited_ns")
-        columns = dict.fromkeys(("key", *texts), str) | dict.fromkeys(ints, int)
-        return frame_of([], **columns, transfer_ns=float, clear=bool, bus_gb_per_s=float)
     clocks = clock_offsets(matched)
-    uncertainty = int(clocks["uncertainty_ns"].max())  # type: ignore[arg-type]
+    uncertainty = int(clocks["uncertainty_ns"].max() or 0)  # type: ignore[arg-type]
     offsets = clocks.select("rank", "offset_ns")
     aligned = matched.join(offsets, on="rank").with_columns(start_ns=pl.col("start_ns") - pl.col("offset_ns"))
     start = pl.col("start_ns")

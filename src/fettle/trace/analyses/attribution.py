@@ -12,10 +12,10 @@ import numpy as np
 import polars as pl
 
 from fettle.trace.analyses.ancestry import LIBRARY, Ancestors, ancestors
-from fettle.trace.analyses.enclosing import nearest
-from fettle.trace.analyses.launches import launch_links, text_column
-from fettle.trace.analyses.stacks import host_stacks
+from fettle.trace.analyses.launches import launch_links
+from fettle.trace.analyses.stacks import host_stacks, nearest
 from fettle.trace.analyses.stops import BACKWARD
+from fettle.trace.frames import names_of_rows
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Ints, Trace
 from fettle.trace.ordering import last_before
@@ -73,7 +73,7 @@ def attribute_kernels(trace: Trace) -> pl.DataFrame:
             "rank": np.full(len(rows), trace.rank),
             "device": trace.column("device")[rows].astype(np.int64),
             "row": rows,
-            "name": text_column(trace, trace.column("name")[rows]),
+            "name": names_of_rows(trace, rows),
             "duration_ns": trace.dur[rows],
             "operator": names_of_rows(trace, operator),
             "top_operator": names_of_rows(trace, top),
@@ -122,11 +122,6 @@ def _own_line(stack: str) -> str | None:
     return next((frame.strip() for frame in stack.split(";") if frame and not LIBRARY.search(frame)), None)
 
 
-def names_of_rows(trace: Trace, rows: Ints) -> pl.Series:
-    codes = pl.Series(np.where(rows >= 0, trace.column("name")[np.maximum(rows, 0)].astype(np.int64), -1))
-    return pl.Series(trace.names, dtype=pl.String()).gather(codes.set(codes < 0, None).cast(pl.UInt32()))
-
-
 def kernels_under(trace: Trace, operators: Collection[str]) -> pl.DataFrame:
     """Kernels by the innermost of these operators (`aten::mm`) around their launch, longest first.
 
@@ -139,7 +134,7 @@ def kernels_under(trace: Trace, operators: Collection[str]) -> pl.DataFrame:
     return (
         pl.DataFrame(
             {
-                "name": text_column(trace, trace.column("name")[rows[known]]),
+                "name": names_of_rows(trace, rows[known]),
                 "operator": names_of_rows(trace, owner[known]),
                 "ns": trace.dur[rows[known]],
             }

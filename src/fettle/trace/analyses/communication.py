@@ -8,8 +8,7 @@ import numpy as np
 import polars as pl
 
 from fettle.trace.analyses.account import device_classes
-from fettle.trace.analyses.launches import text_column
-from fettle.trace.frames import frame_of
+from fettle.trace.frames import frame_of, names_of_rows
 from fettle.trace.intervals import intersect, length_within, total
 from fettle.trace.kinds import dtype_bytes, short_kernel_name
 from fettle.trace.model import Trace
@@ -96,7 +95,7 @@ def collectives(trace: Trace) -> pl.DataFrame:
             "device": device,
             "stream": trace.column("stream")[rows],
             "row": rows,
-            "name": text_column(trace, trace.column("name")[rows]),
+            "name": names_of_rows(trace, rows),
             "collective": pl.Series(kinds, dtype=pl.String()),
             "group": facts["group"].fill_null(""),
             "group_size": sizes,

@@ -17,12 +17,11 @@ import polars as pl
 from fettle.errors import UsageError
 from fettle.trace.analyses.account import time_account
 from fettle.trace.analyses.attribution import attribute_kernels
-from fettle.trace.analyses.kernels import CLASSES, class_of_row
-from fettle.trace.analyses.launches import text_column
+from fettle.trace.analyses.kernels import class_names
 from fettle.trace.analyses.stacks import host_stacks
 from fettle.trace.analyses.steps import steps
 from fettle.trace.analyses.waits import CAUSES
-from fettle.trace.frames import frame_of
+from fettle.trace.frames import frame_of, names_of_rows
 from fettle.trace.intervals import Intervals, length_within
 from fettle.trace.kinds import Kind, short_kernel_name
 from fettle.trace.model import Bools, Ints, Trace
@@ -195,7 +194,7 @@ def _work(trace: Trace, account: pl.DataFrame) -> pl.DataFrame:
         kernel=kernel,
         inside=pl.Series(inside / account.height),
         launches=pl.Series(begins / account.height),
-        **{"class": pl.Series([CLASSES[c] for c in class_of_row(trace, rows).tolist()], dtype=pl.String())},
+        **{"class": class_names(trace, rows)},
     ).filter((pl.col("inside") > 0) | (pl.col("launches") > 0))
     path = pl.concat_str(
         pl.col("top_operator"), pl.lit(" > "), pl.col("operator"), pl.lit(" "), pl.col("shapes").fill_null("")
@@ -246,12 +245,9 @@ def _host(trace: Trace, account: pl.DataFrame) -> pl.DataFrame:
     self_ns = host_stacks(trace).self_ns
     rows = np.flatnonzero(trace.kind == Kind.OPERATOR)
     rows = rows[_begin_in(_windows(account), trace.ts[rows])]
-    frame = (
-        pl.DataFrame({"code": trace.column("name")[rows], "self": self_ns[rows]})
-        .group_by("code")
-        .agg(count=pl.len() / account.height, self_ns=pl.col("self").sum() / account.height)
-    )
-    return frame.select(operator=text_column(trace, frame["code"].to_numpy()), count="count", self_ns="self_ns")
+    frame = pl.DataFrame({"operator": names_of_rows(trace, rows), "self_ns": self_ns[rows]})
+    of_step = {"count": pl.len() / account.height, "self_ns": pl.col("self_ns").sum() / account.height}
+    return frame.group_by("operator").agg(**of_step)
 
 
 def _windows(account: pl.DataFrame) -> Intervals:

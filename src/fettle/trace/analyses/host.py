@@ -10,11 +10,10 @@ import numpy as np
 import polars as pl
 
 from fettle.trace.analyses.ancestry import in_no_other
-from fettle.trace.analyses.launches import text_column
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.steps import step_windows, steps
 from fettle.trace.analyses.stops import main_thread
-from fettle.trace.frames import frame_of, with_rank
+from fettle.trace.frames import frame_of, names_of_rows, with_rank
 from fettle.trace.intervals import length_within, merge, total
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Ints, Trace
@@ -131,14 +130,14 @@ def data_loading(trace: Trace) -> pl.DataFrame:
     rows = rows[(parent < 0) | ~loads[np.maximum(parent, 0)]]
     thread = trace.column("thread")[rows].astype(np.int64)
     low, high = trace.span
-    frame = pl.DataFrame({"thread": thread, "code": trace.column("name")[rows], "dur": trace.dur[rows]})
-    grouped = frame.group_by("thread", "code").agg(count=pl.len(), time_ns=pl.col("dur").sum())
+    frame = pl.DataFrame({"thread": thread, "operator": names_of_rows(trace, rows), "dur": trace.dur[rows]})
+    grouped = frame.group_by("thread", "operator").agg(count=pl.len(), time_ns=pl.col("dur").sum())
     named = grouped.select(
-        thread=pl.Series([trace.thread_label(t) for t in grouped["thread"]], dtype=pl.String()),
-        main=pl.col("thread") == main_thread(trace),
-        operator=text_column(trace, grouped["code"].to_numpy()),
-        count="count",
-        time_ns="time_ns",
+        pl.Series("thread", [trace.thread_label(t) for t in grouped["thread"]], dtype=pl.String()),
+        (pl.col("thread") == main_thread(trace)).alias("main"),
+        "operator",
+        "count",
+        "time_ns",
         share=pl.col("time_ns") / max(high - low, 1),
     )
     return with_rank(trace, named.sort("time_ns", "operator", descending=[True, False]))
@@ -157,12 +156,10 @@ def loader_waits(trace: Trace) -> pl.DataFrame:
 
 
 def _by_name(trace: Trace, rows: Ints) -> pl.DataFrame:
-    frame = pl.DataFrame({"code": trace.column("name")[rows], "dur": trace.dur[rows]})
-    grouped = frame.group_by("code").agg(count=pl.len(), time_ns=pl.col("dur").sum(), mean_ns=pl.col("dur").mean())
-    share = pl.col("time_ns") / pl.max_horizontal(pl.col("time_ns").sum(), 1)
-    operator = text_column(trace, grouped["code"].to_numpy()).alias("operator")
-    named = grouped.select(operator, "count", "time_ns", "mean_ns", share=share)
-    return with_rank(trace, named.sort("time_ns", "operator", descending=[True, False]))
+    frame = pl.DataFrame({"operator": names_of_rows(trace, rows), "dur": trace.dur[rows]})
+    grouped = frame.group_by("operator").agg(count=pl.len(), time_ns=pl.col("dur").sum(), mean_ns=pl.col("dur").mean())
+    shares = grouped.with_columns(share=pl.col("time_ns") / pl.max_horizontal(pl.col("time_ns").sum(), 1))
+    return with_rank(trace, shares.sort("time_ns", "operator", descending=[True, False]))
 
 
 def host_summary(trace: Trace) -> pl.DataFrame:

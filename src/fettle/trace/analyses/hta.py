@@ -13,8 +13,8 @@ import re
 import numpy as np
 import polars as pl
 
-from fettle.trace.analyses.launches import launch_links, text_column
-from fettle.trace.frames import frame_of, with_rank
+from fettle.trace.analyses.launches import launch_links
+from fettle.trace.frames import frame_of, names_of_rows, with_rank
 from fettle.trace.intervals import combinations, intersect, merge, total
 from fettle.trace.kinds import DEVICE_KINDS, Kind
 from fettle.trace.model import Ints, Trace, per_trace
@@ -82,7 +82,7 @@ def _rounded(trace: Trace) -> pl.DataFrame:
             "called": called,
             "launch_ts": ts[launch],
             "launch_end": end[launch],
-            "launch": text_column(trace, codes[launch]),
+            "launch": names_of_rows(trace, launch),
         }
     )
     of_launch = pl.col("launch_ts", "launch_end", "launch")
@@ -169,11 +169,8 @@ def kernel_types(trace: Trace) -> pl.DataFrame:
     """Columns: kernel_type (combinations joined by ` overlapping `), sum_us."""
     work = _rounded(trace)
     types = ("COMPUTATION", "COMMUNICATION", "MEMORY")
-    lengths = combinations([merge(*_of(work, kind)) for kind in types])
-    rows = [
-        (" overlapping ".join(t for i, t in enumerate(types) if key >> i & 1), total(pair))
-        for key, pair in lengths.items()
-    ]
+    lengths = combinations({kind: merge(*_of(work, kind)) for kind in types})
+    rows = [(" overlapping ".join(names), us) for names, us in lengths.items()]
     return frame_of(rows, kernel_type=str, sum_us=int).sort("sum_us", descending=True)
 
 
@@ -184,7 +181,7 @@ def kernel_statistics(trace: Trace) -> pl.DataFrame:
     work = _rounded(trace)
     dur = pl.col("end") - pl.col("ts")
     return (
-        work.with_columns(name=text_column(trace, trace.column("name")[work["row"].to_numpy()]))
+        work.with_columns(name=names_of_rows(trace, work["row"].to_numpy()))
         .filter(pl.col("type") != "OTHER")
         .group_by("name", kernel_type="type")
         .agg(sum_us=dur.sum(), max_us=dur.max(), min_us=dur.min(), std_us=dur.std().fill_null(0.0), mean_us=dur.mean())

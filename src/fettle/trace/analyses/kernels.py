@@ -6,9 +6,9 @@ import numpy as np
 import polars as pl
 
 from fettle.trace.analyses.account import device_classes
-from fettle.trace.analyses.launches import launch_links, text_column
-from fettle.trace.frames import frame_of, with_rank
-from fettle.trace.intervals import combinations, total
+from fettle.trace.analyses.launches import launch_links
+from fettle.trace.frames import frame_of, names_of_rows, with_rank
+from fettle.trace.intervals import combinations
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Ints, Trace
 
@@ -23,6 +23,11 @@ def class_of_row(trace: Trace, rows: Ints) -> Ints:
     return answer
 
 
+def class_names(trace: Trace, rows: Ints) -> pl.Series:
+    """The same in words."""
+    return pl.Series(CLASSES).gather(class_of_row(trace, rows))
+
+
 def kernel_classes(trace: Trace) -> pl.DataFrame:
     """Device time by what ran together: exclusive combinations of compute, communication and copies.
 
@@ -30,11 +35,9 @@ def kernel_classes(trace: Trace) -> pl.DataFrame:
     """
     parts = []
     for device in trace.device_keys:
-        lengths = combinations(list(device_classes(trace, device)))
-        busy = sum(total(pair) for pair in lengths.values()) or 1
-        for key, pair in lengths.items():
-            label = "+".join(name for i, name in enumerate(CLASSES) if key >> i & 1)
-            parts.append((trace.rank, device, label, total(pair), total(pair) / busy))
+        lengths = combinations(dict(zip(CLASSES, device_classes(trace, device), strict=True)))
+        busy = sum(lengths.values()) or 1
+        parts += [(trace.rank, device, "+".join(names), ns, ns / busy) for names, ns in lengths.items()]
     frame = frame_of(parts, rank=int, device=int, classes=str, time_ns=int, share=float)
     return frame.sort("rank", "device", "time_ns", descending=[False, False, True])
 
@@ -51,8 +54,8 @@ def kernel_table(trace: Trace) -> pl.DataFrame:
     frame = pl.DataFrame(
         {
             "device": trace.column("device")[rows].astype(np.int64),
-            "code": trace.column("name")[rows],
-            "class": class_of_row(trace, rows),
+            "name": names_of_rows(trace, rows),
+            "class": class_names(trace, rows),
             "dur": trace.dur[rows],
             "linked": launch >= 0,
             "call_ns": trace.dur[launch],
@@ -61,7 +64,7 @@ def kernel_table(trace: Trace) -> pl.DataFrame:
     )
     dur = pl.col("dur")
     table = (
-        frame.group_by("device", "code", "class")
+        frame.group_by("device", "name", "class")
         .agg(
             count=pl.len(),
             sum_ns=dur.sum(),
@@ -74,15 +77,11 @@ def kernel_table(trace: Trace) -> pl.DataFrame:
             call_ns=pl.col("call_ns").filter(linked).mean(),
             delay_ns=pl.col("delay_ns").filter(linked).median(),
         )
-        .sort("sum_ns", "code", descending=[True, False])
-    )
-    named = table.with_columns(
-        name=text_column(trace, table["code"].to_numpy()),
-        share=pl.col("sum_ns") / pl.col("sum_ns").sum().over("device"),
-        **{"class": pl.col("class").replace_strict(dict(enumerate(CLASSES)), return_dtype=pl.String())},
+        .with_columns(share=pl.col("sum_ns") / pl.col("sum_ns").sum().over("device"))
+        .sort("sum_ns", "name", descending=[True, False])
     )
     columns = ("device", "name", "class", "count", "sum_ns", "share")
-    return with_rank(trace, named.select(*columns, pl.exclude(*columns, "code")))
+    return with_rank(trace, table.select(*columns, pl.exclude(*columns)))
 
 
 def kernels_across_ranks(traces: list[Trace]) -> pl.DataFrame:

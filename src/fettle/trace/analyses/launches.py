@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from fettle.trace.frames import names_of_rows
 from fettle.trace.kinds import Kind, is_graph_launch
 from fettle.trace.model import Ints, Trace, per_trace
 from fettle.trace.ordering import last_before, order_by
@@ -62,7 +63,6 @@ def launch_stats(trace: Trace) -> pl.DataFrame:
     clocks differ), short (bool: the work is shorter than the call that launched it; null for graphs).
     """
     rows, calls = launch_links(trace).known
-    call_codes = trace.column("name")[calls]
     frame = pl.DataFrame(
         {
             "rank": np.full(len(rows), trace.rank),
@@ -70,8 +70,8 @@ def launch_stats(trace: Trace) -> pl.DataFrame:
             "stream": trace.column("stream")[rows],
             "row": rows,
             "call_row": calls,
-            "name": text_column(trace, trace.column("name")[rows]),
-            "call": text_column(trace, call_codes),
+            "name": names_of_rows(trace, rows),
+            "call": names_of_rows(trace, calls),
             "graph": trace.named(is_graph_launch, calls),
             "call_ns": trace.dur[calls],
             "duration_ns": trace.dur[rows],
@@ -103,8 +103,3 @@ def call_table(launches: pl.DataFrame) -> pl.DataFrame:
         )
         .sort("calls_ns", "call", descending=[True, False])
     )
-
-
-def text_column(trace: Trace, codes: Ints) -> pl.Series:
-    """Names of the given name numbers, each text stored once."""
-    return pl.Series(trace.names, dtype=pl.String()).gather(pl.Series(codes, dtype=pl.UInt32()))

@@ -8,10 +8,9 @@ import numpy as np
 import polars as pl
 
 from fettle.trace.analyses.ancestry import ancestors
-from fettle.trace.analyses.launches import text_column
 from fettle.trace.analyses.stacks import host_stacks
-from fettle.trace.frames import frame_of, with_rank
-from fettle.trace.model import Ints, Trace
+from fettle.trace.frames import frame_of, names_of_rows, with_rank
+from fettle.trace.model import Trace
 
 # In the order of c10::DeviceType, whose numbers the profiler writes.
 DEVICE_TYPES = (
@@ -30,14 +29,7 @@ def memory_timeline(trace: Trace) -> pl.DataFrame:
     frame = trace.side["memory"].sort("ts_ns", maintain_order=True)
     up = ancestors(trace)
     row = host_stacks(trace).innermost(frame["thread"].to_numpy().astype(np.int64), frame["ts_ns"].to_numpy())
-    names = trace.column("name")
-
-    def text(table: Ints) -> pl.Series:
-        if not len(names):  # nothing but allocations in this trace
-            return pl.Series([None] * len(row), dtype=pl.String())
-        rows = np.where(row >= 0, table[np.maximum(row, 0)], -1)
-        return text_column(trace, names[np.maximum(rows, 0)]).set(pl.Series(rows < 0), None)
-
+    operator, top = (names_of_rows(trace, np.append(rows, -1)[row]) for rows in (up.operator, up.top_operator))
     device = pl.Series(
         "device",
         [
@@ -48,7 +40,7 @@ def memory_timeline(trace: Trace) -> pl.DataFrame:
         dtype=pl.String(),
     )
     timeline = frame.select("ts_ns", device, "bytes", "address", "allocated_bytes", "reserved_bytes")
-    owners = timeline.with_columns(operator=text(up.operator), top_operator=text(up.top_operator))
+    owners = timeline.with_columns(operator=operator, top_operator=top)
     total = pl.col("allocated_bytes")
     has_totals, since_begin = (total >= 0).all().over("device"), pl.col("bytes").cum_sum().over("device")
     return with_rank(trace, owners.with_columns(held_bytes=pl.when(has_totals).then(total).otherwise(since_begin)))

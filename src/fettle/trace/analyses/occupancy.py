@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from fettle.trace.analyses.launches import text_column
 from fettle.trace.analyses.steps import step_windows
-from fettle.trace.frames import frame_of, with_rank
+from fettle.trace.frames import frame_of, names_of_rows, with_rank
 from fettle.trace.intervals import Intervals, length_within, merge, split, total
 from fettle.trace.io.arguments import kernel_launches
 from fettle.trace.model import Ints, Trace, per_trace
@@ -20,12 +19,12 @@ from fettle.trace.model import Ints, Trace, per_trace
 
 @per_trace
 def _launches(trace: Trace) -> pl.DataFrame:
-    """Kernels whose launch was recorded: row, device, name (its number), dur, blocks_per_sm, occupancy."""
+    """Kernels whose launch was recorded: row, device, name, dur, blocks_per_sm, occupancy."""
     found = kernel_launches(trace)
     rows = found["row"].to_numpy()
     return found.with_columns(
         device=pl.Series(trace.column("device")[rows].astype(np.int64)),
-        name=pl.Series(trace.column("name")[rows]),
+        name=names_of_rows(trace, rows),
         dur=pl.Series(trace.dur[rows]),
     )
 
@@ -72,8 +71,7 @@ def kernels_by_sm(trace: Trace) -> pl.DataFrame:
         )
         .sort("unused_ns", "sum_ns", "name", descending=[True, True, False])
     )
-    named = table.with_columns(name=text_column(trace, table["name"].to_numpy()))
-    return with_rank(trace, named)
+    return with_rank(trace, table)
 
 
 def _over_time(column: str) -> pl.Expr:

@@ -7,11 +7,9 @@ import polars as pl
 
 from fettle.errors import UsageError
 from fettle.trace.analyses.ancestry import ancestors, called_from, outer_first, outermost
-from fettle.trace.analyses.attribution import names_of_rows
-from fettle.trace.analyses.enclosing import nearest
-from fettle.trace.analyses.launches import launch_links, text_column
-from fettle.trace.analyses.stacks import host_stacks
-from fettle.trace.frames import frame_of, with_rank
+from fettle.trace.analyses.launches import launch_links
+from fettle.trace.analyses.stacks import host_stacks, nearest
+from fettle.trace.frames import frame_of, names_of_rows, with_rank
 from fettle.trace.kinds import Kind, without_address
 from fettle.trace.model import Ints, Trace
 from fettle.trace.ordering import in_groups
@@ -49,7 +47,7 @@ def operator_table(trace: Trace) -> pl.DataFrame:
         }
     )
     table = each.group_by("name", "shape").agg(pl.len().alias("count"), pl.all().sum())
-    names = text_column(trace, table["name"].to_numpy()).alias("operator")
+    names = pl.Series("operator", trace.names, dtype=pl.String()).gather(table["name"])
     shapes = pl.Series("shapes", trace.shapes, dtype=pl.String()).gather(table["shape"])
     named = table.select(names, shapes, "count", "host_ns", "self_ns", "device_ns", "kernels")
     order = ("device_ns", "self_ns", "operator", "shapes")
@@ -150,9 +148,8 @@ def kernel_sequences(trace: Trace, operator: str = "", *, min_kernels: int = 3, 
     operator, kernels (names in launch order, joined by ` -> `), length, count, device_ns, host_ns (of the operators).
     """
     flags = (trace.kind == Kind.OPERATOR) & trace.named(lambda name: operator in name)
-    outer = outermost(trace, flags, np.flatnonzero(trace.is_host))
     rows, calls = launch_links(trace).known
-    roots = outer[calls]
+    roots = outermost(trace, flags)[calls]
     inside = roots >= 0
     order = np.lexsort((trace.ts[rows[inside]], trace.ts[calls[inside]]))
     rows, roots = rows[inside][order], roots[inside][order]
@@ -195,31 +192,19 @@ def annotation_table(trace: Trace) -> pl.DataFrame:
         again |= has & (name[rows] == name[np.maximum(above, 0)])
         above = np.where(has, parent[np.maximum(above, 0)], -1)
     outer = ~again
-    table = (
-        pl.DataFrame(
-            {
-                "name": name[rows],
-                "host": trace.dur[rows] * outer,
-                "alone": np.maximum(trace.dur[rows] - nested[rows], 0),
-                "device": inclusive[rows] * outer,
-                "own": exclusive[rows],
-                "kernels": kernels[rows] * outer,
-            }
-        )
-        .group_by("name")
-        .agg(pl.len().alias("count"), pl.all().sum())
+    each = pl.DataFrame(
+        {
+            "annotation": pl.Series(texts, dtype=pl.String()).gather(name[rows]),
+            "host_inclusive_ns": trace.dur[rows] * outer,
+            "host_exclusive_ns": np.maximum(trace.dur[rows] - nested[rows], 0),
+            "device_inclusive_ns": inclusive[rows] * outer,
+            "device_exclusive_ns": exclusive[rows],
+            "kernels": kernels[rows] * outer,
+        }
     )
-    named = table.select(
-        annotation=pl.Series([texts[n] for n in table["name"]], dtype=pl.String()),
-        count="count",
-        host_inclusive_ns="host",
-        host_exclusive_ns="alone",
-        device_inclusive_ns="device",
-        device_exclusive_ns="own",
-        kernels="kernels",
-    )
+    table = each.group_by("annotation").agg(pl.len().alias("count"), pl.all().sum())
     order = ("device_inclusive_ns", "host_inclusive_ns", "annotation")
-    return with_rank(trace, named.sort(order, descending=[True, True, False]))
+    return with_rank(trace, table.sort(order, descending=[True, True, False]))
 
 
 def device_time(trace: Trace, wanted: np.ndarray, parent: Ints) -> tuple[Ints, Ints, Ints]:
@@ -256,7 +241,7 @@ def counters_by_operator(trace: Trace) -> pl.DataFrame | None:
     pairs = pl.DataFrame(
         {
             "row": ranges,
-            "kernel": text_column(trace, trace.column("name")[ranges]),
+            "kernel": names_of_rows(trace, ranges),
             "operator": names_of_rows(trace, up.operator[calls]),
             "top_operator": names_of_rows(trace, up.top_operator[calls]),
         }

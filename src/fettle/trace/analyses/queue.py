@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from fettle.trace.analyses.launches import launch_links, text_column
+from fettle.trace.analyses.launches import launch_links
 from fettle.trace.analyses.slots import queues, waited_ns
-from fettle.trace.frames import frame_of, with_rank
+from fettle.trace.frames import frame_of, names_of_rows, with_rank
 from fettle.trace.model import Trace
-from fettle.trace.ordering import order_by
 
 
 def queue_length(trace: Trace) -> pl.DataFrame:
@@ -19,15 +18,14 @@ def queue_length(trace: Trace) -> pl.DataFrame:
     Columns: rank, device, stream, ts_ns, length. Rows in order of device, stream and time.
     """
     rows, calls = launch_links(trace).known
-    device = trace.column("device")[rows].astype(np.int64)
-    stream = trace.column("stream")[rows]
-    time = np.concatenate([trace.ts[calls], np.maximum(trace.ts[rows], trace.ts[calls])])
-    change = np.concatenate([np.ones(len(rows), np.int64), -np.ones(len(rows), np.int64)])
-    device, stream = np.concatenate([device, device]), np.concatenate([stream, stream])
-    order = order_by(device, stream, time, -change)
-    device, stream, time, change = device[order], stream[order], time[order], change[order]
-    length = np.cumsum(change)  # every stream's changes add up to zero, so the next one starts at zero
-    return with_rank(trace, pl.DataFrame({"device": device, "stream": stream, "ts_ns": time, "length": length}))
+    places = {"device": trace.column("device")[rows].astype(np.int64), "stream": trace.column("stream")[rows]}
+    begins = np.maximum(trace.ts[rows], trace.ts[calls])
+    launched, begun = (pl.DataFrame(places | {"ts_ns": time}) for time in (trace.ts[calls], begins))
+    one = pl.lit(1, dtype=pl.Int64())
+    points = pl.concat([launched.with_columns(length=one), begun.with_columns(length=-one)])
+    points = points.sort("device", "stream", "ts_ns", "length", descending=[False, False, False, True])
+    # Every stream's changes add up to zero, so the next one starts at zero.
+    return with_rank(trace, points.with_columns(pl.col("length").cum_sum()))
 
 
 def queue_summary(trace: Trace) -> pl.DataFrame:
@@ -62,15 +60,15 @@ def queue_summary(trace: Trace) -> pl.DataFrame:
 
 
 def _copies(trace: Trace) -> pl.DataFrame:
-    """Copies and memory sets: columns device, code (of the name), ts_ns, dur_ns, bytes (null: unknown), gb_per_s (10**9
-    bytes a second: as the profiler says, else bytes / duration; null where neither is known).
+    """Copies and memory sets: columns device, name, ts_ns, dur_ns, bytes (null: unknown), gb_per_s (10**9 bytes a
+    second: as the profiler says, else bytes / duration; null where neither is known).
     """
     facts = trace.side["copies"]
     rows = facts["row"].to_numpy()
     events = pl.DataFrame(
         {
             "device": trace.column("device")[rows].astype(np.int64),
-            "code": trace.column("name")[rows].astype(np.int64),
+            "name": names_of_rows(trace, rows),
             "ts_ns": trace.ts[rows],
             "dur_ns": trace.dur[rows],
         }
@@ -89,10 +87,9 @@ def copy_bandwidth(trace: Trace) -> pl.DataFrame:
     copies = _copies(trace).drop_nulls("gb_per_s")
     end = pl.col("ts_ns") + pl.col("dur_ns").clip(1)
     edges = pl.concat([copies, copies.with_columns(ts_ns=end, gb_per_s=-pl.col("gb_per_s"))])
-    edges = edges.sort("device", "code", "ts_ns", "gb_per_s")
-    level = pl.col("gb_per_s").cum_sum().over("device", "code").clip(0.0)
-    series = edges.select("device", text_column(trace, edges["code"].to_numpy()).alias("name"), "ts_ns", level)
-    return with_rank(trace, series)
+    edges = edges.sort("device", "name", "ts_ns", "gb_per_s")
+    level = pl.col("gb_per_s").cum_sum().over("device", "name").clip(0.0)
+    return with_rank(trace, edges.select("device", "name", "ts_ns", level))
 
 
 def bandwidth_summary(trace: Trace) -> pl.DataFrame:
@@ -104,7 +101,7 @@ def bandwidth_summary(trace: Trace) -> pl.DataFrame:
     rate, length = pl.col("gb_per_s"), pl.col("dur_ns")
     grouped = (
         _copies(trace)
-        .group_by("device", "code")
+        .group_by("device", "name")
         .agg(
             count=pl.len(),
             bytes=pl.when(pl.col("bytes").null_count() == 0).then(pl.col("bytes").sum()),
@@ -115,6 +112,5 @@ def bandwidth_summary(trace: Trace) -> pl.DataFrame:
     )
     known = pl.col("bytes").is_not_null() & (pl.col("busy_ns") > 0)
     mean = pl.when(known).then(pl.col("bytes") / pl.col("busy_ns")).otherwise(pl.col("weighted"))
-    name = text_column(trace, grouped["code"].to_numpy()).alias("name")
-    columns = ("device", name, "count", "bytes", "busy_ns", mean.alias("mean_gb_per_s"), "max_gb_per_s")
+    columns = ("device", "name", "count", "bytes", "busy_ns", mean.alias("mean_gb_per_s"), "max_gb_per_s")
     return with_rank(trace, grouped.select(columns).sort("device", "busy_ns", descending=[False, True]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import numpy as np
 import polars as pl
 
 from fettle.errors import UsageError
@@ -13,12 +14,12 @@ from fettle.trace.analyses.attribution import attribute_kernels
 from fettle.trace.analyses.communication import collectives
 from fettle.trace.analyses.idle import idle_pieces
 from fettle.trace.analyses.kernels import kernel_table
-from fettle.trace.analyses.launches import launch_stats, text_column
+from fettle.trace.analyses.launches import launch_stats
 from fettle.trace.analyses.memory_timeline import memory_timeline
 from fettle.trace.analyses.operators import operator_table
 from fettle.trace.analyses.queue import queue_length
 from fettle.trace.analyses.steps import steps
-from fettle.trace.frames import frame_of, with_rank
+from fettle.trace.frames import frame_of, names_of_rows, with_rank
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Trace
 
@@ -34,7 +35,7 @@ def events_frame(trace: Trace) -> pl.DataFrame:
     columns = {
         "row": pl.int_range(events.height, eager=True),
         **{name: events[name] for name in ("ts_ns", "dur_ns")},
-        "name": text_column(trace, events["name"].to_numpy()),
+        "name": names_of_rows(trace, np.arange(events.height)),
         "kind": kinds.gather(events["kind"].cast(pl.UInt32())),
         "process": process.gather(events["thread"].cast(pl.UInt32())),
         "thread": thread.gather(events["thread"].cast(pl.UInt32())),

@@ -1,4 +1,4 @@
-"""The order of the page's sections, and writing it."""
+"""The page: its sections in their order."""
 
 from __future__ import annotations
 
@@ -9,28 +9,7 @@ import polars as pl
 
 from fettle.errors import UsageError
 from fettle.files import write_text
-from fettle.page import clean, shell
 from fettle.trace.model import Trace
-from fettle.trace.report import device, host, overview, path
-from fettle.trace.report.section import Section
-
-Builder = Callable[[list[Trace]], Section | None]
-BUILDERS: list[Builder] = [
-    overview.health,
-    overview.account,
-    overview.idle,
-    path.critical,
-    path.slow_steps,
-    device.kernels,
-    device.products,
-    device.launches,
-    device.communication,
-    device.queues,
-    host.operators,
-    host.host,
-    path.timeline,
-    path.memory,
-]
 
 
 def write_report(traces: list[Trace], target: Path, *, before: Trace | None = None) -> list[str]:
@@ -42,9 +21,29 @@ def write_report(traces: list[Trace], target: Path, *, before: Trace | None = No
     Returns:
         What could not be computed, one line each (also on the page).
     """
+    from fettle.page import clean, shell  # the chart library takes longer to load than all the rest
+    from fettle.trace.report import device, host, overview, path
+    from fettle.trace.report.section import Section
+
+    builders: list[Callable[[list[Trace]], Section | None]] = [
+        overview.health,
+        *([] if before is None else [path.against(before)]),
+        overview.account,
+        overview.idle,
+        path.critical,
+        path.slow_steps,
+        device.kernels,
+        device.products,
+        device.launches,
+        device.communication,
+        device.queues,
+        host.operators,
+        host.host,
+        path.timeline,
+        path.memory,
+    ]
     sections: list[Section] = []
     failed: list[str] = []
-    builders = [BUILDERS[0], path.against(before), *BUILDERS[1:]] if before is not None else BUILDERS
     for build in builders:
         # A part that cannot be made must not cost the others; what failed is said on the page.
         try:

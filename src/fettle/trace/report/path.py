@@ -12,7 +12,7 @@ from fettle.errors import UsageError
 from fettle.trace.analyses.arrival import clock_shifts
 from fettle.trace.analyses.compare import Comparison, compare
 from fettle.trace.analyses.critical import critical_path, critical_path_of_ranks, path_events, path_shares
-from fettle.trace.analyses.kernels import CLASSES, class_of_row
+from fettle.trace.analyses.kernels import class_names
 from fettle.trace.analyses.memory_timeline import memory_peak, memory_timeline
 from fettle.trace.analyses.stacks import host_stacks
 from fettle.trace.analyses.steps import steps
@@ -136,11 +136,10 @@ class Lanes:
     def __init__(self, low: int, high: int) -> None:
         self.low, self.high, self.at = low, high, 0
         self.cells: list[tuple[int, str, float, float, str]] = []
-        self.titles: list[tuple[int, str, float, float, str]] = []
 
     def frame(self) -> pl.DataFrame:
         """Columns row, name, start, end (ms), kind."""
-        return frame_of([*self.cells, *self.titles], row=int, name=str, start=float, end=float, kind=str)
+        return frame_of(self.cells, row=int, name=str, start=float, end=float, kind=str)
 
     def devices(self, trace: Trace, shift: int = 0, prefix: str = "", most: int = TIMELINE_EVENTS) -> None:
         """A row for each stream of each device; `shift` is what the trace's clock is ahead."""
@@ -149,7 +148,7 @@ class Lanes:
         work = _longest(trace, np.flatnonzero(trace.is_device & inside), most)
         for one in sorted({(int(device[r]), int(stream[r])) for r in work.tolist()}):
             mine = work[(device[work] == one[0]) & (stream[work] == one[1])]
-            kinds = [CLASSES[c] for c in class_of_row(trace, mine).tolist()]
+            kinds = class_names(trace, mine).to_list()
             names = [short_kernel_name(n) for n in trace.name_of(mine)]
             self._lane(f"{prefix}device {one[0]} stream {one[1]}", trace, mine, names, kinds, shift=shift)
 
@@ -179,7 +178,7 @@ class Lanes:
         depth = np.zeros(len(rows), dtype=np.int64) if levels is None else levels
         if self.at + 2 + int(depth.max()) > TIMELINE_ROWS:
             return
-        self.titles.append((self.at, title, 0.0, 0.0, "title"))
+        self.cells.append((self.at, title, 0.0, 0.0, "title"))
         start = np.maximum(trace.ts[rows] - shift, self.low) - self.low
         end = np.minimum(trace.end[rows] - shift, self.high) - self.low
         cells = zip(depth.tolist(), names, (start / 1e6).tolist(), (end / 1e6).tolist(), kinds, strict=True)

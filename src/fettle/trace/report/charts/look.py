@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,22 +54,11 @@ def save(chart: Any, path: Path) -> None:
     Raises:
         UsageError: A place that cannot be written, or a chart of nothing.
     """
-    kind = path.suffix.removeprefix(".")
-    if not any(frame.height for frame in _frames(chart)):
+    kind, spec = path.suffix.removeprefix("."), as_spec(chart)
+    if not any(spec.get("datasets", {}).values()):
         raise UsageError(f"no {path.name}: the answer is empty, and there is nothing to draw")
-    spec = as_spec(chart)
     content = json.dumps(spec, default=str).encode() if kind == "json" else shell.draw(spec, kind)
     write_bytes(path, content)
-
-
-def _frames(chart: Any) -> Iterator[pl.DataFrame]:
-    """What a chart and its layers draw."""
-    if isinstance(getattr(chart, "data", None), pl.DataFrame):
-        yield chart.data
-    for name in ("layer", "vconcat"):
-        parts = getattr(chart, name, None)
-        for part in parts if isinstance(parts, list) else ():
-            yield from _frames(part)
 
 
 def colour(field: str, values: list[str]) -> alt.Color:
