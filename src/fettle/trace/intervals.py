@@ -93,20 +93,10 @@ def split(pieces: Intervals, windows: Intervals) -> tuple[Ints, Ints, Ints, Ints
     last = np.searchsorted(low, end, side="left")
     count = np.maximum(last - first, 0)
     piece = np.repeat(np.arange(len(start)), count)
-    window = ranges(first, count)
+    window = np.arange(len(piece)) + np.repeat(first - (np.cumsum(count) - count), count)
     begins, stops = np.maximum(start[piece], low[window]), np.minimum(end[piece], high[window])
     keep = stops > begins
     return begins[keep], stops[keep], piece[keep], window[keep]
-
-
-def ranges(first: Ints, count: Ints) -> Ints:
-    """The ranges first..first+count, one behind the other."""
-    total_count = int(count.sum())
-    if total_count == 0:
-        return np.zeros(0, dtype=np.int64)
-    offsets = np.repeat(np.cumsum(count) - count, count)
-    numbers: Ints = np.arange(total_count) - offsets + np.repeat(first, count)
-    return numbers
 
 
 def combinations(classes: dict[str, Intervals]) -> dict[tuple[str, ...], int]:

@@ -8,7 +8,7 @@ import polars as pl
 from fettle.trace.analyses.account import account_total, device_classes, time_account
 from fettle.trace.analyses.critical import CriticalPath, critical_path
 from fettle.trace.analyses.idle import idle_pieces, idle_summary
-from fettle.trace.analyses.kernels import kernel_table
+from fettle.trace.analyses.kernels import CLASSES, kernel_table
 from fettle.trace.analyses.launches import launch_links
 from fettle.trace.analyses.operators import annotation_table, call_tree
 from fettle.trace.analyses.replay import Change
@@ -37,7 +37,7 @@ def identities(trace: Trace) -> pl.DataFrame:
         rows.append(("the unchanged replay takes the wall time", same, wall, "=", wall // 1000))
         half = np.full(len(trace.device_rows), 0.5)
         saved = same - round(replayed_ns(trace, Change(half), path.start_ns, path.end_ns))
-        on_path = _spent(path, ("compute", "communication", "copy")) // 2
+        on_path = _work_ns(path.pieces) // 2
         if stays_with_steps(trace, path):
             what = "work half as long saves at most half of its time on the path"
             rows.append((what, saved, on_path, "<=", wall // 100))
@@ -52,9 +52,10 @@ def identities(trace: Trace) -> pl.DataFrame:
 Row = tuple[str, int, int, str, int]
 
 
-def _spent(path: CriticalPath, categories: tuple[str, ...]) -> int:
-    mine = path.pieces.filter(pl.col("category").is_in(categories))
-    return int((mine["end_ns"] - mine["start_ns"]).sum())
+def _work_ns(pieces: pl.DataFrame) -> int:
+    """How long some pieces of a path are device work."""
+    works = pieces.filter(pl.col("category").is_in(CLASSES))
+    return int((works["end_ns"] - works["start_ns"]).sum())
 
 
 def _account(trace: Trace, path: CriticalPath) -> list[Row]:
@@ -80,14 +81,12 @@ def _idle(trace: Trace, device: int, path: CriticalPath) -> list[Row]:
     by_cause = int(idle_summary(trace, device)["idle_ns"].sum())
     name = f"device {device}"
     there = path.pieces.filter(pl.col("place") == name)
-    works = there.filter(pl.col("category").is_in(("compute", "communication", "copy")))
-    on_path = int((works["end_ns"] - works["start_ns"]).sum())
     agreed, both = _agreement(there, pieces)
     busy_ns = total(clip(busy, path.start_ns, path.end_ns))
     return [
         (f"{name}: idle by cause + busy = the trace's span", idle + total(busy), high - low, "=", 0),
         (f"{name}: idle by cause = the account's, in the steps", by_cause, int(account["idle_ns"].sum()), "=", 0),
-        (f"{name}: work on the critical path <= busy", on_path, busy_ns, "<=", 0),
+        (f"{name}: work on the critical path <= busy", _work_ns(there), busy_ns, "<=", 0),
         (f"{name}: waits on the path of work that ended a gap = idle of that cause", both, agreed, "=", both // 100),
     ]
 

@@ -21,7 +21,7 @@ from fettle.trace.analyses.ancestry import in_no_other
 from fettle.trace.analyses.operators import device_time, parent_among
 from fettle.trace.io.arguments import operator_inputs
 from fettle.trace.kinds import Kind, dtype_bytes
-from fettle.trace.model import Ints, Trace
+from fettle.trace.model import Trace
 
 Shape = Sequence[int]
 
@@ -183,7 +183,7 @@ def product_table(trace: Trace, limits: Limits | None = None) -> pl.DataFrame:
     were not recorded are left out.
     """
     limits = limits or limits_of(trace) or Limits({}, 0.0)
-    rows = _products(trace)
+    rows = in_no_other(trace, (trace.kind == Kind.OPERATOR) & trace.named(OPERATORS.__contains__))
     flags = np.zeros(trace.events.height, dtype=bool)
     flags[rows] = True
     time = device_time(trace, flags, parent_among(trace, flags))[0] if trace.device_keys else trace.dur
@@ -218,11 +218,6 @@ def product_table(trace: Trace, limits: Limits | None = None) -> pl.DataFrame:
     first = ("rank", "operator", "count", "time_ns", "tflop_per_s", "roof_share", "bound", "batch", "m", "n", "k")
     shown = table.select(*first, pl.exclude(*first, "width", "most"))
     return shown.sort(order, descending=[True, False, False, False])
-
-
-def _products(trace: Trace) -> Ints:
-    """The outermost calls of `OPERATORS`."""
-    return in_no_other(trace, (trace.kind == Kind.OPERATOR) & trace.named(OPERATORS.__contains__))
 
 
 def _inputs(trace: Trace) -> dict[int, tuple[str, tuple[str, ...]]]:

@@ -145,17 +145,12 @@ class _Pieces:
 
 
 def _next_work(trace: Trace, rows: Ints, ends: Ints) -> Ints:
-    """Which of some work, in order of its start, is the first that starts at each gap's end; -1 behind the last."""
-    starts, has_length = trace.ts[rows], trace.dur[rows] > 0
-    at = np.searchsorted(starts, ends, side="left")
-    adjoining = at < len(rows)
-    adjoining[adjoining] = starts[at[adjoining]] == ends[adjoining]
-    # Work of no length does not end a gap: the next that lasts does, if it starts at the same instant.
-    lasting = np.append(np.flatnonzero(has_length), len(rows))
-    first = lasting[np.searchsorted(lasting, at)]
-    same = first < len(rows)
-    same[same] = starts[first[same]] == ends[same]
-    answer: Ints = np.where(adjoining, np.where(same, first, at), -1)
+    """Which of some work, in order of its start, is the first to last that starts at each gap's end; -1 behind the
+    last.
+    """
+    lasting = np.flatnonzero(trace.dur[rows] > 0)
+    first = np.append(lasting, -1)[np.searchsorted(trace.ts[rows[lasting]], ends)]
+    answer: Ints = np.where((first >= 0) & (trace.ts[rows[first]] == ends), first, -1)
     return answer
 
 

@@ -186,30 +186,24 @@ class Replay:
         may_wait = np.append((calls.bound >= 0) | (calls.freed >= 0), False)[self.call_of]
         self.at_return = may_wait & (returned <= start)
         self.launched = np.where(self.at_return, returned, begun)
-        after_launch = np.maximum(start - self.launched, 0).astype(float)
-        free = self.end[np.maximum(waits.previous, 0)]
-        event_end = self.end[np.maximum(waits.event, 0)]
-        room = {
-            Held.LAUNCH: after_launch,
-            Held.STREAM: np.maximum(start - free, 0).astype(float),
-            Held.EVENT: np.maximum(start - event_end, 0).astype(float),
-        }
-        has = {
-            Held.LAUNCH: self.call_of >= 0,
-            Held.STREAM: waits.previous >= 0,
-            Held.EVENT: waits.event >= 0,
-        }
+        ended = np.append(self.end, 0)
+        reasons = (
+            (Held.LAUNCH, self.launched, self.call_of >= 0),
+            (Held.STREAM, ended[waits.previous], waits.previous >= 0),
+            (Held.EVENT, ended[waits.event], waits.event >= 0),
+        )
         self.rest, self.mean_rest = {}, {}
-        in_call = np.where(held == Held.LAUNCH, after_launch - rest, 0.0)  # the call itself is host time, as measured
-        for sort in (Held.LAUNCH, Held.STREAM, Held.EVENT):
-            measured = rest[(held == sort) & known]
+        # The call itself is host time, as measured.
+        in_call = np.where(held == Held.LAUNCH, np.maximum(start - self.launched, 0) - rest, 0.0)
+        for sort, since, there in reasons:
+            mine, room = held == sort, np.maximum(start - since, 0).astype(float)
+            measured = rest[mine & known]
             low, mean = (float(np.percentile(measured, 25)), float(measured.mean())) if len(measured) else (1e3, 1e3)
-            if sort == Held.LAUNCH:
-                low += float(np.percentile(in_call[held == sort], 25)) if (held == sort).any() else 0.0
-            other = np.minimum(low, room[sort])
-            self.rest[sort] = np.where(has[sort], np.where(held == sort, room[sort], other), -1.0).tolist()
-            explained = np.where(held == sort, in_call + mean, other)
-            self.mean_rest[sort] = np.where(has[sort], explained, -1.0).tolist()
+            if sort == Held.LAUNCH and mine.any():
+                low += float(np.percentile(in_call[mine], 25))
+            other = np.minimum(low, room)
+            self.rest[sort] = np.where(there, np.where(mine, room, other), -1.0).tolist()
+            self.mean_rest[sort] = np.where(there, np.where(mine, in_call + mean, other), -1.0).tolist()
         stops = self.stops
         late = np.maximum(stops.end - stops.when, 0).astype(float)
         usual = late[stops.met & (stops.why != Why.THREAD)]

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fettle.trace.analyses.launches import launch_links
-from fettle.trace.intervals import ranges
+from fettle.trace.intervals import gaps, split
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Ints, Trace, per_trace
 from fettle.trace.ordering import in_groups, order_by
@@ -94,38 +94,16 @@ class HostStacks:
         Returns start, end, innermost row (-1: nothing traced) and window index of every piece; the pieces of a window
         add up to it exactly.
         """
+        part, windows = self.thread_slice(thread), (start, end)
         if not len(start):
             return start, end, start, start
-        edge, owner = self._cover(thread, int(start[0]), int(end.max()))
-        first = np.searchsorted(edge, start, side="right") - 1
-        count = np.where(end > start, np.searchsorted(edge, end, side="left") - first, 0)
-        window = np.repeat(np.arange(len(start)), count)
-        cell = ranges(first, count)
-        begins, stops, rows = edge[cell], edge[cell + 1], owner[cell]
-        some = count > 0
-        behind = np.cumsum(count)[some]
-        begins[behind - count[some]] = start[some]
-        stops[behind - 1] = end[some]
-        return begins, stops, rows, window
-
-    def _cover(self, thread: int, low: int, high: int) -> tuple[Ints, Ints]:
-        """All time cut at the edges of a thread's segments in [low, high): edges, and the row (-1: none) from each to
-        the next.
-        """
-        whole = self.thread_slice(thread)
-        first = int(np.searchsorted(self.segment_end[whole], low, side="right"))
-        last = max(first, int(np.searchsorted(self.segment_start[whole], high, side="left")))
-        part = slice(whole.start + first, whole.start + last)
-        start, end, row = self.segment_start[part], self.segment_end[part], self.segment_row[part]
-        free = np.ones(len(start) + 1, dtype=bool)  # before each segment, and behind the last
-        free[1:-1] = start[1:] > end[:-1]
-        at = np.arange(len(start)) + np.cumsum(free[:-1])
-        owner = np.full(len(start) + int(free.sum()), -1, dtype=np.int64)
-        edge = np.empty(len(owner) + 1, dtype=np.int64)
-        edge[at], owner[at] = start, row
-        edge[at + 1] = end
-        edge[0], edge[-1] = np.iinfo(np.int64).min, np.iinfo(np.int64).max
-        return edge, owner
+        busy = self.segment_start[part], self.segment_end[part]
+        begins, stops, which, window = split(busy, windows)
+        free, until, _, of_free = split(gaps(busy, int(start[0]), int(end[-1])), windows)
+        rows = np.concatenate([self.segment_row[part][which], np.full(len(free), -1)])
+        begins, stops, window = (np.concatenate(both) for both in ((begins, free), (stops, until), (window, of_free)))
+        order = np.argsort(begins, kind="stable")
+        return begins[order], stops[order], rows[order], window[order]
 
 
 @per_trace

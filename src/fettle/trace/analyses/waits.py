@@ -104,9 +104,6 @@ def device_waits(trace: Trace) -> Waits:
     start, end = trace.ts[rows], trace.end[rows]
     launch = launch_links(trace).launch_rows
     linked, at = launch >= 0, np.maximum(launch, 0)
-    if not len(rows):
-        nothing, none = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.uint8)
-        return Waits(launch, nothing, nothing, nothing, none, nothing, none, none, nothing)
 
     def ended_of(work: Ints) -> Ints:
         ended: Ints = np.where(work >= 0, np.minimum(end[np.maximum(work, 0)], start), -1)

@@ -231,12 +231,12 @@ class Columns:
                 "memory",
                 ts_ns=ts_ns[~bad].tolist(),
                 thread=[self.threads[(e.pid, e.tid)] for e in memory],
-                device_type=integers([e.args.memory_device_type for e in memory]),
-                device=integers([e.args.memory_device for e in memory]),
+                device_type=[integer(e.args.memory_device_type) for e in memory],
+                device=[integer(e.args.memory_device) for e in memory],
                 bytes=[integer(e.args.memory_bytes, missing=0) for e in memory],
-                address=integers([e.args.address for e in memory]),
-                allocated_bytes=integers([e.args.allocated for e in memory]),
-                reserved_bytes=integers([e.args.reserved for e in memory]),
+                address=[integer(e.args.address) for e in memory],
+                allocated_bytes=[integer(e.args.allocated) for e in memory],
+                reserved_bytes=[integer(e.args.reserved) for e in memory],
             )
 
 

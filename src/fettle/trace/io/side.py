@@ -27,7 +27,7 @@ class SideTables:
         self._pieces: dict[str, list[dict[str, Any]]] = {}
         self._rows: dict[str, int] = {}
 
-    def put(self, table: str, **values: list[Any] | npt.NDArray[Any]) -> None:
+    def put(self, table: str, **values: list[Any]) -> None:
         """Append rows, given column by column."""
         count = len(next(iter(values.values())))
         if count:
@@ -39,7 +39,7 @@ class SideTables:
     def _settle(self, table: str) -> None:
         pieces = self._pieces.pop(table)
         self._rows[table] = 0
-        columns = {name: list(itertools.chain.from_iterable(_plain(p[name]) for p in pieces)) for name in pieces[0]}
+        columns = {name: list(itertools.chain.from_iterable(piece[name] for piece in pieces)) for name in pieces[0]}
         self.frames.setdefault(table, []).append(pl.DataFrame(columns, schema=SIDE_TABLES[table], strict=False))
 
     def settled(self) -> dict[str, list[pl.DataFrame]]:
@@ -54,7 +54,8 @@ class SideTables:
         """What the complete events of one chunk say; `base` is the row of the first one."""
         numbers = integers([args[i].sequence for i in operators])
         has = np.flatnonzero(numbers >= 0)
-        self.put("autograd", row=np.array(operators, dtype=np.int64)[has] + base, sequence=numbers[has])
+        rows = np.array(operators, dtype=np.int64)[has] + base
+        self.put("autograd", row=rows.tolist(), sequence=numbers[has].tolist())
         # One pass finds the few operators that have any of the rare facts.
         rare = [
             i for i in operators if (a := args[i]).stack is not None or a.collective is not None or a.file is not None
@@ -100,8 +101,3 @@ class SideTables:
             cells = [(say(k, 200), number(v)) for k, v in (values if isinstance(values, dict) else {}).items()]
             full = [(k, v) for k, v in cells if v is not None][:200]
             self.put("counters", row=[base + row] * len(full), counter=[k for k, _ in full], value=[v for _, v in full])
-
-
-def _plain(values: Any) -> list[Any]:
-    plain: list[Any] = values.tolist() if isinstance(values, np.ndarray) else values
-    return plain
