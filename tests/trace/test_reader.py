@@ -206,9 +206,9 @@ def test_what_a_helper_leaves_is_what_it_would_have_decoded_here(tmp_path: Path)
     parallel.help_with(str(tmp_path))
     part, here = parallel._fetch(tmp_path, 0), parallel._decode(plan, 0)
     assert part is not None
-    assert part.columns.rows == here.columns.rows == 50 * 9
-    assert list(part.columns.names) == list(here.columns.names)
-    for there, chunk in zip(part.columns.chunks, here.columns.chunks, strict=True):
+    assert part.rows == here.rows == 50 * 9
+    assert list(part.names) == list(here.names)
+    for there, chunk in zip(part.chunks, here.chunks, strict=True):
         assert all(there[name].tolist() == values.tolist() for name, values in chunk.items())
 
 

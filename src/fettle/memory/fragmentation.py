@@ -100,8 +100,10 @@ class Fit:
 def pools(snapshot: Snapshot, device: int) -> tuple[Pool, ...]:
     """The device's pools, largest reserved first."""
     segments, blocks = snapshot.segments, snapshot.blocks
-    idle, pages = idle_segments(snapshot), _whole_pages(snapshot)
+    pages = _whole_pages(snapshot)
     inactive, allocated = blocks.state == State.INACTIVE, blocks.state == State.ALLOCATED
+    idle = np.ones(len(segments), np.bool_)  # holds no block in use, so that it could be given back
+    idle[blocks.segment[~inactive]] = False
     held = (segments.expandable | ~idle)[blocks.segment]
     keys = np.column_stack([segments.stream, segments.pool, segments.small.astype(np.int64)])
     here = segments.device == device
@@ -129,13 +131,6 @@ def pools(snapshot: Snapshot, device: int) -> tuple[Pool, ...]:
     return tuple(sorted(pools, key=lambda pool: -pool.reserved_bytes))
 
 
-def idle_segments(snapshot: Snapshot) -> Flags:
-    """Which segments hold no block in use, so that they could be given back."""
-    busy = np.zeros(len(snapshot.segments), np.bool_)
-    busy[snapshot.blocks.segment[snapshot.blocks.state != State.INACTIVE]] = True
-    return ~busy
-
-
 def would_fit(
     snapshot: Snapshot,
     device: int,
@@ -152,18 +147,18 @@ def would_fit(
     """
     rounded = round_size(request_bytes, snapshot.settings)
     small = rounded <= SMALL_REQUEST_BYTES
-    kinds = pools(snapshot, device)
-    own = next((kind for kind in kinds if (kind.stream, kind.pool, kind.small) == (stream, pool, small)), None)
-    free_bytes, largest = (own.free_bytes, own.largest_free_bytes) if own else (0, 0)
-    releasable = sum(kind.releasable_bytes for kind in kinds if kind.pool == (0, 0))
-    segments = snapshot.segments
+    releasable = sum(kind.releasable_bytes for kind in pools(snapshot, device) if kind.pool == (0, 0))
+    segments, blocks = snapshot.segments, snapshot.blocks
     mine = (
         (segments.device == device)
         & (segments.stream == stream)
         & (segments.pool == np.array(pool)).all(axis=1)
         & (segments.small == small)
     )
-    serving = _serving_block(snapshot, mine, rounded)
+    free = blocks.size_bytes[(blocks.state == State.INACTIVE) & mine[blocks.segment]]
+    free_bytes, largest = int(free.sum()), int(free.max(initial=0))
+    usable = free[(free >= rounded) & _may_be_split(free, rounded, snapshot.settings)]
+    serving = int(usable.min()) if len(usable) else 0  # the smallest block that can
     needed = 0 if serving else _needed_from_device(snapshot, mine, rounded)
     if device_free_bytes is None:
         device_free_bytes = last_device_free(snapshot, device)
@@ -204,14 +199,6 @@ def would_fit(
         releasable_bytes=releasable,
         device_free_bytes=device_free_bytes,
     )
-
-
-def _serving_block(snapshot: Snapshot, mine: Flags, rounded: int) -> int:
-    """Bytes of the free block that would serve it, the smallest that can; 0 where there is none."""
-    blocks = snapshot.blocks
-    sizes = blocks.size_bytes[(blocks.state == State.INACTIVE) & mine[blocks.segment]]
-    usable = sizes[(sizes >= rounded) & _may_be_split(sizes, rounded, snapshot.settings)]
-    return int(usable.min()) if len(usable) else 0
 
 
 def _needed_from_device(snapshot: Snapshot, mine: Flags, rounded: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -97,6 +98,16 @@ def split(pieces: Intervals, windows: Intervals) -> tuple[Ints, Ints, Ints, Ints
     begins, stops = np.maximum(start[piece], low[window]), np.minimum(end[piece], high[window])
     keep = stops > begins
     return begins[keep], stops[keep], piece[keep], window[keep]
+
+
+def levels(start: Ints, end: Ints, weight: npt.NDArray[Any]) -> tuple[Intervals, npt.NDArray[Any]]:
+    """The pieces between all begins and ends of some intervals, and the summed weight of those that are there."""
+    times = np.concatenate([start, end])
+    order = np.argsort(times, kind="stable")
+    level = np.cumsum(np.concatenate([weight, -weight])[order])[:-1]
+    low, high = times[order][:-1], times[order][1:]
+    keep = high > low
+    return (low[keep], high[keep]), level[keep]
 
 
 def combinations(classes: dict[str, Intervals]) -> dict[tuple[str, ...], int]:

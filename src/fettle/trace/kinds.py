@@ -176,14 +176,8 @@ def short_kernel_name(name: str) -> str:
 
     `void at::native::vectorized_elementwise_kernel<4, F>(int, F)` becomes `at::native::vectorized_elementwise_kernel`.
     """
-    text = name[5:] if name.startswith("void ") else name
-    text = text.replace("(anonymous namespace)::", "")
-    cut = len(text)
-    for bracket in "<(":
-        at = text.find(bracket)
-        if 0 < at < cut:
-            cut = at
-    return text[:cut].strip() or name
+    text = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    return re.split(r"(?<=.)[<(]", text, maxsplit=1)[0].strip() or name
 
 
 _BYTES_OF_TYPES = {

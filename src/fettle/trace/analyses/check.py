@@ -115,14 +115,9 @@ def _work(trace: Trace) -> list[Row]:
     inside = inside.filter(pl.col("name").is_in(names)).filter(
         pl.col("parts").list.eval(pl.element().eq(pl.element().last())).list.sum() == 1
     )
+    ranges, in_tree = int(annotations["device_inclusive_ns"].sum()), int(inside["device_ns"].sum())
     return [
         ("kernel table: sum = all device work", kernels, everything, "=", 0),
         ("tree: device time at its top <= work whose launch is known", top, linked, "<=", 0),
-        (
-            "annotations: device time, inclusive = the tree's",
-            int(annotations["device_inclusive_ns"].sum()),
-            int(inside["device_ns"].sum()),
-            "=",
-            0,
-        ),
+        ("annotations: device time, inclusive = the tree's", ranges, in_tree, "=", 0),
     ]

@@ -314,11 +314,10 @@ def critical_path_of_ranks(traces: list[Trace], step: int | None = None) -> Crit
         raise UsageError("these ranks share no collectives that can be matched: ask each rank's own critical path")
     clocks = clock_offsets(matched)
     certain = 2 * max(int(clocks["uncertainty_ns"].max()), 0)  # type: ignore[arg-type]
-    offsets = dict(zip(clocks["rank"], clocks["offset_ns"], strict=True))
     shift = clock_shifts(traces, clocks)
     low, high = window_of(traces[0], step)
     walks = {t.rank: _Walk(t, low + shift[t.rank], high + shift[t.rank]) for t in traces}
-    arrivals = _last_arrivals(matched, walks, offsets, certain)
+    arrivals = _last_arrivals(matched, clocks, walks, certain)
     _follow(walks, arrivals, traces[0], shift)
     frames = [
         walk.frame().with_columns(
@@ -330,20 +329,18 @@ def critical_path_of_ranks(traces: list[Trace], step: int | None = None) -> Crit
 
 
 def _last_arrivals(
-    matched: pl.DataFrame, walks: dict[int, _Walk], offset_of: dict[int, int], certain: int
+    matched: pl.DataFrame, clocks: pl.DataFrame, walks: dict[int, _Walk], certain: int
 ) -> dict[tuple[int, int], tuple[int, int]]:
     """(rank, work) of a collective to (rank, work) of its last arrival, where that is clearly another."""
-    offsets = pl.DataFrame({"rank": list(offset_of), "offset": list(offset_of.values())})
-    aligned = matched.join(offsets, on="rank").with_columns(start_ns=pl.col("start_ns") - pl.col("offset"))
+    start = pl.col("start_ns") - pl.col("offset_ns")
+    arrived = matched.join(clocks, on="rank").select("key", "rank", "row", start=start).sort("start", "rank")
+    both = arrived.join(arrived.group_by("key").agg(pl.all().last()), on="key", suffix="_last")
+    late = both.filter(pl.col("rank") != pl.col("rank_last"), pl.col("start_last") - pl.col("start") > certain)
     position = {rank: {row: i for i, row in enumerate(walk.rows)} for rank, walk in walks.items()}
-    arrivals: dict[tuple[int, int], tuple[int, int]] = {}
-    for _, group in aligned.group_by("key"):
-        rows = group.select("rank", "row", "start_ns").rows()
-        last = max(rows, key=lambda r: r[2])
-        for rank, row, start in rows:
-            if rank != last[0] and last[2] - start > certain:
-                arrivals[(rank, position[rank][row])] = (last[0], position[last[0]][last[1]])
-    return arrivals
+    return {
+        (rank, position[rank][row]): (last, position[last][last_row])
+        for rank, row, last, last_row in late.select("rank", "row", "rank_last", "row_last").iter_rows()
+    }
 
 
 def _follow(

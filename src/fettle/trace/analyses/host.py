@@ -14,7 +14,7 @@ from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.steps import step_windows, steps
 from fettle.trace.analyses.stops import main_thread
 from fettle.trace.frames import frame_of, names_of_rows, with_rank
-from fettle.trace.intervals import length_within, merge, total
+from fettle.trace.intervals import length_within, levels, merge, total
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Ints, Trace
 from fettle.trace.ordering import in_groups
@@ -64,11 +64,9 @@ def parallel_operators(trace: Trace) -> pl.DataFrame:
         return frame_of([], rank=int, threads=int, time_ns=int, share=float)
     rows = [operators[at] for _, at in in_groups(trace.column("thread")[operators])]
     starts, ends = map(np.concatenate, zip(*(merge(trace.ts[mine], trace.end[mine]) for mine in rows), strict=True))
-    points = np.concatenate([starts, ends])
-    order = np.argsort(points, kind="stable")
-    points, level = points[order], np.cumsum(np.where(order < len(starts), 1, -1))
+    (start, end), level = levels(starts, ends, np.ones(len(starts), dtype=np.int64))
     low, high = trace.span
-    sums = np.bincount(level[:-1], weights=np.diff(points)) if len(points) > 1 else np.zeros(1)
+    sums = np.bincount(level, weights=end - start, minlength=1)
     sums[0] = (high - low) - sums[1:].sum()
     cells = [(trace.rank, n, int(ns), float(ns) / max(high - low, 1)) for n, ns in enumerate(sums)]
     return frame_of(cells, rank=int, threads=int, time_ns=int, share=float)

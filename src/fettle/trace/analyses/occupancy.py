@@ -7,14 +7,13 @@ efficiency is its blocks for each of them, at most 1. Both numbers are the profi
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from fettle.trace.analyses.steps import step_windows
 from fettle.trace.frames import frame_of, names_of_rows, with_rank
-from fettle.trace.intervals import Intervals, length_within, merge, split, total
+from fettle.trace.intervals import length_within, levels, merge, split, total
 from fettle.trace.io.arguments import kernel_launches
-from fettle.trace.model import Ints, Trace, per_trace
+from fettle.trace.model import Trace, per_trace
 
 
 @per_trace
@@ -42,10 +41,10 @@ def sm_efficiency(trace: Trace) -> pl.DataFrame:
     for device in found["device"].unique().sort():
         own = found.filter(pl.col("device") == device)
         rows = own["row"].to_numpy()
-        pieces, level = _together(trace.ts[rows], trace.end[rows], own["blocks_per_sm"].to_numpy())
+        pieces, level = levels(trace.ts[rows], trace.end[rows], own["blocks_per_sm"].to_numpy())
         start, end, piece, _ = split(pieces, windows)
         running = merge(trace.ts[rows], trace.end[rows])
-        filled = float(((end - start) * level[piece]).sum())
+        filled = float(((end - start) * np.clip(level, 0.0, 1.0)[piece]).sum())
         occupancy = own.select(_over_time("occupancy")).item()
         answers.append((device, int(length_within(running, *windows).sum()) / wall, filled / wall, occupancy))
     shares = dict.fromkeys(("kernel_share", "sm_share", "occupancy_share"), float)
@@ -78,13 +77,3 @@ def _over_time(column: str) -> pl.Expr:
     """Its mean over the time of the kernels that have it."""
     spent = pl.col("dur").filter(pl.col(column).is_not_null()).sum()
     return pl.when(spent > 0).then((pl.col(column) * pl.col("dur")).sum() / spent)
-
-
-def _together(start: Ints, end: Ints, blocks: npt.NDArray[np.float64]) -> tuple[Intervals, npt.NDArray[np.float64]]:
-    """The pieces between all begins and ends, and how far the kernels that run in each fill the device."""
-    times = np.concatenate([start, end])
-    order = np.argsort(times, kind="stable")
-    level = np.cumsum(np.concatenate([blocks, -blocks])[order])[:-1]
-    low, high = times[order][:-1], times[order][1:]
-    keep = high > low
-    return (low[keep], high[keep]), np.clip(level[keep], 0.0, 1.0)

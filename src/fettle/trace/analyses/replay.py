@@ -130,9 +130,8 @@ class Replay:
         order = np.lexsort((-end, is_work, start, thread))  # a moment comes before what begins then
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
-        times = thread[order], start[order], end[order]
-        kinds, waits = (launches[order], graph[order]), (stop[order], queue[order], bound[order], freed[order])
-        calls = _Calls(*times, *kinds, *waits)
+        columns = (thread, start, end, launches, graph, stop, queue, bound, freed)
+        calls = _Calls(*(column[order] for column in columns))
         call_of = np.full(len(launch), -1, dtype=np.int64)
         call_of[launch >= 0] = place[np.searchsorted(rows, launch[launch >= 0])]
         at = place[len(rows) + len(silent) :].tolist()

@@ -204,10 +204,9 @@ def _counted(trace: Trace, work: Ints, calls: Ints, device: int, stream: int) ->
 
 
 def _launches(trace: Trace, work: Ints, calls: Ints) -> _Launches:
-    in_order = np.sort(calls)
-    first = np.flatnonzero(np.diff(in_order, prepend=-1))
-    by_time = np.argsort(trace.ts[in_order[first]], kind="stable")
-    distinct, launched = in_order[first[by_time]], np.cumsum(np.diff(first, append=len(calls))[by_time])
+    distinct, count = np.unique(calls, return_counts=True)
+    by_time = np.argsort(trace.ts[distinct], kind="stable")
+    distinct, launched = distinct[by_time], np.cumsum(count[by_time])
     start, end = trace.ts[distinct], trace.end[distinct]
     rows, order = trace.device_rows, np.sort(work)
     begins = trace.ts[rows[order]]

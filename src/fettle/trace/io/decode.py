@@ -64,6 +64,7 @@ class Columns:
         self.shapes = Interner({b"": 0})
         self.chunks: list[dict[str, npt.NDArray[Any]]] = []
         self.thread_names: dict[str, str] = {}
+        self.trailer = b""  # the text behind the events
         self.facts = ReadFacts()
         self.side = SideTables(self.facts)
         self.rows = 0
@@ -107,26 +108,22 @@ class Columns:
         complete = [e for e in events if e.ph == "X"]
         if len(complete) != len(events):
             self._append_others([e for e in events if e.ph != "X"])
-        if not complete:
-            return
         ts_ns, dur_ns, keep = self._clocks(complete, chunk)
-        if keep is not None:
+        if not keep.all():
             complete = [complete[i] for i in np.flatnonzero(keep)]
             ts_ns, dur_ns = ts_ns[keep], dur_ns[keep]
-            if not complete:
-                return
-        self._append_complete(complete, ts_ns, dur_ns, chunk)
+        if complete:
+            self._append_complete(complete, ts_ns, dur_ns, chunk)
 
     def _clocks(
         self, events: list[Any], chunk: bytes
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_] | None]:
-        """Start and duration in ns, and which rows to keep (None: all)."""
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Start and duration in ns, and which rows to keep."""
         ts, dur = to_array([e.ts for e in events]), to_array([e.dur for e in events])
-        keep = None
-        if ts.dtype == object or dur.dtype == object:  # some are missing, or wider than 64 bits
-            keep = np.array([e.ts is not None and e.dur is not None for e in events])
-            self.facts.missing_duration += int((~keep).sum())
-            ts, dur = (to_array([0 if v is None else v for v in values.tolist()]) for values in (ts, dur))
+        missing = np.zeros(len(events), dtype=bool)
+        if np.isnan(ts).any() or np.isnan(dur).any():
+            missing = np.array([e.ts is None or e.dur is None for e in events])
+            self.facts.missing_duration += int(missing.sum())
         ts_ns, bad_ts = to_ns(ts)
         dur_ns, bad_dur = to_ns(dur)
         bad = bad_ts | bad_dur
@@ -136,15 +133,10 @@ class Columns:
                 ts_ns, dur_ns = exact
                 bad = np.zeros(len(ts), dtype=bool)
                 self.facts.wide_clock_chunks += 1
-        bad |= dur_ns > _DAY_NS
-        if bad.any():
-            self.facts.absurd_times += int(bad.sum())
-            keep = ~bad if keep is None else keep & ~bad
-        negative = dur_ns < 0
-        if negative.any():
-            self.facts.negative_durations += int(negative.sum())
-            dur_ns = np.maximum(dur_ns, 0)
-        return ts_ns, dur_ns, keep
+        bad = (bad | (dur_ns > _DAY_NS)) & ~missing
+        self.facts.absurd_times += int(bad.sum())
+        self.facts.negative_durations += int((dur_ns < 0).sum())
+        return ts_ns, np.maximum(dur_ns, 0), ~(bad | missing)
 
     def _exact_clocks(self, chunk: bytes, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
         try:

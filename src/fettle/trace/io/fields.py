@@ -18,14 +18,14 @@ def say(value: Any, limit: int | None = None) -> str:
 
 
 def to_array(values: list[Any]) -> npt.NDArray[Any]:
-    """Numbers as int64 where all are integers, as float64 where some are not, as objects where some are missing or
-    huge.
-    """
+    """Numbers as int64 where all are integers, else as float64: NaN for what is missing, or wider than that holds."""
     try:
         array = np.array(values)
     except (OverflowError, ValueError):
-        return np.array(values, dtype=object)
-    return array if array.dtype in (np.int64, np.float64) else np.array(values, dtype=object)
+        array = np.array(values, dtype=object)
+    if array.dtype in (np.int64, np.float64):
+        return array
+    return np.array([math.nan if is_wide(value) else value for value in values], dtype=np.float64)
 
 
 def to_ns(values: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
@@ -38,10 +38,6 @@ def to_ns(values: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[
         whole = np.floor(safe)
         ns = whole.astype(np.int64) * 1000 + np.rint((safe - whole) * 1000.0).astype(np.int64)
         return ns, bad
-    if values.dtype == object:  # integers beyond 64 bits among them
-        wide = np.array([is_wide(v) for v in values], dtype=bool)
-        ns, bad = to_ns(np.array([0 if w else v for v, w in zip(values, wide, strict=True)]))
-        return ns, bad | wide
     numbers = values.astype(np.int64)
     bad = np.abs(numbers) > 9 * 10**15
     return np.where(bad, 0, numbers) * 1000, bad
@@ -98,5 +94,5 @@ def whole_ns(microseconds: Decimal | None) -> int:
 
 
 def is_wide(value: Any) -> bool:
-    """Whether a number is beyond what a float64 holds exactly."""
-    return value is not None and not -(2**53) <= value <= 2**53
+    """Whether a number is not there, or an integer beyond what a float64 holds exactly."""
+    return value is None or (isinstance(value, int) and abs(value) > 2**53)

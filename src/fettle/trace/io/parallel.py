@@ -16,7 +16,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +32,6 @@ _PROBE_BYTES = max(BLOCK_BYTES, 8 << 20)
 _HELPER = (
     "import sys; sys.path[:] = sys.argv[2:]; from fettle.trace.io.parallel import help_with as run; run(sys.argv[1])"
 )
-
-
-@dataclass
-class Span:
-    """What one stretch of the file came to."""
-
-    columns: Columns
-    end: tuple[bytes, bool] | None
-    """What follows the events, and whether their end is missing; None where they do not end in it."""
 
 
 def read_in_parallel(
@@ -83,11 +73,11 @@ def read_in_parallel(
         for i in range(len(cuts) - 1):
             if i not in parts:
                 parts[i] = _fetch(Path(scratch), i) or _decode(plan, i)
-        columns, trailer = _join([parts[i] for i in range(len(cuts) - 1)])
+        columns = _join([parts[i] for i in range(len(cuts) - 1)])
     if columns.facts.events_seen > max_events:
         raise UsageError(f"more than {max_events} events: cut the trace, or raise max_events")
     columns.facts.file_bytes = size
-    return columns, parse_metadata(header, trailer, columns.facts)
+    return columns, parse_metadata(header, columns.trailer, columns.facts)
 
 
 def help_with(scratch: str) -> None:
@@ -108,22 +98,22 @@ def _claims(folder: Path, count: int) -> Iterator[int]:
         yield i
 
 
-def _fetch(folder: Path, i: int) -> Span | None:
+def _fetch(folder: Path, i: int) -> Columns | None:
     """What a helper left of a span; None where it did not finish. The folder is this process's own."""
     left = folder / f"{i}.part"
-    part: Span | None = pickle.loads(left.read_bytes()) if left.exists() else None
+    part: Columns | None = pickle.loads(left.read_bytes()) if left.exists() else None
     return part
 
 
-def _decode(plan: dict[str, Any], i: int) -> Span:
+def _decode(plan: dict[str, Any], i: int) -> Columns:
     start, stop = plan["cuts"][i : i + 2]
     columns, boundary = Columns(), re.compile(bytes.fromhex(plan["pattern"]))
     with open(plan["path"], "rb") as file:
         file.seek(start)
         at_end = stop == os.path.getsize(plan["path"])
-        end = feed(Counted(file, stop - start), b"", boundary, columns, plan["max_events"], at_end)
+        feed(Counted(file, stop - start), b"", boundary, columns, plan["max_events"], at_end)
     columns.side.settled()
-    return Span(columns, end)
+    return columns
 
 
 def _event_start(text: bytes, boundary: re.Pattern[bytes]) -> int | None:
@@ -141,13 +131,10 @@ def _event_start(text: bytes, boundary: re.Pattern[bytes]) -> int | None:
     return None
 
 
-def _join(parts: list[Span]) -> tuple[Columns, bytes]:
-    """Put the spans' columns behind one another, their text numbers translated into common ones; and what follows the
-    events.
-    """
-    joined, trailer = Columns(), b""
-    for part in parts:
-        mine = part.columns
+def _join(parts: list[Columns]) -> Columns:
+    """The spans' columns behind one another, their text numbers translated into common ones."""
+    joined = Columns()
+    for mine in parts:
         names = np.array([joined.names[n] for n in mine.names], dtype=np.uint32)
         threads = np.array([joined.threads[t] for t in mine.threads.texts], dtype=np.int32)
         shapes = np.array([joined.shapes[s] for s in mine.shapes], dtype=np.uint32)
@@ -166,6 +153,5 @@ def _join(parts: list[Span]) -> tuple[Columns, bytes]:
         joined.rows += mine.rows
         joined.thread_names.update(mine.thread_names)
         joined.facts.add(mine.facts)
-        if part.end is not None:
-            trailer, joined.facts.truncated = part.end
-    return joined, trailer
+        joined.trailer = mine.trailer or joined.trailer
+    return joined

@@ -125,9 +125,9 @@ def _read(
         on_read = None if on_progress is None else lambda: on_progress(file.tell() / max(size, 1))
         counted = Counted(source, on_read=on_read)
         header, text, boundary = begin(counted)
-        trailer, truncated = feed(counted, text, boundary, columns, max_events) or (b"", True)
-    facts.truncated = truncated or counted.broken
-    metadata = parse_metadata(header, trailer, facts)
+        feed(counted, text, boundary, columns, max_events)
+    facts.truncated |= counted.broken
+    metadata = parse_metadata(header, columns.trailer, facts)
     if facts.events_seen == 0:
         raise UsageError("no trace events in it: is it a profiler trace in Chrome JSON format?")
     return columns, metadata

@@ -11,6 +11,7 @@ import gzip
 import json
 import re
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from io import BufferedReader
 from typing import Any
@@ -25,6 +26,7 @@ from fettle.trace.model import ReadFacts
 BLOCK_BYTES = 512 << 10
 MAX_CARRY_BYTES = 64 << 20
 MAX_HEADER_BYTES = 64 << 20
+_NEARLY_ALL_EVENTS_BYTES = 16 << 10
 
 _START = re.compile(rb'"traceEvents"\s*:\s*\[')
 _FIRST_KEY = re.compile(rb'\s*\{\s*"([^"\\]{1,40})"')
@@ -92,24 +94,23 @@ def feed(
     columns: Columns,
     max_events: int,
     to_the_end: bool = True,
-) -> tuple[bytes, bool] | None:
-    """Feed the events of `text` and of what follows it to `columns`.
-
-    Returns the text after the event array, and whether its end is missing; None where the source ends before it, as a
-    part of the file does that is not read `to_the_end`.
+) -> None:
+    """Feed the events of `text` and of what follows it to `columns`, and the text after the event array. A part of the
+    file that is not read `to_the_end` has none where the array does not end in it.
     """
     unread: list[bytes] = []
     for chunk, last in chunks(source, text, boundary, unread):
         if last and to_the_end:
-            return last_chunk(chunk, columns)
+            _last_chunk(chunk, columns)
+            return
         rest = columns.add(chunk.rstrip().rstrip(b",") if last else chunk)
         if columns.facts.events_seen > max_events:
             raise UsageError(f"more than {max_events} events: cut the trace, or raise max_events")
         if rest.startswith(b"]"):
-            return rest + b"," + drain(source), False
+            columns.trailer = rest + b"," + drain(source)
+            return
         if rest:
             unread.append(rest)
-    return None
 
 
 def chunks(
@@ -139,28 +140,22 @@ def chunks(
 
 def _last_boundary(text: bytes, boundary: re.Pattern[bytes]) -> tuple[int, int] | None:
     """(end of the last whole event, start of the next) in `text`."""
-    window = 2 << 10
-    while True:
-        start = max(0, len(text) - window)
-        last = None
-        for last in boundary.finditer(text, start):  # noqa: B007 - the last match is what we want
-            pass
-        if last is not None:
-            return last.start() + 1, last.end()
-        if start == 0:
-            return None
-        window *= 8
+    for start in (max(0, len(text) - _NEARLY_ALL_EVENTS_BYTES), 0):
+        last = deque(boundary.finditer(text, start), maxlen=1)
+        if last:
+            return last[0].start() + 1, last[0].end()
+    return None
 
 
-def last_chunk(chunk: bytes, columns: Columns) -> tuple[bytes, bool]:
-    """The last event and what follows the array: returns (text after the array, whether its end is missing)."""
+def _last_chunk(chunk: bytes, columns: Columns) -> None:
+    """The last event and what follows the array, whose end may be missing."""
     raw, rest, skipped = read_event_by_event(chunk)
     columns.facts.skipped_events += skipped
     if raw:
         # From the text itself where possible: decoded numbers would have lost digits of fractional clocks since 1970.
         whole = chunk[: len(chunk) - len(rest)].rstrip().rstrip(b",") if chunk.endswith(rest) and not skipped else b""
         columns.add(whole or json.dumps(raw).encode()[1:-1])
-    return rest, not rest.startswith(b"]")
+    columns.trailer, columns.facts.truncated = rest, not rest.startswith(b"]")
 
 
 def drain(source: Counted) -> bytes:

@@ -154,15 +154,14 @@ class Lanes:
 
     def threads(self, trace: Trace) -> None:
         """Rows for each host thread, as many as its events are deep: Python functions between them are not drawn."""
-        kinds = (Kind.OPERATOR, Kind.RUNTIME, Kind.ANNOTATION)
+        kinds = {Kind.OPERATOR: "operator", Kind.RUNTIME: "runtime_call", Kind.ANNOTATION: "annotation"}
         steps_of = trace.named(lambda name: name.startswith("ProfilerStep#"))
-        inside = (trace.ts < self.high) & (trace.end > self.low) & np.isin(trace.kind, kinds) & ~steps_of
+        inside = (trace.ts < self.high) & (trace.end > self.low) & np.isin(trace.kind, list(kinds)) & ~steps_of
         host, thread = _longest(trace, np.flatnonzero(inside), TIMELINE_EVENTS), trace.column("thread")
         busy = np.bincount(thread[host], weights=trace.dur[host]) if len(host) else np.zeros(0)
         for one in np.argsort(-busy, kind="stable")[: np.count_nonzero(busy)].tolist():
             mine = host[thread[host] == one]
-            named = {Kind.OPERATOR: "operator", Kind.RUNTIME: "runtime_call", Kind.ANNOTATION: "annotation"}
-            of_kind = [named[Kind(int(k))] for k in trace.kind[mine]]
+            of_kind = [kinds[Kind(int(k))] for k in trace.kind[mine]]
             self._lane(trace.thread_label(one), trace, mine, trace.name_of(mine), of_kind, _levels(trace, mine))
 
     def _lane(

@@ -40,18 +40,15 @@ def account_chart(account: pl.DataFrame) -> Any:
     long = main_parts(_long(account, pl.col("step"), parts), "part", "ms")
     order, thinned = ordered(long["part"].unique().to_list()), max(1, -(-account.height // 300))
     shown = long.filter(pl.col("where").rank("dense") % thinned == 0).group_by("where", "part").agg(pl.col("ms").sum())
-    chart = (
-        alt.Chart(shown.rename({"where": "step"}).with_columns(order=_place_in(order, "part")))
-        .mark_bar()
-        .encode(
-            x=alt.X("step:O", title="step", axis=alt.Axis(labelOverlap=True, labelAngle=0)),
-            y=alt.Y("ms:Q", title="milliseconds"),
-            color=colour("part", order),
-            order=alt.Order("order:Q"),
-            tooltip=["step", "part", alt.Tooltip("ms:Q", format=",.3f")],
-        )
-    )
-    return sized(chart, 260)
+    bars = _by_step(shown.rename({"where": "step"}).with_columns(order=_place_in(order, "part")))
+    tooltip = ["step", "part", alt.Tooltip("ms:Q", format=",.3f")]
+    return sized(bars.encode(color=colour("part", order), order=alt.Order("order:Q"), tooltip=tooltip), 260)
+
+
+def _by_step(frame: pl.DataFrame) -> Any:
+    """A bar a step: columns step, ms."""
+    x = alt.X("step:O", title="step", axis=alt.Axis(labelOverlap=True, labelAngle=0))
+    return alt.Chart(frame).mark_bar().encode(x=x, y=alt.Y("ms:Q", title="milliseconds"))
 
 
 def stacked(frame: pl.DataFrame, place: str, part: str, value_ms: str) -> Any:
@@ -157,16 +154,6 @@ def step_chart(steps: pl.DataFrame, outliers: pl.DataFrame) -> Any:
     near = steps.join(outliers, on=["rank", "step"], how="anti").with_columns(kind=pl.lit("usual"))
     near = near.filter(pl.col("step").rank("dense") % thinned == 0)
     shown = pl.concat([near, far]).select("rank", "step", "kind", ms=pl.col("wall_ns") / 1e6).sort("rank", "step")
-    scale = alt.Scale(domain=["usual", "outlier"], range=[ACCENT, WARN])
-    chart = (
-        alt.Chart(shown)
-        .mark_bar()
-        .encode(
-            x=alt.X("step:O", title="step", axis=alt.Axis(labelOverlap=True, labelAngle=0)),
-            xOffset="rank:O",
-            y=alt.Y("ms:Q", title="milliseconds"),
-            color=alt.Color("kind:N", title=None, scale=scale),
-            tooltip=["rank", "step", alt.Tooltip("ms:Q", format=",.3f")],
-        )
-    )
-    return sized(chart, 220)
+    kind = alt.Color("kind:N", title=None, scale=alt.Scale(domain=["usual", "outlier"], range=[ACCENT, WARN]))
+    tooltip = ["rank", "step", alt.Tooltip("ms:Q", format=",.3f")]
+    return sized(_by_step(shown).encode(xOffset="rank:O", color=kind, tooltip=tooltip), 220)
