@@ -143,16 +143,12 @@ def _pairs(trace: Trace, free: int) -> tuple[Ints, Ints, Ints]:
     and the frees that end no allocation of the window."""
     events = np.flatnonzero((trace.action == Action.ALLOC) | (trace.action == free))
     events = events[np.argsort(trace.address[events], kind="stable")]
-    is_alloc = trace.action[events] == Action.ALLOC
-    next_frees_it = np.zeros(len(events), np.bool_)
-    if len(events):
-        same = trace.address[events[1:]] == trace.address[events[:-1]]
-        next_frees_it[:-1] = same & is_alloc[:-1] & ~is_alloc[1:]
-    follower = np.full(len(events), -1, np.int64)
-    follower[:-1] = np.where(next_frees_it[:-1], events[1:], -1)
-    freed_here = np.zeros(len(events), np.bool_)
-    freed_here[1:] = next_frees_it[:-1]
-    return events, follower, events[~is_alloc & ~freed_here]
+    is_alloc, address = trace.action[events] == Action.ALLOC, trace.address[events]
+    freed_next = np.flatnonzero((address[1:] == address[:-1]) & is_alloc[:-1] & ~is_alloc[1:])
+    follower, orphan = np.full(len(events), -1, np.int64), ~is_alloc
+    follower[freed_next] = events[freed_next + 1]
+    orphan[freed_next + 1] = False
+    return events, follower, events[orphan]
 
 
 def _allocations(snapshot: Snapshot, trace: Trace, live_rows: Ints, free: int) -> tuple[Allocations, int]:
@@ -164,23 +160,22 @@ def _allocations(snapshot: Snapshot, trace: Trace, live_rows: Ints, free: int) -
     order = np.argsort(born)
     born, death = born[order], death[order]
     old = live_rows[~np.isin(blocks.address[live_rows], trace.address[born[death < 0]])]
-    none, before = np.zeros(len(orphan_frees), np.int64), len(orphan_frees) + len(old)
-    return (
-        Allocations(
-            birth=np.concatenate([born, np.full(before, -1)]),
-            death=np.concatenate([np.where(death < 0, n, death), orphan_frees, np.full(len(old), n)]),
-            address=np.concatenate([trace.address[born], trace.address[orphan_frees], blocks.address[old]]),
-            size_bytes=np.concatenate(
-                [trace.size_bytes[born], trace.size_bytes[orphan_frees], blocks.requested_bytes[old]]
-            ),
-            stack=np.concatenate([trace.stack[born], none, blocks.stack[old]]),
-            stream=np.concatenate(
-                [trace.stream[born], trace.stream[orphan_frees], snapshot.segments.stream[blocks.segment[old]]]
-            ),
-            tag=np.concatenate([trace.tag[born], none, blocks.tag[old]]),
-        ),
-        len(orphan_frees),
+    seen, before = np.concatenate([born, orphan_frees]), np.full(len(orphan_frees) + len(old), -1)
+
+    def column(of_event: Ints, of_block: Ints) -> Ints:
+        return np.concatenate([of_event[seen], of_block[old]])
+
+    allocated = trace.action == Action.ALLOC  # a free does not say where that was
+    table = Allocations(
+        birth=np.concatenate([born, before]),
+        death=np.concatenate([np.where(death < 0, n, death), orphan_frees, np.full(len(old), n)]),
+        address=column(trace.address, blocks.address),
+        size_bytes=column(trace.size_bytes, blocks.requested_bytes),
+        stack=column(np.where(allocated, trace.stack, 0), blocks.stack),
+        stream=column(trace.stream, snapshot.segments.stream[blocks.segment]),
+        tag=column(np.where(allocated, trace.tag, 0), blocks.tag),
     )
+    return table, len(orphan_frees)
 
 
 _NOTHING = np.empty(0, np.int64)

@@ -163,12 +163,12 @@ def host_cause(name: str, kind: Kind) -> str:
     return "host_untraced"
 
 
-_ADDRESS = re.compile(r" (object )?at 0x[0-9a-fA-F]+")
+ADDRESS = r" (object )?at 0x[0-9a-fA-F]+"
 
 
 def without_address(name: str) -> str:
     """A Python function's name without the address of the object it was called on, which differs from call to call."""
-    return _ADDRESS.sub("", name)
+    return re.sub(ADDRESS, "", name)
 
 
 def short_kernel_name(name: str) -> str:

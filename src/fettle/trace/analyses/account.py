@@ -60,24 +60,24 @@ def _device_rows(trace: Trace, device: int, low: np.ndarray, high: np.ndarray, w
     pieces = idle_pieces(trace, device)
     start, end = pieces["start_ns"].to_numpy(), pieces["end_ns"].to_numpy()
     begins, stops, piece, window = split((start, end), (low, high))
-    cell = pieces["cause"].to_physical().to_numpy()[piece].astype(np.int64) * len(low) + window
-    # Sums below 2**53 ns (104 days) are exact in the float64 that `bincount` adds in.
-    sums = np.bincount(cell, stops - begins, len(CAUSES) * len(low)).astype(np.int64)
-    by_cause = dict(zip(CAUSES, sums.reshape(len(CAUSES), -1), strict=True))
+    cause = pieces["cause"].to_physical().to_numpy()[piece].astype(np.int64)
+    by_cause = _by_cause(tuple(CAUSES), cause, stops - begins, window, len(low))
     return _rows(device, windows, compute_ns, comm_ns, busy_ns - compute_ns - comm_ns, by_cause)
 
 
 def _host_rows(trace: Trace, low: np.ndarray, high: np.ndarray, windows: pl.DataFrame) -> pl.DataFrame:
-    by_cause = {cause: np.zeros(len(low), dtype=np.int64) for cause in CAUSES}
-    compute = np.zeros(len(low), dtype=np.int64)
     start, end, row, window = host_stacks(trace).over(main_thread(trace), low, high)
-    cause = np.where(row >= 0, host_stacks(trace).cause[row], 0) if trace.events.height else np.zeros(0, np.int64)
-    for code, name in enumerate(CAUSES_OF_HOST):
-        mine = cause == code
-        target = compute if name == "operator" else by_cause[name]
-        np.add.at(target, window[mine], (end - start)[mine])
-    zero = np.zeros(len(low), dtype=np.int64)
-    return _rows(-1, windows, compute, zero, zero, by_cause)
+    cause = np.append(host_stacks(trace).cause, 0).astype(np.int64)[row]
+    did = _by_cause(CAUSES_OF_HOST, cause, end - start, window, len(low))
+    compute, zero = did.pop("operator"), np.zeros(len(low), dtype=np.int64)
+    return _rows(-1, windows, compute, zero, zero, dict.fromkeys(CAUSES, zero) | did)
+
+
+def _by_cause(causes: tuple[str, ...], cause: Ints, ns: Ints, window: Ints, windows: int) -> dict[str, Ints]:
+    """The time of pieces by cause, in each window."""
+    # Sums below 2**53 ns (104 days) are exact in the float64 that `bincount` adds in.
+    sums = np.bincount(cause * windows + window, ns, len(causes) * windows).astype(np.int64)
+    return dict(zip(causes, sums.reshape(len(causes), -1), strict=True))
 
 
 def _rows(

@@ -30,7 +30,8 @@ from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.steps import step_thread, step_windows
 from fettle.trace.analyses.stops import autograd_threads, host_stops, main_thread
 from fettle.trace.analyses.waits import CAUSES, Held, Waits, blocking_calls, device_waits
-from fettle.trace.kinds import without_address
+from fettle.trace.frames import names_of_rows
+from fettle.trace.kinds import ADDRESS
 from fettle.trace.model import Trace
 from fettle.trace.ordering import in_groups
 
@@ -287,13 +288,11 @@ def path_events(trace: Trace, path: CriticalPath) -> pl.DataFrame:
 
     Columns: category, name, count, time_ns, share.
     """
-    code, length = trace.column("name"), pl.col("end_ns") - pl.col("start_ns")
-    codes = pl.Series("code", [int(code[row]) if row >= 0 else -1 for row in path.pieces["row"]], dtype=pl.Int64())
-    grouped = path.pieces.with_columns(codes).group_by("category", "code").agg(count=pl.len(), time_ns=length.sum())
-    names = ["" if c < 0 else without_address(trace.names[c]) for c in grouped["code"]]
-    by_name = grouped.with_columns(name=pl.Series(names, dtype=pl.String())).group_by("category", "name")
+    names = names_of_rows(trace, path.pieces["row"].to_numpy()).fill_null("").str.replace_all(ADDRESS, "")
     return (
-        by_name.agg(pl.col("count", "time_ns").sum())
+        path.pieces.with_columns(name=names)
+        .group_by("category", "name")
+        .agg(count=pl.len(), time_ns=(pl.col("end_ns") - pl.col("start_ns")).sum())
         .with_columns(share=pl.col("time_ns") / max(path.wall_ns, 1))
         .sort("time_ns", "category", "name", descending=[True, False, False])
     )

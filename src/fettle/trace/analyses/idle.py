@@ -12,6 +12,7 @@ launched before the gap began, the host is not the cause.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -275,25 +276,17 @@ def idle_summary(trace: Trace, device: int, step: int | None = None) -> pl.DataF
     Columns: rank, device, cause, idle_ns, share (of this device's idle time), gaps (pieces), what (the three longest
     details with their ns), meaning.
     """
-    pieces = idle_within(trace, device, step)
-    length = (pieces["end_ns"] - pieces["start_ns"]).to_numpy().astype(float)
-    detail = pieces["detail"].to_numpy().astype(np.int64)
-    number = pieces["cause"].to_physical().to_numpy().astype(np.int64)
-    # Sums below 2**53 ns (104 days) are exact in the float64 that `bincount` adds in.
-    idle, count = (np.bincount(number, weights, minlength=len(CAUSES)) for weights in (length, None))
-    keys, of_key = np.unique(number * 2**32 + detail + 1, return_inverse=True)
-    by_name: dict[int, dict[str, int]] = {}
-    for key, ns in zip(keys.tolist(), np.bincount(of_key, length).tolist(), strict=True):
-        if key % 2**32:
-            mine, name = by_name.setdefault(key >> 32, {}), without_address(trace.names[key % 2**32 - 1])
-            mine[name] = mine.get(name, 0) + int(ns)
+    pieces, length = idle_within(trace, device, step), (pl.col("end_ns") - pl.col("start_ns")).sum()
+    causes = pieces.group_by("cause").agg(idle_ns=length, gaps=pl.len())
+    details = pieces.filter(pl.col("detail") >= 0).group_by("cause", "detail").agg(ns=length)
+    whole = max(int(causes["idle_ns"].sum()), 1)
     parts = []
-    for one in np.argsort(-idle, kind="stable").tolist():
-        if count[one]:
-            longest = sorted(by_name.get(one, {}).items(), key=lambda item: (-item[1], item[0]))[:3]
-            what = "; ".join(f"{name[:60]} ({ns / 1e6:.3f} ms)" for name, ns in longest)
-            cause, ns = list(CAUSES)[one], int(idle[one])
-            share = ns / max(int(idle.sum()), 1)
-            parts.append((trace.rank, device, cause, ns, share, int(count[one]), what, CAUSES[cause]))
+    for cause, idle_ns, count in causes.sort("idle_ns", "cause", descending=[True, False]).iter_rows():
+        by_name = Counter[str]()
+        for detail, ns in details.filter(pl.col("cause") == cause).select("detail", "ns").iter_rows():
+            by_name[without_address(trace.names[detail])] += ns
+        longest = sorted(by_name.items(), key=lambda item: (-item[1], item[0]))[:3]
+        what = "; ".join(f"{name[:60]} ({ns / 1e6:.3f} ms)" for name, ns in longest)
+        parts.append((trace.rank, device, cause, idle_ns, idle_ns / whole, count, what, CAUSES[cause]))
     ints, shares = dict.fromkeys(("rank", "device"), int), {"cause": str, "idle_ns": int, "share": float}
     return frame_of(parts, **ints, **shares, gaps=int, what=str, meaning=str)

@@ -172,15 +172,11 @@ def kernels_named(trace: Trace, expression: str) -> np.ndarray:
 
 def _scale(trace: Trace, change: str, kernels: str, factor: float) -> np.ndarray | None:
     """What factor each piece of device work takes; None where all take their time."""
-    rows = trace.device_rows
-    scale = np.ones(len(rows))
     if change == "kernels":
-        scale[kernels_named(trace, kernels)] = factor
-    elif change == "perfect_overlap":
-        scale[class_of_row(trace, rows) != 0] = 0.0
-    else:
-        return None
-    return scale
+        return np.where(kernels_named(trace, kernels), factor, 1.0)
+    if change == "perfect_overlap":
+        return np.where(class_of_row(trace, trace.device_rows) == 0, 1.0, 0.0)
+    return None
 
 
 def _busy(trace: Trace, path: CriticalPath) -> float:

@@ -58,7 +58,10 @@ def lenient(item: dict[str, Any]) -> Event | None:
     if isinstance(args, dict):
         known = Args()
         for name, encoded in zip(Args.__struct_fields__, Args.__struct_encode_fields__, strict=True):
-            if encoded in args and (value := _FIT.get(name, _as_it_is)(args[encoded])) is not None:
+            value, fit = args.get(encoded), _FIT.get(name)
+            if fit is not None:
+                value = fit(value)
+            if value is not None:
                 setattr(known, name, value)
     return Event(
         ph=ph,
@@ -89,10 +92,6 @@ def _clock(value: Any) -> float | int | None:
         return float(value) if isinstance(value, str) else None
     except ValueError:
         return None
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 # How the arguments are made to fit that are not `Any`; None leaves what stands for one that is not there.
