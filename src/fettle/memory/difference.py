@@ -116,20 +116,18 @@ def _shared(before: _Side, after: _Side) -> float:
 def _changes(before: _Side, after: _Side, top: int) -> tuple[Change, ...]:
     changes = []
     for key in before.keys() | after.keys():
-        old, new = before.get(key), after.get(key)
-        named = new or old
-        assert named is not None
-        _, _, number, groups = named
-        change = Change(
-            own_line=groups.own_line[number],
-            phase=groups.phase[number],
-            before_bytes=old[0] if old else 0,
-            after_bytes=new[0] if new else 0,
-            before_count=old[1] if old else 0,
-            after_count=new[1] if new else 0,
-            frames=groups.frames[number],
-        )
-        if change.before_bytes != change.after_bytes or change.before_count != change.after_count:
+        _, _, number, groups = after.get(key) or before[key]
+        was, now = (side[key][:2] if key in side else (0, 0) for side in (before, after))
+        if was != now:
+            change = Change(
+                own_line=groups.own_line[number],
+                phase=groups.phase[number],
+                before_bytes=was[0],
+                after_bytes=now[0],
+                before_count=was[1],
+                after_count=now[1],
+                frames=groups.frames[number],
+            )
             changes.append((change, key))
     changes.sort(key=lambda pair: (-abs(pair[0].change_bytes), pair[1]))
     return tuple(change for change, _ in changes[:top])

@@ -53,14 +53,9 @@ def total(intervals: Intervals) -> int:
 def length_before(intervals: Intervals, times: Ints) -> Ints:
     """How much of the disjoint intervals lies before each time, ns."""
     start, end = intervals
-    if not len(start):
-        return np.zeros(len(times), dtype=np.int64)
-    lengths = np.concatenate([[0], np.cumsum(end - start)])
     index = np.searchsorted(start, times, side="right")
-    inside = np.zeros(len(times), dtype=np.int64)
-    has = index > 0
-    inside[has] = np.maximum(end[index[has] - 1] - times[has], 0)
-    covered: Ints = lengths[index] - inside
+    behind = np.where(index > 0, np.append(end, 0)[index - 1] - times, 0)  # of the interval that a time lies in
+    covered: Ints = np.append(0, np.cumsum(end - start))[index] - np.maximum(behind, 0)
     return covered
 
 

@@ -46,20 +46,19 @@ def attribute_kernels(trace: Trace) -> pl.DataFrame:
     links = launch_links(trace)
     rows, calls = links.device_rows, links.launch_rows
     up = ancestors(trace)
-    has = calls >= 0
 
     def at_call(table: Ints) -> Ints:
-        return np.where(has, table[np.maximum(calls, 0)], -1)
+        return np.append(table, -1)[calls]
 
     operator, top = at_call(up.operator), at_call(up.top_operator)
     _by_external_id(trace, rows, operator, top, up)
     forward = _forward_rows(trace, operator)
     module, line = at_call(up.module), at_call(up.line)
-    lacks = (forward >= 0) & (module < 0)
-    module[lacks] = up.module[forward[lacks]]
-    lacks = forward >= 0  # a backward kernel belongs to the line that made it, not to the line that called backward
-    line = np.where(lacks & (up.line[np.maximum(forward, 0)] >= 0), up.line[np.maximum(forward, 0)], line)
-    shape_code = np.where(operator >= 0, trace.column("shape")[np.maximum(operator, 0)], 0)
+    module = np.where(module < 0, np.append(up.module, -1)[forward], module)
+    # A backward kernel belongs to the line that made it, not to the line that called backward.
+    made = np.append(up.line, -1)[forward]
+    line = np.where(made >= 0, made, line)
+    shape_code = np.append(trace.column("shape"), 0)[operator]
     stacks = dict(trace.side["stacks"].select("row", "stack").iter_rows())
     line_text = names_of_rows(trace, line)
     if stacks:
@@ -112,8 +111,7 @@ def _forward_rows(trace: Trace, operator: Ints) -> Ints:
     """The forward operator of the nearest backward operator around each operator row; -1 for none."""
     partner = forward_of_backward(trace)
     around = nearest(host_stacks(trace).parent, partner >= 0, np.flatnonzero(trace.is_host))
-    here = np.where(operator >= 0, around[np.maximum(operator, 0)], -1)
-    answer: Ints = np.where(here >= 0, partner[np.maximum(here, 0)], -1)
+    answer: Ints = np.append(partner, -1)[np.append(around, -1)[operator]]
     return answer
 
 

@@ -124,11 +124,8 @@ def _merged_total(start: Ints, end: Ints) -> int:
     order = np.argsort(start, kind="stable")
     start, end = start[order], end[order]
     reach = np.maximum.accumulate(end)
-    group = np.concatenate([[0], np.cumsum(start[1:] > reach[:-1])])
-    last = np.full(int(group[-1]) + 1, np.iinfo(np.int64).min)
-    np.maximum.at(last, group, end)
-    first = start[np.flatnonzero(np.diff(group, prepend=-1))]
-    return int((last - first).sum())
+    first = np.flatnonzero(np.append(True, start[1:] > reach[:-1]))
+    return int((np.maximum.reduceat(end, first) - start[first]).sum())
 
 
 def deviations(trace: Trace) -> list[str]:

@@ -43,12 +43,9 @@ def launch_links(trace: Trace) -> LaunchLinks:
     calls = calls[order_by(correlation[calls], trace.ts[calls])]
     numbers = correlation[calls]
     wanted = correlation[device_rows]
-    left = np.searchsorted(numbers, wanted, side="left")
-    right = np.searchsorted(numbers, wanted, side="right")
-    launch = np.full(len(device_rows), -1, dtype=np.int64)
-    has = (right > left) & (wanted > 0)
-    launch[has] = calls[left[has]]
-    several = np.flatnonzero(has & (right - left > 1))
+    left, right = np.searchsorted(numbers, wanted), np.searchsorted(numbers, wanted, side="right")
+    launch = np.where((right > left) & (wanted > 0), np.append(calls, -1)[left], -1)
+    several = np.flatnonzero((launch >= 0) & (right - left > 1))
     if len(several):
         last = last_before(numbers, trace.ts[calls], wanted[several], trace.ts[device_rows[several]])
         launch[several] = calls[np.where(last >= 0, last, left[several])]

@@ -67,9 +67,7 @@ def data_loading(trace: Trace, thread: int) -> Intervals:
     """When a thread was loading data."""
     low, high = trace.span
     start, end, row, _ = host_stacks(trace).over(thread, np.array([low]), np.array([high]))
-    if not len(host_stacks(trace).cause):
-        return start[:0], end[:0]
-    mine = np.where(row >= 0, host_stacks(trace).cause[row], 0) == CAUSES_OF_HOST.index("data_loading")
+    mine = np.append(host_stacks(trace).cause, 0)[row] == CAUSES_OF_HOST.index("data_loading")
     return merge(start[mine], end[mine])
 
 

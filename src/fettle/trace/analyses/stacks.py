@@ -80,11 +80,8 @@ class HostStacks:
         answer = np.full(len(thread), -1, dtype=np.int64)
         for one, mine in in_groups(thread):
             part = self.thread_slice(one)
-            starts = self.segment_start[part]
-            at = np.searchsorted(starts, time[mine], side="right") - 1
-            found = at >= 0
-            inside = found.copy()
-            inside[found] = self.segment_end[part][at[found]] > time[mine][found]
+            at = np.searchsorted(self.segment_start[part], time[mine], side="right") - 1
+            inside = np.append(self.segment_end[part], np.iinfo(np.int64).min)[at] > time[mine]
             answer[mine[inside]] = self.segment_row[part][at[inside]]
         return answer
 

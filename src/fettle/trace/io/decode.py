@@ -127,7 +127,8 @@ class Columns:
         ts_ns, bad_ts = to_ns(ts)
         dur_ns, bad_dur = to_ns(dur)
         bad = bad_ts | bad_dur
-        if ts.dtype == np.float64 and b"." in chunk and np.any((np.abs(ts) >= _EXACT_US) & np.isfinite(ts)):
+        wide = b"." in chunk and bool(np.any((np.abs(ts) >= _EXACT_US) & np.isfinite(ts)))
+        if wide and any(isinstance(e.ts, float) for e in events):
             exact = self._exact_clocks(chunk, len(events))
             if exact is not None:
                 ts_ns, dur_ns = exact

@@ -17,30 +17,23 @@ def say(value: Any, limit: int | None = None) -> str:
     return str(value)[:limit].encode("utf-8", "replace").decode()
 
 
-def to_array(values: list[Any]) -> npt.NDArray[Any]:
-    """Numbers as int64 where all are integers, else as float64: NaN for what is missing, or wider than that holds."""
+def to_array(values: list[Any]) -> npt.NDArray[np.float64]:
+    """Numbers as float64: NaN for what is missing, or too large even for that."""
     try:
-        array = np.array(values)
-    except (OverflowError, ValueError):
-        array = np.array(values, dtype=object)
-    if array.dtype in (np.int64, np.float64):
-        return array
-    return np.array([math.nan if is_wide(value) else value for value in values], dtype=np.float64)
+        return np.array(values, dtype=np.float64)
+    except OverflowError:
+        return np.array([number(value) for value in values], dtype=np.float64)
 
 
-def to_ns(values: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+def to_ns(values: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Microseconds to nanoseconds, exactly, and which values are not a time (not finite, or beyond 104 days since 1970
     x 10).
     """
-    if values.dtype == np.float64:
-        bad = ~np.isfinite(values) | (np.abs(values) > 9e15)
-        safe = np.where(bad, 0.0, values)
-        whole = np.floor(safe)
-        ns = whole.astype(np.int64) * 1000 + np.rint((safe - whole) * 1000.0).astype(np.int64)
-        return ns, bad
-    numbers = values.astype(np.int64)
-    bad = np.abs(numbers) > 9 * 10**15
-    return np.where(bad, 0, numbers) * 1000, bad
+    bad = ~np.isfinite(values) | (np.abs(values) > 9e15)
+    safe = np.where(bad, 0.0, values)
+    whole = np.floor(safe)
+    ns = whole.astype(np.int64) * 1000 + np.rint((safe - whole) * 1000.0).astype(np.int64)
+    return ns, bad
 
 
 def integers(values: list[Any]) -> npt.NDArray[np.int64]:
@@ -91,8 +84,3 @@ def stream_number(value: Any) -> int:
 def whole_ns(microseconds: Decimal | None) -> int:
     """Decimal microseconds to the nearest nanosecond."""
     return int(((microseconds or Decimal(0)) * 1000).to_integral_value())
-
-
-def is_wide(value: Any) -> bool:
-    """Whether a number is not there, or an integer beyond what a float64 holds exactly."""
-    return value is None or (isinstance(value, int) and abs(value) > 2**53)

@@ -14,7 +14,7 @@ from fettle.trace.io.fields import integer, integers, number, say, stream_number
 from fettle.trace.kinds import Kind
 from fettle.trace.model import SIDE_TABLES, ReadFacts
 
-_FRAME_ROWS = 200_000
+_FRAME_PIECES = 100
 _MOST_CHARS = {"file": 1000, "stack": 8192, "collective": 100, "group": 100, "dtype": 40, "sync": 100}
 
 
@@ -25,20 +25,17 @@ class SideTables:
         self.facts = facts
         self.frames: dict[str, list[pl.DataFrame]] = {}
         self._pieces: dict[str, list[dict[str, Any]]] = {}
-        self._rows: dict[str, int] = {}
 
     def put(self, table: str, **values: list[Any]) -> None:
         """Append rows, given column by column."""
-        count = len(next(iter(values.values())))
-        if count:
-            self._pieces.setdefault(table, []).append(values)
-            self._rows[table] = self._rows.get(table, 0) + count
-            if self._rows[table] >= _FRAME_ROWS:
+        if len(next(iter(values.values()))):
+            pieces = self._pieces.setdefault(table, [])
+            pieces.append(values)
+            if len(pieces) >= _FRAME_PIECES:
                 self._settle(table)
 
     def _settle(self, table: str) -> None:
         pieces = self._pieces.pop(table)
-        self._rows[table] = 0
         columns = {name: list(itertools.chain.from_iterable(piece[name] for piece in pieces)) for name in pieces[0]}
         self.frames.setdefault(table, []).append(pl.DataFrame(columns, schema=SIDE_TABLES[table], strict=False))
 
