@@ -9,6 +9,7 @@ allocations of at least three consecutive steps were still alive at the end.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -180,21 +181,16 @@ def _growing_tensors(replay: Replay, groups: StackGroups, steps: Steps, used: In
 def _survivors(replay: Replay, groups: StackGroups, steps: Steps) -> tuple[Survivor, ...]:
     table = replay.allocations
     rows = np.flatnonzero((table.death >= len(replay.trace)) & (table.birth >= 0))
-    if len(rows) == 0:
-        return ()
-    group, size = groups.of_stack[table.stack[rows]], table.size_bytes[rows]
-    born = steps.of_event(table.birth[rows])
-    keys, where = np.unique(np.column_stack([group, size]), axis=0, return_inverse=True)
-    where = where.ravel()
-    order = np.argsort(where, kind="stable")
-    pieces = np.split(order, np.flatnonzero(np.diff(where[order])) + 1)
+    born, of_group = steps.of_event(table.birth[rows]), groups.of_stack[table.stack[rows]]
+    steps_of: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for number, size, step in zip(of_group.tolist(), table.size_bytes[rows].tolist(), born.tolist(), strict=True):
+        steps_of[number, size].append(step)
     survivors = []
-    for piece in pieces:
-        run = _longest_run(np.unique(born[piece]))
+    for (number, size), made in steps_of.items():
+        run = _longest_run(np.unique(made))
         if run >= _CONSECUTIVE_STEPS:
-            number, bytes_each = keys[where[piece[0]]].tolist()
             line, phase, frames = groups.own_line[number], groups.phase[number], groups.frames[number]
-            survivors.append(Survivor(line, phase, bytes_each, len(piece), run, frames))
+            survivors.append(Survivor(line, phase, size, len(made), run, frames))
     survivors.sort(key=lambda survivor: -survivor.size_bytes * survivor.count)
     return tuple(survivors[:8])
 

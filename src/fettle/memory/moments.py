@@ -10,7 +10,6 @@ free space. Expandable segments change their extent by mapping pages and cannot 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -96,9 +95,7 @@ def _blocks(snapshot: Snapshot, replay: Replay, segments: Segments, event: int) 
     table = replay.allocations
     alive = np.flatnonzero(table.alive_at(event))
     alive = alive[np.argsort(table.address[alive], kind="stable")]
-    sizes = _rounded_sizes(
-        snapshot, table.size_bytes[alive], table.address[alive], table.death[alive], len(replay.trace)
-    )
+    sizes = _rounded_sizes(snapshot, replay, alive)
     owner = np.searchsorted(segments.address, table.address[alive], side="right") - 1
     made: list[tuple[int, int, int, int, int, int]] = []  # segment, address, size, requested, state, stack
     position = 0
@@ -136,14 +133,14 @@ def _blocks(snapshot: Snapshot, replay: Replay, segments: Segments, event: int) 
     )
 
 
-def _rounded_sizes(snapshot: Snapshot, requested: Ints, address: Ints, death: Ints, events: int) -> Ints:
-    """The true size of blocks that are still there, the requested size of others as the allocator rounds it."""
-    settings: Mapping[str, object] = snapshot.settings
-    distinct, where = np.unique(requested, return_inverse=True)
-    rounded = np.array([round_size(size, settings) for size in distinct.tolist()], np.int64)[where]
+def _rounded_sizes(snapshot: Snapshot, replay: Replay, rows: Ints) -> Ints:
+    """The true size of allocations that are still there, the requested size of others as the allocator rounds it."""
+    table = replay.allocations
+    distinct, where = np.unique(table.size_bytes[rows], return_inverse=True)
+    rounded = np.array([round_size(size, snapshot.settings) for size in distinct.tolist()], np.int64)[where]
     blocks = snapshot.blocks
     in_use = blocks.state != State.INACTIVE
     true_size = dict(zip(blocks.address[in_use].tolist(), blocks.size_bytes[in_use].tolist(), strict=True))
-    for index in np.flatnonzero(death >= events).tolist():
-        rounded[index] = true_size.get(int(address[index]), int(rounded[index]))
+    for index in np.flatnonzero(table.death[rows] >= len(replay.trace)).tolist():
+        rounded[index] = true_size.get(int(table.address[rows[index]]), int(rounded[index]))
     return rounded

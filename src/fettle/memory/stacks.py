@@ -64,12 +64,9 @@ def group_stacks(snapshot: Snapshot) -> StackGroups:
     of_stack = np.empty(len(snapshot.stacks), np.int64)
     phases: list[str] = []
     for index, stack in enumerate(snapshot.stacks):
-        shown = readable(stack)
-        number = numbers.get(shown)
-        if number is None:
-            number = numbers[shown] = len(numbers)
+        of_stack[index] = numbers.setdefault(readable(stack), len(numbers))
+        if len(numbers) > len(phases):
             phases.append(phase(stack))
-        of_stack[index] = number
     frames = tuple(numbers)
     return StackGroups(of_stack, frames, tuple(own_line(stack) for stack in frames), tuple(phases))
 

@@ -33,19 +33,16 @@ class Ancestors:
 
 def ancestors(trace: Trace) -> Ancestors:
     """Find them for all host events at once."""
-    kind, code = trace.kind, trace.column("name")
-    names = trace.names
-    is_module = np.array([bool(_MODULE.match(n)) for n in names], dtype=bool)
-    is_line = np.array([bool(_LINE.match(n)) and not LIBRARY.search(n) for n in names], dtype=bool)
-    is_step = np.array([n.startswith("ProfilerStep#") for n in names], dtype=bool)
+    kind, python = trace.kind, trace.kind == Kind.PYTHON
     rows, parent = np.flatnonzero(trace.is_host), host_stacks(trace).parent
-    python = kind == Kind.PYTHON
+    lines = trace.named(lambda name: _LINE.match(name) and not LIBRARY.search(name))
+    steps = trace.named(lambda name: name.startswith("ProfilerStep#"))
     return Ancestors(
         operator=nearest(parent, kind == Kind.OPERATOR, rows),
         top_operator=outermost(trace, kind == Kind.OPERATOR),
-        module=nearest(parent, python & is_module[code], rows),
-        line=nearest(parent, python & is_line[code], rows),
-        annotation=nearest(parent, (kind == Kind.ANNOTATION) & ~is_step[code], rows),
+        module=nearest(parent, python & trace.named(_MODULE.match), rows),
+        line=nearest(parent, python & lines, rows),
+        annotation=nearest(parent, (kind == Kind.ANNOTATION) & ~steps, rows),
     )
 
 

@@ -154,9 +154,8 @@ def shallow_queues(trace: Trace) -> list[Queue]:
                 lanes.append((stream, _launches(trace, work[mine], calls[mine])))
         depth = max((int(each.length.max()) for _, each in lanes), default=0)
         for stream, each in lanes if depth < SURELY_DEEP else ():
-            at = each.launched - 1 - depth
-            bound = np.where(at >= 0, each.order[np.maximum(at, 0)], -1)
-            shallow.append(Queue(one, stream, depth, each.calls, np.full(len(at), -1), bound, each.order))
+            bound, _ = _bound(each, depth)
+            shallow.append(Queue(one, stream, depth, each.calls, np.full(len(bound), -1), bound, each.order))
     return shallow
 
 
@@ -190,8 +189,7 @@ def _counted(trace: Trace, work: Ints, calls: Ints, device: int, stream: int) ->
     if waiting is None:
         return None
     depth, clear = waiting
-    at, begins = one.launched - 1 - depth, _bound(one, depth)
-    bound = np.where(at >= 0, one.order[np.maximum(at, 0)], -1)
+    bound, begins = _bound(one, depth)
     in_time = begins <= one.end
     near = one.length >= depth - max(2, SPREAD * depth)
     just = (begins > one.start) & in_time
@@ -217,11 +215,12 @@ def _launches(trace: Trace, work: Ints, calls: Ints) -> _Launches:
     return _Launches(distinct, start, end, launched, begins, order, seen, plain, graph)
 
 
-def _bound(one: _Launches, depth: int) -> Ints:
-    """When the work began that has to have begun before each call can return from a queue of this depth; -1: none."""
-    at = one.launched - 1 - depth
-    begins: Ints = np.where(at >= 0, one.begins[np.maximum(at, 0)], -1)
-    return begins
+def _bound(one: _Launches, depth: int) -> tuple[Ints, Ints]:
+    """The work that has to have begun before each call can return from a queue of this depth, and when it did; -1:
+    none.
+    """
+    at = np.maximum(one.launched - 1 - depth, -1)
+    return np.append(one.order, -1)[at], np.append(one.begins, -1)[at]
 
 
 def _long(one: _Launches) -> Bools:
@@ -253,7 +252,7 @@ def _depth(one: _Launches) -> tuple[int, Bools] | None:
         longer = np.median(duration[top]) > 1.5 * np.median(duration[below])
         if longer and one.freed[top].mean() >= 0.7:
             return full, top & one.freed
-    freed = _bound(one, full)
+    _, freed = _bound(one, full)
     may = one.plain & (freed > one.start)
     if may.any() and (one.plain & ~may).any():  # as long as no other, and over right after the slot came free
         clear = may & (duration > 1.1 * np.percentile(duration[one.plain & ~may], 99))
