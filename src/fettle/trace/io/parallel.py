@@ -70,10 +70,8 @@ def read_in_parallel(
         finally:
             for helper in helpers:
                 helper.close()
-        for i in range(len(cuts) - 1):
-            if i not in parts:
-                parts[i] = _fetch(Path(scratch), i) or _decode(plan, i)
-        columns = _join([parts[i] for i in range(len(cuts) - 1)])
+        spans = range(len(cuts) - 1)
+        columns = _join([parts.get(i) or _fetch(Path(scratch), i) or _decode(plan, i) for i in spans])
     if columns.facts.events_seen > max_events:
         raise UsageError(f"more than {max_events} events: cut the trace, or raise max_events")
     columns.facts.file_bytes = size
