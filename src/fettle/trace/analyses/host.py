@@ -174,9 +174,8 @@ def host_summary(trace: Trace) -> pl.DataFrame:
     leaf, inner = innermost_operators(trace)
     small = leaf[trace.dur[leaf] < SMALL_NS]
     converted = conversions(trace)
-    data = np.flatnonzero(trace.is_host & (stacks.cause == CAUSES_OF_HOST.index("data_loading")))
-    main = main_thread(trace)
-    data_main = data[trace.column("thread")[data] == main]
+    loads = trace.is_host & (stacks.cause == CAUSES_OF_HOST.index("data_loading"))
+    data = np.flatnonzero(loads & (trace.column("thread") == main_thread(trace)))
     cover, some = total(merge(trace.ts[operators], trace.end[operators])), ", ".join(CONVERSIONS[:4]) + ", ..."
     changed, changed_ns = (int(n) for n in converted.select(pl.col("count", "time_ns").sum()).row(0))
     calling = "dispatch and checks, and the work of some: aten::mm"
@@ -186,7 +185,7 @@ def host_summary(trace: Trace) -> pl.DataFrame:
         ("operators that call others, without those", len(inner), int(length[inner].sum()), calling),
         (f"innermost operators under {SMALL_NS // 1000} µs", len(small), int(length[small].sum()), "fuse or compile"),
         ("conversions and copies", changed, changed_ns, some),
-        ("data loading on the main thread", len(data_main), int(length[data_main].sum()), "the loop waits for input"),
+        ("data loading on the main thread", len(data), int(length[data].sum()), "the loop waits for input"),
         ("no operator on any thread", 1, span - cover, "Python, other libraries, or waiting"),
     ]
     cells = [(trace.rank, question, count, ns, ns / span, means) for question, count, ns, means in rows]

@@ -74,6 +74,7 @@ def _rounded(trace: Trace) -> pl.DataFrame:
     frame = pl.DataFrame(
         {
             "row": rows,
+            "name": names_of_rows(trace, rows),
             "ts": ts[rows],
             "end": end[rows],
             "stream": stream[rows],
@@ -144,7 +145,7 @@ def deviations(trace: Trace) -> list[str]:
         )
     if trace.facts.wide_clock_chunks:
         reasons.append("it holds clocks since 1970 to 256 ns: times that are rounded by 1 µs more or less")
-    names = {"Stream Wait Event", "pe_exe"} & set(trace.name_of(work["row"].to_numpy()))
+    names = {"Stream Wait Event", "pe_exe"} & set(work["name"])
     if names:
         reasons.append(f"release 0.5.0 counts {' and '.join(sorted(names))} as computation, 0.6.1 does not")
     if "cuLaunchKernelEx" in trace.names:
@@ -178,8 +179,7 @@ def kernel_statistics(trace: Trace) -> pl.DataFrame:
     work = _rounded(trace)
     dur = pl.col("end") - pl.col("ts")
     return (
-        work.with_columns(name=names_of_rows(trace, work["row"].to_numpy()))
-        .filter(pl.col("type") != "OTHER")
+        work.filter(pl.col("type") != "OTHER")
         .group_by("name", kernel_type="type")
         .agg(sum_us=dur.sum(), max_us=dur.max(), min_us=dur.min(), std_us=dur.std().fill_null(0.0), mean_us=dur.mean())
         .sort("kernel_type", "name")

@@ -95,8 +95,8 @@ def step_summary(frame: pl.DataFrame) -> dict[str, float | int | list[int]]:
     mad = float(np.median(np.abs(wall - median)))
     far = np.abs(wall - median) > max(5 * 1.4826 * mad, 0.02 * median)
     outliers = frame["step"].to_numpy()[far].tolist() if len(wall) > 2 else []
-    sample = wall[:: max(1, len(wall) // 1000)]
     spacing = max(1, len(wall) // 1000)
+    sample = wall[::spacing]
     i, j = np.triu_indices(len(sample), 1)
     slopes = (sample[j] - sample[i]) / ((j - i) * spacing) if len(i) else np.zeros(1)
     n = len(sample)
