@@ -105,7 +105,7 @@ def _byte_up_to(largest: int) -> bytes:
 
 def _refuse(raw: bytes, position: int, name: str) -> NoReturn:
     code, left = raw[position], len(raw) - position - 1
-    opcode = pickletools.code2op.get(chr(code))
+    opcode = next((one for one in pickletools.opcodes if one.code == chr(code)), None)
     width = max(opcode.arg.n, 0) if opcode is not None and opcode.arg is not None else 0
     if code == _LONG1:
         width = 1 + raw[position + 1] if left and raw[position + 1] <= 9 else 1

@@ -161,8 +161,9 @@ def _host_time(trace: Trace, pieces: _Pieces, start: Ints, end: Ints, thread: In
     order = np.flatnonzero(end > start)
     order = order[np.argsort(start[order], kind="stable")]
     start, end, thread, gap, name = start[order], end[order], thread[order], gap[order], names[:0]
-    others = [t for t in dict.fromkeys([main_thread(trace), *autograd_threads(trace)]) if t >= 0]
-    for asked in (thread, *others):
+    others = dict.fromkeys([main_thread(trace), *autograd_threads(trace)])
+    asks: list[Ints | int] = [thread, *(other for other in others if other >= 0)]
+    for asked in asks:
         left = [(start[:0], end[:0], gap[:0], name[:0])]
         for one, mine in in_groups(np.broadcast_to(asked, len(start))):
             begins, stops, row, window = stacks.over(one, start[mine], end[mine])

@@ -15,6 +15,7 @@ import re
 from bisect import bisect_right, insort
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -128,7 +129,7 @@ class Replay:
         order = np.lexsort((-end, is_work, start, thread))  # a moment comes before what begins then
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
-        columns = (thread, start, end, launches, graph, stop, queue, bound, freed)
+        columns: list[Any] = [thread, start, end, launches, graph, stop, queue, bound, freed]
         calls = _Calls(*(column[order] for column in columns))
         call_of = np.full(len(launch), -1, dtype=np.int64)
         call_of[launch >= 0] = place[np.searchsorted(rows, launch[launch >= 0])]

@@ -91,16 +91,17 @@ class HostStacks:
         Returns start, end, innermost row (-1: nothing traced) and window index of every piece; the pieces of a window
         add up to it exactly.
         """
-        part, windows = self.thread_slice(thread), (start, end)
+        lasting = np.flatnonzero(end > start)
+        part, start, end = self.thread_slice(thread), start[lasting], end[lasting]
         if not len(start):
             return start, end, start, start
         busy = self.segment_start[part], self.segment_end[part]
-        begins, stops, which, window = split(busy, windows)
-        free, until, _, of_free = split(gaps(busy, int(start[0]), int(end[-1])), windows)
+        begins, stops, which, window = split(busy, (start, end))
+        free, until, _, of_free = split(gaps(busy, int(start[0]), int(end[-1])), (start, end))
         rows = np.concatenate([self.segment_row[part][which], np.full(len(free), -1)])
         begins, stops, window = (np.concatenate(both) for both in ((begins, free), (stops, until), (window, of_free)))
         order = np.argsort(begins, kind="stable")
-        return begins[order], stops[order], rows[order], window[order]
+        return begins[order], stops[order], rows[order], lasting[window[order]]
 
 
 @per_trace
