@@ -100,9 +100,7 @@ def levels(start: Ints, end: Ints, weight: npt.NDArray[Any]) -> tuple[Intervals,
     times = np.concatenate([start, end])
     order = np.argsort(times, kind="stable")
     level = np.cumsum(np.concatenate([weight, -weight])[order])[:-1]
-    low, high = times[order][:-1], times[order][1:]
-    keep = high > low
-    return (low[keep], high[keep]), level[keep]
+    return (times[order][:-1], times[order][1:]), level
 
 
 def combinations(classes: dict[str, Intervals]) -> dict[tuple[str, ...], int]:
