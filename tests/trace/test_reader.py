@@ -122,6 +122,10 @@ def test_a_truncated_file_gives_what_is_whole_and_says_so(tmp_path: Path) -> Non
     packed = gzip.compress(text.encode())
     (tmp_path / "t.json.gz").write_bytes(packed[: len(packed) // 2])
     assert load(tmp_path / "t.json.gz", use_sidecar=False).facts.truncated
+    (tmp_path / "t.json.gz").write_bytes(packed[:-8] + b"\0" * 8)  # all is there, and its checksum is another's
+    damaged = load(tmp_path / "t.json.gz", use_sidecar=False)
+    assert damaged.facts.truncated
+    assert damaged.events.height == 5 * 9
 
 
 def test_damage_is_mended_or_counted(tmp_path: Path) -> None:
