@@ -77,6 +77,17 @@ def test_clocks_are_exact_to_the_nanosecond(tmp_path: Path, ts: str, expected: i
     assert plain(path)["dur_ns"].to_list() == [1]
 
 
+@pytest.mark.parametrize("wrong", [-(2**63), 2**63 - 1, 2**70, 10**400, 1e300])
+def test_what_no_clock_shows_is_dropped_and_counted(tmp_path: Path, wrong: float) -> None:
+    build = Build().add("cpu_op", "fine", 0, 5)
+    build.add("cpu_op", "begin", 0, 5).add("cpu_op", "length", 0, 5)
+    for event, field in ((1, "ts"), (2, "dur")):
+        build.events[event][field] = wrong
+    trace = load(build.write(tmp_path / "t.json"), use_sidecar=False)
+    assert trace.name_of(range(trace.events.height)) == ["fine"]
+    assert trace.facts.absurd_times == 2
+
+
 def test_old_and_new_categories_and_every_vendor(tmp_path: Path) -> None:
     build = Build()
     pairs = [
