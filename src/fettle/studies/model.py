@@ -31,6 +31,8 @@ Level = tuple[str, str]
 Term = tuple[Level, ...]
 """What a column stands for: nothing (the mean), one level, or two of different factors."""
 
+ALPHA = 0.05
+"""Chance of error that intervals and claims allow."""
 LEAST_FREEDOM = 4
 """Experiments beyond the number of columns from which their scatter says how sure the effects are."""
 NEVER_APART = "never varied apart from other levels"
@@ -47,11 +49,12 @@ class Estimate:
     freedom: float
     """Degrees of freedom of that."""
 
-    def reach(self, confidence: float) -> float:
+    @property
+    def reach(self) -> float:
         """Half the confidence interval, by Student's t."""
         if not (math.isfinite(self.error) and self.freedom > 0):
             return math.inf
-        return student(min(self.freedom, 1e9), 1 - confidence) * self.error
+        return student(min(self.freedom, 1e9), ALPHA) * self.error
 
     def p(self) -> float:
         """Probability of a gain or loss as large by chance alone; NaN where nothing shows it."""
