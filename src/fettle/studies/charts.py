@@ -17,10 +17,9 @@ from fettle.studies import effect_charts, ladder_chart
 from fettle.studies.analysis import Analysis
 from fettle.studies.effects import at_each
 from fettle.studies.model import Level
-from fettle.studies.outcome import Rung
+from fettle.studies.outcome import ERROR, Rung
 from fettle.studies.pooled import LEAST_MACHINES
 from fettle.studies.table import MACHINE, Experiment, Response, Table
-from fettle.studies.trials import ERROR
 from fettle.techniques import PYTHON
 
 _HEIGHT = 320
