@@ -81,11 +81,11 @@ def svg(spec: Spec, width: int, dark: bool = False) -> str:
     return _svg(json.dumps(padded), dark)
 
 
-def png(spec: Spec, width: int, scale: float = 2.0) -> bytes:
+def png(spec: Spec, width: int) -> bytes:
     """The chart as a light PNG."""
     import vl_convert
 
-    return bytes(vl_convert.svg_to_png(svg(spec, width), scale=scale))
+    return bytes(vl_convert.svg_to_png(svg(spec, width), scale=2.0))
 
 
 @lru_cache(maxsize=64)
