@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fettle.diagnose.compile_worker import compile_health
-from fettle.diagnose.evidence import GROUPS, Evidence
+from fettle.diagnose.evidence import GROUPS, Cost, Evidence
 from fettle.diagnose.finding import Finding
 from fettle.diagnose.recordings import Examiner, Recording, joined, of_files, traces_and_snapshots
 from fettle.diagnose.recordings import record as recorded
@@ -22,6 +22,7 @@ from fettle.files import plain
 from fettle.machine import this_machine
 from fettle.measure import WorkerError
 from fettle.techniques import parts_lines
+from fettle.units import count_text
 from fettle.workload import AUTO, Target, check_mode, find_target
 
 OnProgress = Callable[[str], None]
@@ -32,19 +33,11 @@ class Watching:
     """A collector, for people."""
 
     what: str
-    slowdown: float
-    """How many times as long a call took under it; 1 where none did."""
+    cost: str
+    """How long it took, or how many times as long a call took under it."""
     says: str = ""
     command: str = ""
     """What opens the file that it kept."""
-    seconds: float = 0.0
-    """How long it took; 0 where only the slowdown is known."""
-
-    @property
-    def cost(self) -> str:
-        slower = f"a call took {self.slowdown:.1f}x as long" if self.slowdown > 1 or not self.seconds else ""
-        took = f"{self.seconds:.2g} s" if self.seconds >= 0.01 else "under 0.01 s" if self.seconds else ""
-        return ", ".join(filter(None, (took, slower)))
 
 
 @dataclass(frozen=True)
@@ -94,17 +87,15 @@ class Diagnosis:
     @property
     def watching(self) -> list[Watching]:
         """What the evidence was gathered with, and what each collector cost."""
-        costs = []
-        if self.evidence is not None:
-            costs = [Watching(name, cost.slowdown, seconds=cost.seconds) for name, cost in self.evidence.costs.items()]
-            if self.evidence.compile is not None:
-                costs.append(
-                    Watching("torch.compile, in a process of its own", 1.0, seconds=self.evidence.compile.wall_s)
-                )
+        costs = dict(self.evidence.costs) if self.evidence is not None else {}
+        if self.evidence is not None and self.evidence.compile is not None:
+            costs["torch.compile, in a process of its own"] = Cost(self.evidence.compile.wall_s)
+        watching = [Watching(name, str(cost)) for name, cost in costs.items()]
         for item in self.recordings:
-            calls = f"{item.cost.calls} call{'s' if item.cost.calls > 1 else ''}"
-            costs.append(Watching(f"{item.kind} of {calls}", item.cost.slowdown, item.says, item.command))
-        return costs
+            what = f"{item.kind} of {count_text(item.cost.calls, 'call')}"
+            slower = f"a call took {item.cost.slowdown:.1f}x as long"
+            watching.append(Watching(what, slower, item.says, item.command))
+        return watching
 
     def count(self, rule: str) -> int | None:
         """How often a rule's cause happens: what `--fail-on` limits. None where it was not looked for."""
@@ -132,14 +123,13 @@ def diagnose(
     diagnosed is its step; `mode` stands above that. Raises `UsageError` for a target that is none of these.
     """
     check_mode(mode)
-    if isinstance(target, Target):
-        return _of_workload(target, seconds, compile_check, record, beside, on_progress)
-    path = Path(target)
-    if str(target) and (path.is_dir() or traces_and_snapshots(path)):
-        read = of_files(traces_and_snapshots(path), on_progress)
-        faults, opportunities = _apart(read.findings)
-        return Diagnosis(str(path), faults, read.budget, opportunities=opportunities, notes=read.notes)
-    target = replace(find_target(str(target)), mode=mode)
+    if not isinstance(target, Target):
+        path = Path(target)
+        if str(target) and (path.is_dir() or traces_and_snapshots(path)):
+            read = of_files(traces_and_snapshots(path), on_progress)
+            faults, opportunities = _apart(read.findings)
+            return Diagnosis(str(path), faults, read.budget, opportunities=opportunities, notes=read.notes)
+        target = replace(find_target(str(target)), mode=mode)
     return _of_workload(target, seconds, compile_check, record, beside, on_progress)
 
 

@@ -104,6 +104,10 @@ class Cost:
     slowdown: float = 1.0
     """How many times as long a call took while it looked; 1 where no call ran under it."""
 
+    def __str__(self) -> str:
+        took = f"{self.seconds:.2g} s" if self.seconds >= 0.01 else "under 0.01 s"
+        return f"{took}, a call took {self.slowdown:.1f}x as long" if self.slowdown > 1 else took
+
 
 @dataclass(frozen=True)
 class Batches:
