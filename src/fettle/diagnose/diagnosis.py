@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,7 @@ def _of_workload(
     made: list[Recording] = []
     more: list[Finding] = []
     notes: list[str] = []
-    with Examiner(target) as examiner:
+    with closing(Examiner(target)) as examiner:
         on_progress("building the workload; timing operators, and what switches bring")
         try:
             answer = examiner.examine("collect:collect", seconds)
