@@ -14,7 +14,7 @@ from fettle.measure import Judge, _generation, _inference, messages
 from fettle.measure._state import State, take_slice
 from fettle.recipe import Recipe
 from fettle.report import Result, load_result, save
-from fettle.report.tables import print_result
+from fettle.report.terminal import print_result
 from fettle.techniques import source
 from fettle.workload import Target, fingerprint
 from tests.conftest import quick_studies

@@ -221,7 +221,7 @@ def _confirmed(first: Finding, other: Finding) -> Finding:
 
 
 class Examiner:
-    """Runs collectors on a workload in a worker process; where a collector ended the process, the next gets a new one."""
+    """Runs collectors on a workload in a worker process, and in a new one after a collector that ended it."""
 
     def __init__(self, target: Target) -> None:
         self._target = target

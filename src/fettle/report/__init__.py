@@ -13,7 +13,7 @@ from fettle.report.result import Result, cell, load_result, page, save, save_res
 from fettle.report.slo import settings as slo_table
 from fettle.report.slo import slo_page
 from fettle.report.slo_texts import texts_page, texts_table, texts_words
-from fettle.report.tables import comparison_table, print_result
+from fettle.report.terminal import comparison_table, print_result
 
 __all__ = [
     "Result", "cell", "comparison_table", "goal_kept", "interval", "load_lines", "load_result", "loads_page", "page",

@@ -11,7 +11,7 @@ from typing import Any
 import altair as alt
 
 from fettle.page import Cell, Figure, Row, Table, clean, picture, shell, theme
-from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Rows, by_name, level, rule
+from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Rows, by_name, coloured, level, rule
 from fettle.report import _format as fmt
 from fettle.units import rate_text
 
@@ -179,15 +179,14 @@ def capacity(data: Data) -> Figure | None:
     ]  # fmt: skip
     if not any(row["capacity"] for row in rows):
         return None
-    colours = {"at once": ACCENT, "with delay": LEVERS[1]}
-    shown = [kind for kind in colours if any(row["kind"] == kind for row in rows)]
+    kinds = {row["kind"] for row in rows}
+    colours = {kind: tone for kind, tone in (("at once", ACCENT), ("with delay", LEVERS[1])) if kind in kinds}
     sizes = sorted({row["rows"] for row in rows})
     x = alt.X("rows:Q", title="most rows a batch (log)",
               scale=alt.Scale(type="log", base=2, domain=[sizes[0] / 1.1, sizes[-1] * 1.1], nice=False),
               axis=alt.Axis(values=sizes, format="d", grid=False))  # fmt: skip
     y = alt.Y("capacity:Q", title="requests a second under the limit", scale=alt.Scale(zero=True, nice=True))
-    colour = alt.Color("kind:N", title=None, scale=alt.Scale(domain=shown, range=[colours[kind] for kind in shown]),
-                       legend=alt.Legend(columns=2))  # fmt: skip
+    colour = coloured("kind", colours, columns=2)
     tooltip = [alt.Tooltip("setting:N"), alt.Tooltip("capacity:Q", title="predicted", format=".4~g")]
     base = alt.Chart(theme.data(rows)).encode(x=x, y=y, color=colour, tooltip=tooltip)
     layers: list[alt.Chart] = [base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=45)]
@@ -252,8 +251,7 @@ def prediction(data: Data) -> Figure | None:
     line = line.encode(x=alt.X("v:Q", scale=scale, title="predicted p99, ms (log)"), y=alt.Y("v:Q", scale=scale))
     base = alt.Chart(theme.data(rows)).encode(
         x=x, y=y,
-        color=alt.Color("held:N", title=None, scale=alt.Scale(domain=["limit kept", "limit missed"],
-                                                              range=[ACCENT, WARN])),
+        color=coloured("held", {"limit kept": ACCENT, "limit missed": WARN}),
         tooltip=[alt.Tooltip("setting:N"), alt.Tooltip("rate:Q", title="requests/s", format=".4~g"),
                  alt.Tooltip("predicted:Q", format=".4~g"), alt.Tooltip("measured:Q", format=".4~g")],
     )  # fmt: skip
