@@ -101,9 +101,7 @@ def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
         settings={**_settings(), "records": str(records)},
         variants=switched,
         threads=torch.get_num_threads(),
-        cores=facts.physical_cores,
         crowded=clock.crowded,
-        rows=facts.samples,
         first_call_s=first_call_s,
         gc_s=gc_s,
         slept_s=slept_s,
@@ -135,16 +133,13 @@ def glance(workload: Workload, seconds: float) -> Evidence:
     with unchanged(workload, module), torch.no_grad():
         plain = timed(lambda: own.run(own.model, own.inputs[0]), device, 0.0, least=2)
         ops = operations(own, device, calls=1)
-    facts = probe_facts(workload)
     return Evidence(
-        facts=facts,
+        facts=probe_facts(workload),
         wall_s=min(plain),
         operations=ops,
         peaks=measure_peaks(device),
         settings={**_settings(), "grad": "False"},
         threads=torch.get_num_threads(),
-        cores=facts.physical_cores,
-        rows=facts.samples,
     )
 
 

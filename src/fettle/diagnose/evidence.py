@@ -189,10 +189,8 @@ class Evidence:
     variants: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
     """Quick interleaved trials of what can be switched in place: share of the time saved, and its 95% interval."""
     threads: int = 1
-    cores: int = 1
     crowded: float = 0.0
     """Share of the plain calls in which threads that could have run had no core: other programs took it."""
-    rows: int = 1
     load_s: float = 0.0
     first_call_s: float = 0.0
     gc_s: float = 0.0

@@ -215,7 +215,7 @@ def syncs(call: Evidence) -> Finding | None:
 @rule("inference", "training")
 def waiting(call: Evidence) -> Finding | None:
     """The call waits for something that is not computation."""
-    if call.share(call.slept_s) < 0.1 or call.facts.device != "cpu" or call.cores < 1:
+    if call.share(call.slept_s) < 0.1 or call.facts.device != "cpu":
         return None
     # Threads that wait for each other sleep too: what operators took is computation, in whichever thread.
     if call.compiled and call.compile is not None and not call.compile.healthy:

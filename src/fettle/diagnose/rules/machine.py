@@ -182,7 +182,7 @@ def weight_bound(call: Evidence) -> Finding | None:
     bandwidth = call.peaks.get("copy", 0.0)
     ops = [op for op in call.operations if op.group == MATRIX and op.flops and op.flops < 16 * op.bytes]
     spent = taken(ops)
-    if not bandwidth or call.rows > 4 or call.share(spent) < 0.3 or call.weights.bytes < 32 << 20:
+    if not bandwidth or call.facts.samples > 4 or call.share(spent) < 0.3 or call.weights.bytes < 32 << 20:
         return None
     return about_operators(
         call,
@@ -219,7 +219,7 @@ def subnormal(call: Evidence) -> Finding | None:
 @rule("inference", "training")
 def threads(call: Evidence) -> Finding | None:
     """Fewer threads than cores, or too many: more than there are cores, or threads that only wait for each other."""
-    count, cores = call.threads, call.cores
+    count, cores = call.threads, call.facts.physical_cores
     if not call.operations or call.facts.device != "cpu":
         return None  # threads are the operators': without any, what their number seemed to save is chance
     why = "more than there are cores" if count > cores else "and they mostly wait for each other"
