@@ -497,7 +497,7 @@ def test_threads_are_tried_with_the_number_that_the_rule_looks_for(monkeypatch: 
         seen = collect(Workload(torch.nn.Linear(8, 8).eval(), [torch.ones(4, 8)]), 0.0)
     finally:
         torch.set_num_threads(before)
-    assert (seen.threads, seen.facts.physical_cores) == (1, 3)
+    assert (seen.facts.threads, seen.facts.physical_cores) == (1, 3)
     assert RULES["threads"](replace(seen, variants=dict.fromkeys(seen.variants, (0.5, 0.4, 0.6)))) is not None
 
 

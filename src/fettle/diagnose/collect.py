@@ -100,7 +100,6 @@ def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
         peaks=noted("peaks", lambda: measure_peaks(device)),
         settings={**_settings(), "records": str(records)},
         variants=switched,
-        threads=torch.get_num_threads(),
         crowded=clock.crowded,
         first_call_s=first_call_s,
         gc_s=gc_s,
@@ -139,7 +138,6 @@ def glance(workload: Workload, seconds: float) -> Evidence:
         operations=ops,
         peaks=measure_peaks(device),
         settings={**_settings(), "grad": "False"},
-        threads=torch.get_num_threads(),
     )
 
 

@@ -193,7 +193,7 @@ def _of_workload(
             evidence = replace(evidence, compile=compile_health(target, backend="aot_eager", rounds=2, timeout_s=180.0))
         except UsageError as error:
             notes.append(f"compile health: not known, {error}")
-    if evidence.crowded > CROWDED and evidence.threads <= evidence.facts.physical_cores:
+    if evidence.crowded > CROWDED and evidence.facts.threads <= evidence.facts.physical_cores:
         notes.append(
             f"the machine is busy: threads of a call had no core for {evidence.crowded:.0%} of the time; times, and "
             "what switches bring, are less certain than on a quiet one"

@@ -188,7 +188,6 @@ class Evidence:
     """Process-wide switches that change speed, as found after the workload was built."""
     variants: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
     """Quick interleaved trials of what can be switched in place: share of the time saved, and its 95% interval."""
-    threads: int = 1
     crowded: float = 0.0
     """Share of the plain calls in which threads that could have run had no core: other programs took it."""
     load_s: float = 0.0

@@ -78,7 +78,7 @@ PLANTED = {
     "small-batch": seen(loading=Loading(1e-4, rows=1, batches=64)),
     "optimizer": seen(op("addcdiv_", "pointwise", 0.004, calls=80, line="adam.py:9")),
     "attention": seen(op("_softmax", "pointwise", 0.004, largest=(8, 128, 128)), facts=facts(manual_attention=1)),
-    "threads": seen(threads=1, facts=facts(physical_cores=4), variants={"threads=4": (0.5, 0.4, 0.6)}),
+    "threads": seen(facts=facts(threads=1, physical_cores=4), variants={"threads=4": (0.5, 0.4, 0.6)}),
     "padding": seen(padding=Padding(0.6, "attention_mask")),
     "weight-bound": seen(
         op("mm", "matrix", 0.004, flops=10**6, bytes=10**6), facts=facts(samples=1), weights=Weights(1 << 30)

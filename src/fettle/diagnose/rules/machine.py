@@ -219,7 +219,7 @@ def subnormal(call: Evidence) -> Finding | None:
 @rule("inference", "training")
 def threads(call: Evidence) -> Finding | None:
     """Fewer threads than cores, or too many: more than there are cores, or threads that only wait for each other."""
-    count, cores = call.threads, call.facts.physical_cores
+    count, cores = call.facts.threads, call.facts.physical_cores
     if not call.operations or call.facts.device != "cpu":
         return None  # threads are the operators': without any, what their number seemed to save is chance
     why = "more than there are cores" if count > cores else "and they mostly wait for each other"
