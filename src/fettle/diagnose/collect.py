@@ -137,7 +137,7 @@ def glance(workload: Workload, seconds: float) -> Evidence:
         wall_s=min(plain),
         operations=ops,
         peaks=measure_peaks(device),
-        settings={**_settings(), "grad": "False"},
+        settings=_settings(),
     )
 
 
@@ -147,10 +147,8 @@ def _settings() -> dict[str, str]:
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         "matmul": _matmul_precision(),
         "cudnn_benchmark": str(torch.backends.cudnn.benchmark),
-        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "mkldnn": str(torch.backends.mkldnn.enabled),
         "profiler": str(torch.autograd.profiler._is_profiler_enabled),
-        "grad": str(torch.is_grad_enabled()),
     }
 
 
