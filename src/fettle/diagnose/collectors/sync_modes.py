@@ -178,7 +178,7 @@ class Functions(TorchFunctionMode):
             if name in ("torch.tensor", "torch.as_tensor", "torch.asarray", "torch.Tensor.new_tensor"):
                 self._uploaded(name, args[-1] if args and watch.real else result, False)
             watch.mark(result)
-        elif watch.quiet == 0 and name in _CPU_ONLY_CHECKS and watch.any_of(args):
+        elif name in _CPU_ONLY_CHECKS and watch.any_of(args):
             watch.mark(result)
         return result
 
@@ -187,7 +187,8 @@ class Functions(TorchFunctionMode):
         watch, source = self.watch, args[0]
         target = next((arg for arg in (*args[1:], *kwargs.values()) if isinstance(arg, (str, torch.device))), None)
         other = next((arg for arg in (*args[1:], *kwargs.values()) if isinstance(arg, torch.Tensor)), None)
-        non_blocking = bool(kwargs.get("non_blocking", False)) or _third_is_true(args)
+        flag = next((arg for arg in args if isinstance(arg, bool)), False)  # the first bare one is `non_blocking`
+        non_blocking = bool(kwargs.get("non_blocking", flag))
         here = watch.holds(source)
         if other is not None:
             to_device: bool | None = watch.holds(other)
@@ -285,12 +286,6 @@ def lies_on_gpu(tensor: torch.Tensor) -> bool:
     """Of a tensor on a machine with a device."""
     with torch._C.DisableTorchFunction():
         return tensor.is_cuda
-
-
-def _third_is_true(args: Any) -> bool:
-    """`.to(device, dtype, non_blocking)` and `.to(dtype, non_blocking)`: the first bare bool."""
-    flags = [arg for arg in args[1:] if isinstance(arg, bool)]
-    return bool(flags and flags[0])
 
 
 def _storage(value: Any) -> Any:

@@ -215,14 +215,12 @@ def syncs(call: Evidence) -> Finding | None:
 @rule("inference", "training")
 def waiting(call: Evidence) -> Finding | None:
     """The call waits for something that is not computation."""
-    if call.share(call.slept_s) < 0.1 or call.facts.device != "cpu":
-        return None
     # Threads that wait for each other sleep too: what operators took is computation, in whichever thread.
+    waiting = min(call.slept_s, call.outside_s)
+    if call.share(waiting) < 0.1 or call.facts.device != "cpu":
+        return None
     if call.compiled and call.compile is not None and not call.compile.healthy:
         return None  # it waits for the compiler's processes, which another rule says
-    waiting = min(call.slept_s, call.outside_s)
-    if call.share(waiting) < 0.1:
-        return None
     return cause(
         "The call sleeps or waits for files or the network.",
         bound=call.share(waiting),
