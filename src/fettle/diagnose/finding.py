@@ -39,8 +39,8 @@ class Finding:
     """What to do, one sentence."""
     formula: str = ""
     """How the bound was computed, in words."""
-    before: str = ""
-    """Code of the kind that has this fault."""
+    before: str = "y = model(x)"
+    """Code of the kind that has this fault: where it shows nowhere else, the call."""
     after: str = ""
     """The same, fixed."""
     opportunity: bool = False

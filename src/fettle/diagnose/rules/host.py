@@ -25,7 +25,6 @@ def train_mode(call: Evidence) -> Finding | None:
         levels={"mode": "eval"},
         least=0.0,
         formula="(call - products at the measured peak) / call, or what model.eval() saved when it was tried",
-        before="y = model(x)",
         after="model.eval()\ny = model(x)",
     )
 
@@ -53,7 +52,6 @@ def grad_recorded(call: Evidence) -> Finding | None:
         levels={"grad": "inference_mode"},
         advice="wrap inference in torch.inference_mode()",
         formula=formula,
-        before="y = model(x)",
         after="with torch.inference_mode():\n    y = model(x)",
         opportunity=on_gpu,
     )
@@ -75,7 +73,6 @@ def host_bound(call: Evidence) -> Finding | None:
         levels=levels,
         advice="compile the model, batch more rows into a call, or replace Python loops by one tensor operation",
         formula="time outside operators and loaders, less long pauses between operators / call",
-        before="y = model(x)",
         after="model = torch.compile(model)\ny = model(x)",
     )
 
