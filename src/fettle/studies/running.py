@@ -22,12 +22,11 @@ from fettle.search import Guide, auto, removals, steps
 from fettle.studies import designs
 from fettle.studies.batches import grown
 from fettle.studies.designs import Part, Plan
-from fettle.studies.environments import differences
 from fettle.studies.orders import agree, announce
 from fettle.studies.outcome import Done, rungs_of, table_for
 from fettle.studies.settings import Settings
 from fettle.studies.sharing import measure_shares, one_at_a_time, shares
-from fettle.studies.workloads import Telling, Workload, open_workload, workloads_of
+from fettle.studies.workloads import Telling, Workload, differences, open_workload, workloads_of
 from fettle.tuning import Event, OnProgress, Session, guide_for
 
 TOGETHER = 6
