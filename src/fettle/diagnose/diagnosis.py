@@ -220,9 +220,7 @@ def _apart(findings: Sequence[Finding]) -> tuple[list[Finding], list[Finding]]:
 def _budget(evidence: Evidence) -> dict[str, float]:
     """Groups of operators and the rest as shares that add up to 1. Where operators took longer while they were watched
     than the whole call takes, they are scaled to it."""
-    inside: dict[str, float] = {}
-    for op in evidence.operations:
-        inside[GROUPS[op.group]] = inside.get(GROUPS[op.group], 0.0) + op.seconds
+    inside = {words: evidence.seconds(group) for group, words in GROUPS.items()}
     total = max(sum(inside.values()), evidence.wall_s)
     budget = {name: spent / total for name, spent in sorted(inside.items(), key=lambda item: -item[1])}
     budget["outside operators: Python, autograd, dispatch, waiting"] = max(0.0, 1 - sum(budget.values()))

@@ -102,17 +102,12 @@ def other_work(call: Evidence) -> Finding | None:
 def python_loop(call: Evidence) -> Finding | None:
     """One source line that calls the same small operator very often: a Python loop over a tensor."""
     stepping = {op.line for op in named(call, *OPTIMIZER)}
+    layers = {op.line for op in call.operations if op.weights > 8}  # called by one line of a container
     often = 24 * max(1, call.loading.batches)  # a loop over a loader's batches is how things are done
-    ops = [
-        op
-        for op in call.operations
-        if op.calls >= often and op.seconds / op.calls < 1e-4 and op.line and op.line not in stepping
-    ]
-    layers = {op.line for op in call.operations if op.weights > 8}
-    ops = [op for op in ops if op.line not in layers]  # many layers called by one line of a container
     lines: dict[str, list[Operation]] = {}
-    for op in ops:
-        lines.setdefault(op.line, []).append(op)
+    for op in call.operations:
+        if op.calls >= often and op.seconds / op.calls < 1e-4 and op.line and op.line not in stepping | layers:
+            lines.setdefault(op.line, []).append(op)
     if not lines:
         return None
     calls = {line: sum(op.calls for op in at_line) for line, at_line in lines.items()}

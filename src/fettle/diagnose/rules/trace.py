@@ -16,6 +16,7 @@ import numpy as np
 import polars as pl
 
 from fettle.diagnose.finding import Finding
+from fettle.diagnose.rules._rule import LEAST
 from fettle.trace import (
     CAUSES_OF_HOST,
     Kind,
@@ -30,7 +31,6 @@ from fettle.trace import (
     time_account,
 )
 
-LEAST = 0.03
 _LEAST_PYTHON = 0.25
 """On a trace of the host alone: Python around operators below this share is the rule, not a fault."""
 _FEWEST_OPERATORS = 50
