@@ -70,10 +70,7 @@ class Diagnosis:
     def verdict(self) -> str:
         """One sentence."""
         timed = [finding for finding in (*self.findings, *self.opportunities) if finding.bound > 0]
-        if timed:
-            first = timed[0]
-            return f"{first.says} Mending it could save {first.most}."
-        for first in self.findings:
+        for first in (*timed, *self.findings):
             return f"{first.says} Mending it could save {first.most}." if first.most else first.says
         if self.opportunities:
             return self.opportunities[0].says

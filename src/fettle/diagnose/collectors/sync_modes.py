@@ -6,10 +6,10 @@ import contextlib
 import linecache
 import sys
 import sysconfig
+import traceback
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -308,17 +308,12 @@ def _is_users(filename: str) -> bool:
 
 def here(operator: str, kind: SyncKind, reason: str) -> Sync:
     """The current line of the user's code, not counted yet."""
-    frames: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(frames) < 6:
-        if _is_users(frame.f_code.co_filename):
-            frames.append(frame)
-        frame = frame.f_back
-    if not frames:
+    stack = traceback.walk_stack(sys._getframe(1))
+    places = [(frame.f_code, line) for frame, line in stack if _is_users(frame.f_code.co_filename)][:6]
+    if not places:
         return Sync("?", 0, "?", "", operator, kind, reason, 0)
-    places = [(frame.f_code.co_filename, frame.f_lineno) for frame in frames]
-    (file, line), callers = places[0], tuple(f"{file}:{line}" for file, line in places[1:])
-    return Sync(file, line, frames[0].f_code.co_name, "", operator, kind, reason, 0, callers)
+    (first, at), callers = places[0], tuple(f"{code.co_filename}:{line}" for code, line in places[1:])
+    return Sync(first.co_filename, at, first.co_name, "", operator, kind, reason, 0, callers)
 
 
 def counted(syncs: Counter[Sync]) -> tuple[Sync, ...]:
