@@ -133,7 +133,7 @@ def _recipe_file(result: Outcome) -> RecipeFile:
     """The winner's recipe with its evidence."""
     winner = result.winner
     assert winner is not None
-    accuracy = {k: v for k, v in msgspec.to_builtins(winner.accuracy).items() if not _is_nan(v) and v != ""}
+    accuracy = {name: value for name, value in plain(winner.accuracy).items() if value not in (None, "")}
     busy = _facts.disturbed(result)
     evidence = {
         "verdict": result.verdict,
@@ -143,11 +143,11 @@ def _recipe_file(result: Outcome) -> RecipeFile:
         "baseline_ms": result.baseline.time_ms if result.baseline else None,
         "speedup": winner.speedup.estimate if winner.speedup else None,
         "speedup_low": winner.speedup.low if winner.speedup else None,
-        "speedup_high": winner.speedup.high if winner.speedup and math.isfinite(winner.speedup.high) else None,
+        "speedup_high": plain(winner.speedup.high) if winner.speedup else None,
         "measured_on": f"a busy machine{_facts.load_of(*busy)}" if busy else "a quiet machine",
         "peak_bytes": winner.peak_bytes,
         "startup_s": winner.startup.total_s,
-        "warm_startup_s": None if _is_nan(winner.startup.warm_s) else winner.startup.warm_s,
+        "warm_startup_s": plain(winner.startup.warm_s),
         "accuracy": accuracy,
         "limits": msgspec.to_builtins(result.limits),
         **result.learned,
@@ -156,10 +156,6 @@ def _recipe_file(result: Outcome) -> RecipeFile:
     machine = {key: result.machine[key] for key in ("id", "cpu", "cores", "gpus", "python", "versions")}
     workload = {"name": result.name, "fingerprint": result.fingerprint, "target": result.target}
     return RecipeFile(levels=dict(winner.recipe.levels), workload=workload, machine=machine, evidence=evidence)
-
-
-def _is_nan(value: object) -> bool:
-    return isinstance(value, float) and math.isnan(value)
 
 
 def page(result: Outcome) -> str:

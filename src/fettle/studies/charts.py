@@ -253,7 +253,7 @@ def _runs(name: str, table: Table, group: str, lead: Analysis | None) -> Figure 
 
 
 def _rounds(name: str, table: Table, group: str, timed: Sequence[Experiment]) -> Figure:
-    swings = {id(row): _swing(row) for row in timed}
+    swings = {id(row): max(ms for _, ms in row.rounds) / min(ms for _, ms in row.rounds) - 1 for row in timed}
     shown = sorted(timed, key=lambda row: -swings[id(row)])[:_MOST_RUNS]
     rows: Rows = []
     for place, row in enumerate(shown):
@@ -278,8 +278,3 @@ def _rounds(name: str, table: Table, group: str, timed: Sequence[Experiment]) ->
         f"each one's median; the first swings by {100 * swings[id(shown[0])]:.0f}%."
     )
     return Figure(name, f"Time by round, % off the median{_of(group)}", words, as_spec(chart))
-
-
-def _swing(row: Experiment) -> float:
-    values = sorted(value for _, value in row.rounds)
-    return values[-1] / values[0] - 1

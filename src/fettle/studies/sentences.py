@@ -81,7 +81,7 @@ def _way(model: Model, effect: Effect, level: Level, other: Level, apart: frozen
     kind: Kind
     if _helps(beside) and not _helps(alone) and alone.gain < _PART * beside.gain:
         kind, text = "needs", f"{name} needs {stage}: worth {numbers}"
-    elif _helps(alone) and _hurts(beside):
+    elif _helps(alone) and -beside.gain > max(ZONE, beside.reach):
         kind, text = "turns", f"{name} helps alone and hurts {when} {stage}: worth {numbers}"
     elif _helps(alone) and not _helps(beside) and beside.gain < _PART * alone.gain:
         kind, text = "cancels", f"{name} brings nothing more {when} {stage}: worth {numbers}"
@@ -92,10 +92,6 @@ def _way(model: Model, effect: Effect, level: Level, other: Level, apart: frozen
 
 def _helps(gain: Estimate) -> bool:
     return gain.gain > max(ZONE, gain.reach)
-
-
-def _hurts(gain: Estimate) -> bool:
-    return -gain.gain > max(ZONE, gain.reach)
 
 
 def _ratio(gain: Estimate) -> float:

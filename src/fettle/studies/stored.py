@@ -29,7 +29,7 @@ def stored(settings: Settings) -> Done:
         wanted = {f"{name}/{own}": (group, values) for group, values, own in labelled(orders.names, orders.arguments)}
     studies = [(study, machine) for study, machine in studies_in(url, wanted) if study.trials()]
     if not studies:
-        there = _there(url)
+        there = sorted({*begun(url), *(study.name for study, _ in studies_in(url) if "/" not in study.name)})
         if name in there:
             raise UsageError(f"the study {name!r} in {hidden(url)} has no results yet")
         raise UsageError(
@@ -50,11 +50,6 @@ def stored(settings: Settings) -> Done:
         orders.design if orders is not None else "study", table_of(measured, orders.arguments if orders else {}), {},
         studies[0][1], seconds, False, tuple(notes),
     )  # fmt: skip
-
-
-def _there(url: str) -> list[str]:
-    single = {study.name for study, _ in studies_in(url) if "/" not in study.name}
-    return sorted({*begun(url), *single})
 
 
 def _choices(trials: Iterable[Trial]) -> Mapping[str, Sequence[str]]:
