@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from fettle.measure import Interval
-from fettle.studies.model import ALPHA, Estimate, Level, Model, Term
+from fettle.studies.model import ALPHA, Estimate, Level, Model, Term, holds
 
 Reading = Literal["helped", "hurt", "same", "cannot tell"]
 ZONE = 0.01
@@ -94,7 +94,7 @@ def at_each(model: Model, stage: str, apart: frozenset[str] = frozenset()) -> di
 
 def _effect(model: Model, term: Term, gain: Estimate | None, p: float) -> Effect:
     """An effect, and what may be claimed by its p-value after Holm."""
-    count, least = model.count(term), math.log1p(ZONE)
+    count, least = sum(holds(row, term) for row in model.rows), math.log1p(ZONE)
     reading: Reading = "cannot tell"
     if gain is None:
         return Effect(term, None, reading, count, why=model.left_out.get(term, ""))
