@@ -46,6 +46,7 @@ class Workload:
     grown: dict[Recipe, Grown] = field(default_factory=dict)
     guide: Guide | None = None
     environments: Mapping[str, Interpreter] = field(default_factory=dict)
+    """Those that are levels of a factor, by name, with what is installed in each."""
 
     @property
     def name(self) -> str:
@@ -153,18 +154,13 @@ def workloads_of(targets: Sequence[str], settings: Settings, telling: Telling) -
     if named not in (PYTHON.default, *(one.name for one in interpreters)):
         raise UsageError(f"`recipe`: there is no environment {named!r}: name it, `python='{named}=PATH'`")
     folder = writable(settings.output)
-    environments = environments_of(interpreters, folder)
+    link = folder / "cache" / "source"
+    link.mkdir(parents=True, exist_ok=True)
+    environments = {one.name: look(one, _PACKAGES, link) for one in interpreters}
     return [
         Workload(group, arguments, _session(target, folder, settings, telling), environments=environments)
         for group, arguments, target in wanted
     ]
-
-
-def environments_of(interpreters: Sequence[Interpreter], folder: Path) -> dict[str, Interpreter]:
-    """By name, with what is installed in each."""
-    link = folder / "cache" / "source"
-    link.mkdir(parents=True, exist_ok=True)
-    return {one.name: look(one, _PACKAGES, link) for one in interpreters}
 
 
 def differences(environments: Iterable[Interpreter]) -> list[str]:
@@ -179,7 +175,7 @@ def differences(environments: Iterable[Interpreter]) -> list[str]:
     return lines
 
 
-def check_same(session: Session) -> None:
+def _check_same(session: Session) -> None:
     """Raise `UsageError` where the study knows one of the names as another environment: its trials count for it."""
     for name, one in session.environments.items():
         now = {"path": one.path, "versions": dict(one.versions), "problem": one.problem}
@@ -236,7 +232,7 @@ def open_workload(workload: Workload, settings: Settings, machine: Machine) -> N
         session.report(f"building {workload.name} and its reference")
         session.environments = workload.environments
         session.open(machine)
-        check_same(session)
+        _check_same(session)
         if settings.grow_batch is not None:
             check_growth(session, settings.grow_batch)
         workload.space = _space(workload, settings)
