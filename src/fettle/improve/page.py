@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fettle.improve.state import Step
-from fettle.page import Cell, Table, clean, shell
+from fettle.page import Table, clean, shell
 from fettle.report import interval
 from fettle.units import seconds_text
 
@@ -27,7 +27,7 @@ def table(steps: Sequence[Step]) -> Table:
     """A row a step."""
     rows = [
         (TITLES[step.name], step.status, gain_text(step), seconds_text(step.seconds) if step.seconds else "",
-         Cell(step.passes_on))
+         step.passes_on)
         for step in steps
     ]  # fmt: skip
     kinds = ["failed" if step.status == "failed" else "" for step in steps]
