@@ -27,7 +27,7 @@ from fettle.diagnose.collectors.operators import operations, watched
 from fettle.diagnose.collectors.syncs import syncs_on
 from fettle.diagnose.collectors.training import TrainingSteps, as_workload, device_type, trained
 from fettle.diagnose.collectors.variants import SLOW_S, timed, variants, without_anomaly_checks
-from fettle.diagnose.collectors.waiting import CoreClock, waiting
+from fettle.diagnose.collectors.waiting import all_threads_s, crowded, waiting
 from fettle.diagnose.evidence import Batches, Cost, Evidence, Fresh
 from fettle.generate import brief
 from fettle.machine import measure_peaks
@@ -64,9 +64,9 @@ def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
     records = any(tensor.requires_grad for tensor in tensors(call()))
     first_call_s = time.perf_counter() - began
     least = 1 if first_call_s > SLOW_S else 3
-    counters, pages = allocator_counts(device), pages_fetched()
-    with CoreClock() as clock:
-        plain = noted("plain calls", lambda: timed(call, device, 0.25 * seconds, least))
+    counters, pages, threads_s = allocator_counts(device), pages_fetched(), all_threads_s()
+    plain = noted("plain calls", lambda: timed(call, device, 0.25 * seconds, least))
+    without_core = crowded(threads_s)
     pages = pages_fetched() - pages
     allocator = {name: count - counters[name] for name, count in allocator_counts(device).items()}
     wall_s = statistics.median(plain)
@@ -100,7 +100,7 @@ def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
         peaks=noted("peaks", lambda: measure_peaks(device)),
         settings={**_settings(), "records": str(records)},
         variants=switched,
-        crowded=clock.crowded,
+        crowded=without_core,
         first_call_s=first_call_s,
         gc_s=gc_s,
         slept_s=slept_s,

@@ -115,9 +115,10 @@ def _holm(p: Sequence[float]) -> list[float]:
 
 
 def _interval(gain: Estimate) -> Interval:
-    if not math.isfinite(gain.reach):
+    reach = gain.reach
+    if not math.isfinite(reach):
         return Interval(math.exp(gain.gain), 0.0, math.inf)
-    return Interval(*(math.exp(max(-700.0, min(700.0, gain.gain + side * gain.reach))) for side in (0, -1, 1)))
+    return Interval(*(math.exp(max(-700.0, min(700.0, gain.gain + side * reach))) for side in (0, -1, 1)))
 
 
 def shares(model: Model) -> Mapping[tuple[str, ...], float]:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from fettle.diagnose import Finding, diagnose
-from fettle.diagnose.collectors import recording
-from fettle.diagnose.collectors.waiting import CoreClock
+from fettle.diagnose.collectors import recording, waiting
 from fettle.diagnose.evidence import Cost
 from fettle.diagnose.recordings import joined, of_snapshot, of_trace
 from fettle.errors import UsageError
@@ -155,7 +154,5 @@ class TestJoined:
 
 def test_a_busy_machine_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     told = iter([(1.0, 0.0), (2.0, 3.0)])
-    monkeypatch.setattr("fettle.diagnose.collectors.waiting._all_threads", lambda: next(told))
-    with CoreClock() as clock:
-        pass
-    assert clock.crowded == pytest.approx(0.75)
+    monkeypatch.setattr(waiting, "all_threads_s", lambda: next(told))
+    assert waiting.crowded(waiting.all_threads_s()) == pytest.approx(0.75)

@@ -128,22 +128,15 @@ def _at_hand(call: Callable[[], Any], clock: LoaderClock, device: str) -> float:
         return min(timed(call, device, 0.0, least=5))
 
 
-class CoreClock:
-    """How crowded the machine is while it is entered, seen from the threads of this process (Linux; else 0)."""
-
-    crowded = 0.0
-    """The share of the time in which they ran or could have run in which they had no core."""
-
-    def __enter__(self) -> CoreClock:
-        self._before = _all_threads()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        ran, waited = (max(0.0, now - then) for now, then in zip(_all_threads(), self._before, strict=True))
-        self.crowded = waited / max(ran + waited, 1e-9)
+def crowded(before: tuple[float, float]) -> float:
+    """The share of the time in which threads of this process ran or could have run, since `all_threads_s` said
+    `before`, in which they had no core."""
+    ran, waited = (max(0.0, now - then) for now, then in zip(all_threads_s(), before, strict=True))
+    return waited / max(ran + waited, 1e-9)
 
 
-def _all_threads() -> tuple[float, float]:
+def all_threads_s() -> tuple[float, float]:
+    """Seconds that the threads of this process ran, and that they waited for a core (Linux; else 0)."""
     threads = [scheduled_s(path) for path in Path("/proc/self/task").glob("*/schedstat")]
     return sum(ran for ran, _ in threads), sum(waited for _, waited in threads)
 
