@@ -86,11 +86,11 @@ def truth(planted: Planted, term: Term) -> float:
     return found
 
 
-def judge(planted: Planted, confidence: float = 0.95) -> tuple[int, int, int, bool]:
+def judge(planted: Planted) -> tuple[int, int, int, bool]:
     """Intervals that hold the truth, intervals in all, false claims, and whether the first sentence is the surprise."""
     model = fit(planted.table, "", RESPONSE)
     assert model is not None
-    found = effects(model, confidence=confidence)
+    found = effects(model)
     said = sentences(model, found)
     held = told = wrong = 0
     for effect in found:

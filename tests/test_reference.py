@@ -19,7 +19,7 @@ from fettle.gate.bisecting import Step
 from fettle.machine import this_machine
 from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
-from fettle.report.data import to_json
+from fettle.report import to_json
 from fettle.techniques import CATALOGUE
 from fettle.trace.analyses.sql import TABLES
 from tests.report.made_up import resnet

@@ -305,7 +305,7 @@ def test_of_a_training_loop_a_step_is_diagnosed(tmp_path: Path) -> None:
     assert not every & {"train-mode", "grad-recorded", "batch-norm", "random", "weight-bound", "leak"}
     seen = found.evidence
     assert seen is not None
-    assert seen.rows == 4
+    assert seen.facts.samples == 4
     assert seen.loading.seconds >= 0.02  # each step waits for a batch that takes this long to make
     # What is counted is real; how long it takes is another thing on each machine, so it is set here.
     steady = [replace(op, seconds=10e-6 * op.calls) for op in seen.operations]
@@ -497,7 +497,7 @@ def test_threads_are_tried_with_the_number_that_the_rule_looks_for(monkeypatch: 
         seen = collect(Workload(torch.nn.Linear(8, 8).eval(), [torch.ones(4, 8)]), 0.0)
     finally:
         torch.set_num_threads(before)
-    assert (seen.threads, seen.cores) == (1, 3)
+    assert (seen.facts.threads, seen.facts.physical_cores) == (1, 3)
     assert RULES["threads"](replace(seen, variants=dict.fromkeys(seen.variants, (0.5, 0.4, 0.6)))) is not None
 
 

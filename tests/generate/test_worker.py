@@ -13,9 +13,8 @@ from fettle.generate.speed import figures
 from fettle.measure import Judge, _generation, _inference, messages
 from fettle.measure._state import State, take_slice
 from fettle.recipe import Recipe
-from fettle.report import Result, save
-from fettle.report.data import read_outcome
-from fettle.report.tables import print_result
+from fettle.report import Result, load_result, save
+from fettle.report.terminal import print_result
 from fettle.techniques import source
 from fettle.workload import Target, fingerprint
 from tests.conftest import quick_studies
@@ -147,7 +146,7 @@ def test_a_study_of_text_from_end_to_end(target: Target, tmp_path: Path, capsys)
     half = next(trial for trial in result.trials if trial.recipe.levels.get("precision") == "bf16")
     assert half.accuracy.is_text
     save(result, tmp_path / "out")
-    again = read_outcome(tmp_path / "out" / "result.json")
+    again = load_result(tmp_path / "out" / "result.json")
     assert again.baseline is not None
     assert again.baseline.generation == result.baseline.generation
     page = (tmp_path / "out" / "report.html").read_text()

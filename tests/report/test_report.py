@@ -38,8 +38,8 @@ from fettle.report._rounds import rounds
 from fettle.report._text import sentence
 from fettle.report._verdict import headline, payback, verdict
 from fettle.report.charts import ladder
-from fettle.report.data import from_json
 from fettle.report.progress import trial_line
+from fettle.report.result import from_json
 from fettle.report.slo import front, prediction
 from fettle.result import Reference, Rung
 from fettle.tuning import Event

@@ -5,7 +5,7 @@ from dataclasses import replace
 from fettle.recipe import Recipe
 from fettle.studies import designs
 from fettle.studies.analysis import analyse
-from fettle.studies.trials import Measured, table_of
+from fettle.studies.outcome import Measured, table_of
 from tests.tuning.simulated import World, made_up_space, session_in
 
 NAMES = ("mode", "grad", "precision", "channels_last")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fettle.atlas.table import Subject
-from fettle.diagnose import Evidence, Operation
+from fettle.diagnose import Evidence
 from fettle.machine import Machine
 from fettle.techniques import Facts
 
@@ -22,6 +22,9 @@ def model_features(evidence: Evidence) -> dict[str, Any]:
     if not seconds:
         return {}
     flops = sum(op.flops for op in ops)
+    recurrent_s = sum(op.seconds for op in ops if any(word in f"{op.name} {op.kind}".lower() for word in _RECURRENT))
+    ranked = sorted(ops, key=lambda op: (-op.flops, -op.seconds, op.name))  # products first, if it has any
+    shapes = dict.fromkeys("x".join(map(str, op.largest)) for op in ranked if op.largest)
 
     def of_flops(kind: str) -> float:
         return min(1.0, sum(op.flops for op in ops if kind in op.name) / flops) if flops else 0.0
@@ -36,8 +39,8 @@ def model_features(evidence: Evidence) -> dict[str, Any]:
         "index": _share(evidence, seconds, "index"),
         "convolution": of_flops("convolution"),
         "attention": of_flops("attention"),
-        "recurrent": min(1.0, sum(op.seconds for op in ops if _is_recurrent(op)) / seconds),
-        "shapes": " ".join(_shapes(ops)),
+        "recurrent": min(1.0, recurrent_s / seconds),
+        "shapes": " ".join(list(shapes)[:_MOST_SHAPES]),
     }
 
 
@@ -75,14 +78,3 @@ def _family(facts: Facts, features: Mapping[str, Any]) -> str:
 
 def _share(evidence: Evidence, seconds: float, *groups: str) -> float:
     return min(1.0, evidence.seconds(*groups) / seconds)
-
-
-def _is_recurrent(op: Operation) -> bool:
-    return any(word in op.name.lower() or word in op.kind.lower() for word in _RECURRENT)
-
-
-def _shapes(ops: Sequence[Operation]) -> list[str]:
-    """Shapes of the costliest products; of a model without products of its costliest operators."""
-    ranked = sorted(ops, key=lambda op: (-op.flops, -op.seconds, op.name))
-    texts = ["x".join(map(str, op.largest)) for op in ranked if op.largest]
-    return list(dict.fromkeys(texts))[:_MOST_SHAPES]

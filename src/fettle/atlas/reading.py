@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-import msgspec
-
 from fettle.atlas.table import MOST_BYTES, Row, parse
 from fettle.errors import UsageError
 from fettle.procs.child import Child, ChildError, Request
+from fettle.procs.parent import Parent, be_a_worker
 
 _MOST_MEMORY = 3 << 30
 _LONGEST_S = 120.0
@@ -37,16 +36,10 @@ def read_atlas(path: str | Path) -> list[Row]:
         raise UsageError(f"the atlas {path} cannot be read: {error}") from error
 
 
-def _main() -> None:
-    from fettle.procs.parent import Parent, be_a_worker
-
+if __name__ == "__main__":
     be_a_worker()
     with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no such limit
         import resource
 
         resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, _MOST_MEMORY))
-    Parent().serve(Read, lambda request: [msgspec.to_builtins(row) for row in parse(Path(request.path))])
-
-
-if __name__ == "__main__":
-    _main()
+    Parent().serve(Read, lambda request: parse(Path(request.path)))

@@ -27,7 +27,7 @@ from fettle.diagnose.collectors.operators import operations, watched
 from fettle.diagnose.collectors.syncs import syncs_on
 from fettle.diagnose.collectors.training import TrainingSteps, as_workload, device_type, trained
 from fettle.diagnose.collectors.variants import SLOW_S, timed, variants, without_anomaly_checks
-from fettle.diagnose.collectors.waiting import CoreClock, waiting
+from fettle.diagnose.collectors.waiting import all_threads_s, crowded, waiting
 from fettle.diagnose.evidence import Batches, Cost, Evidence, Fresh
 from fettle.generate import brief
 from fettle.machine import measure_peaks
@@ -64,9 +64,9 @@ def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
     records = any(tensor.requires_grad for tensor in tensors(call()))
     first_call_s = time.perf_counter() - began
     least = 1 if first_call_s > SLOW_S else 3
-    counters, pages = allocator_counts(device), pages_fetched()
-    with CoreClock() as clock:
-        plain = noted("plain calls", lambda: timed(call, device, 0.25 * seconds, least))
+    counters, pages, threads_s = allocator_counts(device), pages_fetched(), all_threads_s()
+    plain = noted("plain calls", lambda: timed(call, device, 0.25 * seconds, least))
+    without_core = crowded(threads_s)
     pages = pages_fetched() - pages
     allocator = {name: count - counters[name] for name, count in allocator_counts(device).items()}
     wall_s = statistics.median(plain)
@@ -100,10 +100,7 @@ def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
         peaks=noted("peaks", lambda: measure_peaks(device)),
         settings={**_settings(), "records": str(records)},
         variants=switched,
-        threads=torch.get_num_threads(),
-        cores=facts.physical_cores,
-        crowded=clock.crowded,
-        rows=facts.samples,
+        crowded=without_core,
         first_call_s=first_call_s,
         gc_s=gc_s,
         slept_s=slept_s,
@@ -135,16 +132,12 @@ def glance(workload: Workload, seconds: float) -> Evidence:
     with unchanged(workload, module), torch.no_grad():
         plain = timed(lambda: own.run(own.model, own.inputs[0]), device, 0.0, least=2)
         ops = operations(own, device, calls=1)
-    facts = probe_facts(workload)
     return Evidence(
-        facts=facts,
+        facts=probe_facts(workload),
         wall_s=min(plain),
         operations=ops,
         peaks=measure_peaks(device),
-        settings={**_settings(), "grad": "False"},
-        threads=torch.get_num_threads(),
-        cores=facts.physical_cores,
-        rows=facts.samples,
+        settings=_settings(),
     )
 
 
@@ -154,10 +147,8 @@ def _settings() -> dict[str, str]:
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         "matmul": _matmul_precision(),
         "cudnn_benchmark": str(torch.backends.cudnn.benchmark),
-        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "mkldnn": str(torch.backends.mkldnn.enabled),
         "profiler": str(torch.autograd.profiler._is_profiler_enabled),
-        "grad": str(torch.is_grad_enabled()),
     }
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fettle.diagnose.compile_worker import compile_health
-from fettle.diagnose.evidence import GROUPS, Evidence
+from fettle.diagnose.evidence import GROUPS, Cost, Evidence
 from fettle.diagnose.finding import Finding
 from fettle.diagnose.recordings import Examiner, Recording, joined, of_files, traces_and_snapshots
 from fettle.diagnose.recordings import record as recorded
@@ -22,6 +23,7 @@ from fettle.files import plain
 from fettle.machine import this_machine
 from fettle.measure import WorkerError
 from fettle.techniques import parts_lines
+from fettle.units import count_text
 from fettle.workload import AUTO, Target, check_mode, find_target
 
 OnProgress = Callable[[str], None]
@@ -32,19 +34,11 @@ class Watching:
     """A collector, for people."""
 
     what: str
-    slowdown: float
-    """How many times as long a call took under it; 1 where none did."""
+    cost: str
+    """How long it took, or how many times as long a call took under it."""
     says: str = ""
     command: str = ""
     """What opens the file that it kept."""
-    seconds: float = 0.0
-    """How long it took; 0 where only the slowdown is known."""
-
-    @property
-    def cost(self) -> str:
-        slower = f"a call took {self.slowdown:.1f}x as long" if self.slowdown > 1 or not self.seconds else ""
-        took = f"{self.seconds:.2g} s" if self.seconds >= 0.01 else "under 0.01 s" if self.seconds else ""
-        return ", ".join(filter(None, (took, slower)))
 
 
 @dataclass(frozen=True)
@@ -76,10 +70,7 @@ class Diagnosis:
     def verdict(self) -> str:
         """One sentence."""
         timed = [finding for finding in (*self.findings, *self.opportunities) if finding.bound > 0]
-        if timed:
-            first = timed[0]
-            return f"{first.says} Mending it could save {first.most}."
-        for first in self.findings:
+        for first in (*timed, *self.findings):
             return f"{first.says} Mending it could save {first.most}." if first.most else first.says
         if self.opportunities:
             return self.opportunities[0].says
@@ -94,17 +85,15 @@ class Diagnosis:
     @property
     def watching(self) -> list[Watching]:
         """What the evidence was gathered with, and what each collector cost."""
-        costs = []
-        if self.evidence is not None:
-            costs = [Watching(name, cost.slowdown, seconds=cost.seconds) for name, cost in self.evidence.costs.items()]
-            if self.evidence.compile is not None:
-                costs.append(
-                    Watching("torch.compile, in a process of its own", 1.0, seconds=self.evidence.compile.wall_s)
-                )
+        costs = dict(self.evidence.costs) if self.evidence is not None else {}
+        if self.evidence is not None and self.evidence.compile is not None:
+            costs["torch.compile, in a process of its own"] = Cost(self.evidence.compile.wall_s)
+        watching = [Watching(name, str(cost)) for name, cost in costs.items()]
         for item in self.recordings:
-            calls = f"{item.cost.calls} call{'s' if item.cost.calls > 1 else ''}"
-            costs.append(Watching(f"{item.kind} of {calls}", item.cost.slowdown, item.says, item.command))
-        return costs
+            what = f"{item.kind} of {count_text(item.cost.calls, 'call')}"
+            slower = f"a call took {item.cost.slowdown:.1f}x as long"
+            watching.append(Watching(what, slower, item.says, item.command))
+        return watching
 
     def count(self, rule: str) -> int | None:
         """How often a rule's cause happens: what `--fail-on` limits. None where it was not looked for."""
@@ -132,14 +121,13 @@ def diagnose(
     diagnosed is its step; `mode` stands above that. Raises `UsageError` for a target that is none of these.
     """
     check_mode(mode)
-    if isinstance(target, Target):
-        return _of_workload(target, seconds, compile_check, record, beside, on_progress)
-    path = Path(target)
-    if str(target) and (path.is_dir() or traces_and_snapshots(path)):
-        read = of_files(traces_and_snapshots(path), on_progress)
-        faults, opportunities = _apart(read.findings)
-        return Diagnosis(str(path), faults, read.budget, opportunities=opportunities, notes=read.notes)
-    target = replace(find_target(str(target)), mode=mode)
+    if not isinstance(target, Target):
+        path = Path(target)
+        if str(target) and (path.is_dir() or traces_and_snapshots(path)):
+            read = of_files(traces_and_snapshots(path), on_progress)
+            faults, opportunities = _apart(read.findings)
+            return Diagnosis(str(path), faults, read.budget, opportunities=opportunities, notes=read.notes)
+        target = replace(find_target(str(target)), mode=mode)
     return _of_workload(target, seconds, compile_check, record, beside, on_progress)
 
 
@@ -180,7 +168,7 @@ def _of_workload(
     made: list[Recording] = []
     more: list[Finding] = []
     notes: list[str] = []
-    with Examiner(target) as examiner:
+    with closing(Examiner(target)) as examiner:
         on_progress("building the workload; timing operators, and what switches bring")
         try:
             answer = examiner.examine("collect:collect", seconds)
@@ -202,7 +190,7 @@ def _of_workload(
             evidence = replace(evidence, compile=compile_health(target, backend="aot_eager", rounds=2, timeout_s=180.0))
         except UsageError as error:
             notes.append(f"compile health: not known, {error}")
-    if evidence.crowded > CROWDED and evidence.threads <= evidence.cores:
+    if evidence.crowded > CROWDED and evidence.facts.threads <= evidence.facts.physical_cores:
         notes.append(
             f"the machine is busy: threads of a call had no core for {evidence.crowded:.0%} of the time; times, and "
             "what switches bring, are less certain than on a quiet one"
@@ -229,9 +217,7 @@ def _apart(findings: Sequence[Finding]) -> tuple[list[Finding], list[Finding]]:
 def _budget(evidence: Evidence) -> dict[str, float]:
     """Groups of operators and the rest as shares that add up to 1. Where operators took longer while they were watched
     than the whole call takes, they are scaled to it."""
-    inside: dict[str, float] = {}
-    for op in evidence.operations:
-        inside[GROUPS[op.group]] = inside.get(GROUPS[op.group], 0.0) + op.seconds
+    inside = {words: evidence.seconds(group) for group, words in GROUPS.items()}
     total = max(sum(inside.values()), evidence.wall_s)
     budget = {name: spent / total for name, spent in sorted(inside.items(), key=lambda item: -item[1])}
     budget["outside operators: Python, autograd, dispatch, waiting"] = max(0.0, 1 - sum(budget.values()))

@@ -104,6 +104,10 @@ class Cost:
     slowdown: float = 1.0
     """How many times as long a call took while it looked; 1 where no call ran under it."""
 
+    def __str__(self) -> str:
+        took = f"{self.seconds:.2g} s" if self.seconds >= 0.01 else "under 0.01 s"
+        return f"{took}, a call took {self.slowdown:.1f}x as long" if self.slowdown > 1 else took
+
 
 @dataclass(frozen=True)
 class Batches:
@@ -184,11 +188,8 @@ class Evidence:
     """Process-wide switches that change speed, as found after the workload was built."""
     variants: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
     """Quick interleaved trials of what can be switched in place: share of the time saved, and its 95% interval."""
-    threads: int = 1
-    cores: int = 1
     crowded: float = 0.0
     """Share of the plain calls in which threads that could have run had no core: other programs took it."""
-    rows: int = 1
     load_s: float = 0.0
     first_call_s: float = 0.0
     gc_s: float = 0.0

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from fettle.measure import Interval, Trial
-from fettle.recipe import Recipe
 from fettle.result import ALONE, Advice, keeps
 from fettle.units import size_text
 
@@ -39,8 +38,8 @@ class Finding:
     """What to do, one sentence."""
     formula: str = ""
     """How the bound was computed, in words."""
-    before: str = ""
-    """Code of the kind that has this fault."""
+    before: str = "y = model(x)"
+    """Code of the kind that has this fault: where it shows nowhere else, the call."""
     after: str = ""
     """The same, fixed."""
     opportunity: bool = False
@@ -105,7 +104,7 @@ def also_answered(item: Finding | Advice, every: Iterable[Finding | Advice]) -> 
     return sum(
         other.bound
         for other in every
-        if other is not item and other.levels and set(other.levels.items()) <= set(item.levels.items())
+        if other is not item and other.levels and other.levels.items() <= item.levels.items()
     )
 
 
@@ -124,15 +123,13 @@ def with_gains(advised: Iterable[Advice], trials: Iterable[Trial]) -> list[Advic
     measured = {trial.recipe: trial for trial in trials if trial.speedup is not None and trial.status != "failed"}
     answers = []
     for item in advised:
-        pairs = []
-        for recipe, with_it in measured.items():
-            if any(recipe.levels.get(name) != level for name, level in item.levels.items()):
-                continue
-            rest = Recipe({name: level for name, level in recipe.levels.items() if name not in item.levels})
-            if rest != recipe and rest in measured:
-                pairs.append((len(rest.levels), measured[rest], with_it))
+        pairs = [
+            (measured[rest], with_it)
+            for recipe, with_it in measured.items()
+            if item.levels.items() <= recipe.levels.items() and (rest := recipe.without(*item.levels)) in measured
+        ]
         if pairs:
-            _, without, with_it = min(pairs, key=lambda pair: pair[0])
+            without, with_it = min(pairs, key=lambda pair: len(pair[0].recipe.levels))
             item = replace(
                 item,
                 brought=ratio(without.speedup, with_it.speedup),

@@ -221,20 +221,11 @@ def _confirmed(first: Finding, other: Finding) -> Finding:
 
 
 class Examiner:
-    """Runs collectors on a workload in a worker process; where a collector ended the process, the next gets a new one.
-
-    Use as a context manager.
-    """
+    """Runs collectors on a workload in a worker process, and in a new one after a collector that ended it."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self._worker: Worker | None = None
-
-    def __enter__(self) -> Examiner:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._leave()
 
     def examine(self, collector: str, seconds: float, path: str = "") -> messages.Examined:
         """What ``module:function`` of this room finds.
@@ -246,17 +237,17 @@ class Examiner:
             try:
                 self._worker.ask(messages.Build(self._target), messages.Built, 600.0)
             except WorkerError as error:
-                self._leave()
+                self.close()
                 raise UsageError(f"the workload could not be built: {error}") from error
         try:
             request = messages.Examine(f"fettle.diagnose.{collector}", seconds, path)
             return self._worker.ask(request, messages.Examined, _LONGEST_S)
         except WorkerError as error:
             if error.kind != "error":  # anything but an exception, and the process is gone
-                self._leave()
+                self.close()
             raise
 
-    def _leave(self) -> None:
+    def close(self) -> None:
         if self._worker is not None:
             self._worker.close()
             self._worker = None

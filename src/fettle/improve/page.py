@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fettle.improve.state import Step
-from fettle.page import Cell, Table, clean, shell
+from fettle.page import Table, clean, shell
 from fettle.report import interval
 from fettle.units import seconds_text
 
@@ -19,7 +19,7 @@ def page(headline: str, target: str, steps: Sequence[Step]) -> str:
     """The page as text."""
     return shell.render(
         "fettle.improve", "page.html.j2", clean(f"Improve {target}"), target=clean(target), headline=clean(headline),
-        table=table(steps), steps=clean([_shown(step) for step in steps]),
+        table=table(steps), steps=clean(steps), titles=TITLES,
     )  # fmt: skip
 
 
@@ -27,7 +27,7 @@ def table(steps: Sequence[Step]) -> Table:
     """A row a step."""
     rows = [
         (TITLES[step.name], step.status, gain_text(step), seconds_text(step.seconds) if step.seconds else "",
-         Cell(step.passes_on))
+         step.passes_on)
         for step in steps
     ]  # fmt: skip
     kinds = ["failed" if step.status == "failed" else "" for step in steps]
@@ -37,8 +37,3 @@ def table(steps: Sequence[Step]) -> Table:
 def gain_text(step: Step) -> str:
     """The ratio with its interval, where there is one."""
     return "" if step.speedup is None else interval(step.speedup)
-
-
-def _shown(step: Step) -> dict[str, object]:
-    return {"title": TITLES[step.name], "status": step.status, "says": step.says, "lines": list(step.lines),
-            "files": [name for name in step.files if name.endswith(".html")], "passes_on": step.passes_on}  # fmt: skip

@@ -38,16 +38,14 @@ class Still:
     """SVG for wide and for narrow screens, in light and in dark."""
 
 
-def still(alt: str, draw: Callable[[bool], theme.Spec], wide: int = 800, narrow: int = 300) -> Still:
+def still(alt: str, draw: Callable[[bool], theme.Spec], wide: int = 800) -> Still:
     """Draw a chart for every screen; `draw` is given whether it is narrow."""
-    places = [(tone, name) for tone in ("light", "dark") for name in ("wide", "narrow")]
-    return Still(
-        alt,
-        {
-            f"{tone} {name}": theme.svg(draw(name == "narrow"), wide if name == "wide" else narrow, dark=tone == "dark")
-            for tone, name in places
-        },
-    )
+    drawings = {
+        f"{tone} {name}": theme.svg(draw(name == "narrow"), width, dark=tone == "dark")
+        for tone in ("light", "dark")
+        for name, width in (("wide", wide), ("narrow", 300))
+    }
+    return Still(alt, drawings)
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ def check_path(path: Path) -> None:
     check_writable(path)
 
 
-def write(path: Path, page: Callable[[], str], chart: Callable[[], theme.Spec], width: int = 640) -> None:
+def write(path: Path, page: Callable[[], str], chart: Callable[[], theme.Spec]) -> None:
     """Write the page (.html, needs no network) or the chart alone (.png, .svg), whole or not at all."""
     check_path(path)
     if path.suffix == ".html":
         write_text(path, page())
     else:
-        write_bytes(path, draw(chart(), path.suffix.removeprefix("."), width))
+        write_bytes(path, draw(chart(), path.suffix.removeprefix("."), 640))
 
 
 def write_pictures(figures: Iterable[Figure], folder: Path) -> list[Path]:

@@ -81,11 +81,11 @@ def svg(spec: Spec, width: int, dark: bool = False) -> str:
     return _svg(json.dumps(padded), dark)
 
 
-def png(spec: Spec, width: int, scale: float = 2.0) -> bytes:
+def png(spec: Spec, width: int) -> bytes:
     """The chart as a light PNG."""
     import vl_convert
 
-    return bytes(vl_convert.svg_to_png(svg(spec, width), scale=scale))
+    return bytes(vl_convert.svg_to_png(svg(spec, width), scale=2.0))
 
 
 @lru_cache(maxsize=64)
@@ -166,16 +166,20 @@ def front_dots(base: alt.Chart, size: int = 70) -> alt.Chart:
     )  # fmt: skip
 
 
+def coloured(field: str, colours: Mapping[str, str], **legend: Any) -> alt.Color:
+    """A colour for each name, in their order."""
+    scale = alt.Scale(domain=list(colours), range=list(colours.values()))
+    return alt.Color(f"{field}:N", title=None, sort=list(colours), scale=scale, legend=alt.Legend(**legend))
+
+
 def by_name(field: str, names: Sequence[str], **legend: Any) -> alt.Color:
-    """A colour for each of the names, in their order."""
-    scale = alt.Scale(domain=list(names), range=[ACCENT, *LEVERS[1:], *LEVERS][: len(names)])
-    return alt.Color(f"{field}:N", title=None, sort=list(names), scale=scale, legend=alt.Legend(**legend))
+    """The usual colours of lines, fourteen at most."""
+    return coloured(field, dict(zip(names, [ACCENT, *LEVERS[1:], *LEVERS], strict=False)), **legend)
 
 
-def by_part(name: str, parts: Sequence[str], columns: int) -> alt.Color:
+def by_part(field: str, parts: Sequence[str], columns: int) -> alt.Color:
     """The colours of stacked parts; the last one is what is left, and quiet."""
-    scale = alt.Scale(domain=list(parts), range=[*LEVERS[: len(parts) - 1], QUIET])
-    return alt.Color(f"{name}:N", scale=scale, title=None, sort=list(parts), legend=alt.Legend(columns=columns))
+    return coloured(field, dict(zip(parts, [*LEVERS[: len(parts) - 1], QUIET], strict=True)), columns=columns)
 
 
 def peaks(

@@ -5,17 +5,15 @@ Everything here reads a `fettle.result.Outcome`, or the plain data of a search f
 
 from fettle.report._facts import load_lines
 from fettle.report._format import interval
-from fettle.report._slo_tables import settings as slo_table
 from fettle.report._verdict import goal_kept, verdict
 from fettle.report.charts import write_charts
-from fettle.report.data import save_result, to_json
 from fettle.report.load_page import loads_page
-from fettle.report.notebook import cell
 from fettle.report.progress import progress
-from fettle.report.result import Result, load_result, page, save
+from fettle.report.result import Result, cell, load_result, page, save, save_result, to_json
+from fettle.report.slo import settings as slo_table
 from fettle.report.slo import slo_page
 from fettle.report.slo_texts import texts_page, texts_table, texts_words
-from fettle.report.tables import comparison_table, print_result
+from fettle.report.terminal import comparison_table, print_result
 
 __all__ = [
     "Result", "cell", "comparison_table", "goal_kept", "interval", "load_lines", "load_result", "loads_page", "page",

@@ -9,7 +9,7 @@ import altair as alt
 
 from fettle.measure import Startup, Trial
 from fettle.page import Figure, picture, theme
-from fettle.page.theme import ACCENT, LEVERS, QUIET, moment
+from fettle.page.theme import ACCENT, LEVERS, QUIET, coloured, moment
 from fettle.report import _format as fmt
 from fettle.report import _verdict
 from fettle.report._facts import front_trials, is_winner, ranked, speed, unit_name
@@ -33,8 +33,8 @@ def payback(result: Outcome) -> Figure | None:
         for index in range(_POINTS + 1):
             x = end ** (index / _POINTS)
             rows.append({"calls": x, "seconds": trial.startup.total_s + x * per_call, "series": name})
-    colours = {GIVEN: QUIET, WINNER: ACCENT, AGAIN: LEVERS[0]}
-    range_ = [colours.get(name, LEVERS[1 + 2 * i % 6]) for i, name in enumerate(series)]
+    own = {GIVEN: QUIET, WINNER: ACCENT, AGAIN: LEVERS[0]}
+    colours = {name: own.get(name, LEVERS[1 + 2 * i % 6]) for i, name in enumerate(series)}
     scale = alt.Scale(type="log", nice=False)
     done = "steps made" if unit_name(result) == "step" else "calls answered"
     line = (
@@ -45,11 +45,7 @@ def payback(result: Outcome) -> Figure | None:
             y=alt.Y(
                 "seconds:Q", title="seconds since the start (log)", scale=scale, axis=alt.Axis(format="~g", tickCount=6)
             ),
-            color=alt.Color(
-                "series:N",
-                scale=alt.Scale(domain=list(series), range=range_),
-                legend=alt.Legend(title=None, columns=1, labelLimit=310, symbolType="stroke"),
-            ),
+            color=coloured("series", colours, columns=1, labelLimit=310, symbolType="stroke"),
         )
     )
     layers: list[alt.Chart] = [line]

@@ -9,7 +9,7 @@ import altair as alt
 
 from fettle.measure import Slice
 from fettle.page import Figure, picture, theme
-from fettle.page.theme import ACCENT, QUIET, WARN
+from fettle.page.theme import ACCENT, QUIET, WARN, coloured
 from fettle.report import _format as fmt
 from fettle.report._facts import unit_name
 from fettle.result import Outcome
@@ -35,8 +35,7 @@ def rounds(result: Outcome) -> Figure | None:
         x=alt.X("round:Q", title="round", scale=alt.Scale(nice=False, padding=8), axis=alt.Axis(tickMinStep=1)),
         y=alt.Y("ms:Q", title=f"ms a {unit_name(result)} (log)", scale=alt.Scale(type="log"),
                 axis=alt.Axis(format="~g", tickCount=5)),
-        color=alt.Color("series:N", scale=alt.Scale(domain=[GIVEN, WINNER], range=[QUIET, ACCENT]),
-                        legend=alt.Legend(title=None)),
+        color=coloured("series", {GIVEN: QUIET, WINNER: ACCENT}),
         detail="process:N",
         tooltip=["series:N", "round:Q", alt.Tooltip("ms:Q", format=".4~g", title="ms"),
                  alt.Tooltip("others:N", title="others took"), "kind:N"],

@@ -9,7 +9,7 @@ import altair as alt
 from fettle.generate.limits import Point, Work, peak_bytes, peak_flops, points
 from fettle.measure import Trial
 from fettle.page import Cell, Figure, Table, picture, theme
-from fettle.page.theme import ACCENT, QUIET, WARN, Rows
+from fettle.page.theme import ACCENT, QUIET, WARN, Rows, coloured
 from fettle.report import _format as fmt
 from fettle.report._facts import is_winner, name_of, ranked
 from fettle.result import Outcome
@@ -93,7 +93,7 @@ def roofline(result: Outcome) -> Figure | None:
             x=x,
             y=y,
             shape=alt.Shape("phase:N", title=None),
-            color=alt.Color("status:N", scale=alt.Scale(domain=["winner", "other"], range=[ACCENT, QUIET]), title=None),
+            color=coloured("status", {"winner": ACCENT, "other": QUIET}),
             tooltip=["recipe:N", "phase:N", alt.Tooltip("y:Q", title="GFLOP/s", format=".3g"),
                      alt.Tooltip("share:N", title="of the limit there")],
         )

@@ -8,7 +8,7 @@ import altair as alt
 
 from fettle.measure import Trial
 from fettle.page import Figure, picture, theme
-from fettle.page.theme import ACCENT, QUIET, Rows, by_part, peaks
+from fettle.page.theme import ACCENT, QUIET, Rows, by_part, coloured, peaks
 from fettle.report import _format as fmt
 from fettle.result import Outcome
 from fettle.techniques import uses_ranks
@@ -43,7 +43,6 @@ def losses(result: Outcome) -> Figure | None:
     x = alt.X("step:Q", title="step", axis=alt.Axis(tickMinStep=1, grid=False))
     y = alt.Y("low:Q", title="loss", scale=alt.Scale(zero=False))
     area = alt.Chart(theme.data(band)).mark_area(opacity=0.22, color=QUIET).encode(x=x, y=y, y2="high:Q")
-    runs = alt.Scale(domain=["baseline", "tuned"], range=[QUIET, ACCENT])
     dashes = alt.Scale(domain=["baseline", "tuned"], range=[[1, 0], [5, 3]])
     line = (
         alt.Chart(theme.data(lines))
@@ -51,7 +50,7 @@ def losses(result: Outcome) -> Figure | None:
         .encode(
             x=x,
             y=alt.Y("loss:Q"),
-            color=alt.Color("run:N", scale=runs, title=None),
+            color=coloured("run", {"baseline": QUIET, "tuned": ACCENT}),
             strokeDash=alt.StrokeDash("run:N", scale=dashes, title=None),
             tooltip=["run:N", "step:Q", alt.Tooltip("loss:Q", format=".4f")],
         )

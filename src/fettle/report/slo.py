@@ -1,19 +1,18 @@
-"""The report of a search for a service level: one HTML file that needs no network.
+"""The report of a search for a service level: its tiles, tables and charts, in one HTML file that needs no network.
 
 It reads the plain data of the search (`fettle.slo.outcome.as_data`), which is also what ``result.json`` holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import altair as alt
 
-from fettle.page import Figure, clean, picture, shell, theme
-from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Rows, by_name, level, rule
+from fettle.page import Cell, Figure, Row, Table, clean, picture, shell, theme
+from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Rows, by_name, coloured, level, rule
 from fettle.report import _format as fmt
-from fettle.report import _slo_tables
 from fettle.units import rate_text
 
 Data = Mapping[str, Any]
@@ -23,30 +22,30 @@ _HEIGHT = 300
 def slo_page(data: Data) -> str:
     """The page as text."""
     data = clean(data)
-    chosen = _slo_tables.best_of(data)
+    chosen = best_of(data)
     limit = fmt.milliseconds(data["limit_ms"])
-    headline = _slo_tables.headline(data, limit, lambda rate: f"{rate_text(rate)} requests a second")
+    conclusion = headline(data, limit, lambda rate: f"{rate_text(rate)} requests a second")
     return shell.render(
         "fettle.report",
         "slo.html.j2",
-        f"{headline}: {data['name']}",
+        f"{conclusion}: {data['name']}",
         [figure for figure in (capacity(data), cost(data), prediction(data), front(data)) if figure is not None],
         data=data,
         best=chosen,
-        headline=headline,
+        headline=conclusion,
         lead=lead(data),
         fmt=fmt,
-        tiles=_slo_tables.tiles(data, chosen) if chosen else [],
-        settings=_slo_tables.settings(data),
-        tests=_slo_tables.tests(data),
-        branches=_slo_tables.branches(data),
+        tiles=tiles(data, chosen) if chosen else [],
+        settings=settings(data),
+        tests=tests(data),
+        branches=branches(data),
         failures=[f"{failure['what']}: {failure['why']}" for failure in data["failures"]],
     )
 
 
 def lead(data: Data) -> str:
     """One paragraph: the setting, how it was predicted, and what is left."""
-    point = _slo_tables.best_of(data)
+    point = best_of(data)
     if point is None:
         return " ".join(f"{why[:1].upper()}{why[1:]}." for why in data["why"][:2])
     text = f"{point['setting']}. Predicted before any load test: {rate_text(point['predicted'])} requests a second."
@@ -56,13 +55,116 @@ def lead(data: Data) -> str:
     return text
 
 
+def best_of(data: Data) -> dict[str, Any] | None:
+    """The point that was chosen."""
+    return None if data["best"] is None else data["points"][data["best"]]
+
+
+def headline(data: Data, limits: str, words: Callable[[float], str]) -> str:
+    """What came of it: the best setting's rate in `words`, within the `limits`."""
+    point = best_of(data)
+    if data["interrupted"]:
+        return "A search that was interrupted"
+    if point is None:
+        return f"No setting keeps {limits}"
+    return f"{'' if data['met'] else 'Not met: '}{words(point['measured'])} within {limits}"
+
+
+def tiles(data: Data, best: Data) -> list[tuple[str, str, str]]:
+    """The figures of the setting that was chosen."""
+    many = "s" if best["workers"] > 1 else ""
+    held = max((test for test in best["tests"] if test["held"]), key=lambda test: test["rate"], default=None)
+    figures = [("capacity", fmt.rate(best["measured"]), f"predicted {fmt.rate(best['predicted'])}")]
+    if held is not None:
+        p99 = fmt.milliseconds(held["run"]["latency_ms"]["p99"])
+        figures.append((f"p99 at {held['rate']:.4g}/s", p99, f"limit {fmt.milliseconds(data['limit_ms'])}"))
+    figures.append(("memory of the workers", fmt.size(best["memory_bytes"]), f"{best['workers']} worker{many}"))
+    if best["cost_per_million"] is not None:
+        figures.append(("a million requests cost", f"{best['cost_per_million']:.3g}", "in the price's unit"))
+    return [*figures, ("error of the answers", fmt.error(best["error"]), "against the model as given")]
+
+
+def settings(data: Data, most: int | None = None) -> Table:
+    """The settings that were measured, and those that no other beats."""
+    points = [point for point in data["points"] if point["tests"] or point["front"]][:most]
+    best = best_of(data)
+    p99 = f"p99 at {data['reference_rate']:.4g}/s" if data["reference_rate"] else "p99"
+    hidden = set()
+    if all(point["cost_per_million"] is None for point in points):
+        hidden.add("per million")
+    if len({point["error"] for point in points}) < 2:
+        hidden.add("error")
+    rows: list[dict[str, Cell | str]] = []
+    kinds = []
+    for point in points:
+        cells: dict[str, Cell | str] = {
+            "setting": point["setting"],
+            "predicted": fmt.rate(point["predicted"]),
+            "measured": _measured(point),
+            p99: fmt.milliseconds(point["p99_ms"]),
+            "memory": fmt.size(point["memory_bytes"]),
+            "per million": fmt.number(point["cost_per_million"], 3),
+            "error": fmt.error(point["error"]),
+            "": Cell("chosen", tag="winner") if point is best else Cell("front", tag="front") if point["front"] else "",
+        }
+        rows.append({name: cell for name, cell in cells.items() if name not in hidden})
+        kinds.append("winner" if point is best else "")
+    return Table.of(rows, ("setting", ""), kinds, stack=True)
+
+
+def tests(data: Data) -> Table:
+    """Every load test."""
+    columns = ("setting", "requests/s", "p50", "p99", "predicted p99", "queue p99", "batch p99", "model p99", "Little",
+               "limit")  # fmt: skip
+    rows: list[Row] = []
+    for point in data["points"]:
+        for test in point["tests"]:
+            run = test["run"]
+            notes = [run["void"]] if run["void"] else []
+            notes += [] if run["stable"] else ["the backlog only grew"]
+            if run["failed"] or run["shed"]:
+                notes.append(f"{run['failed']} failed, {run['shed']} refused")
+            interval = run.get("p99_interval_ms")
+            between = [f"{interval[0]:.3g} to {interval[1]:.3g}"] if interval else []
+            stages = [fmt.milliseconds(test[name]["p99"]) for name in ("queue_ms", "join_ms", "model_ms")]
+            kept = Cell("kept", tag="winner") if test["held"] else Cell("missed", tag="over")
+            rows.append([
+                Cell(point["setting"], notes=notes), f"{test['rate']:.4g}", fmt.milliseconds(run["latency_ms"]["p50"]),
+                Cell(fmt.milliseconds(run["latency_ms"]["p99"]), notes=between),
+                fmt.milliseconds(test["predicted_p99_ms"]), *stages, fmt.number(run["little"], 3), kept,
+            ])  # fmt: skip
+    return Table(columns, rows, columns[1:-1], stack=True)
+
+
+def branches(data: Data) -> Table:
+    """What calls cost, by workers."""
+    rows: list[dict[str, Cell | str]] = []
+    for branch in data["branches"]:
+        first, last = branch["curve"][0], branch["curve"][-1]
+        scaled = [f"costs multiplied by {branch['scale']:.3g} after load tests"] * (branch["scale"] != 1)
+        rows.append({
+            "workers": Cell(branch["branch"], notes=scaled), "one row": fmt.milliseconds(first["median_ms"]),
+            "most rows": str(last["rows"]), "that call": fmt.milliseconds(last["median_ms"]),
+            "a request adds": fmt.milliseconds(branch["request_ms"]),
+            "a batch adds": fmt.milliseconds(branch["batch_ms"]), "these two were": branch["overheads"],
+        })  # fmt: skip
+    return Table.of(rows, ("workers", "these two were"), stack=True)
+
+
+def _measured(point: Data) -> str:
+    """The measured capacity; below the lowest rate that was tested where none was kept."""
+    if point["measured"] == 0 and point["tests"]:
+        return f"under {fmt.rate(min(test['rate'] for test in point['tests']))}"
+    return fmt.rate(point["measured"])
+
+
 def _branch_of(point: Data) -> tuple[Any, ...]:
     return (point["workers"], point["threads"], point["device"], point["variant"])
 
 
 def _main_branch(data: Data) -> tuple[Any, ...] | None:
     """The branch of the best point, or of the best predicted one."""
-    point = _slo_tables.best_of(data) or next(iter(data["points"]), None)
+    point = best_of(data) or next(iter(data["points"]), None)
     return None if point is None else _branch_of(point)
 
 
@@ -77,15 +179,14 @@ def capacity(data: Data) -> Figure | None:
     ]  # fmt: skip
     if not any(row["capacity"] for row in rows):
         return None
-    colours = {"at once": ACCENT, "with delay": LEVERS[1]}
-    shown = [kind for kind in colours if any(row["kind"] == kind for row in rows)]
+    kinds = {row["kind"] for row in rows}
+    colours = {kind: tone for kind, tone in (("at once", ACCENT), ("with delay", LEVERS[1])) if kind in kinds}
     sizes = sorted({row["rows"] for row in rows})
     x = alt.X("rows:Q", title="most rows a batch (log)",
               scale=alt.Scale(type="log", base=2, domain=[sizes[0] / 1.1, sizes[-1] * 1.1], nice=False),
               axis=alt.Axis(values=sizes, format="d", grid=False))  # fmt: skip
     y = alt.Y("capacity:Q", title="requests a second under the limit", scale=alt.Scale(zero=True, nice=True))
-    colour = alt.Color("kind:N", title=None, scale=alt.Scale(domain=shown, range=[colours[kind] for kind in shown]),
-                       legend=alt.Legend(columns=2))  # fmt: skip
+    colour = coloured("kind", colours, columns=2)
     tooltip = [alt.Tooltip("setting:N"), alt.Tooltip("capacity:Q", title="predicted", format=".4~g")]
     base = alt.Chart(theme.data(rows)).encode(x=x, y=y, color=colour, tooltip=tooltip)
     layers: list[alt.Chart] = [base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=45)]
@@ -150,8 +251,7 @@ def prediction(data: Data) -> Figure | None:
     line = line.encode(x=alt.X("v:Q", scale=scale, title="predicted p99, ms (log)"), y=alt.Y("v:Q", scale=scale))
     base = alt.Chart(theme.data(rows)).encode(
         x=x, y=y,
-        color=alt.Color("held:N", title=None, scale=alt.Scale(domain=["limit kept", "limit missed"],
-                                                              range=[ACCENT, WARN])),
+        color=coloured("held", {"limit kept": ACCENT, "limit missed": WARN}),
         tooltip=[alt.Tooltip("setting:N"), alt.Tooltip("rate:Q", title="requests/s", format=".4~g"),
                  alt.Tooltip("predicted:Q", format=".4~g"), alt.Tooltip("measured:Q", format=".4~g")],
     )  # fmt: skip

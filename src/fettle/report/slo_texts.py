@@ -12,7 +12,7 @@ import altair as alt
 
 from fettle.page import Figure, Table, clean, picture, shell, theme
 from fettle.page.theme import Rows, by_name, level
-from fettle.report import _slo_tables
+from fettle.report import slo
 from fettle.units import size_text
 
 Data = Mapping[str, Any]
@@ -23,7 +23,7 @@ def texts_page(data: Data) -> str:
     """The page as text."""
     data = clean(data)
     figures = [figure for figure in (_capacity(data), _costs(data)) if figure is not None]
-    headline = _slo_tables.headline(data, _limits(data), lambda rate: f"{rate:.3g} texts a second")
+    headline = slo.headline(data, _limits(data), lambda rate: f"{rate:.3g} texts a second")
     return shell.render(
         "fettle.report", "slo_texts.html.j2", f"{headline}: {data['name']}", figures, data=data,
         headline=headline, words=texts_words(data), names=[figure.name for figure in figures],
@@ -49,7 +49,7 @@ def texts_words(data: Data) -> str:
 def texts_table(data: Data, most: int = 10) -> Table:
     """Settings: those that were measured, then the best of the others."""
     points = sorted(data["points"], key=lambda point: not point["tests"])[:most]
-    best = _slo_tables.best_of(data)
+    best = slo.best_of(data)
     rows = []
     for point in points:
         test = next((one for one in point["tests"] if one["held"] and one["rate"] == point["measured"]), None)

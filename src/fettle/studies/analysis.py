@@ -70,12 +70,12 @@ class Analysis:
         return [sentence for sentence in self.sentences if sentence.is_surprise]
 
 
-def analyse(table: Table, *, confidence: float = 0.95) -> list[Analysis]:
+def analyse(table: Table) -> list[Analysis]:
     """Analyse each group and response of a table. Raises `UsageError` where statsmodels is not installed."""
-    return [_analyse(table, group, response, confidence) for group in table.groups for response in table.responses]
+    return [_analyse(table, group, response) for group in table.groups for response in table.responses]
 
 
-def _analyse(table: Table, group: str, response: Response, confidence: float) -> Analysis:
+def _analyse(table: Table, group: str, response: Response) -> Analysis:
     rows = table.of(group)
     known = sum(row.value(response.name) is not None for row in rows)
     missing = len(rows) - known
@@ -85,10 +85,10 @@ def _analyse(table: Table, group: str, response: Response, confidence: float) ->
         return Analysis(group, response, known, missing, why_not=why)
     pooled = pool(table, group, response) if MACHINE in model.levels else ""
     fitted, spreads = (pooled.model, pooled.spreads) if isinstance(pooled, Pooled) else (model, {})
-    estimated = effects(fitted, apart=table.apart, confidence=confidence)
+    estimated = effects(fitted, apart=table.apart)
     return Analysis(
         group, response, known, missing, tuple(estimated), shares(model),
-        tuple(sentences(fitted, estimated, apart=table.apart, confidence=confidence)), _checked(table, model),
+        tuple(sentences(fitted, estimated, apart=table.apart)), _checked(table, model),
         pooling=str(pooled), spreads=spreads, model=model,
     )  # fmt: skip
 

@@ -17,10 +17,9 @@ from fettle.studies import effect_charts, ladder_chart
 from fettle.studies.analysis import Analysis
 from fettle.studies.effects import at_each
 from fettle.studies.model import Level
-from fettle.studies.outcome import Rung
+from fettle.studies.outcome import ERROR, Rung
 from fettle.studies.pooled import LEAST_MACHINES
 from fettle.studies.table import MACHINE, Experiment, Response, Table
-from fettle.studies.trials import ERROR
 from fettle.techniques import PYTHON
 
 _HEIGHT = 320
@@ -140,16 +139,13 @@ def _scatter(name: str, table: Table, lead: Analysis) -> Figure:
                              for count in range(2, deepest + 1)],
             })  # fmt: skip
     second = varied[1] if len(varied) > 1 else varied[0]
-    colour = alt.param(name=f"colour_{name.replace('-', '_')}", value=varied[0],
-                       bind=alt.binding_select(options=varied, name="colour: "))  # fmt: skip
-    split = alt.param(name=f"split_{name.replace('-', '_')}", value=second,
-                      bind=alt.binding_select(options=varied, name="split by: "))  # fmt: skip
-    depth = alt.param(name=f"depth_{name.replace('-', '_')}", value=1,
-                      bind=alt.binding_range(min=1, max=deepest, step=1, name="strongest together: "))  # fmt: skip
-    pinned = alt.selection_point(
-        name=f"pin_{name.replace('-', '_')}", fields=["recipe"], on="click", toggle="event.shiftKey"
-    )
-    picked = alt.selection_point(name=f"pick_{name.replace('-', '_')}", fields=["coloured"], bind="legend")
+    own = name.replace("-", "_")
+    colour = alt.param(name=f"colour_{own}", value=varied[0], bind=alt.binding_select(options=varied, name="colour: "))
+    split = alt.param(name=f"split_{own}", value=second, bind=alt.binding_select(options=varied, name="split by: "))
+    how_many = alt.binding_range(min=1, max=deepest, step=1, name="strongest together: ")
+    depth = alt.param(name=f"depth_{own}", value=1, bind=how_many)
+    pinned = alt.selection_point(name=f"pin_{own}", fields=["recipe"], on="click", toggle="event.shiftKey")
+    picked = alt.selection_point(name=f"pick_{own}", fields=["coloured"], bind="legend")
     base = (
         alt.Chart(theme.data(rows))
         .transform_calculate(
@@ -248,18 +244,16 @@ def _runs(name: str, table: Table, group: str, lead: Analysis | None) -> Figure 
         {"order": place + 1, "off": value, "recipe": table.label(row)}
         for place, (row, value) in enumerate(zip(lead.model.rows, off, strict=True))
     ]
-    chart = (
-        alt.Chart(theme.data(rows)).mark_point(filled=True, size=36, color=ACCENT, opacity=0.7).encode(
-            x=alt.X("order:Q", title="row of the table", scale=alt.Scale(nice=False, padding=6)),
-            y=alt.Y("off:Q", title="off the fit, %"), tooltip=["recipe:N", alt.Tooltip("off:Q", format="+.1f")],
-        ).properties(width="container", height=180)
+    dots = alt.Chart(theme.data(rows)).mark_point(filled=True, size=36, color=ACCENT, opacity=0.7).encode(
+        x=alt.X("order:Q", title="row of the table", scale=alt.Scale(nice=False, padding=6)),
+        y=alt.Y("off:Q", title="off the fit, %"), tooltip=["recipe:N", alt.Tooltip("off:Q", format="+.1f")],
     )  # fmt: skip
     words = f"What the fit leaves over of {len(rows)} experiments in their order, {min(off):+.0f}% to {max(off):+.0f}%."
-    return Figure(name, f"Off the fit, in the order of the table{_of(group)}", words, as_spec(chart))
+    return picture(name, f"Off the fit, in the order of the table{_of(group)}", words, 180, dots)
 
 
 def _rounds(name: str, table: Table, group: str, timed: Sequence[Experiment]) -> Figure:
-    swings = {id(row): _swing(row) for row in timed}
+    swings = {id(row): max(ms for _, ms in row.rounds) / min(ms for _, ms in row.rounds) - 1 for row in timed}
     shown = sorted(timed, key=lambda row: -swings[id(row)])[:_MOST_RUNS]
     rows: Rows = []
     for place, row in enumerate(shown):
@@ -284,8 +278,3 @@ def _rounds(name: str, table: Table, group: str, timed: Sequence[Experiment]) ->
         f"each one's median; the first swings by {100 * swings[id(shown[0])]:.0f}%."
     )
     return Figure(name, f"Time by round, % off the median{_of(group)}", words, as_spec(chart))
-
-
-def _swing(row: Experiment) -> float:
-    values = sorted(value for _, value in row.rounds)
-    return values[-1] / values[0] - 1

@@ -11,7 +11,7 @@ import altair as alt
 
 from fettle.measure import Interval
 from fettle.page import Figure, picture, theme
-from fettle.page.theme import ACCENT, LEVERS, MORE, NEUTRAL, QUIET, WARN, rule
+from fettle.page.theme import ACCENT, LEVERS, MORE, NEUTRAL, QUIET, WARN, coloured, rule
 from fettle.studies.analysis import Analysis
 from fettle.studies.effects import Effect
 from fettle.studies.model import Level
@@ -22,7 +22,7 @@ _MOST_CROSSED = 30
 _MOST_ACROSS, _FEWEST = 90, 4
 """Most dots of a chart over several places, but for so many levels."""
 _ROW = 20
-_COLOURS = alt.Scale(domain=["helped", "hurt", "same", "cannot tell"], range=[ACCENT, WARN, QUIET, QUIET])
+_COLOURS = {"helped": ACCENT, "hurt": WARN, "same": QUIET, "cannot tell": QUIET}
 
 
 def figures(name: str, analysis: Analysis) -> list[Figure | None]:
@@ -102,7 +102,7 @@ def _forest(name: str, analysis: Analysis) -> Figure | None:
         return None
     base = alt.Chart(theme.data(rows)).encode(
         y=alt.Y("effect:N", sort=[row["effect"] for row in rows], title=None, axis=alt.Axis(labelLimit=230)),
-        color=alt.Color("reading:N", scale=_COLOURS, legend=alt.Legend(title=None, columns=4)),
+        color=coloured("reading", _COLOURS, columns=4),
         tooltip=["effect:N", "text:N", "reading:N"],
     )
     line = base.mark_rule(strokeWidth=1.6).encode(x=_times(analysis.response.better), x2="high:Q")

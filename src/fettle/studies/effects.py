@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from fettle.measure import Interval
-from fettle.studies.model import Estimate, Level, Model, Term
+from fettle.studies.model import ALPHA, Estimate, Level, Model, Term, holds
 
 Reading = Literal["helped", "hurt", "same", "cannot tell"]
 ZONE = 0.01
@@ -59,7 +59,7 @@ class Effect:
         return min(ends)
 
 
-def effects(model: Model, *, apart: frozenset[str] = frozenset(), confidence: float = 0.95) -> list[Effect]:
+def effects(model: Model, *, apart: frozenset[str] = frozenset()) -> list[Effect]:
     """Main effects, then two-way interactions. Those of factors in `apart` alone have no interval: their levels never
     ran side by side."""
     mains: list[Term] = [((name, level),) for name, levels in model.levels.items() for level in levels[1:]]
@@ -76,17 +76,15 @@ def effects(model: Model, *, apart: frozenset[str] = frozenset(), confidence: fl
     p_values = {term: gain.p() for term, gain in gains.items() if gain is not None}
     known = [term for term, p in p_values.items() if math.isfinite(p)]
     adjusted = dict(zip(known, _holm([p_values[term] for term in known]), strict=True))
-    return [_effect(model, term, gain, adjusted.get(term, math.nan), confidence) for term, gain in gains.items()]
+    return [_effect(model, term, gain, adjusted.get(term, math.nan)) for term, gain in gains.items()]
 
 
-def at_each(
-    model: Model, stage: str, apart: frozenset[str] = frozenset(), *, confidence: float = 0.95
-) -> dict[str, dict[Level, Interval]]:
+def at_each(model: Model, stage: str, apart: frozenset[str] = frozenset()) -> dict[str, dict[Level, Interval]]:
     """By level of one factor, what each level of the others, but for those `apart`, brings there, on average over the
     rest."""
     return {
         place: {
-            (name, level): _interval(gain, confidence)
+            (name, level): _interval(gain)
             for name, levels in model.levels.items() if name not in {stage, *apart}
             for level in levels[1:] if (gain := model.main((name, level), (stage, place))) is not None
         }
@@ -94,17 +92,17 @@ def at_each(
     }  # fmt: skip
 
 
-def _effect(model: Model, term: Term, gain: Estimate | None, p: float, confidence: float) -> Effect:
+def _effect(model: Model, term: Term, gain: Estimate | None, p: float) -> Effect:
     """An effect, and what may be claimed by its p-value after Holm."""
-    count, least = model.count(term), math.log1p(ZONE)
+    count, least = sum(holds(row, term) for row in model.rows), math.log1p(ZONE)
     reading: Reading = "cannot tell"
     if gain is None:
         return Effect(term, None, reading, count, why=model.left_out.get(term, ""))
-    if abs(gain.gain) + gain.reach(confidence) <= least:
+    if abs(gain.gain) + gain.reach <= least:
         reading = "same"
-    elif abs(gain.gain) > least and p < 1 - confidence:
+    elif abs(gain.gain) > least and p < ALPHA:
         reading = "helped" if gain.gain > 0 else "hurt"
-    return Effect(term, _interval(gain, confidence), reading, count, p)
+    return Effect(term, _interval(gain), reading, count, p)
 
 
 def _holm(p: Sequence[float]) -> list[float]:
@@ -116,8 +114,8 @@ def _holm(p: Sequence[float]) -> list[float]:
     return [float(value) for value in adjusted]
 
 
-def _interval(gain: Estimate, confidence: float) -> Interval:
-    reach = gain.reach(confidence)
+def _interval(gain: Estimate) -> Interval:
+    reach = gain.reach
     if not math.isfinite(reach):
         return Interval(math.exp(gain.gain), 0.0, math.inf)
     return Interval(*(math.exp(max(-700.0, min(700.0, gain.gain + side * reach))) for side in (0, -1, 1)))

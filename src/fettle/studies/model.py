@@ -31,6 +31,8 @@ Level = tuple[str, str]
 Term = tuple[Level, ...]
 """What a column stands for: nothing (the mean), one level, or two of different factors."""
 
+ALPHA = 0.05
+"""Chance of error that intervals and claims allow."""
 LEAST_FREEDOM = 4
 """Experiments beyond the number of columns from which their scatter says how sure the effects are."""
 NEVER_APART = "never varied apart from other levels"
@@ -47,11 +49,12 @@ class Estimate:
     freedom: float
     """Degrees of freedom of that."""
 
-    def reach(self, confidence: float) -> float:
+    @property
+    def reach(self) -> float:
         """Half the confidence interval, by Student's t."""
         if not (math.isfinite(self.error) and self.freedom > 0):
             return math.inf
-        return student(min(self.freedom, 1e9), 1 - confidence) * self.error
+        return student(min(self.freedom, 1e9), ALPHA) * self.error
 
     def p(self) -> float:
         """Probability of a gain or loss as large by chance alone; NaN where nothing shows it."""
@@ -135,10 +138,6 @@ class Model:
         names = list(self.levels)
         return (one, two) if names.index(one[0]) < names.index(two[0]) else (two, one)
 
-    def count(self, term: Term) -> int:
-        """How many experiments held all levels of it."""
-        return sum(holds(row, term) for row in self.rows)
-
     def cells(self) -> list[list[int]]:
         """The places of the rows that are alike in all factors, by cell."""
         rows_of: dict[tuple[str, ...], list[int]] = {}
@@ -174,21 +173,19 @@ def fit(table: Table, group: str, response: Response, first: Collection[str] = (
     errors = [row.errors.get(response.name, math.nan) for row in rows]
     measured = np.array(errors) if all(map(math.isfinite, errors)) else None
 
-    mains: list[list[Term]] = [[((name, level),) for level in known[1:]] for name, known in levels.items()]
+    mains: list[Term] = [((name, level),) for name, known in levels.items() for level in known[1:]]
     pairs: dict[tuple[str, str], list[Term]] = {
         (one, two): [((one, a), (two, b)) for a in levels[one][1:] for b in levels[two][1:]]
         for one, two in combinations(levels, 2)
     }
     columns: dict[Term, Vector] = {(): np.ones(len(rows))}
-    columns |= {term: np.array([holds(row, term) for row in rows], np.float64) for terms in mains for term in terms}
+    columns |= {term: np.array([holds(row, term) for row in rows], np.float64) for term in mains}
     columns |= {(one, two): columns[one,] * columns[two,] for terms in pairs.values() for one, two in terms}
     tested = {column.tobytes() for column in columns.values() if column.any()}
     # Nothing need be left over where each experiment comes with its error, and there are enough for all that is asked.
     spare = 0 if measured is not None and len(tested) <= len(rows) else LEAST_FREEDOM
     chosen = _Columns(columns)
-    chosen.add([()], len(rows))
-    for terms in mains:
-        chosen.add(terms, len(rows))
+    chosen.add([(), *mains], len(rows))
     by_parents = _by_parents(chosen, levels, y)
     for pair in sorted(pairs, key=lambda pair: (set(pair) != set(first), by_parents(pair))):
         chosen.add(pairs[pair], len(rows) - spare)

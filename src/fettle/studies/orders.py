@@ -59,8 +59,9 @@ class Orders(msgspec.Struct, frozen=True):
     """None: an earlier version began the study, and did not say."""
 
 
-def orders_for(targets: Sequence[str], settings: Settings) -> Orders:
-    """The orders for others who are to work at this study. Raises `UsageError` for what they could not do alike."""
+def agree(targets: Sequence[str], settings: Settings) -> Orders:
+    """The orders for others who are to work at this study. Raises `UsageError` for what they could not do alike, and
+    where the study has other orders already."""
     check_name(settings.name)
     if settings.storage is None:
         raise UsageError("`study` names a study in a storage that others reach: name that too, `storage`")
@@ -68,7 +69,7 @@ def orders_for(targets: Sequence[str], settings: Settings) -> Orders:
         raise UsageError("`budget`: what fits into a time differs from machine to machine: `cells` is the same for all")
     if settings.grow_batch is not None or not settings.is_shared:
         raise UsageError(f"`design={settings.design}`: its steps follow from one another, so nobody can share them")
-    return Orders(
+    wanted = Orders(
         targets=tuple(_from_here(text) for text in targets),
         names=tuple(find_target(text).name for text in targets),
         design=settings.design,
@@ -81,16 +82,11 @@ def orders_for(targets: Sequence[str], settings: Settings) -> Orders:
         confidence=settings.confidence, only=settings.only, max_metric_drop=settings.max_metric_drop,
         under_load=settings.under_load,
     )  # fmt: skip
-
-
-def agree(targets: Sequence[str], settings: Settings) -> Orders:
-    """The same, after a look at the orders that the study has already. Raises `UsageError` where that differs."""
-    wanted, name = orders_for(targets, settings), settings.name
-    known = orders_of(name, _url(settings))
+    known = orders_of(settings.name, _url(settings))
     if known is not None and (differing := _differing(known, wanted)):
         raise UsageError(
-            f"the study {name!r} in {hidden(_url(settings))} was begun with another `{differing}`: choose another "
-            "`study`"
+            f"the study {settings.name!r} in {hidden(_url(settings))} was begun with another `{differing}`: choose "
+            "another `study`"
         )
     return wanted
 
@@ -161,16 +157,6 @@ def _url(settings: Settings) -> str:
 
 def orders_of(name: str, url: str) -> Orders | None:
     """The orders of the study of that name; None where nobody has begun it."""
-    kept = _kept(name, url)
-    try:
-        return None if kept is None else msgspec.convert(kept, Orders)
-    except msgspec.ValidationError as error:
-        raise UsageError(
-            f"the orders of {name!r} cannot be read, another version may have written them: {first_line(error)}"
-        ) from error
-
-
-def _kept(name: str, url: str) -> dict[str, Any] | None:
     with opening(url):
         kept = open_storage(url)
         if name not in optuna.get_all_study_names(kept):
@@ -178,9 +164,13 @@ def _kept(name: str, url: str) -> dict[str, Any] | None:
         end = time.monotonic() + _BEGUN_S
         while time.monotonic() < end:
             study = optuna.load_study(study_name=name, storage=kept)
-            orders = study.user_attrs.get(ORDERS)
-            if isinstance(orders, dict):
-                return orders
+            try:
+                if ORDERS in study.user_attrs:
+                    return msgspec.convert(study.user_attrs[ORDERS], Orders)
+            except msgspec.ValidationError as error:
+                raise UsageError(
+                    f"the orders of {name!r} cannot be read, another version may have written them: {first_line(error)}"
+                ) from error
             if study.user_attrs or study.trials:
                 break
             time.sleep(0.2)

@@ -59,7 +59,9 @@ def read_csv(
     if not names:
         raise UsageError("no column looks like a setting that was varied: name them, `factors`")
     levels = {name: _levels(name, rows, named.get(name)) for name in names}
-    if (count := _effects(levels)) > MOST_EFFECTS:
+    several = [len(known) - 1 for known in levels.values()]
+    count = sum(several) + sum(one * two for one, two in combinations(several, 2))
+    if count > MOST_EFFECTS:
         raise UsageError(
             f"the levels of {len(names)} factors and their pairs are {count:,} effects, and no more than "
             f"{MOST_EFFECTS:,} are told apart: name fewer columns, `factors`"
@@ -187,12 +189,6 @@ def _levels(name: str, rows: Sequence[Row], default: str | None) -> tuple[str, .
         usual = [level for word in _PLAIN for level in values if level.lower() == word]
         default = usual[0] if usual else min(values, key=_order)
     return (default, *sorted(values - {default}, key=_order))
-
-
-def _effects(levels: Mapping[str, Sequence[str]]) -> int:
-    """How many levels and pairs of levels of different factors may have an effect."""
-    counts = [len(known) - 1 for known in levels.values()]
-    return sum(counts) + sum(one * two for one, two in combinations(counts, 2))
 
 
 def _order(level: str) -> tuple[bool, float, str]:

@@ -22,13 +22,12 @@ from fettle.search import Guide, auto, removals, steps
 from fettle.studies import designs
 from fettle.studies.batches import grown
 from fettle.studies.designs import Part, Plan
-from fettle.studies.environments import differences
 from fettle.studies.orders import agree, announce
 from fettle.studies.outcome import Done, rungs_of, table_for
 from fettle.studies.settings import Settings
 from fettle.studies.sharing import measure_shares, one_at_a_time, shares
-from fettle.studies.workloads import Telling, Workload, open_workload, workloads_of
-from fettle.tuning import Event, OnProgress, Session, guide_for
+from fettle.studies.workloads import Telling, Workload, differences, open_workload, workloads_of
+from fettle.tuning import Event, OnProgress, guide_for
 
 TOGETHER = 6
 """Recipes of one race beside the workload as given."""
@@ -120,19 +119,15 @@ def _measure_as_given(workload: Workload, settings: Settings) -> None:
     if workload.failure:
         return
     session = workload.session
-    if settings.is_shared and _failed_before(session):
-        with one_at_a_time(session):  # nobody can claim what was measured: each worker tries it again by itself
-            session.measure([Recipe()])
-    elif settings.is_shared:
-        measure_shares(session, [Recipe()], 1, math.inf)
+    if settings.is_shared:
+        if any(trial.status == "failed" for trial in session.study.trials() if not trial.recipe.levels):
+            with one_at_a_time(session):  # nobody can claim what was measured: each worker tries it again by itself
+                session.measure([Recipe()])
+        else:
+            measure_shares(session, [Recipe()], 1, math.inf)
     if not session.measure([Recipe()])[0].ok:
         workload.failure = f"as given it does not run: {workload.known[Recipe()].reason}"
     session.held.close()  # the next workload may need the memory
-
-
-def _failed_before(session: Session) -> bool:
-    """Whether the workload as given has failed in an earlier run of its study."""
-    return any(trial.status == "failed" for trial in session.study.trials() if not trial.recipe.levels)
 
 
 def _plan(workloads: Sequence[Workload], settings: Settings, began: float) -> Plan:

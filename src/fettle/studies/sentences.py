@@ -40,15 +40,13 @@ class Sentence:
         return self.kind != "helps"
 
 
-def sentences(
-    model: Model, effects: Sequence[Effect], *, apart: frozenset[str] = frozenset(), confidence: float = 0.95
-) -> list[Sentence]:
+def sentences(model: Model, effects: Sequence[Effect], *, apart: frozenset[str] = frozenset()) -> list[Sentence]:
     """Surprises, the surest and largest first, then what helps."""
     sentences = []
     for effect in effects:
         if effect.is_claimed:
             alone = len(effect.levels) == 1
-            sentences.append(_average(model, effect) if alone else _pair(model, effect, apart, confidence))
+            sentences.append(_average(model, effect) if alone else _pair(model, effect, apart))
     return sorted(sentences, key=lambda sentence: (not sentence.is_surprise, -sentence.size))
 
 
@@ -62,19 +60,17 @@ def _average(model: Model, effect: Effect) -> Sentence:
     return Sentence(kind, text, effect.levels, (effect.ratio.estimate,), effect.certain)
 
 
-def _pair(model: Model, effect: Effect, apart: frozenset[str], confidence: float) -> Sentence:
+def _pair(model: Model, effect: Effect, apart: frozenset[str]) -> Sentence:
     """The more telling of the two ways to say it: what needs, what turns, what cancels, what grows or
     shrinks."""
     one, two = effect.levels
-    ways = [_way(model, effect, a, b, apart, confidence) for a, b in ((one, two), (two, one)) if a[0] not in apart]
+    ways = [_way(model, effect, a, b, apart) for a, b in ((one, two), (two, one)) if a[0] not in apart]
     order: list[Kind] = ["needs", "turns", "cancels", "more", "less"]
     # Of the same kind, that of the level which is worth less alone: the other is the stage, not the actor.
     return min(ways, key=lambda way: (order.index(way.kind), abs(way.ratios[0] - 1)))
 
 
-def _way(
-    model: Model, effect: Effect, level: Level, other: Level, apart: frozenset[str], confidence: float
-) -> Sentence:
+def _way(model: Model, effect: Effect, level: Level, other: Level, apart: frozenset[str]) -> Sentence:
     alone, beside = model.beside(level, None), model.beside(level, other)
     assert alone is not None  # a pair stands in the model only after both of its levels
     assert beside is not None
@@ -83,23 +79,19 @@ def _way(
     when = "at" if other[0] in apart else "after"
     numbers = f"{_times(before)} alone, {_times(after)} {when} {stage}"
     kind: Kind
-    if _helps(beside, confidence) and not _helps(alone, confidence) and alone.gain < _PART * beside.gain:
+    if _helps(beside) and not _helps(alone) and alone.gain < _PART * beside.gain:
         kind, text = "needs", f"{name} needs {stage}: worth {numbers}"
-    elif _helps(alone, confidence) and _hurts(beside, confidence):
+    elif _helps(alone) and -beside.gain > max(ZONE, beside.reach):
         kind, text = "turns", f"{name} helps alone and hurts {when} {stage}: worth {numbers}"
-    elif _helps(alone, confidence) and not _helps(beside, confidence) and beside.gain < _PART * alone.gain:
+    elif _helps(alone) and not _helps(beside) and beside.gain < _PART * alone.gain:
         kind, text = "cancels", f"{name} brings nothing more {when} {stage}: worth {numbers}"
     else:
         kind, text = "more" if after > before else "less", f"{name} is worth {numbers}"
     return Sentence(kind, text, (level, other), (before, after), effect.certain)
 
 
-def _helps(gain: Estimate, confidence: float) -> bool:
-    return gain.gain > max(ZONE, gain.reach(confidence))
-
-
-def _hurts(gain: Estimate, confidence: float) -> bool:
-    return -gain.gain > max(ZONE, gain.reach(confidence))
+def _helps(gain: Estimate) -> bool:
+    return gain.gain > max(ZONE, gain.reach)
 
 
 def _ratio(gain: Estimate) -> float:

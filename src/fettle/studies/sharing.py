@@ -96,13 +96,10 @@ def this_one(session: Session) -> Machine:
 
 def labels(machines: Sequence[Machine]) -> dict[str, str]:
     """A short name for each, by id."""
-    names = {one.id: re.sub(r"[^\w.]+", "-", _name(one)).strip("-") for one in machines}
+    called = {one.id: ", ".join(one.gpus) or f"{one.cpu} x{one.cores}" for one in machines}
+    names = {key: re.sub(r"[^\w.]+", "-", name).strip("-") for key, name in called.items()}
     counts = list(names.values())
     return {key: name if counts.count(name) == 1 else f"{name}-{key[:4]}" for key, name in names.items()}
-
-
-def _name(machine: Machine) -> str:
-    return ", ".join(machine.gpus) or f"{machine.cpu} x{machine.cores}"
 
 
 def shares(name: str, workers: Mapping[str, int]) -> list[str]:

@@ -8,10 +8,9 @@ from fettle.errors import UsageError
 from fettle.measure import Trial
 from fettle.storage import check_there, hidden, storage_url
 from fettle.studies.orders import begun, orders_of
-from fettle.studies.outcome import Done, together
+from fettle.studies.outcome import Done, Measured, table_of
 from fettle.studies.settings import Settings
 from fettle.studies.sharing import labels, shares
-from fettle.studies.trials import Measured
 from fettle.studies.workloads import labelled
 from fettle.techniques import PYTHON, find, known_levels
 from fettle.tuning import recalled, studies_in
@@ -30,7 +29,7 @@ def stored(settings: Settings) -> Done:
         wanted = {f"{name}/{own}": (group, values) for group, values, own in labelled(orders.names, orders.arguments)}
     studies = [(study, machine) for study, machine in studies_in(url, wanted) if study.trials()]
     if not studies:
-        there = _there(url)
+        there = sorted({*begun(url), *(study.name for study, _ in studies_in(url) if "/" not in study.name)})
         if name in there:
             raise UsageError(f"the study {name!r} in {hidden(url)} has no results yet")
         raise UsageError(
@@ -48,14 +47,9 @@ def stored(settings: Settings) -> Done:
     notes.insert(0, f"read from {hidden(url)}: {count} experiments" + (f", {going} being measured" if going else ""))
     seconds = sum(float(study.note("seconds") or 0.0) for study, _ in studies)
     return Done(
-        orders.design if orders is not None else "study", together(measured, orders.arguments if orders else {}), {},
+        orders.design if orders is not None else "study", table_of(measured, orders.arguments if orders else {}), {},
         studies[0][1], seconds, False, tuple(notes),
     )  # fmt: skip
-
-
-def _there(url: str) -> list[str]:
-    single = {study.name for study, _ in studies_in(url) if "/" not in study.name}
-    return sorted({*begun(url), *single})
 
 
 def _choices(trials: Iterable[Trial]) -> Mapping[str, Sequence[str]]:

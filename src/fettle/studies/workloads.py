@@ -1,8 +1,10 @@
 """The workloads of a study: each target with each combination of its factory's arguments, with its own reference and
-its own trials in the storage."""
+its own trials in the storage; and the environments that it has as a factor.
+"""
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,21 +14,22 @@ from pathlib import Path
 from fettle.errors import UsageError
 from fettle.machine import Machine
 from fettle.measure import Trial
-from fettle.procs.interpreter import Interpreter, find_interpreters
+from fettle.procs.interpreter import Interpreter, find_interpreters, look
 from fettle.recipe import Recipe, technique_and_part
 from fettle.search import Guide, Space, Step, is_sampled
 from fettle.studies import designs
 from fettle.studies.batches import Grown, check_growth
-from fettle.studies.environments import check_same, environments_of
 from fettle.studies.settings import Settings
 from fettle.studies.table import MACHINE
 from fettle.study import OtherWorkload
-from fettle.techniques import CATALOGUE, PYTHON, Facts, check_names, factors
+from fettle.techniques import CATALOGUE, PYTHON, Facts, check_names, factors, installed
 from fettle.tuning import Event, OnProgress, Options, Session, check_limits, check_techniques, space_for, writable
 from fettle.workload import Target, check_mode, find_target
 
 REPLICATES = 2
 """Processes of each recipe where a design has no repeats hidden in it."""
+_PACKAGES = {"torch", "numpy", "transformers", *(name for one in CATALOGUE for name in one.packages)}
+"""Whose versions tell environments apart."""
 
 
 @dataclass
@@ -43,6 +46,7 @@ class Workload:
     grown: dict[Recipe, Grown] = field(default_factory=dict)
     guide: Guide | None = None
     environments: Mapping[str, Interpreter] = field(default_factory=dict)
+    """Those that are levels of a factor, by name, with what is installed in each."""
 
     @property
     def name(self) -> str:
@@ -150,11 +154,39 @@ def workloads_of(targets: Sequence[str], settings: Settings, telling: Telling) -
     if named not in (PYTHON.default, *(one.name for one in interpreters)):
         raise UsageError(f"`recipe`: there is no environment {named!r}: name it, `python='{named}=PATH'`")
     folder = writable(settings.output)
-    environments = environments_of(interpreters, folder)
+    link = folder / "cache" / "source"
+    link.mkdir(parents=True, exist_ok=True)
+    environments = {one.name: look(one, _PACKAGES, link) for one in interpreters}
     return [
         Workload(group, arguments, _session(target, folder, settings, telling), environments=environments)
         for group, arguments, target in wanted
     ]
+
+
+def differences(environments: Iterable[Interpreter]) -> list[str]:
+    """What each has that ours has not, for people."""
+    lines = []
+    ours = {"python": platform.python_version(), **installed(_PACKAGES)}
+    for one in environments:
+        other = [f"{name} {version}" for name, version in one.versions.items() if version != ours.get(name)]
+        other += [f"no {name}" for name in ours if name not in one.versions]
+        what = one.problem or ", ".join(other) or "the same versions as here"
+        lines.append(f"{PYTHON.name}={one.name} is {one.path}: {what}")
+    return lines
+
+
+def _check_same(session: Session) -> None:
+    """Raise `UsageError` where the study knows one of the names as another environment: its trials count for it."""
+    for name, one in session.environments.items():
+        now = {"path": one.path, "versions": dict(one.versions), "problem": one.problem}
+        before = session.study.note(f"{PYTHON.name} {name}")
+        if before is None:
+            session.study.set_note(f"{PYTHON.name} {name}", now)
+        elif before != now:
+            raise UsageError(
+                f"`python={name}`: {one.path} is not what was measured under that name in {session.folder}: give it "
+                "another name, NAME=PATH, or choose another `output`"
+            )
 
 
 def _session(target: Target, folder: Path, settings: Settings, on_progress: Telling) -> Session:
@@ -200,7 +232,7 @@ def open_workload(workload: Workload, settings: Settings, machine: Machine) -> N
         session.report(f"building {workload.name} and its reference")
         session.environments = workload.environments
         session.open(machine)
-        check_same(session)
+        _check_same(session)
         if settings.grow_batch is not None:
             check_growth(session, settings.grow_batch)
         workload.space = _space(workload, settings)

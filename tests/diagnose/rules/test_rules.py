@@ -46,13 +46,13 @@ def work(seconds: float = 0.006) -> Operation:
 
 
 def seen(*ops: Operation, facts: Facts | None = None, **more: object) -> Evidence:
-    values = {"wall_s": 0.01, "peaks": PEAKS, "rows": 32, **more}
-    rest = Facts(dtype="bfloat16") if facts is None else facts
+    values = {"wall_s": 0.01, "peaks": PEAKS, **more}
+    rest = Facts(dtype="bfloat16", samples=32) if facts is None else facts
     return Evidence(rest, operations=[work(), *ops], **values)  # type: ignore[arg-type]
 
 
 def facts(**more: object) -> Facts:
-    return Facts(**{"dtype": "bfloat16", **more})  # type: ignore[arg-type]
+    return Facts(**{"dtype": "bfloat16", "samples": 32, **more})  # type: ignore[arg-type]
 
 
 def health(**more: object) -> CompileHealth:
@@ -78,10 +78,10 @@ PLANTED = {
     "small-batch": seen(loading=Loading(1e-4, rows=1, batches=64)),
     "optimizer": seen(op("addcdiv_", "pointwise", 0.004, calls=80, line="adam.py:9")),
     "attention": seen(op("_softmax", "pointwise", 0.004, largest=(8, 128, 128)), facts=facts(manual_attention=1)),
-    "threads": seen(threads=1, cores=4, variants={"threads=4": (0.5, 0.4, 0.6)}),
+    "threads": seen(facts=facts(threads=1, physical_cores=4), variants={"threads=4": (0.5, 0.4, 0.6)}),
     "padding": seen(padding=Padding(0.6, "attention_mask")),
     "weight-bound": seen(
-        op("mm", "matrix", 0.004, flops=10**6, bytes=10**6), rows=1, weights=Weights(1 << 30)
+        op("mm", "matrix", 0.004, flops=10**6, bytes=10**6), facts=facts(samples=1), weights=Weights(1 << 30)
     ),
     "batch-norm": seen(op("native_batch_norm", "pointwise", 0.004)),
     "small-products": seen(op("mm", "matrix", 0.02, flops=2 * 10**6, line="net.py:3"), wall_s=0.03),

@@ -9,6 +9,7 @@ import math
 import statistics
 import sys
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -295,16 +296,12 @@ def _user_place() -> tuple[str, str]:
     """``file.py:12`` of the innermost frame that is neither torch's nor ours, and the function that it is in; both
     empty where there is none. In a training loop of ours the caller's frames are no part of it: no line, and its own
     function."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        name, function = frame.f_code.co_filename, frame.f_code.co_qualname
         if is_users(name):
-            return f"{name.rpartition('/')[2]}:{frame.f_lineno}", frame.f_code.co_qualname.removesuffix(
-                ".<locals>.<genexpr>"
-            )
+            return f"{name.rpartition('/')[2]}:{line}", function.removesuffix(".<locals>.<genexpr>")
         if name == _STEPS_FILE:
-            return "", frame.f_code.co_qualname
-        frame = frame.f_back  # type: ignore[assignment]
+            return "", function
     return "", ""
 
 

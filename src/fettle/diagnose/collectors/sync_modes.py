@@ -6,10 +6,10 @@ import contextlib
 import linecache
 import sys
 import sysconfig
+import traceback
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -178,7 +178,7 @@ class Functions(TorchFunctionMode):
             if name in ("torch.tensor", "torch.as_tensor", "torch.asarray", "torch.Tensor.new_tensor"):
                 self._uploaded(name, args[-1] if args and watch.real else result, False)
             watch.mark(result)
-        elif watch.quiet == 0 and name in _CPU_ONLY_CHECKS and watch.any_of(args):
+        elif name in _CPU_ONLY_CHECKS and watch.any_of(args):
             watch.mark(result)
         return result
 
@@ -187,7 +187,8 @@ class Functions(TorchFunctionMode):
         watch, source = self.watch, args[0]
         target = next((arg for arg in (*args[1:], *kwargs.values()) if isinstance(arg, (str, torch.device))), None)
         other = next((arg for arg in (*args[1:], *kwargs.values()) if isinstance(arg, torch.Tensor)), None)
-        non_blocking = bool(kwargs.get("non_blocking", False)) or _third_is_true(args)
+        flag = next((arg for arg in args if isinstance(arg, bool)), False)  # the first bare one is `non_blocking`
+        non_blocking = bool(kwargs.get("non_blocking", flag))
         here = watch.holds(source)
         if other is not None:
             to_device: bool | None = watch.holds(other)
@@ -287,12 +288,6 @@ def lies_on_gpu(tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
 
 
-def _third_is_true(args: Any) -> bool:
-    """`.to(device, dtype, non_blocking)` and `.to(dtype, non_blocking)`: the first bare bool."""
-    flags = [arg for arg in args[1:] if isinstance(arg, bool)]
-    return bool(flags and flags[0])
-
-
 def _storage(value: Any) -> Any:
     """The storage of a tensor; None for what has none (sparse, opaque, anything that is not a tensor)."""
     if not isinstance(value, torch.Tensor):
@@ -313,17 +308,12 @@ def _is_users(filename: str) -> bool:
 
 def here(operator: str, kind: SyncKind, reason: str) -> Sync:
     """The current line of the user's code, not counted yet."""
-    frames: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(frames) < 6:
-        if _is_users(frame.f_code.co_filename):
-            frames.append(frame)
-        frame = frame.f_back
-    if not frames:
+    stack = traceback.walk_stack(sys._getframe(1))
+    places = [(frame.f_code, line) for frame, line in stack if _is_users(frame.f_code.co_filename)][:6]
+    if not places:
         return Sync("?", 0, "?", "", operator, kind, reason, 0)
-    places = [(frame.f_code.co_filename, frame.f_lineno) for frame in frames]
-    (file, line), callers = places[0], tuple(f"{file}:{line}" for file, line in places[1:])
-    return Sync(file, line, frames[0].f_code.co_name, "", operator, kind, reason, 0, callers)
+    (first, at), callers = places[0], tuple(f"{code.co_filename}:{line}" for code, line in places[1:])
+    return Sync(first.co_filename, at, first.co_name, "", operator, kind, reason, 0, callers)
 
 
 def counted(syncs: Counter[Sync]) -> tuple[Sync, ...]:

@@ -46,24 +46,20 @@ def variants(
     rounds = int(min(12, max(3, seconds / max(wall_s, 1e-4) / (len(switches) + 1) / 3)))
     least = 1 if wall_s > SLOW_S else 2
     logs: dict[str, list[float]] = {name: [] for name in switches}
-    broken: set[str] = set()
     for _ in range(rounds):
         base = min(timed(call, "cpu", 0.0, least=least))
-        for name, switched in switches.items():
-            if name in broken:
-                continue
+        for name in list(logs):
             try:
-                with switched():
+                with switches[name]():
                     logs[name].append(math.log(base / min(timed(call, "cpu", 0.0, least=2 * least - 1))))
             except Exception:
-                broken.add(name)
+                del logs[name]  # it does not run so
     by_name: dict[str, tuple[float, float, float]] = {}
     for name, values in logs.items():
-        if len(values) >= 3 and name not in broken:
-            interval = log_interval(values, 0.05)
-            ends = (interval.estimate, interval.low, interval.high)
-            saved = [1 - math.exp(-max(-50.0, min(end, 50.0))) for end in ends]
-            by_name[name] = (saved[0], saved[1], saved[2])
+        interval = log_interval(values, 0.05)
+        ends = (interval.estimate, interval.low, interval.high)
+        saved = [1 - math.exp(-max(-50.0, min(end, 50.0))) for end in ends]
+        by_name[name] = (saved[0], saved[1], saved[2])
     return by_name
 
 

@@ -98,22 +98,19 @@ def waiting(
 
     blocked = 0.0
     clock = LoaderClock()
-    try:
-        with threads(1):
-            call()
-            gc.callbacks.append(note)
-            before, started = _run_and_wait_s(), time.perf_counter()
-            with clock:
-                while clock.calls < least or (time.perf_counter() - started < _LEAST_WATCHED_S and clock.calls < 500):
-                    clock.calls += 1
-                    call()
-            # The main thread was neither on a core nor waiting for one: it slept. The system counts in ticks.
-            wall, after = time.perf_counter() - started, _run_and_wait_s()
-            if before is not None and after is not None and wall > _LEAST_WATCHED_S / 4:  # shorter than some ticks
-                blocked = max(0.0, wall - (after - before))
-    finally:
-        if note in gc.callbacks:
-            gc.callbacks.remove(note)
+    with threads(1), ExitStack() as watched:
+        call()
+        gc.callbacks.append(note)
+        watched.callback(gc.callbacks.remove, note)
+        before, started = _run_and_wait_s(), time.perf_counter()
+        with clock:
+            while clock.calls < least or (time.perf_counter() - started < _LEAST_WATCHED_S and clock.calls < 500):
+                clock.calls += 1
+                call()
+        # The main thread was neither on a core nor waiting for one: it slept. The system counts in ticks.
+        wall, after = time.perf_counter() - started, _run_and_wait_s()
+        if before and wall > _LEAST_WATCHED_S / 4:  # shorter than some ticks
+            blocked = max(0.0, wall - (after - before))
     loader_s = clock.seconds / clock.calls
     at_hand_s = _at_hand(call, clock, device) if loader_s > 0.02 * wall_s else 0.0
     loading = Loading(loader_s, clock.rows, clock.batches // clock.calls, at_hand_s)
@@ -131,26 +128,19 @@ def _at_hand(call: Callable[[], Any], clock: LoaderClock, device: str) -> float:
         return min(timed(call, device, 0.0, least=5))
 
 
-class CoreClock:
-    """How crowded the machine is while it is entered, seen from the threads of this process (Linux; else 0)."""
-
-    crowded = 0.0
-    """The share of the time in which they ran or could have run in which they had no core."""
-
-    def __enter__(self) -> CoreClock:
-        self._before = _all_threads()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        ran, waited = (max(0.0, now - then) for now, then in zip(_all_threads(), self._before, strict=True))
-        self.crowded = waited / max(ran + waited, 1e-9)
+def crowded(before: tuple[float, float]) -> float:
+    """The share of the time in which threads of this process ran or could have run, since `all_threads_s` said
+    `before`, in which they had no core."""
+    ran, waited = (max(0.0, now - then) for now, then in zip(all_threads_s(), before, strict=True))
+    return waited / max(ran + waited, 1e-9)
 
 
-def _all_threads() -> tuple[float, float]:
+def all_threads_s() -> tuple[float, float]:
+    """Seconds that the threads of this process ran, and that they waited for a core (Linux; else 0)."""
     threads = [scheduled_s(path) for path in Path("/proc/self/task").glob("*/schedstat")]
     return sum(ran for ran, _ in threads), sum(waited for _, waited in threads)
 
 
-def _run_and_wait_s() -> float | None:
-    """Seconds that this thread ran or waited for a core (Linux); None where the system does not say."""
-    return sum(scheduled_s()) or None
+def _run_and_wait_s() -> float:
+    """Seconds that this thread ran or waited for a core (Linux); 0 where the system does not say."""
+    return sum(scheduled_s())

@@ -77,7 +77,7 @@ def about_operators(
     advice: str,
     *,
     formula: str,
-    before: str,
+    before: str = Finding.before,
     after: str,
     seconds: float | None = None,
     levels: Mapping[str, str] | None = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fettle.diagnose.compile_health import CompileHealth
 from fettle.diagnose.evidence import Evidence
 from fettle.diagnose.finding import Finding
 from fettle.diagnose.rules._rule import cause, rule, short, unfused
@@ -71,7 +70,8 @@ def compile_cache(call: Evidence) -> Finding | None:
     """Compiled code is thrown away with the process, or with the machine."""
     if call.compile is None:
         return None
-    if not call.compile.cache.enabled:
+    cache = call.compile.cache
+    if not cache.enabled:
         return cause(
             "The compile cache is switched off: each start compiles everything again.",
             startup_s=call.compile.compile_s,
@@ -81,20 +81,15 @@ def compile_cache(call: Evidence) -> Finding | None:
             before="TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 python serve.py",
             after="python serve.py",
         )
-    return _lost(call.compile) if call.compiled else None
-
-
-def _lost(health: CompileHealth) -> Finding | None:
-    """What was compiled is kept, but not for long, or not all of it."""
-    cache = health.cache
-    if cache.persists or not (cache.hits or cache.misses or cache.bypasses):  # by a backend without that cache
+    used = cache.hits or cache.misses or cache.bypasses  # not by a backend without that cache
+    if not call.compiled or not used or cache.persists:
         return None
     says = "Compiled code is kept in a temporary folder: a container or a reboot compiles again."
     if cache.bypasses:
         says = f"The compile cache cannot keep {cache.bypasses} graph{'s' if cache.bypasses > 1 else ''}."
     return cause(
         says,
-        startup_s=0.0 if cache.hits else health.compile_s,  # found in the cache, it took next to no time
+        startup_s=0.0 if cache.hits else call.compile.compile_s,  # found in the cache, it took next to no time
         evidence=(f"{cache.folder}: {cache.hits} hits, {cache.misses} misses, {cache.bypasses} bypassed",),
         advice="TORCHINDUCTOR_CACHE_DIR=a folder that lasts",
         formula="seconds spent compiling, where nothing was found in the cache",

@@ -25,7 +25,6 @@ def train_mode(call: Evidence) -> Finding | None:
         levels={"mode": "eval"},
         least=0.0,
         formula="(call - products at the measured peak) / call, or what model.eval() saved when it was tried",
-        before="y = model(x)",
         after="model.eval()\ny = model(x)",
     )
 
@@ -53,7 +52,6 @@ def grad_recorded(call: Evidence) -> Finding | None:
         levels={"grad": "inference_mode"},
         advice="wrap inference in torch.inference_mode()",
         formula=formula,
-        before="y = model(x)",
         after="with torch.inference_mode():\n    y = model(x)",
         opportunity=on_gpu,
     )
@@ -75,7 +73,6 @@ def host_bound(call: Evidence) -> Finding | None:
         levels=levels,
         advice="compile the model, batch more rows into a call, or replace Python loops by one tensor operation",
         formula="time outside operators and loaders, less long pauses between operators / call",
-        before="y = model(x)",
         after="model = torch.compile(model)\ny = model(x)",
     )
 
@@ -105,17 +102,12 @@ def other_work(call: Evidence) -> Finding | None:
 def python_loop(call: Evidence) -> Finding | None:
     """One source line that calls the same small operator very often: a Python loop over a tensor."""
     stepping = {op.line for op in named(call, *OPTIMIZER)}
+    layers = {op.line for op in call.operations if op.weights > 8}  # called by one line of a container
     often = 24 * max(1, call.loading.batches)  # a loop over a loader's batches is how things are done
-    ops = [
-        op
-        for op in call.operations
-        if op.calls >= often and op.seconds / op.calls < 1e-4 and op.line and op.line not in stepping
-    ]
-    layers = {op.line for op in call.operations if op.weights > 8}
-    ops = [op for op in ops if op.line not in layers]  # many layers called by one line of a container
     lines: dict[str, list[Operation]] = {}
-    for op in ops:
-        lines.setdefault(op.line, []).append(op)
+    for op in call.operations:
+        if op.calls >= often and op.seconds / op.calls < 1e-4 and op.line and op.line not in stepping | layers:
+            lines.setdefault(op.line, []).append(op)
     if not lines:
         return None
     calls = {line: sum(op.calls for op in at_line) for line, at_line in lines.items()}
@@ -215,14 +207,12 @@ def syncs(call: Evidence) -> Finding | None:
 @rule("inference", "training")
 def waiting(call: Evidence) -> Finding | None:
     """The call waits for something that is not computation."""
-    if call.share(call.slept_s) < 0.1 or call.facts.device != "cpu" or call.cores < 1:
-        return None
     # Threads that wait for each other sleep too: what operators took is computation, in whichever thread.
+    waiting = min(call.slept_s, call.outside_s)
+    if call.share(waiting) < 0.1 or call.facts.device != "cpu":
+        return None
     if call.compiled and call.compile is not None and not call.compile.healthy:
         return None  # it waits for the compiler's processes, which another rule says
-    waiting = min(call.slept_s, call.outside_s)
-    if call.share(waiting) < 0.1:
-        return None
     return cause(
         "The call sleeps or waits for files or the network.",
         bound=call.share(waiting),

@@ -25,7 +25,6 @@ def float32(call: Evidence) -> Finding | None:
         levels={"precision": "bf16"},
         more=(line,),
         formula="(products in float32 - their FLOPs at the measured bfloat16 peak, half of element-wise work) / call",
-        before="y = model(x)",
         after="model.bfloat16()\ny = model(x.bfloat16())",
         opportunity=True,
     )
@@ -62,7 +61,6 @@ def no_tf32(call: Evidence) -> Finding | None:
         seconds=0.85 * taken(ops),
         levels={"matmul": "high"},
         formula="0.85 of the time of float32 products / call",
-        before="y = model(x)",
         after="torch.set_float32_matmul_precision('high')\ny = model(x)",
         opportunity=True,
     )
@@ -86,7 +84,6 @@ def int8(call: Evidence) -> Finding | None:
         seconds=0.9 * taken(ops),
         levels={**how, "compile": "default", "grad": "inference_mode"},
         formula="9/10 of the time of large products / call",
-        before="y = model(x)",
         after="torchao.quantize_(model, Int8DynamicActivationInt8WeightConfig())\ny = model(x)",
         opportunity=True,
     )
@@ -111,7 +108,6 @@ def channels_first(call: Evidence) -> Finding | None:
         levels={"channels_last": "on"},
         more=(line,),
         formula="(time of convolutions - FLOPs / measured peak, and half of norms and copies) / call",
-        before="y = model(x)",
         after="model.to(memory_format=torch.channels_last)\ny = model(x.to(memory_format=torch.channels_last))",
         opportunity=True,
     )
@@ -131,7 +127,6 @@ def cudnn_benchmark(call: Evidence) -> Finding | None:
         seconds=above_peak(call, ops),
         levels={"cudnn_benchmark": "on"},
         formula="(time of convolutions - FLOPs / measured peak) / call",
-        before="y = model(x)",
         after="torch.backends.cudnn.benchmark = True\ny = model(x)",
         opportunity=True,
     )
@@ -182,7 +177,7 @@ def weight_bound(call: Evidence) -> Finding | None:
     bandwidth = call.peaks.get("copy", 0.0)
     ops = [op for op in call.operations if op.group == MATRIX and op.flops and op.flops < 16 * op.bytes]
     spent = taken(ops)
-    if not bandwidth or call.rows > 4 or call.share(spent) < 0.3 or call.weights.bytes < 32 << 20:
+    if not bandwidth or call.facts.samples > 4 or call.share(spent) < 0.3 or call.weights.bytes < 32 << 20:
         return None
     return about_operators(
         call,
@@ -193,7 +188,6 @@ def weight_bound(call: Evidence) -> Finding | None:
         levels={"quantize": "int8-weight", "compile": "default", "grad": "inference_mode"},
         more=(f"weights {call.weights.bytes >> 20} MiB; memory {bandwidth / 1e9:.0f} GB/s",),
         formula="3/4 of the time of products with fewer than 16 FLOPs a byte / call",
-        before="y = model(x)",
         after="torchao.quantize_(model, Int8WeightOnlyConfig())\ny = model(x)",
         opportunity=True,
     )
@@ -211,7 +205,6 @@ def subnormal(call: Evidence) -> Finding | None:
         ops,
         "torch.set_flush_denormal(True), or set such weights to zero",
         formula="time of products and element-wise work / call",
-        before="y = model(x)",
         after="torch.set_flush_denormal(True)\ny = model(x)",
     )
 
@@ -219,7 +212,7 @@ def subnormal(call: Evidence) -> Finding | None:
 @rule("inference", "training")
 def threads(call: Evidence) -> Finding | None:
     """Fewer threads than cores, or too many: more than there are cores, or threads that only wait for each other."""
-    count, cores = call.threads, call.cores
+    count, cores = call.facts.threads, call.facts.physical_cores
     if not call.operations or call.facts.device != "cpu":
         return None  # threads are the operators': without any, what their number seemed to save is chance
     why = "more than there are cores" if count > cores else "and they mostly wait for each other"

@@ -65,7 +65,6 @@ def not_fused(call: Evidence) -> Finding | None:
         seconds=taken(ops) + 0.5 * call.host_s,
         levels={"compile": "default", "grad": "inference_mode"},
         formula="(time of element-wise operators, and half of the host's own work) / call",
-        before="y = model(x)",
         after="model = torch.compile(model)\ny = model(x)",
         opportunity=True,
     )

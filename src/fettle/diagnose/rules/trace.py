@@ -16,6 +16,7 @@ import numpy as np
 import polars as pl
 
 from fettle.diagnose.finding import Finding
+from fettle.diagnose.rules._rule import LEAST
 from fettle.trace import (
     CAUSES_OF_HOST,
     Kind,
@@ -30,7 +31,6 @@ from fettle.trace import (
     time_account,
 )
 
-LEAST = 0.03
 _LEAST_PYTHON = 0.25
 """On a trace of the host alone: Python around operators below this share is the rule, not a fault."""
 _FEWEST_OPERATORS = 50
@@ -59,7 +59,6 @@ _CAUSES = {
         "python-bound",
         "The device idles while the host runs Python.",
         advice="compile the model, or record CUDA graphs",
-        before="y = model(x)",
         after="model = torch.compile(model)\ny = model(x)",
         levels={"cuda_graphs": "on"},
     ),
@@ -67,7 +66,6 @@ _CAUSES = {
         "launch-bound",
         "The device idles while the host is inside operators: many small kernels.",
         advice="compile the model, or record CUDA graphs",
-        before="y = model(x)",
         after="model = torch.compile(model, mode='reduce-overhead')\ny = model(x)",
         levels={"cuda_graphs": "on"},
     ),
@@ -82,7 +80,6 @@ _CAUSES = {
         "launch-bound-calls",
         "The device idles while kernels are being launched.",
         advice="record CUDA graphs",
-        before="y = model(x)",
         after="graph.replay()",
         levels={"cuda_graphs": "on"},
     ),
@@ -90,7 +87,6 @@ _CAUSES = {
         "launch-latency",
         "The device idles between a launch and its start.",
         advice="record CUDA graphs, or keep more work queued",
-        before="y = model(x)",
         after="graph.replay()",
         levels={"cuda_graphs": "on"},
     ),
@@ -133,7 +129,6 @@ _CAUSES = {
         "between-kernels",
         "The usual gap between many short kernels adds up.",
         advice="compile: fewer, larger kernels",
-        before="y = model(x)",
         after="model = torch.compile(model)\ny = model(x)",
         levels={"compile": "default"},
     ),
@@ -274,6 +269,5 @@ def _small_kernels(trace: Trace, compute: float) -> Finding | None:
         levels={"compile": "default"},
         advice="compile: fuse them",
         formula="time of kernels below 5 us on average / wall time of the steps",
-        before="y = model(x)",
         after="model = torch.compile(model)\ny = model(x)",
     )
