@@ -11,11 +11,11 @@ from fettle.doctor import (  # each registers its checks
     allocator,
     caches,
     cpu,
-    debugging,
     distributed,
     input,
     precision,
     supply_chain,
+    variables,
     versions,
 )
 from fettle.doctor._check import CHECKS, LEVELS, Check, Finding, Level
@@ -25,9 +25,9 @@ from fettle.doctor.program import Loader, Model, Program, this_program
 
 __all__ = [
     "CHECKS", "LEVELS", "Advisories", "Check", "Environment", "Files", "Finding", "Gpu", "Level", "Loader", "Model",
-    "Package", "Program", "allocator", "caches", "cpu", "debugging", "distributed", "examine", "input",
+    "Package", "Program", "allocator", "caches", "cpu", "distributed", "examine", "input",
     "precision", "read_advisories", "shipped_advisories", "spoilers", "supply_chain", "this_environment",
-    "this_program", "versions",
+    "this_program", "variables", "versions",
 ]  # fmt: skip
 
 
