@@ -73,10 +73,6 @@ class Contents:
     """Whether there were more than `MOST_FILES`."""
 
 
-_known_files: dict[tuple[str, int, int], tuple[str, str]] = {}
-"""Kind and line of a file, by its path, time of change and size: what did not change is not read again."""
-
-
 def inventory(folder: Path) -> Contents:
     """What `folder` and the folders in it hold, by kind, what changed last first. Raises `UsageError` for no folder."""
     if not folder.is_dir():
@@ -84,13 +80,15 @@ def inventory(folder: Path) -> Contents:
     folder = folder.resolve()
     items: list[Item] = []
     files: dict[str, Path] = {}
-    count = 0
-    for place, path, about in _files(folder):
-        count += 1
-        if count > MOST_FILES:
-            break
-        if about is None:
+    entries = list(itertools.islice(_below(folder), MOST_FILES + 1))
+    for path in entries[:MOST_FILES]:
+        try:
+            about = path.lstat()
+        except OSError:
             continue
+        if not stat.S_ISREG(about.st_mode):
+            continue
+        place = path.relative_to(folder).as_posix()
         if path.suffix.lower() in TYPES:
             files[place] = path
         kind, says = _known(path, about)
@@ -100,36 +98,30 @@ def inventory(folder: Path) -> Contents:
             running = path.name == "study.db" and _runs(path)
             items.append(Item(kind, place, says, about.st_mtime, about.st_size, running, _command(kind, path)))
     items.sort(key=lambda item: (KINDS.index(item.kind), -item.changed, item.path))
-    return Contents(folder, items, files, count > MOST_FILES)
+    return Contents(folder, items, files, len(entries) > MOST_FILES)
 
 
-def _files(folder: Path) -> Iterator[tuple[str, Path, os.stat_result | None]]:
-    """Every regular file below, and its path from the folder; each folder counts as well, without a `stat`."""
+def _below(folder: Path) -> Iterator[Path]:
+    """Folders and files below, but those that are hidden."""
     for here, folders, names in os.walk(folder):
-        yield "", Path(here), None
         folders[:] = sorted(name for name in folders if name not in _SKIP and not name.startswith("."))
-        for name in sorted(names):
-            path = Path(here, name)
-            with contextlib.suppress(OSError):
-                about = path.lstat()
-                if stat.S_ISREG(about.st_mode) and not name.startswith("."):
-                    yield path.relative_to(folder).as_posix(), path, about
+        yield from (Path(here, name) for name in (*folders, *sorted(names)) if not name.startswith("."))
 
 
 def _known(path: Path, about: os.stat_result) -> tuple[str, str]:
-    """A file's kind and its line; empty where it is not ours. One that cannot be read is not there."""
-    key = (str(path), about.st_mtime_ns, about.st_size)
-    if key not in _known_files:
-        if len(_known_files) > 2 * MOST_FILES:
-            _known_files.clear()
-        try:
-            known = _look(path)
-        except (OSError, TypeError, ValueError, RecursionError, sqlite3.Error, zlib.error):
-            known = "", ""
-        if time() - about.st_mtime < _SETTLED_S:  # it may change once more within one tick of the file system's clock
-            return known
-        _known_files[key] = known
-    return _known_files[key]
+    """A file's kind and its line; empty where it is not ours."""
+    # One that has just changed may change once more within one tick of the file system's clock.
+    look = _seen if time() - about.st_mtime >= _SETTLED_S else _seen.__wrapped__
+    return look(path, about.st_mtime_ns, about.st_size)
+
+
+@lru_cache(maxsize=2 * MOST_FILES)
+def _seen(path: Path, changed: int, size: int) -> tuple[str, str]:
+    """The same; what did not change is not read again, and what cannot be read is not there."""
+    try:
+        return _look(path)
+    except (OSError, TypeError, ValueError, RecursionError, sqlite3.Error, zlib.error):
+        return "", ""
 
 
 def _look(path: Path) -> tuple[str, str]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import platform
 import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -255,7 +257,8 @@ class _Work:
     text: str = ""
     target: Any = None
     recipes: tuple[Recipe, ...] = ()
-    packages: tuple[Variant, ...] = ()
+    packages: Sequence[Variant] = ()
+    """To choose among; of a target those that `search` makes."""
 
     @classmethod
     def of(
@@ -267,6 +270,7 @@ class _Work:
         from fettle.package.requires import check_here
         from fettle.recipe import Recipe
         from fettle.recipe_file import load_recipe
+        from fettle.slo.points import Variant
 
         if Path(text).is_dir() or text.endswith(".zip"):
             if recipes or storage is not None:
@@ -279,7 +283,7 @@ class _Work:
             check_here(package.manifest.name, package.manifest.requires)
             if (digest := package.handler_digest) and digest not in trust:
                 raise UsageError(f"{package.manifest.name} brings code of its own; to let it run, say --trust {digest}")
-            return cls(package.manifest.name, package)
+            return cls(package.manifest.name, package, packages=[Variant("", package)])
         from fettle.techniques import check_names
 
         target = _options.target_or_package(text)
@@ -300,15 +304,19 @@ class _Work:
         from fettle.slo.calibrate import Stopped
         from fettle.slo.kept import open_journal
         from fettle.slo.search import search
+        from fettle.slo.variants import package_all
 
         stop = stopped_by_interrupt()
         is_new = not folder.exists()
         journal = open_journal(folder / "measured.jsonl")  # first: no two searches make the same packages
         try:
-            variants, failures = await asyncio.to_thread(
-                self.variants, folder, options["most_rows"], max_error, progress, stop.is_set
-            )
-            if not variants:
+            failures: list[Failure] = []
+            if self.package is None:
+                self.packages, failures = await asyncio.to_thread(
+                    package_all, self.text, self.target, self.recipes, folder / "packages",
+                    max_rows=options["most_rows"], max_error=max_error, on_progress=progress, stopped=stop.is_set,
+                )  # fmt: skip
+            if not self.packages:
                 raise UsageError("; ".join(f"{failure.what}: {failure.why}" for failure in failures))
         except BaseException as error:
             journal.close(delete=not journal.lines)
@@ -318,30 +326,7 @@ class _Work:
             if isinstance(error, Stopped):
                 raise typer.Exit(130) from None
             raise
-        return await search(variants, keep=journal, failures=failures, on_progress=progress, stop=stop, **options)
-
-    def variants(
-        self,
-        folder: Path,
-        max_rows: int,
-        max_error: float,
-        on_progress: Callable[[str], None],
-        stopped: Callable[[], bool],
-    ) -> tuple[list[Variant], list[Failure]]:
-        """The packages to choose among, made where they are not there yet."""
-        from fettle.slo.points import Variant
-        from fettle.slo.variants import package_all
-
-        if self.package is not None:
-            variants = [Variant("", self.package)]
-            self.packages = tuple(variants)
-            return variants, []
-        variants, failures = package_all(
-            self.text, self.target, self.recipes, folder / "packages", max_rows=max_rows, max_error=max_error,
-            on_progress=on_progress, stopped=stopped,
-        )  # fmt: skip
-        self.packages = tuple(variants)
-        return variants, failures
+        return await search(self.packages, keep=journal, failures=failures, on_progress=progress, stop=stop, **options)
 
     def write(self, result: SearchResult, folder: Path) -> Path:
         """The best setting as the package's ``serve.toml``; a target's best package is copied out of its cache."""
@@ -376,9 +361,6 @@ def _prices(texts: list[str]) -> dict[str, float]:
 
 def _machine() -> str:
     """One line for the report, without importing torch."""
-    import platform
-    from importlib import metadata
-
     from fettle.machine import cpu_name
     from fettle.package.host import cores
 
