@@ -157,9 +157,9 @@ def output_folder(path: Path) -> Path:
     return outputs([path], folder=True)[""]
 
 
-def check_page(path: Path | None) -> None:
-    """Raise `UsageError` for an ``--output`` that is no page (it may be the model itself) or cannot be written."""
-    outputs([] if path is None else [path], ".html")
+def check_file(path: Path | None, *suffixes: str) -> None:
+    """Raise `UsageError` for an ``--output`` of another suffix (it may be the model itself), or that is not writable."""
+    outputs([] if path is None else [path], *suffixes)
     check_writable(path)
 
 

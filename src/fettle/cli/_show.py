@@ -94,7 +94,7 @@ def bar(first: str, *, quiet: bool = False, lines: bool = False) -> Iterator[Cal
 def answer(
     as_json: bool,
     data: Callable[[], Any],
-    say: Callable[[Console], object],
+    say: Callable[[Console], object] | str,
     report: Path | None = None,
     wrote: Sequence[Path] = (),
 ) -> None:
@@ -103,7 +103,10 @@ def answer(
         print(json.dumps(plain(data())))
         return
     out = console()
-    say(out)
+    if isinstance(say, str):
+        out.print(say, markup=False, soft_wrap=True)
+    else:
+        say(out)
     if report is not None:
         out.print(f"\nreport: {report}", markup=False, soft_wrap=True)
     if wrote:

@@ -50,5 +50,5 @@ def command(
     _show.answer(
         as_json,
         lambda: {"path": str(path), "start": written.start(path), "workers": workers * max(1, gpus)},
-        lambda console: console.print(f"wrote {path}; start it: {written.start(path)}", markup=False, soft_wrap=True),
+        f"wrote {path}; start it: {written.start(path)}",
     )

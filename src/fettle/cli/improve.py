@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    target: Annotated[str, typer.Argument(help="path/to/file.py:factory or package.module:factory")],
+    target: _options.Target,
     data: Annotated[
         str, typer.Option(help="target of the loop's DataLoader, dataset or (either, step), as for fettle data")
     ] = "",

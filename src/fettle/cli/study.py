@@ -201,7 +201,7 @@ def _enqueue(targets: Sequence[str], settings: Settings, as_json: bool) -> None:
     _show.answer(
         as_json,
         lambda: {"study": settings.name, "combinations": cells, "start": start},
-        lambda console: console.print("\n".join([*lines, f"on each machine: {start}"]), markup=False, soft_wrap=True),
+        "\n".join([*lines, f"on each machine: {start}"]),
     )
 
 
@@ -210,21 +210,33 @@ def show(
     as_json: bool,
 ) -> None:  # fmt: skip
     """Analyse what was measured, write it, and say it; `theirs` is a ladder that was published."""
+    from fettle.page.drawn import write_pictures
     from fettle.studies import analyse
+    from fettle.studies.charts import figures
     from fettle.studies.designs import STEPS
     from fettle.studies.ladder_chart import unmatched
-    from fettle.studies.output import study_json
+    from fettle.studies.output import study_json, write_table
+    from fettle.studies.page import page
 
-    steps = done.steps if done is not None else {}
-    if done is not None and (missing := unmatched(steps, theirs)):
+    if done is not None and (missing := unmatched(done.steps, theirs)):
         done = replace(done, notes=(*done.notes, f"published, and no step here: {', '.join(missing)}"))
+    steps = done.steps if done is not None else {}
+    notes = [*table.notes, *(done.notes if done is not None else ())]
     analyses = [] if done is not None and done.design in STEPS else analyse(table)
-    paths = _write(folder, wanted, name, table, analyses, done, theirs)
+    data = study_json(table, analyses, done, theirs)
+    drawn = figures(table, analyses, steps, theirs)
+    texts = {"study.html": page(name, table, analyses, drawn, notes, steps), "study.json": json.dumps(data, indent=1)}
+    tables = [folder / "study.csv", *(path for suffix, path in wanted.items() if suffix)]
+    for file, text in texts.items():
+        write_text(folder / file, text)
+    for path in tables:
+        write_table(table, path)
+    write_pictures(drawn, folder / "pictures")
     _show.answer(
         as_json,
-        lambda: study_json(table, analyses, done, theirs),
-        lambda console: _print(console, table, analyses, done, theirs),
-        wrote=paths,
+        lambda: data,
+        lambda console: _print(console, analyses, steps, theirs, notes),
+        wrote=[*(folder / file for file in texts), *tables, folder / "pictures"],
     )
     _show.leave(interrupted=done is not None and done.interrupted)
 
@@ -270,36 +282,15 @@ def _limit_bytes(text: str) -> float:
     return math.inf if text == "device" else parse_size(text, "--grow-batch")
 
 
-def _write(
-    folder: Path, wanted: dict[str, Path], name: str, table: Table, analyses: Sequence[Analysis], done: Done | None,
-    theirs: Mapping[str, float],
-) -> list[Path]:  # fmt: skip
-    from fettle.page.drawn import write_pictures
-    from fettle.studies.charts import figures
-    from fettle.studies.output import study_json, write_table
-    from fettle.studies.page import page
-
-    steps = dict(done.steps) if done is not None else {}
-    drawn = figures(table, analyses, steps, theirs)
-    notes = [*table.notes, *(done.notes if done is not None else ())]
-    texts, tables = [folder / "study.html", folder / "study.json"], [folder / "study.csv"]
-    tables += [path for suffix, path in wanted.items() if suffix]
-    write_text(texts[0], page(name, table, analyses, drawn, notes, steps))
-    write_text(texts[1], json.dumps(study_json(table, analyses, done, theirs), indent=1))
-    for path in tables:
-        write_table(table, path)
-    write_pictures(drawn, folder / "pictures")
-    return [*texts, *tables, folder / "pictures"]
-
-
 def _print(
-    console: Console, table: Table, analyses: Sequence[Analysis], done: Done | None, theirs: Mapping[str, float]
-) -> None:
+    console: Console, analyses: Sequence[Analysis], steps: Mapping[str, Sequence[Rung]], theirs: Mapping[str, float],
+    notes: Sequence[str],
+) -> None:  # fmt: skip
     from fettle.studies.page import lead
 
-    for note in [*table.notes, *(done.notes if done is not None else ())]:
+    for note in notes:
         console.print(f"[dim]{escape(note)}[/]")
-    for name, rungs in (done.steps if done is not None else {}).items():
+    for name, rungs in steps.items():
         _show.print_table(console, _ladder(name, rungs, theirs))
         for rung in rungs:
             if not rung.kept:

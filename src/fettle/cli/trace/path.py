@@ -9,7 +9,9 @@ import polars as pl
 import typer
 
 from fettle import trace as T
+from fettle.cli import _options
 from fettle.cli.trace.shared import (
+    CHARTS,
     Answer,
     Chart,
     Fresh,
@@ -19,7 +21,6 @@ from fettle.cli.trace.shared import (
     Source,
     Step,
     app,
-    check_chart,
     doubts,
     open_one,
     question,
@@ -140,7 +141,7 @@ def compare(
 
       fettle trace compare before.json.gz after.json.gz --skip 1
     """
-    check_chart(chart)
+    _options.check_file(chart, *CHARTS)
     first, second = (open_one(path, fresh, label=path.name) for path in (before, after))
     result = T.compare(first, second, skip=skip, steps_before=_numbers(steps_before), steps_after=_numbers(steps_after))
     shown = result.parts.filter(pl.col("change_ns") != 0)

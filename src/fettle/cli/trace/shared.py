@@ -30,6 +30,7 @@ Source = Annotated[
 Json = _options.AsJson
 Rows = Annotated[int, typer.Option("--rows", min=1, help="how many rows of each table to show")]
 Chart = Annotated[Path | None, typer.Option("--output", "-o", help="draw a chart: .html, .png, .svg or .json")]
+CHARTS = (".html", ".png", ".svg", ".json")
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="read the trace itself, not the columns kept when it was last opened")
 ]
@@ -71,7 +72,7 @@ def question(look: Callable[..., Answer], *, charted: bool = True) -> Callable[.
 
     @functools.wraps(look)
     def command(**options: Any) -> None:
-        check_chart(options.get("chart"))
+        _options.check_file(options.get("chart"), *CHARTS)
         check_writable(*(options[name] for name in own if isinstance(options[name], Path)))
         traces = open_traces(options["source"], options["fresh"], options.get("own_end", False))
         answer = look(traces, **{name: options[name] for name in own})
@@ -195,13 +196,6 @@ def _print_table(out: Console, title: str, frame: pl.DataFrame, rows: int) -> No
     _show.print_table(out, table)
     if frame.height > rows:
         out.print(f"{frame.height - rows} more rows: --rows {frame.height}")
-
-
-def check_chart(path: Path | None) -> None:
-    """Raise `UsageError` for an ``--output`` of another suffix than those that are drawn, or that cannot be written."""
-    if path is not None and path.suffix not in (".html", ".png", ".svg", ".json"):
-        raise UsageError(f"charts are .html, .png, .svg or .json files, not '{path.suffix}'")
-    check_writable(path)
 
 
 def write_chart(path: Path | None, make: Callable[[Any], Any]) -> None:

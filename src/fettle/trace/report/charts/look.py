@@ -55,7 +55,7 @@ def save(chart: Any, path: Path) -> None:
     Raises:
         UsageError: A place that cannot be written, or a chart of nothing.
     """
-    kind = path.suffix.removeprefix(".")
+    kind = path.suffix.lower().removeprefix(".")
     if not any(frame.height for frame in _frames(chart)):
         raise UsageError(f"no {path.name}: the answer is empty, and there is nothing to draw")
     spec = as_spec(chart)
