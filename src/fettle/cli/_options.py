@@ -158,7 +158,7 @@ def output_folder(path: Path) -> Path:
 
 
 def check_file(path: Path | None, *suffixes: str) -> None:
-    """Raise `UsageError` for an ``--output`` of another suffix (it may be the model itself), or that is not writable."""
+    """Raise `UsageError` for an ``--output`` of another suffix, which may be the model itself, or not writable."""
     outputs([] if path is None else [path], *suffixes)
     check_writable(path)
 

@@ -145,38 +145,36 @@ def command(
     if published is not None and (design != "ladder" or from_csv is not None):
         raise UsageError("`published` stands beside a ladder that is measured: `design=ladder` with a target")
     theirs = read_ladder(published) if published is not None else {}
-    done = None
     if from_csv is not None:
         if targets:
             raise UsageError("`from_csv` reads what was measured: leave the targets out, or the table")
         if from_csv.resolve() in {path.resolve() for path in (folder / "study.csv", *wanted.values())}:
             raise UsageError(f"{from_csv} would be written over: give another `output`")
         table = read_csv(from_csv, response=response or (), factors=factors or (), group_by=group_by or ())
-    else:
-        if response or factors or group_by:
-            raise UsageError("`response`, `factors` and `group_by` are for a table, `from_csv`")
-        if study is not None:
-            check_name(study)
-        elif enqueue:
-            raise UsageError("`enqueue` begins a study that workers find by its name: give it one, `study=NAME`")
-        settings = Settings(
-            design=design, techniques=_options.technique_levels(technique or []), only=only,
-            arguments=_arguments(factor or []), pythons=tuple(python or ()),
-            order=tuple(name.strip() for name in order.split(",") if name.strip()),
-            start=None if recipe is None else Recipe.parse(recipe), cells=cells, rounds=rounds,
-            grow_batch=None if grow_batch is None else _limit_bytes(grow_batch),
-            budget_s=_options.duration_s(budget, "--budget"), mode=mode, max_error=max_error, output=folder,
-            max_metric_drop=max_metric_drop, storage=storage, name=study or "", atlas=atlas, under_load=under_load,
-            polite=polite, trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
-        )  # fmt: skip
-        if enqueue:
-            _enqueue(targets or [], settings, as_json)
-            return
-        from_storage = storage is not None and study is not None and not targets
-        done = stored(settings) if from_storage else measured(targets or [], settings, agreed=yes, quiet=as_json)
-        table = done.table
-    name = from_csv.name if from_csv is not None else f"{done.design if done else design} of {', '.join(table.groups)}"
-    show(folder, wanted, name, table, done, theirs, as_json)
+        show(folder, wanted, from_csv.name, table, None, theirs, as_json)
+        return
+    if response or factors or group_by:
+        raise UsageError("`response`, `factors` and `group_by` are for a table, `from_csv`")
+    if study is not None:
+        check_name(study)
+    elif enqueue:
+        raise UsageError("`enqueue` begins a study that workers find by its name: give it one, `study=NAME`")
+    settings = Settings(
+        design=design, techniques=_options.technique_levels(technique or []), only=only,
+        arguments=_arguments(factor or []), pythons=tuple(python or ()),
+        order=tuple(name.strip() for name in order.split(",") if name.strip()),
+        start=None if recipe is None else Recipe.parse(recipe), cells=cells, rounds=rounds,
+        grow_batch=None if grow_batch is None else _limit_bytes(grow_batch),
+        budget_s=_options.duration_s(budget, "--budget"), mode=mode, max_error=max_error, output=folder,
+        max_metric_drop=max_metric_drop, storage=storage, name=study or "", atlas=atlas, under_load=under_load,
+        polite=polite, trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
+    )  # fmt: skip
+    if enqueue:
+        _enqueue(targets or [], settings, as_json)
+        return
+    from_storage = storage is not None and study is not None and not targets
+    done = stored(settings) if from_storage else measured(targets or [], settings, agreed=yes, quiet=as_json)
+    show(folder, wanted, f"{done.design} of {', '.join(done.table.groups)}", done.table, done, theirs, as_json)
 
 
 def places(output: Sequence[Path] | None, default: Path) -> tuple[Path, dict[str, Path]]:
