@@ -28,11 +28,6 @@ _MODEL = ("workload", "family", "mode", "device", "machine", "torch")
 _MACHINE = ("machine", "cpu", "gpu", "cores", "matrix_units")
 
 
-@app.callback()
-def _root() -> None:
-    """What helped whom, where: one table of the trials of many studies."""
-
-
 @app.command()
 def add(
     atlas: Annotated[Path, typer.Argument(help="the atlas, a Parquet file; created if missing")],

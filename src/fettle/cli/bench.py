@@ -110,22 +110,16 @@ def command(
             raise UsageError(f"{name} is for a gate: name what to compare with, --against REVISION")
     if rounds < 3:
         raise UsageError("--rounds must be 3 or more: an interval needs them")
-    from fettle.result import limits_given
-
-    limits = limits_given(max_error=max_error, max_metric_drop=max_metric_drop)
-    _compare(
-        target, recipe or ["baseline"], as_json, limits=limits, mode=mode, nproc=nproc, confidence=confidence,
-        max_rounds=rounds, budget_s=_options.duration_s(budget, "--budget") or None, under_load=under_load,
-        polite=polite,
-    )  # fmt: skip
-
-
-def _compare(target: str, recipes: list[str], as_json: bool, **options: Any) -> None:
     from fettle.comparing import bench, comparison_json
     from fettle.report import progress
+    from fettle.result import limits_given
 
     with progress(quiet=as_json) as show:
-        comparison = bench(target, recipes, on_progress=show, **options)
+        comparison = bench(
+            target, recipe or ["baseline"], on_progress=show, mode=mode, nproc=nproc, confidence=confidence,
+            limits=limits_given(max_error=max_error, max_metric_drop=max_metric_drop), max_rounds=rounds,
+            budget_s=_options.duration_s(budget, "--budget") or None, under_load=under_load, polite=polite,
+        )  # fmt: skip
     _show.answer(as_json, lambda: comparison_json(comparison), lambda out: _show.print_comparison(out, comparison))
     _show.leave(interrupted=comparison.interrupted, missed=comparison.failed)
 

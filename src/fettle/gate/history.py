@@ -101,12 +101,10 @@ def read(folder: Path) -> list[Entry]:
     """The history, the oldest first, of `MOST_BYTES` at most. A line that was cut when a process was killed is left
     out."""
     path = path_of(folder)
-    if not path.exists():
-        return []
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_BYTES))
-            lines = file.read().splitlines()
+        lines = path.read_bytes()[-MOST_BYTES:].splitlines()
+    except FileNotFoundError:
+        return []
     except OSError as error:
         raise UsageError(f"cannot read the history {path}: {error.strerror}") from error
     entries = []

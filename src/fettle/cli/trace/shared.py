@@ -103,27 +103,25 @@ def read_traces(path: Path, fresh: bool = False) -> list[Trace]:
         return T.load_all(path, use_sidecar=not fresh, on_progress=lambda share: show(f"reading {path}", share, 1.0))
 
 
-def open_traces(path: Path, fresh: bool = False, own_end: bool = False, label: str = "") -> list[Trace]:
-    """Read a trace or a folder, and say what was left out of it and which answers are uncertain.
-
-    `label` stands for the rank where there are several traces of one rank."""
-    return [_opened(trace, own_end, label) for trace in read_traces(path, fresh)]
+def open_traces(path: Path, fresh: bool, own_end: bool) -> list[Trace]:
+    """Read a trace or a folder, and say what was left out of it and which answers are uncertain."""
+    return [_opened(trace, own_end, f"rank {trace.rank}") for trace in read_traces(path, fresh)]
 
 
-def open_one(path: Path, fresh: bool = False, own_end: bool = False, label: str = "") -> Trace:
-    """The same of a trace, or of the first rank in a folder, and say so."""
+def open_one(path: Path, fresh: bool, own_end: bool = False, label: str = "") -> Trace:
+    """The same of a trace, or of the first rank in a folder, and say so; `label` is what it is called."""
     first, *others = read_traces(path, fresh)
     if others:
         console(error=True).print(
             f"{path}: of its {len(others) + 1} ranks only rank {first.rank} is taken; for another name its file",
             style="yellow", markup=False, soft_wrap=True,
         )  # fmt: skip
-    return _opened(first, own_end, label)
+    return _opened(first, own_end, label or f"rank {first.rank}")
 
 
 def _opened(trace: Trace, own_end: bool, label: str) -> Trace:
     trace = replace(trace, own_end=own_end)
-    out, name = console(error=True), escape(label) or f"rank {trace.rank}"
+    out, name = console(error=True), escape(label)
     for note in trace.facts.notes:
         out.print(f"[yellow]{name}: {escape(note)}[/]")
     uncertain = T.trace_health(trace).uncertain
