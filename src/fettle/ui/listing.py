@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from time import monotonic, time
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -120,7 +121,7 @@ def _seen(path: Path, changed: int, size: int) -> tuple[str, str]:
     """The same; what did not change is not read again, and what cannot be read is not there."""
     try:
         return _look(path)
-    except (OSError, TypeError, ValueError, RecursionError, sqlite3.Error, zlib.error):
+    except Exception:  # anything may lie there
         return "", ""
 
 
@@ -192,112 +193,62 @@ def _study(path: Path) -> tuple[str, str]:
     return "study", line + (f" ({', '.join(counts)})" if counts else "")
 
 
-class _Texts(msgspec.Struct):
-    ttft_limit_ms: float = 0.0
-    itl_limit_ms: float = 0.0
-
-
-class _Run(msgspec.Struct):
-    """One run of ``fettle serve load --json``."""
-
-    latency_ms: dict[str, float | None]
-    throughput: float
-    within_limit: float | None = None
-    limit_ms: float = 0.0
-    stable: bool = True
-    void: str = ""
-    texts: _Texts | None = None
-
-    @property
-    def late(self) -> bool:
-        """Whether it had a limit and did not keep it."""
-        texts = self.texts or _Texts()
-        limited = self.limit_ms or texts.ttft_limit_ms or texts.itl_limit_ms
-        return bool(limited) and (self.within_limit or 0.0) < 0.99
-
-
-class _Runs(msgspec.Struct):
-    runs: list[_Run]
-
-
-class _Setting(msgspec.Struct):
-    setting: str
-    measured: float | None = None
-
-
-class _Searched(msgspec.Struct):
-    """The ``result.json`` of ``fettle serve slo``."""
-
-    met: bool
-    name: str
-    points: list[_Setting]
-    best: int | None = None
-    limit_ms: float = 0.0
-    ttft_limit_ms: float = 0.0
-    itl_limit_ms: float = 0.0
-
-
 def _under_load(path: Path) -> str:
     """The line of load tests, or of a search for the best setting under a limit; raises where it is neither."""
     with path.open("rb") as file:
-        text = file.read(_MOST_RESULT)
-    if b'"met"' in text[:_PEEK]:
-        search = msgspec.json.decode(text, type=_Searched)
-        limits = {"p99": search.limit_ms, "first token": search.ttft_limit_ms, "tokens apart": search.itl_limit_ms}
-        kept = ", ".join(f"{name} within {value:.4g} ms" for name, value in limits.items() if value)
-        place = search.best
-        best = search.points[place] if place is not None and 0 <= place < len(search.points) else None
-        if best is None or not best.measured:
-            return f"{search.name}: no setting was shown to keep {kept}"
-        line = f"{search.name}: {rate_text(best.measured)} requests/s with {kept}: {best.setting}"
-        return line if search.met else f"{line}; not met"
-    read = msgspec.json.decode(text, type=list[_Run] | _Runs)
-    runs = read.runs if isinstance(read, _Runs) else read
-    told = [run for run in runs if not run.void]
-    most = max(told or runs, key=lambda run: run.throughput)
-    p99 = most.latency_ms.get("p99")
-    line = f"{count_text(len(runs), 'load test')}: at most {most.throughput:.4g} answers/s"
+        data = msgspec.json.decode(file.read(_MOST_RESULT))
+    if "met" in data:
+        return _searched(data)
+    runs = data["runs"] if isinstance(data, dict) else data
+    told = [run for run in runs if not run.get("void")]
+    most = max(told or runs, key=lambda run: float(run["throughput"]))
+    p99 = most["latency_ms"].get("p99")
+    line = f"{count_text(len(runs), 'load test')}: at most {most['throughput']:.4g} answers/s"
     line += f", p99 {p99:.4g} ms" if p99 is not None else ""
     marks = {
-        "void": len(runs) - len(told), "with more than the server can do": sum(not run.stable for run in told),
-        "not within the limit": sum(run.late for run in told),
+        "void": len(runs) - len(told), "with more than the server can do": sum(not run.get("stable", True) for run in told),
+        "not within the limit": sum(map(_is_late, told)),
     }  # fmt: skip
     return line + "".join(f"; {count} {mark}" for mark, count in marks.items() if count)
 
 
-class _Interval(msgspec.Struct):
-    estimate: float
-    low: float | None = None
-    high: float | None = None
+def _is_late(run: dict[str, Any]) -> bool:
+    """Whether a run had a limit and did not keep it."""
+    texts = run.get("texts") or {}
+    limited = run.get("limit_ms") or texts.get("ttft_limit_ms") or texts.get("itl_limit_ms")
+    return bool(limited) and (run.get("within_limit") or 0.0) < 0.99
 
 
-class _Winner(msgspec.Struct):
-    recipe: dict[str, str]
-    speedup: _Interval | None = None
-
-
-class _Result(msgspec.Struct):
-    winner: _Winner | None = None
+def _searched(search: dict[str, Any]) -> str:
+    """The line of a search for the best setting, of ``fettle serve slo``."""
+    limits = {"limit_ms": "p99", "ttft_limit_ms": "first token", "itl_limit_ms": "tokens apart"}
+    kept = ", ".join(f"{text} within {search[name]:.4g} ms" for name, text in limits.items() if search.get(name))
+    place, points = search.get("best"), search["points"]
+    best = points[place] if place is not None and 0 <= place < len(points) else {}
+    if not best.get("measured"):
+        return f"{search['name']}: no setting was shown to keep {kept}"
+    line = f"{search['name']}: {rate_text(best['measured'])} requests/s with {kept}: {best['setting']}"
+    return line if search["met"] else f"{line}; not met"
 
 
 def _best(path: Path) -> str:
     """What a result says of its winner, as more of a study's line; empty where there is none."""
-    winner = None
-    with contextlib.suppress(OSError, ValueError, RecursionError):
+    with contextlib.suppress(Exception):
         about = path.lstat()
         if stat.S_ISREG(about.st_mode) and about.st_size < _MOST_RESULT:
-            winner = _winner(path, about.st_mtime_ns, about.st_size)
-    if winner is None or winner.speedup is None:
-        return ""
-    ends = (winner.speedup.low, winner.speedup.high)
-    low, high = ("?" if end is None else f"{end:.2f}" for end in ends)
-    recipe = " ".join(f"{name}={level}" for name, level in winner.recipe.items())
-    return f"; {winner.speedup.estimate:.2f}x [{low}, {high}] with {recipe or 'nothing changed'}"
+            return _winner(path, about.st_mtime_ns, about.st_size)
+    return ""
 
 
 @lru_cache(maxsize=1024)
-def _winner(path: Path, changed: int, size: int) -> _Winner | None:
-    return msgspec.json.decode(path.read_bytes(), type=_Result).winner
+def _winner(path: Path, changed: int, size: int) -> str:
+    winner = msgspec.json.decode(path.read_bytes())["winner"]
+    speedup = winner and winner["speedup"]
+    if not speedup:
+        return ""
+    low, high = ("?" if end is None else f"{end:.2f}" for end in (speedup.get("low"), speedup.get("high")))
+    recipe = " ".join(f"{name}={level}" for name, level in winner["recipe"].items())
+    return f"; {speedup['estimate']:.2f}x [{low}, {high}] with {recipe or 'nothing changed'}"
 
 
 def _runs(path: Path) -> bool:
