@@ -206,9 +206,10 @@ def _under_load(path: Path) -> str:
     line = f"{count_text(len(runs), 'load test')}: at most {most['throughput']:.4g} answers/s"
     line += f", p99 {p99:.4g} ms" if p99 is not None else ""
     marks = {
-        "void": len(runs) - len(told), "with more than the server can do": sum(not run.get("stable", True) for run in told),
+        "void": len(runs) - len(told),
+        "with more than the server can do": sum(not run.get("stable", True) for run in told),
         "not within the limit": sum(map(_is_late, told)),
-    }  # fmt: skip
+    }
     return line + "".join(f"; {count} {mark}" for mark, count in marks.items() if count)
 
 
