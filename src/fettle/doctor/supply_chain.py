@@ -62,10 +62,11 @@ def _compromise(advisory: Advisory, what: str, more: str, mend: str) -> Finding:
 @check()
 def compromise_marker(here: Environment) -> Iterator[Finding]:
     """A file that such a release leaves, also where the release itself is gone."""
+    folders = dict.fromkeys([*here.site_folders, *(package.folder.rstrip("/") for package in here.packages)])
     for advisory in here.advisories.advisory:
         for marker in advisory.markers:
-            folders = [""] if marker.path.startswith("/") else [f"{folder}/" for folder in _folders(here)]
-            for path in (folder + marker.path for folder in folders):
+            for folder in [""] if marker.path.startswith("/") else folders:
+                path = os.path.join(folder, marker.path)
                 if here.files.size(path) >= 0 and marker.sha256 in ("", here.files.sha256(path)):
                     yield error(f"{path} is a file of {advisory.package} {', '.join(advisory.versions)}, which "
                                 f"{'are' if len(advisory.versions) > 1 else 'is'} compromised ({advisory.sources[0]}).",
@@ -115,7 +116,8 @@ def changed_files(here: Environment) -> Iterator[Finding]:
 def shadowing_index(here: Environment) -> Iterator[Finding]:
     """pip or uv set up so that a public index can shadow a private name; or without a secure connection."""
     for where, name, value in _pip_settings(here):
-        remote = [_without_secret(url) for url in value.split() if re.match(r"https?://", url)]
+        urls = [url for url in value.split() if re.match(r"https?://", url)]
+        remote = [_plain(re.sub(r"//[^/@]*@", "//***@", url)) for url in urls]
         mend = "pip config unset global." + name if "/" in where else f"unset {where}"
         if name == "extra-index-url" and remote:
             yield warning(f"{where} sets extra-index-url: {', '.join(remote[:2])}.",
@@ -140,10 +142,6 @@ def old_advisories(here: Environment) -> Iterator[Finding]:
         yield note(f"The list of compromised releases is of {here.advisories.checked}, {days} days ago.",
                    "What was published since then is not known here.", "pip install --upgrade torch-fettle  # or "
                    "--advisories FILE")  # fmt: skip
-
-
-def _folders(here: Environment) -> list[str]:
-    return list(dict.fromkeys([*here.site_folders, *(package.folder.rstrip("/") for package in here.packages)]))
 
 
 def _recorded(files: Files, package: Package) -> Iterator[tuple[str, str, str]]:
@@ -190,10 +188,6 @@ def _pip_settings(here: Environment) -> Iterator[tuple[str, str, str]]:
         lines = [item for section in parser.values() for item in section.items()]
         settings = {key.replace("_", "-"): " ".join(value.split()) for key, value in lines}
         yield from ((path, name, settings[name]) for name in names if name in settings)
-
-
-def _without_secret(url: str) -> str:
-    return _plain(re.sub(r"//[^/@]*@", "//***@", url))
 
 
 def _plain(text: str) -> str:
