@@ -160,12 +160,12 @@ def command(
     around = Surroundings()
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
         result = run(work.search(folder, max_error, options, progress))
-        written, problem = _written(result, write, lambda: work.write(result, folder))
     if csv_file is not None:
         _options.write_csv(csv_file, COLUMNS, torchserve_rows(result, work.name))
-    data = as_data(result, name=work.name, target=target, machine=_machine(), written=str(written or ""))
-    data["busy"] = around.sentence()
-    _finish(result, data, folder, slo_page, as_json, print_settings, problem)
+    busy = around.sentence()
+    data = as_data(result, name=work.name, target=target, machine=_machine(), written="", busy=busy)
+    best = (lambda: work.write(result, folder)) if write else None
+    _finish(result, data, folder, slo_page, as_json, print_settings, best)
 
 
 def _of_texts(
@@ -201,15 +201,14 @@ def _of_texts(
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
         result = run(search(progress))
 
-    def write_best() -> Path:
+    def best() -> Path:
         assert result.best is not None
         setting = result.best.setting
         return write_settings(package, served_so(package.settings, setting, result.costs[setting.threads])).folder
 
-    written, problem = _written(result, write, write_best)
-    data = texts_data(result, name=name, target=text, machine=_machine(), written=str(written or ""))
+    data = texts_data(result, name=name, target=text, machine=_machine())
     data["busy"] = around.sentence()
-    _finish(result, data, folder, texts_page, as_json, print_texts, problem)
+    _finish(result, data, folder, texts_page, as_json, print_texts, best if write else None)
 
 
 def _check_settings(package: Package) -> None:
@@ -222,24 +221,20 @@ def _check_settings(package: Package) -> None:
         raise UsageError(f"{error}; to search all the same, give --no-write") from error
 
 
-def _written(result: Outcome[Any], asked: bool, write: Callable[[], Path]) -> tuple[Path | None, UsageError | None]:
-    """Write the best setting where that was `asked` for: where it is then, or why it could not be, which is no reason
-    to lose what was found."""
-    if not asked or result.best is None or result.interrupted:
-        return None, None
-    try:
-        return write(), None
-    except UsageError as error:
-        return None, error
-    except OSError as error:
-        return None, UsageError(f"the best setting could not be written: {first_line(error)}")
-
-
 def _finish(
     result: Outcome[Any], data: dict[str, Any], folder: Path, page: Callable[[dict[str, Any]], str],
-    as_json: bool, show: Callable[[dict[str, Any], Console], None], problem: UsageError | None,
+    as_json: bool, show: Callable[[dict[str, Any], Console], None], best: Callable[[], Path] | None,
 ) -> None:  # fmt: skip
-    """Write what came of a search, say it, and leave with its exit code, or with why its setting is not written."""
+    """Write the `best` setting, if asked to, and what came of a search; say it, and leave with its exit code, or with
+    why the setting is not written: that is no reason to lose what was found."""
+    problem = None
+    if best is not None and result.best is not None and not result.interrupted:
+        try:
+            data["written"] = str(best())
+        except UsageError as error:
+            problem = error
+        except OSError as error:
+            problem = UsageError(f"the best setting could not be written: {first_line(error)}")
     write_text(folder / "result.json", json.dumps(data) + "\n")
     write_text(folder / "report.html", page(data))
     _show.answer(as_json, lambda: data, lambda out: show(data, out), folder / "report.html")
