@@ -152,7 +152,7 @@ def compare(
         figures = {name: getattr(result, name) for name in ("before_ns", "after_ns", "change_ns", "low_ns", "high_ns")}
         notes = {"notes": list(result.notes), "uncertain": doubts({"before": first, "after": second})}
         frames = {"parts": shown, "work": result.work, "operators": result.operators}
-        show(frames, as_json, rows, figures | notes)
+        show(Answer(frames, figures | notes), as_json, rows)
         return
     interval = f"95%: {result.low_ns / 1e6:+,.3f} to {result.high_ns / 1e6:+,.3f}"
     if math.isnan(result.low_ns):
@@ -163,12 +163,12 @@ def compare(
         f"{result.steps_before} and {count_text(result.steps_after, 'step')}",
         **({"notes": "; ".join(result.notes)} if result.notes else {}),
     }
-    show({"parts, longest change first": shown.drop("sums").sort(pl.col("change_ns").abs(), descending=True)},
-         as_json, 1000, text)  # fmt: skip
+    parts = shown.drop("sums").sort(pl.col("change_ns").abs(), descending=True)
+    show(Answer({"parts, longest change first": parts}, text), as_json, 1000)
     leading = ["name", "operator", "change_ns", "count", "count_after", "time_ns", "time_ns_after", "class"]
     work = result.work.select(*leading, pl.exclude(*leading))
     changed = result.operators.filter(pl.col("change") != "same")
-    show({"device work, a step": work, "operators, a step": changed}, as_json, rows)
+    show(Answer({"device work, a step": work, "operators, a step": changed}), as_json, rows)
 
 
 def _numbers(text: str | None) -> list[int] | None:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import polars as pl
@@ -45,7 +44,7 @@ class Answer:
     """What a question about traces came to."""
 
     frames: Mapping[str, pl.DataFrame]
-    notes: Mapping[str, Any] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
     chart: Callable[[Any], Any] | None = None
     """What draws it, given the module of the charts: that is slow to load, and few ask for one."""
     long: Callable[[], Mapping[str, pl.DataFrame]] = dict
@@ -78,9 +77,7 @@ def question(look: Callable[..., Answer], *, charted: bool = True) -> Callable[.
         answer = look(traces, **{name: options[name] for name in own})
         if answer.chart is not None:
             write_chart(options["chart"], answer.chart)
-        as_json = options["as_json"]
-        frames = {**answer.frames, **(answer.long() if as_json else {})}
-        show(frames, as_json, options["rows"], answer.notes, traces, answer.doubts, answer.as_it_is)
+        show(answer, options["as_json"], options["rows"], traces)
         if answer.failed:
             raise typer.Exit(1)
 
@@ -135,32 +132,24 @@ def step_windows(own_end: bool) -> dict[str, str]:
     return {"a step ends": "with its own annotation" if own_end else "where the next one begins"}
 
 
-def show(
-    frames: Mapping[str, pl.DataFrame],
-    as_json: bool,
-    rows: int = 30,
-    notes: Mapping[str, Any] | None = None,
-    traces: Sequence[Trace] = (),
-    more_doubts: Mapping[str, Sequence[str]] = MappingProxyType({}),
-    as_it_is: bool = False,
-) -> None:
-    """Print frames as JSON ({name: rows}) or as tables for people.
+def show(answer: Answer, as_json: bool, rows: int, traces: Sequence[Trace] = ()) -> None:
+    """Print an answer as JSON ({name: rows}) or as tables for people.
 
     JSON also says which answers are uncertain for each of the `traces` (people saw it when they were opened).
     """
     if as_json:
-        data = {name: frame.to_dicts() for name, frame in frames.items()} | dict(notes or {})
+        data = {name: frame.to_dicts() for name, frame in {**answer.frames, **answer.long()}.items()} | answer.notes
         if traces:
             known = doubts({f"rank {trace.rank}": trace for trace in traces})
-            data["uncertain"] = known | {rank: [*known.get(rank, []), *more] for rank, more in more_doubts.items()}
+            data["uncertain"] = known | {rank: [*known.get(rank, []), *more] for rank, more in answer.doubts.items()}
         print(json.dumps(plain(data), default=str))
         return
     out = console()
-    for key, value in (notes or {}).items():
+    for key, value in answer.notes.items():
         out.print(f"{key}: {value}", markup=False)
-    for name, frame in frames.items():
+    for name, frame in answer.frames.items():
         if frame.height:
-            _print_table(out, name.replace("_", " "), frame if as_it_is else _since_the_first(frame), rows)
+            _print_table(out, name.replace("_", " "), frame if answer.as_it_is else _since_the_first(frame), rows)
         else:
             out.print(f"{name.replace('_', ' ')}: nothing")
 
