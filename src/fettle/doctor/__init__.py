@@ -31,14 +31,13 @@ __all__ = [
 ]  # fmt: skip
 
 
-def examine(here: Environment) -> list[Finding]:
-    """What all checks find, errors first."""
-    findings = [finding for check in CHECKS.values() for finding in check(here)]
+def examine(here: Environment, *, quick: bool = False) -> list[Finding]:
+    """What all checks find, or the quick ones, errors first."""
+    findings = [finding for check in CHECKS.values() if check.is_quick or not quick for finding in check(here)]
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
 def spoilers(here: Environment | None = None) -> list[Finding]:
     """What would spoil the figures of a measurement in this environment, by the quick checks: errors and warnings."""
-    here = here or this_environment(quick=True)
-    findings = [finding for check in CHECKS.values() if check.is_quick for finding in check(here)]
+    findings = examine(here or this_environment(quick=True), quick=True)
     return [finding for finding in findings if finding.level != "note"]
