@@ -9,7 +9,6 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypeVar
 
@@ -57,8 +56,7 @@ def watch(
             try:
                 yield steps
             finally:
-                idle = 1 - busy[0] / busy[1] if busy[1] else None
-                steps.report = replace(steps.summary(), device_idle=idle)
+                steps.report = steps.summary(1 - busy[0] / busy[1] if busy[1] else None)
     finally:
         failed = sys.exception() is not None
         _ONE.release()
