@@ -52,7 +52,7 @@ def command(
     settings = Settings(
         data=data, skip=tuple(skip or ()), budget_s=_options.duration_s(budget, "--budget"),
         limits=limits_given(max_error=max_error, max_metric_drop=max_metric_drop, max_kl=max_kl),
-        techniques=_options.technique_levels(technique or []), atlas=atlas, mode=mode,
+        techniques=_options.levels(technique, "--technique"), atlas=atlas, mode=mode,
         output=_options.output_folder(output),
     )  # fmt: skip
     with progress(quiet=as_json) as show:

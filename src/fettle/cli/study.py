@@ -160,8 +160,8 @@ def command(
     elif enqueue:
         raise UsageError("`enqueue` begins a study that workers find by its name: give it one, `study=NAME`")
     settings = Settings(
-        design=design, techniques=_options.technique_levels(technique or []), only=only,
-        arguments=_arguments(factor or []), pythons=tuple(python or ()),
+        design=design, techniques=_options.levels(technique, "--technique"), only=only,
+        arguments=_arguments(factor), pythons=tuple(python or ()),
         order=tuple(name.strip() for name in order.split(",") if name.strip()),
         start=None if recipe is None else Recipe.parse(recipe), cells=cells, rounds=rounds,
         grow_batch=None if grow_batch is None else _limit_bytes(grow_batch),
@@ -259,17 +259,12 @@ def measured(targets: Sequence[str], settings: Settings, *, agreed: bool, quiet:
     return outcome
 
 
-def _arguments(options: Sequence[str]) -> dict[str, list[str]]:
+def _arguments(options: Sequence[str] | None) -> dict[str, list[str]]:
     """``["batch=1,4,16"]`` as values by argument."""
-    arguments: dict[str, list[str]] = {}
-    for option in options:
-        name, equals, values = option.partition("=")
-        levels = list(dict.fromkeys(value.strip() for value in values.split(",") if value.strip()))
-        if not equals or not name.strip().isidentifier() or len(levels) < 2 or name.strip() in arguments:
-            raise UsageError(
-                f"--factor {option!r}: write NAME=VALUE,VALUE once for each argument, for example batch=1,4"
-            )
-        arguments[name.strip()] = levels
+    arguments = {name: list(dict.fromkeys(values)) for name, values in _options.levels(options, "--factor").items()}
+    for name, values in arguments.items():
+        if not name.isidentifier() or len(values) < 2:
+            raise UsageError(f"--factor {name}={','.join(values)}: write NAME=VALUE,VALUE, for example batch=1,4")
     return arguments
 
 
