@@ -17,7 +17,6 @@ from fettle import trace as T
 from fettle.cli import _options, _show
 from fettle.cli._console import console
 from fettle.cli._lazy import SETTINGS
-from fettle.errors import UsageError
 from fettle.files import check_writable, plain
 from fettle.trace.model import Trace
 
