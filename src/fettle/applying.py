@@ -64,7 +64,8 @@ def apply(
     TARGET`` measures it here. Raises `UsageError` when the recipe cannot work on this model or machine.
     """
     file = read_recipe(recipe)
-    warn_if_foreign(file)
+    if text := foreign(file):
+        warnings.warn(f"{text}: measure it again with `fettle check recipe.toml TARGET`", stacklevel=2)
     workload = _workload(model, inputs, call, file.recipe.parts)
     if isinstance(workload, TrainingWorkload):
         from fettle.train import training_facts
@@ -142,20 +143,14 @@ def _is_here(then: Mapping[str, Any], here: Machine) -> bool:
     return known == (here.cpu, here.cores, here.gpus, here.versions["torch"])
 
 
-def warn_if_foreign(recipe: RecipeFile) -> str:
-    """Warn, and return the text, when a recipe was measured on another machine, or with another version of torch or of
-    what its levels run by."""
+def foreign(recipe: RecipeFile) -> str:
+    """That a recipe was measured on another machine, or with another version of torch or of what its levels run by;
+    empty where it was not."""
     here, then = this_machine(), recipe.machine.get("versions", {})
-    text = ""
     if not _is_here(recipe.machine, here):
         where = ", ".join(recipe.machine.get("gpus") or []) or recipe.machine.get("cpu", "another machine")
-        text = f"this recipe was measured on {where} with torch {then.get('torch')}; here is {here.summary}"
-    else:
-        ran_by = run_by(recipe.recipe, then)
-        moved = {name: there for name, there in ran_by.items() if here.versions.get(name, there) != there}
-        if moved:
-            others = ", ".join(f"{name} {there} (here {here.versions[name]})" for name, there in moved.items())
-            text = f"this recipe was measured with {others}"
-    if text:
-        warnings.warn(f"{text}: measure it again with `fettle check recipe.toml TARGET`", stacklevel=3)
-    return text
+        return f"this recipe was measured on {where} with torch {then.get('torch')}; here is {here.summary}"
+    ran_by = run_by(recipe.recipe, then)
+    moved = {name: there for name, there in ran_by.items() if here.versions.get(name, there) != there}
+    others = ", ".join(f"{name} {there} (here {here.versions[name]})" for name, there in moved.items())
+    return f"this recipe was measured with {others}" if moved else ""

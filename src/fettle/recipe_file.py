@@ -94,23 +94,18 @@ def load_recipe(path: str | Path) -> RecipeFile:
     if "levels" not in data:
         raise UsageError(f"{path} is not a fettle recipe: it has no [levels] table")
     try:
-        file = _read(data)
+        for name, level in data["levels"].items() if isinstance(data["levels"], dict) else ():
+            _typed(level, str, f"levels.{name}")
+        file = _typed(data, RecipeFile)
+        for name, kind in _TABLES.items():
+            _typed(getattr(file, name), kind, name)
+        for name, kind in learned_types(file.evidence).items():
+            _typed(file.evidence[name], kind, f"evidence.{name}")
     except UsageError as error:
         raise UsageError(f"{path} is not a fettle recipe: {error}") from error
     if file.format != FORMAT:
         raise UsageError(f"{path} has recipe format {file.format}; this fettle reads format {FORMAT}")
     return _checked(file)
-
-
-def _read(data: Mapping[str, Any]) -> RecipeFile:
-    for name, level in data["levels"].items() if isinstance(data["levels"], dict) else ():
-        _typed(level, str, f"levels.{name}")
-    file = _typed(data, RecipeFile)
-    for name, kind in _TABLES.items():
-        _typed(getattr(file, name), kind, name)
-    for name, kind in learned_types(file.evidence).items():
-        _typed(file.evidence[name], kind, f"evidence.{name}")
-    return file
 
 
 def _typed(value: Any, kind: type[T], where: str = "") -> T:

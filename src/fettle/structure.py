@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from fettle.errors import is_users
+from fettle.errors import is_program
 
 ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _PLAIN = (numbers.Number, str, bytes, enum.Enum, torch.dtype)
@@ -190,4 +190,4 @@ def _own(function: types.FunctionType) -> bool:
     file = function.__code__.co_filename
     if file.startswith("<"):
         return file.startswith("<ipython") or function.__module__ == "__main__"
-    return "/site-packages/" not in file and is_users(file) and "/lib/python" not in file
+    return is_program(file)

@@ -161,11 +161,6 @@ class Study:
         backend = getattr(self._study._storage, "_backend", self._study._storage)
         return not isinstance(backend, RDBStorage) or not is_server(backend.url)
 
-    @property
-    def _heart(self) -> Any:
-        """The storage, which Optuna does not say can keep heartbeats."""
-        return self._study._storage
-
     def on(self, machine_id: str) -> Study:
         """The same study as another machine sees it."""
         return Study(self._study, machine_id)
@@ -291,12 +286,12 @@ class Study:
     @_lasting
     def _begin(self, recipe: Recipe, facts: Facts) -> None:
         """Claim a recipe: first as waiting, then with a heartbeat, then as running."""
-        storage = self._study._storage
+        storage: Any = self._study._storage  # Optuna does not say that it can keep heartbeats
         attrs = {_MACHINE: self._machine_id, _OWNER: self._owner, "recipe": str(recipe),
                  _VERSIONS: run_by(recipe, facts.packages)}  # fmt: skip
         waiting = create_trial(state=TrialState.WAITING, **self._levels(recipe, facts), user_attrs=attrs)
         number = self._claims[recipe] = storage.create_new_trial(self._study._study_id, waiting)
-        self._heart.record_heartbeat(number)
+        storage.record_heartbeat(number)
         with contextlib.suppress(UpdateFinishedTrialError):  # this process was stopped here for so long that it lost it
             storage.set_trial_state_values(number, TrialState.RUNNING)
         if self._ended is None:
@@ -304,10 +299,11 @@ class Study:
             threading.Thread(target=self._beat, args=(self._ended,), daemon=True).start()
 
     def _beat(self, ended: threading.Event) -> None:
+        storage: Any = self._study._storage
         while not ended.wait(HEARTBEAT_S):
             for number in list(self._claims.values()):
                 with contextlib.suppress(Exception):  # a server that is away for a while
-                    self._heart.record_heartbeat(number)
+                    storage.record_heartbeat(number)
 
     @_lasting
     def _free(self, recipes: Sequence[Recipe]) -> tuple[list[Recipe], Counter[str]]:

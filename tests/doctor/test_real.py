@@ -87,7 +87,7 @@ def test_compromised_releases_are_found_and_never_imported(tmp_path: Path) -> No
          "sources = ['x']}]", "Expected `array` of length >= 1"),
         ("checked = 2026-01-01\nadvisory = [{package = 'x', versions = ['1'], published = 2026-01-01, "
          "does = '\\u001b[2J', sources = ['x']}]".replace("'\\u001b[2J'", '"\\u001b[2J"'), "matching regex"),
-        ("checked = 2026-01-01\n# " + "x" * (1 << 20), "larger than 1 MiB"),
+        ("checked = 2026-01-01\n# " + "x" * (1 << 20), "too large: more than 1 MiB"),
     ],
 )  # fmt: skip
 def test_a_list_of_advisories_from_anywhere(tmp_path: Path, text: str, says: str) -> None:

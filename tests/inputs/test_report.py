@@ -157,3 +157,16 @@ def test_a_trace_without_steps_or_loader_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"traceEvents": [event("enumerate(DataLoader)#x", 0, 10)]}))
     with pytest.raises(UsageError, match="has no steps"):
         waits_in_trace(path)
+
+
+def test_ranks_are_those_that_torchrun_says_unless_they_are_named(run_fettle, monkeypatch):
+    def stop(*_: object, ranks: int, **__: object) -> None:
+        raise UsageError(f"{ranks} ranks")
+
+    monkeypatch.setattr("fettle.inputs.measure_and_search", stop)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    target = f"{HERE / 'loaders.py'}:quick"
+    assert run_fettle("data", target).err == "fettle: 1 ranks\n"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert run_fettle("data", target).err == "fettle: 4 ranks\n"
+    assert run_fettle("data", target, "--nproc", "2").err == "fettle: 2 ranks\n"

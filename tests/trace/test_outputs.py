@@ -186,9 +186,9 @@ def test_where_one_rank_is_taken_it_is_said(tmp_path: Path, run_fettle: Run) -> 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["account", "nowhere.json", "--output", "x.bmp"], "charts are .html"),
-        (["compare", "nowhere.json", "nowhere.json", "--output", "x.bmp"], "charts are .html"),
-        (["compare", "nowhere.json", "nowhere.json", "--output", "."], "charts are .html"),
+        (["account", "nowhere.json", "--output", "x.bmp"], "ends in .html or .png or .svg or .json"),
+        (["compare", "nowhere.json", "nowhere.json", "--output", "x.bmp"], "ends in .html or .png or .svg or .json"),
+        (["compare", "nowhere.json", "nowhere.json", "--output", "."], "ends in .html or .png or .svg or .json"),
         (["critical", "nowhere.json", "--overlay", "."], "it is a folder"),
     ],
 )

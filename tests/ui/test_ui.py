@@ -191,7 +191,7 @@ def test_a_folder_with_too_many_files_is_shown_in_part(folder: Path, monkeypatch
     assert inventory(folder).cut
 
 
-def test_the_page_links_reports_escapes_what_it_shows_and_is_sent_once(site: Site) -> None:
+def test_the_page_links_reports_and_escapes_what_it_shows(site: Site) -> None:
     answer = site.respond("GET", "/right/", HERE, PORT)
     text = answer.body.decode()
     assert answer.status == 200
@@ -200,7 +200,6 @@ def test_the_page_links_reports_escapes_what_it_shows_and_is_sent_once(site: Sit
     assert 'href="/right/file/a%20b%23%3F%252e.json"' in text
     assert "1 study running" in text
     assert "fettle trace report " in text
-    assert site.respond("GET", "/right/", HERE, PORT, answer.headers["ETag"]).status == 304
 
 
 @pytest.mark.parametrize(
@@ -364,11 +363,10 @@ def test_a_browser_is_opened_without_the_token_among_its_words(monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_in_a_browser_the_page_changes_while_a_study_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_browser_the_page_changes_while_a_study_runs(tmp_path: Path) -> None:
     browser = next((found for name in ("chromium", "google-chrome", "chrome") if (found := shutil.which(name))), None)
     if browser is None:
         pytest.skip("no Chromium")
-    monkeypatch.setattr("fettle.ui.server.FRESH_S", 0.0)  # the browser's time runs faster than ours
     begin_study(tmp_path / "out", "before")
     with serve(Site(tmp_path)) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -157,22 +157,21 @@ def output_folder(path: Path) -> Path:
     return outputs([path], folder=True)[""]
 
 
-def check_page(path: Path | None) -> None:
-    """Raise `UsageError` for an ``--output`` that is no page (it may be the model itself) or cannot be written."""
-    outputs([] if path is None else [path], ".html")
+def check_file(path: Path | None, *suffixes: str) -> None:
+    """Raise `UsageError` for an ``--output`` of another suffix, which may be the model itself, or not writable."""
+    outputs([] if path is None else [path], *suffixes)
     check_writable(path)
 
 
-def technique_levels(options: Sequence[str]) -> dict[str, list[str]]:
-    """``["precision=fp32,bf16", "compile=off"]`` as levels by technique."""
+def levels(options: Sequence[str] | None, option: str) -> dict[str, list[str]]:
+    """``["precision=fp32,bf16", "compile=off"]`` as levels by name."""
     chosen: dict[str, list[str]] = {}
-    for option in options:
-        name, equals, levels = option.partition("=")
-        if not equals or not name.strip() or not levels.strip(" ,"):
-            raise UsageError(
-                f"--technique {option!r}: write NAME=LEVEL or NAME=LEVEL,LEVEL, for example precision=bf16"
-            )
-        chosen.setdefault(name.strip(), []).extend(level.strip() for level in levels.split(",") if level.strip())
+    for text in options or ():
+        name, _, values = text.partition("=")
+        several = [value.strip() for value in values.split(",") if value.strip()]
+        if not name.strip() or not several:
+            raise UsageError(f"{option} {text!r}: write NAME=LEVEL or NAME=LEVEL,LEVEL")
+        chosen.setdefault(name.strip(), []).extend(several)
     return chosen
 
 

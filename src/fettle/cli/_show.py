@@ -34,22 +34,21 @@ def telling(first: str, *, quiet: bool = False) -> Iterator[Callable[[str], None
     """A line that says what is going on, and changes in place, on standard error; where that is no terminal a line of
     its own, at most every 20 seconds, the first after as many."""
     out = console(file=sys.stderr)  # this one, also while a factory has another
+    last = time.monotonic()
+
+    def now_and_then(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _EVERY_S:
+            last = time.monotonic()
+            out.print(text, markup=False, soft_wrap=True)
+
     if quiet:
         yield lambda text: None
-        return
-    if not out.is_terminal:
-        last = time.monotonic()
-
-        def now_and_then(text: str) -> None:
-            nonlocal last
-            if time.monotonic() - last >= _EVERY_S:
-                last = time.monotonic()
-                out.print(text, markup=False, soft_wrap=True)
-
+    elif out.is_terminal:
+        with out.status(escape(first)) as status:
+            yield lambda text: status.update(escape(text))
+    else:
         yield now_and_then
-        return
-    with out.status(escape(first)) as status:
-        yield lambda text: status.update(escape(text))
 
 
 def after_spoilers(show: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -94,7 +93,7 @@ def bar(first: str, *, quiet: bool = False, lines: bool = False) -> Iterator[Cal
 def answer(
     as_json: bool,
     data: Callable[[], Any],
-    say: Callable[[Console], object],
+    say: Callable[[Console], object] | str,
     report: Path | None = None,
     wrote: Sequence[Path] = (),
 ) -> None:
@@ -103,7 +102,10 @@ def answer(
         print(json.dumps(plain(data())))
         return
     out = console()
-    say(out)
+    if isinstance(say, str):
+        out.print(say, markup=False, soft_wrap=True)
+    else:
+        say(out)
     if report is not None:
         out.print(f"\nreport: {report}", markup=False, soft_wrap=True)
     if wrote:

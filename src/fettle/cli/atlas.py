@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from fettle.cli import _options, _show
 from fettle.cli._lazy import SETTINGS
@@ -27,11 +26,6 @@ _ATLAS = typer.Argument(help="an atlas, a Parquet file that 'fettle atlas add' m
 _MOST = 40
 _MODEL = ("workload", "family", "mode", "device", "machine", "torch")
 _MACHINE = ("machine", "cpu", "gpu", "cores", "matrix_units")
-
-
-@app.callback()
-def _root() -> None:
-    """What helped whom, where: one table of the trials of many studies."""
 
 
 @app.command()
@@ -68,10 +62,8 @@ def add(
         rows = merged(read_atlas(atlas) if atlas.exists() else [], new)
         write_atlas(rows, atlas)
     counts = {"added": len(new), "rows": len(rows), "models": len({row.fingerprint for row in rows})}
-    _show.answer(as_json, lambda: counts, lambda console: console.print(
-        f"{escape(str(atlas))}: {count_text(len(new), 'trial')} added; {count_text(len(rows), 'trial')} "
-        f"of {count_text(counts['models'], 'model')}",
-        soft_wrap=True))  # fmt: skip
+    text = f"{count_text(len(rows), 'trial')} of {count_text(counts['models'], 'model')}"
+    _show.answer(as_json, lambda: counts, f"{atlas}: {count_text(len(new), 'trial')} added; {text}")
 
 
 @contextmanager

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 CANNOT_TELL = 3
 """Exit code of a gate that cannot tell."""
-_OUTPUT = Path("fettle-gate")
 
 
 def command(
@@ -92,10 +91,10 @@ def command(
         from fettle.gate import Settings
 
         settings = Settings(
-            3e-2 if fail_slower is None else _options.share(fail_slower, "--fail-slower", below=10),
+            Settings.fail_slower if fail_slower is None else _options.share(fail_slower, "--fail-slower", below=10),
             None if fail_memory is None else _options.share(fail_memory, "--fail-memory", below=10),
             processes, confidence, rounds, _options.duration_s(budget, "--budget") or None, mode, tuple(link or ()),
-            same_environment, _options.output_folder(output or _OUTPUT), under_load, polite,
+            same_environment, _options.output_folder(output or Settings.output), under_load, polite,
         )  # fmt: skip
         if bisect:
             _bisect(target, bisect, settings, as_json, as_markdown)
@@ -109,26 +108,18 @@ def command(
     for name, value in of_gate.items():
         if value is not None:
             raise UsageError(f"{name} is for a gate: name what to compare with, --against REVISION")
-    if not 0.5 <= confidence < 1:
-        raise UsageError(f"--confidence is a share from 0.5 to below 1, not {confidence:g}")
     if rounds < 3:
         raise UsageError("--rounds must be 3 or more: an interval needs them")
-    from fettle.result import limits_given
-
-    limits = limits_given(max_error=max_error, max_metric_drop=max_metric_drop)
-    _compare(
-        target, recipe or ["baseline"], as_json, limits=limits, mode=mode, nproc=nproc, confidence=confidence,
-        max_rounds=rounds, budget_s=_options.duration_s(budget, "--budget") or None, under_load=under_load,
-        polite=polite,
-    )  # fmt: skip
-
-
-def _compare(target: str, recipes: list[str], as_json: bool, **options: Any) -> None:
     from fettle.comparing import bench, comparison_json
     from fettle.report import progress
+    from fettle.result import limits_given
 
     with progress(quiet=as_json) as show:
-        comparison = bench(target, recipes, on_progress=show, **options)
+        comparison = bench(
+            target, recipe or ["baseline"], on_progress=show, mode=mode, nproc=nproc, confidence=confidence,
+            limits=limits_given(max_error=max_error, max_metric_drop=max_metric_drop), max_rounds=rounds,
+            budget_s=_options.duration_s(budget, "--budget") or None, under_load=under_load, polite=polite,
+        )  # fmt: skip
     _show.answer(as_json, lambda: comparison_json(comparison), lambda out: _show.print_comparison(out, comparison))
     _show.leave(interrupted=comparison.interrupted, missed=comparison.failed)
 
@@ -164,14 +155,10 @@ def _bisect(target: str, text: str, settings: Settings, as_json: bool, as_markdo
         raise UsageError(f"--bisect {text!r}: write GOOD..BAD, for example v1.2..HEAD")
     with progress(quiet=as_json) as show:
         bisection = bisect(target, good, bad or "HEAD", settings, show)
-
-    def say(console: Any) -> None:
-        for line in bisection_lines(bisection):
-            console.print(line, markup=False, soft_wrap=True)
-
     if as_markdown:
         print(bisection_markdown(bisection))
     else:
-        _show.answer(as_json, lambda: bisection_json(bisection), say, settings.output / "gate.html")
+        said = "\n".join(bisection_lines(bisection))
+        _show.answer(as_json, lambda: bisection_json(bisection), said, settings.output / "gate.html")
     if not bisection.found and bisection.steps[0].verdict != "fast":
         raise typer.Exit(CANNOT_TELL)

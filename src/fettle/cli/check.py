@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -35,17 +34,14 @@ def command(
 
       fettle check fettle-out/recipe.toml model.py
     """
-    from fettle.applying import warn_if_foreign
+    from fettle.applying import foreign
     from fettle.comparing import check, comparison_json
     from fettle.recipe_file import load_recipe
     from fettle.report import progress
 
     loaded = load_recipe(recipe)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        foreign = warn_if_foreign(loaded)
-    if foreign and not as_json:
-        console(error=True).print(f"[yellow]{escape(foreign)}; measuring it here[/]")
+    if (text := foreign(loaded)) and not as_json:
+        console(error=True).print(f"[yellow]{escape(text)}; measuring it here[/]")
     limit_s = _options.duration_s(budget, "--budget") or None
     with progress(quiet=as_json) as show:
         comparison = check(

@@ -40,9 +40,6 @@ def command(
         as_json,
         lambda: {"name": image.name, "folder": str(output), "files": image.files, "python": image.python,
                  "versions": dict(image.versions), "variables": image.variables, "debian": image.debian},
-        lambda console: console.print(
-            f"wrote {', '.join(image.files)} into {output}: {len(image.versions)} distributions, "
-            f"Python {image.python}.\n"
-            f"Build it: podman build -t {image.name} {output}", markup=False, soft_wrap=True,
-        ),
+        f"wrote {', '.join(image.files)} into {output}: {len(image.versions)} distributions, Python {image.python}.\n"
+        f"Build it: podman build -t {image.name} {output}",
     )  # fmt: skip

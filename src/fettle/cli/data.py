@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,9 +23,8 @@ def command(
     slice_: Annotated[str, typer.Option("--slice", help="time of one run of one setting")] = "0.4s",
     timeout: Annotated[str, typer.Option(help="longest time of one run: a worker that hangs is ended then")] = "2m",
     ranks: Annotated[
-        int | None,
-        typer.Option("--nproc", min=1, help="ranks of the job on this machine; default: LOCAL_WORLD_SIZE, or 1"),
-    ] = None,
+        int, typer.Option("--nproc", min=1, envvar="LOCAL_WORLD_SIZE", help="ranks of the job on this machine")
+    ] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda: where each batch is copied before the step")] = "auto",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="write a page (.html) or the curve alone (.png, .svg)")
@@ -78,7 +76,7 @@ def command(
     around = Surroundings()
     with _show.bar("starting", quiet=as_json, lines=True) as show:
         result = measure_and_search(
-            target, slice_s=slice_s, timeout_s=_options.duration_s(timeout, "--timeout"), ranks=ranks or _ranks(),
+            target, slice_s=slice_s, timeout_s=_options.duration_s(timeout, "--timeout"), ranks=ranks,
             device=_options.one_device(device, ("auto",)), keep=keep or default_path(target), lints=lints,
             on_progress=show,
         )  # fmt: skip
@@ -102,11 +100,6 @@ def _trace(before: Path, after: Path | None, as_json: bool) -> None:
     data = {"before": rows[0], "after": rows[1] if after else None, "achieved": achieved}
     text = "\n".join(compare_text(waits))
     _show.answer(as_json, lambda: data, lambda console: console.print(escape(text)))
-
-
-def _ranks() -> int:
-    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, int(text)) if text.isdigit() else 1
 
 
 def _print(result: PipelineResult, busy: str, console: Console) -> None:

@@ -67,7 +67,7 @@ def command(
     allowed, budget_s = _allowed(fail_on), _options.duration_s(budget, "--budget")
     if max_metric_drop is not None and not verify:
         raise UsageError("--max-metric-drop is what a fix may cost: give --verify, which races the fixes")
-    _options.check_page(output)
+    _options.check_file(output, ".html")
     with _show.telling("starting", quiet=as_json) as show:
         diagnosis = diagnose(
             target,

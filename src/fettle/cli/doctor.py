@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +28,7 @@ from fettle.doctor import (
 )
 from fettle.errors import UsageError
 from fettle.files import read_text
+from fettle.units import count_text
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
@@ -95,8 +97,7 @@ def command(
     }  # fmt: skip
     _show.answer(as_json, lambda: data, lambda console: _print(console, findings))
     if not as_json:
-        counts = [f"{count} {level}{'s' if count > 1 else ''}" for level in LEVELS
-                  if (count := sum(finding.level == level for finding in findings))]  # fmt: skip
+        counts = [count_text(count, level) for level, count in Counter(one.level for one in findings).items()]
         summary = ", ".join(counts) or "Nothing found"
         print(f"{summary}: {data['checks']} checks; compromised releases known up to {known.checked} ({age} days ago).")
         if target:

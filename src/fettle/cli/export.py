@@ -40,15 +40,14 @@ def command(
 
       fettle export ray model.py --storage postgresql://fettle@db/studies --study night --gpus 4
     """
-    from fettle.files import check_writable, write_text
+    from fettle.files import write_text
     from fettle.studies.jobs import Job, write
 
     written = write(kind, Job(study, storage, tuple(targets or ()), workers, gpus, image, tuple(python or ())))
     path = output or Path(written.file)
-    check_writable(path)
     write_text(path, written.text)
     _show.answer(
         as_json,
         lambda: {"path": str(path), "start": written.start(path), "workers": workers * max(1, gpus)},
-        lambda console: console.print(f"wrote {path}; start it: {written.start(path)}", markup=False, soft_wrap=True),
+        f"wrote {path}; start it: {written.start(path)}",
     )

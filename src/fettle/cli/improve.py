@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    target: Annotated[str, typer.Argument(help="path/to/file.py:factory or package.module:factory")],
+    target: _options.Target,
     data: Annotated[
         str, typer.Option(help="target of the loop's DataLoader, dataset or (either, step), as for fettle data")
     ] = "",
@@ -52,7 +52,7 @@ def command(
     settings = Settings(
         data=data, skip=tuple(skip or ()), budget_s=_options.duration_s(budget, "--budget"),
         limits=limits_given(max_error=max_error, max_metric_drop=max_metric_drop, max_kl=max_kl),
-        techniques=_options.technique_levels(technique or []), atlas=atlas, mode=mode,
+        techniques=_options.levels(technique, "--technique"), atlas=atlas, mode=mode,
         output=_options.output_folder(output),
     )  # fmt: skip
     with progress(quiet=as_json) as show:

@@ -46,7 +46,7 @@ def command(
     limit = parse_size(max_file_size, "--max-file-size")
     request_bytes = parse_size(request, "--request") if request is not None else None
     free_bytes = parse_size(device_free, "--device-free") if device_free is not None else None
-    _options.check_page(output)
+    _options.check_file(output, ".html")
     number = None if device is None else _device(device)
 
     with _show.telling("reading the snapshot", quiet=as_json_) as show:

@@ -145,38 +145,36 @@ def command(
     if published is not None and (design != "ladder" or from_csv is not None):
         raise UsageError("`published` stands beside a ladder that is measured: `design=ladder` with a target")
     theirs = read_ladder(published) if published is not None else {}
-    done = None
     if from_csv is not None:
         if targets:
             raise UsageError("`from_csv` reads what was measured: leave the targets out, or the table")
         if from_csv.resolve() in {path.resolve() for path in (folder / "study.csv", *wanted.values())}:
             raise UsageError(f"{from_csv} would be written over: give another `output`")
         table = read_csv(from_csv, response=response or (), factors=factors or (), group_by=group_by or ())
-    else:
-        if response or factors or group_by:
-            raise UsageError("`response`, `factors` and `group_by` are for a table, `from_csv`")
-        if study is not None:
-            check_name(study)
-        elif enqueue:
-            raise UsageError("`enqueue` begins a study that workers find by its name: give it one, `study=NAME`")
-        settings = Settings(
-            design=design, techniques=_options.technique_levels(technique or []), only=only,
-            arguments=_arguments(factor or []), pythons=tuple(python or ()),
-            order=tuple(name.strip() for name in order.split(",") if name.strip()),
-            start=None if recipe is None else Recipe.parse(recipe), cells=cells, rounds=rounds,
-            grow_batch=None if grow_batch is None else _limit_bytes(grow_batch),
-            budget_s=_options.duration_s(budget, "--budget"), mode=mode, max_error=max_error, output=folder,
-            max_metric_drop=max_metric_drop, storage=storage, name=study or "", atlas=atlas, under_load=under_load,
-            polite=polite, trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
-        )  # fmt: skip
-        if enqueue:
-            _enqueue(targets or [], settings, as_json)
-            return
-        from_storage = storage is not None and study is not None and not targets
-        done = stored(settings) if from_storage else measured(targets or [], settings, agreed=yes, quiet=as_json)
-        table = done.table
-    name = from_csv.name if from_csv is not None else f"{done.design if done else design} of {', '.join(table.groups)}"
-    show(folder, wanted, name, table, done, theirs, as_json)
+        show(folder, wanted, from_csv.name, table, None, theirs, as_json)
+        return
+    if response or factors or group_by:
+        raise UsageError("`response`, `factors` and `group_by` are for a table, `from_csv`")
+    if study is not None:
+        check_name(study)
+    elif enqueue:
+        raise UsageError("`enqueue` begins a study that workers find by its name: give it one, `study=NAME`")
+    settings = Settings(
+        design=design, techniques=_options.levels(technique, "--technique"), only=only,
+        arguments=_arguments(factor), pythons=tuple(python or ()),
+        order=tuple(name.strip() for name in order.split(",") if name.strip()),
+        start=None if recipe is None else Recipe.parse(recipe), cells=cells, rounds=rounds,
+        grow_batch=None if grow_batch is None else _limit_bytes(grow_batch),
+        budget_s=_options.duration_s(budget, "--budget"), mode=mode, max_error=max_error, output=folder,
+        max_metric_drop=max_metric_drop, storage=storage, name=study or "", atlas=atlas, under_load=under_load,
+        polite=polite, trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
+    )  # fmt: skip
+    if enqueue:
+        _enqueue(targets or [], settings, as_json)
+        return
+    from_storage = storage is not None and study is not None and not targets
+    done = stored(settings) if from_storage else measured(targets or [], settings, agreed=yes, quiet=as_json)
+    show(folder, wanted, f"{done.design} of {', '.join(done.table.groups)}", done.table, done, theirs, as_json)
 
 
 def places(output: Sequence[Path] | None, default: Path) -> tuple[Path, dict[str, Path]]:
@@ -201,7 +199,7 @@ def _enqueue(targets: Sequence[str], settings: Settings, as_json: bool) -> None:
     _show.answer(
         as_json,
         lambda: {"study": settings.name, "combinations": cells, "start": start},
-        lambda console: console.print("\n".join([*lines, f"on each machine: {start}"]), markup=False, soft_wrap=True),
+        "\n".join([*lines, f"on each machine: {start}"]),
     )
 
 
@@ -210,21 +208,33 @@ def show(
     as_json: bool,
 ) -> None:  # fmt: skip
     """Analyse what was measured, write it, and say it; `theirs` is a ladder that was published."""
+    from fettle.page.drawn import write_pictures
     from fettle.studies import analyse
+    from fettle.studies.charts import figures
     from fettle.studies.designs import STEPS
     from fettle.studies.ladder_chart import unmatched
-    from fettle.studies.output import study_json
+    from fettle.studies.output import study_json, write_table
+    from fettle.studies.page import page
 
-    steps = done.steps if done is not None else {}
-    if done is not None and (missing := unmatched(steps, theirs)):
+    if done is not None and (missing := unmatched(done.steps, theirs)):
         done = replace(done, notes=(*done.notes, f"published, and no step here: {', '.join(missing)}"))
+    steps = done.steps if done is not None else {}
+    notes = [*table.notes, *(done.notes if done is not None else ())]
     analyses = [] if done is not None and done.design in STEPS else analyse(table)
-    paths = _write(folder, wanted, name, table, analyses, done, theirs)
+    data = study_json(table, analyses, done, theirs)
+    drawn = figures(table, analyses, steps, theirs)
+    texts = {"study.html": page(name, table, analyses, drawn, notes, steps), "study.json": json.dumps(data, indent=1)}
+    tables = [folder / "study.csv", *(path for suffix, path in wanted.items() if suffix)]
+    for file, text in texts.items():
+        write_text(folder / file, text)
+    for path in tables:
+        write_table(table, path)
+    write_pictures(drawn, folder / "pictures")
     _show.answer(
         as_json,
-        lambda: study_json(table, analyses, done, theirs),
-        lambda console: _print(console, table, analyses, done, theirs),
-        wrote=paths,
+        lambda: data,
+        lambda console: _print(console, analyses, steps, theirs, notes),
+        wrote=[*(folder / file for file in texts), *tables, folder / "pictures"],
     )
     _show.leave(interrupted=done is not None and done.interrupted)
 
@@ -249,17 +259,12 @@ def measured(targets: Sequence[str], settings: Settings, *, agreed: bool, quiet:
     return outcome
 
 
-def _arguments(options: Sequence[str]) -> dict[str, list[str]]:
+def _arguments(options: Sequence[str] | None) -> dict[str, list[str]]:
     """``["batch=1,4,16"]`` as values by argument."""
-    arguments: dict[str, list[str]] = {}
-    for option in options:
-        name, equals, values = option.partition("=")
-        levels = list(dict.fromkeys(value.strip() for value in values.split(",") if value.strip()))
-        if not equals or not name.strip().isidentifier() or len(levels) < 2 or name.strip() in arguments:
-            raise UsageError(
-                f"--factor {option!r}: write NAME=VALUE,VALUE once for each argument, for example batch=1,4"
-            )
-        arguments[name.strip()] = levels
+    arguments = {name: list(dict.fromkeys(values)) for name, values in _options.levels(options, "--factor").items()}
+    for name, values in arguments.items():
+        if not name.isidentifier() or len(values) < 2:
+            raise UsageError(f"--factor {name}={','.join(values)}: write NAME=VALUE,VALUE, for example batch=1,4")
     return arguments
 
 
@@ -270,36 +275,15 @@ def _limit_bytes(text: str) -> float:
     return math.inf if text == "device" else parse_size(text, "--grow-batch")
 
 
-def _write(
-    folder: Path, wanted: dict[str, Path], name: str, table: Table, analyses: Sequence[Analysis], done: Done | None,
-    theirs: Mapping[str, float],
-) -> list[Path]:  # fmt: skip
-    from fettle.page.drawn import write_pictures
-    from fettle.studies.charts import figures
-    from fettle.studies.output import study_json, write_table
-    from fettle.studies.page import page
-
-    steps = dict(done.steps) if done is not None else {}
-    drawn = figures(table, analyses, steps, theirs)
-    notes = [*table.notes, *(done.notes if done is not None else ())]
-    texts, tables = [folder / "study.html", folder / "study.json"], [folder / "study.csv"]
-    tables += [path for suffix, path in wanted.items() if suffix]
-    write_text(texts[0], page(name, table, analyses, drawn, notes, steps))
-    write_text(texts[1], json.dumps(study_json(table, analyses, done, theirs), indent=1))
-    for path in tables:
-        write_table(table, path)
-    write_pictures(drawn, folder / "pictures")
-    return [*texts, *tables, folder / "pictures"]
-
-
 def _print(
-    console: Console, table: Table, analyses: Sequence[Analysis], done: Done | None, theirs: Mapping[str, float]
-) -> None:
+    console: Console, analyses: Sequence[Analysis], steps: Mapping[str, Sequence[Rung]], theirs: Mapping[str, float],
+    notes: Sequence[str],
+) -> None:  # fmt: skip
     from fettle.studies.page import lead
 
-    for note in [*table.notes, *(done.notes if done is not None else ())]:
+    for note in notes:
         console.print(f"[dim]{escape(note)}[/]")
-    for name, rungs in (done.steps if done is not None else {}).items():
+    for name, rungs in steps.items():
         _show.print_table(console, _ladder(name, rungs, theirs))
         for rung in rungs:
             if not rung.kept:

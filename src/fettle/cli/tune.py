@@ -107,7 +107,7 @@ def command(
         goal=goal,  # type: ignore[arg-type]  # checked by tune, which names the goals there are
         limits=limits,
         budget_s=_options.duration_s(budget, "--budget"),
-        techniques=_options.technique_levels(technique or []),
+        techniques=_options.levels(technique, "--technique"),
         allow_batch=bool(allow),
         design=design,
         atlas=atlas,

@@ -11,11 +11,11 @@ from fettle.doctor import (  # each registers its checks
     allocator,
     caches,
     cpu,
-    debugging,
     distributed,
     input,
     precision,
     supply_chain,
+    variables,
     versions,
 )
 from fettle.doctor._check import CHECKS, LEVELS, Check, Finding, Level
@@ -25,20 +25,19 @@ from fettle.doctor.program import Loader, Model, Program, this_program
 
 __all__ = [
     "CHECKS", "LEVELS", "Advisories", "Check", "Environment", "Files", "Finding", "Gpu", "Level", "Loader", "Model",
-    "Package", "Program", "allocator", "caches", "cpu", "debugging", "distributed", "examine", "input",
+    "Package", "Program", "allocator", "caches", "cpu", "distributed", "examine", "input",
     "precision", "read_advisories", "shipped_advisories", "spoilers", "supply_chain", "this_environment",
-    "this_program", "versions",
+    "this_program", "variables", "versions",
 ]  # fmt: skip
 
 
-def examine(here: Environment) -> list[Finding]:
-    """What all checks find, errors first."""
-    findings = [finding for check in CHECKS.values() for finding in check(here)]
+def examine(here: Environment, *, quick: bool = False) -> list[Finding]:
+    """What all checks find, or the quick ones, errors first."""
+    findings = [finding for check in CHECKS.values() if check.is_quick or not quick for finding in check(here)]
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
 def spoilers(here: Environment | None = None) -> list[Finding]:
     """What would spoil the figures of a measurement in this environment, by the quick checks: errors and warnings."""
-    here = here or this_environment(quick=True)
-    findings = [finding for check in CHECKS.values() if check.is_quick for finding in check(here)]
+    findings = examine(here or this_environment(quick=True), quick=True)
     return [finding for finding in findings if finding.level != "note"]

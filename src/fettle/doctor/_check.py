@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from fettle.doctor.environment import Environment
-from fettle.registry import new_name
 
 Level = Literal["error", "warning", "note"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "note")
@@ -59,20 +58,8 @@ def check(*, quick: bool = False) -> Callable[[Look], Check]:
     """Register a function as the check of its own name, underscores as hyphens."""
 
     def register(look: Look) -> Check:
-        name = new_name(look, CHECKS)
+        name = look.__name__.replace("_", "-")
         CHECKS[name] = Check(name, look, quick)
         return CHECKS[name]
 
     return register
-
-
-def settings(here: Environment, rows: Mapping[str, tuple[str, Level, str]]) -> Iterator[Finding]:
-    """A finding for each variable that has a value which a row names: values with bars between them (``on`` for all
-    that mean yes, ``*`` for any), level, and why."""
-    for name, (values, level, why) in rows.items():
-        value = here.variables.get(name, "").strip()
-        if not value:
-            continue
-        words = values.lower().split("|")
-        if "*" in words or value.lower() in words or ("on" in words and here.is_on(name)):
-            yield Finding("", level, f"{name}={value[:60]} is set.", why, f"unset {name}")

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from msgspec import DecodeError, Meta, Struct, ValidationError, toml
 
 from fettle.errors import UsageError
+from fettle.files import read_bytes
 
 _MOST_BYTES = 1 << 20
 # No control characters: what is in the file is printed on a terminal.
@@ -60,13 +61,7 @@ def shipped_advisories() -> Advisories:
 
 def read_advisories(path: Path) -> Advisories:
     """Read a file of them, which may come from anywhere. Raises `UsageError` where it is not one."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    if len(content) > _MOST_BYTES:
-        raise UsageError(f"{path} is not a list of advisories: it is larger than {_MOST_BYTES >> 20} MiB")
+    content = read_bytes(path, _MOST_BYTES, "the list of advisories ")
     try:
         advisories = toml.decode(content, type=Advisories)
     except (ValidationError, DecodeError, ValueError, RecursionError, OverflowError) as error:

@@ -5,17 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from fettle.doctor._check import Finding, Level, check, error, note, settings, warning
+from fettle.doctor._check import Finding, check, error, note, warning
 from fettle.doctor.environment import Environment
 from fettle.doctor.input import REMOTE
 from fettle.units import size_text
 
 _LEAST_BYTES = 1 << 30
-_CUDA: dict[str, tuple[str, Level, str]] = {
-    "CUDA_CACHE_DISABLE": ("on", "warning", "Kernels that are shipped as PTX are compiled again in every process."),
-    "CUDA_MODULE_LOADING": ("eager", "warning", "Every process loads all kernels of all libraries when it starts."),
-    "CUDA_FORCE_PTX_JIT": ("on", "warning", "The machine code that was shipped is not used, PTX is compiled instead."),
-}
 
 
 def _folders(here: Environment) -> dict[str, tuple[str, str]]:
@@ -58,12 +53,6 @@ def compile_caches(here: Environment) -> Iterator[Finding]:
                           f"docker run -v compiled:{folder} ...")  # fmt: skip
         elif kind == "tmpfs":
             yield note(f"{seen}, in memory (tmpfs).", "It takes memory, and is gone after a restart.", mend)
-
-
-@check(quick=True)
-def cuda_caches(here: Environment) -> Iterator[Finding]:
-    """Variables of CUDA that make every start slower."""
-    return settings(here, _CUDA)
 
 
 @check()

@@ -6,19 +6,13 @@ import math
 import re
 from collections.abc import Iterator
 
-from fettle.doctor._check import Finding, Level, check, error, note, settings, warning
+from fettle.doctor._check import Finding, check, error, note, warning
 from fettle.doctor.environment import Environment
 
 _NODES = "/sys/devices/system/node/node[0-9]*/cpulist"
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _BUSY = 20.0
 """Percent of the last ten seconds in which some task waited for a core."""
-_RESTRICTED: dict[str, tuple[str, Level, str]] = {
-    "ATEN_CPU_CAPABILITY": ("default|avx2", "warning", "torch's own kernels do without AVX-512, or any vectors."),
-    "ONEDNN_MAX_CPU_ISA": ("*", "warning", "oneDNN does without the newest instructions."),
-    "DNNL_MAX_CPU_ISA": ("*", "warning", "oneDNN does without the newest instructions."),
-    "MKL_ENABLE_INSTRUCTIONS": ("*", "warning", "MKL does without the newest instructions."),
-}
 _MALLOC_KEYS = (
     "abort abort_conf background_thread confirm_conf dirty_decay_ms lg_extent_max_active_fit lg_tcache_max "
     "max_background_threads metadata_thp muzzy_decay_ms narenas oversize_threshold percpu_arena prof prof_active "
@@ -177,12 +171,6 @@ def huge_pages(here: Environment) -> Iterator[Finding]:
     yield make("Transparent huge pages are never given" + (", and THP_MEM_ALLOC_ENABLE asks for it." if asks else "."),
                "Large weights and batches need 512 times as many entries of the page table.",
                "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled")  # fmt: skip
-
-
-@check(quick=True)
-def restricted_instructions(here: Environment) -> Iterator[Finding]:
-    """Variables that take instructions away from libraries."""
-    return settings(here, _RESTRICTED)
 
 
 @check()

@@ -5,31 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from fettle.doctor._check import Finding, Level, check, error, note, settings, warning
+from fettle.doctor._check import Finding, check, error, note, warning
 from fettle.doctor.environment import Environment
 
-_PATHS_OFF: dict[str, tuple[str, Level, str]] = {
-    "NCCL_P2P_DISABLE": ("on", "warning", "GPUs do not talk over NVLink or PCIe, but through the host's memory."),
-    "NCCL_SHM_DISABLE": ("on", "warning", "Processes of one machine talk over the network."),
-    "NCCL_NET_GDR_DISABLE": ("on", "warning", "The network card does not read the GPU's memory, but the host's."),
-    "NCCL_P2P_LEVEL": ("loc|0", "warning", "GPUs do not talk over NVLink or PCIe, but through the host's memory."),
-    "NCCL_ALGO": ("*", "note", "NCCL cannot choose by the size of a message."),
-    "NCCL_PROTO": ("*", "note", "NCCL cannot choose by the size of a message."),
-    "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "note", "Kernels and copies of all streams wait in one queue: meant for "
-                                                "tensor parallelism before Blackwell, a loss elsewhere."),
-}  # fmt: skip
 _RENAMED = {
     "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT", "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "NCCL_DESYNC_DEBUG": "TORCH_NCCL_DESYNC_DEBUG",
 }  # fmt: skip
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-@check(quick=True)
-def paths_switched_off(here: Environment) -> Iterator[Finding]:
-    """Ways between GPUs that a variable forbids."""
-    return settings(here, _PATHS_OFF)
 
 
 @check()

@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fettle.doctor._check import Finding, Level, check, error, note, settings, warning
+from fettle.doctor._check import Finding, check, error, note, warning
 from fettle.doctor.environment import Environment
-
-_FORCED: dict[str, tuple[str, Level, str]] = {
-    "NVIDIA_TF32_OVERRIDE": ("0|1", "warning", "It stands above what the program says: TF32 is off or on everywhere."),
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": ("*", "warning", "It stands above what the program says of TF32."),
-}
-
-
-@check(quick=True)
-def forced_tf32(here: Environment) -> Iterator[Finding]:
-    """Variables that decide about TF32 behind the program's back."""
-    return settings(here, _FORCED)
 
 
 @check()

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import base64
+import configparser
 import contextlib
 import csv
 import glob
 import os
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from fettle.doctor._check import Finding, check, error, note, warning
 from fettle.doctor.advisories import Advisory
 from fettle.doctor.environment import Environment, Files, Package
+from fettle.units import count_text
 
 _REBUILD = (
     "python3 -m venv new  # rebuild it from clean versions, and replace every key and token this machine could read"
@@ -61,10 +62,11 @@ def _compromise(advisory: Advisory, what: str, more: str, mend: str) -> Finding:
 @check()
 def compromise_marker(here: Environment) -> Iterator[Finding]:
     """A file that such a release leaves, also where the release itself is gone."""
+    folders = dict.fromkeys([*here.site_folders, *(package.folder.rstrip("/") for package in here.packages)])
     for advisory in here.advisories.advisory:
         for marker in advisory.markers:
-            folders = [""] if marker.path.startswith("/") else [f"{folder}/" for folder in _folders(here)]
-            for path in (folder + marker.path for folder in folders):
+            for folder in [""] if marker.path.startswith("/") else folders:
+                path = os.path.join(folder, marker.path)
                 if here.files.size(path) >= 0 and marker.sha256 in ("", here.files.sha256(path)):
                     yield error(f"{path} is a file of {advisory.package} {', '.join(advisory.versions)}, which "
                                 f"{'are' if len(advisory.versions) > 1 else 'is'} compromised ({advisory.sources[0]}).",
@@ -97,24 +99,25 @@ def changed_files(here: Environment) -> Iterator[Finding]:
         gone = [file for file, _, _ in rows if not here.files.exists(file)]
         if rows and len(gone) == len(rows):
             continue  # the metadata alone are left: pip takes them for an installed package, and so do we elsewhere
-        with ThreadPoolExecutor(2) as pool:  # hashing lets other threads run
-            differs = pool.map(lambda row: _differs(here.files, *row), rows)
-            changed = [file for (file, _, _), other in zip(rows, differs, strict=True) if other]
-        if changed:
-            yield warning(f"{_count(changed)} of {package.name} {package.version} differ from what was installed: "
-                          f"{_named(changed)}.", "They were edited by hand, or by somebody else.",
-                          f"pip install --force-reinstall --no-deps '{package.name}=={package.version}'")  # fmt: skip
-        if gone:
-            yield warning(f"{_count(gone)} of {package.name} {package.version} are missing: {_named(gone)}.",
-                          "A broken installation fails when the part is used.",
-                          f"pip install --force-reinstall --no-deps '{package.name}=={package.version}'")  # fmt: skip
+        changed = [row[0] for row in rows if _differs(here.files, *row)]
+        faults = (
+            (changed, "differ from what was installed", "They were edited by hand, or by somebody else."),
+            (gone, "are missing", "A broken installation fails when the part is used."),
+        )
+        mend = f"pip install --force-reinstall --no-deps '{package.name}=={package.version}'"
+        for files, seen, why in faults:
+            if files:
+                named = ", ".join(files[:_MOST_NAMED]) + (", ..." if len(files) > _MOST_NAMED else "")
+                count = count_text(len(files), "file")
+                yield warning(f"{count} of {package.name} {package.version} {seen}: {named}.", why, mend)
 
 
 @check()
 def shadowing_index(here: Environment) -> Iterator[Finding]:
     """pip or uv set up so that a public index can shadow a private name; or without a secure connection."""
     for where, name, value in _pip_settings(here):
-        remote = [_without_secret(url) for url in value.split() if re.match(r"https?://", url)]
+        urls = [url for url in value.split() if re.match(r"https?://", url)]
+        remote = [_plain(re.sub(r"//[^/@]*@", "//***@", url)) for url in urls]
         mend = "pip config unset global." + name if "/" in where else f"unset {where}"
         if name == "extra-index-url" and remote:
             yield warning(f"{where} sets extra-index-url: {', '.join(remote[:2])}.",
@@ -139,10 +142,6 @@ def old_advisories(here: Environment) -> Iterator[Finding]:
         yield note(f"The list of compromised releases is of {here.advisories.checked}, {days} days ago.",
                    "What was published since then is not known here.", "pip install --upgrade torch-fettle  # or "
                    "--advisories FILE")  # fmt: skip
-
-
-def _folders(here: Environment) -> list[str]:
-    return list(dict.fromkeys([*here.site_folders, *(package.folder.rstrip("/") for package in here.packages)]))
 
 
 def _recorded(files: Files, package: Package) -> Iterator[tuple[str, str, str]]:
@@ -183,33 +182,15 @@ def _pip_settings(here: Environment) -> Iterator[tuple[str, str, str]]:
                f"{get('XDG_CONFIG_HOME') or home + '/.config'}/pip", get("VIRTUAL_ENV", "")]  # fmt: skip
     places = ["/etc/pip.conf", *(f"{folder}/pip.conf" for folder in folders), get("PIP_CONFIG_FILE", "")]
     for path in dict.fromkeys(places):
-        settings: dict[str, str] = {}
-        last = ""
-        for line in here.files.text(path).splitlines() if path else ():
-            key, equals, value = line.partition("=")
-            if line[:1].isspace() and last:  # a value of several lines
-                settings[last] += " " + line.strip()
-            elif equals:
-                last = key.strip().lower().replace("_", "-")
-                settings[last] = value.strip()
-            elif line.startswith("["):
-                last = ""
+        parser = configparser.RawConfigParser(strict=False)  # as pip has it
+        with contextlib.suppress(configparser.Error):  # damaged: what could be read counts
+            parser.read_string(here.files.text(path) if path else "")
+        lines = [item for section in parser.values() for item in section.items()]
+        settings = {key.replace("_", "-"): " ".join(value.split()) for key, value in lines}
         yield from ((path, name, settings[name]) for name in names if name in settings)
-
-
-def _without_secret(url: str) -> str:
-    return _plain(re.sub(r"//[^/@]*@", "//***@", url))
 
 
 def _plain(text: str) -> str:
     """What may be printed on a terminal, and not too much of it."""
     line = re.sub(r"[^\x20-\x7e]", "?", text)
     return line if len(line) <= 100 else line[:100] + " ..."
-
-
-def _count(files: list[str]) -> str:
-    return f"{len(files)} file{'s' if len(files) > 1 else ''}"
-
-
-def _named(files: list[str]) -> str:
-    return ", ".join(files[:_MOST_NAMED]) + (", ..." if len(files) > _MOST_NAMED else "")

@@ -11,7 +11,7 @@ from typing import Any
 from fettle.errors import UsageError
 from fettle.files import plain
 from fettle.gate import history
-from fettle.gate.judging import slowdown
+from fettle.gate.judging import percent, slowdown
 from fettle.gate.racing import Ground, Settings, Side, ground_for, repository_for, revision
 from fettle.gate.revisions import Repository
 from fettle.machine import this_machine
@@ -97,10 +97,8 @@ class _Search:
         return (1 - self.ground.settings.confidence) / (self.questions * len(LOOKS))
 
     def run(self, ends: Sequence[Side], commits: Sequence[str]) -> Bisection:
-        steps, limit = [], math.log(1 + self.ground.settings.fail_slower)
-        step = self.ask(self.bad, ends, lambda trials: self._whole(trials, limit))
-        steps.append(step)
-        change = step.change
+        step = self.ask(self.bad, ends)
+        steps = [step]
         # suspects[-1] is slow, and what stands before suspects[0] is fast
         suspects, left_out = list(commits) if step.verdict == "slow" else [], set[str]()
         while len(suspects) > 1:
@@ -120,11 +118,11 @@ class _Search:
                 left_out.add(middle)
         names = [self.repository.name(commit) for commit in suspects]
         return Bisection(
-            ends[0].label, ends[1].label, len(commits), change, steps, names,
-            self._sentence(names, steps, change), self._error_rate(), self.ground.notes,
+            ends[0].label, ends[1].label, len(commits), steps[0].change, steps, names,
+            _sentence(names, steps), self._error_rate(), self.ground.notes,
         )  # fmt: skip
 
-    def ask(self, commit: str, sides: Sequence[Side], answer: Any) -> Step:
+    def ask(self, commit: str, sides: Sequence[Side]) -> Step:
         """Race the sides until the answer is certain, or the looks are used up. What was answered to the same question,
         asked as strictly, is not asked again."""
         name, settings = self.repository.name(commit), self.ground.settings
@@ -138,10 +136,10 @@ class _Search:
         change, verdict = None, "cannot tell"
         for processes in LOOKS:
             trials = self.ground.race(sides, self.ground.rules(processes))
-            suspect = trials[1] if len(trials) == 2 else trials[2]
+            suspect = trials[-1]
             if not suspect.ok:
                 return Step(commit, name, None, f"left out: {suspect.reason}")
-            change, verdict = slowdown(suspect.speedup), answer(trials)
+            change, verdict = slowdown(suspect.speedup), self._answer(trials)
             if verdict != "cannot tell":
                 break
         history.keep(self.ground.folder, self._entry(trials[0], suspect, name, commit, change, verdict))
@@ -151,41 +149,24 @@ class _Search:
         name = self.repository.name(commit)
         try:
             with revision(self.ground, self.repository, commit) as side:
-                return self.ask(commit, [*ends, side], self._beside)
+                return self.ask(commit, [*ends, side])
         except UsageError as error:
             if name not in str(error) and repr(name) not in str(error):  # of the ends, or of all
                 raise
             return Step(commit, name, None, f"left out: {error}")
 
-    def _whole(self, trials: Sequence[Trial], limit: float) -> str:
-        contrast = self._contrast(trials, (-1, 1))
+    def _answer(self, trials: Sequence[Trial]) -> str:
+        """Whether BAD is slower than GOOD by the limit; or a third commit than the middle of both."""
+        settings = self.ground.settings
+        logs = [process_logs(trial, elapsed=settings.under_load) for trial in trials]
+        if min(map(len, logs)) < 2:
+            raise UsageError("the race had no time for several processes of each commit: give it a larger `budget`")
+        of_ends = len(trials) == 2
+        weights, limit = ((-1, 1), math.log(1 + settings.fail_slower)) if of_ends else ((-0.5, -0.5, 1), 0.0)
+        contrast = contrast_interval(logs, weights, self.alpha)
         if contrast.low > 0 and contrast.estimate > limit:
             return "slow"
         return "fast" if contrast.high < limit else "cannot tell"
-
-    def _beside(self, trials: Sequence[Trial]) -> str:
-        """Time of the third against the middle of the first two."""
-        contrast = self._contrast(trials, (-0.5, -0.5, 1))
-        return "slow" if contrast.low > 0 else "fast" if contrast.high < 0 else "cannot tell"
-
-    def _contrast(self, trials: Sequence[Trial], weights: Sequence[float]) -> Interval:
-        logs = [process_logs(trial, elapsed=self.ground.settings.under_load) for trial in trials]
-        if min(map(len, logs)) < 2:
-            raise UsageError("the race had no time for several processes of each commit: give it a larger `budget`")
-        return contrast_interval(logs, weights, self.alpha)
-
-    def _sentence(self, names: Sequence[str], steps: Sequence[Step], change: Interval | None) -> str:
-        from fettle.gate.judging import percent
-
-        if steps[0].verdict == "fast":
-            return f"BAD is not slower than GOOD by the limit ({percent(change)}): there is nothing to find"
-        if not names:
-            return f"it cannot be told whether BAD is slower than GOOD ({percent(change)}): nothing was searched"
-        if len(names) == 1:
-            return f"{names[0]} made it slower: {percent(change)} from GOOD to BAD"
-        unclear = steps[-1].verdict == "cannot tell"  # else nobody was left to ask
-        why = "is near neither GOOD nor BAD, or too noisy to say which" if unclear else "could not be measured"
-        return f"one of {len(names)} commits, {names[0]} to {names[-1]}, made it slower; what lies between {why}"
 
     def _error_rate(self) -> str:
         rate = 1 - self.ground.settings.confidence
@@ -204,6 +185,20 @@ class _Search:
             confidence=self.ground.settings.confidence, under_load=self.ground.settings.under_load,
             how=self.ground.settings.how,
         )  # fmt: skip
+
+
+def _sentence(names: Sequence[str], steps: Sequence[Step]) -> str:
+    """What a search with these steps leaves of the commits, by their names."""
+    change = percent(steps[0].change)
+    if steps[0].verdict == "fast":
+        return f"BAD is not slower than GOOD by the limit ({change}): there is nothing to find"
+    if not names:
+        return f"it cannot be told whether BAD is slower than GOOD ({change}): nothing was searched"
+    if len(names) == 1:
+        return f"{names[0]} made it slower: {change} from GOOD to BAD"
+    unclear = steps[-1].verdict == "cannot tell"  # else nobody was left to ask
+    why = "is near neither GOOD nor BAD, or too noisy to say which" if unclear else "could not be measured"
+    return f"one of {len(names)} commits, {names[0]} to {names[-1]}, made it slower; what lies between {why}"
 
 
 def bisection_json(bisection: Bisection) -> dict[str, Any]:

@@ -101,12 +101,10 @@ def read(folder: Path) -> list[Entry]:
     """The history, the oldest first, of `MOST_BYTES` at most. A line that was cut when a process was killed is left
     out."""
     path = path_of(folder)
-    if not path.exists():
-        return []
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_BYTES))
-            lines = file.read().splitlines()
+        lines = path.read_bytes()[-MOST_BYTES:].splitlines()
+    except FileNotFoundError:
+        return []
     except OSError as error:
         raise UsageError(f"cannot read the history {path}: {error.strerror}") from error
     entries = []
@@ -125,7 +123,11 @@ def page(entries: Sequence[Entry]) -> str:
     from fettle.page import Table, clean, shell
 
     older, entries = max(0, len(entries) - _SHOWN), entries[-_SHOWN:]
-    figures = [figure for figure in _figures(entries) if figure is not None]
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for one in entries:
+        groups.setdefault((one.target, one.machine), []).append(one)
+    drawn = (_figure(f"gate{n}", key, group) for n, (key, group) in enumerate(groups.items()))
+    figures = [figure for figure in drawn if figure is not None]
     rows = [
         (one.when.replace("T", " ").rstrip("Z"), one.verdict, percent(one.time), percent(one.memory) if one.memory
          else "", one.new, one.old, one.target, one.machine)
@@ -139,13 +141,6 @@ def page(entries: Sequence[Entry]) -> str:
         "fettle.gate", "page.html.j2", "Performance gate", figures, headline=clean(last), table=table,
         names=[figure.name for figure in figures],
     )  # fmt: skip
-
-
-def _figures(entries: Sequence[Entry]) -> list[Figure | None]:
-    groups: dict[tuple[str, str], list[Entry]] = {}
-    for one in entries:
-        groups.setdefault((one.target, one.machine), []).append(one)
-    return [_figure(f"gate{n}", key, group) for n, (key, group) in enumerate(groups.items())]
 
 
 def _figure(name: str, key: tuple[str, str], entries: Sequence[Entry]) -> Figure | None:

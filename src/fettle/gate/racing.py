@@ -258,6 +258,7 @@ def revision(
                 "without them; git submodule update --init fetches those of a revision that is checked out"
             )
         changed = repository.changed_locks(commit)
+        listed = ", ".join(changed[:3])
         there = [name for name in changed if (place / name).exists()]  # others have come since
         may_build = interpreter is None and not ground.settings.same_environment
         if there and may_build and environments.can_build(there):
@@ -266,13 +267,7 @@ def revision(
                 interpreter = environments.build(place, locks, ground.folder, ground.say)
             except UsageError as error:
                 raise UsageError(f"{label}: {error}") from error
-            ground.note(f"{label!r} has another {_listed(changed)}, and runs in the environment that it asks for")
+            ground.note(f"{label!r} has another {listed}, and runs in the environment that it asks for")
         elif changed and interpreter is None:
-            ground.note(
-                f"{_listed(changed)} differ{'s' * (len(changed) == 1)} from {label!r}, and all run in this environment"
-            )
+            ground.note(f"{listed} differ{'s' * (len(changed) == 1)} from {label!r}, and all run in this environment")
         yield Side(label, at(ground.target, repository, place), commit, interpreter)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3])

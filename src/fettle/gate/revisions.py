@@ -67,34 +67,27 @@ class Repository:
 
     def between(self, good: str, bad: str) -> list[str]:
         """The commits after `good` up to `bad`, the oldest first, along first parents."""
-        if not self._is_ancestor(good, bad):
+        if good == bad or self._git("merge-base", good, bad, check=False) != good:
             raise UsageError(f"{self.name(good)!r} is not an ancestor of {self.name(bad)!r}: nothing lies between them")
         return self._git("rev-list", "--reverse", "--first-parent", f"{good}..{bad}").splitlines()
-
-    def submodules(self, commit: str) -> list[tuple[str, str]]:
-        """Path and commit of every submodule at a commit."""
-        entries = self._git("ls-tree", "-r", "-z", commit).split("\0")
-        return [(path, about.split()[2]) for about, _, path in (entry.partition("\t") for entry in entries)
-                if about.startswith("160000 ")]  # fmt: skip
 
     def add_submodules(self, commit: str, place: Path) -> list[str]:
         """Check out the submodules of a commit, and theirs, in its worktree: from the clones that are here, asking no
         network. Returns the paths of those that are not here."""
-        missing = []
-        for path, wanted in self.submodules(commit):
-            checkout = self.root / path
-            if not (checkout / ".git").exists() or not self._has(checkout, wanted):
+        missing, quiet = [], ("-c", "core.hooksPath=/dev/null")
+        for entry in self._git("ls-tree", "-r", "-z", commit).split("\0"):
+            about, _, path = entry.partition("\t")
+            if not about.startswith("160000 "):
+                continue
+            checkout, wanted = self.root / path, about.split()[2]
+            is_here = (checkout / ".git").exists()
+            if not is_here or not _git(checkout, "rev-parse", "-q", "--verify", f"{wanted}^{{commit}}", check=False):
                 missing.append(path)
                 continue
-            quiet = ("-c", "core.hooksPath=/dev/null")
             self._git(*quiet, "clone", "--quiet", "--shared", "--no-checkout", str(checkout), str(place / path))
             _git(place / path, *quiet, "checkout", "--quiet", "--detach", wanted)
             missing += [f"{path}/{inner}" for inner in Repository(checkout).add_submodules(wanted, place / path)]
         return missing
-
-    @staticmethod
-    def _has(clone: Path, commit: str) -> bool:
-        return bool(_git(clone, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}", check=False))
 
     @contextlib.contextmanager
     def checkout(self, commit: str, folder: Path, links: Sequence[Path] = ()) -> Iterator[Path]:
@@ -122,9 +115,6 @@ class Repository:
         self._git("worktree", "prune", check=False)
         with contextlib.suppress(OSError):
             place.parent.rmdir()
-
-    def _is_ancestor(self, good: str, bad: str) -> bool:
-        return good != bad and self._git("merge-base", good, bad, check=False) == good
 
     def _git(self, *arguments: str, check: bool = True) -> str:
         return _git(self.root, *arguments, check=check)

@@ -102,7 +102,7 @@ def check_options(options: Options) -> None:
     if options.budget_s is not None and not options.budget_s >= 0:
         raise UsageError(f"an impossible limit: budget must be above 0, or 0 for none, and is {options.budget_s:g}")
     if not 0.5 <= options.confidence < 1:
-        raise UsageError(f"the confidence is a share from 0.5 to below 1, not {options.confidence:g}")
+        raise UsageError(f"`confidence` is a share from 0.5 to below 1, not {options.confidence:g}")
     if not options.trial_timeout_s >= 1:
         raise UsageError(
             f"an impossible limit: the trial timeout must be 1 s or more, and is {options.trial_timeout_s:g} s"

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from time import monotonic, time
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -73,10 +74,6 @@ class Contents:
     """Whether there were more than `MOST_FILES`."""
 
 
-_known_files: dict[tuple[str, int, int], tuple[str, str]] = {}
-"""Kind and line of a file, by its path, time of change and size: what did not change is not read again."""
-
-
 def inventory(folder: Path) -> Contents:
     """What `folder` and the folders in it hold, by kind, what changed last first. Raises `UsageError` for no folder."""
     if not folder.is_dir():
@@ -84,13 +81,15 @@ def inventory(folder: Path) -> Contents:
     folder = folder.resolve()
     items: list[Item] = []
     files: dict[str, Path] = {}
-    count = 0
-    for place, path, about in _files(folder):
-        count += 1
-        if count > MOST_FILES:
-            break
-        if about is None:
+    entries = list(itertools.islice(_below(folder), MOST_FILES + 1))
+    for path in entries[:MOST_FILES]:
+        try:
+            about = path.lstat()
+        except OSError:
             continue
+        if not stat.S_ISREG(about.st_mode):
+            continue
+        place = path.relative_to(folder).as_posix()
         if path.suffix.lower() in TYPES:
             files[place] = path
         kind, says = _known(path, about)
@@ -100,36 +99,30 @@ def inventory(folder: Path) -> Contents:
             running = path.name == "study.db" and _runs(path)
             items.append(Item(kind, place, says, about.st_mtime, about.st_size, running, _command(kind, path)))
     items.sort(key=lambda item: (KINDS.index(item.kind), -item.changed, item.path))
-    return Contents(folder, items, files, count > MOST_FILES)
+    return Contents(folder, items, files, len(entries) > MOST_FILES)
 
 
-def _files(folder: Path) -> Iterator[tuple[str, Path, os.stat_result | None]]:
-    """Every regular file below, and its path from the folder; each folder counts as well, without a `stat`."""
+def _below(folder: Path) -> Iterator[Path]:
+    """Folders and files below, but those that are hidden."""
     for here, folders, names in os.walk(folder):
-        yield "", Path(here), None
         folders[:] = sorted(name for name in folders if name not in _SKIP and not name.startswith("."))
-        for name in sorted(names):
-            path = Path(here, name)
-            with contextlib.suppress(OSError):
-                about = path.lstat()
-                if stat.S_ISREG(about.st_mode) and not name.startswith("."):
-                    yield path.relative_to(folder).as_posix(), path, about
+        yield from (Path(here, name) for name in (*folders, *sorted(names)) if not name.startswith("."))
 
 
 def _known(path: Path, about: os.stat_result) -> tuple[str, str]:
-    """A file's kind and its line; empty where it is not ours. One that cannot be read is not there."""
-    key = (str(path), about.st_mtime_ns, about.st_size)
-    if key not in _known_files:
-        if len(_known_files) > 2 * MOST_FILES:
-            _known_files.clear()
-        try:
-            known = _look(path)
-        except (OSError, TypeError, ValueError, RecursionError, sqlite3.Error, zlib.error):
-            known = "", ""
-        if time() - about.st_mtime < _SETTLED_S:  # it may change once more within one tick of the file system's clock
-            return known
-        _known_files[key] = known
-    return _known_files[key]
+    """A file's kind and its line; empty where it is not ours."""
+    # One that has just changed may change once more within one tick of the file system's clock.
+    look = _seen if time() - about.st_mtime >= _SETTLED_S else _seen.__wrapped__
+    return look(path, about.st_mtime_ns, about.st_size)
+
+
+@lru_cache(maxsize=2 * MOST_FILES)
+def _seen(path: Path, changed: int, size: int) -> tuple[str, str]:
+    """The same; what did not change is not read again, and what cannot be read is not there."""
+    try:
+        return _look(path)
+    except Exception:  # anything may lie there
+        return "", ""
 
 
 def _look(path: Path) -> tuple[str, str]:
@@ -200,112 +193,63 @@ def _study(path: Path) -> tuple[str, str]:
     return "study", line + (f" ({', '.join(counts)})" if counts else "")
 
 
-class _Texts(msgspec.Struct):
-    ttft_limit_ms: float = 0.0
-    itl_limit_ms: float = 0.0
-
-
-class _Run(msgspec.Struct):
-    """One run of ``fettle serve load --json``."""
-
-    latency_ms: dict[str, float | None]
-    throughput: float
-    within_limit: float | None = None
-    limit_ms: float = 0.0
-    stable: bool = True
-    void: str = ""
-    texts: _Texts | None = None
-
-    @property
-    def late(self) -> bool:
-        """Whether it had a limit and did not keep it."""
-        texts = self.texts or _Texts()
-        limited = self.limit_ms or texts.ttft_limit_ms or texts.itl_limit_ms
-        return bool(limited) and (self.within_limit or 0.0) < 0.99
-
-
-class _Runs(msgspec.Struct):
-    runs: list[_Run]
-
-
-class _Setting(msgspec.Struct):
-    setting: str
-    measured: float | None = None
-
-
-class _Searched(msgspec.Struct):
-    """The ``result.json`` of ``fettle serve slo``."""
-
-    met: bool
-    name: str
-    points: list[_Setting]
-    best: int | None = None
-    limit_ms: float = 0.0
-    ttft_limit_ms: float = 0.0
-    itl_limit_ms: float = 0.0
-
-
 def _under_load(path: Path) -> str:
     """The line of load tests, or of a search for the best setting under a limit; raises where it is neither."""
     with path.open("rb") as file:
-        text = file.read(_MOST_RESULT)
-    if b'"met"' in text[:_PEEK]:
-        search = msgspec.json.decode(text, type=_Searched)
-        limits = {"p99": search.limit_ms, "first token": search.ttft_limit_ms, "tokens apart": search.itl_limit_ms}
-        kept = ", ".join(f"{name} within {value:.4g} ms" for name, value in limits.items() if value)
-        place = search.best
-        best = search.points[place] if place is not None and 0 <= place < len(search.points) else None
-        if best is None or not best.measured:
-            return f"{search.name}: no setting was shown to keep {kept}"
-        line = f"{search.name}: {rate_text(best.measured)} requests/s with {kept}: {best.setting}"
-        return line if search.met else f"{line}; not met"
-    read = msgspec.json.decode(text, type=list[_Run] | _Runs)
-    runs = read.runs if isinstance(read, _Runs) else read
-    told = [run for run in runs if not run.void]
-    most = max(told or runs, key=lambda run: run.throughput)
-    p99 = most.latency_ms.get("p99")
-    line = f"{count_text(len(runs), 'load test')}: at most {most.throughput:.4g} answers/s"
+        data = msgspec.json.decode(file.read(_MOST_RESULT))
+    if "met" in data:
+        return _searched(data)
+    runs = data["runs"] if isinstance(data, dict) else data
+    told = [run for run in runs if not run.get("void")]
+    most = max(told or runs, key=lambda run: float(run["throughput"]))
+    p99 = most["latency_ms"].get("p99")
+    line = f"{count_text(len(runs), 'load test')}: at most {most['throughput']:.4g} answers/s"
     line += f", p99 {p99:.4g} ms" if p99 is not None else ""
     marks = {
-        "void": len(runs) - len(told), "with more than the server can do": sum(not run.stable for run in told),
-        "not within the limit": sum(run.late for run in told),
-    }  # fmt: skip
+        "void": len(runs) - len(told),
+        "with more than the server can do": sum(not run.get("stable", True) for run in told),
+        "not within the limit": sum(map(_is_late, told)),
+    }
     return line + "".join(f"; {count} {mark}" for mark, count in marks.items() if count)
 
 
-class _Interval(msgspec.Struct):
-    estimate: float
-    low: float | None = None
-    high: float | None = None
+def _is_late(run: dict[str, Any]) -> bool:
+    """Whether a run had a limit and did not keep it."""
+    texts = run.get("texts") or {}
+    limited = run.get("limit_ms") or texts.get("ttft_limit_ms") or texts.get("itl_limit_ms")
+    return bool(limited) and (run.get("within_limit") or 0.0) < 0.99
 
 
-class _Winner(msgspec.Struct):
-    recipe: dict[str, str]
-    speedup: _Interval | None = None
-
-
-class _Result(msgspec.Struct):
-    winner: _Winner | None = None
+def _searched(search: dict[str, Any]) -> str:
+    """The line of a search for the best setting, of ``fettle serve slo``."""
+    limits = {"limit_ms": "p99", "ttft_limit_ms": "first token", "itl_limit_ms": "tokens apart"}
+    kept = ", ".join(f"{text} within {search[name]:.4g} ms" for name, text in limits.items() if search.get(name))
+    place, points = search.get("best"), search["points"]
+    best = points[place] if place is not None and 0 <= place < len(points) else {}
+    if not best.get("measured"):
+        return f"{search['name']}: no setting was shown to keep {kept}"
+    line = f"{search['name']}: {rate_text(best['measured'])} requests/s with {kept}: {best['setting']}"
+    return line if search["met"] else f"{line}; not met"
 
 
 def _best(path: Path) -> str:
     """What a result says of its winner, as more of a study's line; empty where there is none."""
-    winner = None
-    with contextlib.suppress(OSError, ValueError, RecursionError):
+    with contextlib.suppress(Exception):
         about = path.lstat()
         if stat.S_ISREG(about.st_mode) and about.st_size < _MOST_RESULT:
-            winner = _winner(path, about.st_mtime_ns, about.st_size)
-    if winner is None or winner.speedup is None:
-        return ""
-    ends = (winner.speedup.low, winner.speedup.high)
-    low, high = ("?" if end is None else f"{end:.2f}" for end in ends)
-    recipe = " ".join(f"{name}={level}" for name, level in winner.recipe.items())
-    return f"; {winner.speedup.estimate:.2f}x [{low}, {high}] with {recipe or 'nothing changed'}"
+            return _winner(path, about.st_mtime_ns, about.st_size)
+    return ""
 
 
 @lru_cache(maxsize=1024)
-def _winner(path: Path, changed: int, size: int) -> _Winner | None:
-    return msgspec.json.decode(path.read_bytes(), type=_Result).winner
+def _winner(path: Path, changed: int, size: int) -> str:
+    winner = msgspec.json.decode(path.read_bytes())["winner"]
+    speedup = winner and winner["speedup"]
+    if not speedup:
+        return ""
+    low, high = ("?" if end is None else f"{end:.2f}" for end in (speedup.get("low"), speedup.get("high")))
+    recipe = " ".join(f"{name}={level}" for name, level in winner["recipe"].items())
+    return f"; {speedup['estimate']:.2f}x [{low}, {high}] with {recipe or 'nothing changed'}"
 
 
 def _runs(path: Path) -> bool:

@@ -8,7 +8,6 @@ from. Reports run in a sandbox: their scripts draw charts, and reach neither thi
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import os
 import secrets
@@ -26,11 +25,13 @@ from fettle.page import clean, shell
 from fettle.ui.listing import KINDS, TYPES, Contents, Item, inventory
 from fettle.units import size_text
 
-FRESH_S = 1.0
-"""How long an inventory is good for: several readers do not walk the folder several times a second."""
 _SANDBOX = (
     "sandbox allow-scripts allow-downloads; default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; "
     "script-src 'unsafe-inline' 'unsafe-eval'; frame-ancestors 'none'"
+)
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
 _HEADERS = {
     "Cache-Control": "no-cache", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff",
@@ -55,13 +56,12 @@ class Site:
 
     def __init__(self, folder: Path, token: str = "") -> None:
         """Raises `UsageError` where `folder` is not one."""
+        inventory(folder)
         self.folder = folder
         self.token = token or secrets.token_urlsafe(24)
-        self._contents = inventory(folder)
-        self._at = time.monotonic()
 
-    def respond(self, method: str, target: str, hosts: Sequence[str], port: int, known: str = "") -> Answer:
-        """The answer to a request: its method, its target, its Host headers, and the ETag that the reader has."""
+    def respond(self, method: str, target: str, hosts: Sequence[str], port: int) -> Answer:
+        """The answer to a request: its method, its target, and its Host headers."""
         if len(hosts) != 1 or hosts[0].lower() not in (f"127.0.0.1:{port}", f"localhost:{port}"):
             return _text(403, "this server answers to 127.0.0.1 and localhost only")
         token, _, rest = target.partition("?")[0].removeprefix("/").partition("/")
@@ -70,30 +70,18 @@ class Site:
         if method not in ("GET", "HEAD"):
             return _text(405, "this server is read-only")
         if not rest:
-            return self._index(known)
+            headers = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": _POLICY}
+            return Answer(200, headers, page(self.contents(), self.token).encode())
         kind, _, place = rest.partition("/")
         path = self.contents().files.get(unquote(place, errors="surrogateescape")) if kind == "file" else None
         return _shown(path) if path else _MISSING
 
     def contents(self) -> Contents:
-        """The inventory, made again where it is older than `FRESH_S`. A folder that has gone holds nothing."""
-        if time.monotonic() - self._at > FRESH_S:
-            try:
-                self._contents = inventory(self.folder)
-            except UsageError:
-                self._contents = Contents(self.folder, [], {})
-            self._at = time.monotonic()
-        return self._contents
-
-    def _index(self, known: str) -> Answer:
-        body = page(self.contents(), self.token).encode()
-        tag = f'"{hashlib.sha256(body).hexdigest()[:24]}"'
-        policy = (
-            "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
-            "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
-        )
-        headers = {"ETag": tag, "Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": policy}
-        return Answer(304, headers) if known == tag else Answer(200, headers, body)
+        """The inventory as it is now. A folder that has gone holds nothing."""
+        try:
+            return inventory(self.folder)
+        except UsageError:
+            return Contents(self.folder, [], {})
 
 
 def page(contents: Contents, token: str) -> str:
@@ -147,8 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         hosts = self.headers.get_all("Host") or []
-        known = self.headers.get("If-None-Match") or ""
-        answer = self.server.site.respond(self.command, self.path, hosts, self.server.server_port, known)
+        answer = self.server.site.respond(self.command, self.path, hosts, self.server.server_port)
         if self.command not in ("GET", "HEAD"):
             self.close_connection = True  # the body that was sent is not read
         if answer.file is None:
@@ -175,15 +162,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, answer: Answer) -> None:
         self._send(answer, len(answer.body))
-        if self.command != "HEAD" and answer.status != 304:
+        if self.command != "HEAD":
             self.wfile.write(answer.body)
 
     def _send(self, answer: Answer, length: int) -> None:
         self.send_response(answer.status)
         for name, value in {**_HEADERS, **answer.headers}.items():
             self.send_header(name, value)
-        if answer.status != 304:
-            self.send_header("Content-Length", str(length))
+        self.send_header("Content-Length", str(length))
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:

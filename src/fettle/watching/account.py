@@ -107,8 +107,8 @@ class Steps:
             else:
                 self._sync += spent
 
-    def summary(self) -> StepReport:
-        """The account so far."""
+    def summary(self, device_idle: float | None = None) -> StepReport:
+        """The account so far, with what NVML says of the device."""
         # What went on since the last step's end belongs to no step.
         data, sync, collecting, syncs = self._before
         first = self._first_wall or (self._walls[0] if self._walls else 0)
@@ -124,7 +124,7 @@ class Steps:
             p95_ms=nearest_rank(walls, 0.95) / 1e6,
             first_ms=first / 1e6,
             syncs_per_step=syncs / self._count if self._on_gpu and self._count else None,
-            device_idle=None,
+            device_idle=device_idle,
             data_bound=self._wall / max(1, self._wall - data) if self._wall else 1.0,
             slow=tuple(self._slow),
         )

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -77,16 +78,16 @@ def _frames(frame: FrameType | None) -> tuple[tuple[str, str, int], ...]:
 
 def hottest(samples: list[Sample]) -> str | None:
     """The innermost line outside installed packages and this package, over all samples."""
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     for _, frames in samples:
         for _, file, line in reversed(frames):
             if is_program(file):
-                counts[f"{file}:{line}"] = counts.get(f"{file}:{line}", 0) + 1
+                counts[f"{file}:{line}"] += 1
                 break
     if not counts:
         return None
-    place = max(counts, key=lambda key: counts[key])
-    return f"{place} ({counts[place] / len(samples):.0%} of samples)"
+    ((place, count),) = counts.most_common(1)
+    return f"{place} ({count / len(samples):.0%} of samples)"
 
 
 def write_samples(path: Path, samples: list[Sample], number: int) -> None:

@@ -44,4 +44,4 @@ def ray(
     text = (
         f"requests in a replica at a time: {scaling.target:.3g} ({scaling.why})\n{output} is written: {output}/start.sh"
     )
-    _show.answer(as_json, lambda: data, lambda console: console.print(text, markup=False, soft_wrap=True))
+    _show.answer(as_json, lambda: data, text)

@@ -50,12 +50,13 @@ def command(
     from fettle.workload import find_target
 
     mar = read_mar(file)
+    path = output or Path(f"{name or mar.name}-{mar.version}")
     with _show.telling("reading the archive", quiet=as_json) as progress, _quiet.users_code_quiet():
         package = import_mar(
-            mar, output or Path(f"{name or mar.name}-{mar.version}"), trust=trust.lower(),
+            mar, path, trust=trust.lower(),
             workload=find_target(target).load() if target else None, inputs=inputs or (),
             handler=as_handler(handler), handler_settings=toml_settings(handler_settings),
             files=add_files(labels, tokenizer), settings=ServeSettings(max_rows=max_rows), name=name,
             on_progress=progress,
         )  # fmt: skip
-    show(package, output or Path(f"{name or mar.name}-{mar.version}"), as_json)
+    show(package, path, as_json)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -134,25 +133,26 @@ def command(
     with _show.telling("starting", quiet=as_json) as show:
         runs = run(_all(requests, plans, seconds, limit_s, limits, show))
     interrupted = any(run.interrupted for run in runs)
-    data: Any = [as_data(run) for run in runs]
+    told = [as_data(run) for run in runs]
     changes, trouble = [], None
     try:
-        changes = compare(data, earlier) if earlier and not interrupted else []
+        changes = compare(told, earlier) if earlier and not interrupted else []
     except UsageError as error:  # what was measured is told first
         trouble = error
+    data: Any = told
     if baseline is not None:
-        data = {"runs": data, "changes": [plain(asdict(change)) for change in changes]}
+        data = {"runs": told, "changes": [plain(change) for change in changes]}
     _show.answer(as_json, lambda: data, lambda console: _print(runs, changes, console))
     if page is not None:
         from fettle.machine import this_machine
         from fettle.report import loads_page
 
         machine = this_machine().summary
-        write_text(page, loads_page([as_data(run) for run in runs], _table(runs), url, machine))
+        write_text(page, loads_page(told, _table(runs), url, machine))
     if markdown is not None:
         write_text(markdown, _markdown(runs))
     if csv_file is not None:
-        _options.write_csv(csv_file, COLUMNS, (torchserve_row(as_data(run), url) for run in runs))
+        _options.write_csv(csv_file, COLUMNS, (torchserve_row(run, url) for run in told))
     if trouble is not None:
         raise trouble
     # What was refused or failed was not answered within the limit either.

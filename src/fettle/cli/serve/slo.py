@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import platform
 import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -158,12 +160,12 @@ def command(
     around = Surroundings()
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
         result = run(work.search(folder, max_error, options, progress))
-        written, problem = _written(result, write, lambda: work.write(result, folder))
     if csv_file is not None:
         _options.write_csv(csv_file, COLUMNS, torchserve_rows(result, work.name))
-    data = as_data(result, name=work.name, target=target, machine=_machine(), written=str(written or ""))
-    data["busy"] = around.sentence()
-    _finish(result, data, folder, slo_page, as_json, print_settings, problem)
+    busy = around.sentence()
+    data = as_data(result, name=work.name, target=target, machine=_machine(), written="", busy=busy)
+    best = (lambda: work.write(result, folder)) if write else None
+    _finish(result, data, folder, slo_page, as_json, print_settings, best)
 
 
 def _of_texts(
@@ -199,15 +201,14 @@ def _of_texts(
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
         result = run(search(progress))
 
-    def write_best() -> Path:
+    def best() -> Path:
         assert result.best is not None
         setting = result.best.setting
         return write_settings(package, served_so(package.settings, setting, result.costs[setting.threads])).folder
 
-    written, problem = _written(result, write, write_best)
-    data = texts_data(result, name=name, target=text, machine=_machine(), written=str(written or ""))
+    data = texts_data(result, name=name, target=text, machine=_machine())
     data["busy"] = around.sentence()
-    _finish(result, data, folder, texts_page, as_json, print_texts, problem)
+    _finish(result, data, folder, texts_page, as_json, print_texts, best if write else None)
 
 
 def _check_settings(package: Package) -> None:
@@ -220,24 +221,20 @@ def _check_settings(package: Package) -> None:
         raise UsageError(f"{error}; to search all the same, give --no-write") from error
 
 
-def _written(result: Outcome[Any], asked: bool, write: Callable[[], Path]) -> tuple[Path | None, UsageError | None]:
-    """Write the best setting where that was `asked` for: where it is then, or why it could not be, which is no reason
-    to lose what was found."""
-    if not asked or result.best is None or result.interrupted:
-        return None, None
-    try:
-        return write(), None
-    except UsageError as error:
-        return None, error
-    except OSError as error:
-        return None, UsageError(f"the best setting could not be written: {first_line(error)}")
-
-
 def _finish(
     result: Outcome[Any], data: dict[str, Any], folder: Path, page: Callable[[dict[str, Any]], str],
-    as_json: bool, show: Callable[[dict[str, Any], Console], None], problem: UsageError | None,
+    as_json: bool, show: Callable[[dict[str, Any], Console], None], best: Callable[[], Path] | None,
 ) -> None:  # fmt: skip
-    """Write what came of a search, say it, and leave with its exit code, or with why its setting is not written."""
+    """Write the `best` setting, if asked to, and what came of a search; say it, and leave with its exit code, or with
+    why the setting is not written: that is no reason to lose what was found."""
+    problem = None
+    if best is not None and result.best is not None and not result.interrupted:
+        try:
+            data["written"] = str(best())
+        except UsageError as error:
+            problem = error
+        except OSError as error:
+            problem = UsageError(f"the best setting could not be written: {first_line(error)}")
     write_text(folder / "result.json", json.dumps(data) + "\n")
     write_text(folder / "report.html", page(data))
     _show.answer(as_json, lambda: data, lambda out: show(data, out), folder / "report.html")
@@ -255,7 +252,8 @@ class _Work:
     text: str = ""
     target: Any = None
     recipes: tuple[Recipe, ...] = ()
-    packages: tuple[Variant, ...] = ()
+    packages: Sequence[Variant] = ()
+    """To choose among; of a target those that `search` makes."""
 
     @classmethod
     def of(
@@ -267,6 +265,7 @@ class _Work:
         from fettle.package.requires import check_here
         from fettle.recipe import Recipe
         from fettle.recipe_file import load_recipe
+        from fettle.slo.points import Variant
 
         if Path(text).is_dir() or text.endswith(".zip"):
             if recipes or storage is not None:
@@ -279,7 +278,7 @@ class _Work:
             check_here(package.manifest.name, package.manifest.requires)
             if (digest := package.handler_digest) and digest not in trust:
                 raise UsageError(f"{package.manifest.name} brings code of its own; to let it run, say --trust {digest}")
-            return cls(package.manifest.name, package)
+            return cls(package.manifest.name, package, packages=[Variant("", package)])
         from fettle.techniques import check_names
 
         target = _options.target_or_package(text)
@@ -300,15 +299,19 @@ class _Work:
         from fettle.slo.calibrate import Stopped
         from fettle.slo.kept import open_journal
         from fettle.slo.search import search
+        from fettle.slo.variants import package_all
 
         stop = stopped_by_interrupt()
         is_new = not folder.exists()
         journal = open_journal(folder / "measured.jsonl")  # first: no two searches make the same packages
         try:
-            variants, failures = await asyncio.to_thread(
-                self.variants, folder, options["most_rows"], max_error, progress, stop.is_set
-            )
-            if not variants:
+            failures: list[Failure] = []
+            if self.package is None:
+                self.packages, failures = await asyncio.to_thread(
+                    package_all, self.text, self.target, self.recipes, folder / "packages",
+                    max_rows=options["most_rows"], max_error=max_error, on_progress=progress, stopped=stop.is_set,
+                )  # fmt: skip
+            if not self.packages:
                 raise UsageError("; ".join(f"{failure.what}: {failure.why}" for failure in failures))
         except BaseException as error:
             journal.close(delete=not journal.lines)
@@ -318,30 +321,7 @@ class _Work:
             if isinstance(error, Stopped):
                 raise typer.Exit(130) from None
             raise
-        return await search(variants, keep=journal, failures=failures, on_progress=progress, stop=stop, **options)
-
-    def variants(
-        self,
-        folder: Path,
-        max_rows: int,
-        max_error: float,
-        on_progress: Callable[[str], None],
-        stopped: Callable[[], bool],
-    ) -> tuple[list[Variant], list[Failure]]:
-        """The packages to choose among, made where they are not there yet."""
-        from fettle.slo.points import Variant
-        from fettle.slo.variants import package_all
-
-        if self.package is not None:
-            variants = [Variant("", self.package)]
-            self.packages = tuple(variants)
-            return variants, []
-        variants, failures = package_all(
-            self.text, self.target, self.recipes, folder / "packages", max_rows=max_rows, max_error=max_error,
-            on_progress=on_progress, stopped=stopped,
-        )  # fmt: skip
-        self.packages = tuple(variants)
-        return variants, failures
+        return await search(self.packages, keep=journal, failures=failures, on_progress=progress, stop=stop, **options)
 
     def write(self, result: SearchResult, folder: Path) -> Path:
         """The best setting as the package's ``serve.toml``; a target's best package is copied out of its cache."""
@@ -363,22 +343,15 @@ def _prices(texts: list[str]) -> dict[str, float]:
     """``["0.4", "cuda=2.5"]`` as prices by device; ``""`` is any."""
     prices = {}
     for text in texts:
-        device, equals, number = text.rpartition("=")
-        try:
-            value = float(number)
-        except ValueError:
-            value = -1.0
-        if not 0 <= value < 1e9 or (equals and not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device)):
+        match = re.fullmatch(r"(?:(cpu|cuda(?::[0-9]{1,3})?)=)?([0-9]{1,9}(?:\.[0-9]*)?|\.[0-9]+)", text)
+        if match is None:
             raise UsageError(f"--price-per-hour: {text!r} is not a price, for example 0.40 or cuda=2.50")
-        prices[device] = value
+        prices[match[1] or ""] = float(match[2])
     return prices
 
 
 def _machine() -> str:
     """One line for the report, without importing torch."""
-    import platform
-    from importlib import metadata
-
     from fettle.machine import cpu_name
     from fettle.package.host import cores
 

@@ -94,9 +94,8 @@ def augment(
     check_writable(output)
     trace = open_one(source, fresh)
     added = T.augment(trace, output, path=T.critical_path(trace))
-    data = {"file": str(output), "added_events": added}
     text = f"wrote {output}: {count_text(added, 'event')} added"
-    _show.answer(as_json, lambda: data, lambda console: console.print(text, markup=False, soft_wrap=True))
+    _show.answer(as_json, lambda: {"file": str(output), "added_events": added}, text)
 
 
 @app.command()
@@ -116,12 +115,11 @@ def report(
 
       fettle trace report after.json.gz --before before.json.gz
     """
-    _options.check_page(output)
+    _options.check_file(output, ".html")
     earlier = open_one(before, fresh, own_end) if before is not None else None
     failed = T.write_report(open_traces(source, fresh, own_end), output, before=earlier)
     text = f"wrote {output}" + "".join(f"\nnot answered: {line}" for line in failed)
-    data = {"file": str(output), "not_answered": failed}
-    _show.answer(as_json, lambda: data, lambda console: console.print(text, markup=False, soft_wrap=True))
+    _show.answer(as_json, lambda: {"file": str(output), "not_answered": failed}, text)
 
 
 @app.command()
@@ -164,5 +162,4 @@ def record(
                         "runs one step"
                     )
                 profiler.step()
-    data = {"file": str(output), "steps": active}
-    _show.answer(as_json, lambda: data, lambda console: console.print(f"wrote {output}", markup=False, soft_wrap=True))
+    _show.answer(as_json, lambda: {"file": str(output), "steps": active}, f"wrote {output}")

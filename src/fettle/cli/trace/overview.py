@@ -56,7 +56,7 @@ def _show_healths(healths: Sequence[Health]) -> None:
             f"{one.span_ns / 1e6:,.3f} ms, {devices if one.devices else 'no device'}",
             "uncertain": ", ".join(one.uncertain) or "nothing",
         }
-        show({"findings": frame}, False, 100, notes)
+        show(Answer({"findings": frame}, notes), False, 100)
 
 
 @listing

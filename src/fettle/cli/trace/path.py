@@ -9,7 +9,9 @@ import polars as pl
 import typer
 
 from fettle import trace as T
+from fettle.cli import _options
 from fettle.cli.trace.shared import (
+    CHARTS,
     Answer,
     Chart,
     Fresh,
@@ -19,7 +21,6 @@ from fettle.cli.trace.shared import (
     Source,
     Step,
     app,
-    check_chart,
     doubts,
     open_one,
     question,
@@ -140,7 +141,7 @@ def compare(
 
       fettle trace compare before.json.gz after.json.gz --skip 1
     """
-    check_chart(chart)
+    _options.check_file(chart, *CHARTS)
     first, second = (open_one(path, fresh, label=path.name) for path in (before, after))
     result = T.compare(first, second, skip=skip, steps_before=_numbers(steps_before), steps_after=_numbers(steps_after))
     shown = result.parts.filter(pl.col("change_ns") != 0)
@@ -151,7 +152,7 @@ def compare(
         figures = {name: getattr(result, name) for name in ("before_ns", "after_ns", "change_ns", "low_ns", "high_ns")}
         notes = {"notes": list(result.notes), "uncertain": doubts({"before": first, "after": second})}
         frames = {"parts": shown, "work": result.work, "operators": result.operators}
-        show(frames, as_json, rows, figures | notes)
+        show(Answer(frames, figures | notes), as_json, rows)
         return
     interval = f"95%: {result.low_ns / 1e6:+,.3f} to {result.high_ns / 1e6:+,.3f}"
     if math.isnan(result.low_ns):
@@ -162,12 +163,12 @@ def compare(
         f"{result.steps_before} and {count_text(result.steps_after, 'step')}",
         **({"notes": "; ".join(result.notes)} if result.notes else {}),
     }
-    show({"parts, longest change first": shown.drop("sums").sort(pl.col("change_ns").abs(), descending=True)},
-         as_json, 1000, text)  # fmt: skip
+    parts = shown.drop("sums").sort(pl.col("change_ns").abs(), descending=True)
+    show(Answer({"parts, longest change first": parts}, text), as_json, 1000)
     leading = ["name", "operator", "change_ns", "count", "count_after", "time_ns", "time_ns_after", "class"]
     work = result.work.select(*leading, pl.exclude(*leading))
     changed = result.operators.filter(pl.col("change") != "same")
-    show({"device work, a step": work, "operators, a step": changed}, as_json, rows)
+    show(Answer({"device work, a step": work, "operators, a step": changed}), as_json, rows)
 
 
 def _numbers(text: str | None) -> list[int] | None:

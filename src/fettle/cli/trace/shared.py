@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import polars as pl
@@ -18,7 +17,6 @@ from fettle import trace as T
 from fettle.cli import _options, _show
 from fettle.cli._console import console
 from fettle.cli._lazy import SETTINGS
-from fettle.errors import UsageError
 from fettle.files import check_writable, plain
 from fettle.trace.model import Trace
 
@@ -30,6 +28,7 @@ Source = Annotated[
 Json = _options.AsJson
 Rows = Annotated[int, typer.Option("--rows", min=1, help="how many rows of each table to show")]
 Chart = Annotated[Path | None, typer.Option("--output", "-o", help="draw a chart: .html, .png, .svg or .json")]
+CHARTS = (".html", ".png", ".svg", ".json")
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="read the trace itself, not the columns kept when it was last opened")
 ]
@@ -44,7 +43,7 @@ class Answer:
     """What a question about traces came to."""
 
     frames: Mapping[str, pl.DataFrame]
-    notes: Mapping[str, Any] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
     chart: Callable[[Any], Any] | None = None
     """What draws it, given the module of the charts: that is slow to load, and few ask for one."""
     long: Callable[[], Mapping[str, pl.DataFrame]] = dict
@@ -71,15 +70,13 @@ def question(look: Callable[..., Answer], *, charted: bool = True) -> Callable[.
 
     @functools.wraps(look)
     def command(**options: Any) -> None:
-        check_chart(options.get("chart"))
+        _options.check_file(options.get("chart"), *CHARTS)
         check_writable(*(options[name] for name in own if isinstance(options[name], Path)))
         traces = open_traces(options["source"], options["fresh"], options.get("own_end", False))
         answer = look(traces, **{name: options[name] for name in own})
         if answer.chart is not None:
             write_chart(options["chart"], answer.chart)
-        as_json = options["as_json"]
-        frames = {**answer.frames, **(answer.long() if as_json else {})}
-        show(frames, as_json, options["rows"], answer.notes, traces, answer.doubts, answer.as_it_is)
+        show(answer, options["as_json"], options["rows"], traces)
         if answer.failed:
             raise typer.Exit(1)
 
@@ -102,27 +99,25 @@ def read_traces(path: Path, fresh: bool = False) -> list[Trace]:
         return T.load_all(path, use_sidecar=not fresh, on_progress=lambda share: show(f"reading {path}", share, 1.0))
 
 
-def open_traces(path: Path, fresh: bool = False, own_end: bool = False, label: str = "") -> list[Trace]:
-    """Read a trace or a folder, and say what was left out of it and which answers are uncertain.
-
-    `label` stands for the rank where there are several traces of one rank."""
-    return [_opened(trace, own_end, label) for trace in read_traces(path, fresh)]
+def open_traces(path: Path, fresh: bool, own_end: bool) -> list[Trace]:
+    """Read a trace or a folder, and say what was left out of it and which answers are uncertain."""
+    return [_opened(trace, own_end, f"rank {trace.rank}") for trace in read_traces(path, fresh)]
 
 
-def open_one(path: Path, fresh: bool = False, own_end: bool = False, label: str = "") -> Trace:
-    """The same of a trace, or of the first rank in a folder, and say so."""
+def open_one(path: Path, fresh: bool, own_end: bool = False, label: str = "") -> Trace:
+    """The same of a trace, or of the first rank in a folder, and say so; `label` is what it is called."""
     first, *others = read_traces(path, fresh)
     if others:
         console(error=True).print(
             f"{path}: of its {len(others) + 1} ranks only rank {first.rank} is taken; for another name its file",
             style="yellow", markup=False, soft_wrap=True,
         )  # fmt: skip
-    return _opened(first, own_end, label)
+    return _opened(first, own_end, label or f"rank {first.rank}")
 
 
 def _opened(trace: Trace, own_end: bool, label: str) -> Trace:
     trace = replace(trace, own_end=own_end)
-    out, name = console(error=True), escape(label) or f"rank {trace.rank}"
+    out, name = console(error=True), escape(label)
     for note in trace.facts.notes:
         out.print(f"[yellow]{name}: {escape(note)}[/]")
     uncertain = T.trace_health(trace).uncertain
@@ -136,32 +131,24 @@ def step_windows(own_end: bool) -> dict[str, str]:
     return {"a step ends": "with its own annotation" if own_end else "where the next one begins"}
 
 
-def show(
-    frames: Mapping[str, pl.DataFrame],
-    as_json: bool,
-    rows: int = 30,
-    notes: Mapping[str, Any] | None = None,
-    traces: Sequence[Trace] = (),
-    more_doubts: Mapping[str, Sequence[str]] = MappingProxyType({}),
-    as_it_is: bool = False,
-) -> None:
-    """Print frames as JSON ({name: rows}) or as tables for people.
+def show(answer: Answer, as_json: bool, rows: int, traces: Sequence[Trace] = ()) -> None:
+    """Print an answer as JSON ({name: rows}) or as tables for people.
 
     JSON also says which answers are uncertain for each of the `traces` (people saw it when they were opened).
     """
     if as_json:
-        data = {name: frame.to_dicts() for name, frame in frames.items()} | dict(notes or {})
+        data = {name: frame.to_dicts() for name, frame in {**answer.frames, **answer.long()}.items()} | answer.notes
         if traces:
             known = doubts({f"rank {trace.rank}": trace for trace in traces})
-            data["uncertain"] = known | {rank: [*known.get(rank, []), *more] for rank, more in more_doubts.items()}
+            data["uncertain"] = known | {rank: [*known.get(rank, []), *more] for rank, more in answer.doubts.items()}
         print(json.dumps(plain(data), default=str))
         return
     out = console()
-    for key, value in (notes or {}).items():
+    for key, value in answer.notes.items():
         out.print(f"{key}: {value}", markup=False)
-    for name, frame in frames.items():
+    for name, frame in answer.frames.items():
         if frame.height:
-            _print_table(out, name.replace("_", " "), frame if as_it_is else _since_the_first(frame), rows)
+            _print_table(out, name.replace("_", " "), frame if answer.as_it_is else _since_the_first(frame), rows)
         else:
             out.print(f"{name.replace('_', ' ')}: nothing")
 
@@ -195,13 +182,6 @@ def _print_table(out: Console, title: str, frame: pl.DataFrame, rows: int) -> No
     _show.print_table(out, table)
     if frame.height > rows:
         out.print(f"{frame.height - rows} more rows: --rows {frame.height}")
-
-
-def check_chart(path: Path | None) -> None:
-    """Raise `UsageError` for an ``--output`` of another suffix than those that are drawn, or that cannot be written."""
-    if path is not None and path.suffix not in (".html", ".png", ".svg", ".json"):
-        raise UsageError(f"charts are .html, .png, .svg or .json files, not '{path.suffix}'")
-    check_writable(path)
 
 
 def write_chart(path: Path | None, make: Callable[[Any], Any]) -> None:

@@ -9,7 +9,6 @@ from typing import Literal
 
 from fettle.diagnose.evidence import CAST, INDEX, LAYOUT, POINTWISE, Evidence, Operation
 from fettle.diagnose.finding import Finding
-from fettle.registry import new_name
 
 LEAST = 0.03
 """Share of the wall time below which a cause is not worth a line."""
@@ -47,7 +46,7 @@ def rule(*modes: Mode) -> Callable[[Callable[[Evidence], Finding | None]], Rule]
     """Register a function as the rule of its own name, underscores as hyphens, for workloads of these modes."""
 
     def register(look: Callable[[Evidence], Finding | None]) -> Rule:
-        name = new_name(look, RULES)
+        name = look.__name__.replace("_", "-")
         RULES[name] = Rule(name, look, modes)
         return RULES[name]
 

@@ -54,7 +54,7 @@ def save(chart: Any, path: Path) -> None:
     Raises:
         UsageError: A place that cannot be written, or a chart of nothing.
     """
-    kind, spec = path.suffix.removeprefix("."), as_spec(chart)
+    kind, spec = path.suffix.lower().removeprefix("."), as_spec(chart)
     if not any(spec.get("datasets", {}).values()):
         raise UsageError(f"no {path.name}: the answer is empty, and there is nothing to draw")
     content = json.dumps(spec, default=str).encode() if kind == "json" else shell.draw(spec, kind)
