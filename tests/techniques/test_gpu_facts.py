@@ -138,7 +138,7 @@ def test_transformer_engines_layers_have_the_models_own_parameters(monkeypatch: 
     net = nn.Sequential(nn.Linear(32, 48), nn.LayerNorm(48), nn.Linear(48, 10), nn.LayerNorm(10, bias=False)).eval()
     before, x = dict(net.named_parameters()), torch.rand(8, 32)
     expected = net(x)
-    fast = load(source(recipe, facts), "optimized").optimize(net, [x])
+    fast = load(source(recipe, facts), "optimized")(net, [x])
     torch.testing.assert_close(fast(x), expected)
     assert [type(layer) for layer in net] == [Linear, LayerNorm, nn.Linear, nn.LayerNorm]
     assert all(one is before[name] for name, one in net.named_parameters())
@@ -161,14 +161,14 @@ def test_the_largest_batch_goes_first_and_leaves_no_trace() -> None:
     facts, recipe = replace(GPU, num_input_shapes=3), Recipe.parse("allocator=preheat")
     assert "same shapes" in conflict(recipe, GPU)
     batches = [torch.rand(rows, 4) for rows in (2, 8, 3)]
-    for mode, begun in (("inference", "optimize"), ("training", "train")):
+    for mode in ("inference", "training"):
         net, random = Net(), torch.get_rng_state()
         made = load(source(recipe, replace(facts, mode=mode)), f"optimized_{mode}")
-        if begun == "optimize":
-            made.optimize(net, batches)
+        if mode == "inference":
+            made(net, batches)
         else:
             make = partial(torch.optim.SGD, lr=0.1)
-            next(made.train(net, make, lambda model, x: model(x).square().mean() * 0.0, batches))
+            next(made(net, make, lambda model, x: model(x).square().mean() * 0.0, batches))
         assert seen[0] == 8
         assert torch.equal(torch.get_rng_state(), random) == (mode == "inference")
         assert (net.calls, int(net.norm.num_batches_tracked)) == ((0, 0) if mode == "inference" else (1, 1))
