@@ -5,8 +5,7 @@ It need not be the fastest: on a CPU the backward pass of flash attention in bfl
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,9 +21,10 @@ _BACKENDS = {
 }
 
 
-@contextlib.contextmanager
-def xformers_attention() -> Iterator[None]:
+def xformers_attention() -> Any:
     """A context in which xFormers computes scaled_dot_product_attention, but for calls with a mask or grouped heads."""
+    import contextlib
+
     from xformers import ops
 
     functional: Any = torch.nn.functional
@@ -40,11 +40,15 @@ def xformers_attention() -> Iterator[None]:
         bias = ops.LowerTriangularMask() if is_causal else None
         return ops.memory_efficient_attention(*rows_first, attn_bias=bias, p=dropout_p, scale=scale).transpose(1, 2)
 
-    functional.scaled_dot_product_attention = attend
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = torchs
+    @contextlib.contextmanager
+    def replaced() -> Any:
+        functional.scaled_dot_product_attention = attend
+        try:
+            yield
+        finally:
+            functional.scaled_dot_product_attention = torchs
+
+    return replaced()
 
 
 @register

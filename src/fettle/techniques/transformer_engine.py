@@ -76,7 +76,7 @@ class TransformerEngine(Technique):
         elif not facts.num_linear:
             why_not = "the model has no linear layer"
         elif int(facts.packages.get(_PACKAGE, "0").partition(".")[0]) < 2:
-            why_not = "TransformerEngine 2 is not installed: pip install --no-build-isolation 'transformer_engine[pytorch]'"
+            why_not = "TransformerEngine 2 is not installed: pip install 'transformer_engine[pytorch]'"
         old = "" if facts.cuda_capability >= (8, 9) else "float8 needs a GPU of compute capability 8.9"
         return [
             Level("off", "as given"),
