@@ -1,7 +1,12 @@
 """What is told of levels for GPUs before they are tried, and what their lines do that a CPU shows as well."""
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +80,99 @@ def test_sparsity_of_the_mlps_leaves_attention_as_it_is(
     exec(line, {"sparsify": sparsify, "model": block})
     whole = [name for name, layer in block.items() if (layer.weight == 0).float().mean() < 0.4]
     assert whole == dense
+
+
+def test_xformers_computes_what_sdpa_would_and_leaves_masks_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    functional = torch.nn.functional
+    torchs, calls = functional.scaled_dot_product_attention, []
+
+    def rows_first(query: Any, key: Any, value: Any, attn_bias: Any, p: float, scale: float | None) -> torch.Tensor:
+        calls.append(attn_bias)
+        heads_first = (one.transpose(1, 2) for one in (query, key, value))
+        return torchs(*heads_first, dropout_p=p, is_causal=attn_bias is not None, scale=scale).transpose(1, 2)
+
+    ops = SimpleNamespace(LowerTriangularMask=lambda: "causal", memory_efficient_attention=rows_first)
+    monkeypatch.setitem(sys.modules, "xformers", SimpleNamespace(ops=ops))
+    recipe, installed = Recipe.parse("sdpa_backend=xformers"), replace(GPU, packages={"xformers": "0.0.33"})
+    assert conflict(recipe, installed) == ""
+    assert "pip install xformers" in conflict(recipe, GPU)
+    found: dict[str, Any] = {}
+    exec(compile(source(recipe, installed), "optimized.py", "exec"), found)
+    x, mask = torch.rand(2, 3, 5, 8), torch.rand(5, 5) > 0.1
+    with found["xformers_attention"]():
+        for options in ({}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": mask}):
+            torch.testing.assert_close(functional.scaled_dot_product_attention(x, x, x, **options),
+                                       torchs(x, x, x, **options))  # fmt: skip
+        functional.scaled_dot_product_attention(x, x[:, :1], x[:, :1], enable_gqa=True)
+    assert calls == [None, "causal", None]
+    assert functional.scaled_dot_product_attention is torchs
+
+
+def test_transformer_engines_layers_have_the_models_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Linear(nn.Linear):
+        def __init__(self, inputs: int, outputs: int, bias: bool, params_dtype: torch.dtype) -> None:
+            super().__init__(inputs, outputs, bias, dtype=params_dtype)
+
+    class LayerNorm(nn.LayerNorm):
+        def __init__(self, size: int, eps: float, params_dtype: torch.dtype) -> None:
+            super().__init__(size, eps, dtype=params_dtype)
+
+    entered: list[Any] = []
+
+    @contextlib.contextmanager
+    def fp8_autocast(enabled: bool, calibrating: bool, recipe: Any) -> Iterator[None]:
+        entered.append((enabled, calibrating, recipe))
+        yield
+
+    engine = SimpleNamespace(Linear=Linear, LayerNorm=LayerNorm, fp8_autocast=fp8_autocast)
+    monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace(pytorch=engine))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", engine)
+    scaling = SimpleNamespace(Float8CurrentScaling=lambda: "current")
+    monkeypatch.setitem(sys.modules, "transformer_engine.common.recipe", scaling)
+    facts = replace(GPU, packages={"transformer_engine": "2.9.0"})
+    recipe = Recipe.parse("transformer_engine=float8")
+    assert conflict(recipe, facts) == ""
+    assert "pip install" in conflict(recipe, replace(facts, packages={"transformer_engine": "1.13.0"}))
+    assert "8.9" in conflict(recipe, replace(facts, cuda_capability=(8, 0)))
+    assert "torch's own linear layers" in conflict(Recipe.parse(f"{recipe} sparsity=2:4 precision=bf16"), facts)
+    net = nn.Sequential(nn.Linear(32, 48), nn.LayerNorm(48), nn.Linear(48, 10), nn.LayerNorm(10, bias=False)).eval()
+    before, x = dict(net.named_parameters()), torch.rand(8, 32)
+    expected = net(x)
+    fast = load(source(recipe, facts), "optimized")(net, [x])
+    torch.testing.assert_close(fast(x), expected)
+    assert [type(layer) for layer in net] == [Linear, LayerNorm, nn.Linear, nn.LayerNorm]
+    assert all(one is before[name] for name, one in net.named_parameters())
+    assert entered == [(True, False, "current")]
+
+
+def test_the_largest_batch_goes_first_and_leaves_no_trace() -> None:
+    seen: list[int] = []
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.drop, self.calls = nn.BatchNorm1d(4), nn.Dropout(), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(len(x))
+            self.calls += 1
+            return self.drop(self.norm(x))
+
+    facts, recipe = replace(GPU, num_input_shapes=3), Recipe.parse("allocator=preheat")
+    assert "same shapes" in conflict(recipe, GPU)
+    batches = [torch.rand(rows, 4) for rows in (2, 8, 3)]
+    for mode in ("inference", "training"):
+        net, random = Net(), torch.get_rng_state()
+        made = load(source(recipe, replace(facts, mode=mode)), f"optimized_{mode}")
+        if mode == "inference":
+            made(net, batches)
+        else:
+            make = partial(torch.optim.SGD, lr=0.1)
+            next(made(net, make, lambda model, x: model(x).square().mean() * 0.0, batches))
+        assert seen[0] == 8
+        assert torch.equal(torch.get_rng_state(), random) == (mode == "inference")
+        assert (net.calls, int(net.norm.num_batches_tracked)) == ((0, 0) if mode == "inference" else (1, 1))
+        seen.clear()
 
 
 def test_an_amd_gpu_is_offered_what_it_has() -> None:

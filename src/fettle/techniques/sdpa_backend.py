@@ -3,6 +3,13 @@
 It need not be the fastest: on a CPU the backward pass of flash attention in bfloat16 takes longer than in float32.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
 from fettle.techniques._base import BOTH, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques.runtime import computes_in_torch
 
@@ -14,6 +21,36 @@ _BACKENDS = {
 }
 
 
+def xformers_attention() -> Any:
+    """A context in which xFormers computes scaled_dot_product_attention, but for calls with a mask or grouped heads."""
+    import contextlib
+
+    from xformers import ops
+
+    functional: Any = torch.nn.functional
+    torchs = functional.scaled_dot_product_attention
+
+    def attend(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+        scale: float | None = None, **others: Any,
+    ) -> Any:  # fmt: skip
+        if attn_mask is not None or query.dim() != 4 or len(query) != len(key) or query.shape[1] != key.shape[1]:
+            return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **others)
+        rows_first = (one.transpose(1, 2) for one in (query, key, value))
+        bias = ops.LowerTriangularMask() if is_causal else None
+        return ops.memory_efficient_attention(*rows_first, attn_bias=bias, p=dropout_p, scale=scale).transpose(1, 2)
+
+    @contextlib.contextmanager
+    def replaced() -> Any:
+        functional.scaled_dot_product_attention = attend
+        try:
+            yield
+        finally:
+            functional.scaled_dot_product_attention = torchs
+
+    return replaced()
+
+
 @register
 class SdpaBackend(Technique):
     name = "sdpa_backend"
@@ -22,11 +59,13 @@ class SdpaBackend(Technique):
     title = "SDPA kernel"
     default = "auto"
     of_module = True
+    packages = ("xformers",)
 
     def levels(self, facts: Facts) -> list[Level]:
         uses = facts.uses_sdpa or facts.manual_attention or "sdpa" in facts.hf_attention
         unused = "" if uses else "the model does not use scaled_dot_product_attention"
         gpu = "" if facts.device == "cuda" else "on a CPU there are flash and math only"
+        missing = "" if "xformers" in facts.packages else "xFormers is not installed: pip install xformers"
         return [Level("auto", "torch chooses")] + [
             Level(
                 name,
@@ -34,7 +73,7 @@ class SdpaBackend(Technique):
                 unused or ("" if name in ("flash", "math") else gpu or facts.not_nvidia * (name == "cudnn")),
             )
             for name, (_, summary) in _BACKENDS.items()
-        ]
+        ] + [Level("xformers", "xFormers' memory-efficient attention", unused or gpu or missing)]  # fmt: skip
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         if level == self.default:
@@ -50,7 +89,12 @@ class SdpaBackend(Technique):
             return "another runtime has its own attention"
         return ""
 
+    def packages_of(self, level: str) -> Sequence[str]:
+        return self.packages if level == "xformers" else ()
+
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        if level == "xformers":
+            return Code(helpers=(xformers_attention,), contexts=("xformers_attention()",))
         return Code(
             setup=("from torch.nn.attention import SDPBackend, sdpa_kernel",),
             contexts=(f"sdpa_kernel(SDPBackend.{_BACKENDS[level][0]})",),
