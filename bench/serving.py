@@ -2,6 +2,7 @@
 
     python bench/serving.py --json bench/results/serving.json              # peers that are installed; 6 minutes a round
     python bench/serving.py --models tiny --servers fettle,litserve --seconds 2
+    python bench/serving.py --servers fettle,fettle@../before/src,mosec      # two versions beside each other
 
 Models are multilayer perceptrons with random weights: `tiny` (64-64-8, a call of microseconds: the server's own cost)
 and `wide` (64-4096-4096-4096-4096-4096-8, about 20 ms: how well it batches). Each server gets one worker with one
@@ -15,6 +16,9 @@ The raw model's batched throughput is measured in a process of its own. An open 
 late itself is void and made again, up to four times; a star: it was late in all. A percentile is one of all requests:
 those that failed or were refused count as never answered. With six rounds the least and the greatest ratio hold the
 true median with 97% (sign test): where they lie on both sides of 1 no difference was seen.
+
+`fettle@TREE` is the fettle of another source tree, such as the `src` of a worktree of an earlier commit. Shown then is
+the throughput of this one over its, round by round.
 
 Peers: `pip install litserve mosec 'ray[serve]'`. One that is not installed is left out and named.
 """
@@ -66,7 +70,9 @@ RAYS_FAST_MODE = {name: value for name, value in ENVIRONMENT.items() if name.sta
 
 def start(server: str, model: str, port: int, folder: Path) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if server == "fettle":
+    name, _, tree = server.partition("@")
+    if name == "fettle":
+        environment |= {"PYTHONPATH": str(Path(tree).resolve())} if tree else {}
         code = "from fettle.cli import main; main()"
         command = [sys.executable, "-c", code, "serve", str(folder / model), "--port", str(port)]
     else:
@@ -80,7 +86,7 @@ def start(server: str, model: str, port: int, folder: Path) -> subprocess.Popen[
 def request_to(server: str, port: int) -> Any:
     row = np.random.default_rng(0).standard_normal(64).astype(np.float32).tolist()
     path, body = "/inference" if server == "mosec" else "/predict", {"input": row}
-    if server == "fettle":
+    if server.partition("@")[0] == "fettle":
         path = "/v2/models/net/infer"
         body = {"inputs": [{"name": "input", "shape": [1, 64], "datatype": "FP32", "data": row}]}
     return http_request(
@@ -155,7 +161,7 @@ def one_round(servers: list[str], model: str, ports: Iterator[int], folder: Path
                 one = request_to(name, there[name][0])
                 found[name]["closed"][clients] = numbers(run(closed_loop([one], clients, seconds)))
         most = {name: max(row["throughput"] for row in found[name]["closed"].values()) for name in there}
-        peers = max((rate for name, rate in most.items() if name != "fettle"), default=math.inf)
+        peers = max((rate for name, rate in most.items() if name.partition("@")[0] != "fettle"), default=math.inf)
         for share in SHARES:
             for name in random.sample(sorted(there), len(there)):
                 one, rate = request_to(name, there[name][0]), share * min(most[name], peers)
@@ -239,7 +245,7 @@ def beside_peers(rounds: list[dict[str, Any]]) -> dict[str, list[float]]:
     """At each point fettle's p99 over the least of the peers' that were up beside it, round by round, ascending."""
     found: dict[str, list[float]] = {}
     for seen in rounds:
-        peers = [row for name, row in seen.items() if name not in ("fettle", *RESTLESS)]
+        peers = [row for name, row in seen.items() if name.partition("@")[0] not in ("fettle", *RESTLESS)]
         if "fettle" not in seen or not peers:
             continue
         for kind in ("closed", "open"):
@@ -247,6 +253,18 @@ def beside_peers(rounds: list[dict[str, Any]]) -> dict[str, list[float]]:
                 least = min(row[kind][point]["p99_ms"] for row in peers)
                 if math.isfinite(mine["p99_ms"]) or math.isfinite(least):
                     found.setdefault(f"{kind} {point}", []).append(mine["p99_ms"] / least)
+    return {point: sorted(ratios) for point, ratios in found.items()}
+
+
+def over_other_trees(rounds: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """The throughput of this fettle over that of other trees' in the closed loops, round by round, ascending."""
+    found: dict[str, list[float]] = {}
+    for seen in rounds:
+        for name in seen:
+            if "@" in name and "fettle" in seen:
+                for point, row in seen[name]["closed"].items():
+                    mine = seen["fettle"]["closed"][point]["throughput"]
+                    found.setdefault(f"{name} at {point}", []).append(mine / row["throughput"])
     return {point: sorted(ratios) for point, ratios in found.items()}
 
 
@@ -263,14 +281,14 @@ def main() -> None:
     from fettle.machine import this_machine
 
     wanted = options.servers.split(",")
-    servers = [name for name in wanted if importlib.util.find_spec(NEEDS[name])]
+    servers = [name for name in wanted if importlib.util.find_spec(NEEDS[name.partition("@")[0]])]
     for name in sorted(set(wanted) - set(servers)):
         print(f"{name} is not installed: left out")
     results: dict[str, Any] = {"machine": this_machine().summary, "models": {}}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         for model in options.models.split(","):
-            package(model, folder)
+            package_for(servers, model, folder)
             rounds: list[dict[str, Any]] = []
             bare = []
             ports = itertools.count(options.port)
@@ -286,11 +304,24 @@ def main() -> None:
                 **{name: middle([seen[name] for seen in rounds if name in seen]) for name in servers
                    if any(name in seen for seen in rounds)},
                 "p99_over_best_peer": beside_peers(rounds),
+                "over_other_trees": over_other_trees(rounds),
             }  # fmt: skip
             show(model, results["models"][model])
             results["models"][model]["rounds"] = rounds
     if options.json:
         options.json.write_text(json.dumps(plain(results), indent=1) + "\n")
+
+
+def package_for(servers: list[str], model: str, folder: Path) -> None:
+    """The package, made by the other tree where there is one: later versions read what earlier ones wrote."""
+    other = next((name.partition("@")[2] for name in servers if "@" in name), "")
+    if not other:
+        package(model, folder)
+        return
+    tree = Path(other).resolve()
+    code = f"import serving, pathlib; serving.package({model!r}, pathlib.Path({str(folder)!r}))"
+    paths = os.pathsep.join([str(tree), str(tree.parent / "bench")])
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": paths})
 
 
 def package(model: str, folder: Path) -> None:
@@ -314,16 +345,17 @@ def show(model: str, found: dict[str, Any]) -> None:
         + "".join(f"{f'{share:.0%} open p99':>14}" for share in SHARES)
     )
     for name, row in found.items():
-        if name in ("raw_rows_per_s", "p99_over_best_peer"):
+        if name in ("raw_rows_per_s", "p99_over_best_peer", "over_other_trees"):
             continue
         cells = [f"{r['throughput']:.0f}/s {r['p50_ms']:.2f}/{r['p99_ms']:.1f}" for r in row["closed"].values()]
         ends = [f"{r['p99_ms']:.1f}{'*' if r['late_ms'] > 1 else ''}" for r in row["open"].values()]
         print(f"{name:10}{row['first_answer_s']:8.1f}{row['idle_percent']:8.1f}"
               + "".join(f"{cell:>22}" for cell in cells)
               + "".join(f"{end:>14}" for end in ends))  # fmt: skip
-    for point, ratios in found.get("p99_over_best_peer", {}).items():
-        print(f"  p99 over the best peer's, {point}: {statistics.median(ratios):.2f} "
-              f"({', '.join(f'{ratio:.2f}' for ratio in ratios)})")  # fmt: skip
+    for key, words in (("p99_over_best_peer", "p99 over the best peer's"), ("over_other_trees", "throughput over")):
+        for point, ratios in found.get(key, {}).items():
+            print(f"  {words}, {point}: {statistics.median(ratios):.2f} "
+                  f"({', '.join(f'{ratio:.2f}' for ratio in ratios)})")  # fmt: skip
 
 
 if __name__ == "__main__":

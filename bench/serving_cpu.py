@@ -29,7 +29,7 @@ import psutil
 from fettle.loop import run
 
 sys.path.insert(0, str(Path(__file__).parent))
-from serving import NEEDS, package, request_to, start, wait_until_it_answers
+from serving import NEEDS, package_for, request_to, start, wait_until_it_answers
 
 LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
@@ -120,13 +120,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     wanted = options.servers.split(",")
-    servers = [name for name in wanted if importlib.util.find_spec(NEEDS[name])]
+    servers = [name for name in wanted if importlib.util.find_spec(NEEDS[name.partition("@")[0]])]
     for name in sorted(set(wanted) - set(servers)):
         print(f"{name} is not installed: left out")
     clients = [int(count) for count in options.clients.split(",")]
     results = {}
     with tempfile.TemporaryDirectory() as scratch:
-        package("tiny", Path(scratch))
+        package_for(servers, "tiny", Path(scratch))
         for number, name in enumerate(servers):
             results[name] = measure(name, options.port + number, Path(scratch), options.requests, clients)
             for count, row in results[name].items():

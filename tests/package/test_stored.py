@@ -12,6 +12,7 @@ from torch import library
 
 from fettle.applying import apply
 from fettle.errors import UsageError
+from fettle.package import function
 from fettle.package.export import write_package
 from fettle.package.function import as_function
 from fettle.package.manifest import open_package, seal
@@ -334,6 +335,25 @@ def test_a_program_looks_at_new_shapes_only_and_at_all_of_them(store, loaded):
         except UsageError:
             calls.append("refused")
     assert calls == [(2, 3), (2, 3), "refused", (2, 3), "refused", (3, 3)]
+
+
+@pytest.mark.parametrize("most", [1 << 30, 256 * 256 * 4, 0])
+def test_one_row_reads_the_matrix_as_given_where_that_is_faster(tmp_path, monkeypatch, most):
+    monkeypatch.setattr(function, "_has_avx512", lambda: False)
+    monkeypatch.setattr(function, "_TWICE_BYTES", most)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    taken = []
+    given = function.linear_by_rows
+    monkeypatch.setattr(function, "linear_by_rows", lambda *args: taken.append(len(args[0])) or given(*args))
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 256, bias=False))
+    write_package(Workload(model.eval(), [torch.rand(4, 256)]), Recipe(), tmp_path / "net", name="net")
+    fast = as_function(load_program(tmp_path / "net"))
+    taken.clear()
+    for rows in (1, 3):
+        x = torch.rand(rows, 256)
+        with torch.inference_mode():
+            torch.testing.assert_close(fast(x)[0], model(x))
+    assert taken == [1, 1, 3, 3][:: {1 << 30: 1, 256 * 256 * 4: 2}.get(most, 4)][: most and 4]
 
 
 class Branches(torch.nn.Module):
