@@ -685,11 +685,12 @@ def test_a_process_that_is_slow_for_life_brings_in_more(target: Target, tmp_path
 
 
 def test_no_further_processes_are_announced_when_the_time_is_up() -> None:
-    start = SimpleNamespace(rules=Rules(deadline=time.monotonic() - 1, is_enough=lambda trials: False))
-    anchor = SimpleNamespace(failure="", runners=[None])
     told: list[Progress] = []
+    rules = Rules(deadline=time.monotonic() - 1, is_enough=lambda trials: False)
+    start = SimpleNamespace(rules=rules, on_progress=told.append)
+    anchor = SimpleNamespace(failure="", runners=[None])
     ended: Any = {0: SimpleNamespace(ok=True, processes=2)}
-    assert _go_on(cast(Any, start), cast(Any, None), {}, ended, cast(Any, anchor), 5, [], told.append) == {}
+    assert _go_on(cast(Any, start), cast(Any, None), {}, ended, cast(Any, anchor), 5) == {}
     assert told == []
 
 

@@ -139,17 +139,13 @@ class Start:
     held: Held | None
     nodes: Nodes | None = None
     forks: ForkServer | None = None
+    on_progress: OnProgress = lambda progress: None
+    workers: list[Worker] = field(default_factory=list)
+    """Those that end with the race: all that are not `held`."""
 
-    def line_up(
-        self,
-        candidates: Sequence[Candidate],
-        trials: dict[int, Trial],
-        workers: list[Worker],
-        on_progress: OnProgress,
-    ) -> dict[int, Started]:
-        """Start the workers one after the other; failures go into `trials`, processes that nobody holds to `workers`.
-        Stops at the deadline, and when memory runs short or runs out beside the others: the candidates after the last
-        one touched have not been begun."""
+    def line_up(self, candidates: Sequence[Candidate], trials: dict[int, Trial]) -> dict[int, Started]:
+        """Start the workers one after the other; failures go into `trials`. Stops at the deadline, and when memory runs
+        short or runs out beside the others: the candidates after the last one touched have not been begun."""
         running: dict[int, Started] = {}
         held = [self.held.take(one.recipe) if self.held is not None else None for one in candidates]
         queue = [(candidate, f"{index:02d}") for index, candidate in enumerate(candidates) if held[index] is None]
@@ -160,7 +156,7 @@ class Start:
                 if (waiting := held[index]) is not None:
                     running[index] = Started([waiting], elapsed=self.rules.under_load)
                     continue
-                on_progress(Progress("start", candidate.recipe, candidate.label))
+                self.on_progress(Progress("start", candidate.recipe, candidate.label))
                 began = time.monotonic()
                 try:
                     runner = self._ready(next(line), candidate)
@@ -176,21 +172,19 @@ class Start:
                         race=self.race,
                         too_slow=error.kind == "slow",
                     )
-                    on_progress(Progress("trial", candidate.recipe, trial=trials[index]))
+                    self.on_progress(Progress("trial", candidate.recipe, trial=trials[index]))
                     continue
                 running[index] = Started([runner], elapsed=self.rules.under_load)
-                on_progress(Progress("built", candidate.recipe, candidate.label, runner.worker.name))
+                self.on_progress(Progress("built", candidate.recipe, candidate.label, runner.worker.name))
                 if self.held is not None:
                     self.held.runners[candidate.recipe] = runner
                 else:
-                    workers.append(runner.worker)
+                    self.workers.append(runner.worker)
                 if _memory_is_short(running.values()) and len(running) > 1:
                     break
         return running
 
-    def replicate(
-        self, running: Mapping[int, Started], wanted: int, workers: list[Worker], on_progress: OnProgress
-    ) -> None:
+    def replicate(self, running: Mapping[int, Started], wanted: int) -> None:
         """Start the further processes of each candidate that may win, a whole set at a time, until each has `wanted`,
         as far as time and memory allow."""
         able = {
@@ -207,17 +201,18 @@ class Start:
             queue = [(started.first.candidate, f"{index:02d}-{copy}") for index, started in able.items()]
             with closing(self._built(queue)) as line:
                 for started in able.values():
+                    candidate = started.first.candidate
                     if self.rules.is_stopped or _memory_is_short(running.values()):
                         return
-                    on_progress(Progress("start", started.first.candidate.recipe, started.first.candidate.label))
+                    self.on_progress(Progress("start", candidate.recipe, candidate.label))
                     try:
-                        runner = self._ready(next(line), started.first.candidate)
+                        runner = self._ready(next(line), candidate)
                     except WorkerError as error:
                         if self._is_late(error) or error.kind == "memory":
                             return  # those that run already go on
                         started.first.failure, started.live = f"its process {copy + 1}: {error}", False
                         continue
-                    workers.append(runner.worker)
+                    self.workers.append(runner.worker)
                     started.runners.append(runner)
             able = {index: started for index, started in able.items() if started.live}
             left_s -= time.monotonic() - began

@@ -20,12 +20,11 @@ from pathlib import Path
 from fettle.generate.speed import Generation, figures
 from fettle.measure import _statistics
 from fettle.measure._candidates import Held, Runner, Start, Started
-from fettle.measure._fetching import fetching
 from fettle.measure._load import mean_load
-from fettle.measure._process import Worker, close_each
+from fettle.measure._process import close_each
 from fettle.measure._rounds import Rounds, log_ratios
 from fettle.measure._rules import Candidate, Judge, OnProgress, Progress, Rules
-from fettle.measure._trial import Interval, Startup, Trial
+from fettle.measure._trial import Interval, Startup, Trial, fetching
 from fettle.measure._watch import Patience
 from fettle.procs.forks import ForkServer
 from fettle.procs.nodes import Nodes
@@ -48,7 +47,6 @@ def race(
     nodes: Nodes | None = None,
     forks: ForkServer | None = None,
     patience: Patience | None = None,
-    before: int = 0,
 ) -> list[Trial]:
     """Race `candidates` on the workload of `target`; one trial each, in their order.
 
@@ -58,25 +56,32 @@ def race(
     not begun when the deadline came are left out of the answer. With `held` the processes outlive the race: those in it
     that have a recipe of `candidates` run it, and all others join them. Candidates of several ranks are spread over the
     `nodes`. Processes begin as `forks` where these serve their environment. `patience` is how long the race may wait
-    for a quiet machine, not at all by default. Rounds are counted from `before` + 1.
+    for a quiet machine, not at all by default.
     """
-    rules = rules or Rules()
-    start = Start(target, fingerprint, judging, rules, log_folder, environment or {}, number, held, nodes, forks)
+    start = Start(
+        target, fingerprint, judging, rules or Rules(), log_folder, environment or {}, number, held, nodes, forks,
+        on_progress,
+    )  # fmt: skip
+    return _race(start, candidates, patience or Patience(), seed)
+
+
+def _race(start: Start, candidates: Sequence[Candidate], patience: Patience, seed: int, before: int = 0) -> list[Trial]:
+    """The race, and another one of those that there was no memory for. Rounds are counted from `before` + 1."""
+    rules, held = start.rules, start.held
     baseline = next((index for index, one in enumerate(candidates) if not one.recipe.levels), 0)
     trials: dict[int, Trial] = {}
-    workers: list[Worker] = []
     try:
-        running = start.line_up(candidates, trials, workers, on_progress)
-        start.replicate(running, rules.replicates, workers, on_progress)
+        running = start.line_up(candidates, trials)
+        start.replicate(running, rules.replicates)
         anchor = running.get(baseline) or next(iter(running.values()), None)
         if anchor is not None:
-            rounds = Rounds(rules, random.Random(seed * 1000 + number), on_progress, patience or Patience())
+            rounds = Rounds(rules, random.Random(seed * 1000 + start.race), start.on_progress, patience)
             with _ended_by_interrupt(start, running.values()):
                 rounds.run(list(running.values()), anchor, before)
             ended = {index: _trial(started, anchor, start, rounds) for index, started in running.items()}
             with _ended_by_interrupt(start, running.values()):
                 for wanted in rules.further:
-                    more = _go_on(start, rounds, running, ended, anchor, wanted, workers, on_progress)
+                    more = _go_on(start, rounds, running, ended, anchor, wanted)
                     if not more:
                         break
                     ended |= more
@@ -89,9 +94,10 @@ def race(
             if held is not None:
                 held.keep({e.first.candidate.recipe for e in running.values() if not e.failure})
     finally:
-        close_each(workers)
+        close_each(start.workers)
+        start.workers.clear()
     for index in sorted(running):
-        on_progress(Progress("trial", candidates[index].recipe, trial=trials[index]))
+        start.on_progress(Progress("trial", candidates[index].recipe, trial=trials[index]))
 
     rest = list(candidates[max(trials, default=-1) + 1 :])
     if not rest or anchor is None or rules.is_stopped or time.monotonic() > rules.deadline:
@@ -102,9 +108,7 @@ def race(
     last = max((one.round for trial in trials.values() for one in trial.slices), default=before)
     candidates, later = [candidates[baseline], *rest], list[Trial]()
     with _ended_by_interrupt(start, running.values()):
-        later = race(target, fingerprint, candidates, judging, rules, log_folder=log_folder, environment=environment,
-                     on_progress=on_progress, number=number, seed=seed + 1, held=held, nodes=nodes, forks=forks,
-                     patience=patience, before=last)  # fmt: skip
+        later = _race(start, candidates, patience, seed + 1, last)
     if later and baseline in trials:  # what ties those that ran there to those that ran here
         trials[baseline] = replace(trials[baseline], slices=(*trials[baseline].slices, *later[0].slices))
     return [*(trials[index] for index in sorted(trials)), *later[1:]]
@@ -140,8 +144,6 @@ def _go_on(
     ended: Mapping[int, Trial],
     anchor: Started,
     wanted: int,
-    workers: list[Worker],
-    on_progress: OnProgress,
 ) -> dict[int, Trial]:
     """Where a speed-up is vague: more processes of all that have several, as many rounds again, and what is known then.
 
@@ -153,11 +155,11 @@ def _go_on(
         return {}
     if not _is_vague(list(ended.values()), rules):
         return {}
-    on_progress(Progress("vague"))
+    start.on_progress(Progress("vague"))
     again = {index: running[index] for index, trial in ended.items() if trial.ok and trial.processes > 1}
     for started in again.values():
         started.live = True
-    start.replicate(again, wanted, workers, on_progress)
+    start.replicate(again, wanted)
     if len(anchor.runners) == had:
         return {}
     rounds.run(list(again.values()), anchor, max(one.round for runner in anchor.runners for one in runner.slices))
@@ -265,7 +267,7 @@ def _trial(started: Started, anchor: Started, start: Start, rounds: Rounds) -> T
         turn_s=statistics.fmean(first.turns_s) if first.turns_s else math.nan,
         phases_ms=answer.phases_ms,
         generation=_generation(runners),
-        notes=(*answer.notes, *([str(fetched)] if fetched else [])),
+        notes=(*answer.notes, *([fetched] if fetched else [])),
         learned=answer.learned,
         seconds=time.monotonic() - first.began,
         race=start.race,
