@@ -197,7 +197,7 @@ def _speedup(anchor: Started, started: Started, rules: Rules) -> Interval | None
         return Interval(1.0, 1.0, 1.0)
     slower, faster = anchor.process_logs(), started.process_logs()
     if min(len(slower), len(faster)) > 1:
-        return _statistics.exp(_statistics.replicate_interval(slower, faster, 1 - rules.confidence))
+        return _statistics.exp(_statistics.contrast_interval([slower, faster], (1, -1), 1 - rules.confidence))
     ratios = log_ratios(anchor, started)
     return _statistics.exp(_statistics.log_interval(ratios, rules.alpha)) if ratios else None
 
