@@ -39,7 +39,7 @@ def check_limits(limits: Limits, probed: Probed) -> None:
     if limits.max_metric_drop is not None and not probed.has_metric:
         raise UsageError("`max_metric_drop` needs a metric: give the workload one, Workload(..., metric=function)")
     others = (limits.max_error, limits.min_agreement)
-    if probed.only_metric and (limits.max_metric_drop is None or others != (None, None)):
+    if probed.reference.only_metric and (limits.max_metric_drop is None or others != (None, None)):
         raise UsageError(
             "the model's output holds no tensor, so nothing but the metric can judge it: say how far it may fall, "
             "`max_metric_drop`, without `max_error` and `min_agreement`"
