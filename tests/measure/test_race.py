@@ -466,13 +466,16 @@ def test_texts_have_no_error(tmp_path: Path) -> None:
 def test_an_output_that_is_nothing_but_rounding_is_not_judged(tmp_path: Path) -> None:
     wide = "torch.sin(self.layer(x).repeat(1, 64) * torch.arange(128))"
     body = f"y = torch.nn.functional.layer_norm({wide}, (128,)); return {{'y': y, 'mean': y.mean()}}"
-    state = State()
-    _inference.build(state, Build(_module(tmp_path, body, "[torch.randn(4, 3), torch.randn(4, 3)]")))
-    written = _inference.reference(state, WriteReference(str(tmp_path / "reference.pt")))
+    target, path = _module(tmp_path, body, "[torch.randn(4, 3), torch.randn(4, 3)]"), str(tmp_path / "reference.pt")
+    first, second = State(), State()
+    _inference.build(first, Build(target))
+    written = _inference.reference(first, WriteReference(path))
     (note,) = written.notes
     assert note.startswith("zero but for rounding, and not judged: the output's ")
     assert note.endswith("mean")
-    assert written.float32_error < 1e-5
+    _inference.build(second, Build(target))
+    plain = "def optimize(model, batches):\n    return model\n"
+    assert _inference.prepare(second, Prepare(plain, "plain", path)).accuracy.error < 1e-5
 
 
 def test_the_reference_of_padded_rows_is_what_the_model_as_given_answers(tmp_path: Path) -> None:

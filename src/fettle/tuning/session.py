@@ -41,11 +41,10 @@ from fettle.techniques import PYTHON, batch_factor, canonical, environment, is_c
 from fettle.tuning._baseline import how_it_swings
 from fettle.tuning._budget import Budget
 from fettle.tuning._costs import Costs
-from fettle.tuning._opening import check_limits, hold, limits_of, open_study, remarks
+from fettle.tuning._opening import abreast, check_limits, hold, limits_of, open_study, remarks
 from fettle.tuning._probe import Probed, judged_against, judged_by, plan_memory, probe
-from fettle.tuning._race_rules import abreast, rules_of
 from fettle.tuning.model import PRIOR_SPREAD, Races
-from fettle.tuning.options import Options
+from fettle.tuning.options import Options, rules_of
 from fettle.tuning.standings import Standings
 from fettle.workload import Target
 
