@@ -32,7 +32,7 @@ class Step:
 def ladder(space: Space, session: Session) -> Trial | None:
     """Climb the ladder and return the best of all trials; `steps` has what each rung brought."""
     evidence = Evidence(space, session)
-    for _ in _climb(space, evidence):
+    for _ in _climb(evidence):
         pass
     return evidence.leader()
 
@@ -40,11 +40,12 @@ def ladder(space: Space, session: Session) -> Trial | None:
 def steps(space: Space, session: Session, *, start: Recipe | None = None) -> Iterator[Step]:
     """The rungs, each as soon as it was tried. One that fails, does not help, or cannot stand on those below is there,
     with `kept` false."""
-    return _climb(space, Evidence(space, session), start)
+    return _climb(Evidence(space, session), start)
 
 
-def _climb(space: Space, evidence: Evidence, start: Recipe | None = None) -> Iterator[Step]:
+def _climb(evidence: Evidence, start: Recipe | None = None) -> Iterator[Step]:
     """A rung is a technique; its levels are raced together and the best that helps is kept."""
+    space = evidence.space
     bottom = with_required(space, start or Recipe())
     if not evidence.measure([Recipe(), bottom] if valid(space, bottom) else [Recipe()]):
         return
@@ -82,7 +83,7 @@ def ablation(space: Space, session: Session) -> Trial | None:
     """Remove one technique at a time from what `auto` finds; the best of what was tried."""
     winner = auto(space, session)
     evidence = Evidence(space, session)
-    _remove_each(space, evidence, winner.recipe if winner else Recipe())
+    _remove_each(evidence, winner.recipe if winner else Recipe())
     return evidence.leader()
 
 
@@ -90,7 +91,7 @@ def removals(space: Space, session: Session, recipe: Recipe) -> list[Step]:
     """The recipe, then each variant with one technique as given (and without what needs it). `kept` says that
     the recipe is worse without it, so that it is worth its place."""
     evidence = Evidence(space, session)
-    whole, without = _remove_each(space, evidence, recipe)
+    whole, without = _remove_each(evidence, recipe)
     if whole not in evidence.trials:
         return []
     steps = [Step(str(whole), evidence.trials[whole], True)]
@@ -101,8 +102,9 @@ def removals(space: Space, session: Session, recipe: Recipe) -> list[Step]:
     return steps
 
 
-def _remove_each(space: Space, evidence: Evidence, recipe: Recipe) -> tuple[Recipe, dict[str, Recipe]]:
+def _remove_each(evidence: Evidence, recipe: Recipe) -> tuple[Recipe, dict[str, Recipe]]:
     """Race the recipe, its variants with one technique less, and the baseline."""
+    space = evidence.space
     whole = with_required(space, recipe)
     names = [name for name in space.choices if name in whole.levels]
     moved = {name: evidence.moved(whole, name, space.default(name)) for name in names}

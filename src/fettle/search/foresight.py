@@ -20,7 +20,7 @@ from typing import Protocol
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search._evidence import Evidence
-from fettle.search._space import Space, holds, valid, with_required
+from fettle.search._space import holds, valid, with_required
 
 SLOWEST = -math.log(3)
 """Smaller gains are taken for this one: how much slower still a recipe is does not matter, and differs widely."""
@@ -162,11 +162,11 @@ class Guide:
             return False
         return sum(z * z for z in off) / len(off) <= _OFF
 
-    def begin(self, space: Space, evidence: Evidence, root: Sequence[Recipe]) -> bool:
+    def begin(self, evidence: Evidence, root: Sequence[Recipe]) -> bool:
         """Measure what promises most for its seconds, a few races at most; whether there is budget left."""
         beside = [Recipe(), *root]
         for _ in range(RACES):
-            batch = self._promising(space, evidence)
+            batch = self._promising(evidence)
             if not batch:
                 break
             if not self.measure(evidence, batch, beside):
@@ -212,16 +212,14 @@ class Guide:
         tried = any(trial.recipe.levels.get(name) == level for trial in evidence.trials.values())
         return tried and move not in self._confirmed
 
-    def untested(
-        self, space: Space, evidence: Evidence, base: Recipe, known: Collection[Level] | None = None
-    ) -> list[Recipe]:
+    def untested(self, evidence: Evidence, base: Recipe, known: Collection[Level] | None = None) -> list[Recipe]:
         """Recipes, as few as possible, that between them hold all levels but the `known` ones, by default those that a
         measurement has confirmed; none that was tried.
 
         What is expected to slow a model down stands apart: beside it nobody sees what the others bring. So does each
         level that was in a recipe that failed, and in none that ran.
         """
-        known = self._confirmed if known is None else known
+        space, known = evidence.space, self._confirmed if known is None else known
         left = [
             (name, level) for name, levels in space.choices.items() for level in levels[1:]
             if (name, level) not in known and name not in space.required.levels and base.levels.get(name) != level
@@ -276,7 +274,7 @@ class Guide:
             f"It expected most of {best}.",
         ]
 
-    def _promising(self, space: Space, evidence: Evidence) -> list[Recipe]:
+    def _promising(self, evidence: Evidence) -> list[Recipe]:
         """The next race: one recipe after the other, each as if the ones before had come as expected.
 
         The first race checks the atlas as well: the best in it also runs with all other levels, as many together as can
@@ -285,7 +283,7 @@ class Guide:
         trials = list(evidence.trials.values())
         leader = evidence.leader()
         best = max(0.0, -evidence.score(leader)) if leader is not None else 0.0
-        pool = self._pool(space, evidence, trials)
+        pool = self._pool(evidence, trials)
         batch: list[Recipe] = []
         believed: dict[Recipe, float] = {}
         while pool:
@@ -300,19 +298,19 @@ class Guide:
             batch.append(pool.pop(0))
             believed[recipe] = expected.gain
             best = max(best, expected.gain)  # what comes next must bring more than that (Kriging believer)
-            if len(batch) >= min(_TOGETHER.get(space.cost(one), 3) for one in batch):
+            if len(batch) >= min(_TOGETHER.get(evidence.space.cost(one), 3) for one in batch):
                 break
         if batch and not self.foreseen:
-            batch += self._checks(space, evidence, believed)
+            batch += self._checks(evidence, believed)
             batch += [recipe for recipe in pool if recipe not in batch][: max(0, _ENOUGH - len(batch))]
         return batch
 
-    def _checks(self, space: Space, evidence: Evidence, believed: Mapping[Recipe, float]) -> list[Recipe]:
+    def _checks(self, evidence: Evidence, believed: Mapping[Recipe, float]) -> list[Recipe]:
         """The best of a race with the levels that no other recipe in it has, where that takes less than a minute and
         the forecast is narrow enough to be contradicted."""
         best = max(believed, key=lambda recipe: believed[recipe])
         tried = {level for recipe in believed for level in recipe.levels.items()}
-        if not (checks := self.untested(space, evidence, best, tried)):
+        if not (checks := self.untested(evidence, best, tried)):
             return []
         expected = self.foresight.forecast(checks, list(evidence.trials.values()))
         close = [
@@ -321,25 +319,27 @@ class Guide:
         ]  # fmt: skip
         return close[: max(0, _TOGETHER[1] - len(believed))]
 
-    def _pool(self, space: Space, evidence: Evidence, trials: Sequence[Trial]) -> list[Recipe]:
+    def _pool(self, evidence: Evidence, trials: Sequence[Trial]) -> list[Recipe]:
         """Recipes that could be next: what other models had, bundles, and what lies a few moves from the best."""
+        space = evidence.space
         moves = [(name, level) for name, levels in space.choices.items() for level in levels]
         pool: dict[Recipe, float] = {}
         leader = evidence.leader()
         near = [leader.recipe] if leader is not None else []
-        thought = _usable(space, evidence, [*near, *space.bundles, *self.foresight.ideas])
+        thought = _usable(evidence, [*near, *space.bundles, *self.foresight.ideas])
         for _ in range(_STEPS):
             new = [recipe for recipe in thought if recipe not in pool]
             expected = self.foresight.forecast(new, trials)
             pool |= {recipe: one.works * one.gain for recipe, one in zip(new, expected, strict=True)}
             best = sorted(pool, key=lambda recipe: (-pool[recipe], str(recipe)))[:4]
             moved = [evidence.moved(recipe, *move) for recipe in best for move in moves]
-            thought = _usable(space, evidence, [recipe for recipe in moved if recipe is not None])
+            thought = _usable(evidence, [recipe for recipe in moved if recipe is not None])
         return [recipe for recipe in pool if recipe not in evidence.trials]
 
 
-def _usable(space: Space, evidence: Evidence, recipes: Iterable[Recipe]) -> list[Recipe]:
+def _usable(evidence: Evidence, recipes: Iterable[Recipe]) -> list[Recipe]:
     """The recipes that can work in this space, each with what every recipe must have."""
+    space = evidence.space
     whole = dict.fromkeys(with_required(space, recipe) for recipe in recipes)
     return [
         recipe for recipe in whole
