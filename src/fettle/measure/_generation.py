@@ -30,7 +30,7 @@ from fettle.measure import _meters
 from fettle.measure._accuracy import user_metric, with_metric
 from fettle.measure._clock import Clock, is_steady
 from fettle.measure._lockstep import slowest
-from fettle.measure._notes import notes_kept
+from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._state import State, prepared, settled
 from fettle.measure._trial import Accuracy
 from fettle.measure.messages import MeasureRows, Prepare, Prepared, Reference, RowsMeasured, WriteReference
@@ -100,6 +100,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
         if temperature:  # the likeliest tokens judge, not those that were drawn
             written = [run(**prompt) for prompt in workload.inputs]
         accuracy = with_metric(judged(state, run, fed, written, request), workload.metric, run)
+        notes.lines += compiler_notes()
     rows = statistics.mean(map(rows_in, workload.inputs))
     ready = prepared(state, optimize_s, first_call_s, accuracy, peak, rows * watcher.counted, notes)
     known = Generation(

@@ -18,7 +18,7 @@ from fettle.generate import GenerationWorkload, brief
 from fettle.measure import _generation, _meters, messages
 from fettle.measure._accuracy import compare, first_rows, outputs_of, repeat_rows, with_metric, worst
 from fettle.measure._clock import Clock
-from fettle.measure._notes import notes_kept
+from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._reference import read_reference, write_reference
 from fettle.measure._state import (
     State,
@@ -137,6 +137,7 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
         _meters.trim()
         has_peak = _meters.reset_peak(state.device)
         peak = settled(state, has_peak, notes.lines)
+        notes.lines += compiler_notes()
     return prepared(state, optimize_s, first_call_s, accuracy, peak, state.rows * request.factor, notes)
 
 

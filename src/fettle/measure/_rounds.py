@@ -23,6 +23,7 @@ from fettle.measure._watch import Patience, Watch, neighbours
 from fettle.measure.messages import SliceTaken, TakeSlice
 
 _BUSY_S = 2.0
+_CALL_TIMEOUT_S = 120.0
 LITTLE_WAITING = 0.2
 """Seconds a second that threads of a slice that goes first may wait: elapsed time is nearer to a call's own than what
 is left of it then, as threads that spin at a barrier wait as well (docs/measuring.md)."""
@@ -113,7 +114,7 @@ class Rounds:
     def _slice(self, runner: Runner, number: int, first: bool) -> Load:
         began, apart = time.monotonic(), self._is_busy() and not first
         sample_s = runner.answer.calls * runner.answer.call_ns / 1e9
-        timeout_s = self.rules.call_timeout_s + 20 * sample_s + self.rules.slice_s
+        timeout_s = _CALL_TIMEOUT_S + 20 * sample_s + self.rules.slice_s
         if not first:
             self._nobody_first()
         elif runner.worker.pid not in self._first:

@@ -69,7 +69,6 @@ class Rules:
     may_go_first: bool = field(default_factory=may_go_first)
     """On a busy machine a slice may run before all others' work, where the system allows that."""
     prepare_timeout_s: float = 900.0
-    call_timeout_s: float = 120.0
     settle_verdicts: bool = False
     """Go on until each candidate's verdict against the baseline is known, not only the leader: what `bench` wants."""
     replicates: int = 1

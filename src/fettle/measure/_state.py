@@ -22,7 +22,7 @@ from fettle.machine import measure_peaks
 from fettle.measure import _meters
 from fettle.measure._clock import Clock, warm_up
 from fettle.measure._lockstep import agreed, slowest
-from fettle.measure._notes import Notes, compile_cache, compiler_notes
+from fettle.measure._notes import Notes, compile_cache
 from fettle.measure._pace import Pace
 from fettle.measure._trial import Accuracy
 from fettle.measure._waits import Times, Waits, busiest, held_up_ns, one_core_each, ran_ns, waited_ns, without_waits
@@ -190,7 +190,7 @@ def prepared(
         call_ns=state.call_ns,
         calls=state.calls,
         samples=samples,
-        notes=list(dict.fromkeys([*notes.lines, *compiler_notes()])),
+        notes=list(dict.fromkeys(notes.lines)),
         learned=notes.learned,
         phases_ms=phases_ms or {},
     )

@@ -23,7 +23,7 @@ from fettle.measure import _meters, messages
 from fettle.measure._accuracy import user_metric, with_metric
 from fettle.measure._clock import Clock
 from fettle.measure._lockstep import mean
-from fettle.measure._notes import notes_kept
+from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._state import (
     State,
     examine,
@@ -182,7 +182,7 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
         state.cycle = itertools.repeat(group)
         peak = settled(state, has_peak, notes.lines)
         phases = steps.timeline(max(_TIMELINE_STEPS, len(group)))
-        notes.lines += _collectives(steps)
+        notes.lines += [*_collectives(steps), *compiler_notes()]
     rows = statistics.mean(map(rows_of, workload.data)) if len(group) > 1 and not workload.samples else workload.rows
     return prepared(state, optimize_s, first_call_s, accuracy, peak, rows * request.factor, notes, phases)
 

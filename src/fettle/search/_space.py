@@ -54,10 +54,6 @@ class Session(Protocol):
         """Half the confidence interval of the difference of two scores; 0 where scores have none."""
         ...
 
-    def spent(self) -> bool:
-        """Whether the budget is used up."""
-        ...
-
 
 def with_required(space: Space, recipe: Recipe) -> Recipe:
     """The recipe with the preconditions in it; they override. Default levels are left out."""
