@@ -26,6 +26,7 @@ from fettle.measure._trial import (
     Slice,
     Startup,
     Trial,
+    by_process,
     by_round,
     fetching,
     log_times,
@@ -37,7 +38,8 @@ from fettle.measure.race import race
 
 __all__ = [
     "ENOUGH", "FAR", "READY", "Accuracy", "Candidate", "Held", "Interval", "Judge", "Load", "Patience", "Progress",
-    "Rules", "Slice", "Startup", "Stop", "Surroundings", "Trial", "Worker", "WorkerError", "by_round", "close_all",
-    "contrast_interval", "fetching", "fork_server", "is_vague", "log_interval", "log_times", "may_go_first",
-    "mean_load", "paired", "pareto", "places", "prefer", "process_logs", "race", "ratio_interval", "typed", "verdict",
+    "Rules", "Slice", "Startup", "Stop", "Surroundings", "Trial", "Worker", "WorkerError", "by_process", "by_round",
+    "close_all", "contrast_interval", "fetching", "fork_server", "is_vague", "log_interval", "log_times",
+    "may_go_first", "mean_load", "paired", "pareto", "places", "prefer", "process_logs", "race", "ratio_interval",
+    "typed", "verdict",
 ]  # fmt: skip

@@ -78,12 +78,10 @@ def is_steady(samples_ns: Sequence[int]) -> bool:
     """Whether the median of the newest third of what was timed is within 2% of that of the third before it, or not
     lower."""
     size = len(samples_ns) // 3
-    if size < 1 or len(samples_ns) < _fewest(samples_ns[-1]):
+    if size < 1:
+        return False
+    fewest = int(0.3e9 / max(samples_ns[-1], 1))  # 0.3 s of calls
+    if len(samples_ns) < max(3, min(30, fewest)):
         return False
     newest = sorted(samples_ns[-size:])[size // 2]
     return newest >= sorted(samples_ns[-2 * size : -size])[size // 2] * 0.98
-
-
-def _fewest(last_ns: int) -> int:
-    """At least 0.3 s of calls, three at least, thirty at most."""
-    return max(3, min(30, int(0.3e9 / max(last_ns, 1))))

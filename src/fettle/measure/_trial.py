@@ -157,12 +157,18 @@ def log_times(slices: Sequence[Slice], samples: float, *, elapsed: bool = False)
     return {number: math.log(ms / samples) for number, ms in by_round(slices, elapsed=elapsed).items()}
 
 
+def by_process(slices: Sequence[Slice]) -> dict[str, list[Slice]]:
+    """The slices of each process."""
+    turns: dict[str, list[Slice]] = {}
+    for one in slices:
+        turns.setdefault(one.process, []).append(one)
+    return turns
+
+
 def process_logs(trial: Trial, *, elapsed: bool = False) -> list[dict[int, float]]:
     """`log_times` of each process of a trial that has been timed."""
-    slices: dict[str, list[Slice]] = {}
-    for one in trial.slices:
-        slices.setdefault(one.process, []).append(one)
-    return [log for each in slices.values() if (log := log_times(each, trial.samples, elapsed=elapsed))]
+    every = by_process(trial.slices).values()
+    return [log for turns in every if (log := log_times(turns, trial.samples, elapsed=elapsed))]
 
 
 _FEWEST_PAGES = 64

@@ -249,8 +249,8 @@ def _of_cores(name: str) -> list[float]:
 
 @lru_cache(maxsize=2)
 def _core_files(name: str) -> list[Path]:
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return [path for core in list(cores)[:_LOOKED_AT] for path in sorted((_CORES / f"cpu{core}").glob(name))]
+    cores = sorted(affinity()) or range(os.cpu_count() or 1)
+    return [path for core in cores[:_LOOKED_AT] for path in sorted((_CORES / f"cpu{core}").glob(name))]
 
 
 class Surroundings:

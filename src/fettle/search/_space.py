@@ -122,12 +122,12 @@ def _closure(space: Space, technique: str, level: str, recipe: Recipe, keep: boo
 
 def _dependents(space: Space, technique: str) -> list[str]:
     """Techniques that cannot stand without this one."""
-    bundles: list[str] = []
+    found: list[str] = []
     waiting = [technique]
     while waiting:
         name = waiting.pop()
         for other, needs in space.needs.items():
-            if name in needs and other not in bundles and other not in space.required.levels:
-                bundles.append(other)
+            if name in needs and other not in found and other not in space.required.levels:
+                found.append(other)
                 waiting.append(other)
-    return bundles
+    return found
