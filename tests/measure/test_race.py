@@ -234,7 +234,7 @@ def test_a_recipe_that_dies_during_the_race_fails_and_the_others_go_on(
     trials = race(
         target, fingerprint, [_candidate("baseline"), _candidate("dies", body, "run")], judging,
         Rules(slice_s=0.05, max_rounds=8, settle_verdicts=True),
-        on_progress=lambda progress: mark.touch() if progress.stage == "round" else None,
+        on_progress=lambda progress: mark.touch() if progress.doing.startswith("round") else None,
     )  # fmt: skip
     assert trials[0].ok
     assert trials[1].status == "failed"
@@ -676,11 +676,11 @@ def test_a_process_that_is_slow_for_life_brings_in_more(target: Target, tmp_path
     candidates.append(replace(_candidate("once", "model.delay = 0.01"), once=True))
     rules = Rules(slice_s=0.02, max_rounds=4, settle_verdicts=True, replicates=2, further=(5,), replicate_s=600)
     told: list[str] = []
-    trials = race(target, fingerprint, candidates, judging, rules, on_progress=lambda event: told.append(event.stage))
+    trials = race(target, fingerprint, candidates, judging, rules, on_progress=lambda event: told.append(event.doing))
     other, once = trials[1], trials[3]
     assert [trial.processes for trial in trials] == [5, 5, 5, 1]
-    assert told.count("vague") == 1
-    assert told.count("start") == 4 + 3 * 4
+    assert sum(doing.startswith("not certain yet") for doing in told) == 1
+    assert sum(doing.startswith("starting ") for doing in told) == 4 + 3 * 4
     assert 6 <= other.rounds <= 8  # three or four of the first processes, as many again of all
     assert once.speedup is not None  # from the rounds that it was in
     assert other.speedup is not None

@@ -156,7 +156,7 @@ class Start:
                 if (waiting := held[index]) is not None:
                     running[index] = Started([waiting], elapsed=self.rules.under_load)
                     continue
-                self.on_progress(Progress("start", candidate.recipe, candidate.label))
+                self.on_progress(_starting(candidate))
                 began = time.monotonic()
                 try:
                     runner = self._ready(next(line), candidate)
@@ -172,10 +172,9 @@ class Start:
                         race=self.race,
                         too_slow=error.kind == "slow",
                     )
-                    self.on_progress(Progress("trial", candidate.recipe, trial=trials[index]))
                     continue
                 running[index] = Started([runner], elapsed=self.rules.under_load)
-                self.on_progress(Progress("built", candidate.recipe, candidate.label, runner.worker.name))
+                self.on_progress(Progress(name=runner.worker.name))
                 if self.held is not None:
                     self.held.runners[candidate.recipe] = runner
                 else:
@@ -204,7 +203,7 @@ class Start:
                     candidate = started.first.candidate
                     if self.rules.is_stopped or _memory_is_short(running.values()):
                         return
-                    self.on_progress(Progress("start", candidate.recipe, candidate.label))
+                    self.on_progress(_starting(candidate))
                     try:
                         runner = self._ready(next(line), candidate)
                     except WorkerError as error:
@@ -333,6 +332,10 @@ def _usage_as_failure(candidate: Candidate) -> Iterator[None]:
         if candidate.label:
             raise UsageError(f"{candidate.label}: {error}") from error
         raise (WorkerError(str(error)) if candidate.python else error) from None
+
+
+def _starting(candidate: Candidate) -> Progress:
+    return Progress(f"starting {candidate.label or candidate.recipe}")
 
 
 def _failure(do: Callable[[], None]) -> WorkerError | None:

@@ -74,7 +74,8 @@ class Rounds:
                     self._turn(runner, before + count)
                 except WorkerError as error:
                     started.live, runner.failure = False, str(error)
-            self.on_progress(Progress("round", round=before + count, live=sum(started.live for started in running)))
+            live = sum(started.live for started in running)
+            self.on_progress(Progress(f"round {before + count}, {live} in the race"))
             ends_early = not rules.equal_rounds and count in LOOKS
             if ends_early and count >= _fewest_rounds(running) and decided(running, anchor, rules):
                 return
@@ -96,7 +97,7 @@ class Rounds:
             if load.is_quiet or self.rules.under_load:
                 return
             if self.patience.may_wait() and not load.is_quota:
-                self.on_progress(Progress("busy", runner.candidate.recipe, load=load))
+                self.on_progress(Progress(f"the machine is busy ({load}): waiting for a quiet moment"))
                 came = self.patience.wait(self.watch, self.rules.deadline)
                 self._busy_until = 0.0 if came else time.monotonic() + _BUSY_S
                 if came:

@@ -96,8 +96,6 @@ def _race(start: Start, candidates: Sequence[Candidate], patience: Patience, see
     finally:
         close_each(start.workers)
         start.workers.clear()
-    for index in sorted(running):
-        start.on_progress(Progress("trial", candidates[index].recipe, trial=trials[index]))
 
     rest = list(candidates[max(trials, default=-1) + 1 :])
     if not rest or anchor is None or rules.is_stopped or time.monotonic() > rules.deadline:
@@ -155,7 +153,7 @@ def _go_on(
         return {}
     if not _is_vague(list(ended.values()), rules):
         return {}
-    start.on_progress(Progress("vague"))
+    start.on_progress(Progress("not certain yet: a few more processes of each"))
     again = {index: running[index] for index, trial in ended.items() if trial.ok and trial.processes > 1}
     for started in again.values():
         started.live = True
