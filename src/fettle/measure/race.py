@@ -85,12 +85,11 @@ def _race(start: Start, candidates: Sequence[Candidate], patience: Patience, see
                     if not more:
                         break
                     ended |= more
+                for index, trial in ended.items():
+                    ended[index] = _with_rows(trial, start.row_rates(running[index]))
             if baseline not in running:
                 ended = {index: replace(trial, speedup=None, elapsed_speedup=None) for index, trial in ended.items()}
             trials |= ended
-            with _ended_by_interrupt(start, running.values()):
-                for index, trial in ended.items():
-                    trials[index] = _with_rows(trial, start.row_rates(running[index]))
             if held is not None:
                 held.keep({e.first.candidate.recipe for e in running.values() if not e.failure})
     finally:
