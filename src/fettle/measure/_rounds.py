@@ -3,7 +3,6 @@ now and then."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 import statistics
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from fettle.measure import _statistics
 from fettle.measure._candidates import Runner, Started
 from fettle.measure._load import Load, with_gpu
-from fettle.measure._priority import going_first
+from fettle.measure._priority import HIGHEST, READY, prefer
 from fettle.measure._process import WorkerError
 from fettle.measure._rules import OnProgress, Progress, Rules
 from fettle.measure._statistics import LOOKS
@@ -47,7 +46,6 @@ class Rounds:
     _first: set[int] = field(default_factory=set)
     """Processes that go first. They do so until none need to: what a group of tasks has had above its share grows with
     each change of its weight, and beside a busy process it then waited a tenth of a second at its next slice."""
-    _raised: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def run(self, running: Sequence[Started], anchor: Started, before: int = 0) -> None:
         """Run until the leader is certain, nothing is left to win, or time is up. `before`: rounds that have been run
@@ -106,8 +104,8 @@ class Rounds:
                 return
 
     def _nobody_first(self) -> None:
-        self._raised.close()
-        self._first.clear()
+        while self._first:
+            prefer(self._first.pop(), READY)
 
     def _is_busy(self) -> bool:
         return time.monotonic() < self._busy_until and not self.rules.under_load
@@ -120,7 +118,7 @@ class Rounds:
             self._nobody_first()
         elif runner.worker.pid not in self._first:
             self._first.add(runner.worker.pid)
-            self._raised.enter_context(going_first(runner.worker.pid))
+            prefer(runner.worker.pid, HIGHEST)
         wanting = neighbours() if self._is_busy() else 0  # our own processes all rest now
         answer = runner.worker.ask(TakeSlice(self.rules.slice_s, apart, wanting), SliceTaken, timeout_s)
         runner.worker.pause()
