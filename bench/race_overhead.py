@@ -52,7 +52,7 @@ def once(rounds: int) -> dict[str, float]:
     ends: list[float] = []
 
     def heard(progress: measure.Progress) -> None:
-        if getattr(progress, "stage", progress.doing).startswith("round"):  # earlier trees have a stage
+        if (getattr(progress, "stage", "") or progress.doing).startswith("round"):  # earlier trees have a stage
             ends.append(time.perf_counter())
 
     with tempfile.TemporaryDirectory() as folder:
