@@ -40,7 +40,7 @@ def limits_of(built: messages.Built, options: Options) -> Limits:
     return options.limits.of("text" if built.writes else "training" if built.mode == "training" else "inference")
 
 
-def check_limits(limits: Limits, probed: Probed) -> None:
+def check_metric(limits: Limits, probed: Probed) -> None:
     """Raise `UsageError` for a limit on a metric that is not there, and where only one on the metric could judge."""
     if limits.max_metric_drop is not None and not probed.has_metric:
         raise UsageError("`max_metric_drop` needs a metric: give the workload one, Workload(..., metric=function)")

@@ -41,7 +41,7 @@ from fettle.techniques import PYTHON, batch_factor, canonical, environment, is_c
 from fettle.tuning._baseline import how_it_swings
 from fettle.tuning._budget import Budget
 from fettle.tuning._costs import Costs
-from fettle.tuning._opening import abreast, check_limits, hold, limits_of, open_study, remarks
+from fettle.tuning._opening import abreast, check_metric, hold, limits_of, open_study, remarks
 from fettle.tuning._probe import Probed, judged_against, judged_by, plan_memory, probe
 from fettle.tuning.model import PRIOR_SPREAD, Races
 from fettle.tuning.options import Options, rules_of
@@ -146,7 +146,7 @@ class Session:
         self.study.set_note("goal", self.options.goal)
         self.study.set_note("under load", self.options.under_load)
         self.probed_as(probed)
-        check_limits(self.standings.limits, probed)
+        check_metric(self.standings.limits, probed)
         self.refresh()
         seconds = self.study.note("seconds")
         self._earlier_s = float(seconds) if isinstance(seconds, (int, float)) else 0.0
