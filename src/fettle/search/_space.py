@@ -11,6 +11,9 @@ from typing import Protocol
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 
+Level = tuple[str, str]
+"""A technique and the level that it is set to; the default level drops it."""
+
 
 @dataclass(frozen=True)
 class Space:

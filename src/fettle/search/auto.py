@@ -7,14 +7,11 @@ from collections.abc import Iterator, Sequence
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search._evidence import Evidence
-from fettle.search._space import Session, Space, valid, with_required
+from fettle.search._space import Level, Session, Space, valid, with_required
 from fettle.search.foresight import Guide
 
 _TOGETHER = {1: 6, 2: 3, 3: 2}
 """Recipes raced together, by what the most expensive costs to start: the fewer, the more is known for the next."""
-
-Move = tuple[str, str]
-"""A technique and the level that it is set to; the default level drops it."""
 
 
 def auto(
@@ -84,7 +81,7 @@ def _next_batch(
     `guide` puts each group in its own order, and leaves out what has no chance.
     """
     space = evidence.space
-    ranked: list[tuple[int, float, int, int, Recipe, Move]] = []
+    ranked: list[tuple[int, float, int, int, Recipe, Level]] = []
     for place, move in enumerate(_moves(space, first, drops=True)):
         recipe = evidence.moved(leader.recipe, *move)
         if (
@@ -115,7 +112,7 @@ def _next_batch(
     return recipes[:1] if best == 2 else next(_batches(space, recipes))
 
 
-def _retired(evidence: Evidence, move: Move, led: set[Recipe]) -> bool:
+def _retired(evidence: Evidence, move: Level, led: set[Recipe]) -> bool:
     """Whether the move failed to help in two places, one of them a leader: then it is not tried a third time.
 
     A failed trial counts once like any other, since what fails alone may run beside others (a quantised model that
@@ -125,7 +122,7 @@ def _retired(evidence: Evidence, move: Move, led: set[Recipe]) -> bool:
     return len(useless) >= 2 and any(recipe in led for recipe in useless)
 
 
-def _moves(space: Space, first: Sequence[str], drops: bool = False) -> Iterator[Move]:
+def _moves(space: Space, first: Sequence[str], drops: bool = False) -> Iterator[Level]:
     """All moves in the order of the catalogue, the techniques named in `first` before the others."""
     names = [name for name in first if name in space.choices] + [name for name in space.choices if name not in first]
     for name in names:

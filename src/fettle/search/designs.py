@@ -14,7 +14,7 @@ import numpy.typing as npt
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search._evidence import Evidence
-from fettle.search._space import Session, Space, moved, valid, with_required
+from fettle.search._space import Level, Session, Space, moved, valid, with_required
 from fettle.search.auto import auto
 
 
@@ -170,7 +170,7 @@ def _every(space: Space) -> list[Recipe] | None:
     alone = {level: moved(space, Recipe(), *level) for level in levels}
     apart = {pair for one, two in combinations(levels, 2) if not _together(space, alone, one, two)
              for pair in ((one, two), (two, one))}  # fmt: skip
-    found: list[tuple[tuple[str, str], ...]] = [()]
+    found: list[tuple[Level, ...]] = [()]
     for name, known in space.choices.items():
         found += [(*taken, (name, level)) for taken in found for level in known[1:]
                   if not any((one, (name, level)) in apart for one in taken)]  # fmt: skip
@@ -179,9 +179,7 @@ def _every(space: Space) -> list[Recipe] | None:
     return [Recipe(dict(taken)) for taken in found]
 
 
-def _together(
-    space: Space, alone: Mapping[tuple[str, str], Recipe | None], one: tuple[str, str], two: tuple[str, str]
-) -> bool:
+def _together(space: Space, alone: Mapping[Level, Recipe | None], one: Level, two: Level) -> bool:
     """Whether two levels can stand together, with what they need; also where one of them cannot stand alone."""
     for first, second in ((one, two), (two, one)):
         if (before := alone[first]) is None:

@@ -20,7 +20,7 @@ from typing import Protocol
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search._evidence import Evidence
-from fettle.search._space import holds, valid, with_required
+from fettle.search._space import Level, holds, valid, with_required
 
 SLOWEST = -math.log(3)
 """Smaller gains are taken for this one: how much slower still a recipe is does not matter, and differs widely."""
@@ -75,9 +75,6 @@ class Forecast:
     def chance(self, best: float) -> float:
         """The probability that it brings more than the gain `best`, by enough to matter."""
         return self.works * _below((self.gain - best - LEAST) / self.spread)
-
-
-Level = tuple[str, str]
 
 
 def _below(z: float) -> float:
