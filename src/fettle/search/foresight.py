@@ -13,6 +13,7 @@ in one recipe, and dropped only where that came as expected. So a wrong atlas co
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -47,6 +48,7 @@ _ENOUGH = 3
 _CHANCE = 0.1
 """A move needs this probability of being better than the leader."""
 _TOGETHER = {1: 6, 2: 4, 3: 3}
+_NORMAL = statistics.NormalDist()
 
 
 @dataclass(frozen=True)
@@ -70,15 +72,11 @@ class Forecast:
         """How much it should bring beyond the gain `best`; what is worse counts as nothing, as it is not taken."""
         ahead = self.gain - best - LEAST
         z = ahead / self.spread
-        return self.works * (ahead * _below(z) + self.spread * math.exp(-z * z / 2) / math.sqrt(2 * math.pi))
+        return self.works * (ahead * _NORMAL.cdf(z) + self.spread * _NORMAL.pdf(z))
 
     def chance(self, best: float) -> float:
         """The probability that it brings more than the gain `best`, by enough to matter."""
-        return self.works * _below((self.gain - best - LEAST) / self.spread)
-
-
-def _below(z: float) -> float:
-    return 0.5 * (1 + math.erf(z / math.sqrt(2)))
+        return self.works * _NORMAL.cdf((self.gain - best - LEAST) / self.spread)
 
 
 class Foresight(Protocol):
