@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from fettle.estimates import nearest_rank
 from fettle.generate.speed import Generation, figures
 from fettle.measure import _statistics
 from fettle.measure._candidates import Held, Runner, Start, Started
@@ -228,7 +229,7 @@ def _trial(started: Started, anchor: Started, start: Start, rounds: Rounds) -> T
             seconds=time.monotonic() - first.began,
             race=start.race,
         )
-    times = sorted(sample for runner in runners for sample in runner.samples_ns)
+    samples_ns = [sample for runner in runners for sample in runner.samples_ns]
     energy = [joule for runner in runners for joule in runner.energy_j]
     logs = started.per_sample
     quiet = [value for number, value in logs.items() if number > 0]
@@ -246,7 +247,7 @@ def _trial(started: Started, anchor: Started, start: Start, rounds: Rounds) -> T
         status="failed" if started.failure else "rejected" if started.rejected else "measured",
         reason=reason,
         time_ms=statistics.median(rounds_ms or [one.ms for one in first.slices]),
-        p90_ms=times[min(len(times) - 1, int(0.9 * len(times)))] / 1e6,
+        p90_ms=nearest_rank(samples_ns, 0.9) / 1e6,
         speedup=_speedup(anchor, started, rules),
         elapsed_speedup=_elapsed_speedup(anchor, started, rules),
         is_quiet=_statistics.are_quiet(beside.process_logs(), started.process_logs()),
