@@ -182,7 +182,7 @@ def test_a_comparison_is_quiet_where_both_sides_were():
 
     def trial(one, beside):
         start = Start(None, "", None, Rules(), None, {}, 1, None)
-        return importlib.import_module("fettle.measure.race")._trial(one, beside, start, SimpleNamespace(loads={}))
+        return importlib.import_module("fettle.measure.race")._trial(one, beside, start)
 
     given = started({}, (1, 2), range(3, 9))
     recipe = started({"precision": "bf16"}, range(1, 9), range(3, 9))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fettle.errors import UsageError
 from fettle.generate.speed import Came
-from fettle.measure._load import gpu_memory
+from fettle.measure._load import Load, gpu_memory
 from fettle.measure._priority import READY, prefer
 from fettle.measure._process import Worker, WorkerError, close_each
 from fettle.measure._rules import Candidate, Judge, OnProgress, Progress, Rules
@@ -45,7 +45,8 @@ class Held:
         if kept.worker.wait(0) is not None:
             self.runners.pop(recipe).worker.close()
             return None
-        return replace(kept, began=time.monotonic(), slices=[], turns_s=[], samples_ns=[], energy_j=[], texts=[])
+        return Runner(kept.candidate, kept.worker, kept.answer, kept.rejected, time.monotonic(), kept.process,
+                      kept.started_s)  # fmt: skip
 
     def keep(self, recipes: Collection[Recipe]) -> None:
         """End all processes but those of these recipes."""
@@ -69,6 +70,8 @@ class Runner:
     process: str = ""
     started_s: float = 0.0
     slices: list[Slice] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    """What others had of the machine in each slice."""
     turns_s: list[float] = field(default_factory=list)
     """What each slice took of the race's time."""
     samples_ns: list[int] = field(default_factory=list)

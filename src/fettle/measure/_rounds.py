@@ -39,8 +39,6 @@ class Rounds:
     watch: Watch = field(default_factory=Watch)
     own: set[int] = field(default_factory=set)
     """Processes of the race that use a GPU."""
-    loads: dict[str, list[Load]] = field(default_factory=dict)
-    """Loads by process."""
     _busy_until: float = 0.0
     """Until when the machine is taken to be busy, after a slice in which others had it."""
     _first: set[int] = field(default_factory=set)
@@ -132,7 +130,7 @@ class Rounds:
             self._busy_until = now + max(_BUSY_S, 4 * (now - began))  # long calls: not each one twice
         elif not first:
             self.patience.given_up = False
-        self.loads.setdefault(runner.process, []).append(load)
+        runner.loads.append(load)
         unhindered = answer.unhindered_ns
         if not (load.is_quiet or first or apart or self.rules.under_load):
             unhindered = math.nan  # its threads may have shared a core: see `_waits.one_core_each`

@@ -79,7 +79,7 @@ def _race(start: Start, candidates: Sequence[Candidate], patience: Patience, see
             rounds = Rounds(rules, random.Random(seed * 1000 + start.race), start.on_progress, patience)
             with _ended_by_interrupt(start, running.values()):
                 rounds.run(list(running.values()), anchor, before)
-            ended = {index: _trial(started, anchor, start, rounds) for index, started in running.items()}
+            ended = {index: _trial(started, anchor, start) for index, started in running.items()}
             with _ended_by_interrupt(start, running.values()):
                 for wanted in rules.further:
                     more = _go_on(start, rounds, running, ended, anchor, wanted)
@@ -166,7 +166,7 @@ def _go_on(
         if started.failure:
             trials[index] = replace(ended[index], status="failed", reason=_ended(started))
         elif not anchor.failure:
-            trials[index] = _trial(started, anchor, start, rounds)
+            trials[index] = _trial(started, anchor, start)
     return trials
 
 
@@ -217,7 +217,7 @@ def _generation(runners: Sequence[Runner]) -> Generation | None:
     return None if known is None else figures(texts, known)
 
 
-def _trial(started: Started, anchor: Started, start: Start, rounds: Rounds) -> Trial:
+def _trial(started: Started, anchor: Started, start: Start) -> Trial:
     first, runners, rules = started.first, started.runners, start.rules
     answer, candidate = first.answer, first.candidate
     if not first.slices:
@@ -239,7 +239,7 @@ def _trial(started: Started, anchor: Started, start: Start, rounds: Rounds) -> T
     # A recipe that died half-way has numbers, but nobody should be handed it.
     reason = _ended(started) if started.failure else started.rejected
     peaks = [runner.answer.peak_bytes for runner in runners if runner.answer.peak_bytes is not None]
-    loads = [load for runner in runners for load in rounds.loads.get(runner.process, ())]
+    loads = [load for runner in runners for load in runner.loads]
     slices = tuple(one for runner in runners for one in runner.slices)
     fetched = fetching(slices)
     return Trial(
