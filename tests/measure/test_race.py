@@ -692,8 +692,8 @@ def test_no_further_processes_are_announced_when_the_time_is_up() -> None:
     rules = Rules(deadline=time.monotonic() - 1, is_enough=lambda trials: False)
     start = SimpleNamespace(rules=rules, on_progress=told.append)
     anchor = SimpleNamespace(failure="", runners=[None])
-    ended: Any = {0: SimpleNamespace(ok=True, processes=2)}
-    assert _go_on(cast(Any, start), cast(Any, None), {}, ended, cast(Any, anchor), 5) == {}
+    running: Any = [SimpleNamespace(trial=SimpleNamespace(ok=True, processes=2))]
+    assert not _go_on(cast(Any, start), cast(Any, None), running, cast(Any, anchor), 5)
     assert told == []
 
 

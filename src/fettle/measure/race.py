@@ -69,47 +69,47 @@ def race(
 def _race(start: Start, candidates: Sequence[Candidate], patience: Patience, seed: int, before: int = 0) -> list[Trial]:
     """The race, and another one of those that there was no memory for. Rounds are counted from `before` + 1."""
     rules, held = start.rules, start.held
-    baseline = next((index for index, one in enumerate(candidates) if not one.recipe.levels), 0)
-    trials: dict[int, Trial] = {}
+    baseline = next((place for place, one in enumerate(candidates) if not one.recipe.levels), 0)
     try:
-        running = start.line_up(candidates, trials)
+        begun = start.line_up(candidates)
+        running = [one for one in begun if isinstance(one, Started)]
         start.replicate(running, rules.replicates)
-        anchor = running.get(baseline) or next(iter(running.values()), None)
+        given = [started for started in running if started.number == baseline]
+        anchor = next(iter([*given, *running]), None)
         if anchor is not None:
             rounds = Rounds(rules, random.Random(seed * 1000 + start.race), start.on_progress, patience)
-            with _ended_by_interrupt(start, running.values()):
-                rounds.run(list(running.values()), anchor, before)
-            ended = {index: _trial(started, anchor, start) for index, started in running.items()}
-            with _ended_by_interrupt(start, running.values()):
+            with _ended_by_interrupt(start, running):
+                rounds.run(running, anchor, before)
+            for started in running:
+                started.trial = _trial(started, anchor, start)
+            with _ended_by_interrupt(start, running):
                 for wanted in rules.further:
-                    more = _go_on(start, rounds, running, ended, anchor, wanted)
-                    if not more:
+                    if not _go_on(start, rounds, running, anchor, wanted):
                         break
-                    ended |= more
-                for index, trial in ended.items():
-                    ended[index] = _with_rows(trial, start.row_rates(running[index]))
-            if baseline not in running:
-                ended = {index: replace(trial, speedup=None, elapsed_speedup=None) for index, trial in ended.items()}
-            trials |= ended
+                for started in running:
+                    started.trial = _with_rows(started.trial, start.row_rates(started))
+            for started in () if given else running:
+                started.trial = replace(started.trial, speedup=None, elapsed_speedup=None)
             if held is not None:
-                held.keep({e.first.candidate.recipe for e in running.values() if not e.failure})
+                held.keep({started.first.candidate.recipe for started in running if not started.failure})
     finally:
         close_each(start.workers)
         start.workers.clear()
 
-    rest = list(candidates[max(trials, default=-1) + 1 :])
+    trials = [one.trial if isinstance(one, Started) else one for one in begun]
+    rest = candidates[len(begun) :]
     if not rest or anchor is None or rules.is_stopped or time.monotonic() > rules.deadline:
-        return [trials[index] for index in sorted(trials)]
+        return trials
     # What did not fit into memory beside the others runs in a race of its own, the anchor in it again.
     if held is not None:
         held.keep({anchor.first.candidate.recipe})
-    last = max((one.round for trial in trials.values() for one in trial.slices), default=before)
-    candidates, later = [candidates[baseline], *rest], list[Trial]()
-    with _ended_by_interrupt(start, running.values()):
-        later = _race(start, candidates, patience, seed + 1, last)
-    if later and baseline in trials:  # what ties those that ran there to those that ran here
+    last = max((one.round for trial in trials for one in trial.slices), default=before)
+    later: list[Trial] = []
+    with _ended_by_interrupt(start, running):
+        later = _race(start, [candidates[baseline], *rest], patience, seed + 1, last)
+    if later and baseline < len(trials):  # what ties those that ran there to those that ran here
         trials[baseline] = replace(trials[baseline], slices=(*trials[baseline].slices, *later[0].slices))
-    return [*(trials[index] for index in sorted(trials)), *later[1:]]
+    return [*trials, *later[1:]]
 
 
 @contextmanager
@@ -135,39 +135,32 @@ def _with_rows(trial: Trial, tokens_per_s: Mapping[str, float]) -> Trial:
     return replace(trial, generation=replace(known, tokens_per_s={**tokens_per_s, **known.tokens_per_s}))
 
 
-def _go_on(
-    start: Start,
-    rounds: Rounds,
-    running: Mapping[int, Started],
-    ended: Mapping[int, Trial],
-    anchor: Started,
-    wanted: int,
-) -> dict[int, Trial]:
-    """Where a speed-up is vague: more processes of all that have several, as many rounds again, and what is known then.
+def _go_on(start: Start, rounds: Rounds, running: Sequence[Started], anchor: Started, wanted: int) -> bool:
+    """Where a speed-up is vague: more processes of all that have several, as many rounds again, and what is known then;
+    whether there were more.
 
     How wide an interval is decides this, not what it says: the error rate stays what it was. Rules that do look at what
     it says have their own `is_enough`, and a confidence for that many looks.
     """
     rules, had = start.rules, len(anchor.runners)
     if rules.is_stopped or anchor.failure or had >= wanted or time.monotonic() > rules.deadline:
-        return {}
-    if not _is_vague(list(ended.values()), rules):
-        return {}
+        return False
+    if not _is_vague([started.trial for started in running], rules):
+        return False
     start.on_progress(Progress("not certain yet: a few more processes of each"))
-    again = {index: running[index] for index, trial in ended.items() if trial.ok and trial.processes > 1}
-    for started in again.values():
+    again = [started for started in running if started.trial.ok and started.trial.processes > 1]
+    for started in again:
         started.live = True
     start.replicate(again, wanted)
     if len(anchor.runners) == had:
-        return {}
-    rounds.run(list(again.values()), anchor, max(one.round for runner in anchor.runners for one in runner.slices))
-    trials = {}
-    for index, started in again.items():
+        return False
+    rounds.run(again, anchor, max(one.round for runner in anchor.runners for one in runner.slices))
+    for started in again:
         if started.failure:
-            trials[index] = replace(ended[index], status="failed", reason=_ended(started))
+            started.trial = replace(started.trial, status="failed", reason=_ended(started))
         elif not anchor.failure:
-            trials[index] = _trial(started, anchor, start)
-    return trials
+            started.trial = _trial(started, anchor, start)
+    return True
 
 
 def _again_s(runners: Sequence[Runner]) -> float:
