@@ -260,13 +260,9 @@ class Surroundings:
     def __init__(self) -> None:
         self._before, self._own_s = read_machine(), _family_s()
 
-    def load(self) -> Load:
-        """The load up to now."""
-        return _load_between(self._before, read_machine(), max(0.0, _family_s() - self._own_s), since=self._before)
-
     def sentence(self) -> str:
         """What is to be said of figures that were measured meanwhile; empty on a quiet machine."""
-        load = self.load()
+        load = _load_between(self._before, read_machine(), max(0.0, _family_s() - self._own_s), since=self._before)
         return "" if load.is_quiet else f"Measured on a busy machine: {load}. Expect other figures on a quiet one."
 
 
