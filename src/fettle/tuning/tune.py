@@ -149,9 +149,7 @@ def guide_for(session: Session, rows: Sequence[Row], atlas: Path | str, machine:
         session.notes.append(f"The atlas {atlas} was not used: it foresees times, and the goal is another.")
         return None
     probed, facts = session.probed, session.facts
-    about = subject(
-        session.target.name, session.study.version, probed.facts, probed.features, machine, probed.peaks
-    )
+    about = subject(session.target.name, session.study.version, probed.facts, probed.features, machine, probed.peaks)
     judged = facts.mode == "inference" and not facts.by_metric
     predictor = Predictor(rows, about, max_error=facts.max_error if judged else None,
                           guess_s=lambda recipe: session.costs.seconds_for(recipe, ROUNDS))  # fmt: skip
