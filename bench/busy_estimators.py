@@ -33,7 +33,7 @@ from busy import HERE, NEIGHBOURS, _join, neighbour, others, quota
 
 from fettle.applying import apply
 from fettle.machine import this_machine
-from fettle.measure._priority import going_first, may_go_first
+from fettle.measure._priority import HIGHEST, READY, may_go_first, prefer
 from fettle.measure._waits import Waits, busiest, held_up_ns, one_core_each, ran_ns, waited_ns, without_waits
 from fettle.recipe import Recipe
 
@@ -50,10 +50,9 @@ def slices(run, threads, waits, seconds: float, *, apart: bool = False, first: b
     found = []
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        with (
-            one_core_each(threads if apart else ()),
-            going_first(os.getpid()) if first else contextlib.nullcontext(),
-        ):
+        if first:
+            prefer(os.getpid(), HIGHEST)
+        with one_core_each(threads if apart else ()):
             run()
             calls, looks, cpu_ns, began = [], [], time.process_time_ns(), time.perf_counter()
             while not calls or time.perf_counter() - began < SLICE_S:
@@ -64,6 +63,8 @@ def slices(run, threads, waits, seconds: float, *, apart: bool = False, first: b
                 after = waits.by_thread()
                 looks.append((ns, waited_ns(before, after), ran_ns(before, after, threads)))
             cpu_ns = time.process_time_ns() - cpu_ns
+        if first:
+            prefer(os.getpid(), READY)
         found.append({
             "elapsed": statistics.median(calls) / 1e6,
             "lowest tenth": sorted(calls)[len(calls) // 10] / 1e6,

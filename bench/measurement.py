@@ -66,7 +66,7 @@ def one_race(target: Target, source: str, seed: int) -> tuple[Trial, float, floa
     model_s: list[float] = []
 
     def on_progress(progress: Progress) -> None:
-        if progress.stage == "round":
+        if progress.doing.startswith("round"):
             ends.append(time.monotonic())
             model_s.append(sum(calls))
             calls.clear()

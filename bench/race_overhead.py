@@ -53,7 +53,7 @@ def once(rounds: int) -> dict[str, float]:
     ends: list[float] = []
 
     def heard(progress: measure.Progress) -> None:
-        if progress.stage == "round":
+        if (getattr(progress, "stage", "") or progress.doing).startswith("round"):  # earlier trees have a stage
             ends.append(time.perf_counter())
 
     with tempfile.TemporaryDirectory() as folder:

@@ -84,7 +84,7 @@ def once(looks: Looks, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
 
         def heard(progress: measure.Progress) -> None:
-            if progress.stage == "round":
+            if progress.doing.startswith("round"):
                 files = [path.read_bytes() for path in Path(folder).glob("*.looks")]
                 each = [sum(struct.unpack_from("q", text, 8 * place)[0] for text in files if text)
                         for place in range(len(IN_WORKER))]  # fmt: skip

@@ -24,7 +24,6 @@ from fettle.gate.judging import more_memory, percent, slowdown
 from fettle.gate.revisions import at, repository_of
 from fettle.machine import this_machine
 from fettle.measure import Interval, Slice, Trial, contrast_interval, ratio_interval
-from fettle.measure._statistics import replicate_interval
 from fettle.recipe import Recipe
 from fettle.workload import Target, find_target
 
@@ -87,15 +86,6 @@ def test_a_speed_up_as_a_slowdown_and_in_words() -> None:
 def _logs(rng: random.Random, mean: float, count: int) -> list[dict[int, float]]:
     processes = [rng.gauss(mean, 0.007) for _ in range(count)]
     return [{n: process + rng.gauss(0, 0.002) for n in range(1, 5)} for process in processes]
-
-
-@pytest.mark.parametrize("count", [3, 4, 6])
-def test_the_contrast_of_two_groups_is_their_replicate_interval(count: int) -> None:
-    rng = random.Random(0)
-    first, second = _logs(rng, 1.0, count), _logs(rng, 0.9, count)
-    found, known = contrast_interval([first, second], (1, -1), 0.05), replicate_interval(first, second, 0.05)
-    assert (found.low, found.high) == pytest.approx((known.low, known.high), abs=1e-9)
-    assert found.estimate == pytest.approx(known.estimate, abs=1e-9)
 
 
 def test_no_more_commits_are_called_slow_or_fast_by_chance_than_the_error_rate_says() -> None:

@@ -10,10 +10,7 @@ def slices(*turns: tuple[float | None, float]) -> list[Slice]:
 
 
 def test_slices_that_fetch_memory_are_told_from_those_that_keep_it():
-    found = fetching(slices((0, 26.0), (6500, 35.0), (12, 26.2), (6400, 36.0), (2000, 29.0)))
-    assert found is not None
-    assert (found.pages, found.ms, found.kept_ms) == (6500, 35.5, 26.1)
-    assert str(found) == (
+    assert fetching(slices((0, 26.0), (6500, 35.0), (12, 26.2), (6400, 36.0), (2000, 29.0))) == (
         "26.1 ms a call where the memory that it frees is kept, 35.5 ms where it goes back to the system and 6500 "
         "pages of it are fetched anew: which of the two is chance"
     )
@@ -32,4 +29,4 @@ def test_slices_that_fetch_memory_are_told_from_those_that_keep_it():
     ],
 )
 def test_nothing_is_said_where_chance_makes_no_difference(turns):
-    assert fetching(slices(*turns)) is None
+    assert fetching(slices(*turns)) == ""

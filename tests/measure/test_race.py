@@ -234,7 +234,7 @@ def test_a_recipe_that_dies_during_the_race_fails_and_the_others_go_on(
     trials = race(
         target, fingerprint, [_candidate("baseline"), _candidate("dies", body, "run")], judging,
         Rules(slice_s=0.05, max_rounds=8, settle_verdicts=True),
-        on_progress=lambda progress: mark.touch() if progress.stage == "round" else None,
+        on_progress=lambda progress: mark.touch() if progress.doing.startswith("round") else None,
     )  # fmt: skip
     assert trials[0].ok
     assert trials[1].status == "failed"
@@ -466,13 +466,16 @@ def test_texts_have_no_error(tmp_path: Path) -> None:
 def test_an_output_that_is_nothing_but_rounding_is_not_judged(tmp_path: Path) -> None:
     wide = "torch.sin(self.layer(x).repeat(1, 64) * torch.arange(128))"
     body = f"y = torch.nn.functional.layer_norm({wide}, (128,)); return {{'y': y, 'mean': y.mean()}}"
-    state = State()
-    _inference.build(state, Build(_module(tmp_path, body, "[torch.randn(4, 3), torch.randn(4, 3)]")))
-    written = _inference.reference(state, WriteReference(str(tmp_path / "reference.pt")))
+    target, path = _module(tmp_path, body, "[torch.randn(4, 3), torch.randn(4, 3)]"), str(tmp_path / "reference.pt")
+    first, second = State(), State()
+    _inference.build(first, Build(target))
+    written = _inference.reference(first, WriteReference(path))
     (note,) = written.notes
     assert note.startswith("zero but for rounding, and not judged: the output's ")
     assert note.endswith("mean")
-    assert written.float32_error < 1e-5
+    _inference.build(second, Build(target))
+    plain = "def optimize(model, batches):\n    return model\n"
+    assert _inference.prepare(second, Prepare(plain, "plain", path)).accuracy.error < 1e-5
 
 
 def test_the_reference_of_padded_rows_is_what_the_model_as_given_answers(tmp_path: Path) -> None:
@@ -673,11 +676,11 @@ def test_a_process_that_is_slow_for_life_brings_in_more(target: Target, tmp_path
     candidates.append(replace(_candidate("once", "model.delay = 0.01"), once=True))
     rules = Rules(slice_s=0.02, max_rounds=4, settle_verdicts=True, replicates=2, further=(5,), replicate_s=600)
     told: list[str] = []
-    trials = race(target, fingerprint, candidates, judging, rules, on_progress=lambda event: told.append(event.stage))
+    trials = race(target, fingerprint, candidates, judging, rules, on_progress=lambda event: told.append(event.doing))
     other, once = trials[1], trials[3]
     assert [trial.processes for trial in trials] == [5, 5, 5, 1]
-    assert told.count("vague") == 1
-    assert told.count("start") == 4 + 3 * 4
+    assert sum(doing.startswith("not certain yet") for doing in told) == 1
+    assert sum(doing.startswith("starting ") for doing in told) == 4 + 3 * 4
     assert 6 <= other.rounds <= 8  # three or four of the first processes, as many again of all
     assert once.speedup is not None  # from the rounds that it was in
     assert other.speedup is not None
@@ -685,11 +688,12 @@ def test_a_process_that_is_slow_for_life_brings_in_more(target: Target, tmp_path
 
 
 def test_no_further_processes_are_announced_when_the_time_is_up() -> None:
-    start = SimpleNamespace(rules=Rules(deadline=time.monotonic() - 1, is_enough=lambda trials: False))
-    anchor = SimpleNamespace(failure="", runners=[None])
     told: list[Progress] = []
-    ended: Any = {0: SimpleNamespace(ok=True, processes=2)}
-    assert _go_on(cast(Any, start), cast(Any, None), {}, ended, cast(Any, anchor), 5, [], told.append) == {}
+    rules = Rules(deadline=time.monotonic() - 1, is_enough=lambda trials: False)
+    start = SimpleNamespace(rules=rules, on_progress=told.append)
+    anchor = SimpleNamespace(failure="", runners=[None])
+    running: Any = [SimpleNamespace(trial=SimpleNamespace(ok=True, processes=2))]
+    assert not _go_on(cast(Any, start), cast(Any, None), running, cast(Any, anchor), 5)
     assert told == []
 
 

@@ -1,6 +1,5 @@
 """What a race does where others have the machine: made-up slices on a made-up machine, no process and no clock."""
 
-import contextlib
 import importlib
 import math
 import random
@@ -14,6 +13,7 @@ from fettle.generate.speed import Generation
 from fettle.measure import _rounds, _watch
 from fettle.measure._candidates import Runner, Start, Started
 from fettle.measure._clock import is_steady
+from fettle.measure._priority import HIGHEST
 from fettle.measure._process import WorkerError
 from fettle.measure._rounds import Rounds
 from fettle.measure._rules import Candidate, Rules
@@ -33,7 +33,7 @@ class Machine:
 
     def __init__(self, busy) -> None:
         self.busy, self.now, self.others_s, self.own_s = busy, 0.0, 0.0, 0.0
-        self.first, self.cores, self.asleep_s = 0, 2, 0.0
+        self.first, self.cores, self.asleep_s = False, 2, 0.0
         self.quota, self.throttled_s = 0.0, 0.0
         """What share of a slice a quota takes."""
         self.happens = lambda: None
@@ -58,11 +58,8 @@ class Machine:
     def unplug(self) -> None:
         self.cores = 1
 
-    @contextlib.contextmanager
-    def going_first(self, group):
-        self.first += 1
-        yield
-        self.first -= 1
+    def prefer(self, group, niceness):
+        self.first = niceness == HIGHEST
 
 
 class Worker:
@@ -75,7 +72,7 @@ class Worker:
     def ask(self, request, answer, timeout_s):
         seconds, apart = request.seconds, request.apart
         machine = self.machine
-        machine.asked.append((bool(machine.first), apart))
+        machine.asked.append((machine.first, apart))
         if len(machine.asked) == 5:
             machine.happens()
         busy = 0.0 if machine.first else machine.busy(machine.now)
@@ -106,7 +103,7 @@ def run(monkeypatch, busy, *, patience_s=0.0, may_go_first=False, under_load=Fal
     clock = SimpleNamespace(monotonic=machine.monotonic, sleep=machine.sleep)
     monkeypatch.setattr(_rounds, "time", clock)
     monkeypatch.setattr(_watch, "time", clock)
-    monkeypatch.setattr(_rounds, "going_first", machine.going_first)
+    monkeypatch.setattr(_rounds, "prefer", machine.prefer)
     answer = SimpleNamespace(samples=1, call_ns=10_000_000, calls=1, gpu="")
     running = [
         Started([Runner(Candidate(Recipe(levels), ""), Worker(machine), answer, "", 0.0, process=str(levels))])
@@ -185,7 +182,7 @@ def test_a_comparison_is_quiet_where_both_sides_were():
 
     def trial(one, beside):
         start = Start(None, "", None, Rules(), None, {}, 1, None)
-        return importlib.import_module("fettle.measure.race")._trial(one, beside, start, SimpleNamespace(loads={}))
+        return importlib.import_module("fettle.measure.race")._trial(one, beside, start)
 
     given = started({}, (1, 2), range(3, 9))
     recipe = started({"precision": "bf16"}, range(1, 9), range(3, 9))
@@ -219,7 +216,7 @@ def test_where_the_system_allows_it_slices_go_before_the_others_work(monkeypatch
     assert machine.asked[0] == (False, False)
     assert set(machine.asked[1:]) == {(True, False)}
     assert all(one.ms == 10 for one in slices[1:] if one.round > 1)
-    assert machine.first == 0
+    assert not machine.first
 
 
 def test_under_load_nothing_waits_and_time_elapsed_is_what_counts(monkeypatch):

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from fettle.measure import Interval, log_interval, places, ratio_interval, verdict
-from fettle.measure._statistics import LOOKS, _signed_rank_quantile, exp, is_exhausted, is_vague, replicate_interval
+from fettle.measure import Interval, contrast_interval, log_interval, places, ratio_interval, verdict
+from fettle.measure._statistics import LOOKS, _signed_rank_quantile, exp, is_exhausted, is_vague
 
 
 @pytest.mark.parametrize(("n", "cut"), [(6, 1), (8, 4), (10, 9), (15, 26), (20, 53), (25, 90)])
@@ -74,7 +74,7 @@ def test_what_a_process_is_given_for_life_does_not_pass_for_a_difference(process
         common = generator.normal(0, 0.3, 30)  # what a round does to all
         logs = effects + common + generator.normal(0, 0.02, (2, processes, 30))
         first, second = [[dict(enumerate(process, 1)) for process in group] for group in logs]
-        found = replicate_interval(first, second, 0.05)
+        found = contrast_interval([first, second], (1, -1), 0.05)
         claims["replicates"] += not found.low <= 0 <= found.high
         rounds = log_interval((logs[0].mean(axis=0) - logs[1].mean(axis=0)).tolist(), 0.05)
         claims["rounds"] += not rounds.low <= 0 <= rounds.high
@@ -89,7 +89,7 @@ def test_replicates_find_a_difference_of_three_per_cent() -> None:
         logs = generator.normal(0, 0.007, (2, 4, 1)) + generator.normal(0, 0.02, (2, 4, 48))
         logs[0] += np.log(1.03)
         first, second = [[dict(enumerate(process, 1)) for process in group] for group in logs]
-        found += replicate_interval(first, second, 0.05).low > 0
+        found += contrast_interval([first, second], (1, -1), 0.05).low > 0
     assert found >= 0.9 * 200
 
 
@@ -103,7 +103,7 @@ def test_slices_in_which_the_machine_was_taken_away_do_not_widen_the_interval(ga
         logs += generator.uniform(0.2, 1.0, logs.shape) * (generator.random(logs.shape) < 0.15)
         logs[0] += gap
         first, second = [[dict(enumerate(process, 1)) for process in group] for group in logs]
-        interval = replicate_interval(first, second, 0.05)
+        interval = contrast_interval([first, second], (1, -1), 0.05)
         claims += not interval.low <= gap <= interval.high
         found += interval.high < gap + np.log(1.03)
     assert claims <= 0.08 * 200
@@ -118,7 +118,7 @@ def test_six_processes_see_past_one_that_is_slow_for_life() -> None:
         logs = generator.normal(0, 0.007, (2, 6, 1)) + generator.normal(0, 0.02, (2, 6, 30))
         logs[generator.integers(2), 0] += generator.uniform(0.1, 0.3)
         first, second = [[dict(enumerate(process, 1)) for process in group] for group in logs]
-        interval = replicate_interval(first, second, 0.05)
+        interval = contrast_interval([first, second], (1, -1), 0.05)
         claims += not interval.low <= 0 <= interval.high
         found += interval.high < np.log(1.03)
     assert claims <= 0.08 * 200
@@ -137,7 +137,7 @@ def test_what_a_host_does_to_all_processes_of_a_recipe_is_no_agreement_between_t
         logs = generator.normal(0, 0.005, (2, 4, 1)) + generator.normal(0, 0.01, (2, 4, rounds))
         logs[0] += moments
         first, second = [[dict(enumerate(process, 1)) for process in group] for group in logs]
-        found = replicate_interval(first, second, 0.05)
+        found = contrast_interval([first, second], (1, -1), 0.05)
         held += found.low <= 0 <= found.high
         claimed += is_exhausted(first, second, 0.05, 0.001)
     assert held >= 0.85 * 200
@@ -154,7 +154,7 @@ def test_processes_that_came_later_are_told_apart_by_the_rounds_that_they_share(
         ]
         for level in (0.5, 0.0)
     ]
-    found = replicate_interval(groups[0], groups[1], 0.05)
+    found = contrast_interval(groups, (1, -1), 0.05)
     assert found.estimate == pytest.approx(0.5)
     assert 0.49 < found.low < found.high < 0.51
 
@@ -166,7 +166,7 @@ def test_a_pair_that_never_met_costs_neither_the_figure_nor_its_truth() -> None:
     without = [[dict(process) for process in group] for group in whole]
     for process in without[1][1:]:
         del process[1]  # these three and the first of the others have no round in common
-    found, expected = (replicate_interval(*groups, 0.05) for groups in (without, whole))
+    found, expected = (contrast_interval(groups, (1, -1), 0.05) for groups in (without, whole))
     assert found.estimate == pytest.approx(0.5)
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
 
@@ -174,7 +174,7 @@ def test_a_pair_that_never_met_costs_neither_the_figure_nor_its_truth() -> None:
 def test_processes_that_no_rounds_connect_are_not_compared() -> None:
     quiet, busy = {1: 0.5, 2: 0.6}, {-1: 1.5, -2: 1.6}
     assert places([quiet, busy, quiet]) == [{0: 0.0, 2: 0.0}, {1: 0.0}]
-    found = replicate_interval([quiet, quiet], [busy, busy], 0.05)
+    found = contrast_interval([[quiet, quiet], [busy, busy]], (1, -1), 0.05)
     assert math.isnan(found.estimate)
     assert verdict(exp(found), 0.01) == "cannot tell"
     assert is_vague(exp(found))
@@ -212,10 +212,10 @@ def test_vague_is_what_leaves_open_how_fast_it_is(interval: Interval, vague: boo
 
 def test_two_processes_that_differ_by_a_third_still_tell_ten_times_from_none() -> None:
     slower, faster = [[{0: level, 1: level + 0.1} for level in levels] for levels in ((2.3, 2.6), (0.0, 0.01))]
-    found = replicate_interval(slower, faster, 0.05)
+    found = contrast_interval([slower, faster], (1, -1), 0.05)
     assert 1 < found.low < found.estimate < found.high < 4
 
 
 def test_processes_equal_to_the_last_bit_have_no_interval() -> None:
     same = [{0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}]
-    assert replicate_interval(same, same, 0.05) == Interval(0.0, 0.0, 0.0)
+    assert contrast_interval([same, same], (1, -1), 0.05) == Interval(0.0, 0.0, 0.0)

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from fettle.measure import Accuracy, WorkerError, _candidates, _rounds, _watch
-from fettle.measure.messages import Asked, Built, Prepare, Prepared, SliceTaken, TakeSlice
+from fettle.measure.messages import Asked, Built, Prepare, Prepared, Reference, SliceTaken, TakeSlice
 from fettle.recipe import Recipe
-from fettle.result import Limits, Reference
+from fettle.result import Limits
 from fettle.search import Space
 from fettle.techniques import CATALOGUE, Facts
 from fettle.tuning import Options, _budget
@@ -198,9 +198,10 @@ def session_in(
     )
     session.rules = replace(session.rules, may_go_first=False)
     session.patience.left_s = 0.6 * session._may_wait_s
-    reference = Reference(dtype="float64", why="", noise=0.0, metric=math.nan)
+    reference = Reference(dtype="float64", seconds=0.0)
     session.study = _Study()  # type: ignore[assignment]
-    session.probed_as(Probed(facts, "made up", reference, folder / "reference.pt", False, {}, ()))
+    path = str(folder / "reference.pt")
+    session.probed_as(Probed(facts, False, {}, (), reference, {}, "made up", path))
     session.plan = MemoryPlan()
     session.facts = facts
     return session

@@ -9,7 +9,8 @@ import pytest
 from fettle.measure.messages import Peaks, Probe, Probed, Reference
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, bundles, idle, machine_facts
-from fettle.tuning._probe import _Kept, _recalled, probe
+from fettle.tuning._probe import Probed as Found
+from fettle.tuning._probe import _recalled, probe
 from fettle.tuning.space import space_for
 
 FACTS = Facts(num_linear=12, packages={"openvino": "1", "nncf": "1"}, calibration_batches=2, cpu_flags=("avx512_bf16",))
@@ -53,7 +54,7 @@ def test_bfloat16_is_no_bundle_beside_int8_where_it_takes_twenty_times_as_long(f
 def test_a_study_that_goes_on_knows_what_was_installed_meanwhile():
     """A level that was left out for a missing package is offered once it is there."""
     part = Facts(part="unet", packages={"openvino": "2025.1"})
-    kept = _Kept(Facts(num_linear=3, parts={"unet": part}), False, {}, (), Reference(dtype="float64", seconds=1.0))
+    kept = Found(Facts(num_linear=3, parts={"unet": part}), False, {}, (), Reference(dtype="float64", seconds=1.0))
     study: Any = SimpleNamespace(note=lambda key: msgspec.to_builtins(kept))
     facts, here = _recalled(study).facts, machine_facts()
     assert facts.num_linear == 3

@@ -140,7 +140,7 @@ def test_a_trial_that_somebody_changed_is_one_line(tmp_path, changed):
 
 def test_what_goes_into_code_is_not_taken_from_a_probe_that_somebody_changed():
     facts = Facts(learned={"int8_layers": "__import__('os')"})
-    probe = _probe._Kept(facts, False, {}, (), messages.Reference(dtype="float64", seconds=1.0))
+    probe = _probe.Probed(facts, False, {}, (), messages.Reference(dtype="float64", seconds=1.0))
     study: Any = SimpleNamespace(note=lambda key: msgspec.to_builtins(probe))
     found = _probe._recalled(study)
     assert found is not None

@@ -141,7 +141,7 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     if (wider := comparison.another_hour) is not None:
         console.print(f"The intervals are of these minutes: where others share the machine, another hour may say "
                       f"{wider.low:.2f}x to {wider.high:.2f}x of the fastest.", markup=False)  # fmt: skip
-    if (fetched := fetching(given.slices)) is not None:
+    if fetched := fetching(given.slices):
         console.print(f"The model as given takes {fetched}.", markup=False)
 
 

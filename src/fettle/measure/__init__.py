@@ -4,7 +4,6 @@ Other rooms use `race`, which measures recipes side by side, and the plain data 
 """
 
 from fettle.measure._candidates import Held
-from fettle.measure._fetching import fetching
 from fettle.measure._load import Load, mean_load
 from fettle.measure._pace import FAR
 from fettle.measure._priority import READY, may_go_first, prefer
@@ -21,13 +20,26 @@ from fettle.measure._statistics import (
     ratio_interval,
     verdict,
 )
-from fettle.measure._trial import Accuracy, Interval, Slice, Startup, Trial, by_round, log_times, process_logs, typed
+from fettle.measure._trial import (
+    Accuracy,
+    Interval,
+    Slice,
+    Startup,
+    Trial,
+    by_process,
+    by_round,
+    fetching,
+    log_times,
+    process_logs,
+    typed,
+)
 from fettle.measure._watch import Patience, Surroundings
 from fettle.measure.race import race
 
 __all__ = [
     "ENOUGH", "FAR", "READY", "Accuracy", "Candidate", "Held", "Interval", "Judge", "Load", "Patience", "Progress",
-    "Rules", "Slice", "Startup", "Stop", "Surroundings", "Trial", "Worker", "WorkerError", "by_round", "close_all",
-    "contrast_interval", "fetching", "fork_server", "is_vague", "log_interval", "log_times", "may_go_first",
-    "mean_load", "paired", "pareto", "places", "prefer", "process_logs", "race", "ratio_interval", "typed", "verdict",
+    "Rules", "Slice", "Startup", "Stop", "Surroundings", "Trial", "Worker", "WorkerError", "by_process", "by_round",
+    "close_all", "contrast_interval", "fetching", "fork_server", "is_vague", "log_interval", "log_times",
+    "may_go_first", "mean_load", "paired", "pareto", "places", "prefer", "process_logs", "race", "ratio_interval",
+    "typed", "verdict",
 ]  # fmt: skip

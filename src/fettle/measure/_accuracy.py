@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fettle.errors import first_line
 from fettle.measure._trial import Accuracy
 from fettle.workload import is_numbers, leaves, map_tensors, rows_of, tensors
 
@@ -102,7 +103,7 @@ def user_metric(metric: Callable[[Any], float] | None, run: Callable[..., Any]) 
     try:
         value = metric(run)
     except Exception as error:
-        return math.nan, f"the metric raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return math.nan, f"the metric raised {first_line(error)}"
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fettle.errors import UsageError
 from fettle.generate.speed import Came
-from fettle.measure._load import gpu_memory
+from fettle.measure._load import Load, gpu_memory
 from fettle.measure._priority import READY, prefer
 from fettle.measure._process import Worker, WorkerError, close_each
 from fettle.measure._rules import Candidate, Judge, OnProgress, Progress, Rules
@@ -45,7 +45,8 @@ class Held:
         if kept.worker.wait(0) is not None:
             self.runners.pop(recipe).worker.close()
             return None
-        return replace(kept, began=time.monotonic(), slices=[], turns_s=[], samples_ns=[], energy_j=[], texts=[])
+        return Runner(kept.candidate, kept.worker, kept.answer, kept.rejected, time.monotonic(), kept.process,
+                      kept.started_s)  # fmt: skip
 
     def keep(self, recipes: Collection[Recipe]) -> None:
         """End all processes but those of these recipes."""
@@ -69,6 +70,8 @@ class Runner:
     process: str = ""
     started_s: float = 0.0
     slices: list[Slice] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    """What others had of the machine in each slice."""
     turns_s: list[float] = field(default_factory=list)
     """What each slice took of the race's time."""
     samples_ns: list[int] = field(default_factory=list)
@@ -90,6 +93,10 @@ class Started:
     live: bool = True
     elapsed: bool = False
     """Go by time elapsed, with what others took in it."""
+    number: int = 0
+    """Its place among the candidates."""
+    trial: Trial = field(init=False, compare=False, repr=False)
+    """What is known of it, as soon as it has been timed."""
 
     @property
     def first(self) -> Runner:
@@ -139,18 +146,16 @@ class Start:
     held: Held | None
     nodes: Nodes | None = None
     forks: ForkServer | None = None
+    on_progress: OnProgress = lambda progress: None
+    workers: list[Worker] = field(default_factory=list)
+    """Those that end with the race: all that are not `held`."""
 
-    def line_up(
-        self,
-        candidates: Sequence[Candidate],
-        trials: dict[int, Trial],
-        workers: list[Worker],
-        on_progress: OnProgress,
-    ) -> dict[int, Started]:
-        """Start the workers one after the other; failures go into `trials`, processes that nobody holds to `workers`.
-        Stops at the deadline, and when memory runs short or runs out beside the others: the candidates after the last
-        one touched have not been begun."""
-        running: dict[int, Started] = {}
+    def line_up(self, candidates: Sequence[Candidate]) -> list[Started | Trial]:
+        """Start the workers one after the other, or say in a trial why one failed. Stops at the deadline, and when
+        memory runs short or runs out beside the others: the candidates after those of the answer have not been begun.
+        """
+        begun: list[Started | Trial] = []
+        running: list[Started] = []
         held = [self.held.take(one.recipe) if self.held is not None else None for one in candidates]
         queue = [(candidate, f"{index:02d}") for index, candidate in enumerate(candidates) if held[index] is None]
         with closing(self._built(queue)) as line:
@@ -158,17 +163,18 @@ class Start:
                 if index and time.monotonic() > self.rules.deadline:
                     break
                 if (waiting := held[index]) is not None:
-                    running[index] = Started([waiting], elapsed=self.rules.under_load)
+                    running.append(Started([waiting], elapsed=self.rules.under_load, number=index))
+                    begun.append(running[-1])
                     continue
-                on_progress(Progress("start", candidate.recipe, candidate.label))
+                self.on_progress(_starting(candidate))
                 began = time.monotonic()
                 try:
                     runner = self._ready(next(line), candidate)
                 except WorkerError as error:
                     if self._is_late(error) or (error.kind == "memory" and len(running) > 1):
                         break  # that says nothing about the recipe: beside fewer it may fit
-                    reason = f"{error}{_beside(running.values()) if error.kind == 'memory' else ''}"
-                    trials[index] = Trial(
+                    reason = f"{error}{_beside(running) if error.kind == 'memory' else ''}"
+                    failed = Trial(
                         candidate.recipe,
                         "failed",
                         reason,
@@ -176,50 +182,46 @@ class Start:
                         race=self.race,
                         too_slow=error.kind == "slow",
                     )
-                    on_progress(Progress("trial", candidate.recipe, trial=trials[index]))
+                    begun.append(failed)
                     continue
-                running[index] = Started([runner], elapsed=self.rules.under_load)
-                on_progress(Progress("built", candidate.recipe, candidate.label, runner.worker.name))
+                running.append(Started([runner], elapsed=self.rules.under_load, number=index))
+                begun.append(running[-1])
+                self.on_progress(Progress(name=runner.worker.name))
                 if self.held is not None:
                     self.held.runners[candidate.recipe] = runner
                 else:
-                    workers.append(runner.worker)
-                if _memory_is_short(running.values()) and len(running) > 1:
+                    self.workers.append(runner.worker)
+                if _memory_is_short(running) and len(running) > 1:
                     break
-        return running
+        return begun
 
-    def replicate(
-        self, running: Mapping[int, Started], wanted: int, workers: list[Worker], on_progress: OnProgress
-    ) -> None:
+    def replicate(self, running: Sequence[Started], wanted: int) -> None:
         """Start the further processes of each candidate that may win, a whole set at a time, until each has `wanted`,
         as far as time and memory allow."""
-        able = {
-            index: started
-            for index, started in running.items()
-            if not (started.rejected or started.first.candidate.once)
-        }
+        able = [started for started in running if not (started.rejected or started.first.candidate.once)]
         left_s = min(self.rules.replicate_s, self.rules.deadline - time.monotonic())
-        for copy in range(min((len(started.runners) for started in able.values()), default=wanted), wanted):
-            cost_s = sum(started.first.started_s for started in able.values())
+        for copy in range(min((len(started.runners) for started in able), default=wanted), wanted):
+            cost_s = sum(started.first.started_s for started in able)
             if len(able) < 2 or cost_s > left_s:
                 return
             began = time.monotonic()
-            queue = [(started.first.candidate, f"{index:02d}-{copy}") for index, started in able.items()]
+            queue = [(started.first.candidate, f"{started.number:02d}-{copy}") for started in able]
             with closing(self._built(queue)) as line:
-                for started in able.values():
-                    if self.rules.is_stopped or _memory_is_short(running.values()):
+                for started in able:
+                    candidate = started.first.candidate
+                    if self.rules.is_stopped or _memory_is_short(running):
                         return
-                    on_progress(Progress("start", started.first.candidate.recipe, started.first.candidate.label))
+                    self.on_progress(_starting(candidate))
                     try:
-                        runner = self._ready(next(line), started.first.candidate)
+                        runner = self._ready(next(line), candidate)
                     except WorkerError as error:
                         if self._is_late(error) or error.kind == "memory":
                             return  # those that run already go on
                         started.first.failure, started.live = f"its process {copy + 1}: {error}", False
                         continue
-                    workers.append(runner.worker)
+                    self.workers.append(runner.worker)
                     started.runners.append(runner)
-            able = {index: started for index, started in able.items() if started.live}
+            able = [started for started in able if started.live]
             left_s -= time.monotonic() - began
 
     def _built(self, queue: Sequence[tuple[Candidate, str]]) -> Generator[WithWorkload, None, None]:
@@ -338,6 +340,10 @@ def _usage_as_failure(candidate: Candidate) -> Iterator[None]:
         if candidate.label:
             raise UsageError(f"{candidate.label}: {error}") from error
         raise (WorkerError(str(error)) if candidate.python else error) from None
+
+
+def _starting(candidate: Candidate) -> Progress:
+    return Progress(f"starting {candidate.label or candidate.recipe}")
 
 
 def _failure(do: Callable[[], None]) -> WorkerError | None:

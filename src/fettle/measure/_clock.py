@@ -59,33 +59,29 @@ class Clock:
             wait_for(self._device)
 
 
-def warm_up(
-    call: Callable[[], int], earlier: Sequence[int] = (), *, limit_s: float = 10.0, tolerance: float = 0.02
-) -> tuple[list[int], bool]:
+def warm_up(call: Callable[[], int], earlier: Sequence[int] = ()) -> tuple[list[int], bool]:
     """Call until the time is steady. `call` makes one call and returns its nanoseconds, as `earlier` ones took.
 
-    Returns the samples and whether they became steady (`is_steady`) within `limit_s` seconds.
+    Returns the samples and whether they became steady (`is_steady`) within 10 s.
     """
     samples = list(earlier)
-    deadline = time.perf_counter() + limit_s
+    deadline = time.perf_counter() + 10.0
     while True:
         samples.append(call())
-        if is_steady(samples, tolerance):
+        if is_steady(samples):
             return samples, True
         if agreed(time.perf_counter() > deadline):
             return samples, False
 
 
-def is_steady(samples_ns: Sequence[int], tolerance: float = 0.02) -> bool:
-    """Whether the median of the newest third of what was timed is within `tolerance` of that of the third before it, or
-    not lower."""
+def is_steady(samples_ns: Sequence[int]) -> bool:
+    """Whether the median of the newest third of what was timed is within 2% of that of the third before it, or not
+    lower."""
     size = len(samples_ns) // 3
-    if size < 1 or len(samples_ns) < _fewest(samples_ns[-1]):
+    if size < 1:
+        return False
+    fewest = int(0.3e9 / max(samples_ns[-1], 1))  # 0.3 s of calls
+    if len(samples_ns) < max(3, min(30, fewest)):
         return False
     newest = sorted(samples_ns[-size:])[size // 2]
-    return newest >= sorted(samples_ns[-2 * size : -size])[size // 2] * (1 - tolerance)
-
-
-def _fewest(last_ns: int) -> int:
-    """At least 0.3 s of calls, three at least, thirty at most."""
-    return max(3, min(30, int(0.3e9 / max(last_ns, 1))))
+    return newest >= sorted(samples_ns[-2 * size : -size])[size // 2] * 0.98

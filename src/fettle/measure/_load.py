@@ -65,9 +65,6 @@ class Load:
         return self.throttled > QUIET_WAITS and replace(self, throttled=math.nan).is_quiet
 
     def __str__(self) -> str:
-        return " and ".join(self._parts()) or "nobody else took anything"
-
-    def _parts(self) -> list[str]:
         words = []
         if self.waits > QUIET_WAITS:
             words.append(f"its threads together waited {self.waits:.0%} of the time for a core")
@@ -83,7 +80,7 @@ class Load:
             words.append("the machine was suspended")
         if self.replugged:
             words.append("cores went or came")
-        return words
+        return " and ".join(words) or "nobody else took anything"
 
 
 def mean_load(loads: Iterable[Load]) -> Load:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -30,18 +29,9 @@ def may_go_first() -> bool:
     return True
 
 
-@contextlib.contextmanager
-def going_first(group: int) -> Iterator[None]:
-    """The processes of this group, which leads its session, before all others."""
-    prefer(group, HIGHEST)
-    try:
-        yield
-    finally:
-        prefer(group, READY)
-
-
 def prefer(group: int, niceness: int) -> None:
-    """Give the processes of this group, and their session, a niceness; nothing where that is not allowed."""
+    """Give the processes of this group, which leads its session, and that session a niceness; nothing where that is not
+    allowed."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PGRP, group, niceness)
     with contextlib.suppress(OSError):

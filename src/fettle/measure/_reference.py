@@ -142,7 +142,6 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
         dtype=dtype,
         why=why,
         noise=_finite(noise) or 0.0,
-        float32_error=_finite(_distance(answers, best)),
         notes=notes,
         only_metric=only_metric,
         metric=_finite(metric),

@@ -3,7 +3,6 @@ now and then."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 import statistics
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from fettle.measure import _statistics
 from fettle.measure._candidates import Runner, Started
 from fettle.measure._load import Load, with_gpu
-from fettle.measure._priority import going_first
+from fettle.measure._priority import HIGHEST, READY, prefer
 from fettle.measure._process import WorkerError
 from fettle.measure._rules import OnProgress, Progress, Rules
 from fettle.measure._statistics import LOOKS
@@ -23,6 +22,7 @@ from fettle.measure._watch import Patience, Watch, neighbours
 from fettle.measure.messages import SliceTaken, TakeSlice
 
 _BUSY_S = 2.0
+_CALL_TIMEOUT_S = 120.0
 LITTLE_WAITING = 0.2
 """Seconds a second that threads of a slice that goes first may wait: elapsed time is nearer to a call's own than what
 is left of it then, as threads that spin at a barrier wait as well (docs/measuring.md)."""
@@ -39,14 +39,11 @@ class Rounds:
     watch: Watch = field(default_factory=Watch)
     own: set[int] = field(default_factory=set)
     """Processes of the race that use a GPU."""
-    loads: dict[str, list[Load]] = field(default_factory=dict)
-    """Loads by process."""
     _busy_until: float = 0.0
     """Until when the machine is taken to be busy, after a slice in which others had it."""
     _first: set[int] = field(default_factory=set)
     """Processes that go first. They do so until none need to: what a group of tasks has had above its share grows with
     each change of its weight, and beside a busy process it then waited a tenth of a second at its next slice."""
-    _raised: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def run(self, running: Sequence[Started], anchor: Started, before: int = 0) -> None:
         """Run until the leader is certain, nothing is left to win, or time is up. `before`: rounds that have been run
@@ -73,7 +70,8 @@ class Rounds:
                     self._turn(runner, before + count)
                 except WorkerError as error:
                     started.live, runner.failure = False, str(error)
-            self.on_progress(Progress("round", round=before + count, live=sum(started.live for started in running)))
+            live = sum(started.live for started in running)
+            self.on_progress(Progress(f"round {before + count}, {live} in the race"))
             ends_early = not rules.equal_rounds and count in LOOKS
             if ends_early and count >= _fewest_rounds(running) and decided(running, anchor, rules):
                 return
@@ -95,7 +93,7 @@ class Rounds:
             if load.is_quiet or self.rules.under_load:
                 return
             if self.patience.may_wait() and not load.is_quota:
-                self.on_progress(Progress("busy", runner.candidate.recipe, load=load))
+                self.on_progress(Progress(f"the machine is busy ({load}): waiting for a quiet moment"))
                 came = self.patience.wait(self.watch, self.rules.deadline)
                 self._busy_until = 0.0 if came else time.monotonic() + _BUSY_S
                 if came:
@@ -104,8 +102,8 @@ class Rounds:
                 return
 
     def _nobody_first(self) -> None:
-        self._raised.close()
-        self._first.clear()
+        while self._first:
+            prefer(self._first.pop(), READY)
 
     def _is_busy(self) -> bool:
         return time.monotonic() < self._busy_until and not self.rules.under_load
@@ -113,12 +111,12 @@ class Rounds:
     def _slice(self, runner: Runner, number: int, first: bool) -> Load:
         began, apart = time.monotonic(), self._is_busy() and not first
         sample_s = runner.answer.calls * runner.answer.call_ns / 1e9
-        timeout_s = self.rules.call_timeout_s + 20 * sample_s + self.rules.slice_s
+        timeout_s = _CALL_TIMEOUT_S + 20 * sample_s + self.rules.slice_s
         if not first:
             self._nobody_first()
         elif runner.worker.pid not in self._first:
             self._first.add(runner.worker.pid)
-            self._raised.enter_context(going_first(runner.worker.pid))
+            prefer(runner.worker.pid, HIGHEST)
         wanting = neighbours() if self._is_busy() else 0  # our own processes all rest now
         answer = runner.worker.ask(TakeSlice(self.rules.slice_s, apart, wanting), SliceTaken, timeout_s)
         runner.worker.pause()
@@ -132,7 +130,7 @@ class Rounds:
             self._busy_until = now + max(_BUSY_S, 4 * (now - began))  # long calls: not each one twice
         elif not first:
             self.patience.given_up = False
-        self.loads.setdefault(runner.process, []).append(load)
+        runner.loads.append(load)
         unhindered = answer.unhindered_ns
         if not (load.is_quiet or first or apart or self.rules.under_load):
             unhindered = math.nan  # its threads may have shared a core: see `_waits.one_core_each`

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fettle.measure._load import Load
 from fettle.measure._priority import may_go_first
 from fettle.measure._statistics import LOOKS
 from fettle.measure._trial import Accuracy, Trial
@@ -69,7 +68,6 @@ class Rules:
     may_go_first: bool = field(default_factory=may_go_first)
     """On a busy machine a slice may run before all others' work, where the system allows that."""
     prepare_timeout_s: float = 900.0
-    call_timeout_s: float = 120.0
     settle_verdicts: bool = False
     """Go on until each candidate's verdict against the baseline is known, not only the leader: what `bench` wants."""
     replicates: int = 1
@@ -157,27 +155,10 @@ class Judge:
 class Progress:
     """What a race reports while it runs."""
 
-    stage: str
-    """``start`` a worker, ``built`` in it, ``round`` of the race, ``busy`` where it waits for a quiet machine,
-    ``vague`` if more processes are needed, ``trial`` is known."""
-    recipe: Recipe | None = None
-    label: str = ""
+    doing: str = ""
+    """What runs now, for people."""
     name: str = ""
     """What the workload that was built calls itself."""
-    round: int = 0
-    live: int = 0
-    load: Load | None = None
-    trial: Trial | None = None
-
-    @property
-    def doing(self) -> str:
-        """What runs now, for people; empty where a trial is known."""
-        return {
-            "start": f"starting {self.label or self.recipe}",
-            "busy": f"the machine is busy ({self.load}): waiting for a quiet moment",
-            "vague": "not certain yet: a few more processes of each",
-            "round": f"round {self.round}, {self.live} in the race",
-        }.get(self.stage, "")
 
 
 OnProgress = Callable[[Progress], None]

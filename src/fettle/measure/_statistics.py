@@ -73,34 +73,24 @@ def log_interval(observations: Sequence[float], alpha: float) -> Interval:
     return Interval(estimate, min(centre - half, estimate), max(centre + half, estimate))
 
 
-def replicate_interval(
-    slower: Sequence[Mapping[int, float]], faster: Sequence[Mapping[int, float]], alpha: float
+def contrast_interval(
+    groups: Sequence[Sequence[Mapping[int, float]]], weights: Sequence[float], alpha: float
 ) -> Interval:
-    """Mean of `slower` minus mean of `faster` with its two-sided interval of level 1 - `alpha`, processes as the units.
+    """The sum of `weights`, which add up to 0, times the means of `groups` of processes, with its two-sided interval of
+    level 1 - `alpha`, processes as the units.
 
     Each item is one process: its log time by round. Any two processes are told apart by the median of their paired
     differences over the rounds that both ran in, which leaves out what a round did to both and is not moved by slices
     in which the machine was taken away; a process counts once, as its place among all of them (`places`). At least two
-    on each side. Nothing can be said where no rounds connect them all.
+    in each group. Nothing can be said where no rounds connect them all. What rounds do to whole groups is added
+    (`_of_rounds`).
 
-    From three processes on, Welch's t, from five on of trimmed means.
+    From three processes on, the degrees of freedom are those of Welch and Satterthwaite, from five on with trimming.
 
     Of two and two Welch's cannot tell ten times from none where the two of one side differ by a third (interval 0.65
     to 155), as it learns each side's spread from one difference; there Student's takes both sides to spread alike,
     which in simulation claims a difference of equals in 5% where they do, in 8% where one spreads three times as much,
     and in 14% where one does not spread at all.
-    """
-    return contrast_interval([slower, faster], (1, -1), alpha)
-
-
-def contrast_interval(
-    groups: Sequence[Sequence[Mapping[int, float]]], weights: Sequence[float], alpha: float
-) -> Interval:
-    """The sum of `weights` times the means of `groups` of processes, with its two-sided interval of level 1 - `alpha`:
-    processes are the units as in `replicate_interval`, of which this is the form for more than two groups, with the
-    same trimming and the degrees of freedom of Welch and Satterthwaite, or with a spread that all share where a group
-    has two only. What rounds do to whole groups is added (`_of_rounds`). At least two processes a group; the weights
-    add up to 0.
     """
     estimate, parts = 0.0, list[tuple[float, float, float]]()
     fewest, each_units = min(map(len, groups)), _units(groups)
@@ -193,12 +183,12 @@ def _units(groups: Sequence[Sequence[Mapping[int, float]]]) -> list[list[float]]
 def is_exhausted(
     slower: Sequence[Mapping[int, float]], faster: Sequence[Mapping[int, float]], alpha: float, narrow: float
 ) -> bool:
-    """Whether more rounds would hardly narrow `replicate_interval`, or half of it is `narrow` already.
+    """Whether more rounds would hardly narrow `contrast_interval` of the two, or half of it is `narrow` already.
 
     What rounds leave open of a process is how far one half of them is from the other: the variance of all is a quarter
     of that of the difference. What they leave open of all processes of a group is `_of_rounds`.
     """
-    interval = replicate_interval(slower, faster, alpha)
+    interval = contrast_interval([slower, faster], (1, -1), alpha)
     if interval.high - interval.low < 2 * narrow:
         return True
 

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -110,7 +110,7 @@ def reference(state: State, request: messages.WriteReference) -> messages.Refere
             "the factory returns the same model each time, trained further by each run: build the model inside the "
             "factory"
         )
-    steps = Steps(train, _seeded(first, 0))
+    steps = Steps(train, first)
     baseline = steps.curve(int(first.steps))
     if len(baseline.losses) < first.steps or not math.isfinite(baseline.losses[-1]):
         raise UsageError(
@@ -207,38 +207,23 @@ ACTIONS: Mapping[type[messages.Asked], Callable[[State, Any], messages.Answer]] 
 }
 
 
-class _InOrder:
-    """Batches in the order of a seed: what `TrainingWorkload.stream` gives, as often as it is asked."""
-
-    def __init__(self, workload: TrainingWorkload, seed: int) -> None:
-        self.workload, self.seed = workload, seed
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.workload.stream(self.seed)
-
-
 def _loaded(target: Target, seed: int) -> TrainingWorkload:
     """The workload as `build` leaves it, which reads a batch for the fingerprint: data may remember that."""
     seed_all(seed)
     workload = load_training(target, seed)
     _ = workload.first
-    return workload
-
-
-def _seeded(workload: TrainingWorkload, seed: int, reorder: bool = False) -> TrainingWorkload:
     seed_all(seed)
-    return replace(workload, data=_InOrder(workload, seed)) if reorder else workload
+    return workload
 
 
 def _other_seed(target: Target, train: Any, seed: int, baseline: Curve) -> Curve:
     """The baseline from another seed. The order of the data is changed only where nothing else heeds the seed."""
     workload = _loaded(target, seed)
-    count = int(workload.steps)
-    curve = Steps(train, _seeded(workload, seed)).curve(count)
+    curve = Steps(train, workload).curve(int(workload.steps))
     if list(curve.losses) != list(baseline.losses):
         return curve
     workload = _loaded(target, seed)
-    return Steps(train, _seeded(workload, seed, reorder=True)).curve(count)
+    return Steps(train, workload, workload.stream(seed)).curve(int(workload.steps))
 
 
 def _collectives(steps: Steps) -> list[str]:
@@ -342,6 +327,6 @@ def _largest_batch(workload: TrainingWorkload, facts: Facts) -> int:
 def _pass_length(workload: TrainingWorkload) -> int:
     """Steps in one sample of time: one, or a pass through the data where its batches differ in shape."""
     data: Iterable[Any] = workload.data
-    if not isinstance(data, Sized) or not isinstance(data, Sequence) or len(data) > MOST_BATCHES:
+    if not isinstance(data, Sequence) or len(data) > MOST_BATCHES:
         return 1
     return 1 if same_shapes(data) else len(data)

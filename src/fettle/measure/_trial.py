@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import statistics
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -156,12 +157,46 @@ def log_times(slices: Sequence[Slice], samples: float, *, elapsed: bool = False)
     return {number: math.log(ms / samples) for number, ms in by_round(slices, elapsed=elapsed).items()}
 
 
+def by_process(slices: Sequence[Slice]) -> dict[str, list[Slice]]:
+    """The slices of each process."""
+    turns: dict[str, list[Slice]] = {}
+    for one in slices:
+        turns.setdefault(one.process, []).append(one)
+    return turns
+
+
 def process_logs(trial: Trial, *, elapsed: bool = False) -> list[dict[int, float]]:
     """`log_times` of each process of a trial that has been timed."""
-    slices: dict[str, list[Slice]] = {}
-    for one in trial.slices:
-        slices.setdefault(one.process, []).append(one)
-    return [log for each in slices.values() if (log := log_times(each, trial.samples, elapsed=elapsed))]
+    every = by_process(trial.slices).values()
+    return [log for turns in every if (log := log_times(turns, trial.samples, elapsed=elapsed))]
+
+
+_FEWEST_PAGES = 64
+_LEAST_LOSS = 0.05
+_EACH = 2
+"""Slices of either kind."""
+
+
+def fetching(slices: Sequence[Slice]) -> str:
+    """How calls differ between the slices that fetch most memory from the system and those that fetch next to none, as
+    a phrase; empty where they do not, by a twentieth of the time at least.
+
+    What a call frees goes back to the system where it lies at the end of the heap, and is kept for the next call where
+    anything that is still held lies behind it. Which of the two it is differs between processes, and while one runs.
+    """
+    known = [(one.pages, one.best_ms) for one in slices if one.pages is not None and one.best_ms]
+    most = max((pages for pages, _ in known), default=0.0)
+    many = [ms for pages, ms in known if pages > most / 2]
+    few = [ms for pages, ms in known if pages <= most / 16]
+    if most < _FEWEST_PAGES or min(len(many), len(few)) < _EACH:
+        return ""
+    fetched_ms, kept_ms = statistics.median(many), statistics.median(few)
+    if fetched_ms <= (1 + _LEAST_LOSS) * kept_ms:
+        return ""
+    return (
+        f"{kept_ms:.3g} ms a call where the memory that it frees is kept, {fetched_ms:.3g} ms where it goes back "
+        f"to the system and {most:.0f} pages of it are fetched anew: which of the two is chance"
+    )
 
 
 @dataclass(frozen=True)

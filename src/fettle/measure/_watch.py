@@ -249,8 +249,8 @@ def _of_cores(name: str) -> list[float]:
 
 @lru_cache(maxsize=2)
 def _core_files(name: str) -> list[Path]:
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return [path for core in list(cores)[:_LOOKED_AT] for path in sorted((_CORES / f"cpu{core}").glob(name))]
+    cores = sorted(affinity()) or range(os.cpu_count() or 1)
+    return [path for core in cores[:_LOOKED_AT] for path in sorted((_CORES / f"cpu{core}").glob(name))]
 
 
 class Surroundings:
@@ -260,13 +260,9 @@ class Surroundings:
     def __init__(self) -> None:
         self._before, self._own_s = read_machine(), _family_s()
 
-    def load(self) -> Load:
-        """The load up to now."""
-        return _load_between(self._before, read_machine(), max(0.0, _family_s() - self._own_s), since=self._before)
-
     def sentence(self) -> str:
         """What is to be said of figures that were measured meanwhile; empty on a quiet machine."""
-        load = self.load()
+        load = _load_between(self._before, read_machine(), max(0.0, _family_s() - self._own_s), since=self._before)
         return "" if load.is_quiet else f"Measured on a busy machine: {load}. Expect other figures on a quiet one."
 
 

@@ -146,8 +146,6 @@ class Reference(Answer, frozen=True, kw_only=True):
     dtype: str
     why: str = ""
     noise: float = 0.0
-    float32_error: float | None = None
-    """Error of the model in eval mode in its own precision against the reference: the yardstick."""
     notes: Sequence[str] = ()
     """What the user should know of it."""
     only_metric: bool = False

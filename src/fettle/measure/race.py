@@ -17,15 +17,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from fettle.estimates import nearest_rank
 from fettle.generate.speed import Generation, figures
 from fettle.measure import _statistics
 from fettle.measure._candidates import Held, Runner, Start, Started
-from fettle.measure._fetching import fetching
 from fettle.measure._load import mean_load
-from fettle.measure._process import Worker, close_each
+from fettle.measure._process import close_each
 from fettle.measure._rounds import Rounds, log_ratios
 from fettle.measure._rules import Candidate, Judge, OnProgress, Progress, Rules
-from fettle.measure._trial import Interval, Startup, Trial
+from fettle.measure._trial import Interval, Startup, Trial, fetching
 from fettle.measure._watch import Patience
 from fettle.procs.forks import ForkServer
 from fettle.procs.nodes import Nodes
@@ -48,7 +48,6 @@ def race(
     nodes: Nodes | None = None,
     forks: ForkServer | None = None,
     patience: Patience | None = None,
-    before: int = 0,
 ) -> list[Trial]:
     """Race `candidates` on the workload of `target`; one trial each, in their order.
 
@@ -58,56 +57,59 @@ def race(
     not begun when the deadline came are left out of the answer. With `held` the processes outlive the race: those in it
     that have a recipe of `candidates` run it, and all others join them. Candidates of several ranks are spread over the
     `nodes`. Processes begin as `forks` where these serve their environment. `patience` is how long the race may wait
-    for a quiet machine, not at all by default. Rounds are counted from `before` + 1.
+    for a quiet machine, not at all by default.
     """
-    rules = rules or Rules()
-    start = Start(target, fingerprint, judging, rules, log_folder, environment or {}, number, held, nodes, forks)
-    baseline = next((index for index, one in enumerate(candidates) if not one.recipe.levels), 0)
-    trials: dict[int, Trial] = {}
-    workers: list[Worker] = []
-    try:
-        running = start.line_up(candidates, trials, workers, on_progress)
-        start.replicate(running, rules.replicates, workers, on_progress)
-        anchor = running.get(baseline) or next(iter(running.values()), None)
-        if anchor is not None:
-            rounds = Rounds(rules, random.Random(seed * 1000 + number), on_progress, patience or Patience())
-            with _ended_by_interrupt(start, running.values()):
-                rounds.run(list(running.values()), anchor, before)
-            ended = {index: _trial(started, anchor, start, rounds) for index, started in running.items()}
-            with _ended_by_interrupt(start, running.values()):
-                for wanted in rules.further:
-                    more = _go_on(start, rounds, running, ended, anchor, wanted, workers, on_progress)
-                    if not more:
-                        break
-                    ended |= more
-            if baseline not in running:
-                ended = {index: replace(trial, speedup=None, elapsed_speedup=None) for index, trial in ended.items()}
-            trials |= ended
-            with _ended_by_interrupt(start, running.values()):
-                for index, trial in ended.items():
-                    trials[index] = _with_rows(trial, start.row_rates(running[index]))
-            if held is not None:
-                held.keep({e.first.candidate.recipe for e in running.values() if not e.failure})
-    finally:
-        close_each(workers)
-    for index in sorted(running):
-        on_progress(Progress("trial", candidates[index].recipe, trial=trials[index]))
+    start = Start(
+        target, fingerprint, judging, rules or Rules(), log_folder, environment or {}, number, held, nodes, forks,
+        on_progress,
+    )  # fmt: skip
+    return _race(start, candidates, patience or Patience(), seed)
 
-    rest = list(candidates[max(trials, default=-1) + 1 :])
+
+def _race(start: Start, candidates: Sequence[Candidate], patience: Patience, seed: int, before: int = 0) -> list[Trial]:
+    """The race, and another one of those that there was no memory for. Rounds are counted from `before` + 1."""
+    rules, held = start.rules, start.held
+    baseline = next((place for place, one in enumerate(candidates) if not one.recipe.levels), 0)
+    try:
+        begun = start.line_up(candidates)
+        running = [one for one in begun if isinstance(one, Started)]
+        start.replicate(running, rules.replicates)
+        given = [started for started in running if started.number == baseline]
+        anchor = next(iter([*given, *running]), None)
+        if anchor is not None:
+            rounds = Rounds(rules, random.Random(seed * 1000 + start.race), start.on_progress, patience)
+            with _ended_by_interrupt(start, running):
+                rounds.run(running, anchor, before)
+            for started in running:
+                started.trial = _trial(started, anchor, start)
+            with _ended_by_interrupt(start, running):
+                for wanted in rules.further:
+                    if not _go_on(start, rounds, running, anchor, wanted):
+                        break
+                for started in running:
+                    started.trial = _with_rows(started.trial, start.row_rates(started))
+            for started in () if given else running:
+                started.trial = replace(started.trial, speedup=None, elapsed_speedup=None)
+            if held is not None:
+                held.keep({started.first.candidate.recipe for started in running if not started.failure})
+    finally:
+        close_each(start.workers)
+        start.workers.clear()
+
+    trials = [one.trial if isinstance(one, Started) else one for one in begun]
+    rest = candidates[len(begun) :]
     if not rest or anchor is None or rules.is_stopped or time.monotonic() > rules.deadline:
-        return [trials[index] for index in sorted(trials)]
+        return trials
     # What did not fit into memory beside the others runs in a race of its own, the anchor in it again.
     if held is not None:
         held.keep({anchor.first.candidate.recipe})
-    last = max((one.round for trial in trials.values() for one in trial.slices), default=before)
-    candidates, later = [candidates[baseline], *rest], list[Trial]()
-    with _ended_by_interrupt(start, running.values()):
-        later = race(target, fingerprint, candidates, judging, rules, log_folder=log_folder, environment=environment,
-                     on_progress=on_progress, number=number, seed=seed + 1, held=held, nodes=nodes, forks=forks,
-                     patience=patience, before=last)  # fmt: skip
-    if later and baseline in trials:  # what ties those that ran there to those that ran here
+    last = max((one.round for trial in trials for one in trial.slices), default=before)
+    later: list[Trial] = []
+    with _ended_by_interrupt(start, running):
+        later = _race(start, [candidates[baseline], *rest], patience, seed + 1, last)
+    if later and baseline < len(trials):  # what ties those that ran there to those that ran here
         trials[baseline] = replace(trials[baseline], slices=(*trials[baseline].slices, *later[0].slices))
-    return [*(trials[index] for index in sorted(trials)), *later[1:]]
+    return [*trials, *later[1:]]
 
 
 @contextmanager
@@ -133,41 +135,32 @@ def _with_rows(trial: Trial, tokens_per_s: Mapping[str, float]) -> Trial:
     return replace(trial, generation=replace(known, tokens_per_s={**tokens_per_s, **known.tokens_per_s}))
 
 
-def _go_on(
-    start: Start,
-    rounds: Rounds,
-    running: Mapping[int, Started],
-    ended: Mapping[int, Trial],
-    anchor: Started,
-    wanted: int,
-    workers: list[Worker],
-    on_progress: OnProgress,
-) -> dict[int, Trial]:
-    """Where a speed-up is vague: more processes of all that have several, as many rounds again, and what is known then.
+def _go_on(start: Start, rounds: Rounds, running: Sequence[Started], anchor: Started, wanted: int) -> bool:
+    """Where a speed-up is vague: more processes of all that have several, as many rounds again, and what is known then;
+    whether there were more.
 
     How wide an interval is decides this, not what it says: the error rate stays what it was. Rules that do look at what
     it says have their own `is_enough`, and a confidence for that many looks.
     """
     rules, had = start.rules, len(anchor.runners)
     if rules.is_stopped or anchor.failure or had >= wanted or time.monotonic() > rules.deadline:
-        return {}
-    if not _is_vague(list(ended.values()), rules):
-        return {}
-    on_progress(Progress("vague"))
-    again = {index: running[index] for index, trial in ended.items() if trial.ok and trial.processes > 1}
-    for started in again.values():
+        return False
+    if not _is_vague([started.trial for started in running], rules):
+        return False
+    start.on_progress(Progress("not certain yet: a few more processes of each"))
+    again = [started for started in running if started.trial.ok and started.trial.processes > 1]
+    for started in again:
         started.live = True
-    start.replicate(again, wanted, workers, on_progress)
+    start.replicate(again, wanted)
     if len(anchor.runners) == had:
-        return {}
-    rounds.run(list(again.values()), anchor, max(one.round for runner in anchor.runners for one in runner.slices))
-    trials = {}
-    for index, started in again.items():
+        return False
+    rounds.run(again, anchor, max(one.round for runner in anchor.runners for one in runner.slices))
+    for started in again:
         if started.failure:
-            trials[index] = replace(ended[index], status="failed", reason=_ended(started))
+            started.trial = replace(started.trial, status="failed", reason=_ended(started))
         elif not anchor.failure:
-            trials[index] = _trial(started, anchor, start, rounds)
-    return trials
+            started.trial = _trial(started, anchor, start)
+    return True
 
 
 def _again_s(runners: Sequence[Runner]) -> float:
@@ -195,7 +188,7 @@ def _speedup(anchor: Started, started: Started, rules: Rules) -> Interval | None
         return Interval(1.0, 1.0, 1.0)
     slower, faster = anchor.process_logs(), started.process_logs()
     if min(len(slower), len(faster)) > 1:
-        return _statistics.exp(_statistics.replicate_interval(slower, faster, 1 - rules.confidence))
+        return _statistics.exp(_statistics.contrast_interval([slower, faster], (1, -1), 1 - rules.confidence))
     ratios = log_ratios(anchor, started)
     return _statistics.exp(_statistics.log_interval(ratios, rules.alpha)) if ratios else None
 
@@ -217,7 +210,7 @@ def _generation(runners: Sequence[Runner]) -> Generation | None:
     return None if known is None else figures(texts, known)
 
 
-def _trial(started: Started, anchor: Started, start: Start, rounds: Rounds) -> Trial:
+def _trial(started: Started, anchor: Started, start: Start) -> Trial:
     first, runners, rules = started.first, started.runners, start.rules
     answer, candidate = first.answer, first.candidate
     if not first.slices:
@@ -229,7 +222,7 @@ def _trial(started: Started, anchor: Started, start: Start, rounds: Rounds) -> T
             seconds=time.monotonic() - first.began,
             race=start.race,
         )
-    times = sorted(sample for runner in runners for sample in runner.samples_ns)
+    samples_ns = [sample for runner in runners for sample in runner.samples_ns]
     energy = [joule for runner in runners for joule in runner.energy_j]
     logs = started.per_sample
     quiet = [value for number, value in logs.items() if number > 0]
@@ -239,7 +232,7 @@ def _trial(started: Started, anchor: Started, start: Start, rounds: Rounds) -> T
     # A recipe that died half-way has numbers, but nobody should be handed it.
     reason = _ended(started) if started.failure else started.rejected
     peaks = [runner.answer.peak_bytes for runner in runners if runner.answer.peak_bytes is not None]
-    loads = [load for runner in runners for load in rounds.loads.get(runner.process, ())]
+    loads = [load for runner in runners for load in runner.loads]
     slices = tuple(one for runner in runners for one in runner.slices)
     fetched = fetching(slices)
     return Trial(
@@ -247,7 +240,7 @@ def _trial(started: Started, anchor: Started, start: Start, rounds: Rounds) -> T
         status="failed" if started.failure else "rejected" if started.rejected else "measured",
         reason=reason,
         time_ms=statistics.median(rounds_ms or [one.ms for one in first.slices]),
-        p90_ms=times[min(len(times) - 1, int(0.9 * len(times)))] / 1e6,
+        p90_ms=nearest_rank(samples_ns, 0.9) / 1e6,
         speedup=_speedup(anchor, started, rules),
         elapsed_speedup=_elapsed_speedup(anchor, started, rules),
         is_quiet=_statistics.are_quiet(beside.process_logs(), started.process_logs()),
@@ -265,7 +258,7 @@ def _trial(started: Started, anchor: Started, start: Start, rounds: Rounds) -> T
         turn_s=statistics.fmean(first.turns_s) if first.turns_s else math.nan,
         phases_ms=answer.phases_ms,
         generation=_generation(runners),
-        notes=(*answer.notes, *([str(fetched)] if fetched else [])),
+        notes=(*answer.notes, *([fetched] if fetched else [])),
         learned=answer.learned,
         seconds=time.monotonic() - first.began,
         race=start.race,

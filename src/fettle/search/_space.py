@@ -11,6 +11,9 @@ from typing import Protocol
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 
+Level = tuple[str, str]
+"""A technique and the level that it is set to; the default level drops it."""
+
 
 @dataclass(frozen=True)
 class Space:
@@ -52,10 +55,6 @@ class Session(Protocol):
 
     def noise(self, one: Trial, other: Trial) -> float:
         """Half the confidence interval of the difference of two scores; 0 where scores have none."""
-        ...
-
-    def spent(self) -> bool:
-        """Whether the budget is used up."""
         ...
 
 
@@ -126,12 +125,12 @@ def _closure(space: Space, technique: str, level: str, recipe: Recipe, keep: boo
 
 def _dependents(space: Space, technique: str) -> list[str]:
     """Techniques that cannot stand without this one."""
-    bundles: list[str] = []
+    found: list[str] = []
     waiting = [technique]
     while waiting:
         name = waiting.pop()
         for other, needs in space.needs.items():
-            if name in needs and other not in bundles and other not in space.required.levels:
-                bundles.append(other)
+            if name in needs and other not in found and other not in space.required.levels:
+                found.append(other)
                 waiting.append(other)
-    return bundles
+    return found

@@ -7,14 +7,11 @@ from collections.abc import Iterator, Sequence
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search._evidence import Evidence
-from fettle.search._space import Session, Space, valid, with_required
+from fettle.search._space import Level, Session, Space, valid, with_required
 from fettle.search.foresight import Guide
 
 _TOGETHER = {1: 6, 2: 3, 3: 2}
 """Recipes raced together, by what the most expensive costs to start: the fewer, the more is known for the next."""
-
-Move = tuple[str, str]
-"""A technique and the level that it is set to; the default level drops it."""
 
 
 def auto(
@@ -31,35 +28,37 @@ def auto(
     """
     evidence = Evidence(space, session)
     led: set[Recipe] = set()
-    going_on, screened = guide is None or guide.begin(space, evidence, _root(space)), False
+    going_on, screened = guide is None or guide.begin(evidence, _root(space)), False
     while going_on:
         leader = evidence.leader()
         if guide is not None and (leader is None or not guide.is_reliable):
             guide = None
         if guide is None and not screened:
-            going_on, screened = _screen(space, evidence, first), True
+            going_on, screened = _screen(evidence, first), True
             continue
         if leader is None:
             break
         led.add(leader.recipe)
-        batch = _next_batch(space, evidence, leader, led, first, guide)
+        batch = _next_batch(evidence, leader, led, first, guide)
         if not batch:
             break
         going_on = guide.measure(evidence, batch) if guide is not None else evidence.measure(batch)
     return evidence.leader()
 
 
-def _screen(space: Space, evidence: Evidence, first: Sequence[str]) -> bool:
+def _screen(evidence: Evidence, first: Sequence[str]) -> bool:
     """Measure the bundles, and every level that is cheap alone; whether there is budget left."""
-    going_on = True
+    space, going_on = evidence.space, True
     baseline, root = Recipe(), _root(space)  # both measured once, in the first batch
-    for batch in _batches(space, _bundles(space)):
+    bundles = [with_required(space, bundle) for bundle in space.bundles]
+    for batch in _batches(space, [bundle for bundle in bundles if valid(space, bundle)]):
         going_on = going_on and evidence.measure([baseline, *batch, *root])  # where time is short, a bundle comes first
     best = evidence.leader()
+    levels = [evidence.moved(with_required(space, Recipe()), *move) for move in _moves(space, first)]
     alone = [
         recipe
-        for recipe in _cheap_alone(space, evidence, first)
-        if best is None or not evidence.is_hopeless(recipe, best)
+        for recipe in levels  # an expensive one is first tried on the leader
+        if recipe is not None and space.cost(recipe) == 1 and (best is None or not evidence.is_hopeless(recipe, best))
     ]
     for batch in _batches(space, alone):
         going_on = going_on and evidence.measure([baseline, *batch, *root])
@@ -72,20 +71,8 @@ def _root(space: Space) -> list[Recipe]:
     return [root] if valid(space, root) else []
 
 
-def _bundles(space: Space) -> list[Recipe]:
-    """Combinations that are known to work well."""
-    bundles = [with_required(space, bundle) for bundle in space.bundles]
-    return [bundle for bundle in bundles if valid(space, bundle)]
-
-
-def _cheap_alone(space: Space, evidence: Evidence, first: Sequence[str]) -> list[Recipe]:
-    """Every level that costs seconds to start, alone. An expensive one is first tried on the leader."""
-    alone = [evidence.moved(with_required(space, Recipe()), *move) for move in _moves(space, first)]
-    return [recipe for recipe in alone if recipe is not None and space.cost(recipe) == 1]
-
-
 def _next_batch(
-    space: Space, evidence: Evidence, leader: Trial, led: set[Recipe], first: Sequence[str], guide: Guide | None = None
+    evidence: Evidence, leader: Trial, led: set[Recipe], first: Sequence[str], guide: Guide | None
 ) -> list[Recipe]:
     """The untried neighbours of the leader that promise most; empty when none is left that could be better.
 
@@ -93,7 +80,8 @@ def _next_batch(
     since each may change what the next one brings; 3. moves never tried; 4. the rest: drop-outs, second chances. A
     `guide` puts each group in its own order, and leaves out what has no chance.
     """
-    ranked: list[tuple[int, float, int, int, Recipe, Move]] = []
+    space = evidence.space
+    ranked: list[tuple[int, float, int, int, Recipe, Level]] = []
     for place, move in enumerate(_moves(space, first, drops=True)):
         recipe = evidence.moved(leader.recipe, *move)
         if (
@@ -110,7 +98,7 @@ def _next_batch(
         ranked.append((rank, -expected, space.cost(recipe), place, recipe, move))
     if guide is not None and ranked:
         worth, has_chance = guide.worth(evidence, {recipe: move for *_, recipe, move in ranked}, leader)
-        if not has_chance and (together := guide.untested(space, evidence, leader.recipe)):
+        if not has_chance and (together := guide.untested(evidence, leader.recipe)):
             return next(_batches(space, together))
         ranked = [
             (rank, -worth[recipe], cost, place, recipe, move)
@@ -124,7 +112,7 @@ def _next_batch(
     return recipes[:1] if best == 2 else next(_batches(space, recipes))
 
 
-def _retired(evidence: Evidence, move: Move, led: set[Recipe]) -> bool:
+def _retired(evidence: Evidence, move: Level, led: set[Recipe]) -> bool:
     """Whether the move failed to help in two places, one of them a leader: then it is not tried a third time.
 
     A failed trial counts once like any other, since what fails alone may run beside others (a quantised model that
@@ -134,7 +122,7 @@ def _retired(evidence: Evidence, move: Move, led: set[Recipe]) -> bool:
     return len(useless) >= 2 and any(recipe in led for recipe in useless)
 
 
-def _moves(space: Space, first: Sequence[str], drops: bool = False) -> Iterator[Move]:
+def _moves(space: Space, first: Sequence[str], drops: bool = False) -> Iterator[Level]:
     """All moves in the order of the catalogue, the techniques named in `first` before the others."""
     names = [name for name in first if name in space.choices] + [name for name in space.choices if name not in first]
     for name in names:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search._evidence import Evidence
-from fettle.search._space import Session, Space, moved, valid, with_required
+from fettle.search._space import Level, Session, Space, moved, valid, with_required
 from fettle.search.auto import auto
 
 
@@ -32,7 +32,7 @@ class Step:
 def ladder(space: Space, session: Session) -> Trial | None:
     """Climb the ladder and return the best of all trials; `steps` has what each rung brought."""
     evidence = Evidence(space, session)
-    for _ in _climb(space, evidence):
+    for _ in _climb(evidence):
         pass
     return evidence.leader()
 
@@ -40,11 +40,12 @@ def ladder(space: Space, session: Session) -> Trial | None:
 def steps(space: Space, session: Session, *, start: Recipe | None = None) -> Iterator[Step]:
     """The rungs, each as soon as it was tried. One that fails, does not help, or cannot stand on those below is there,
     with `kept` false."""
-    return _climb(space, Evidence(space, session), start)
+    return _climb(Evidence(space, session), start)
 
 
-def _climb(space: Space, evidence: Evidence, start: Recipe | None = None) -> Iterator[Step]:
+def _climb(evidence: Evidence, start: Recipe | None = None) -> Iterator[Step]:
     """A rung is a technique; its levels are raced together and the best that helps is kept."""
+    space = evidence.space
     bottom = with_required(space, start or Recipe())
     if not evidence.measure([Recipe(), bottom] if valid(space, bottom) else [Recipe()]):
         return
@@ -82,7 +83,7 @@ def ablation(space: Space, session: Session) -> Trial | None:
     """Remove one technique at a time from what `auto` finds; the best of what was tried."""
     winner = auto(space, session)
     evidence = Evidence(space, session)
-    _remove_each(space, evidence, winner.recipe if winner else Recipe())
+    _remove_each(evidence, winner.recipe if winner else Recipe())
     return evidence.leader()
 
 
@@ -90,7 +91,7 @@ def removals(space: Space, session: Session, recipe: Recipe) -> list[Step]:
     """The recipe, then each variant with one technique as given (and without what needs it). `kept` says that
     the recipe is worse without it, so that it is worth its place."""
     evidence = Evidence(space, session)
-    whole, without = _remove_each(space, evidence, recipe)
+    whole, without = _remove_each(evidence, recipe)
     if whole not in evidence.trials:
         return []
     steps = [Step(str(whole), evidence.trials[whole], True)]
@@ -101,8 +102,9 @@ def removals(space: Space, session: Session, recipe: Recipe) -> list[Step]:
     return steps
 
 
-def _remove_each(space: Space, evidence: Evidence, recipe: Recipe) -> tuple[Recipe, dict[str, Recipe]]:
+def _remove_each(evidence: Evidence, recipe: Recipe) -> tuple[Recipe, dict[str, Recipe]]:
     """Race the recipe, its variants with one technique less, and the baseline."""
+    space = evidence.space
     whole = with_required(space, recipe)
     names = [name for name in space.choices if name in whole.levels]
     moved = {name: evidence.moved(whole, name, space.default(name)) for name in names}
@@ -168,7 +170,7 @@ def _every(space: Space) -> list[Recipe] | None:
     alone = {level: moved(space, Recipe(), *level) for level in levels}
     apart = {pair for one, two in combinations(levels, 2) if not _together(space, alone, one, two)
              for pair in ((one, two), (two, one))}  # fmt: skip
-    found: list[tuple[tuple[str, str], ...]] = [()]
+    found: list[tuple[Level, ...]] = [()]
     for name, known in space.choices.items():
         found += [(*taken, (name, level)) for taken in found for level in known[1:]
                   if not any((one, (name, level)) in apart for one in taken)]  # fmt: skip
@@ -177,9 +179,7 @@ def _every(space: Space) -> list[Recipe] | None:
     return [Recipe(dict(taken)) for taken in found]
 
 
-def _together(
-    space: Space, alone: Mapping[tuple[str, str], Recipe | None], one: tuple[str, str], two: tuple[str, str]
-) -> bool:
+def _together(space: Space, alone: Mapping[Level, Recipe | None], one: Level, two: Level) -> bool:
     """Whether two levels can stand together, with what they need; also where one of them cannot stand alone."""
     for first, second in ((one, two), (two, one)):
         if (before := alone[first]) is None:

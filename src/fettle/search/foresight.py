@@ -13,6 +13,7 @@ in one recipe, and dropped only where that came as expected. So a wrong atlas co
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -20,7 +21,7 @@ from typing import Protocol
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search._evidence import Evidence
-from fettle.search._space import Space, holds, valid, with_required
+from fettle.search._space import Level, holds, valid, with_required
 
 SLOWEST = -math.log(3)
 """Smaller gains are taken for this one: how much slower still a recipe is does not matter, and differs widely."""
@@ -47,6 +48,7 @@ _ENOUGH = 3
 _CHANCE = 0.1
 """A move needs this probability of being better than the leader."""
 _TOGETHER = {1: 6, 2: 4, 3: 3}
+_NORMAL = statistics.NormalDist()
 
 
 @dataclass(frozen=True)
@@ -70,18 +72,11 @@ class Forecast:
         """How much it should bring beyond the gain `best`; what is worse counts as nothing, as it is not taken."""
         ahead = self.gain - best - LEAST
         z = ahead / self.spread
-        return self.works * (ahead * _below(z) + self.spread * math.exp(-z * z / 2) / math.sqrt(2 * math.pi))
+        return self.works * (ahead * _NORMAL.cdf(z) + self.spread * _NORMAL.pdf(z))
 
     def chance(self, best: float) -> float:
         """The probability that it brings more than the gain `best`, by enough to matter."""
-        return self.works * _below((self.gain - best - LEAST) / self.spread)
-
-
-Level = tuple[str, str]
-
-
-def _below(z: float) -> float:
-    return 0.5 * (1 + math.erf(z / math.sqrt(2)))
+        return self.works * _NORMAL.cdf((self.gain - best - LEAST) / self.spread)
 
 
 class Foresight(Protocol):
@@ -162,11 +157,11 @@ class Guide:
             return False
         return sum(z * z for z in off) / len(off) <= _OFF
 
-    def begin(self, space: Space, evidence: Evidence, root: Sequence[Recipe]) -> bool:
+    def begin(self, evidence: Evidence, root: Sequence[Recipe]) -> bool:
         """Measure what promises most for its seconds, a few races at most; whether there is budget left."""
         beside = [Recipe(), *root]
         for _ in range(RACES):
-            batch = self._promising(space, evidence)
+            batch = self._promising(evidence)
             if not batch:
                 break
             if not self.measure(evidence, batch, beside):
@@ -212,16 +207,14 @@ class Guide:
         tried = any(trial.recipe.levels.get(name) == level for trial in evidence.trials.values())
         return tried and move not in self._confirmed
 
-    def untested(
-        self, space: Space, evidence: Evidence, base: Recipe, known: Collection[Level] | None = None
-    ) -> list[Recipe]:
+    def untested(self, evidence: Evidence, base: Recipe, known: Collection[Level] | None = None) -> list[Recipe]:
         """Recipes, as few as possible, that between them hold all levels but the `known` ones, by default those that a
         measurement has confirmed; none that was tried.
 
         What is expected to slow a model down stands apart: beside it nobody sees what the others bring. So does each
         level that was in a recipe that failed, and in none that ran.
         """
-        known = self._confirmed if known is None else known
+        space, known = evidence.space, self._confirmed if known is None else known
         left = [
             (name, level) for name, levels in space.choices.items() for level in levels[1:]
             if (name, level) not in known and name not in space.required.levels and base.levels.get(name) != level
@@ -276,7 +269,7 @@ class Guide:
             f"It expected most of {best}.",
         ]
 
-    def _promising(self, space: Space, evidence: Evidence) -> list[Recipe]:
+    def _promising(self, evidence: Evidence) -> list[Recipe]:
         """The next race: one recipe after the other, each as if the ones before had come as expected.
 
         The first race checks the atlas as well: the best in it also runs with all other levels, as many together as can
@@ -285,7 +278,7 @@ class Guide:
         trials = list(evidence.trials.values())
         leader = evidence.leader()
         best = max(0.0, -evidence.score(leader)) if leader is not None else 0.0
-        pool = self._pool(space, evidence, trials)
+        pool = self._pool(evidence, trials)
         batch: list[Recipe] = []
         believed: dict[Recipe, float] = {}
         while pool:
@@ -300,19 +293,19 @@ class Guide:
             batch.append(pool.pop(0))
             believed[recipe] = expected.gain
             best = max(best, expected.gain)  # what comes next must bring more than that (Kriging believer)
-            if len(batch) >= min(_TOGETHER.get(space.cost(one), 3) for one in batch):
+            if len(batch) >= min(_TOGETHER.get(evidence.space.cost(one), 3) for one in batch):
                 break
         if batch and not self.foreseen:
-            batch += self._checks(space, evidence, believed)
+            batch += self._checks(evidence, believed)
             batch += [recipe for recipe in pool if recipe not in batch][: max(0, _ENOUGH - len(batch))]
         return batch
 
-    def _checks(self, space: Space, evidence: Evidence, believed: Mapping[Recipe, float]) -> list[Recipe]:
+    def _checks(self, evidence: Evidence, believed: Mapping[Recipe, float]) -> list[Recipe]:
         """The best of a race with the levels that no other recipe in it has, where that takes less than a minute and
         the forecast is narrow enough to be contradicted."""
         best = max(believed, key=lambda recipe: believed[recipe])
         tried = {level for recipe in believed for level in recipe.levels.items()}
-        if not (checks := self.untested(space, evidence, best, tried)):
+        if not (checks := self.untested(evidence, best, tried)):
             return []
         expected = self.foresight.forecast(checks, list(evidence.trials.values()))
         close = [
@@ -321,25 +314,27 @@ class Guide:
         ]  # fmt: skip
         return close[: max(0, _TOGETHER[1] - len(believed))]
 
-    def _pool(self, space: Space, evidence: Evidence, trials: Sequence[Trial]) -> list[Recipe]:
+    def _pool(self, evidence: Evidence, trials: Sequence[Trial]) -> list[Recipe]:
         """Recipes that could be next: what other models had, bundles, and what lies a few moves from the best."""
+        space = evidence.space
         moves = [(name, level) for name, levels in space.choices.items() for level in levels]
         pool: dict[Recipe, float] = {}
         leader = evidence.leader()
         near = [leader.recipe] if leader is not None else []
-        thought = _usable(space, evidence, [*near, *space.bundles, *self.foresight.ideas])
+        thought = _usable(evidence, [*near, *space.bundles, *self.foresight.ideas])
         for _ in range(_STEPS):
             new = [recipe for recipe in thought if recipe not in pool]
             expected = self.foresight.forecast(new, trials)
             pool |= {recipe: one.works * one.gain for recipe, one in zip(new, expected, strict=True)}
             best = sorted(pool, key=lambda recipe: (-pool[recipe], str(recipe)))[:4]
             moved = [evidence.moved(recipe, *move) for recipe in best for move in moves]
-            thought = _usable(space, evidence, [recipe for recipe in moved if recipe is not None])
+            thought = _usable(evidence, [recipe for recipe in moved if recipe is not None])
         return [recipe for recipe in pool if recipe not in evidence.trials]
 
 
-def _usable(space: Space, evidence: Evidence, recipes: Iterable[Recipe]) -> list[Recipe]:
+def _usable(evidence: Evidence, recipes: Iterable[Recipe]) -> list[Recipe]:
     """The recipes that can work in this space, each with what every recipe must have."""
+    space = evidence.space
     whole = dict.fromkeys(with_required(space, recipe) for recipe in recipes)
     return [
         recipe for recipe in whole

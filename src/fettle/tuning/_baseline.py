@@ -17,7 +17,7 @@ def how_it_swings(baseline: Trial | None) -> str:
     if baseline is None or not times:
         return ""
     fetched = fetching(baseline.slices)
-    if fetched is not None and baseline.load.is_quiet:
+    if fetched and baseline.load.is_quiet:
         return f"the model as given takes {fetched}"
     if max(times) < _SWINGS * min(times):
         return ""
@@ -31,8 +31,8 @@ def _ms(value: float) -> str:
 
 def depends_on_memory(baseline: Trial | None, winner: Trial | None, facts: Facts) -> str:
     """Where its time depends on whether freed memory is kept, both times and what ends that; else empty."""
-    fetched = fetching(baseline.slices) if baseline is not None else None
-    if fetched is None:
+    fetched = fetching(baseline.slices) if baseline is not None else ""
+    if not fetched:
         return ""
     ends = Recipe(keeps_memory(facts))
     has_it = winner is not None and any(name in winner.recipe.levels for name in ends.levels)

@@ -48,7 +48,7 @@ def final_race(session: Session, space: Space) -> FinalRace:
     budget, replicates = session.budget, session.options.effort.replicates
     plan = plan_final_race(budget.left_s + 0.5 * budget.grace_s, baseline, best, len(cheap), replicates)
     if plan is None:
-        return earlier if earlier.trials else _too_small(session, race_s([baseline, leader]))
+        return earlier if earlier.trials else _too_small(session, [baseline, leader])
     again, cheap = [trial.recipe for trial in best[: plan.finalists]], cheap[: plan.extras]
     if len(again) == 1 < len(best):
         others = ", ".join(str(trial.recipe) for trial in best[1:])
@@ -67,7 +67,7 @@ def final_race(session: Session, space: Space) -> FinalRace:
     trials = session.run([Recipe(), *again, *cheap], rules, session.held, once=cheap)
     session.held.close()
     if leader.recipe not in {trial.recipe for trial in trials}:
-        return earlier if earlier.trials else _too_small(session, race_s([baseline, leader]))
+        return earlier if earlier.trials else _too_small(session, [baseline, leader])
     is_kept = True
     try:
         if kept:
@@ -112,11 +112,11 @@ def climb(recipe: Recipe) -> list[Recipe]:
     return steps
 
 
-def _too_small(session: Session, needed_s: float) -> FinalRace:
+def _too_small(session: Session, least: Sequence[Trial]) -> FinalRace:
     seconds, left_s = session.budget.seconds or 0.0, max(0.0, session.budget.left_s)
     reason = (
         f"Not confirmed: the budget of {seconds:.0f} s was too small to measure the best recipe again in fresh "
-        f"processes, which takes about {needed_s:.0f} s where {left_s:.0f} s were left. "
+        f"processes, which takes about {race_s(least):.0f} s where {left_s:.0f} s were left. "
         "The same command with a larger budget goes on from here."
     )
     session.report(reason)

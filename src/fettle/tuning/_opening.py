@@ -6,13 +6,17 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from fettle.errors import UsageError
 from fettle.journal import locked
 from fettle.machine import Machine
 from fettle.measure import messages
+from fettle.procs.limits import total_memory_bytes
 from fettle.result import Limits
 from fettle.storage import storage_url
 from fettle.study import Study
+from fettle.techniques import Facts
 from fettle.tuning._probe import Probed
 from fettle.tuning.options import Options
 from fettle.workload import Target
@@ -21,6 +25,8 @@ _MEASURED_APART = ("ttft", "tpot", "energy", "warm-startup")
 """Goals whose trials hold what those of others lack: they have studies of their own."""
 _SLOW_TO_BUILD = 0.2
 """Share of the budget."""
+_SMALL_SHARE = 1 / 32
+"""Share of the memory: weights of no more than that may be built in two processes side by side."""
 _HIDES_TEXT = (
     "the workload's call lets the model generate, as one black box: with `new_tokens` in place of `call` text is taken "
     "apart, judged as such, and can be made much faster (fettle.GenerationWorkload)"
@@ -34,12 +40,12 @@ def limits_of(built: messages.Built, options: Options) -> Limits:
     return options.limits.of("text" if built.writes else "training" if built.mode == "training" else "inference")
 
 
-def check_limits(limits: Limits, probed: Probed) -> None:
+def check_metric(limits: Limits, probed: Probed) -> None:
     """Raise `UsageError` for a limit on a metric that is not there, and where only one on the metric could judge."""
     if limits.max_metric_drop is not None and not probed.has_metric:
         raise UsageError("`max_metric_drop` needs a metric: give the workload one, Workload(..., metric=function)")
     others = (limits.max_error, limits.min_agreement)
-    if probed.only_metric and (limits.max_metric_drop is None or others != (None, None)):
+    if probed.reference.only_metric and (limits.max_metric_drop is None or others != (None, None)):
         raise UsageError(
             "the model's output holds no tensor, so nothing but the metric can judge it: say how far it may fall, "
             "`max_metric_drop`, without `max_error` and `min_agreement`"
@@ -55,6 +61,15 @@ def remarks(built: messages.Built, budget_s: float | None) -> Iterator[str]:
             f"building the workload took {built.load_s:.0f} s of the budget of {budget_s:.0f} s, and each recipe's "
             "process builds it, too: let it keep what it makes (trained weights) in a file"
         )
+
+
+def abreast(facts: Facts) -> int:
+    """How many processes import and build side by side: two of a small workload, where there are cores for it."""
+    memory = total_memory_bytes()
+    if facts.device == "cuda" and torch.cuda.is_available():
+        memory = min(memory, torch.cuda.get_device_properties(0).total_memory)
+    small = facts.parameter_bytes <= _SMALL_SHARE * memory
+    return 2 if facts.ranks == 1 and facts.physical_cores > 1 and small else 1
 
 
 def open_study(target: Target, built: messages.Built, options: Options, machine: Machine) -> tuple[Study, str]:

@@ -20,6 +20,7 @@ from fettle.result import TIMES, LeftOut, Rung, Verdict, needs_less
 from fettle.techniques import changed, find, preconditions, source
 from fettle.tuning._baseline import depends_on_memory
 from fettle.tuning._final_race import FinalRace, climb
+from fettle.tuning._probe import judged_against
 from fettle.tuning.session import Session
 from fettle.tuning.standings import distance
 
@@ -61,7 +62,7 @@ def outcome(
         machine=msgspec.to_builtins(machine),
         goal=session.standings.goal,
         limits=session.standings.limits,
-        reference=session.probed.reference,
+        reference=judged_against(session.probed.reference),
         trials=trials,
         winner=winner,
         verdict=claim,

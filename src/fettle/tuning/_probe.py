@@ -32,36 +32,20 @@ _UNUSED_S = 30 * 86400.0
 
 @dataclass(frozen=True)
 class Probed:
-    """What the first worker found out about the workload."""
+    """What the first worker found out about the workload; kept as a note of the study."""
 
     facts: Facts
-    fingerprint: str
-    reference: Reference
-    reference_path: Path
-    """The reference outputs."""
     has_metric: bool
     peaks: Mapping[str, float]
     """What this machine reaches, as `fettle.machine.Machine.peaks`."""
     advice: Sequence[Advice]
     """What a first look at the workload advised, the most promising first."""
-    features: Mapping[str, Any] = field(default_factory=dict)
-    """What that look saw of the model, as an atlas has it; empty where there was none."""
-    notes: Sequence[str] = ()
-    """What the user should know of the reference."""
-    only_metric: bool = False
-    """The answers hold no tensor: nothing but the metric judges them."""
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """The same as a note of the study."""
-
-    facts: Facts
-    has_metric: bool
-    peaks: Mapping[str, float]
-    advice: Sequence[Advice]
     reference: messages.Reference
     features: Mapping[str, Any] = field(default_factory=dict)
+    """What that look saw of the model, as an atlas has it; empty where there was none."""
+    fingerprint: str = ""
+    reference_path: str = ""
+    """The reference outputs."""
 
 
 def probe(
@@ -85,26 +69,20 @@ def probe(
         # before the reference, which turns the model into another dtype
         advice, features = _first_look(worker) if affordable else ([], {})
         reference = worker.ask(messages.WriteReference(str(path)), messages.Reference, timeout_s)
-        kept = _Kept(probed.facts, probed.has_metric, peaks, advice, reference, features)
+        kept = Probed(probed.facts, probed.has_metric, peaks, advice, reference, features)
         study.set_note("probe", msgspec.to_builtins(kept))
     _let_go(path)
-    written = kept.reference
-    if kept.has_metric and written.metric_problem:
-        raise UsageError(f"the workload's metric does not work on the model as given: {written.metric_problem}")
+    if kept.has_metric and (problem := kept.reference.metric_problem):
+        raise UsageError(f"the workload's metric does not work on the model as given: {problem}")
+    facts = replace(kept.facts, allow_batch=allow_batch)
+    return replace(kept, facts=facts, fingerprint=fingerprint, reference_path=str(path))
+
+
+def judged_against(written: messages.Reference) -> Reference:
+    """What answers are judged against, as a result has it."""
     known = {item.name: getattr(written, item.name) for item in fields(Reference)}
     numbers: dict[str, Any] = {name: math.nan if value is None else value for name, value in known.items()}
-    return Probed(
-        facts=replace(kept.facts, allow_batch=allow_batch),
-        fingerprint=fingerprint,
-        reference=Reference(**numbers),
-        reference_path=path,
-        has_metric=kept.has_metric,
-        peaks=kept.peaks,
-        advice=kept.advice,
-        features=kept.features,
-        notes=written.notes,
-        only_metric=written.only_metric,
-    )
+    return Reference(**numbers)
 
 
 def _let_go(used: Path) -> None:
@@ -126,10 +104,10 @@ def judged_by(facts: Facts, max_error: float | None, has_metric: bool) -> Facts:
     return replace(facts, max_error=max_error, parts=parts)
 
 
-def _recalled(study: Study) -> _Kept | None:
+def _recalled(study: Study) -> Probed | None:
     """What an earlier run found, with what is installed today. What levels learned is for trials to say."""
     try:
-        kept = msgspec.convert(study.note("probe"), _Kept)
+        kept = msgspec.convert(study.note("probe"), Probed)
     except msgspec.ValidationError:  # none yet, or another version's
         return None
     here = machine_facts()

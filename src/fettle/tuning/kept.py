@@ -20,7 +20,6 @@ from fettle.techniques import Facts
 from fettle.tuning.model import Races
 from fettle.tuning.standings import Standings
 
-_MACHINE = "fettle:machine:"
 T = TypeVar("T")
 
 
@@ -41,13 +40,12 @@ def studies_in(storage: str, names: Collection[str] | None = None) -> Iterator[t
     check_there(storage)
     with opening(storage):
         kept = open_storage(storage)
-        studies = [optuna.load_study(study_name=name, storage=kept)
+        studies = [Study(optuna.load_study(study_name=name, storage=kept), "")
                    for name in optuna.get_all_study_names(kept) if names is None or name in names]  # fmt: skip
     for study in studies:
-        for key, value in study.user_attrs.items():
-            if key.startswith(_MACHINE):
-                seen = Study(study, key.removeprefix(_MACHINE))
-                yield seen, _read(value, Machine, seen)
+        for machine_id, value in study.machines().items():
+            seen = study.on(machine_id)
+            yield seen, _read(value, Machine, seen)
 
 
 def _rows(study: Study, machine: Machine, family: str) -> list[Row]:

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fettle.estimates import student
-from fettle.measure import ENOUGH, Interval, Slice, Trial, log_times, paired, places
+from fettle.measure import ENOUGH, Interval, Slice, Trial, by_process, log_times, paired, places
 from fettle.recipe import Recipe
 
 Numbers = NDArray[np.floating[Any]]
@@ -178,13 +178,9 @@ def points_of(race: int, trials: Sequence[Trial], *, elapsed: bool = False) -> l
     recipes: dict[str, Recipe] = {}
     slices: dict[str, list[Slice]] = {}
     for trial in trials:
-        for one in trial.slices:
-            slices.setdefault(one.process, []).append(one)
-            recipes[one.process] = trial.recipe
-    samples = {trial.recipe: trial.samples for trial in trials}
-    for process, turns in slices.items():
-        if log := log_times(turns, samples[recipes[process]], elapsed=elapsed):
-            logs[process] = log
+        for process, turns in by_process(trial.slices).items():
+            if log := log_times(turns, trial.samples, elapsed=elapsed):
+                logs[process], recipes[process], slices[process] = log, trial.recipe, turns
     names, points = list(logs), []
     for number, party in enumerate(places(list(logs.values()))):
         if len(party) == 1 and len(logs) > 1:  # it met nobody, and says nothing

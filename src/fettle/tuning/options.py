@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
 from fettle.errors import UsageError
-from fettle.measure import Rules
+from fettle.measure import Rules, may_go_first
 from fettle.result import Goal, Limits
 from fettle.tuning._budget import REPLICATES
 from fettle.workload import AUTO
+
+_ENERGY_SLICE_S = 0.5
+"""A GPU's counter is renewed every 20 to 100 ms (Yang, Adamek and Armour, *Part-time Power Measurements*, 2023): in the
+usual slice it may not move at all."""
 
 
 @dataclass(frozen=True)
@@ -149,3 +153,18 @@ def options_of(options: Options | None, keywords: Keywords) -> Options:
         if changes.get(name) is not None:
             changes[name] = Path(changes[name])
     return replace(chosen, limits=limits, **changes)
+
+
+def rules_of(options: Options) -> Rules:
+    """What the options, the goal above all, ask of every race."""
+    effort, goal = options.effort, options.goal
+    return Rules(
+        slice_s=_ENERGY_SLICE_S if goal == "energy" else effort.slice_s,
+        max_rounds=effort.rounds,
+        confidence=options.confidence,
+        prepare_timeout_s=options.trial_timeout_s,
+        may_go_first=may_go_first() and not options.polite,
+        under_load=options.under_load,
+        part=goal if goal in ("ttft", "tpot") else "",
+        replicates=2 if goal == "warm-startup" else 1,
+    )

@@ -41,11 +41,10 @@ from fettle.techniques import PYTHON, batch_factor, canonical, environment, is_c
 from fettle.tuning._baseline import how_it_swings
 from fettle.tuning._budget import Budget
 from fettle.tuning._costs import Costs
-from fettle.tuning._opening import check_limits, hold, limits_of, open_study, remarks
-from fettle.tuning._probe import Probed, judged_by, plan_memory, probe
-from fettle.tuning._race_rules import abreast, rules_of
+from fettle.tuning._opening import abreast, check_metric, hold, limits_of, open_study, remarks
+from fettle.tuning._probe import Probed, judged_against, judged_by, plan_memory, probe
 from fettle.tuning.model import PRIOR_SPREAD, Races
-from fettle.tuning.options import Options
+from fettle.tuning.options import Options, rules_of
 from fettle.tuning.standings import Standings
 from fettle.workload import Target
 
@@ -147,7 +146,7 @@ class Session:
         self.study.set_note("goal", self.options.goal)
         self.study.set_note("under load", self.options.under_load)
         self.probed_as(probed)
-        check_limits(self.standings.limits, probed)
+        check_metric(self.standings.limits, probed)
         self.refresh()
         seconds = self.study.note("seconds")
         self._earlier_s = float(seconds) if isinstance(seconds, (int, float)) else 0.0
@@ -178,7 +177,7 @@ class Session:
 
     def probed_as(self, probed: Probed) -> None:
         """Take what the first worker found for what this session measures by."""
-        for note in probed.notes:
+        for note in probed.reference.notes:
             self.remark(note)
         if probed.facts.train_mode_differs and not probed.facts.training:
             self.remark("the model is in train mode and answers otherwise in eval mode: every recipe has mode=eval")
@@ -188,10 +187,9 @@ class Session:
         self.study.packages = facts.packages
         self.probed, self.facts = probed, judged_by(facts, allowed, limits.max_metric_drop is not None)
         self.rules = replace(self.rules, abreast=abreast(self.facts))
-        self.standings.judge = Judge(
-            str(probed.reference_path), allowed, limits.min_agreement, limits.max_metric_drop, probed.reference.metric,
-            limits.exact,
-        )  # fmt: skip
+        metric = judged_against(probed.reference).metric
+        self.standings.judge = Judge(probed.reference_path, allowed, limits.min_agreement, limits.max_metric_drop,
+                                     metric, limits.exact)  # fmt: skip
 
     def refresh(self, *, anew: bool = True) -> None:
         """Know what the study knows by now, no more and no less; see `Standings.recall` for `anew`."""

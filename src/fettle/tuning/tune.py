@@ -148,20 +148,14 @@ def guide_for(session: Session, rows: Sequence[Row], atlas: Path | str, machine:
     if session.standings.goal not in _TIMES:
         session.notes.append(f"The atlas {atlas} was not used: it foresees times, and the goal is another.")
         return None
-    predictor = _predictor(session, rows, machine)
+    probed, facts = session.probed, session.facts
+    about = subject(session.target.name, session.study.version, probed.facts, probed.features, machine, probed.peaks)
+    judged = facts.mode == "inference" and not facts.by_metric
+    predictor = Predictor(rows, about, max_error=facts.max_error if judged else None,
+                          guess_s=lambda recipe: session.costs.seconds_for(recipe, ROUNDS))  # fmt: skip
     if not len(predictor):
         session.notes.append(f"The atlas {atlas} has no trial of such a workload ({predictor.about.mode} on "
                              f"{predictor.about.device}).")  # fmt: skip
         return None
     session.note(f"atlas: {len(predictor)} trials of {predictor.models} models")
     return Guide(predictor, session.note)
-
-
-def _predictor(session: Session, rows: Sequence[Row], machine: Machine) -> Predictor:
-    """What the rows foresee for the workload of a session, on which the workload as given was measured."""
-    probed, target = session.probed, session.target
-    about = subject(target.name, session.study.version, probed.facts, probed.features, machine, probed.peaks)
-    facts = session.facts
-    judged = facts.mode == "inference" and not facts.by_metric
-    return Predictor(rows, about, max_error=facts.max_error if judged else None,
-                     guess_s=lambda recipe: session.costs.seconds_for(recipe, ROUNDS))  # fmt: skip
