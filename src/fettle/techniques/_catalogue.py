@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from fettle.errors import UsageError
 from fettle.recipe import Recipe, factor_name, technique_and_part
-from fettle.techniques._base import CATALOGUE, Technique
+from fettle.techniques._base import CATALOGUE, Code, Technique
 from fettle.techniques._facts import Facts
 from fettle.techniques._python import PYTHON
 
@@ -37,6 +38,13 @@ def changed_by_part(recipe: Recipe) -> Iterator[tuple[str, Technique, str]]:
             level = recipe.levels.get(factor_name(technique.name, part), technique.default)
             if level != technique.default:
                 yield part, technique, level
+
+
+def codes(recipe: Recipe, facts: Facts) -> Iterator[tuple[str, str, Code]]:
+    """The part of a pipeline, a title and the lines of all that a recipe changes, in the same order."""
+    for part, technique, level in changed_by_part(recipe):
+        own, beside = (facts.parts[part], recipe.of_part(part)) if part else (facts, recipe)
+        yield part, f"{technique.title}: {level}", technique.code(level, beside, replace(own, learned=facts.learned))
 
 
 def factors(facts: Facts) -> Iterator[tuple[str, Technique, Facts]]:
@@ -204,11 +212,7 @@ def _bundles_of_parts(facts: Facts) -> list[Recipe]:
 
 def environment(recipe: Recipe, facts: Facts) -> dict[str, str]:
     """The variables that a process of this recipe must start with."""
-    variables: dict[str, str] = {}
-    for part, technique, level in changed_by_part(recipe):
-        own, seen = (facts.parts[part], recipe.of_part(part)) if part else (facts, recipe)
-        variables |= technique.code(level, seen, own).environment
-    return variables
+    return {name: value for *_, code in codes(recipe, facts) for name, value in code.environment.items()}
 
 
 def is_calibrated(recipe: Recipe) -> bool:

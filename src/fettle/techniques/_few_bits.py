@@ -96,7 +96,7 @@ def four_bits_part(model: torch.nn.Module, batches: Any, kind: Any, tokens: int,
     costs = [divergence(dict.fromkeys(group, 4)) for group in groups]
     eight = dict.fromkeys(layers, 8)
     chosen, line = part_chosen(
-        "4 bits", "a divergence", 1.0, groups, gains, costs, divergence(eight), limit,
+        "4 bits", "a divergence", 1.0, groups, gains, costs, limit,
         lambda names: divergence(eight | dict.fromkeys(names, 4)),
     )  # fmt: skip
     logging.getLogger("optimized").info("%s", line, extra={"learned": {"int4_layers": chosen}})

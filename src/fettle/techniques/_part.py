@@ -17,71 +17,33 @@ def part_groups(products: Any, most: int) -> list[list[int]]:
     return [group for group in groups if group]
 
 
-def part_order(gains: Any, costs: Any) -> list[int]:
-    """Groups, the one that gains most for what it costs first; later ones before earlier where they are equal."""
-    return sorted(range(len(gains)), key=lambda group: (-gains[group] / max(costs[group], 1e-20), -group))
-
-
-def part_fitting(order: Any, costs: Any, plain: float, limit: float) -> int:
-    """How many groups, the first of `order`, should fit under `limit` where everything else costs `plain`."""
-    left = limit - plain
-    for count, group in enumerate(order):
-        left -= costs[group]
-        if left < 0:
-            return count
-    return len(order)
-
-
-def part_largest(inside: Any, first: int, most: int) -> int:
-    """The largest count up to `most` that was seen to be `inside(count)`, 0 for none; asks at most five times.
-
-    Begins at `first`, goes on in growing steps until it knows a count on either side, and halves what is between.
-    """
-    low, high, step = 0, most + 1, 1
-    count = min(max(first, 1), most)
-    for _ in range(5):
-        if inside(count):
-            low = count
-        else:
-            high = count
-        if high - low == 1:
-            break
-        if high > most:
-            count = min(low + step, most)
-        elif low == 0:
-            count = max(high - step, 1)
-        else:
-            count = (low + high) // 2
-        step *= 2
-    return low
-
-
 def part_chosen(
-    label: str, what: str, power: float, groups: Any, gains: Any, costs: Any, plain: float, limit: float, together: Any
-) -> tuple[list[Any], str]:  # fmt: skip
+    label: str, what: str, power: float, groups: Any, gains: Any, costs: Any, limit: float, together: Any
+) -> tuple[list[Any], str]:
     """The layers of as many `groups` as cost up to `limit` together, and a line about them.
 
-    `gains` and `costs` are those of each group alone, `plain` the cost of everything else, and ``together(layers)``
-    measures. The line calls a cost to this `power` `what`. RuntimeError where no group is inside.
+    `gains` and `costs` are those of each group alone: the one that gains most for what it costs comes first, later ones
+    before earlier where they are equal. ``together(layers)`` measures, for counts of groups that halve what is between
+    the largest that is inside and the least that is not. The line calls a cost to this `power` `what`. RuntimeError
+    where no group is inside.
     """
-    order, total = part_order(gains, costs), sum(map(len, groups))
+    order = sorted(range(len(groups)), key=lambda group: (-gains[group] / max(costs[group], 1e-20), -group))
     made: dict[int, tuple[list[Any], float]] = {}
-
-    def inside(count: int) -> bool:
-        chosen = sorted(layer for group in order[:count] for layer in groups[group])
-        made[count] = chosen, together(chosen)
-        return made[count][1] <= limit
-
-    count, most = part_largest(inside, part_fitting(order, costs, plain, limit), len(groups)), limit**power
+    count, beyond = 0, len(groups) + 1
+    while beyond - count > 1:
+        middle = (count + beyond) // 2
+        chosen = sorted(layer for group in order[:middle] for layer in groups[group])
+        made[middle] = chosen, together(chosen)
+        if made[middle][1] <= limit:
+            count = middle
+        else:
+            beyond = middle
+    total, most = sum(map(len, groups)), limit**power
     if count == 0:
         least = min((cost for _, cost in made.values()), default=0.0) ** power
         raise RuntimeError(f"{label}: 0 of {total} layers: the first group has {what} of {least:.3g}, above {most:.3g}")
     chosen, cost = made[count]
     said = f"{label}: {len(chosen)} of {total} layers, with {what} of {cost**power:.3g} on the calibration batches"
-    if count + 1 in made:
-        said += f"; one more group would take it to {made[count + 1][1] ** power:.3g}, above {most:.3g}"
+    if beyond in made:
+        said += f"; one more group would take it to {made[beyond][1] ** power:.3g}, above {most:.3g}"
     return chosen, said
-
-
-PART = (part_groups, part_order, part_fitting, part_largest, part_chosen)
-"""What chooses."""

@@ -23,7 +23,7 @@ from fettle.techniques._base import Bundle, Code, Facts, Learned, Level, Recipe,
 from fettle.techniques._few_bits import few_bits, four_bits_part, packable
 from fettle.techniques._generation import NO_TEXT
 from fettle.techniques._linear import is_conv1d, linear_of_conv1d
-from fettle.techniques._part import PART
+from fettle.techniques._part import part_chosen, part_groups
 from fettle.techniques.fused_linear import FUSED, fused
 from fettle.techniques.runtime import STATEFUL, STATEFUL_WEIGHTS
 from fettle.workload import spread
@@ -289,7 +289,7 @@ class Weights(Technique):
             only = ("only = [", *(f"    {line}" for line in listed), "]")
         elif level == IN_PART:
             tokens, limit = min(facts.new_tokens, _MOST_TOKENS), round(_SHARE * facts.max_error, 6)
-            choosing = (spread, *PART, four_bits_part)
+            choosing = (spread, part_groups, part_chosen, four_bits_part)
             only = (f"only = four_bits_part(model, batches, InBlocks, {tokens}, {limit})",)
         return Code(
             helpers=(
