@@ -11,6 +11,7 @@ import pkgutil
 
 from fettle.techniques._base import CATALOGUE, Bundle, Code, Facts, Learned, Level, Technique, register
 from fettle.techniques._catalogue import (
+    PYTHON,
     batch_factor,
     bundles,
     canonical,
@@ -42,11 +43,10 @@ from fettle.techniques._openvino import OpenvinoRequest, openvino_model
 from fettle.techniques._openvino_core import openvino_core
 from fettle.techniques._openvino_int8 import openvino_saturates
 from fettle.techniques._probe import machine_facts, probe_facts, unchanged
-from fettle.techniques._python import PYTHON
-from fettle.techniques._ranks import modules_by_size, repeated_blocks, shard
+from fettle.techniques._ranks import modules_by_size, repeated_blocks, shard, split_over
 from fettle.techniques._source import load, source
 from fettle.techniques._state_kept import put_modes_back, state_kept
-from fettle.techniques._tensor import split_bytes, split_over, tensor_plan
+from fettle.techniques._tensor import split_bytes, tensor_plan
 from fettle.techniques.batch import LARGEST, enlarged
 from fettle.techniques.quantize import quantize_exported
 from fettle.techniques.runtime import int8_part, openvino_precision

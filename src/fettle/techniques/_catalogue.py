@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from fettle.errors import UsageError
+from fettle.procs.interpreter import OURS
 from fettle.recipe import Recipe, factor_name, technique_and_part
-from fettle.techniques._base import CATALOGUE, Code, Technique
+from fettle.techniques._base import BOTH, CATALOGUE, Code, Level, Technique
 from fettle.techniques._facts import Facts
-from fettle.techniques._python import PYTHON
 
 _MOST_BUNDLES = 8
 
@@ -250,3 +250,22 @@ def handed_on(recipe: Recipe, learned: Mapping[str, Any]) -> dict[str, Any]:
         if technique.learns and level in technique.learns.levels
     ]  # fmt: skip
     return {key: learned[key] for key in keys if learned.get(key)}
+
+
+class _Python(Technique):
+    """The environment that a recipe runs in: a factor of a study, and nothing that could be applied to a model. It is
+    not in the catalogue, which is what a recipe may name on any machine."""
+
+    name = "python"
+    order = 0
+    modes = BOTH
+    rung = 0
+    title = "Environment"
+    default = OURS
+
+    def levels(self, facts: Facts) -> list[Level]:
+        return [Level(self.default, "the interpreter that fettle runs by")]
+
+
+PYTHON = _Python()
+"""Its levels are those that a study is given: names of `fettle.procs.interpreter.Interpreter`."""

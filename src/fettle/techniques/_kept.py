@@ -54,14 +54,11 @@ def keep_converted(
     With `label` only what was kept with the same one is read. Where there is a list `later`, what is to be kept is
     written when its functions are called: writing is no part of the time that is measured until then.
     """
+    keepers = {"openvino_converted": _openvino_model, "openvino_text_model": _text_model, "aoti_files": _files,
+               "onnx_files": _files, "tensorrt_files": _files}  # fmt: skip
     names = optimize.__globals__
-    if "openvino_converted" in names:
-        names["openvino_converted"] = functools.partial(_openvino_model, names["openvino_converted"], label, later)
-    if "openvino_text_model" in names:
-        names["openvino_text_model"] = functools.partial(_text_model, names["openvino_text_model"], label, later)
-    for name in ("aoti_files", "onnx_files", "tensorrt_files"):
-        if name in names:
-            names[name] = functools.partial(_files, names[name], label, later)
+    for name in keepers.keys() & names.keys():
+        names[name] = functools.partial(keepers[name], names[name], label, later)
     return optimize
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from fettle.techniques._base import TRAINING, Bundle, Code, Facts, Level, Recipe, Technique, register
-from fettle.techniques._facts import TensorPlan
 from fettle.techniques._ranks import (
+    ROWS,
     fewer_heads,
     is_named,
     join_ranks,
@@ -20,9 +20,9 @@ from fettle.techniques._ranks import (
     replicate,
     shard,
     share_inputs,
+    split_over,
     split_state,
 )
-from fettle.techniques._rows import ROWS
 from fettle.techniques.precision import autocast
 
 REPLICATED, TENSOR = ("ddp", "zero1"), ("tensor", "zero3-tensor")
@@ -137,8 +137,11 @@ def _on_mesh(level: str, recipe: Recipe, facts: Facts) -> Code:
     ]
     helpers: list[Callable[..., Any]] = [join_ranks]
     if level in TENSOR:
-        split, used = _split(facts.tensor, _inner(facts) if level == "zero3-tensor" else facts.ranks)
-        lines, helpers = lines + split, helpers + used
+        plan = facts.tensor
+        more = f"{_tuple(plan.attentions)}, {_tuple(plan.per_head)}"
+        lines += [*listed("columns", plan.columns), *listed("rows", plan.rows),
+                  f'split_over(model, mesh["tensor"], columns, rows, {more})']  # fmt: skip
+        helpers += [is_named, share_inputs, fewer_heads, replicate, split_over]
     if level in SHARDED:
         rows = 'mesh["shard"].get_local_rank(), mesh["shard"].size()' if level in TENSOR else "rank, world"
         over = 'mesh["shard"]' if level in TENSOR else "mesh"
@@ -146,22 +149,6 @@ def _on_mesh(level: str, recipe: Recipe, facts: Facts) -> Code:
         lines, helpers = [*lines, f"data = own_rows(data, {rows})", *sharded], [*helpers, *ROWS, own_rows, *used]
     lines.append("parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]")
     return Code(helpers=tuple(helpers), prepare=tuple(lines))
-
-
-def _split(plan: TensorPlan, ranks: int) -> tuple[list[str], list[Callable[..., Any]]]:
-    """Lines that split the model over `ranks` ranks, the mesh's dimension ``tensor``, and their helpers."""
-    lines = [
-        "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module",
-        *listed("columns", plan.columns),
-        *listed("rows", plan.rows),
-        "styles = {**{name: ColwiseParallel() for name in columns}, **{name: RowwiseParallel() for name in rows}}",
-        'parallelize_module(model, mesh["tensor"], styles)',
-        'share_inputs(model, columns, mesh["tensor"])',
-    ]
-    heads = [f"fewer_heads(model, {_tuple(plan.attentions)}, {ranks})"] if plan.attentions else []
-    per_head = f", {_tuple(plan.per_head)}" if plan.per_head else ""
-    lines += [*heads, f'replicate(model, mesh["tensor"]{per_head})']
-    return lines, [is_named, share_inputs, *([fewer_heads] if heads else []), replicate]
 
 
 def _tuple(names: tuple[str, ...]) -> str:
