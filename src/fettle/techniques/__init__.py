@@ -35,12 +35,11 @@ from fettle.techniques._catalogue import (
     run_by,
     uses_ranks,
 )
-from fettle.techniques._exported import exported_program, loads_cuda_libraries
+from fettle.techniques._exported import exported_program, loads_cuda_libraries, openvino_core
 from fettle.techniques._facts import parts_lines, parts_sentence
 from fettle.techniques._host import cpu_flags, installed
 from fettle.techniques._kept import keep_converted, tally
 from fettle.techniques._openvino import OpenvinoRequest, openvino_model
-from fettle.techniques._openvino_core import openvino_core
 from fettle.techniques._openvino_int8 import openvino_saturates
 from fettle.techniques._probe import machine_facts, probe_facts, unchanged
 from fettle.techniques._ranks import modules_by_size, repeated_blocks, shard, split_over

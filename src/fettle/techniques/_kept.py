@@ -30,8 +30,8 @@ from fettle.files import cache_folder
 from fettle.kept_files import MOST_BYTES, SUMS, is_sound, keep
 from fettle.machine import cpu_name
 from fettle.patches import replaced
+from fettle.techniques._exported import openvino_core
 from fettle.techniques._host import cpu_flags, installed
-from fettle.techniques._openvino_core import openvino_core
 from fettle.techniques._state_kept import Attributes
 
 FOLDER = "converted"

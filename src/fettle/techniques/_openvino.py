@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 
-from fettle.techniques._exported import exported_program
-from fettle.techniques._openvino_core import openvino_core
+from fettle.techniques._exported import exported_program, openvino_core
 from fettle.techniques._openvino_int8 import openvino_int8_part, openvino_saturates
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from fettle.techniques._openvino_core import openvino_core
+from fettle.techniques._exported import openvino_core
 from fettle.techniques._part import part_chosen, part_groups
 
 
@@ -43,14 +43,11 @@ def openvino_error(answers: Any, wanted: Any) -> float:
 
 def openvino_products(layer: Any) -> float:
     """Multiply-adds of one layer; a size that is left open counts as 1."""
+    import math
+
     sizes = [size.get_length() if size.is_static else 1 for size in layer.get_output_partial_shape(0)]
     channels = sizes[-1] if layer.get_type_name() == "MatMul" else sizes[1]
-    weights, outputs = 1.0, 1.0
-    for size in layer.input_value(1).get_shape():
-        weights *= size
-    for size in sizes:
-        outputs *= size
-    return outputs / channels * weights
+    return math.prod(sizes) / channels * math.prod(layer.input_value(1).get_shape())
 
 
 def openvino_ranges(model: Any, samples: Any) -> list[tuple[Any, Any]]:

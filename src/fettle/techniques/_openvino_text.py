@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from fettle.techniques._openvino_core import openvino_core
+from fettle.techniques._exported import openvino_core
 
 
 class Step(torch.nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections import Counter
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -91,9 +91,9 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
     module = model if isinstance(model, torch.nn.Module) else torch.nn.Module()
     given = tensors(workload.inputs[0])
     parameters = list(module.parameters())
-    device = _commonest([tensor.device.type for tensor in [*parameters, *module.buffers(), *given]], "cpu")
+    devices = [tensor.device.type for tensor in [*parameters, *module.buffers(), *given]]
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in parameters if tensor.is_floating_point()]
-    generation = generation_facts(workload)
+    generation, device = generation_facts(workload), statistics.mode(devices or ["cpu"])
     return Facts(
         is_module=isinstance(model, torch.nn.Module),
         is_scripted=isinstance(model, torch.jit.ScriptModule),
@@ -102,7 +102,7 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
         custom_call=workload.call is not None or bool(generation),
         **generation,
         calibration_batches=len(workload.calibration),
-        dtype=_commonest(dtypes, "float32"),
+        dtype=statistics.mode(dtypes or ["float32"]),
         num_parameters=sum(parameter.numel() for parameter in parameters),
         parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         num_linear=_count(module, torch.nn.Linear) + sum(map(is_conv1d, module.modules())),
@@ -321,10 +321,6 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
     if tensor.dim() != 4 or not tensor.is_floating_point() or tensor.layout != torch.strided:
         return False
     return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
-
-
-def _commonest(names: list[str], default: str) -> str:
-    return Counter(names).most_common(1)[0][0] if names else default
 
 
 def _block_classes(module: torch.nn.Module) -> tuple[str, ...]:

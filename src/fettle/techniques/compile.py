@@ -138,8 +138,6 @@ class Compile(Technique):
 
 def mode_options(level: str) -> dict[str, object]:
     """The inductor options that a mode of torch.compile stands for, as torch lists them."""
-    if level == "default":
-        return {}
     return dict(torch._inductor.list_mode_options(level))
 
 

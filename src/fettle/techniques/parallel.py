@@ -82,11 +82,11 @@ class Parallel(Technique):
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         precision = recipe.levels.get("precision", "fp32")
-        if level in (*SHARDED, *TENSOR) and precision in ("bf16-master", "autocast-fp16"):
-            return f"precision={precision} keeps copies of its own, which shards do not have"
-        if level == "zero1" and precision in ("bf16-master", "autocast-fp16"):
+        if level == "ddp" or precision not in ("bf16-master", "autocast-fp16"):
+            return ""
+        if level == "zero1":
             return f"precision={precision} changes the optimizer's step, which is split over ranks here"
-        return ""
+        return f"precision={precision} keeps copies of its own, which shards do not have"
 
     def uses_ranks(self, level: str) -> bool:
         return level != self.default

@@ -280,27 +280,16 @@ class Weights(Technique):
             "int8-blocks": "InBlocks, 8", "int4-blocks": "InBlocks, 4", IN_PART: "InBlocks, 4, only=only",
         }[level]  # fmt: skip
         blocks = given.startswith("InBlocks")
-        fuses = blocks and facts.fed_alike
         layers = (*BLOCK_PRODUCTS, InBlocks) if blocks else (FewBits,)
-        choosing: tuple[Any, ...] = ()
+        helpers: tuple[Any, ...] = (is_conv1d, linear_of_conv1d, Unpacked, *layers, packable, few_bits)
         only: tuple[str, ...] = ()
         if level == IN_PART and (names := facts.learned.get("int4_layers")):
             listed = textwrap.wrap(", ".join(map(repr, names)), 110, break_long_words=False, break_on_hyphens=False)
             only = ("only = [", *(f"    {line}" for line in listed), "]")
         elif level == IN_PART:
             tokens, limit = min(facts.new_tokens, _MOST_TOKENS), round(_SHARE * facts.max_error, 6)
-            choosing = (spread, part_groups, part_chosen, four_bits_part)
+            helpers = (*helpers, spread, part_groups, part_chosen, four_bits_part)
             only = (f"only = four_bits_part(model, batches, InBlocks, {tokens}, {limit})",)
-        return Code(
-            helpers=(
-                *(FUSED if fuses else ()),
-                is_conv1d,
-                linear_of_conv1d,
-                Unpacked,
-                *layers,
-                packable,
-                few_bits,
-                *choosing,
-            ),
-            prepare=(*only, *(fused(facts) if fuses else ()), f"few_bits(model, {given})"),
-        )
+        if blocks and facts.fed_alike:
+            helpers, only = (*FUSED, *helpers), (*only, *fused(facts))
+        return Code(helpers=helpers, prepare=(*only, f"few_bits(model, {given})"))
