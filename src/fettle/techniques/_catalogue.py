@@ -81,14 +81,10 @@ def for_parts(levels: Mapping[str, str], facts: Facts) -> dict[str, str]:
 
 def needs_of(facts: Facts) -> dict[str, dict[str, str]]:
     """By factor: levels of others that it cannot do without, in the same part where there are parts."""
-    names = {name for name, _, _ in factors(facts)}
-    found = {}
+    found: dict[str, dict[str, str]] = {}
     for name, technique, own in factors(facts):
-        if technique.needs:
-            inside = {other: factor_name(other, own.part) for other in technique.needs}
-            found[name] = {
-                inside[other] if inside[other] in names else other: level for other, level in technique.needs.items()
-            }
+        for other, level in technique.needs.items():
+            found.setdefault(name, {})[factor_name(other, own.part if find(other).of_module else "")] = level
     return found
 
 
@@ -239,8 +235,7 @@ def uses_ranks(recipe: Recipe) -> bool:
 def learned_types(names: Iterable[str]) -> dict[str, Any]:
     """Of `names` those under which levels hand on what they learned: the type that it must have."""
     kinds = {technique.learns.key: technique.learns.type for technique in CATALOGUE if technique.learns}
-    found = {name: kinds.get(technique_and_part(name)[0]) for name in names}
-    return {name: kind for name, kind in found.items() if kind is not None}
+    return {name: kinds[key] for name in names if (key := technique_and_part(name)[0]) in kinds}
 
 
 def handed_on(recipe: Recipe, learned: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fettle.techniques._base import Code, Facts, Level, Recipe, Technique, register
-from fettle.techniques._generation import NO_TEXT
 
 PARTS = {"half": 2, "quarter": 4}
 
@@ -37,7 +36,7 @@ class DecodeThreads(Technique):
     served = False
 
     def levels(self, facts: Facts) -> list[Level]:
-        why_not = "" if facts.generates else NO_TEXT
+        why_not = facts.no_text
         if facts.device != "cpu":
             why_not = "the work is on a GPU"
         elif facts.keeps == "own":

@@ -14,7 +14,6 @@ import torch
 from fettle.generate.decoding import chances, decoder_of, pick, score
 from fettle.generate.workload import positions_of
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
-from fettle.techniques._generation import NO_TEXT
 from fettle.techniques.kv_cache import AHEAD
 
 
@@ -168,7 +167,7 @@ class Guessing(Technique):
     served = False
 
     def levels(self, facts: Facts) -> list[Level]:
-        why_not = "" if facts.generates else NO_TEXT
+        why_not = facts.no_text
         if facts.keeps == "state":
             why_not = "a state takes one token at a time, so that guesses cannot be checked in one call"
         no_draft = why_not or ("" if facts.has_draft else "the workload has no `draft`, a smaller model that guesses")

@@ -10,7 +10,6 @@ from fettle.recipe import factor_name
 from fettle.techniques._algebra import ALGEBRA
 from fettle.techniques._base import Bundle, Code, Facts, Learned, Level, Recipe, Technique, register
 from fettle.techniques._exported import Exported, exported_program, flatten, loads_cuda_libraries
-from fettle.techniques._generation import NO_TEXT
 from fettle.techniques._openvino import MODEL, openvino_engine, openvino_streams_engine
 from fettle.techniques._openvino_int8 import CALIBRATED, CHOOSING
 from fettle.techniques._openvino_text import TEXT
@@ -168,7 +167,7 @@ class Runtime(Technique):
     packages = (*(name for names in _RUN_BY.values() for name in names), "transformers")
 
     def levels(self, facts: Facts) -> list[Level]:
-        cannot, text = "", "" if facts.generates else NO_TEXT
+        cannot, text = "", facts.no_text
         if facts.generates and (facts.sees_part or facts.keeps not in ("static", "whole")):
             text = NOT_WHOLE
         if not facts.is_module:

@@ -21,7 +21,6 @@ import torch
 from fettle.kernels import BLOCK_PRODUCTS, block_products, packed_blocks, unpacked_blocks
 from fettle.techniques._base import Bundle, Code, Facts, Learned, Level, Recipe, Technique, register
 from fettle.techniques._few_bits import few_bits, four_bits_part, packable
-from fettle.techniques._generation import NO_TEXT
 from fettle.techniques._linear import is_conv1d, linear_of_conv1d
 from fettle.techniques._part import part_chosen, part_groups
 from fettle.techniques.fused_linear import FUSED, fused
@@ -200,7 +199,7 @@ class Weights(Technique):
     )
 
     def levels(self, facts: Facts) -> list[Level]:
-        why_not = "" if facts.generates else NO_TEXT
+        why_not = facts.no_text
         if facts.generates and not facts.is_module:
             why_not = "the model is not a module, so its weights are out of reach"
         elif facts.generates and facts.device != "cpu":
