@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fettle.techniques import OpenvinoRequest, cpu_flags, openvino_core, openvino_model
 from fettle.techniques._openvino_int8 import openvino_answers, openvino_error, openvino_int8_part, openvino_ranges
 from fettle.techniques._openvino_text import openvino_four_bits, openvino_joined
-from fettle.techniques._part import part_chosen, part_groups
+from fettle.techniques._chosen_layers import chosen_layers, layer_groups
 
 pytest.importorskip("openvino")
 
@@ -146,7 +146,7 @@ def test_sines_that_are_an_output_or_come_from_a_product_stay_as_they_are() -> N
 
 @given(st.lists(st.floats(1, 1e6), min_size=1, max_size=40), st.integers(1, 12))
 def test_groups_are_runs_of_layers_that_hold_each_once(products, most) -> None:
-    groups = part_groups(products, most)
+    groups = layer_groups(products, most)
     assert [index for group in groups for index in group] == list(range(len(products)))
     assert 1 <= len(groups) <= most
     assert all(groups)
@@ -163,7 +163,7 @@ def test_the_order_is_by_gain_for_what_it_costs_and_takes_what_fits(plain, limit
         return plain + sum(squares[layer] for layer in layers)
 
     given = ("int8", "an error", 0.5, [[0], [1], [2], [3]], gains, squares, limit**2, together)
-    assert part_chosen(*given)[0] == wanted
+    assert chosen_layers(*given)[0] == wanted
 
 
 @given(st.integers(1, 12), st.data())
@@ -175,7 +175,7 @@ def test_the_largest_count_inside_is_found_in_four_attempts(most, data) -> None:
         return float(len(layers))
 
     ones, groups = [1.0] * most, [[layer] for layer in range(most)]
-    chosen, said = part_chosen("int8", "an error", 1.0, groups, ones, ones, float(threshold), together)
+    chosen, said = chosen_layers("int8", "an error", 1.0, groups, ones, ones, float(threshold), together)
     assert len(chosen) == threshold
     assert len(set(asked)) == len(asked) <= 4
     assert ("one more group" in said) == (threshold < most)

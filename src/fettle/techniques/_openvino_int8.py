@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from fettle.techniques._exported import openvino_core
-from fettle.techniques._part import part_chosen, part_groups
+from fettle.techniques._chosen_layers import chosen_layers, layer_groups
 
 
 def openvino_layers(model: Any) -> list[Any]:
@@ -198,7 +198,7 @@ def openvino_int8_part(model: Any, samples: Any, part: Any) -> Any:
     judged, hint, limit = samples[:4], part["hint"], part["limit"] ** 2
     wanted = openvino_answers(model, judged, "f32")
     products = [openvino_products(layer) for layer in layers]
-    groups = part_groups(products, 12)
+    groups = layer_groups(products, 12)
     gains = [sum(products[index] for index in group) for group in groups]
     squares = []
     for group in groups:
@@ -210,7 +210,7 @@ def openvino_int8_part(model: Any, samples: Any, part: Any) -> Any:
         made[tuple(chosen)] = quantised = openvino_int8_layers(model, chosen, ranges, most)
         return openvino_error(openvino_answers(quantised, judged, hint), wanted) ** 2
 
-    part["layers"], said = part_chosen("int8", "an error", 0.5, groups, gains, squares, limit, together)
+    part["layers"], said = chosen_layers("int8", "an error", 0.5, groups, gains, squares, limit, together)
     logger.info("%s", said, extra={"learned": {part["key"]: part["layers"]}})
     return made[tuple(part["layers"])]
 
@@ -218,7 +218,7 @@ def openvino_int8_part(model: Any, samples: Any, part: Any) -> Any:
 CALIBRATED = (openvino_answers, openvino_saturates)
 """What both ways to 8 bits need in a file of their own."""
 CHOOSING = (
-    part_groups, part_chosen, openvino_error, openvino_layers, openvino_products, openvino_columns, openvino_ranges,
+    layer_groups, chosen_layers, openvino_error, openvino_layers, openvino_products, openvino_columns, openvino_ranges,
     openvino_scales, openvino_int8_layers, openvino_int8_part,
 )  # fmt: skip
 """What `openvino_int8_part` needs beside them."""

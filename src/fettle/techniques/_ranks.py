@@ -258,3 +258,7 @@ def split_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     split._optimizer_step_pre_hooks.update(optimizer._optimizer_step_pre_hooks)
     split._optimizer_step_post_hooks.update(optimizer._optimizer_step_post_hooks)
     return split
+
+
+SPLIT = (is_named, share_inputs, fewer_heads, replicate, split_over)
+"""What `split_over` needs in a file of its own."""

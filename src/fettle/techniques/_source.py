@@ -2,7 +2,7 @@
 
 The file that the user is handed and the code that fettle measured are one text. It defines
 ``optimize(model, batches)``, or ``optimize(model, batches, call)`` for a workload with a call of its own; to train a
-model it defines ``train`` (`_training.py`).
+model it defines ``train`` (`_loop.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fettle.techniques._catalogue import batch_factor, codes, uses_ranks
 from fettle.techniques._generation import writing
 from fettle.techniques._pipeline import Part, calls_of_parts, put_part
 from fettle.techniques._state_kept import STATE_KEPT
-from fettle.techniques._training import LOOP_MAIN, LOOP_USE, loop
+from fettle.techniques._loop import LOOP_MAIN, LOOP_USE, loop
 from fettle.techniques.batch import endless
 from fettle.workload import Target, map_tensors, spread
 

@@ -112,11 +112,10 @@ def write_guessing(
     """`write`, with `ahead` tokens guessed at a time where there is something to guess from.
 
     Rows go on together, as far as the guess is right for all of them."""
-    if forced is not None:
-        prompt |= {} if input_ids is None else {"input_ids": input_ids}
-        return score(decoder, forced, max(stride, 1 + ahead), room=ahead, **prompt)
-    how = (temperature, top_p, generator)
     given = {} if input_ids is None else {"input_ids": input_ids}
+    if forced is not None:
+        return score(decoder, forced, max(stride, 1 + ahead), room=ahead, **given, **prompt)
+    how = (temperature, top_p, generator)
     scores = decoder.prefill(room=new_tokens + ahead, **given, **prompt)
     if hasattr(decoder, "will_crop"):
         decoder.will_crop()

@@ -11,16 +11,12 @@ from typing import Any, ClassVar
 from fettle.techniques._base import TRAINING, Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._ranks import (
     ROWS,
-    fewer_heads,
-    is_named,
+    SPLIT,
     join_ranks,
     modules_by_size,
     own_rows,
     repeated_blocks,
-    replicate,
     shard,
-    share_inputs,
-    split_over,
     split_state,
 )
 from fettle.techniques.precision import autocast
@@ -141,7 +137,7 @@ def _on_mesh(level: str, recipe: Recipe, facts: Facts) -> Code:
         more = f"{_tuple(plan.attentions)}, {_tuple(plan.per_head)}"
         lines += [*listed("columns", plan.columns), *listed("rows", plan.rows),
                   f'split_over(model, mesh["tensor"], columns, rows, {more})']  # fmt: skip
-        helpers += [is_named, share_inputs, fewer_heads, replicate, split_over]
+        helpers += SPLIT
     if level in SHARDED:
         rows = 'mesh["shard"].get_local_rank(), mesh["shard"].size()' if level in TENSOR else "rank, world"
         over = 'mesh["shard"]' if level in TENSOR else "mesh"

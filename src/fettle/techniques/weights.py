@@ -22,7 +22,7 @@ from fettle.kernels import BLOCK_PRODUCTS, block_products, packed_blocks, unpack
 from fettle.techniques._base import Bundle, Code, Facts, Learned, Level, Recipe, Technique, register
 from fettle.techniques._few_bits import few_bits, four_bits_part, packable
 from fettle.techniques._linear import is_conv1d, linear_of_conv1d
-from fettle.techniques._part import part_chosen, part_groups
+from fettle.techniques._chosen_layers import chosen_layers, layer_groups
 from fettle.techniques.fused_linear import FUSED, fused
 from fettle.techniques.runtime import STATEFUL, STATEFUL_WEIGHTS
 from fettle.workload import spread
@@ -287,7 +287,7 @@ class Weights(Technique):
             only = ("only = [", *(f"    {line}" for line in listed), "]")
         elif level == IN_PART:
             tokens, limit = min(facts.new_tokens, _MOST_TOKENS), round(_SHARE * facts.max_error, 6)
-            helpers = (*helpers, spread, part_groups, part_chosen, four_bits_part)
+            helpers = (*helpers, spread, layer_groups, chosen_layers, four_bits_part)
             only = (f"only = four_bits_part(model, batches, InBlocks, {tokens}, {limit})",)
         if blocks and facts.fed_alike:
             helpers, only = (*FUSED, *helpers), (*only, *fused(facts))

@@ -7,7 +7,7 @@ is a budget. Layers are measured in groups, as each measurement takes a few call
 from typing import Any
 
 
-def part_groups(products: Any, most: int) -> list[list[int]]:
+def layer_groups(products: Any, most: int) -> list[list[int]]:
     """Layers in the order of the graph, cut into at most `most` runs of about equally many `products`."""
     groups: list[list[int]] = [[] for _ in range(most)]
     done, total = 0.0, sum(products)
@@ -17,7 +17,7 @@ def part_groups(products: Any, most: int) -> list[list[int]]:
     return [group for group in groups if group]
 
 
-def part_chosen(
+def chosen_layers(
     label: str, what: str, power: float, groups: Any, gains: Any, costs: Any, limit: float, together: Any
 ) -> tuple[list[Any], str]:
     """The layers of as many `groups` as cost up to `limit` together, and a line about them.
