@@ -159,7 +159,11 @@ def attention(device: str, budget_s: float) -> dict[str, Any]:
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, bias, scale=scale)
 
     ways = {"products": attention_reference, "SDPA with the bias": sdpa}
-    ways |= {"fused": decomposed_attention(), "flex": by_flex_attention()} if device == "cuda" else {"tiled": tiled_attention}
+    ways |= (
+        {"fused": decomposed_attention(), "flex": by_flex_attention()}
+        if device == "cuda"
+        else {"tiled": tiled_attention}
+    )
     torch._dynamo.config.recompile_limit = 64  # each case is a compilation of its own
     clock, found = Clock(device), {}
     cases = [(name, dtype) for name in SIZES for dtype in ("bfloat16", "float16", "float32")]

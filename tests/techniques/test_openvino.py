@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fettle.techniques import OpenvinoRequest, cpu_flags, openvino_core, openvino_model
+from fettle.techniques._chosen_layers import chosen_layers, layer_groups
 from fettle.techniques._openvino_int8 import openvino_answers, openvino_error, openvino_int8_part, openvino_ranges
 from fettle.techniques._openvino_text import openvino_four_bits, openvino_joined
-from fettle.techniques._chosen_layers import chosen_layers, layer_groups
 
 pytest.importorskip("openvino")
 

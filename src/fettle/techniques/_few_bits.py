@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from fettle.generate.decoding import decoder_of, score, write
-from fettle.techniques._linear import linear_of_conv1d
 from fettle.techniques._chosen_layers import chosen_layers, layer_groups
+from fettle.techniques._linear import linear_of_conv1d
 from fettle.workload import spread
 
 

@@ -12,6 +12,7 @@ from fettle.generate.quality import MAX_KL
 from fettle.techniques._base import Code
 from fettle.workload import Workload
 
+
 def generation_facts(workload: Workload) -> dict[str, Any]:
     """The fields of `Facts` that are for a workload that writes text; none for another."""
     if not isinstance(workload, GenerationWorkload):

@@ -54,8 +54,8 @@ def keep_converted(
     With `label` only what was kept with the same one is read. Where there is a list `later`, what is to be kept is
     written when its functions are called: writing is no part of the time that is measured until then.
     """
-    keepers = {"openvino_converted": _openvino_model, "openvino_text_model": _text_model, "aoti_files": _files,
-               "onnx_files": _files, "tensorrt_files": _files}  # fmt: skip
+    keepers: dict[str, Callable[..., Any]] = dict.fromkeys(("aoti_files", "onnx_files", "tensorrt_files"), _files)
+    keepers |= {"openvino_converted": _openvino_model, "openvino_text_model": _text_model}
     names = optimize.__globals__
     for name in keepers.keys() & names.keys():
         names[name] = functools.partial(keepers[name], names[name], label, later)

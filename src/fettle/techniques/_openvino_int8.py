@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from fettle.techniques._exported import openvino_core
 from fettle.techniques._chosen_layers import chosen_layers, layer_groups
+from fettle.techniques._exported import openvino_core
 
 
 def openvino_layers(model: Any) -> list[Any]:
@@ -47,7 +47,7 @@ def openvino_products(layer: Any) -> float:
 
     sizes = [size.get_length() if size.is_static else 1 for size in layer.get_output_partial_shape(0)]
     channels = sizes[-1] if layer.get_type_name() == "MatMul" else sizes[1]
-    return math.prod(sizes) / channels * math.prod(layer.input_value(1).get_shape())
+    return float(math.prod(sizes) / channels * math.prod(layer.input_value(1).get_shape()))
 
 
 def openvino_ranges(model: Any, samples: Any) -> list[tuple[Any, Any]]:

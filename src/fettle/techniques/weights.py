@@ -20,9 +20,9 @@ import torch
 
 from fettle.kernels import BLOCK_PRODUCTS, block_products, packed_blocks, unpacked_blocks
 from fettle.techniques._base import Bundle, Code, Facts, Learned, Level, Recipe, Technique, register
+from fettle.techniques._chosen_layers import chosen_layers, layer_groups
 from fettle.techniques._few_bits import few_bits, four_bits_part, packable
 from fettle.techniques._linear import is_conv1d, linear_of_conv1d
-from fettle.techniques._chosen_layers import chosen_layers, layer_groups
 from fettle.techniques.fused_linear import FUSED, fused
 from fettle.techniques.runtime import STATEFUL, STATEFUL_WEIGHTS
 from fettle.workload import spread
