@@ -137,13 +137,13 @@ def conflict(recipe: Recipe, facts: Facts) -> str:
                 return f"{name} is set for each part of a pipeline: {name}[{next(iter(facts.parts))}]"
     seen = {part: recipe.of_part(part) for part in facts.parts} if recipe.parts else {}
     for name, technique, own in factors(facts):
-        level = recipe.levels.get(name, technique.default)
-        beside = seen.get(own.part, recipe)
-        if facts.mode not in technique.modes:
-            wrong_mode = f"it is for {' and '.join(sorted(technique.modes))} only"
-            why_not = "" if level == technique.default else wrong_mode
+        level, applies = recipe.levels.get(name, technique.default), facts.mode in technique.modes
+        if level == technique.default and (not applies or technique.precondition(own) == level):
+            continue
+        if applies:
+            why_not = technique.why_not(level, own) or technique.conflict(level, seen.get(own.part, recipe), own)
         else:
-            why_not = technique.why_not(level, own) or technique.conflict(level, beside, own)
+            why_not = f"it is for {' and '.join(sorted(technique.modes))} only"
         if why_not:
             return f"{name}={level}: {why_not}"
     return ""

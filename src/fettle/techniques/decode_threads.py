@@ -47,9 +47,9 @@ class DecodeThreads(Technique):
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         runtime, threads = recipe.levels.get("runtime", "torch"), _threads(recipe, facts)
-        if level != self.default and runtime != "torch":
+        if runtime != "torch":
             return f"runtime={runtime} has a thread pool of its own"
-        return "" if level == self.default or threads >= PARTS[level] else f"of {threads} threads there is no {level}"
+        return "" if threads >= PARTS[level] else f"of {threads} threads there is no {level}"
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         threads = _threads(recipe, facts)

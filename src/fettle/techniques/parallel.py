@@ -201,9 +201,8 @@ class _Setting(Technique):
         return [Level(name, text, "" if name == self.default else alone) for name, text in self.means.items()]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level != self.default and recipe.levels.get("parallel", "single") not in self.kinds:
-            return f"needs parallel={' or '.join(self.kinds)}"
-        return ""
+        fits = recipe.levels.get("parallel", "single") in self.kinds
+        return "" if fits else f"needs parallel={' or '.join(self.kinds)}"
 
     def strategy(self, level: str) -> Mapping[str, str] | None:
         return {self.setting: level} if self.setting else super().strategy(level)
@@ -241,7 +240,7 @@ class MixedPrecision(_Sharded):
     }
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == "bf16" and recipe.levels.get("precision", "fp32") != "fp32":
+        if recipe.levels.get("precision", "fp32") != "fp32":
             return "the policy converts already what precision would"
         return super().conflict(level, recipe, facts)
 

@@ -35,7 +35,7 @@ class Prefill(Technique):
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         runtime = recipe.levels.get("runtime", "torch")
-        return f"runtime={runtime} reads them itself" if level != self.default and runtime != "torch" else ""
+        return "" if runtime == "torch" else f"runtime={runtime} reads them itself"
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         return Code(setup=(f"Kept.piece = {level}",))

@@ -190,7 +190,7 @@ class Quantize(Technique):
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         compiled = recipe.levels.get("compile", "off") != "off" or recipe.levels.get("runtime") == "aoti"
         precision = recipe.levels.get("precision", "fp32")
-        if level != self.default and not compiled:
+        if not compiled:
             return "eager int8 is slower than float32: needs compile"
         if level == "int8-static":
             if recipe.levels.get("freeze", "off") == "off":

@@ -145,9 +145,9 @@ class Ragged(Technique):
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         for name, usual in (("runtime", "torch"), ("compile", "off"), ("cuda_graphs", "off")):
-            if level != self.default and recipe.levels.get(name, usual) != usual:
+            if recipe.levels.get(name, usual) != usual:
                 return f"{name}={recipe.levels[name]} makes a program for each shape, and there are as many as lengths"
-        if level != self.default and recipe.levels.get("parallel", "single") != "single":
+        if recipe.levels.get("parallel", "single") != "single":
             return "ranks whose rows have other lengths would wait for each other, or not call the model equally often"
         if level == "packed" and recipe.levels.get("checkpoint", "none") != "none":
             return "what is recomputed in the backward pass is not told apart by rows"

@@ -229,7 +229,7 @@ class Runtime(Technique):
             return f"a model with quantize={quantize} cannot be exported to it"
         if level == "tensorrt" and precision.startswith("autocast"):
             return "TensorRT does not see autocast"
-        if level != self.default and levels.get("sparsity", "none") != "none":
+        if levels.get("sparsity", "none") != "none":
             return "sparse weights cannot be exported"
         return ""
 
@@ -328,11 +328,10 @@ class Streams(Technique):
         ]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == "per-core" and not recipe.levels.get("runtime", "torch").startswith("openvino"):
+        runtime = recipe.levels.get("runtime", "torch")
+        if not runtime.startswith("openvino"):
             return "only OpenVINO runs several parts of a batch at once here: needs runtime=openvino..."
-        if level == "per-core" and recipe.levels.get("runtime") == STATEFUL:
-            return "a text is written by one request"
-        return ""
+        return "a text is written by one request" if runtime == STATEFUL else ""
 
     def bundles(self, facts: Facts) -> list[Bundle]:
         return [Bundle(60, {"runtime": "openvino-bf16", "streams": "per-core", **AS_GIVEN})] if facts.has_bf16 else []

@@ -223,8 +223,6 @@ class Weights(Technique):
         return 2 if level == IN_PART else self.cost
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == self.default:
-            return ""
         if recipe.levels.get("quantize", "none") != "none":
             return "quantize holds the weights in few bits already"
         if recipe.levels.get("runtime") == STATEFUL:
