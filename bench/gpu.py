@@ -152,14 +152,18 @@ def attention(device: str, budget_s: float) -> dict[str, Any]:
 
     from fettle.kernels.decomposed_attention import attention_reference, decomposed_attention
     from fettle.measure._clock import Clock
-    from fettle.techniques._tiled_attention import by_flex_attention, in_tiles
+    from fettle.techniques._tiled_attention import by_flex_attention, tiled_attention
 
     def sdpa(query: Any, key: Any, value: Any, rows: Any, columns: Any, scale: float) -> Any:
         bias = (rows[..., :, None] + columns[..., None, :]).flatten(-2)
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, bias, scale=scale)
 
     ways = {"products": attention_reference, "SDPA with the bias": sdpa}
-    ways |= {"fused": decomposed_attention(), "flex": by_flex_attention()} if device == "cuda" else {"tiled": in_tiles}
+    ways |= (
+        {"fused": decomposed_attention(), "flex": by_flex_attention()}
+        if device == "cuda"
+        else {"tiled": tiled_attention}
+    )
     torch._dynamo.config.recompile_limit = 64  # each case is a compilation of its own
     clock, found = Clock(device), {}
     cases = [(name, dtype) for name in SIZES for dtype in ("bfloat16", "float16", "float32")]

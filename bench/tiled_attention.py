@@ -25,7 +25,7 @@ def worker(way: str, kind: str) -> None:
     """A timed call for every line that is read: seconds, and bytes of the peak above what there was before."""
     import torch
 
-    from fettle.techniques._tiled_attention import in_tiles
+    from fettle.techniques._tiled_attention import tiled_attention
 
     torch.manual_seed(0)
     dtype = getattr(torch, kind)
@@ -37,7 +37,7 @@ def worker(way: str, kind: str) -> None:
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, bias, scale=0.125)
 
     def tiled() -> torch.Tensor:
-        return in_tiles(query, key, value, rows, columns, 0.125)
+        return tiled_attention(query, key, value, rows, columns, 0.125)
 
     run = {"written out": written_out, "tiled": tiled}[way]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

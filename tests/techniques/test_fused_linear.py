@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fettle.techniques import Facts, Recipe, conflict, load, probe_facts, source
+from fettle.recipe import Recipe
+from fettle.techniques import Facts, conflict, load, probe_facts, source
 from fettle.techniques.fused_linear import FusedSibling
 from fettle.workload import Workload
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fettle.techniques import OpenvinoRequest, cpu_flags, openvino_core, openvino_model
+from fettle.techniques._chosen_layers import chosen_layers, layer_groups
 from fettle.techniques._openvino_int8 import openvino_answers, openvino_error, openvino_int8_part, openvino_ranges
 from fettle.techniques._openvino_text import openvino_four_bits, openvino_joined
-from fettle.techniques._part import part_fitting, part_groups, part_largest, part_order
 
 pytest.importorskip("openvino")
 
@@ -146,39 +146,39 @@ def test_sines_that_are_an_output_or_come_from_a_product_stay_as_they_are() -> N
 
 @given(st.lists(st.floats(1, 1e6), min_size=1, max_size=40), st.integers(1, 12))
 def test_groups_are_runs_of_layers_that_hold_each_once(products, most) -> None:
-    groups = part_groups(products, most)
+    groups = layer_groups(products, most)
     assert [index for group in groups for index in group] == list(range(len(products)))
     assert 1 <= len(groups) <= most
     assert all(groups)
 
 
-def test_order_is_by_gain_for_what_it_costs_and_counts_what_fits() -> None:
-    gains, squares = [4.0, 1.0, 1.0, 8.0], [4e-4, 1e-5, 1e-5, 1e-4]
-    order = part_order(gains, squares)
-    assert order == [2, 1, 3, 0]  # the later of two that are alike
-    assert part_fitting(order, squares, plain=25e-6, limit=0.012**2) == 2  # 25e-6 + 20e-6, and 100e-6 more
-    assert part_fitting(order, squares, plain=25e-6, limit=0.0121**2) == 3
-    assert part_fitting(order, squares, plain=4e-4, limit=0.012**2) == 0
-    assert part_fitting(order, squares, plain=0.0, limit=1.0) == 4
+@pytest.mark.parametrize(
+    ("plain", "limit", "wanted"),
+    [(25e-6, 0.012, [1, 2]), (25e-6, 0.0121, [1, 2, 3]), (0.0, 1.0, [0, 1, 2, 3]), (1.3e-4, 0.012, [2])],
+)
+def test_the_order_is_by_gain_for_what_it_costs_and_takes_what_fits(plain, limit, wanted) -> None:
+    gains, squares = [4.0, 1.0, 1.0, 8.0], [4e-4, 1e-5, 1e-5, 1e-4]  # the later of two that are alike comes first
+
+    def together(layers: list[int]) -> float:
+        return plain + sum(squares[layer] for layer in layers)
+
+    given = ("int8", "an error", 0.5, [[0], [1], [2], [3]], gains, squares, limit**2, together)
+    assert chosen_layers(*given)[0] == wanted
 
 
 @given(st.integers(1, 12), st.data())
-def test_the_largest_count_was_seen_inside_after_few_attempts(most, data) -> None:
-    threshold, first = data.draw(st.integers(0, most)), data.draw(st.integers(0, most))
-    seen: list[int] = []
+def test_the_largest_count_inside_is_found_in_four_attempts(most, data) -> None:
+    threshold, asked = data.draw(st.integers(1, most)), []
 
-    def inside(count: int) -> bool:
-        assert 1 <= count <= most
-        seen.append(count)
-        return count <= threshold
+    def together(layers: list[int]) -> float:
+        asked.append(len(layers))
+        return float(len(layers))
 
-    found = part_largest(inside, first, most)
-    assert len(seen) <= 5
-    assert len(set(seen)) == len(seen)
-    assert found <= threshold
-    assert found == 0 or found in seen
-    if abs(first - threshold) <= 1:
-        assert found == threshold
+    ones, groups = [1.0] * most, [[layer] for layer in range(most)]
+    chosen, said = chosen_layers("int8", "an error", 1.0, groups, ones, ones, float(threshold), together)
+    assert len(chosen) == threshold
+    assert len(set(asked)) == len(asked) <= 4
+    assert ("one more group" in said) == (threshold < most)
 
 
 def converted(model: torch.nn.Module, x: torch.Tensor) -> object:

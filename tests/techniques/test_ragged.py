@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import fettle
-from fettle.techniques import Recipe, bundles, conflict, load, probe_facts, source
+from fettle.recipe import Recipe
+from fettle.techniques import bundles, conflict, load, probe_facts, source
 from fettle.techniques._packed import PackedRows
 from fettle.techniques.ragged import ByLength
 from fettle.train import TrainingWorkload, training_facts

@@ -114,6 +114,6 @@ def test_the_lines_name_what_is_split() -> None:
     text = source(Recipe.parse("parallel=zero3-tensor"), facts)
     assert 'init_device_mesh("cpu", (world // 4, 4), mesh_dim_names=("shard", "tensor"))' in text
     assert 'rows = (\n        "*.attn.out_proj",\n        "*.mlp.fc2",\n    )' in text
-    assert 'fewer_heads(model, ("*.attn",), 4)' in text
+    assert 'split_over(model, mesh["tensor"], columns, rows, ("*.attn",), ())' in text
     assert 'own_rows(data, mesh["shard"].get_local_rank(), mesh["shard"].size())' in text
     assert "own_rows" not in source(Recipe.parse("parallel=tensor"), replace(facts, ranks=4, nodes=1))

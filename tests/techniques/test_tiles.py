@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import fettle
-from fettle.techniques import Recipe, conflict, load, probe_facts, source
+from fettle.recipe import Recipe
+from fettle.techniques import conflict, load, probe_facts, source
 from fettle.techniques.tiles import InTiles, is_decoder
 from fettle.tuning.space import space_for
 

@@ -166,7 +166,7 @@ def apply(model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh | None) -
         plan, over = tensor_plan(model), mesh["tensor"]
         if why_not := plan.why_not_over(over.size()):
             raise UsageError(f"{strategy.kind}: {why_not}")
-        split_over(model, plan, over)
+        split_over(model, over, plan.columns, plan.rows, plan.attentions, plan.per_head)
     blocks = repeated_blocks(model)
     if strategy.checkpoint == "block":
         _checkpoint(model, blocks)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from fettle.recipe import Recipe
-from fettle.techniques import _source, _training
 from fettle.techniques._base import CATALOGUE, Bundle, Code, Facts, Learned, Level, Technique, register
 from fettle.techniques._catalogue import (
+    PYTHON,
     batch_factor,
     bundles,
     canonical,
@@ -36,19 +35,17 @@ from fettle.techniques._catalogue import (
     run_by,
     uses_ranks,
 )
-from fettle.techniques._exported import exported_program, loads_cuda_libraries
+from fettle.techniques._exported import exported_program, loads_cuda_libraries, openvino_core
 from fettle.techniques._facts import parts_lines, parts_sentence
 from fettle.techniques._host import cpu_flags, installed
 from fettle.techniques._kept import keep_converted, tally
 from fettle.techniques._openvino import OpenvinoRequest, openvino_model
-from fettle.techniques._openvino_core import openvino_core
 from fettle.techniques._openvino_int8 import openvino_saturates
 from fettle.techniques._probe import machine_facts, probe_facts, unchanged
-from fettle.techniques._python import PYTHON
-from fettle.techniques._ranks import modules_by_size, repeated_blocks, shard
-from fettle.techniques._source import load
+from fettle.techniques._ranks import modules_by_size, repeated_blocks, shard, split_over
+from fettle.techniques._source import load, source
 from fettle.techniques._state_kept import put_modes_back, state_kept
-from fettle.techniques._tensor import split_bytes, split_over, tensor_plan
+from fettle.techniques._tensor import split_bytes, tensor_plan
 from fettle.techniques.batch import LARGEST, enlarged
 from fettle.techniques.quantize import quantize_exported
 from fettle.techniques.runtime import int8_part, openvino_precision
@@ -67,9 +64,3 @@ __all__ = [
     "put_modes_back", "quantize_exported", "register", "repeated_blocks", "respelled", "run_by", "shard", "source",
     "split_bytes", "split_over", "state_kept", "tally", "tensor_plan", "unchanged", "uses_ranks",
 ]  # fmt: skip
-
-
-def source(recipe: Recipe, facts: Facts, **options: object) -> str:
-    """The plain PyTorch source of a recipe, to call a model or to train one; options as `_source.render` takes."""
-    render = _training.render_training if facts.mode == "training" else _source.render
-    return render(recipe, facts, **options)  # type: ignore[arg-type]

@@ -247,13 +247,14 @@ def fold_attention(traced: Any) -> tuple[int, float]:
         # The side with many tokens is left as it is; its projection is applied to what it meets.
         few_keys = keys < queries
         near, far, end = (linears[0], linears[1], out) if few_keys else (linears[1], linears[0], linears[2])
-        scores, sums, few = plain_scores, plain_sums, batch * heads * min(queries, keys)
+        small, large, few, many = (key, query, keys, queries) if few_keys else (query, key, queries, keys)
+        scores, sums = plain_scores, plain_sums
         if near is not None:
             inputs = near.args[1].meta["val"].shape[1]
-            scores = work(far) + few * depth * inputs + pairs * inputs
+            scores = work(far) + batch * heads * few * depth * inputs + pairs * inputs
         if end is not None:
             outer = end.args[1].meta["val"].shape[0 if few_keys else 1]
-            sums = (work(linears[2]) if few_keys else work(out)) + few * width * outer + pairs * outer
+            sums = (work(linears[2]) if few_keys else work(out)) + batch * heads * few * width * outer + pairs * outer
         fold_scores, fold_sums = scores < plain_scores, sums < plain_sums
         best, given = min(scores, plain_scores) + min(sums, plain_sums), plain_scores + plain_sums
         before, after = before + given, after + (best if best < 0.8 * given else given)
@@ -262,45 +263,25 @@ def fold_attention(traced: Any) -> tuple[int, float]:
         done += 1
         scale = node.kwargs.get("scale") or depth**-0.5
         with graph.inserting_before(node):
-            if few_keys:  # scores are keys x queries
-                small = make(aten.mul.Tensor, key, scale)
-                if fold_scores:
-                    folded = reshape(make(aten.matmul.default, small, per_head(near)), -1, heads * keys, inputs)
-                    found = make(aten.matmul.default, folded, turn(rows(near)))
-                    found = reshape(found, batch, heads, keys, queries)
-                    if bias(near) is not None:
-                        constant = make(aten.matmul.default, small, reshape(bias(near), heads, depth, 1))
-                        found = make(aten.add.Tensor, found, constant)
-                else:
-                    found = make(aten.matmul.default, small, turn(query))
-                weights = make(aten.softmax.int, found, 2)
+            small = make(aten.mul.Tensor, small, scale)
+            if fold_scores:
+                folded = reshape(make(aten.matmul.default, small, per_head(near)), -1, heads * few, inputs)
+                found = reshape(make(aten.matmul.default, folded, turn(rows(near))), batch, heads, few, many)
+                if few_keys and bias(near) is not None:
+                    constant = make(aten.matmul.default, small, reshape(bias(near), heads, depth, 1))
+                    found = make(aten.add.Tensor, found, constant)
             else:
-                small = make(aten.mul.Tensor, query, scale)
-                if fold_scores:
-                    folded = reshape(make(aten.matmul.default, small, per_head(near)), -1, heads * queries, inputs)
-                    found = make(aten.matmul.default, folded, turn(rows(near)))
-                    found = reshape(found, batch, heads, queries, keys)
-                else:
-                    found = make(aten.matmul.default, small, turn(key))
-                weights = make(aten.softmax.int, found, 3)
-        if few_keys and fold_sums:
-            with graph.inserting_before(out):
-                outer = out.args[1].meta["val"].shape[0]
+                found = make(aten.matmul.default, small, turn(large))
+            weights = make(aten.softmax.int, found, 2 if few_keys else 3)  # few x many tokens
+        last = out if few_keys and fold_sums else node
+        with graph.inserting_before(last):
+            if few_keys and fold_sums:
                 back = reshape(turn(out.args[1]), heads, width, outer)
                 small = reshape(make(aten.matmul.default, value, back), -1, heads * keys, outer)
                 answer = make(aten.matmul.default, turn(reshape(weights, batch, heads * keys, queries)), small)
                 if bias(out) is not None:
                     answer = make(aten.add.Tensor, answer, bias(out))
                 answer = reshape(answer, *out.meta["val"].shape)
-            out.replace_all_uses_with(answer)
-            while out is not node:  # attention counts as random, so that it is not taken away as dead code
-                unused, out = out, out.args[0]
-                graph.erase_node(unused)
-            graph.erase_node(node)
-            continue
-        with graph.inserting_before(node):
-            if few_keys:
-                answer = make(aten.matmul.default, turn(weights), value)
             elif fold_sums:
                 answer = make(aten.matmul.default, reshape(weights, batch, heads * queries, keys), rows(end))
                 answer = reshape(answer, batch, heads, queries, -1)
@@ -308,8 +289,11 @@ def fold_attention(traced: Any) -> tuple[int, float]:
                 if bias(end) is not None:
                     answer = make(aten.add.Tensor, answer, reshape(bias(end), heads, 1, width))
             else:
-                answer = make(aten.matmul.default, weights, value)
-        node.replace_all_uses_with(answer)
+                answer = make(aten.matmul.default, turn(weights) if few_keys else weights, value)
+        last.replace_all_uses_with(answer)
+        while last is not node:  # attention counts as random, so that it is not taken away as dead code
+            unused, last = last, last.args[0]
+            graph.erase_node(unused)
         graph.erase_node(node)
     return done, after / max(1, before)
 

@@ -176,7 +176,8 @@ class Technique:
         return known.get(level, f"there is no such level: {', '.join(known)}")
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        """Why `level` cannot work beside the rest of `recipe`, as a phrase; empty when it can."""
+        """Why `level` cannot work beside the rest of `recipe`, as a phrase; empty when it can. The default is asked
+        about only where `precondition` names another level."""
         return ""
 
     def is_idle(self, recipe: Recipe) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from fettle.errors import UsageError
+from fettle.procs.interpreter import OURS
 from fettle.recipe import Recipe, factor_name, technique_and_part
-from fettle.techniques._base import CATALOGUE, Technique
+from fettle.techniques._base import BOTH, CATALOGUE, Code, Level, Technique
 from fettle.techniques._facts import Facts
-from fettle.techniques._python import PYTHON
 
 _MOST_BUNDLES = 8
 
@@ -37,6 +38,13 @@ def changed_by_part(recipe: Recipe) -> Iterator[tuple[str, Technique, str]]:
             level = recipe.levels.get(factor_name(technique.name, part), technique.default)
             if level != technique.default:
                 yield part, technique, level
+
+
+def codes(recipe: Recipe, facts: Facts) -> Iterator[tuple[str, str, Code]]:
+    """The part of a pipeline, a title and the lines of all that a recipe changes, in the same order."""
+    for part, technique, level in changed_by_part(recipe):
+        own, beside = (facts.parts[part], recipe.of_part(part)) if part else (facts, recipe)
+        yield part, f"{technique.title}: {level}", technique.code(level, beside, replace(own, learned=facts.learned))
 
 
 def factors(facts: Facts) -> Iterator[tuple[str, Technique, Facts]]:
@@ -73,14 +81,10 @@ def for_parts(levels: Mapping[str, str], facts: Facts) -> dict[str, str]:
 
 def needs_of(facts: Facts) -> dict[str, dict[str, str]]:
     """By factor: levels of others that it cannot do without, in the same part where there are parts."""
-    names = {name for name, _, _ in factors(facts)}
-    found = {}
+    found: dict[str, dict[str, str]] = {}
     for name, technique, own in factors(facts):
-        if technique.needs:
-            inside = {other: factor_name(other, own.part) for other in technique.needs}
-            found[name] = {
-                inside[other] if inside[other] in names else other: level for other, level in technique.needs.items()
-            }
+        for other, level in technique.needs.items():
+            found.setdefault(name, {})[factor_name(other, own.part if find(other).of_module else "")] = level
     return found
 
 
@@ -133,13 +137,13 @@ def conflict(recipe: Recipe, facts: Facts) -> str:
                 return f"{name} is set for each part of a pipeline: {name}[{next(iter(facts.parts))}]"
     seen = {part: recipe.of_part(part) for part in facts.parts} if recipe.parts else {}
     for name, technique, own in factors(facts):
-        level = recipe.levels.get(name, technique.default)
-        beside = seen.get(own.part, recipe)
-        if facts.mode not in technique.modes:
-            wrong_mode = f"it is for {' and '.join(sorted(technique.modes))} only"
-            why_not = "" if level == technique.default else wrong_mode
+        level, applies = recipe.levels.get(name, technique.default), facts.mode in technique.modes
+        if level == technique.default and (not applies or technique.precondition(own) == level):
+            continue
+        if applies:
+            why_not = technique.why_not(level, own) or technique.conflict(level, seen.get(own.part, recipe), own)
         else:
-            why_not = technique.why_not(level, own) or technique.conflict(level, beside, own)
+            why_not = f"it is for {' and '.join(sorted(technique.modes))} only"
         if why_not:
             return f"{name}={level}: {why_not}"
     return ""
@@ -204,11 +208,7 @@ def _bundles_of_parts(facts: Facts) -> list[Recipe]:
 
 def environment(recipe: Recipe, facts: Facts) -> dict[str, str]:
     """The variables that a process of this recipe must start with."""
-    variables: dict[str, str] = {}
-    for part, technique, level in changed_by_part(recipe):
-        own, seen = (facts.parts[part], recipe.of_part(part)) if part else (facts, recipe)
-        variables |= technique.code(level, seen, own).environment
-    return variables
+    return {name: value for *_, code in codes(recipe, facts) for name, value in code.environment.items()}
 
 
 def is_calibrated(recipe: Recipe) -> bool:
@@ -235,8 +235,7 @@ def uses_ranks(recipe: Recipe) -> bool:
 def learned_types(names: Iterable[str]) -> dict[str, Any]:
     """Of `names` those under which levels hand on what they learned: the type that it must have."""
     kinds = {technique.learns.key: technique.learns.type for technique in CATALOGUE if technique.learns}
-    found = {name: kinds.get(technique_and_part(name)[0]) for name in names}
-    return {name: kind for name, kind in found.items() if kind is not None}
+    return {name: kinds[key] for name in names if (key := technique_and_part(name)[0]) in kinds}
 
 
 def handed_on(recipe: Recipe, learned: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,3 +245,22 @@ def handed_on(recipe: Recipe, learned: Mapping[str, Any]) -> dict[str, Any]:
         if technique.learns and level in technique.learns.levels
     ]  # fmt: skip
     return {key: learned[key] for key in keys if learned.get(key)}
+
+
+class _Python(Technique):
+    """The environment that a recipe runs in: a factor of a study, and nothing that could be applied to a model. It is
+    not in the catalogue, which is what a recipe may name on any machine."""
+
+    name = "python"
+    order = 0
+    modes = BOTH
+    rung = 0
+    title = "Environment"
+    default = OURS
+
+    def levels(self, facts: Facts) -> list[Level]:
+        return [Level(self.default, "the interpreter that fettle runs by")]
+
+
+PYTHON = _Python()
+"""Its levels are those that a study is given: names of `fettle.procs.interpreter.Interpreter`."""

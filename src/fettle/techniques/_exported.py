@@ -30,6 +30,19 @@ def loads_cuda_libraries() -> bool:
     return not torch.__version__.startswith("2.11.")
 
 
+def openvino_core() -> Any:
+    """The runtime: one for the process, never let go.
+
+    On a CPU with AMX its plugin gives the thread a signal stack, and unmaps that stack when the last runtime goes, also
+    where that happens in another thread. The next signal with a handler (a DataLoader's worker ends) then kills.
+    """
+    import openvino
+
+    if not hasattr(openvino, "process_core"):
+        openvino.process_core = openvino.Core()
+    return openvino.process_core
+
+
 def exported_program(flat: torch.nn.Module, tensors: Any, free: Any = ()) -> Any:
     """The model as one graph. `free` has for each tensor the dimensions that may have any size; none: all are fixed.
 

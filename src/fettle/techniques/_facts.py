@@ -202,6 +202,11 @@ class Facts:
         return self.new_tokens > 0
 
     @property
+    def no_text(self) -> str:
+        """Why what is for writing text cannot be used; empty where the workload writes some."""
+        return "" if self.generates else "the workload is not a fettle.GenerationWorkload"
+
+    @property
     def no_copies(self) -> str:
         """Why the model cannot be given copies of its inputs; empty where it can."""
         return "the model writes into what it is given, and would be given a copy" if self.changes_inputs else ""

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from fettle.generate.decoding import decoder_of, score, write
+from fettle.techniques._chosen_layers import chosen_layers, layer_groups
 from fettle.techniques._linear import linear_of_conv1d
-from fettle.techniques._part import part_chosen, part_groups
 from fettle.workload import spread
 
 
@@ -90,13 +90,13 @@ def four_bits_part(model: torch.nn.Module, batches: Any, kind: Any, tokens: int,
             kinds.setdefault((re.sub(r"\d+", "*", above), layer.weight.shape[1]), {}).setdefault(above, []).append(path)
     groups = []
     for units in (list(parents.values()) for parents in kinds.values()):
-        runs = part_groups([1] * len(units), max(1, 12 // len(kinds)))
+        runs = layer_groups([1] * len(units), max(1, 12 // len(kinds)))
         groups += [[path for unit in run for path in units[unit]] for run in runs]
     gains = [sum(layers[path][2].weight.numel() for path in group) for group in groups]
     costs = [divergence(dict.fromkeys(group, 4)) for group in groups]
     eight = dict.fromkeys(layers, 8)
-    chosen, line = part_chosen(
-        "4 bits", "a divergence", 1.0, groups, gains, costs, divergence(eight), limit,
+    chosen, line = chosen_layers(
+        "4 bits", "a divergence", 1.0, groups, gains, costs, limit,
         lambda names: divergence(eight | dict.fromkeys(names, 4)),
     )  # fmt: skip
     logging.getLogger("optimized").info("%s", line, extra={"learned": {"int4_layers": chosen}})

@@ -12,8 +12,6 @@ from fettle.generate.quality import MAX_KL
 from fettle.techniques._base import Code
 from fettle.workload import Workload
 
-NO_TEXT = "the workload is not a fettle.GenerationWorkload"
-
 
 def generation_facts(workload: Workload) -> dict[str, Any]:
     """The fields of `Facts` that are for a workload that writes text; none for another."""

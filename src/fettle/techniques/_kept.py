@@ -30,8 +30,8 @@ from fettle.files import cache_folder
 from fettle.kept_files import MOST_BYTES, SUMS, is_sound, keep
 from fettle.machine import cpu_name
 from fettle.patches import replaced
+from fettle.techniques._exported import openvino_core
 from fettle.techniques._host import cpu_flags, installed
-from fettle.techniques._openvino_core import openvino_core
 from fettle.techniques._state_kept import Attributes
 
 FOLDER = "converted"
@@ -54,14 +54,11 @@ def keep_converted(
     With `label` only what was kept with the same one is read. Where there is a list `later`, what is to be kept is
     written when its functions are called: writing is no part of the time that is measured until then.
     """
+    keepers: dict[str, Callable[..., Any]] = dict.fromkeys(("aoti_files", "onnx_files", "tensorrt_files"), _files)
+    keepers |= {"openvino_converted": _openvino_model, "openvino_text_model": _text_model}
     names = optimize.__globals__
-    if "openvino_converted" in names:
-        names["openvino_converted"] = functools.partial(_openvino_model, names["openvino_converted"], label, later)
-    if "openvino_text_model" in names:
-        names["openvino_text_model"] = functools.partial(_text_model, names["openvino_text_model"], label, later)
-    for name in ("aoti_files", "onnx_files", "tensorrt_files"):
-        if name in names:
-            names[name] = functools.partial(_files, names[name], label, later)
+    for name in keepers.keys() & names.keys():
+        names[name] = functools.partial(keepers[name], names[name], label, later)
     return optimize
 
 

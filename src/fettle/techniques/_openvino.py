@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 
-from fettle.techniques._exported import exported_program
-from fettle.techniques._openvino_core import openvino_core
+from fettle.techniques._exported import exported_program, openvino_core
 from fettle.techniques._openvino_int8 import openvino_int8_part, openvino_saturates
 
 
@@ -117,13 +116,6 @@ def openvino_converted(flat: torch.nn.Module, tensors: Any, samples: Any, level:
     return openvino_model(exported_program(flat, tensors, free), samples, level, part)
 
 
-def openvino_compiled(
-    flat: torch.nn.Module, tensors: Any, samples: Any, level: str, free: Any, part: Any, config: Any
-) -> Any:
-    """The model compiled by OpenVINO for the CPU."""
-    return openvino_core().compile_model(openvino_converted(flat, tensors, samples, level, free, part), "CPU", config)
-
-
 class OpenvinoRequest:
     """One request of a compiled model. The runtime reads and writes torch's own memory, so nothing is copied."""
 
@@ -177,7 +169,8 @@ def openvino_engine(
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
         "PERFORMANCE_HINT": "LATENCY",
     }
-    request, lock = OpenvinoRequest(openvino_compiled(flat, tensors, samples, level, free, part, config)), Lock()
+    model = openvino_converted(flat, tensors, samples, level, free, part)
+    request, lock = OpenvinoRequest(openvino_core().compile_model(model, "CPU", config)), Lock()
 
     def run(values: Any) -> Any:
         with lock:
@@ -223,7 +216,8 @@ def openvino_streams_engine(
             }
             alike = [sample for sample in samples if len(sample[0]) == size]
             given = [tensor.clone() for tensor in piece]
-            compiled[size] = openvino_compiled(flat, given, alike, level, free, part, config)
+            model = openvino_converted(flat, given, alike, level, free, part)
+            compiled[size] = openvino_core().compile_model(model, "CPU", config)
         requests.append(OpenvinoRequest(compiled[size]))
         for shape in requests[-1].shapes:
             if shape.is_static and list(shape.to_shape())[:1] != [size]:
@@ -243,6 +237,6 @@ def openvino_streams_engine(
 
 MODEL = (
     openvino_core, openvino_tail, openvino_bf16_sums, openvino_angles, openvino_model, openvino_converted,
-    openvino_compiled, OpenvinoRequest,
+    OpenvinoRequest,
 )  # fmt: skip
 """All that both engines need in a file of their own."""

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from fettle.techniques._openvino_core import openvino_core
-from fettle.techniques._part import PART, part_chosen, part_groups
+from fettle.techniques._chosen_layers import chosen_layers, layer_groups
+from fettle.techniques._exported import openvino_core
 
 
 def openvino_layers(model: Any) -> list[Any]:
@@ -43,14 +43,11 @@ def openvino_error(answers: Any, wanted: Any) -> float:
 
 def openvino_products(layer: Any) -> float:
     """Multiply-adds of one layer; a size that is left open counts as 1."""
+    import math
+
     sizes = [size.get_length() if size.is_static else 1 for size in layer.get_output_partial_shape(0)]
     channels = sizes[-1] if layer.get_type_name() == "MatMul" else sizes[1]
-    weights, outputs = 1.0, 1.0
-    for size in layer.input_value(1).get_shape():
-        weights *= size
-    for size in sizes:
-        outputs *= size
-    return outputs / channels * weights
+    return float(math.prod(sizes) / channels * math.prod(layer.input_value(1).get_shape()))
 
 
 def openvino_ranges(model: Any, samples: Any) -> list[tuple[Any, Any]]:
@@ -200,9 +197,8 @@ def openvino_int8_part(model: Any, samples: Any, part: Any) -> Any:
         return openvino_int8_layers(model, part["layers"], ranges, most)
     judged, hint, limit = samples[:4], part["hint"], part["limit"] ** 2
     wanted = openvino_answers(model, judged, "f32")
-    plain = openvino_error(openvino_answers(model, judged, hint), wanted) ** 2
     products = [openvino_products(layer) for layer in layers]
-    groups = part_groups(products, 12)
+    groups = layer_groups(products, 12)
     gains = [sum(products[index] for index in group) for group in groups]
     squares = []
     for group in groups:
@@ -214,7 +210,7 @@ def openvino_int8_part(model: Any, samples: Any, part: Any) -> Any:
         made[tuple(chosen)] = quantised = openvino_int8_layers(model, chosen, ranges, most)
         return openvino_error(openvino_answers(quantised, judged, hint), wanted) ** 2
 
-    part["layers"], said = part_chosen("int8", "an error", 0.5, groups, gains, squares, plain, limit, together)
+    part["layers"], said = chosen_layers("int8", "an error", 0.5, groups, gains, squares, limit, together)
     logger.info("%s", said, extra={"learned": {part["key"]: part["layers"]}})
     return made[tuple(part["layers"])]
 
@@ -222,7 +218,7 @@ def openvino_int8_part(model: Any, samples: Any, part: Any) -> Any:
 CALIBRATED = (openvino_answers, openvino_saturates)
 """What both ways to 8 bits need in a file of their own."""
 CHOOSING = (
-    *PART, openvino_error, openvino_layers, openvino_products, openvino_columns, openvino_ranges, openvino_scales,
-    openvino_int8_layers, openvino_int8_part,
+    layer_groups, chosen_layers, openvino_error, openvino_layers, openvino_products, openvino_columns, openvino_ranges,
+    openvino_scales, openvino_int8_layers, openvino_int8_part,
 )  # fmt: skip
 """What `openvino_int8_part` needs beside them."""

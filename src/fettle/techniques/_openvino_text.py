@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from fettle.techniques._openvino_core import openvino_core
+from fettle.techniques._exported import openvino_core
 
 
 class Step(torch.nn.Module):
@@ -160,9 +160,13 @@ def openvino_four_bits(graph: Any) -> list[str]:
     return found
 
 
-def openvino_weights(graph: Any, bits: int) -> Any:
-    """The graph with the weights of its products in 8 bits, a scale for each row, or in 4 (`openvino_four_bits`); what
-    has no such blocks, tables and the head in 8. Without data: nothing is calibrated."""
+def openvino_text_model(model: Any, bits: int) -> Any:
+    """The model as OpenVINO's stateful one. The weights of its products are in 8 bits, a scale for each row, or in 4
+    (`openvino_four_bits`), where what has no such blocks, tables and the head are in 8; with 0 `bits` as they are.
+    Without data: nothing is calibrated."""
+    graph = openvino_joined(openvino_stateful(model))
+    if not bits:
+        return graph
     import logging
 
     import nncf
@@ -170,12 +174,6 @@ def openvino_weights(graph: Any, bits: int) -> Any:
     logging.getLogger("nncf").setLevel(logging.WARNING)
     done = nncf.IgnoredScope(names=openvino_four_bits(graph) if bits == 4 else [])
     return nncf.compress_weights(graph, mode=nncf.CompressWeightsMode.INT8_SYM, ignored_scope=done)
-
-
-def openvino_text_model(model: Any, bits: int) -> Any:
-    """The model as OpenVINO's stateful one, its weights in `bits` bits, 0: as they are."""
-    graph = openvino_joined(openvino_stateful(model))
-    return openvino_weights(graph, bits) if bits else graph
 
 
 class OpenvinoText:
@@ -257,6 +255,5 @@ class OpenvinoText:
 
 
 TEXT = (
-    openvino_core, Step, openvino_stateful, openvino_joined, openvino_four_bits, openvino_weights, openvino_text_model,
-    OpenvinoText,
+    openvino_core, Step, openvino_stateful, openvino_joined, openvino_four_bits, openvino_text_model, OpenvinoText,
 )  # fmt: skip

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,50 +74,49 @@ def calls_of_parts(model: torch.nn.Module, names: Any, run: Any, most: int = 8) 
     """What each part is called with while `run()` runs the pipeline: at most so many calls, evenly spread, each a batch
     for `spread`."""
     import contextlib
+    import functools
 
     from torch.utils import _pytree as pytree
 
     found: dict[str, list[Any]] = {name: [] for name in names}
     count, every = dict.fromkeys(names, 0), dict.fromkeys(names, 1)
 
-    def keep(name: str) -> Any:
-        def hook(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-            if count[name] % every[name] == 0:
-                args, kwargs = pytree.tree_map_only(torch.Tensor, lambda one: one.detach().clone(), (args, kwargs))
-                found[name].append({"*": args, **kwargs} if args and kwargs else kwargs or args)
-                if len(found[name]) > most:
-                    found[name], every[name] = found[name][::2], 2 * every[name]
-            count[name] += 1
-
-        return hook
+    def keep(name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if count[name] % every[name] == 0:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda one: one.detach().clone(), (args, kwargs))
+            found[name].append({"*": args, **kwargs} if args and kwargs else kwargs or args)
+            if len(found[name]) > most:
+                found[name], every[name] = found[name][::2], 2 * every[name]
+        count[name] += 1
 
     with contextlib.ExitStack() as hooks, torch.no_grad(), state_kept(model):
         for name in names:
-            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(keep(name), with_kwargs=True))
+            hook, part = functools.partial(keep, name), model.get_submodule(name)
+            hooks.enter_context(part.register_forward_pre_hook(hook, with_kwargs=True))
         run()
     return found
 
 
 @contextmanager
-def noted_by_name(model: torch.nn.Module, called: Mapping[str, list[None]]) -> Iterator[None]:
-    """Note the calls of each part that find it under its name, where a recipe would put something else."""
+def counted_by_name(model: torch.nn.Module, called: dict[str, int]) -> Iterator[None]:
+    """Count the calls of each part that find it under its name, where a recipe would put something else."""
     modules = {name: model.get_submodule(name) for name in called}
 
-    def noting(name: str) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            called[name].append(None)
-            return modules[name](*args, **kwargs)
+    def run(name: str, *args: Any, **kwargs: Any) -> Any:
+        called[name] += 1
+        return modules[name](*args, **kwargs)
 
-        return lambda *_: run
+    def put(name: str, module: torch.nn.Module) -> None:
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, module)
 
     try:
-        for name in called:
-            put_part(model, name, noting(name), [])
+        for name, module in modules.items():
+            put(name, Part(module, partial(run, name), getattr(module, "dtype", None)))
         yield
     finally:
         for name, module in modules.items():
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, module)
+            put(name, module)
 
 
 @dataclass
@@ -140,24 +140,18 @@ def timed_parts(
             torch.accelerator.synchronize(devices[0])
         return time.perf_counter()
 
-    def before(name: str) -> Any:
-        def hook(*_: Any) -> None:
-            began[name] = now()
+    def before(name: str, *_: Any) -> None:
+        began[name] = now()
 
-        return hook
-
-    def after(name: str) -> Any:
-        def hook(*_: Any) -> None:
-            costs[name].calls += 1
-            costs[name].seconds += now() - began[name]
-
-        return hook
+    def after(name: str, *_: Any) -> None:
+        costs[name].calls += 1
+        costs[name].seconds += now() - began[name]
 
     with ExitStack() as hooks, torch.no_grad():
         for name in names:
             part = model.get_submodule(name)
-            hooks.enter_context(part.register_forward_pre_hook(before(name)))
-            hooks.enter_context(part.register_forward_hook(after(name)))
+            hooks.enter_context(part.register_forward_pre_hook(partial(before, name)))
+            hooks.enter_context(part.register_forward_hook(partial(after, name)))
         start = now()
         run()
         return costs, now() - start
@@ -178,11 +172,11 @@ def looks_at(
 ) -> list[Look]:
     """A look at the first two inputs (at the only one twice), and at further ones while there is a part that none has
     called. Raises `UsageError` for a part that is never called, or where nothing could be put in its place."""
-    by_name: dict[str, list[None]] = {name: [] for name in names}
+    by_name = dict.fromkeys(names, 0)
 
-    def look(batch: Any, noted: Mapping[str, list[None]]) -> Look:
+    def look(batch: Any, called: dict[str, int]) -> Look:
         def call() -> None:
-            with noted_by_name(model, noted):
+            with counted_by_name(model, called):
                 run(batch)
 
         given: dict[str, list[Any]] = {}
@@ -205,7 +199,7 @@ def looks_at(
     for name in uncalled():
         raise UsageError(f"the part {name!r} is not called by the pipeline, or not as a module")
     for name, calls in by_name.items():
-        if len(calls) < looks[1].costs[name].calls:
+        if calls < looks[1].costs[name].calls:
             raise UsageError(
                 f"the part {name!r} is called by another reference than its name, where nothing can take its place: "
                 f"let the pipeline call it as the model's {name}"

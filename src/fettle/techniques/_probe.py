@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections import Counter
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -91,11 +91,10 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
     module = model if isinstance(model, torch.nn.Module) else torch.nn.Module()
     given = tensors(workload.inputs[0])
     parameters = list(module.parameters())
-    device = _commonest([tensor.device.type for tensor in [*parameters, *module.buffers(), *given]], "cpu")
+    devices = [tensor.device.type for tensor in [*parameters, *module.buffers(), *given]]
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in parameters if tensor.is_floating_point()]
-    generation = generation_facts(workload)
+    generation, device = generation_facts(workload), statistics.mode(devices or ["cpu"])
     return Facts(
-        device=device,
         is_module=isinstance(model, torch.nn.Module),
         is_scripted=isinstance(model, torch.jit.ScriptModule),
         training=bool(_in_train_mode(workload)),
@@ -103,7 +102,7 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
         custom_call=workload.call is not None or bool(generation),
         **generation,
         calibration_batches=len(workload.calibration),
-        dtype=_commonest(dtypes, "float32"),
+        dtype=statistics.mode(dtypes or ["float32"]),
         num_parameters=sum(parameter.numel() for parameter in parameters),
         parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         num_linear=_count(module, torch.nn.Linear) + sum(map(is_conv1d, module.modules())),
@@ -121,14 +120,22 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
         makes_pictures=is_decoder(module),
         tensor=tensor_plan(module),
         denoiser=denoiser_of(module),
-        physical_cores=usable_cores(),
-        threads=torch.get_num_threads(),
-        cpu_flags=cpu_flags(),
-        **_gpu(device == "cuda"),
-        packages=_packages(),
-        libraries=find_libraries(),
         allow_batch=allow_batch,
+        **_machine(device),
     )
+
+
+def _machine(device: str) -> dict[str, Any]:
+    """What there is of this machine, as fields of `Facts`."""
+    return {
+        "device": device,
+        "physical_cores": usable_cores(),
+        "threads": torch.get_num_threads(),
+        "cpu_flags": cpu_flags(),
+        "packages": installed({name for technique in CATALOGUE for name in technique.packages}),
+        "libraries": find_libraries(),
+        **_gpu(device == "cuda"),
+    }
 
 
 def _gpu(is_used: bool) -> dict[str, Any]:
@@ -157,10 +164,8 @@ def _padding(workload: Workload) -> Padding | None:
 
 def machine_facts(mode: str = "inference") -> Facts:
     """What can be said of this machine without a workload: a catalogue for a plain float32 module on its device."""
-    cuda = torch.cuda.is_available()
     return Facts(
         mode=mode,
-        device="cuda" if cuda else "cpu",
         optimizer_levels=("foreach", "fused"),
         loader_workers=0,
         samples=8,
@@ -177,13 +182,8 @@ def machine_facts(mode: str = "inference") -> Facts:
         fed_alike=(("blocks.*", "query", "key", "value"),),
         block_classes=("Block",),
         hf_attention=("eager", "sdpa"),
-        physical_cores=usable_cores(),
-        threads=torch.get_num_threads(),
-        cpu_flags=cpu_flags(),
-        **_gpu(cuda),
-        packages=_packages(),
-        libraries=find_libraries(),
         allow_batch=True,
+        **_machine("cuda" if torch.cuda.is_available() else "cpu"),
     )
 
 
@@ -323,17 +323,9 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
-def _commonest(names: list[str], default: str) -> str:
-    return Counter(names).most_common(1)[0][0] if names else default
-
-
 def _block_classes(module: torch.nn.Module) -> tuple[str, ...]:
     kinds = dict.fromkeys(type(block) for block in blocks_of(module))
     return tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
-
-
-def _packages() -> dict[str, str]:
-    return installed({name for technique in CATALOGUE for name in technique.packages})
 
 
 def _hf_attention(module: torch.nn.Module, device: str) -> tuple[str, ...]:

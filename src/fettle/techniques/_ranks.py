@@ -1,4 +1,4 @@
-"""Plain functions that spread a training step over the ranks of a process group, copied into ``optimized.py``.
+"""Plain functions that cut training batches by rows and spread steps over ranks, copied into ``optimized.py``.
 
 `fettle.parallel.strategies`, which plans strategies by themselves, uses the same ones.
 """
@@ -7,7 +7,38 @@ from typing import Any
 
 import torch
 
-from fettle.techniques._rows import rows_in, share_of
+from fettle.workload import map_tensors
+
+
+def tensors_in(batch: Any) -> list[torch.Tensor]:
+    """The tensors of a batch, in the order in which `map_tensors` meets them."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, batch)
+    return found
+
+
+def rows_in(batch: Any) -> int:
+    """Rows of a batch: those of its first tensor that has any."""
+    sizes = [len(tensor) for tensor in tensors_in(batch) if tensor.dim()]
+    if not sizes:
+        raise ValueError(f"a batch that is a {type(batch).__name__} has no tensor with rows")
+    return sizes[0]
+
+
+def share_of(batch: Any, part: int, count: int) -> Any:
+    """One of `count` parts of a batch: tensors with as many rows as the first are cut, the rest is the same in all."""
+    rows = rows_in(batch)
+    return map_tensors(
+        lambda tensor: tensor.tensor_split(count)[part] if tensor.dim() and len(tensor) == rows else tensor, batch
+    )
+
+
+ROWS = (map_tensors, tensors_in, rows_in, share_of)
 
 
 def join_ranks(device_type: str, offloaded: bool = False) -> tuple[int, int]:
@@ -146,7 +177,7 @@ def share_inputs(model: torch.nn.Module, columns: tuple[str, ...], mesh: Any) ->
             share(beside)
 
 
-def replicate(model: torch.nn.Module, mesh: Any, per_head: tuple[str, ...] = ()) -> None:
+def replicate(model: torch.nn.Module, mesh: Any, per_head: tuple[str, ...]) -> None:
     """Make each parameter that is not split over `mesh` a DTensor that all ranks hold, so that optimizers and clipping
     meet one kind of parameter. Weights that were shared stay shared.
 
@@ -198,6 +229,21 @@ def replicate(model: torch.nn.Module, mesh: Any, per_head: tuple[str, ...] = ())
             see_local(module, [(owner, held[owner]) for owner in owners], is_named(name, per_head))
 
 
+def split_over(
+    model: torch.nn.Module, mesh: Any, columns: tuple[str, ...], rows: tuple[str, ...], attentions: tuple[str, ...],
+    per_head: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Split a model over a mesh of one dimension: of the linear layers named in `columns` the outputs, of those in
+    `rows` the inputs. For `attentions` see `fewer_heads`, for `per_head` `replicate`."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    styles = {**{name: ColwiseParallel() for name in columns}, **{name: RowwiseParallel() for name in rows}}
+    parallelize_module(model, mesh, styles)
+    share_inputs(model, columns, mesh)
+    fewer_heads(model, attentions, mesh.size())
+    replicate(model, mesh, per_head)
+
+
 def split_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The same optimizer with its state split over the ranks, each of which updates its part and sends it to all."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -212,3 +258,7 @@ def split_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     split._optimizer_step_pre_hooks.update(optimizer._optimizer_step_pre_hooks)
     split._optimizer_step_post_hooks.update(optimizer._optimizer_step_post_hooks)
     return split
+
+
+SPLIT = (is_named, share_inputs, fewer_heads, replicate, split_over)
+"""What `split_over` needs in a file of its own."""

@@ -1,7 +1,8 @@
 """From a recipe to plain PyTorch source, and from that source to the tuned callable.
 
 The file that the user is handed and the code that fettle measured are one text. It defines
-``optimize(model, batches)``, or ``optimize(model, batches, call)`` for a workload with a call of its own.
+``optimize(model, batches)``, or ``optimize(model, batches, call)`` for a workload with a call of its own; to train a
+model it defines ``train`` (`_loop.py`).
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ import re
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fettle.batches import FROM_LOADER
 from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts
-from fettle.techniques._catalogue import changed, changed_by_part, uses_ranks
+from fettle.techniques._catalogue import batch_factor, codes, uses_ranks
 from fettle.techniques._generation import writing
+from fettle.techniques._loop import LOOP_MAIN, LOOP_USE, loop
 from fettle.techniques._pipeline import Part, calls_of_parts, put_part
 from fettle.techniques._state_kept import STATE_KEPT
+from fettle.techniques.batch import endless
 from fettle.workload import Target, map_tensors, spread
 
 _BEFORE_START = ("LD_PRELOAD", "MALLOC_CONF")
@@ -84,12 +86,7 @@ if __name__ == "__main__":
 '''
 
 
-def codes(recipe: Recipe, facts: Facts) -> list[tuple[str, Code]]:
-    """The lines of all that a recipe changes, each with a title, in catalogue order."""
-    return [(f"{one.title}: {level}", one.code(level, recipe, facts)) for one, level in changed(recipe)]
-
-
-def render(
+def source(
     recipe: Recipe,
     facts: Facts,
     *,
@@ -97,31 +94,39 @@ def render(
     target: Target | None = None,
     calibration: int = 1,
 ) -> str:
-    """The source of ``optimized.py`` for `recipe`.
+    """The source of ``optimized.py`` for `recipe`, to call a model or to train one.
 
     With the `target` of the workload the file runs as it stands; without it it says how to use it. `calibration` is how
     many of the workload's first batches are handed to ``optimize``.
     """
-    helpers = Code(helpers=(spread,) if target is not None else ())
-    title, ranks = over_ranks(heading or f"Optimised for inference: {recipe}.", recipe, facts)
-    lines = (_pipeline if facts.parts else _whole)(recipe, facts, title, helpers)
+    if facts.mode == "training":
+        title, ranks = _over_ranks(heading or f"A training loop: {recipe}.", recipe, facts)
+        titled = [(title, code) for _, title, code in codes(recipe, facts)]
+        lines = [*preamble(title, [Code(helpers=(endless,)), *(code for _, code in titled)]), "", *loop(titled, facts)]
+        main, use = LOOP_MAIN, LOOP_USE
+    else:
+        title, ranks = _over_ranks(heading or f"Optimised for inference: {recipe}.", recipe, facts)
+        lines = _functions(recipe, facts, title, Code(helpers=(spread,) if target is not None else ()))
+        main, use = _MAIN, _USE.format(call=_call(facts))
     if target is not None:
-        wait = "" if facts.device == "cpu" else "        torch.accelerator.synchronize()\n"
         going = "len(times) < 2 or (len(times) < 50 and sum(times[1:]) < 1):  # about a second after the first"
         if uses_ranks(recipe):
             going = "len(times) < 11:  # as often in each rank: they wait for each other"
         lines += [
-            _MAIN.format(
-                made=lines_that_make(target), calibration=max(1, calibration), call=_call(facts), most=FROM_LOADER,
-                wait=wait, ranks=ranks, going=going,
+            main.format(
+                made=_lines_that_make(target), calibration=max(1, calibration), call=_call(facts), most=FROM_LOADER,
+                wait="" if facts.device == "cpu" else "        torch.accelerator.synchronize()\n", ranks=ranks,
+                going=going, samples=facts.samples * batch_factor(recipe),
             )
         ]  # fmt: skip
     elif heading:
-        lines += [_USE.format(call=_call(facts))]
-    return text_of(lines)
+        lines += [use]
+    text = "\n".join(lines).rstrip() + "\n"
+    ast.parse(text)  # a technique with a slip in its lines fails here, by name, not in the user's hands
+    return text
 
 
-def over_ranks(title: str, recipe: Recipe, facts: Facts) -> tuple[str, str]:
+def _over_ranks(title: str, recipe: Recipe, facts: Facts) -> tuple[str, str]:
     """The heading of a file, and what its main part begins with, which is where `say` is defined: of several ranks each
     has its own GPU and one speaks."""
     if not uses_ranks(recipe):
@@ -135,21 +140,11 @@ def over_ranks(title: str, recipe: Recipe, facts: Facts) -> tuple[str, str]:
     return title, (device if facts.device == "cuda" else "") + one
 
 
-def _whole(recipe: Recipe, facts: Facts, heading: str, more: Code) -> list[str]:
-    """One function for the whole model."""
-    titled = _on_copies(codes(recipe, facts), facts)
-    found = [code for _, code in titled]
-    writes = [writing(found)] if facts.generates else []
-    return [*preamble(heading, [more, *writes, *found]), "", *_optimize(titled, facts)]
-
-
-def _pipeline(recipe: Recipe, facts: Facts, heading: str, more: Code) -> list[str]:
-    """A function for each part that changes, and one that puts them into their places."""
+def _functions(recipe: Recipe, facts: Facts, heading: str, more: Code) -> list[str]:
+    """A function for the whole model; of a pipeline also one for each part that changes, which it puts in its place."""
     by_part: dict[str, list[tuple[str, Code]]] = {"": []}
-    facts_of = {name: replace(own, learned=facts.learned) for name, own in facts.parts.items()}
-    for part, technique, level in changed_by_part(recipe):
-        own, seen = (facts_of[part], recipe.of_part(part)) if part else (facts, recipe)
-        by_part.setdefault(part, []).append((f"{technique.title}: {level}", technique.code(level, seen, own)))
+    for part, title, code in codes(recipe, facts):
+        by_part.setdefault(part, []).append((title, code))
     whole = by_part.pop("")
     if by_part:  # after the mode, before the call
         names: dict[str, str] = {}
@@ -158,7 +153,7 @@ def _pipeline(recipe: Recipe, facts: Facts, heading: str, more: Code) -> list[st
             names[part] = name if name not in names.values() else f"{name}_{len(names)}"
         places: list[str] = []
         helpers: list[Callable[..., Any]] = [Part, put_part]
-        looked_at = [part for part, codes in by_part.items() if _looks_at_batches(codes)]
+        looked_at = [part for part, found in by_part.items() if _looks_at_batches(found)]
         if looked_at:
             call = "call(model, *args, **kwargs)" if facts.custom_call else "model(*args, **kwargs)"
             helpers += [spread, calls_of_parts, *STATE_KEPT]
@@ -175,8 +170,9 @@ def _pipeline(recipe: Recipe, facts: Facts, heading: str, more: Code) -> list[st
             places.append(f'put_part(model, "{part}", {name}, {batches})')
         whole.append((f"parts: {', '.join(by_part)}", Code(helpers=tuple(helpers), prepare=tuple(places))))
     whole = _on_copies(whole, facts)
-    by_part = {part: _on_copies(found, facts_of[part]) for part, found in by_part.items()}
-    lines = preamble(heading, [more, *(code for found in (whole, *by_part.values()) for _, code in found)])
+    by_part = {part: _on_copies(found, facts.parts[part]) for part, found in by_part.items()}
+    every = [code for found in (whole, *by_part.values()) for _, code in found]
+    lines = preamble(heading, [more, *([writing(every)] if facts.generates else []), *every])
     for part, found in by_part.items():
         lines += ["", *_optimize(found, facts.parts[part], names[part], f"The part {part}: change it in place"), ""]
     return [*lines, "", *_optimize(whole, facts)]
@@ -193,13 +189,6 @@ def _on_copies(found: list[tuple[str, Code]], facts: Facts) -> list[tuple[str, C
     copies = "batches = [map_tensors(torch.clone, batch) for batch in batches]"
     return [("sample batches: copies, which the model may write into", Code(helpers=(map_tensors,), prepare=(copies,))),
             *found]  # fmt: skip
-
-
-def text_of(lines: Iterable[str]) -> str:
-    """A file of those lines. A technique with a slip in its lines fails here, by name, not in the user's hands."""
-    source = "\n".join(lines).rstrip() + "\n"
-    ast.parse(source)
-    return source
 
 
 def preamble(heading: str, lines_of: Sequence[Code]) -> list[str]:
@@ -265,9 +254,10 @@ def _optimize(
     titled: list[tuple[str, Code]], facts: Facts, name: str = "optimize", does: str = "Change `model` in place"
 ) -> list[str]:
     found = [code for _, code in titled]
+    takes = "takes a prompt and writes after it" if facts.generates else "takes what the call took"
     body = [
         f"def {name}(model, batches{_call(facts)}):",
-        f'    """{does} and return the fast callable, which {TAKES[facts.generates]}."""',
+        f'    """{does} and return the fast callable, which {takes}."""',
     ]
     body += [f"    {line}" for code in found for line in code.setup]
     for title, code in titled:
@@ -282,9 +272,7 @@ def _optimize(
         body += ["", f"    decoder = {code.decoder}"]
         inputs = [f'kwargs.setdefault("new_tokens", {facts.new_tokens})', *inputs]
         invoke = f"{code.writer}(decoder, *args, **kwargs)"
-    if not (inputs or outputs or contexts):
-        if facts.custom_call:
-            return [*body, "", "    def run(*args, **kwargs):", f"        return {invoke}", "", "    return run"]
+    if not (inputs or outputs or contexts or facts.custom_call):
         return [*body, "", "    return model"]
     body += ["", "    def run(*args, **kwargs):"]
     body += [f"        {line}" for line in inputs]
@@ -301,15 +289,12 @@ def _optimize(
     return [*body, "", "    return run"]
 
 
-TAKES = {False: "takes what the call took", True: "takes a prompt and writes after it"}
-
-
 def _call(facts: Facts) -> str:
     """The parameter for a call of the workload's own."""
     return ", call" if facts.custom_call and not facts.generates else ""
 
 
-def lines_that_make(target: Target) -> str:
+def _lines_that_make(target: Target) -> str:
     """The lines that import the workload's module, from where the study found it, and call its factory."""
     location, _, factory = target.reference.rpartition(":")
     lines = [f"sys.path[:0] = {list(target.search_path)}"] if target.search_path else []

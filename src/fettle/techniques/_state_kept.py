@@ -27,13 +27,6 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: one.detach().clone() for name, one in buffers if not torch.nn.parameter.is_lazy(one)}
 
 
-def put_buffers_back(module: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:
-    """Let a module's buffers have the values again that they had `before`."""
-    for name, buffer in module.named_buffers():
-        if name in before:
-            put_value_back(buffer, before[name])
-
-
 def put_modes_back(modes: Sequence[tuple[torch.nn.Module, bool]]) -> None:
     """Let modules, each after those that it is part of, have the modes again that they had. One whose class does more
     than torch where it is switched, such as merging weights into others, is told to do that again."""
@@ -63,7 +56,9 @@ def state_kept(model: Any) -> Any:
         try:
             yield
         finally:
-            put_buffers_back(module, buffers)
+            for name, buffer in module.named_buffers():
+                if name in buffers:
+                    put_value_back(buffer, buffers[name])
             rebuilt = {id(child) for child, kind, made, _ in before if type(child) is kind and made_of(child) != made}
             for child, kind, _, attributes in before:
                 if type(child) is kind and not (rebuilt and rebuilt & {id(one) for one in child.modules()}):
@@ -132,5 +127,5 @@ class Attributes:
         now.update({name: value for name, value in self.attributes.items() if name not in registered})
 
 
-STATE_KEPT = (is_same, put_value_back, buffers_of, put_buffers_back, state_kept, made_of, Attributes)
+STATE_KEPT = (is_same, put_value_back, buffers_of, state_kept, made_of, Attributes)
 """What `state_kept` needs in a file of its own."""

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from fettle.techniques._facts import TensorPlan
-from fettle.techniques._ranks import fewer_heads, is_named, repeated_blocks, replicate, share_inputs
+from fettle.techniques._ranks import is_named, repeated_blocks
 
 _ATTENTION = (
     (("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj")),
@@ -78,17 +78,6 @@ def tensor_plan(model: nn.Module) -> TensorPlan:
         counts=counts,
         why_not="",
     )
-
-
-def split_over(model: nn.Module, plan: TensorPlan, mesh: Any) -> None:
-    """Split `model` in place over a mesh of one dimension, as the lines of `optimized.py` do."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    styles = {**{name: ColwiseParallel() for name in plan.columns}, **{name: RowwiseParallel() for name in plan.rows}}
-    parallelize_module(model, mesh, styles)
-    share_inputs(model, plan.columns, mesh)
-    fewer_heads(model, plan.attentions, mesh.size())
-    replicate(model, mesh, plan.per_head)
 
 
 def split_bytes(model: nn.Module, plan: TensorPlan) -> tuple[int, int]:

@@ -23,10 +23,12 @@ def tiled_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor,
     scale: float, tile: int = 1 << 20,
 ) -> torch.Tensor:  # fmt: skip
-    """softmax(query key^T * scale + bias) value for heads x tokens x channels.
+    """softmax(query key^T * scale + bias) value for batch x heads x tokens x channels.
 
-    `rows` is the part of the bias by row of keys, heads x tokens x height, `columns` that by column, heads x tokens x
-    width. No more than about `tile` scores are held at once."""
+    `rows` is the part of the bias by row of keys, batch x heads x tokens x height, `columns` that by column, batch x
+    heads x tokens x width. No more than about `tile` scores are held at once."""
+    shape = query.shape
+    query, key, value, rows, columns = (part.flatten(0, -3) for part in (query, key, value, rows, columns))
     heads, tokens, _ = query.shape
     height, width = rows.shape[-1], columns.shape[-1]
     out = torch.empty_like(query)
@@ -45,16 +47,7 @@ def tiled_attention(
             scores = bias.flatten(-2).baddbmm_(query[some, part], key[some])
             weights = torch.softmax(scores, -1, out=weights)
             out[some, part] = weights.to(value.dtype) @ value[some]
-    return out
-
-
-def in_tiles(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """`tiled_attention` of batch x heads x tokens x channels."""
-    shape = query.shape
-    query, key, value, rows, columns = (part.flatten(0, 1) for part in (query, key, value, rows, columns))
-    return tiled_attention(query, key, value, rows, columns, scale).view(shape)
+    return out.view(shape)
 
 
 def by_flex_attention() -> Any:
@@ -112,7 +105,7 @@ def with_decomposed_bias(model: torch.nn.Module) -> list[Any]:
             with torch.no_grad():
                 answer = module(trial)
                 wanted = answer[0] if isinstance(answer, tuple) else answer
-                off = attend_to_square(module, None, in_tiles, False, trial) - wanted
+                off = attend_to_square(module, None, tiled_attention, False, trial) - wanted
                 near = off.norm() <= 0.02 * wanted.norm() + 1e-6
             if near and wanted.shape == trial.shape:
                 found.append((module, isinstance(answer, tuple)))
@@ -135,6 +128,5 @@ def change_attention(model: torch.nn.Module, attention: Any) -> None:
 
 
 DECOMPOSED = (
-    relative_positions, tiled_attention, in_tiles, by_flex_attention, attend_to_square, with_decomposed_bias,
-    change_attention,
+    relative_positions, tiled_attention, by_flex_attention, attend_to_square, with_decomposed_bias, change_attention,
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from typing import Any
 
 from fettle.techniques._base import TRAINING, Code, Facts, Level, Recipe, Technique, register
-from fettle.techniques._rows import ROWS, rows_in, share_of
+from fettle.techniques._ranks import ROWS, rows_in, share_of
 
 
 def split(batch: Any, count: int) -> list[Any]:

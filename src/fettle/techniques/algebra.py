@@ -26,8 +26,6 @@ class Algebra(Technique):
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         runtime = recipe.levels.get("runtime", "torch")
-        if level == self.default:
-            return ""
         if runtime in ("torch", STATEFUL):
             return f"runtime={runtime} takes the module as it is; it needs one that the model is exported to"
         if recipe.levels.get("streams", "one") != "one":

@@ -12,13 +12,11 @@ _TRITON = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
 _HF = ("sdpa", "flash_attention_2", "eager")
 
 
-def set_attention(model: object, name: str) -> None:
+def set_attention(model: Any, name: str) -> None:
     """Switch the outermost transformers models to an attention implementation."""
-    import torch
-
     if hasattr(model, "set_attn_implementation"):
         model.set_attn_implementation(name)
-    elif isinstance(model, torch.nn.Module):
+    else:
         for child in model.children():
             set_attention(child, name)
 
@@ -96,7 +94,7 @@ class Attention(Technique):
 
 
 _MADE = {
-    "tiled": ("torch.compiler.disable(in_tiles)", "would write out a loop over tiles"),
+    "tiled": ("torch.compiler.disable(tiled_attention)", "would write out a loop over tiles"),
     "flex": ("by_flex_attention()", "has its own attention"),
     "fused": ("decomposed_attention()", "does not have this kernel"),
 }

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from fettle.techniques._base import BOTH, Code, Facts, Level, Recipe, Technique, register
-from fettle.techniques._rows import ROWS, rows_in, tensors_in
+from fettle.techniques._ranks import ROWS, rows_in, tensors_in
 from fettle.workload import map_tensors
 
 
@@ -26,7 +26,6 @@ def joined(data: Any, count: int) -> Any:
         yield map_tensors(lambda _, tensors=tensors: next(tensors), batches[0])
 
 
-FACTORS = (2, 4, 8, 16, 32)
 LARGEST = 64
 
 
@@ -47,7 +46,7 @@ class BatchSize(Technique):
     def levels(self, facts: Facts) -> list[Level]:
         return [Level("as-given", "as given")] + [
             Level(f"x{factor}", f"{factor} batches joined into one call", self.why_not(f"x{factor}", facts))
-            for factor in sorted({*FACTORS, facts.largest_batch} - {0, 1})
+            for factor in sorted({2, 4, 8, 16, 32, facts.largest_batch} - {0, 1})
         ]
 
     def why_not(self, level: str, facts: Facts) -> str:

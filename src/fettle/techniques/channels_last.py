@@ -43,9 +43,7 @@ class ChannelsLast(Technique):
         return "on" if facts.num_conv else self.default
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == "on" and not computes_in_torch(recipe):
-            return "another runtime chooses its own layout"
-        return ""
+        return "" if computes_in_torch(recipe) else "another runtime chooses its own layout"
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         # `model.to(memory_format=...)` raises where a 3-D convolution has weights beside these.

@@ -96,9 +96,6 @@ class Checkpointing(Technique):
             lines = ("from torch._functorch import config as functorch", budget)
             return Code(helpers=(During,), setup=lines, contexts=("budget",))
         compiled = "" if recipe.levels.get("compile", "off") == "off" else ", compiled=True"
-        if level == "selective":
-            return Code(
-                helpers=(blocks_of, keep_products, checkpoint_blocks),
-                prepare=(f"checkpoint_blocks(model, keep_products{compiled})",),
-            )
-        return Code(helpers=(blocks_of, checkpoint_blocks), prepare=(f"checkpoint_blocks(model{compiled})",))
+        policy, helpers = (", keep_products", (keep_products,)) if level == "selective" else ("", ())
+        line = f"checkpoint_blocks(model{policy}{compiled})"
+        return Code(helpers=(blocks_of, *helpers, checkpoint_blocks), prepare=(line,))

@@ -108,9 +108,7 @@ class Compile(Technique):
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         runtime = recipe.levels.get("runtime", "torch")
-        if level != self.default and runtime != "torch":
-            return f"runtime={runtime} replaces the compiled model"
-        return ""
+        return "" if runtime == "torch" else f"runtime={runtime} replaces the compiled model"
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         shapes, inductor = recipe.levels.get("shapes", "auto"), mode_options(level)
@@ -138,8 +136,6 @@ class Compile(Technique):
 
 def mode_options(level: str) -> dict[str, object]:
     """The inductor options that a mode of torch.compile stands for, as torch lists them."""
-    if level == "default":
-        return {}
     return dict(torch._inductor.list_mode_options(level))
 
 
@@ -158,8 +154,6 @@ class Freeze(Technique):
         return [Level("off", "as given"), Level("on", "weights become constants of the compiled graph", why_not)]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level != "on":
-            return ""
         if recipe.levels.get("compile", "off") == "off" and recipe.levels.get("runtime") != "aoti":
             return "freezing happens inside a compile: needs compile"
         if recipe.levels.get("grad", "grad") == "grad":
@@ -179,7 +173,7 @@ class _Within(Technique):
     cost = 2
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        return "needs compile" if level != self.default and recipe.levels.get("compile", "off") == "off" else ""
+        return "needs compile" if recipe.levels.get("compile", "off") == "off" else ""
 
 
 @register

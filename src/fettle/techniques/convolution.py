@@ -201,7 +201,7 @@ class Convolution(Technique):
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         half = recipe.levels.get("precision") == "autocast-fp16"
-        return "its backward pass is in bfloat16 or float32" if level != self.default and half else ""
+        return "its backward pass is in bfloat16 or float32" if half else ""
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         passes = (forward_by_products, input_gradient_by_products, weight_gradient_by_products)

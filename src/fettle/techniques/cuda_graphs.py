@@ -111,8 +111,6 @@ class CudaGraphs(Technique):
         return [Level("off", "as given"), Level("on", "the forward pass is recorded and replayed", why_not)]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == self.default:
-            return ""
         compiled, runtime = recipe.levels.get("compile", "off"), recipe.levels.get("runtime", "torch")
         if compiled in ("reduce-overhead", "max-autotune"):
             return f"compile={compiled} records CUDA graphs itself"

@@ -25,9 +25,7 @@ class CudnnBenchmark(Technique):
         return "on" if facts.device == "cuda" and facts.num_conv else self.default
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == "on" and not computes_in_torch(recipe):
-            return "another runtime chooses its own convolutions"
-        return ""
+        return "" if computes_in_torch(recipe) else "another runtime chooses its own convolutions"
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         return Code(setup=("torch.backends.cudnn.benchmark = True",))

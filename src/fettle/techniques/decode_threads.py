@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fettle.techniques._base import Code, Facts, Level, Recipe, Technique, register
-from fettle.techniques._generation import NO_TEXT
 
 PARTS = {"half": 2, "quarter": 4}
 
@@ -37,7 +36,7 @@ class DecodeThreads(Technique):
     served = False
 
     def levels(self, facts: Facts) -> list[Level]:
-        why_not = "" if facts.generates else NO_TEXT
+        why_not = facts.no_text
         if facts.device != "cpu":
             why_not = "the work is on a GPU"
         elif facts.keeps == "own":
@@ -48,9 +47,9 @@ class DecodeThreads(Technique):
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         runtime, threads = recipe.levels.get("runtime", "torch"), _threads(recipe, facts)
-        if level != self.default and runtime != "torch":
+        if runtime != "torch":
             return f"runtime={runtime} has a thread pool of its own"
-        return "" if level == self.default or threads >= PARTS[level] else f"of {threads} threads there is no {level}"
+        return "" if threads >= PARTS[level] else f"of {threads} threads there is no {level}"
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         threads = _threads(recipe, facts)

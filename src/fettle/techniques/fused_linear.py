@@ -146,8 +146,6 @@ class FusedLinear(Technique):
         return [Level("off", "as given"), Level("on", summary, why_not)]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == self.default:
-            return ""
         if not computes_in_torch(recipe):
             return "another runtime has its own products"
         if recipe.levels.get("sparsity") == "2:4-mlp":

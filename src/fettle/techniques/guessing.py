@@ -14,7 +14,6 @@ import torch
 from fettle.generate.decoding import chances, decoder_of, pick, score
 from fettle.generate.workload import positions_of
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
-from fettle.techniques._generation import NO_TEXT
 from fettle.techniques.kv_cache import AHEAD
 
 
@@ -113,11 +112,10 @@ def write_guessing(
     """`write`, with `ahead` tokens guessed at a time where there is something to guess from.
 
     Rows go on together, as far as the guess is right for all of them."""
-    if forced is not None:
-        prompt |= {} if input_ids is None else {"input_ids": input_ids}
-        return score(decoder, forced, max(stride, 1 + ahead), room=ahead, **prompt)
-    how = (temperature, top_p, generator)
     given = {} if input_ids is None else {"input_ids": input_ids}
+    if forced is not None:
+        return score(decoder, forced, max(stride, 1 + ahead), room=ahead, **given, **prompt)
+    how = (temperature, top_p, generator)
     scores = decoder.prefill(room=new_tokens + ahead, **given, **prompt)
     if hasattr(decoder, "will_crop"):
         decoder.will_crop()
@@ -168,7 +166,7 @@ class Guessing(Technique):
     served = False
 
     def levels(self, facts: Facts) -> list[Level]:
-        why_not = "" if facts.generates else NO_TEXT
+        why_not = facts.no_text
         if facts.keeps == "state":
             why_not = "a state takes one token at a time, so that guesses cannot be checked in one call"
         no_draft = why_not or ("" if facts.has_draft else "the workload has no `draft`, a smaller model that guesses")

@@ -13,7 +13,6 @@ import torch
 
 from fettle.generate.decoding import Kept
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
-from fettle.techniques._generation import NO_TEXT
 from fettle.techniques.compile import FREEZING, During
 from fettle.techniques.runtime import NOT_WHOLE, STATEFUL
 
@@ -212,12 +211,10 @@ class KvCache(Technique):
     compiles = frozenset({"static-compiled", "static-prompts", "static-frozen"})
 
     def levels(self, facts: Facts) -> list[Level]:
-        why_not = ""
-        if not facts.generates:
-            why_not = NO_TEXT
-        elif facts.keeps == "own":
+        why_not = facts.no_text
+        if facts.keeps == "own":
             why_not = "the workload's object keeps them itself"
-        elif facts.keeps not in ("static", "whole"):
+        elif facts.generates and facts.keeps not in ("static", "whole"):
             why_not = "transformers has no cache of fixed size for this model"
         older = "the cache of fixed size of this transformers does not count its tokens: install a later one"
         static = why_not or older * (facts.keeps == "whole")

@@ -36,11 +36,9 @@ class Matmul(Technique):
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         precision = recipe.levels.get("precision", "")
-        if level != self.default and precision in ("bf16", "fp16"):
+        if precision in ("bf16", "fp16"):
             return f"precision={precision} leaves no float32 product"
-        if level != self.default and not computes_in_torch(recipe):
-            return "another runtime does not read torch's settings"
-        return ""
+        return "" if computes_in_torch(recipe) else "another runtime does not read torch's settings"
 
     def bundles(self, facts: Facts) -> list[Bundle]:
         if facts.mode == "inference" or not computes_in_bf16(facts):

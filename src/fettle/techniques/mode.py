@@ -30,7 +30,7 @@ class Mode(Technique):
         return facts.mode == "inference" and not facts.training
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == self.default and facts.train_mode_differs and recipe.levels:
+        if level == self.default and recipe.levels:
             return "train mode changes the outputs (dropout, batch norm): eval is a precondition, add mode=eval"
         return ""
 

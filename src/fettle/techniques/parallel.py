@@ -9,20 +9,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from fettle.techniques._base import TRAINING, Bundle, Code, Facts, Level, Recipe, Technique, register
-from fettle.techniques._facts import TensorPlan
 from fettle.techniques._ranks import (
-    fewer_heads,
-    is_named,
+    ROWS,
+    SPLIT,
     join_ranks,
     modules_by_size,
     own_rows,
     repeated_blocks,
-    replicate,
     shard,
-    share_inputs,
     split_state,
 )
-from fettle.techniques._rows import ROWS
 from fettle.techniques.precision import autocast
 
 REPLICATED, TENSOR = ("ddp", "zero1"), ("tensor", "zero3-tensor")
@@ -82,11 +78,11 @@ class Parallel(Technique):
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         precision = recipe.levels.get("precision", "fp32")
-        if level in (*SHARDED, *TENSOR) and precision in ("bf16-master", "autocast-fp16"):
-            return f"precision={precision} keeps copies of its own, which shards do not have"
-        if level == "zero1" and precision in ("bf16-master", "autocast-fp16"):
+        if level == "ddp" or precision not in ("bf16-master", "autocast-fp16"):
+            return ""
+        if level == "zero1":
             return f"precision={precision} changes the optimizer's step, which is split over ranks here"
-        return ""
+        return f"precision={precision} keeps copies of its own, which shards do not have"
 
     def uses_ranks(self, level: str) -> bool:
         return level != self.default
@@ -137,8 +133,11 @@ def _on_mesh(level: str, recipe: Recipe, facts: Facts) -> Code:
     ]
     helpers: list[Callable[..., Any]] = [join_ranks]
     if level in TENSOR:
-        split, used = _split(facts.tensor, _inner(facts) if level == "zero3-tensor" else facts.ranks)
-        lines, helpers = lines + split, helpers + used
+        plan = facts.tensor
+        more = f"{_tuple(plan.attentions)}, {_tuple(plan.per_head)}"
+        lines += [*listed("columns", plan.columns), *listed("rows", plan.rows),
+                  f'split_over(model, mesh["tensor"], columns, rows, {more})']  # fmt: skip
+        helpers += SPLIT
     if level in SHARDED:
         rows = 'mesh["shard"].get_local_rank(), mesh["shard"].size()' if level in TENSOR else "rank, world"
         over = 'mesh["shard"]' if level in TENSOR else "mesh"
@@ -146,22 +145,6 @@ def _on_mesh(level: str, recipe: Recipe, facts: Facts) -> Code:
         lines, helpers = [*lines, f"data = own_rows(data, {rows})", *sharded], [*helpers, *ROWS, own_rows, *used]
     lines.append("parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]")
     return Code(helpers=tuple(helpers), prepare=tuple(lines))
-
-
-def _split(plan: TensorPlan, ranks: int) -> tuple[list[str], list[Callable[..., Any]]]:
-    """Lines that split the model over `ranks` ranks, the mesh's dimension ``tensor``, and their helpers."""
-    lines = [
-        "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module",
-        *listed("columns", plan.columns),
-        *listed("rows", plan.rows),
-        "styles = {**{name: ColwiseParallel() for name in columns}, **{name: RowwiseParallel() for name in rows}}",
-        'parallelize_module(model, mesh["tensor"], styles)',
-        'share_inputs(model, columns, mesh["tensor"])',
-    ]
-    heads = [f"fewer_heads(model, {_tuple(plan.attentions)}, {ranks})"] if plan.attentions else []
-    per_head = f", {_tuple(plan.per_head)}" if plan.per_head else ""
-    lines += [*heads, f'replicate(model, mesh["tensor"]{per_head})']
-    return lines, [is_named, share_inputs, *([fewer_heads] if heads else []), replicate]
 
 
 def _tuple(names: tuple[str, ...]) -> str:
@@ -218,9 +201,8 @@ class _Setting(Technique):
         return [Level(name, text, "" if name == self.default else alone) for name, text in self.means.items()]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level != self.default and recipe.levels.get("parallel", "single") not in self.kinds:
-            return f"needs parallel={' or '.join(self.kinds)}"
-        return ""
+        fits = recipe.levels.get("parallel", "single") in self.kinds
+        return "" if fits else f"needs parallel={' or '.join(self.kinds)}"
 
     def strategy(self, level: str) -> Mapping[str, str] | None:
         return {self.setting: level} if self.setting else super().strategy(level)
@@ -258,7 +240,7 @@ class MixedPrecision(_Sharded):
     }
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == "bf16" and recipe.levels.get("precision", "fp32") != "fp32":
+        if recipe.levels.get("precision", "fp32") != "fp32":
             return "the policy converts already what precision would"
         return super().conflict(level, recipe, facts)
 

@@ -5,7 +5,6 @@ keys and values are kept either way.
 """
 
 from fettle.techniques._base import Code, Facts, Level, Recipe, Technique, register
-from fettle.techniques._generation import NO_TEXT
 
 PIECES = (256, 1024)
 
@@ -20,7 +19,7 @@ class Prefill(Technique):
     only_saves_memory = True
 
     def levels(self, facts: Facts) -> list[Level]:
-        why_not = "" if facts.generates else NO_TEXT
+        why_not = facts.no_text
         if facts.keeps == "own":
             why_not = "the workload's object reads them itself"
         elif facts.keeps == "state":
@@ -36,7 +35,7 @@ class Prefill(Technique):
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         runtime = recipe.levels.get("runtime", "torch")
-        return f"runtime={runtime} reads them itself" if level != self.default and runtime != "torch" else ""
+        return "" if runtime == "torch" else f"runtime={runtime} reads them itself"
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         return Code(setup=(f"Kept.piece = {level}",))

@@ -15,13 +15,6 @@ from fettle.techniques.runtime import AS_GIVEN
 from fettle.workload import map_tensors, spread
 
 
-def quiet_torchao() -> None:
-    """torchao reports CUDA extensions that it cannot load, which mean nothing here."""
-    import logging
-
-    logging.getLogger("torchao").setLevel(logging.ERROR)
-
-
 def rows_of_linear(model: torch.nn.Module, batches: Any) -> dict[torch.nn.Module, int]:
     """The fewest rows, of all that a linear layer is given at once, over the batches."""
     import contextlib
@@ -47,7 +40,7 @@ def quantize_linear(model: torch.nn.Module, config: str, label: str, batches: An
     128 x 128 in float8, which torchao takes for weights that are scaled in blocks of that size."""
     import logging
 
-    quiet_torchao()
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # CUDA extensions that it cannot load mean nothing here
     from torchao import quantization
 
     cls = getattr(quantization, config)
@@ -130,7 +123,7 @@ def quantize_exported(exported: Any, batches: Any) -> Any:
     """The module of an exported program with its convolutions and linear layers in int8, scales from `batches`."""
     import logging
 
-    quiet_torchao()
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # as above
     from torchao.quantization.pt2e import move_exported_model_to_eval
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
@@ -197,7 +190,7 @@ class Quantize(Technique):
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         compiled = recipe.levels.get("compile", "off") != "off" or recipe.levels.get("runtime") == "aoti"
         precision = recipe.levels.get("precision", "fp32")
-        if level != self.default and not compiled:
+        if not compiled:
             return "eager int8 is slower than float32: needs compile"
         if level == "int8-static":
             if recipe.levels.get("freeze", "off") == "off":
@@ -237,12 +230,10 @@ class Quantize(Technique):
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if level == "int8-static":
             return Code(
-                helpers=(quiet_torchao, spread, flatten, open_sizes, quantize_static, quantize_exported),
+                helpers=(spread, flatten, open_sizes, quantize_static, quantize_exported),
                 prepare=("model = quantize_static(model, batches)",),
             )
-        helpers: tuple[Any, ...] = (
-            quiet_torchao, spread, is_conv1d, linear_of_conv1d, *STATE_KEPT, rows_of_linear, quantize_linear,
-        )  # fmt: skip
+        helpers: tuple[Any, ...] = (spread, is_conv1d, linear_of_conv1d, *STATE_KEPT, rows_of_linear, quantize_linear)
         seen, dtype = "", DTYPES.get(recipe.levels.get("precision", "fp32"))
         if facts.device == "cuda" and level == "int8-dynamic" and not facts.custom_call:
             seen = f", cast(batches, {dtype})" if dtype else ", batches"

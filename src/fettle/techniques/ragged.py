@@ -23,19 +23,27 @@ _LEAST = 0.05
 """Share of the places from which padding is worth a level."""
 
 
-def cut_to(value: Any, axis: Any, rows: int, places: int, index: Any, longest: int) -> Any:
-    """Those rows of an argument's tensors, only so many places long; `axis` is that of the places, if it has them."""
+def cut_to(args: Any, kwargs: Any, mask: Any, at: Any, whole: Any, index: Any, longest: int) -> Any:
+    """Arguments with only those rows of `mask`, so many places long: `at` is the axis of the places in those that have
+    them, by name or place, and those that are `whole` stay as they are."""
     from torch.utils import _pytree as pytree
 
-    def cut(leaf: Any) -> Any:
+    rows, places = mask.shape
+
+    def cut(leaf: Any, axis: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
             return leaf
         if axis is not None and leaf.dim() > axis and leaf.shape[axis] == places and leaf.shape[0] in (1, rows):
             leaf = leaf.narrow(axis, 0, longest)
         return leaf[index] if leaf.shape[0] == rows else leaf
 
-    leaves, spec = flatten(value)
-    return pytree.tree_unflatten([cut(leaf) for leaf in leaves], spec)
+    def cut_all(name: Any, value: Any) -> Any:
+        if name in whole:
+            return value
+        leaves, spec = flatten(value)
+        return pytree.tree_unflatten([cut(leaf, at.get(name)) for leaf in leaves], spec)
+
+    return [cut_all(n, v) for n, v in enumerate(args)], {n: cut_all(n, v) for n, v in kwargs.items()}
 
 
 class ByLength(Part):
@@ -61,11 +69,7 @@ class ByLength(Part):
         rows, places = mask.shape
 
         def run(index: Any, longest: int) -> Any:
-            def cut(name: Any, value: Any) -> Any:
-                at = self.at.get(name)
-                return value if name in self.whole else cut_to(value, at, rows, places, index, longest)
-
-            some, named = [cut(n, v) for n, v in enumerate(args)], {n: cut(n, v) for n, v in kwargs.items()}
+            some, named = cut_to(args, kwargs, mask, self.at, self.whole, index, longest)
             outputs, form = flatten(self.run(*some, **named))
             return outputs, form, [leaf for leaf in outputs if isinstance(leaf, torch.Tensor)]
 
@@ -141,9 +145,9 @@ class Ragged(Technique):
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         for name, usual in (("runtime", "torch"), ("compile", "off"), ("cuda_graphs", "off")):
-            if level != self.default and recipe.levels.get(name, usual) != usual:
+            if recipe.levels.get(name, usual) != usual:
                 return f"{name}={recipe.levels[name]} makes a program for each shape, and there are as many as lengths"
-        if level != self.default and recipe.levels.get("parallel", "single") != "single":
+        if recipe.levels.get("parallel", "single") != "single":
             return "ranks whose rows have other lengths would wait for each other, or not call the model equally often"
         if level == "packed" and recipe.levels.get("checkpoint", "none") != "none":
             return "what is recomputed in the backward pass is not told apart by rows"
@@ -206,9 +210,8 @@ def padding_of(model: torch.nn.Module, run: Callable[[], Any]) -> Padding | None
     axes = {name: axis for name, value in arguments if (axis := _axis_of_places(value, rows, places))}
 
     def shapes(some_rows: int) -> list[torch.Size]:
-        index, half = torch.arange(some_rows, device=mask.device), -(-places // 2)
-        some = [cut_to(value, axes.get(n), rows, places, index, half) for n, value in enumerate(args)]
-        named = {n: cut_to(value, axes.get(n), rows, places, index, half) for n, value in kwargs.items()}
+        index = torch.arange(some_rows, device=mask.device)
+        some, named = cut_to(args, kwargs, mask, axes, (), index, -(-places // 2))
         return [leaf.shape for leaf in flatten(model(*some, **named))[0] if isinstance(leaf, torch.Tensor)]
 
     of_all = False
@@ -219,11 +222,7 @@ def padding_of(model: torch.nn.Module, run: Callable[[], Any]) -> Padding | None
     lengths = (mask != 0).sum(1)
     longest, whole = int(lengths.max()), tuple(name for name, value in arguments if _is_whole(value, rows))
     pair = torch.stack([lengths.argmax(), lengths.argmin()])
-
-    def cut(name: str | int, value: Any) -> Any:
-        return value if name in whole else cut_to(value, axes.get(name), rows, places, pair, longest)
-
-    some, named = [cut(n, value) for n, value in enumerate(args)], {n: cut(n, value) for n, value in kwargs.items()}
+    some, named = cut_to(args, kwargs, mask, axes, whole, pair, longest)
     not_packed = why_not_packed(model, some, named, lengths[pair].tolist(), longest)
     share = 1 - float(lengths.float().mean()) / places
     return Padding(name, tuple(axes.items()), share, longest / places, whole, of_all, not_packed)

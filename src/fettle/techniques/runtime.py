@@ -10,7 +10,6 @@ from fettle.recipe import factor_name
 from fettle.techniques._algebra import ALGEBRA
 from fettle.techniques._base import Bundle, Code, Facts, Learned, Level, Recipe, Technique, register
 from fettle.techniques._exported import Exported, exported_program, flatten, loads_cuda_libraries
-from fettle.techniques._generation import NO_TEXT
 from fettle.techniques._openvino import MODEL, openvino_engine, openvino_streams_engine
 from fettle.techniques._openvino_int8 import CALIBRATED, CHOOSING
 from fettle.techniques._openvino_text import TEXT
@@ -168,7 +167,7 @@ class Runtime(Technique):
     packages = (*(name for names in _RUN_BY.values() for name in names), "transformers")
 
     def levels(self, facts: Facts) -> list[Level]:
-        cannot, text = "", "" if facts.generates else NO_TEXT
+        cannot, text = "", facts.no_text
         if facts.generates and (facts.sees_part or facts.keeps not in ("static", "whole")):
             text = NOT_WHOLE
         if not facts.is_module:
@@ -230,7 +229,7 @@ class Runtime(Technique):
             return f"a model with quantize={quantize} cannot be exported to it"
         if level == "tensorrt" and precision.startswith("autocast"):
             return "TensorRT does not see autocast"
-        if level != self.default and levels.get("sparsity", "none") != "none":
+        if levels.get("sparsity", "none") != "none":
             return "sparse weights cannot be exported"
         return ""
 
@@ -329,11 +328,10 @@ class Streams(Technique):
         ]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == "per-core" and not recipe.levels.get("runtime", "torch").startswith("openvino"):
+        runtime = recipe.levels.get("runtime", "torch")
+        if not runtime.startswith("openvino"):
             return "only OpenVINO runs several parts of a batch at once here: needs runtime=openvino..."
-        if level == "per-core" and recipe.levels.get("runtime") == STATEFUL:
-            return "a text is written by one request"
-        return ""
+        return "a text is written by one request" if runtime == STATEFUL else ""
 
     def bundles(self, facts: Facts) -> list[Bundle]:
         return [Bundle(60, {"runtime": "openvino-bf16", "streams": "per-core", **AS_GIVEN})] if facts.has_bf16 else []

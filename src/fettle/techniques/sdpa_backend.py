@@ -76,8 +76,6 @@ class SdpaBackend(Technique):
         ] + [Level("xformers", "xFormers' memory-efficient attention", unused or gpu or missing)]  # fmt: skip
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == self.default:
-            return ""
         attention = recipe.levels.get("attention", "as-is")
         if attention not in ("sdpa", "hf-sdpa") and (not facts.uses_sdpa or attention.startswith("hf-")):
             return f"attention={attention} does not call scaled_dot_product_attention"

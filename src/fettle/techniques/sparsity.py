@@ -64,8 +64,6 @@ class Sparsity(Technique):
         ]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == self.default:
-            return ""
         half = recipe.levels.get("precision", "fp32") in ("bf16", "fp16") or facts.dtype in ("bfloat16", "float16")
         if not half:
             return "the sparse kernels take 16-bit weights: needs precision=bf16 or fp16"

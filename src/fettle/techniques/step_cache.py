@@ -194,8 +194,6 @@ class CachedSteps(Technique):
         ]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == self.default:
-            return ""
         levels = recipe.levels
         if levels.get("quantize") == "int8-static":
             return "quantize=int8-static leaves one graph, without blocks"

@@ -118,9 +118,8 @@ class TensorParallel(Technique):
         ]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == "on" and recipe.levels.get("runtime", "torch") != "torch":
-            return "another runtime has the whole model in one process"
-        return ""
+        alone = recipe.levels.get("runtime", "torch") == "torch"
+        return "" if alone else "another runtime has the whole model in one process"
 
     def uses_ranks(self, level: str) -> bool:
         return level == "on"

@@ -31,9 +31,7 @@ class Threads(Technique):
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         runtime = recipe.levels.get("runtime", "torch")
-        if level != self.default and runtime not in ("torch", "aoti"):
-            return f"runtime={runtime} has a thread pool of its own"
-        return ""
+        return "" if runtime in ("torch", "aoti") else f"runtime={runtime} has a thread pool of its own"
 
     def kind(self, level: str) -> str:
         return f"{level} threads"

@@ -78,9 +78,7 @@ class Tiles(Technique):
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         runtime = recipe.levels.get("runtime", "torch")
-        if level != self.default and runtime != "torch":
-            return f"runtime={runtime} makes its program for the whole picture"
-        return ""
+        return "" if runtime == "torch" else f"runtime={runtime} makes its program for the whole picture"
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         return Code(helpers=(Part, InTiles), prepare=(f"model = InTiles(model, {level[0]})",))

@@ -20,10 +20,9 @@ import torch
 
 from fettle.kernels import BLOCK_PRODUCTS, block_products, packed_blocks, unpacked_blocks
 from fettle.techniques._base import Bundle, Code, Facts, Learned, Level, Recipe, Technique, register
+from fettle.techniques._chosen_layers import chosen_layers, layer_groups
 from fettle.techniques._few_bits import few_bits, four_bits_part, packable
-from fettle.techniques._generation import NO_TEXT
 from fettle.techniques._linear import is_conv1d, linear_of_conv1d
-from fettle.techniques._part import PART
 from fettle.techniques.fused_linear import FUSED, fused
 from fettle.techniques.runtime import STATEFUL, STATEFUL_WEIGHTS
 from fettle.workload import spread
@@ -200,7 +199,7 @@ class Weights(Technique):
     )
 
     def levels(self, facts: Facts) -> list[Level]:
-        why_not = "" if facts.generates else NO_TEXT
+        why_not = facts.no_text
         if facts.generates and not facts.is_module:
             why_not = "the model is not a module, so its weights are out of reach"
         elif facts.generates and facts.device != "cpu":
@@ -224,8 +223,6 @@ class Weights(Technique):
         return 2 if level == IN_PART else self.cost
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == self.default:
-            return ""
         if recipe.levels.get("quantize", "none") != "none":
             return "quantize holds the weights in few bits already"
         if recipe.levels.get("runtime") == STATEFUL:
@@ -280,27 +277,16 @@ class Weights(Technique):
             "int8-blocks": "InBlocks, 8", "int4-blocks": "InBlocks, 4", IN_PART: "InBlocks, 4, only=only",
         }[level]  # fmt: skip
         blocks = given.startswith("InBlocks")
-        fuses = blocks and facts.fed_alike
         layers = (*BLOCK_PRODUCTS, InBlocks) if blocks else (FewBits,)
-        choosing: tuple[Any, ...] = ()
+        helpers: tuple[Any, ...] = (is_conv1d, linear_of_conv1d, Unpacked, *layers, packable, few_bits)
         only: tuple[str, ...] = ()
         if level == IN_PART and (names := facts.learned.get("int4_layers")):
             listed = textwrap.wrap(", ".join(map(repr, names)), 110, break_long_words=False, break_on_hyphens=False)
             only = ("only = [", *(f"    {line}" for line in listed), "]")
         elif level == IN_PART:
             tokens, limit = min(facts.new_tokens, _MOST_TOKENS), round(_SHARE * facts.max_error, 6)
-            choosing = (spread, *PART, four_bits_part)
+            helpers = (*helpers, spread, layer_groups, chosen_layers, four_bits_part)
             only = (f"only = four_bits_part(model, batches, InBlocks, {tokens}, {limit})",)
-        return Code(
-            helpers=(
-                *(FUSED if fuses else ()),
-                is_conv1d,
-                linear_of_conv1d,
-                Unpacked,
-                *layers,
-                packable,
-                few_bits,
-                *choosing,
-            ),
-            prepare=(*only, *(fused(facts) if fuses else ()), f"few_bits(model, {given})"),
-        )
+        if blocks and facts.fed_alike:
+            helpers, only = (*FUSED, *helpers), (*only, *fused(facts))
+        return Code(helpers=helpers, prepare=(*only, f"few_bits(model, {given})"))

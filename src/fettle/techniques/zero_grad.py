@@ -20,9 +20,8 @@ class ZeroGrad(Technique):
         ]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == "zeros" and recipe.levels.get("precision") == "bf16-master":
-            return "gradients move to the float32 masters and are dropped there"
-        return ""
+        masters = recipe.levels.get("precision") == "bf16-master"
+        return "gradients move to the float32 masters and are dropped there" if masters else ""
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         return Code(zero_grad="optimizer.zero_grad(set_to_none=False)")

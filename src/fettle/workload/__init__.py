@@ -6,7 +6,7 @@ or live objects, which travel as a cloudpickle file.
 """
 
 from fettle.workload.model import Workload, fingerprint, register_kind, workload_from
-from fettle.workload.target import AUTO, MODES, Target, check_mode, find_target, switches, target_from_objects
+from fettle.workload.target import AUTO, Target, check_mode, find_target, switches, target_from_objects
 from fettle.workload.trees import (
     Batch,
     again,
@@ -24,7 +24,7 @@ from fettle.workload.trees import (
 )
 
 __all__ = [
-    "AUTO", "MODES", "Batch", "Target", "Workload", "again", "check_mode", "device_of", "find_target", "fingerprint",
+    "AUTO", "Batch", "Target", "Workload", "again", "check_mode", "device_of", "find_target", "fingerprint",
     "fresh", "is_numbers", "is_shared", "leaves", "map_tensors", "register_kind", "rows_of", "size_bytes", "spread",
     "switches", "target_from_objects", "tensors", "wait_for", "workload_from",
 ]  # fmt: skip

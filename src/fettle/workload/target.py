@@ -131,21 +131,19 @@ def find_target(text: str) -> Target:
     # without a factory the text may still have a colon: it is in the path
     bare = ":" not in text or text.endswith(".py")
     location, _, factory = (text, "", "workload") if bare else text.rpartition(":")
-    if not factory.isidentifier():
+    is_file = location.endswith(".py") or "/" in location
+    if not (factory.isidentifier() and (is_file or all(part.isidentifier() for part in location.split(".")))):
         raise UsageError(f"{text!r} is not a target: write path/to/file.py:factory or package.module:factory")
-    if location.endswith(".py") or "/" in location:
+    stem, search_path = location.rpartition(".")[2], [here]
+    if is_file:
         path = Path(location).expanduser().resolve()
         if not path.is_file():
             raise UsageError(f"no such file: {location}")
         if path.suffix != ".py":
             raise UsageError(f"{location} is not a Python file: write path/to/file.py:factory")
         _check_defined(path, factory)
-        name = path.stem if factory == "workload" else f"{path.stem}-{factory}"
-        return Target(f"{path}:{factory}", name, (str(path.parent), here))
-    if not all(part.isidentifier() for part in location.split(".")):
-        raise UsageError(f"{text!r} is not a target: write path/to/file.py:factory or package.module:factory")
-    name = location.rpartition(".")[2] if factory == "workload" else f"{location.rpartition('.')[2]}-{factory}"
-    return Target(f"{location}:{factory}", name, (here,))
+        location, stem, search_path = str(path), path.stem, [str(path.parent), here]
+    return Target(f"{location}:{factory}", stem if factory == "workload" else f"{stem}-{factory}", tuple(search_path))
 
 
 def target_from_objects(workload: Any, folder: Path) -> Target:

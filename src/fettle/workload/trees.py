@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
@@ -76,12 +75,7 @@ def rows_of(batch: Any) -> int:
 
 def again(batch: Any) -> Any:
     """The same leaves in containers of their own: whoever is given a batch may take out of it what it needs."""
-    import torch
-
-    def own(leaf: Any) -> Any:
-        return copy.copy(leaf) if isinstance(leaf, Mapping) or dataclasses.is_dataclass(leaf) else leaf
-
-    return torch.utils._pytree.tree_map(own, batch)
+    return map_tensors(lambda tensor: tensor, batch)
 
 
 def device_of(model: Any, batch: Any) -> str:

@@ -6,14 +6,9 @@ asked for the next loss.
 
 from __future__ import annotations
 
-from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts
-from fettle.techniques._catalogue import batch_factor
-from fettle.techniques._source import codes, lines_that_make, over_ranks, preamble, text_of
-from fettle.techniques.batch import endless
-from fettle.workload import Target
 
-_MAIN = '''
+LOOP_MAIN = '''
 
 def load():
     """Build the workload that was tuned: its model, optimizer factory, loss and data."""
@@ -43,7 +38,7 @@ if __name__ == "__main__":
     say(f"{{len(seconds)}} steps, the last loss {{last:.4f}}, {{{samples} / middle:.5g}} samples/s at {samples} a step")
 '''
 
-_USE = """
+LOOP_USE = """
 
 if __name__ == "__main__":
     print("The loop that this was tuned for lives in another program, so this file cannot build it. Use it there:")
@@ -54,36 +49,8 @@ if __name__ == "__main__":
 """What a file without a factory says when it is run."""
 
 
-def render_training(
-    recipe: Recipe,
-    facts: Facts,
-    *,
-    heading: str = "",
-    target: Target | None = None,
-    calibration: int = 1,
-) -> str:
-    """The source of ``optimized.py`` for a training `recipe`.
-
-    With `target` the file runs as it stands; without it says how to use it.
-    """
-    titled = codes(recipe, facts)
-    title, ranks = over_ranks(heading or f"A training loop: {recipe}.", recipe, facts)
-    lines = preamble(title, [Code(helpers=(endless,)), *(code for _, code in titled)])
-    lines += ["", *_train(titled, facts)]
-    if target is not None:
-        lines += [
-            _MAIN.format(
-                made=lines_that_make(target),
-                ranks=ranks,
-                samples=facts.samples * batch_factor(recipe),
-            )
-        ]
-    elif heading:
-        lines += [_USE]
-    return text_of(lines)
-
-
-def _train(titled: list[tuple[str, Code]], facts: Facts) -> list[str]:
+def loop(titled: list[tuple[str, Code]], facts: Facts) -> list[str]:
+    """The function ``train``; the loop gets its batches from `fettle.techniques.batch.endless`."""
     found = [code for _, code in titled]
     body = [
         "def train(model, make_optimizer, loss, data):",
