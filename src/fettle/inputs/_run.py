@@ -93,7 +93,11 @@ class Loop:
     def step(self, batch: Any) -> None:
         """What the loop does with a batch."""
         if self.device == "cuda":
-            batch = _to_device(batch, self.setting.non_blocking)
+            # Whatever can be moved: tensors, and batches of classes that move themselves.
+            batch = pytree.tree_map(
+                lambda leaf: leaf.to("cuda", non_blocking=self.setting.non_blocking) if hasattr(leaf, "to") else leaf,
+                batch,
+            )
         self.run(batch)
 
     def measure(self, seconds: float) -> Slice:
@@ -221,13 +225,6 @@ def explain(error: BaseException, ended: str = "") -> Failure:
 def main(parent: Parent) -> None:
     process = Process()
     parent.serve(Asked, process.answer, lambda error: explain(error, process.loop.ended() if process.loop else ""))
-
-
-def _to_device(batch: Any, non_blocking: bool) -> Any:
-    """Whatever can be moved: tensors, and batches of classes that move themselves."""
-    return pytree.tree_map(
-        lambda leaf: leaf.to("cuda", non_blocking=non_blocking) if hasattr(leaf, "to") else leaf, batch
-    )
 
 
 def _length(loader: DataLoader[Any]) -> int:

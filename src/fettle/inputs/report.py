@@ -157,22 +157,16 @@ def page(result: PipelineResult, busy: str = "") -> str:
 def _tiles(result: PipelineResult) -> list[tuple[str, str, str]]:
     """The figures that are read first."""
     able, as_given = result.as_given.able, result.as_given.setting
+    over = "given" if able else "no workers: as given it fails"
     tiles = [
-        (
-            "reached",
-            f"{result.gain:.2f}x",
-            f"batches a second, over {'given' if able else 'no workers: as given it fails'}",
-        ),
+        ("reached", f"{result.gain:.2f}x", f"batches a second, over {over}"),
         ("workers", str(result.best.setting.num_workers), f"given {as_given.num_workers}, {result.cores} cores"),
         ("one batch in one process", seconds_text(result.batch_p50_s), f"95%: {seconds_text(result.batch_p95_s)}"),
     ]
-    if not result.step_s:
-        return tiles
-    which = "as given" if able else "without workers"
-    return [
-        (f"waiting for data, {which}", f"{result.waiting:.1%}", f"removing it: at most {bound_text(result)}"),
-        *tiles,
-    ]
+    if result.step_s:
+        waiting = f"waiting for data, {'as given' if able else 'without workers'}"
+        tiles.insert(0, (waiting, f"{result.waiting:.1%}", f"removing it: at most {bound_text(result)}"))
+    return tiles
 
 
 def settings(result: PipelineResult) -> Table:

@@ -21,16 +21,7 @@ from fettle.inputs.kept import content_hash
 from fettle.inputs.lint import RAISES
 from fettle.inputs.race import OnProgress, Race
 from fettle.inputs.result import PipelineResult, RowRaises, cannot_help, is_of_a_row, verdict
-from fettle.inputs.setting import (
-    AS_GIVEN,
-    WITHIN,
-    Facts,
-    Measured,
-    Setting,
-    ratio,
-    room,
-    smallest_of_the_best,
-)
+from fettle.inputs.setting import AS_GIVEN, WITHIN, Facts, Measured, Setting, ratio, room
 from fettle.journal import Journal
 from fettle.procs.child import ChildError
 from fettle.workload import find_target
@@ -121,7 +112,9 @@ def _search(race: Race, device: str, lints: bool, began: float) -> PipelineResul
             faults = race.faults()
         interrupted = False
     if interrupted and best is plain:
-        best = smallest_of_the_best([race.measured[setting] for setting in _near(race, scores)])
+        able = [setting for setting in scores if race.measured[setting].able]
+        near = [one for one in able if scores[one] >= (1 - WITHIN) * max(scores[other] for other in able)]
+        best = race.measured[min(near, key=lambda one: one.size)]
     search_s = search_s or time.monotonic() - began
     _set_levels(race, scores, best, plain)
     measured = list(race.measured.values())
@@ -324,19 +317,11 @@ def _set_levels(race: Race, scores: dict[Setting, float], best: Measured, plain:
                                          score / scores[best.setting])  # fmt: skip
 
 
-def _near(race: Race, scores: dict[Setting, float]) -> list[Setting]:
-    able = {setting: score for setting, score in scores.items() if race.measured[setting].able}
-    top = max(able.values())
-    return [setting for setting, score in able.items() if score >= _KEEP * top]
-
-
 def _top(scores: dict[Setting, float]) -> Setting:
     return max(scores, key=lambda one: scores[one])
 
 
 def _own_setting(facts: Facts) -> Setting:
-    if not facts.num_workers:
-        return Setting(pin_memory=facts.pin_memory and facts.cuda)
     return Setting(facts.num_workers, facts.prefetch_factor, facts.persistent_workers, facts.pin_memory and facts.cuda)
 
 
