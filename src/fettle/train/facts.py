@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.modules import batchnorm
 
 from fettle.errors import UsageError, first_line
 from fettle.techniques import Facts, probe_facts
@@ -39,7 +40,7 @@ def training_facts(workload: TrainingWorkload, *, allow_batch: bool = False) -> 
         custom_call=False,
         calibration_batches=0,
         samples=workload.rows,
-        normalises_rows=any(map(_normalises_rows, workload.model.modules())),
+        normalises_rows=any(isinstance(module, batchnorm._BatchNorm) for module in workload.model.modules()),
         optimizer=type(optimizer).__name__,
         optimizer_levels=tuple(name for name in ("foreach", "fused") if name in optimizer.defaults),
         loader_workers=-1 if loader is None else loader.num_workers,
@@ -49,14 +50,10 @@ def training_facts(workload: TrainingWorkload, *, allow_batch: bool = False) -> 
     )
 
 
-def _normalises_rows(module: torch.nn.Module) -> bool:
-    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
-
-
 def untrained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Up to 4096 values of each buffer and untrained parameter by name, but for those of norms, whose running averages
     are looked after."""
-    norms = (module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._NormBase))
+    norms = (module for module in model.modules() if isinstance(module, batchnorm._NormBase))
     theirs = {id(buffer) for norm in norms for buffer in norm.buffers()}
     return {
         name: tensor.detach().reshape(-1)[:: max(1, -(-tensor.numel() // 4096))].clone()

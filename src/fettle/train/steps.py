@@ -97,7 +97,6 @@ class Steps:
         self,
         train: Train,
         workload: TrainingWorkload,
-        data: Any = None,
         *,
         mean: Callable[[torch.Tensor], torch.Tensor] = lambda value: value,
     ) -> None:
@@ -108,8 +107,7 @@ class Steps:
         self._phase: tuple[str, int] | None = None
         self._watching = False
         self._device = next(workload.model.parameters()).device
-        data = workload.data if data is None else data
-        self._run = train(workload.model, self._make_optimizer, self._loss, data)
+        self._run = train(workload.model, self._make_optimizer, self._loss, workload.data)
 
     def step(self) -> torch.Tensor:
         """Make one step and return its loss."""
