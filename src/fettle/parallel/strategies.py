@@ -160,8 +160,6 @@ def apply(model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh | None) -
     `mesh` is that of `mesh_of`. The DDP wrapper is left out: its reducer works outside Python and cannot be given fake
     tensors. Raises `UsageError` where the model cannot be split as the strategy says.
     """
-    if mesh is None and (strategy.sharded or strategy.split):
-        raise ValueError("a sharded or split strategy needs a device mesh")
     if mesh is not None and strategy.split:
         plan, over = tensor_plan(model), mesh["tensor"]
         if why_not := plan.why_not_over(over.size()):
@@ -203,8 +201,8 @@ def _shard(model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh) -> None
     shard(model, units_of(model, strategy), mesh, **options)
 
 
-def precision_context(strategy: Strategy, device_type: str) -> AbstractContextManager[Any]:
-    """Autocast for the kinds that have no policy of their own."""
+def precision_context(strategy: Strategy) -> AbstractContextManager[Any]:
+    """Autocast, on the CPU, for the kinds that have no policy of their own."""
     if strategy.precision == "bf16" and not strategy.sharded:
-        return torch.autocast(device_type, torch.bfloat16)
+        return torch.autocast("cpu", torch.bfloat16)
     return nullcontext()

@@ -52,11 +52,12 @@ class Collective:
 class Timeline(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watch storages while active. Use as a context manager, with `phase` around each part of a step."""
 
-    def __init__(self, round_to: int = 1, *, gloo: bool = False, workspace: Workspace | None = None) -> None:
+    def __init__(self, device: str, workspace: Workspace | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._workspace = workspace
-        self._gloo = gloo  # it copies: a gathered buffer and the input of a reduce-scatter exist twice for a moment
-        self._round_to = round_to  # the CUDA caching allocator hands out multiples of 512 bytes
+        # gloo copies: a gathered buffer and the input of a reduce-scatter exist twice for a moment.
+        self._gloo = device == "cpu"
+        self._round_to = 512 if device == "cuda" else 1  # what CUDA's caching allocator hands out
         self.changes: list[tuple[int, int, str]] = []
         """(bytes, index of the storage, phase), in order."""
         self.lives: list[_Life] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def _run(func: Any, args: Any, kwargs: Any, threads: int) -> int:
         finally:
             torch.set_num_threads(before)
     del kept
-    return taken_by(taken())
+    return taken_by(taken)
 
 
 @contextmanager
@@ -86,9 +86,9 @@ def _quiet_stderr() -> Iterator[None]:
 
 
 @contextmanager
-def allocations() -> Iterator[Callable[[], list[Any]]]:
-    """Count what torch's CPU allocator hands out, in all threads, from here on; afterwards the function that is yielded
-    gives the tree of the profiler's events.
+def allocations() -> Iterator[list[Any]]:
+    """Count what torch's CPU allocator hands out, in all threads, from here on; afterwards the list that is yielded has
+    the tree of the profiler's events.
 
     The profiler reports each allocation and free of the threads it watches, and with each the allocator's count of what
     it has handed out in all. By itself the allocator counts only what those threads do, and gloo frees the buffers of a
@@ -100,7 +100,7 @@ def allocations() -> Iterator[Callable[[], list[Any]]]:
     _count_every_thread()
     events: list[Any] = []
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as running:
-        yield lambda: events
+        yield events
     assert running.profiler is not None
     assert running.profiler.kineto_results is not None
     events += running.profiler.kineto_results.experimental_event_tree()
