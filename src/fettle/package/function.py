@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fettle.kernels import block_products, packed_blocks
-from fettle.package.program import check_sizes, remember
+from fettle.package.program import size_check
 
 _LARGE = 1 << 16
 """Elements of a matrix whose layout matters."""
@@ -50,14 +50,10 @@ def as_function(module: torch.nn.Module, blocks: Blocks | None = None) -> Callab
     bare = _with_weights(module, graph, weights)
     # Found at once: `torch.nn.Module` looks for its tensors only where Python found nothing.
     vars(bare).update({**bare._parameters, **bare._buffers})
-    forward, seen = bare.forward, set[tuple[torch.Size, ...]]()
+    forward, check = bare.forward, size_check(module)
 
     def call(*tensors: torch.Tensor) -> Any:
-        shapes = tuple([tensor.shape for tensor in tensors])
-        if shapes in seen:
-            return forward(*tensors)
-        check_sizes(module, tensors)
-        remember(seen, shapes)
+        check(tensors)
         return forward(*tensors)
 
     return call

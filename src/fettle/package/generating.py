@@ -140,16 +140,12 @@ def of_model(model: Any, wanted: Mapping[str, Any] | None = None) -> dict[str, A
 
 
 def _at(answer: Any, last: torch.Tensor) -> torch.Tensor:
-    """The scores [rows, vocabulary] at each row's position `last`."""
-    logits = _logits(answer)
-    place = last[:, None, None].expand(-1, 1, logits.shape[-1])
-    return logits.gather(1, place)[:, 0]
-
-
-def _logits(answer: Any) -> torch.Tensor:
-    """The scores among a model's outputs: what is called so, else the first tensor [rows, tokens, vocabulary]."""
+    """The scores [rows, vocabulary] at each row's position `last`, of what is called logits among a model's outputs, else
+    of the first tensor [rows, tokens, vocabulary]."""
     candidates = [(path, leaf) for path, leaf in leaves(answer) if isinstance(leaf, torch.Tensor) and leaf.dim() == 3]
     if not candidates:
         raise UsageError("the model gives no scores [rows, tokens, vocabulary]")
     named = [leaf for path, leaf in candidates if path.endswith("logits")]
-    return named[0] if named else candidates[0][1]
+    logits = named[0] if named else candidates[0][1]
+    place = last[:, None, None].expand(-1, 1, logits.shape[-1])
+    return logits.gather(1, place)[:, 0]

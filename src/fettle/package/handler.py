@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -28,11 +28,9 @@ from fettle.errors import UsageError
 from fettle.files import read_bytes
 from fettle.package import handlers
 from fettle.package.handlers.parts import Item
+from fettle.package.handlers.running import Running
 from fettle.package.manifest import HANDLER, Manifest, Package
 from fettle.package.model_runner import ModelRunner
-
-if TYPE_CHECKING:
-    from fettle.package.handlers.running import Running
 
 _METRIC = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
 
@@ -117,8 +115,9 @@ class Steps:
 
     def running(self, rows: int, cache_bytes: int, prefill_tokens: int) -> Running | None:
         """The texts that a generating model writes together; None for other models. Raises `UsageError`."""
-        made = getattr(self.handler, "running", None)
-        return None if made is None else made(rows, cache_bytes, prefill_tokens)
+        if not isinstance(self.handler, handlers.generate.Handler):
+            return None
+        return Running(self.handler, rows, cache_bytes, prefill_tokens)
 
     def handle(self, bodies: Sequence[bytes], kinds: Sequence[str], explainer: Any = None) -> list[tuple[bytes, str]]:
         """The four steps for a batch of requests; as many answers, with their content types.
