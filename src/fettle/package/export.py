@@ -131,8 +131,10 @@ def write_package(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         ))  # fmt: skip
         if path.suffix == ".zip":
-            with whole(path) as partial:
-                _zip(scratch, partial)
+            # Weights do not compress; a stored zip is fast to open.
+            with whole(path) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as file:
+                for item in sorted(scratch.iterdir()):
+                    file.write(item, item.name)
         else:
             os.rename(scratch, path)
     package = open_package(path)
@@ -259,10 +261,7 @@ def _judge(flat: Flat, folder: Path, kept: Manifest, evidence: Mapping[str, Any]
         if kept.recipe.get("compile", "off") == "off" or "shapes" in kept.recipe or _mixes_types(kept, error):
             raise UsageError(_why(kept, error)) from error
         kept = msgspec.structs.replace(kept, recipe={**kept.recipe, "shapes": "static"})
-        try:
-            own_answers = _answers(flat, folder, kept)
-        except Exception as again:
-            raise UsageError(_why(kept, again)) from again
+        return _judge(flat, folder, kept, evidence, writes)
     errors = [_error(flat.paths, *pair) for pair in zip(own_answers, flat.wanted, strict=False)]
     # As the study judged: whole batches. A row alone may be further off than all of them together.
     worst = max(errors[flat.cuts :])
@@ -356,10 +355,3 @@ def _output_name(path: str) -> str:
     if path.startswith("[") and path.endswith("]") and path.count("[") == 1:
         return f"output_{path.strip('[]')}"
     return plain if plain.isidentifier() else "".join(c if c.isalnum() else "_" for c in plain).strip("_")
-
-
-def _zip(folder: Path, path: Path) -> None:
-    # Weights do not compress; a stored zip is fast to open.
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
-        for item in sorted(folder.iterdir()):
-            file.write(item, item.name)
