@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,26 +62,12 @@ def _run(func: Any, args: Any, kwargs: Any, threads: int) -> int:
         torch.set_num_threads(threads)
         try:
             func(*args, **kwargs)  # oneDNN prepares a primitive once
-            with _quiet_stderr(), allocations() as taken:
+            with allocations() as taken:
                 kept = func(*args, **kwargs)
         finally:
             torch.set_num_threads(before)
     del kept
     return taken_by(taken)
-
-
-@contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    """Without the lines that the profiler's library writes to stderr at each start and stop."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 @contextmanager
@@ -98,6 +83,7 @@ def allocations() -> Iterator[list[Any]]:
     from torch.profiler import ProfilerActivity, profile
 
     _count_every_thread()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's log would go to stderr
     events: list[Any] = []
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as running:
         yield events
