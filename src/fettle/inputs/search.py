@@ -54,8 +54,7 @@ def measure_and_search(
     a killed search goes on from; it is gone when the search has come to its end.
 
     Raises `UsageError` for any other target, or one that cannot be iterated without workers, its `RowRaises` where that
-    is a row of the data set;
-    `KeyboardInterrupt` when interrupted before there is a result.
+    is a row of the data set; `KeyboardInterrupt` when interrupted before there is a result.
     """
     began = time.monotonic()
     here = room(ranks)
@@ -117,14 +116,12 @@ def _search(race: Race, device: str, lints: bool, began: float) -> PipelineResul
         best = race.measured[min(near, key=lambda one: one.size)]
     search_s = search_s or time.monotonic() - began
     _set_levels(race, scores, best, plain)
-    measured = list(race.measured.values())
     if not as_given.able:
         notes.append(f"As given it fails: {as_given.failure}.")
     notes += faults.notes
     result = PipelineResult(
-        race.target, as_given, plain, best, measured, step_s, race.here.cores, race.here.why, "", notes,
-        faults.lints, search_s, time.monotonic() - began, interrupted,
-        race.reused,
+        race.target, as_given, plain, best, list(race.measured.values()), step_s, race.here.cores, race.here.why, "",
+        notes, faults.lints, search_s, time.monotonic() - began, interrupted, race.reused,
     )  # fmt: skip
     return replace(result, verdict=verdict(result, why))
 
@@ -259,11 +256,11 @@ def variants(race: Race, facts: Facts, scores: dict[Setting, float], useless: bo
             run(Setting(fetch=fetch), Setting())
             if setting.num_workers:
                 run(replace(setting, fetch=fetch), setting)
-    if setting.num_workers and not (why := _no_deeper(race.measured[setting])):
-        if run(replace(setting, prefetch_factor=4), setting):
+    if setting.num_workers:
+        if why := _no_deeper(race.measured[setting]):
+            notes.append(f"prefetch_factor stays at {setting.prefetch_factor}: {why}, a deeper queue would not help.")
+        elif run(replace(setting, prefetch_factor=4), setting):
             run(replace(setting, prefetch_factor=8), setting)
-    elif setting.num_workers:
-        notes.append(f"prefetch_factor stays at {setting.prefetch_factor}: {why}, a deeper queue would not help.")
     if setting.num_workers and not facts.epoch_batches:
         notes.append("persistent_workers was not compared: how long an epoch is, the loader does not say.")
     elif setting.num_workers:

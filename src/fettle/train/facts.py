@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn.modules import batchnorm
+from torch.nn.utils.stateless import _reparametrize_module
 
 from fettle.errors import UsageError, first_line
 from fettle.techniques import Facts, probe_facts
@@ -97,21 +97,9 @@ def _groups_others(workload: TrainingWorkload, optimizer: torch.optim.Optimizer)
             return False
 
     masters = alike()
-    with _replaced(workload.model, dict(zip(map(id, trained), others, strict=True))):
+    names = [name for name, parameter in workload.model.named_parameters() if parameter.requires_grad]
+    with _reparametrize_module(workload.model, dict(zip(names, others, strict=True)), tie_weights=True):
         return {"groups_masters": masters, "groups_shards": alike()}
-
-
-@contextlib.contextmanager
-def _replaced(model: torch.nn.Module, others: Mapping[int, torch.nn.Parameter]) -> Iterator[None]:
-    """The model with other parameters, by the ids of its own."""
-    held = [(module._parameters, dict(module._parameters)) for module in model.modules()]
-    try:
-        for now, given in held:
-            now.update({name: others.get(id(parameter), parameter) for name, parameter in given.items()})
-        yield
-    finally:
-        for now, given in held:
-            now.update(given)
 
 
 def largest_that_fits(fits: Callable[[int], bool], *, most: int = 64) -> int:
