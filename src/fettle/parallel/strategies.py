@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from fettle.errors import UsageError
 from fettle.techniques import modules_by_size, repeated_blocks, shard, split_over, tensor_plan
@@ -167,27 +169,16 @@ def apply(model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh | None) -
         split_over(model, plan, over)
     blocks = repeated_blocks(model)
     if strategy.checkpoint == "block":
-        _checkpoint(model, blocks)
+        if not blocks:
+            raise UsageError("checkpoint=block: the model has no repeated blocks to compute again")
+        for block in blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if strategy.compile == "block":
         for block in blocks or [model]:
             block.compile()
     if mesh is not None and strategy.sharded:
         _shard(model, strategy, mesh["shard"] if strategy.split else mesh)
     return model
-
-
-def _checkpoint(model: torch.nn.Module, blocks: list[torch.nn.Module]) -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-        apply_activation_checkpointing,
-        checkpoint_wrapper,
-    )
-
-    if not blocks:
-        raise UsageError("checkpoint=block: the model has no repeated blocks to compute again")
-    chosen = {id(block) for block in blocks}
-    apply_activation_checkpointing(
-        model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda module: id(module) in chosen
-    )
 
 
 def _shard(model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh) -> None:
