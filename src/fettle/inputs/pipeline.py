@@ -40,16 +40,6 @@ def pipeline(target: str) -> tuple[DataLoader[Any], Step | None]:
 
 def with_setting(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
     """The same loader with another setting: a copy, so that subclasses and all other arguments stay."""
-    if setting.fetch == BATCH_INDEX:
-        workers: dict[str, Any] = {}
-        if setting.num_workers:
-            workers = {"prefetch_factor": setting.prefetch_factor, "persistent_workers": setting.persistent_workers,
-                       "timeout": loader.timeout,
-                       "multiprocessing_context": loader.multiprocessing_context}  # fmt: skip
-        return DataLoader(
-            loader.dataset, batch_size=None, sampler=loader.batch_sampler, num_workers=setting.num_workers,
-            pin_memory=setting.pin_memory, worker_init_fn=loader.worker_init_fn, generator=loader.generator, **workers,
-        )  # fmt: skip
     changed = copy.copy(loader)
     # Not by attribute: a loader refuses to have some of these changed, for the sake of iterators that a copy has not.
     changed.__dict__.update(
@@ -59,6 +49,11 @@ def with_setting(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
     )  # fmt: skip
     if not setting.num_workers:
         changed.__dict__["timeout"] = 0
+    if setting.fetch == BATCH_INDEX:
+        changed.__dict__.update(
+            batch_size=None, drop_last=False, sampler=loader.batch_sampler, batch_sampler=None,
+            collate_fn=default_convert,
+        )  # fmt: skip
     if setting.fetch == ONE_BY_ONE:
         dataset: Any = copy.copy(loader.dataset)
         dataset.__getitems__ = None
