@@ -282,12 +282,7 @@ def _check(value: Any, key: str = "") -> None:
 
 def _check_tree(spec: Any) -> None:
     """Only Python's own containers may be in a structure: naming another type would look it up."""
-    allowed = {"builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict", None}
-    if isinstance(spec, dict):
-        if "type" in spec and spec["type"] not in allowed:
-            raise ValueError(f"a structure of {str(spec['type'])[:80]!r} may not be in a package")
-        for item in spec.values():
-            _check_tree(item)
-    elif isinstance(spec, list):
-        for item in spec:
-            _check_tree(item)
+    allowed = ("builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict", None)
+    for table in tables(spec):
+        if table.get("type") not in allowed:
+            raise ValueError(f"a structure of {str(table['type'])[:80]!r} may not be in a package")
