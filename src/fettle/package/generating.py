@@ -282,8 +282,8 @@ def of_model(model: Any, wanted: Mapping[str, Any] | None = None) -> dict[str, A
 
 
 def _at(answer: Any, last: torch.Tensor) -> torch.Tensor:
-    """The scores [rows, vocabulary] at each row's position `last`, of what is called logits among a model's outputs, else
-    of the first tensor [rows, tokens, vocabulary]."""
+    """The scores [rows, vocabulary] at each row's position `last`: of what is called logits among a model's outputs,
+    else of the first tensor [rows, tokens, vocabulary]."""
     candidates = [(path, leaf) for path, leaf in leaves(answer) if isinstance(leaf, torch.Tensor) and leaf.dim() == 3]
     if not candidates:
         raise UsageError("the model gives no scores [rows, tokens, vocabulary]")

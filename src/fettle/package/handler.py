@@ -33,19 +33,6 @@ from fettle.package.manifest import HANDLER, Manifest, Package
 from fettle.package.model_runner import ModelRunner
 
 _METRIC = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
-
-
-@dataclass
-class Context:
-    """What a handler may know: the package's folder and manifest, and the model as a runner."""
-
-    folder: Path
-    manifest: Manifest
-    runner: ModelRunner
-    metrics: HandlerMetrics = field(default_factory=lambda: HandlerMetrics())
-    """What the handler counts, for ``/metrics``."""
-
-
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 _MOST = 256
@@ -92,6 +79,17 @@ class HandlerMetrics:
             raise ValueError(f"not a metric: {name[:80]!r} = {value}")
         if len(self._values) < _MOST:  # of one call; more is a mistake, and must not grow for ever
             self._values.append((kind, name, float(value)))
+
+
+@dataclass
+class Context:
+    """What a handler may know: the package's folder and manifest, and the model as a runner."""
+
+    folder: Path
+    manifest: Manifest
+    runner: ModelRunner
+    metrics: HandlerMetrics = field(default_factory=HandlerMetrics)
+    """What the handler counts, for ``/metrics``."""
 
 
 @dataclass
