@@ -102,18 +102,9 @@ class Timeline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What is allocated inside belongs to communication."""
         return replaced(self, "_communicating", lambda _: True)
 
-    def __enter__(self) -> Timeline:
-        # Sizes change outside the dispatcher: FSDP frees gathered parameters by shrinking their storage.
-        self._patch = replaced(torch.UntypedStorage, "resize_", self._resizing)
-        self._patch.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+    def resizing(self, original: Any) -> Any:
+        """`torch.UntypedStorage.resize_` with a note of the new size."""
 
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._patch.__exit__(*exception)
-
-    def _resizing(self, original: Any) -> Any:
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = original(storage, size)
             known = self._alive.get(storage._cdata)
