@@ -134,7 +134,7 @@ def _train(request: Train, stage: Callable[[str], None]) -> RankResult:
 
             def step(number: int) -> torch.Tensor:
                 stage(f"forward of step {number}")
-                with precision_context(strategy, "cpu"):
+                with precision_context(strategy):
                     loss = workload.loss(model, batch)
                 stage(f"backward of step {number}")
                 loss.backward()
@@ -228,7 +228,7 @@ def _recording(on: bool, steps: int) -> Iterator[_Record]:
 
     with allocations() as taken:
         yield record
-    events = events_in_time(taken())
+    events = events_in_time(taken)
     peaks = [_peak_within(events, f"{_STEP} {number}") for number in range(steps)]
     record.peak_bytes, record.highest_bytes = statistics.median_low(peaks[1:] or peaks), max(peaks)
 

@@ -18,7 +18,7 @@ from fettle.inputs.race import PAIRS, ROUNDS, Race
 from fettle.inputs.report import rows
 from fettle.inputs.result import RowRaises, cannot_help
 from fettle.inputs.search import _search
-from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, Facts, Room, Slice, ratio, smallest_of_the_best
+from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, Facts, Room, Slice, ratio
 from fettle.journal import Journal
 from fettle.procs.child import ChildError
 
@@ -285,13 +285,10 @@ def test_fewer_workers_than_given_where_they_do_the_same() -> None:
     assert "as fast and smaller" in found.verdict
 
 
-def test_the_smallest_within_three_percent() -> None:
-    def item(workers: int, *rates: float) -> Measured:
-        return Measured(Setting(workers), {number: a_slice(rate) for number, rate in enumerate(rates)})
-
-    some = [item(1, 60, 60), item(2, 99, 101), item(4, 98, 102), item(8, 100, 103)]
-    assert smallest_of_the_best(some).setting.num_workers == 2
-    assert ratio(some[1], some[0]) == pytest.approx(100 / 60)
+def test_two_settings_compare_by_the_rounds_that_both_ran() -> None:
+    fast = Measured(Setting(2), {0: a_slice(99), 1: a_slice(101), 2: a_slice(1)})
+    slow = Measured(Setting(1), {0: a_slice(60), 1: a_slice(60)})
+    assert ratio(fast, slow) == pytest.approx(100 / 60)
 
 
 def test_the_beginning_of_an_epoch_counts() -> None:

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from fettle.errors import UsageError
-from fettle.package.chatting import read_chat
-from fettle.package.handlers.generate import CHAT, Handler, Settings, chat_template
+from fettle.package.handlers.generate import CHAT, Handler, Settings, chat_template, read_chat
 
 
 def folder(path, **config):

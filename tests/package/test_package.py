@@ -180,6 +180,7 @@ HOSTILE = {
     "name": ('"name":"linear"', "\"name\":\"x=__import__('os').system('false')\""),
     "guards": ('"guards_code":[]', '"guards_code":["__import__(\'os\').abort()"]'),
     "type": ('"builtins.tuple"', '"os.system"'),
+    "types": ('"builtins.tuple"', '["builtins.tuple"]'),
 }
 
 
@@ -188,7 +189,7 @@ def test_a_hostile_graph_is_refused_or_harmless(sound, what):
     old, new = HOSTILE[what]
     path = sound.folder / "graph.json"
     text = path.read_text()
-    if what == "type":
+    if what in ("type", "types"):
         old, new = json.dumps(old)[1:-1], json.dumps(new)[1:-1]
     assert old in text, what
     path.write_text(text.replace(old, new))

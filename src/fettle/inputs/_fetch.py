@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import multiprocessing.queues
 import os
+import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -25,11 +26,6 @@ from fettle.estimates import nearest_rank
 from fettle.procs.limits import scheduled_s
 from fettle.procs.parent import die_with_parent
 from fettle.techniques.allocator import keep_freed_memory
-
-try:
-    import resource
-except ImportError:  # not a Unix
-    resource = None  # type: ignore[assignment]
 
 _KEEP = 512
 """Latest batches whose times are kept, a process."""
@@ -159,8 +155,6 @@ def _timed(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 def _used() -> tuple[float, float, float]:
     """What this process used: seconds on processors, seconds of them in the kernel, and pages that the kernel gave."""
-    if resource is None:
-        return time.process_time(), 0.0, 0.0
     used = resource.getrusage(resource.RUSAGE_SELF)
     return time.process_time(), used.ru_stime, float(used.ru_minflt)
 

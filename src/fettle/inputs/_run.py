@@ -93,7 +93,11 @@ class Loop:
     def step(self, batch: Any) -> None:
         """What the loop does with a batch."""
         if self.device == "cuda":
-            batch = _to_device(batch, self.setting.non_blocking)
+            # Whatever can be moved: tensors, and batches of classes that move themselves.
+            batch = pytree.tree_map(
+                lambda leaf: leaf.to("cuda", non_blocking=self.setting.non_blocking) if hasattr(leaf, "to") else leaf,
+                batch,
+            )
         self.run(batch)
 
     def measure(self, seconds: float) -> Slice:
@@ -169,31 +173,27 @@ class Process:
         self.step: Step | None = None
 
     def answer(self, request: Asked) -> Facts | Slice | Faults | float | None:
-        if isinstance(request, Describe):
-            return self._describe(request)
         if isinstance(request, FindFaults):
             from fettle.inputs.lints import lint
 
             return Faults(*lint(pipeline(request.target)[0]))
-        if isinstance(request, Open):
+        if isinstance(request, Describe | Open):
             loader, self.step = pipeline(request.target)
-            self.loop = Loop(with_setting(loader, request.setting), self.step, request.setting, request.device)
-            return None
+            setting = request.setting if isinstance(request, Open) else Setting()
+            self.loop = Loop(with_setting(loader, setting), self.step, setting, request.device)
+            return None if isinstance(request, Open) else _facts(loader, self.step)
         assert self.loop is not None
         if isinstance(request, TakeSlice):
             return self.loop.measure(request.seconds)
         return self.loop.step_alone() if self.step is not None else 0.0
 
-    def _describe(self, request: Describe) -> Facts:
-        loader, self.step = pipeline(request.target)
-        ways, notes = fetches(loader)
-        plain = Setting()
-        self.loop = Loop(with_setting(loader, plain), self.step, plain, request.device)
-        return Facts(
-            loader.num_workers, loader.prefetch_factor or 2, bool(loader.persistent_workers), bool(loader.pin_memory),
-            _length(loader), isinstance(loader.dataset, IterableDataset), self.step is not None,
-            torch.cuda.is_available(), platform.libc_ver()[0] == "glibc", ways, notes,
-        )  # fmt: skip
+
+def _facts(loader: DataLoader[Any], step: Step | None) -> Facts:
+    return Facts(
+        loader.num_workers, loader.prefetch_factor or 2, bool(loader.persistent_workers), bool(loader.pin_memory),
+        _length(loader), isinstance(loader.dataset, IterableDataset), step is not None, torch.cuda.is_available(),
+        platform.libc_ver()[0] == "glibc", *fetches(loader),
+    )  # fmt: skip
 
 
 def explain(error: BaseException, ended: str = "") -> Failure:
@@ -221,13 +221,6 @@ def explain(error: BaseException, ended: str = "") -> Failure:
 def main(parent: Parent) -> None:
     process = Process()
     parent.serve(Asked, process.answer, lambda error: explain(error, process.loop.ended() if process.loop else ""))
-
-
-def _to_device(batch: Any, non_blocking: bool) -> Any:
-    """Whatever can be moved: tensors, and batches of classes that move themselves."""
-    return pytree.tree_map(
-        lambda leaf: leaf.to("cuda", non_blocking=non_blocking) if hasattr(leaf, "to") else leaf, batch
-    )
 
 
 def _length(loader: DataLoader[Any]) -> int:

@@ -21,14 +21,12 @@ from fettle.inputs.profile import profile_rows
 from fettle.units import size_text
 from fettle.workload import size_bytes
 
-Notes = list[str]
 
-
-def lint(loader: DataLoader[Any]) -> tuple[list[Lint], Notes]:
+def lint(loader: DataLoader[Any]) -> tuple[list[Lint], list[str]]:
     """All lints of one loader, each on a few seconds and, but for rows that raise, at most 512 rows. One that fails is
     a note, not an end."""
     faults: list[Lint] = []
-    notes: Notes = []
+    notes: list[str] = []
     checks: list[Callable[[DataLoader[Any]], list[Lint]]] = [
         rows_that_raise, duplicates, profile_rows, padding, growing_workers, getitems_differ
     ]  # fmt: skip

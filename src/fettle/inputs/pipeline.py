@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.collate import default_convert
 
@@ -40,16 +40,6 @@ def pipeline(target: str) -> tuple[DataLoader[Any], Step | None]:
 
 def with_setting(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
     """The same loader with another setting: a copy, so that subclasses and all other arguments stay."""
-    if setting.fetch == BATCH_INDEX:
-        workers: dict[str, Any] = {}
-        if setting.num_workers:
-            workers = {"prefetch_factor": setting.prefetch_factor, "persistent_workers": setting.persistent_workers,
-                       "timeout": loader.timeout,
-                       "multiprocessing_context": loader.multiprocessing_context}  # fmt: skip
-        return DataLoader(
-            loader.dataset, batch_size=None, sampler=loader.batch_sampler, num_workers=setting.num_workers,
-            pin_memory=setting.pin_memory, worker_init_fn=loader.worker_init_fn, generator=loader.generator, **workers,
-        )  # fmt: skip
     changed = copy.copy(loader)
     # Not by attribute: a loader refuses to have some of these changed, for the sake of iterators that a copy has not.
     changed.__dict__.update(
@@ -59,6 +49,11 @@ def with_setting(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
     )  # fmt: skip
     if not setting.num_workers:
         changed.__dict__["timeout"] = 0
+    if setting.fetch == BATCH_INDEX:
+        changed.__dict__.update(
+            batch_size=None, drop_last=False, sampler=loader.batch_sampler, batch_sampler=None,
+            collate_fn=default_convert,
+        )  # fmt: skip
     if setting.fetch == ONE_BY_ONE:
         dataset: Any = copy.copy(loader.dataset)
         dataset.__getitems__ = None
@@ -108,31 +103,24 @@ def batch_bytes(batch: Any) -> int:
     return sum(size_bytes(leaf) for _, leaf in leaves(batch))
 
 
-def _parts(value: Any) -> Mapping[Any, Any] | None:
-    """What a container holds, by place or name; None for a leaf. A collate function may return any class."""
-    if isinstance(value, Mapping):
-        return value
-    if isinstance(value, (list, tuple)):
-        return dict(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
-    return None
-
-
 def _same(one: Any, other: Any) -> bool:
-    """Whether two batches hold the same values in the same structure; NaN is the same as NaN."""
+    """Whether two batches hold the same values in the same structure. A collate function may return any class."""
+    mine, theirs = list(leaves(one)), list(leaves(other))
+    if len(mine) != len(theirs) or pytree.tree_structure(one) != pytree.tree_structure(other):
+        return False
+    pairs = zip(mine, theirs, strict=True)
+    return all(path == place and _same_leaf(leaf, its) for (path, leaf), (place, its) in pairs)
+
+
+def _same_leaf(one: Any, other: Any) -> bool:
+    """NaN is the same as NaN."""
     if type(one) is not type(other):
         return False
-    mine, theirs = _parts(one), _parts(other)
-    if mine is not None and theirs is not None:
-        return list(mine) == list(theirs) and all(_same(mine[name], theirs[name]) for name in mine)
+    if isinstance(one, (torch.Tensor, np.ndarray)) and (one.dtype != other.dtype or one.shape != other.shape):
+        return False
     if isinstance(one, torch.Tensor):
-        if one.dtype != other.dtype or one.shape != other.shape:
-            return False
         exact = not (one.is_floating_point() or one.is_complex())
         return torch.equal(one, other) if exact else torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
     if isinstance(one, np.ndarray):
-        if one.dtype != other.dtype or one.shape != other.shape:
-            return False
         return _same(one.tolist(), other.tolist()) if one.dtype.hasobject else one.tobytes() == other.tobytes()
     return bool(one == other) or (one != one and other != other)

@@ -59,7 +59,7 @@ def profile_rows(loader: DataLoader[Any]) -> list[Lint]:
     return [item for item in lints if item is not None]
 
 
-def slow_function(profiler: cProfile.Profile, count: int, *, waits: bool = False) -> Lint | None:
+def slow_function(profiler: cProfile.Profile, count: int, *, waits: bool) -> Lint | None:
     """The function with the largest time of its own, where that is 40% of a row's time or more; whether it computes, or
     `waits` for files, a network or a clock."""
     stats: dict[Place, Any] = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
@@ -101,21 +101,19 @@ def decoded_too_large(pictures: Pictures, count: int) -> Lint | None:
         f"{len(pictures.shrunk)} pictures over {count} rows, typically {source[0]} x {source[1]} made "
         f"{wanted[0]} x {wanted[1]}: {each:.0f} pixels decoded for each one used"
     )
-    scale = 2 ** min(3, int(math.log2(factor)))
-    jpeg = [data for data, kind in pictures.files if kind in ("JPEG", "MPO")]
-    if not jpeg:
-        return Lint(
-            "decoded-too-large", "Pictures are decoded larger than they are used.", evidence,
-            "store them once in about the size that is used",
-        )  # fmt: skip
-    whole, draft = _decode_s(jpeg, 1), _decode_s(jpeg, scale)
-    return Lint(
-        "decoded-too-large", "Pictures are decoded larger than they are used.",
-        f"{evidence}; decoding takes {whole * 1e3:.3g} ms, {draft * 1e3:.3g} ms at 1/{scale} in draft mode "
-        f"(median of {len(jpeg)} files)",
-        f"image.draft('RGB', (w // {scale}, h // {scale})) before the first access decodes a JPEG at 1/{scale} of its "
-        "size, or store the pictures smaller",
-    )  # fmt: skip
+    advice = "store them once in about the size that is used"
+    if jpeg := [data for data, kind in pictures.files if kind in ("JPEG", "MPO")]:
+        scale = 2 ** min(3, int(math.log2(factor)))
+        whole, draft = _decode_s(jpeg, 1), _decode_s(jpeg, scale)
+        evidence += (
+            f"; decoding takes {whole * 1e3:.3g} ms, {draft * 1e3:.3g} ms at 1/{scale} in draft mode "
+            f"(median of {len(jpeg)} files)"
+        )
+        advice = (
+            f"image.draft('RGB', (w // {scale}, h // {scale})) before the first access decodes a JPEG at 1/{scale} of "
+            "its size, or store the pictures smaller"
+        )
+    return Lint("decoded-too-large", "Pictures are decoded larger than they are used.", evidence, advice)
 
 
 def _decode_s(files: list[bytes], scale: int) -> float:

@@ -79,14 +79,13 @@ class Race:
         self.done += 1
         return item
 
-    def next_round(self, *settings: Setting) -> int:
-        """One slice each, in random order; the same order when a killed search goes on. Gives the round's number."""
+    def next_round(self, *settings: Setting) -> None:
+        """One slice each, in random order; the same order when a killed search goes on."""
         number, self.round = self.round, self.round + 1
         order = list(settings)
         random.Random(number).shuffle(order)
         for setting in order:
             self.run(setting, number)
-        return number
 
     def pairs(self, one: Setting, other: Setting, rough: bool = False) -> float:
         """How much faster `one` is than `other`, side by side: the median over rounds of both; 0 where `one` fails.

@@ -10,7 +10,7 @@ import altair as alt
 
 from fettle.files import plain
 from fettle.inputs.result import PipelineResult
-from fettle.inputs.setting import BATCH_INDEX, ONE_BY_ONE, Measured, ratio
+from fettle.inputs.setting import BATCH_INDEX, ONE_BY_ONE, Setting, ratio
 from fettle.page import Table, clean, drawn, shell, still, theme
 from fettle.page.theme import level, sized
 from fettle.units import rate_text, seconds_text, size_text
@@ -109,7 +109,7 @@ def rows(result: PipelineResult) -> list[dict[str, str]]:
         listed.append({
             "workers": str(setting.num_workers), "prefetch": str(setting.prefetch_factor) if workers else "",
             "persist": ("yes" if setting.persistent_workers else "no") if workers else "",
-            "also": ", ".join(_also(item)), **cells, "note": note,
+            "also": ", ".join(_also(setting)), **cells, "note": note,
         })  # fmt: skip
     return listed
 
@@ -157,22 +157,16 @@ def page(result: PipelineResult, busy: str = "") -> str:
 def _tiles(result: PipelineResult) -> list[tuple[str, str, str]]:
     """The figures that are read first."""
     able, as_given = result.as_given.able, result.as_given.setting
+    over = "given" if able else "no workers: as given it fails"
     tiles = [
-        (
-            "reached",
-            f"{result.gain:.2f}x",
-            f"batches a second, over {'given' if able else 'no workers: as given it fails'}",
-        ),
+        ("reached", f"{result.gain:.2f}x", f"batches a second, over {over}"),
         ("workers", str(result.best.setting.num_workers), f"given {as_given.num_workers}, {result.cores} cores"),
         ("one batch in one process", seconds_text(result.batch_p50_s), f"95%: {seconds_text(result.batch_p95_s)}"),
     ]
-    if not result.step_s:
-        return tiles
-    which = "as given" if able else "without workers"
-    return [
-        (f"waiting for data, {which}", f"{result.waiting:.1%}", f"removing it: at most {bound_text(result)}"),
-        *tiles,
-    ]
+    if result.step_s:
+        waiting = f"waiting for data, {'as given' if able else 'without workers'}"
+        tiles.insert(0, (waiting, f"{result.waiting:.1%}", f"removing it: at most {bound_text(result)}"))
+    return tiles
 
 
 def settings(result: PipelineResult) -> Table:
@@ -187,26 +181,30 @@ def settings(result: PipelineResult) -> Table:
 def curve(result: PipelineResult, height: int = 300) -> dict[str, Any]:
     """Batches a second over workers as a Vega-Lite chart: a line a variant through medians, a dot a round."""
     points: list[dict[str, Any]] = []
+    medians: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
     for item in result.settings:
-        base = {"workers": item.setting.num_workers, "setting": item.setting.name, "variant": _variant(item)}
-        points += [
-            {**base, "rate": rate, "level": item.level, "first": not number, "which": _which(result, item)}
-            for number, rate in enumerate(item.rates)
-        ]
-        if item.failure and not item.slices:
+        base = {"workers": item.setting.num_workers, "setting": item.setting.name, "variant": _variant(item.setting)}
+        points += [{**base, "rate": rate} for rate in item.rates]
+        if item.slices:
+            medians.append({**base, "level": item.level})
+        elif item.failure:
             failed.append({**base, "rate": 0.0, "failure": item.failure})
+    order = sorted({point["variant"] for point in points}, key=lambda name: (name != "usual", name))
     ticks = sorted({item.setting.num_workers for item in result.settings})
     x = alt.X("workers:Q", title="worker processes", axis=alt.Axis(values=ticks, format="d", grid=False),
               scale=alt.Scale(domainMin=0, nice=False, padding=12))  # fmt: skip
     y = alt.Y("rate:Q", title="batches a second", scale=alt.Scale(zero=True))
-    shape = alt.Color("variant:N", title=None, sort=_order(points), scale=alt.Scale(range=list(theme.LEVERS)),
-                      legend=alt.Legend(columns=1, labelLimit=280) if len(_order(points)) > 1 else None)  # fmt: skip
-    levels = alt.Chart(theme.data([point for point in points if point["first"]])).encode(x=x, color=shape)
+    shape = alt.Color("variant:N", title=None, sort=order, scale=alt.Scale(range=list(theme.LEVERS)),
+                      legend=alt.Legend(columns=1, labelLimit=280) if len(order) > 1 else None)  # fmt: skip
+    levels = alt.Chart(theme.data(medians)).encode(x=x, color=shape)
     dots = alt.Chart(theme.data(points)).encode(x=x, y=y, color=shape, tooltip=["setting:N", "rate:Q"])
-    both = {item.setting: item for item in (result.as_given, result.best) if item.able}.values()
+    names = {result.best.setting: "take this", result.as_given.setting: "as given"}
+    if len(names) == 1:
+        names[result.best.setting] = "as given, and best"
     marked = alt.Chart(theme.data([
-        {"workers": item.setting.num_workers, "rate": item.level, "name": _which(result, item)} for item in both
+        {"workers": item.setting.num_workers, "rate": item.level, "name": names[item.setting]}
+        for item in result.settings if item.setting in names and item.able
     ])).encode(x=x, y=y)  # fmt: skip
     align = alt.ExprRef(f"datum.workers == {ticks[0]} ? 'left' : 'center'")
     layers = [
@@ -228,28 +226,17 @@ def limit_is_near(result: PipelineResult) -> bool:
     return bool(result.step_s) and 1 / result.step_s < 3 * max(item.level for item in result.settings)
 
 
-def _also(item: Measured) -> list[str]:
+def _also(setting: Setting) -> list[str]:
     """What a setting has beyond workers, their queue and their life."""
-    setting = item.setting
     words = {ONE_BY_ONE: ["rows one by one"], BATCH_INDEX: ["batch index"]}.get(setting.fetch, [])
     words += ["memory kept"] * setting.keep_memory
     return [*words, *["pinned"] * setting.pin_memory, *["not blocking"] * setting.non_blocking]
 
 
-def _variant(item: Measured) -> str:
+def _variant(setting: Setting) -> str:
     """What a setting has beyond its number of workers: a line in the curve."""
-    setting = item.setting
-    words = _also(item)
+    words = _also(setting)
     if setting.num_workers:
         words += [f"prefetch {setting.prefetch_factor}"] * (setting.prefetch_factor != 2)
         words += ["workers end each epoch"] * (not setting.persistent_workers)
     return ", ".join(words) or "usual"
-
-
-def _order(points: list[dict[str, Any]]) -> list[str]:
-    return sorted({str(point["variant"]) for point in points}, key=lambda name: (name != "usual", name))
-
-
-def _which(result: PipelineResult, item: Measured) -> str:
-    as_given, best = (item.setting == one.setting for one in (result.as_given, result.best))
-    return "as given, and best" if as_given and best else "as given" if as_given else "take this" if best else "tried"

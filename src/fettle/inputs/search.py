@@ -21,16 +21,7 @@ from fettle.inputs.kept import content_hash
 from fettle.inputs.lint import RAISES
 from fettle.inputs.race import OnProgress, Race
 from fettle.inputs.result import PipelineResult, RowRaises, cannot_help, is_of_a_row, verdict
-from fettle.inputs.setting import (
-    AS_GIVEN,
-    WITHIN,
-    Facts,
-    Measured,
-    Setting,
-    ratio,
-    room,
-    smallest_of_the_best,
-)
+from fettle.inputs.setting import AS_GIVEN, WITHIN, Facts, Measured, Setting, ratio, room
 from fettle.journal import Journal
 from fettle.procs.child import ChildError
 from fettle.workload import find_target
@@ -63,8 +54,7 @@ def measure_and_search(
     a killed search goes on from; it is gone when the search has come to its end.
 
     Raises `UsageError` for any other target, or one that cannot be iterated without workers, its `RowRaises` where that
-    is a row of the data set;
-    `KeyboardInterrupt` when interrupted before there is a result.
+    is a row of the data set; `KeyboardInterrupt` when interrupted before there is a result.
     """
     began = time.monotonic()
     here = room(ranks)
@@ -121,17 +111,17 @@ def _search(race: Race, device: str, lints: bool, began: float) -> PipelineResul
             faults = race.faults()
         interrupted = False
     if interrupted and best is plain:
-        best = smallest_of_the_best([race.measured[setting] for setting in _near(race, scores)])
+        able = [setting for setting in scores if race.measured[setting].able]
+        near = [one for one in able if scores[one] >= (1 - WITHIN) * max(scores[other] for other in able)]
+        best = race.measured[min(near, key=lambda one: one.size)]
     search_s = search_s or time.monotonic() - began
     _set_levels(race, scores, best, plain)
-    measured = list(race.measured.values())
     if not as_given.able:
         notes.append(f"As given it fails: {as_given.failure}.")
     notes += faults.notes
     result = PipelineResult(
-        race.target, as_given, plain, best, measured, step_s, race.here.cores, race.here.why, "", notes,
-        faults.lints, search_s, time.monotonic() - began, interrupted,
-        race.reused,
+        race.target, as_given, plain, best, list(race.measured.values()), step_s, race.here.cores, race.here.why, "",
+        notes, faults.lints, search_s, time.monotonic() - began, interrupted, race.reused,
     )  # fmt: skip
     return replace(result, verdict=verdict(result, why))
 
@@ -266,11 +256,11 @@ def variants(race: Race, facts: Facts, scores: dict[Setting, float], useless: bo
             run(Setting(fetch=fetch), Setting())
             if setting.num_workers:
                 run(replace(setting, fetch=fetch), setting)
-    if setting.num_workers and not (why := _no_deeper(race.measured[setting])):
-        if run(replace(setting, prefetch_factor=4), setting):
+    if setting.num_workers:
+        if why := _no_deeper(race.measured[setting]):
+            notes.append(f"prefetch_factor stays at {setting.prefetch_factor}: {why}, a deeper queue would not help.")
+        elif run(replace(setting, prefetch_factor=4), setting):
             run(replace(setting, prefetch_factor=8), setting)
-    elif setting.num_workers:
-        notes.append(f"prefetch_factor stays at {setting.prefetch_factor}: {why}, a deeper queue would not help.")
     if setting.num_workers and not facts.epoch_batches:
         notes.append("persistent_workers was not compared: how long an epoch is, the loader does not say.")
     elif setting.num_workers:
@@ -324,19 +314,11 @@ def _set_levels(race: Race, scores: dict[Setting, float], best: Measured, plain:
                                          score / scores[best.setting])  # fmt: skip
 
 
-def _near(race: Race, scores: dict[Setting, float]) -> list[Setting]:
-    able = {setting: score for setting, score in scores.items() if race.measured[setting].able}
-    top = max(able.values())
-    return [setting for setting, score in able.items() if score >= _KEEP * top]
-
-
 def _top(scores: dict[Setting, float]) -> Setting:
     return max(scores, key=lambda one: scores[one])
 
 
 def _own_setting(facts: Facts) -> Setting:
-    if not facts.num_workers:
-        return Setting(pin_memory=facts.pin_memory and facts.cuda)
     return Setting(facts.num_workers, facts.prefetch_factor, facts.persistent_workers, facts.pin_memory and facts.cuda)
 
 

@@ -6,7 +6,6 @@ import inspect
 import math
 import shutil
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -163,7 +162,7 @@ class Measured:
     @property
     def rates(self) -> list[float]:
         """Batches a second with the epoch's beginning shared out, a round each."""
-        return [self._whole(item.rate) for item in self.slices.values()]
+        return [self.whole(number) for number in self.slices]
 
     @property
     def rate(self) -> float:
@@ -203,9 +202,7 @@ class Measured:
 
     def whole(self, number: int) -> float:
         """Batches a second in a round, the epoch's beginning shared out."""
-        return self._whole(self.slices[number].rate)
-
-    def _whole(self, rate: float) -> float:
+        rate = self.slices[number].rate
         if self.epoch_batches <= SHORT:
             return rate
         extra = max(0.0, self.restart_s - 1 / rate)
@@ -218,13 +215,6 @@ def ratio(one: Measured, other: Measured) -> float:
     if not shared:
         return one.rate / other.rate if other.rate else math.inf
     return statistics.median(one.whole(number) / other.whole(number) for number in shared)
-
-
-def smallest_of_the_best(measured: Sequence[Measured]) -> Measured:
-    """The smallest setting within 3% of the fastest, of settings that ran in the same rounds."""
-    able = [item for item in measured if item.able]
-    top = max(able, key=lambda item: ratio(item, able[0]))
-    return min((item for item in able if ratio(item, top) >= 1 - WITHIN), key=lambda item: item.setting.size)
 
 
 _SHARED = Path("/dev/shm")

@@ -136,6 +136,7 @@ def _tuned(module: torch.nn.Module, recipe: Recipe, samples: Sequence[torch.Tens
 def _compile(tuned: _Tuned, recipe: Recipe, samples: Sequence[torch.Tensor], path: Path) -> None:
     """Export the program once more with the rest of its recipe in it, and compile that to `path`."""
     from fettle.techniques import exported_program
+    from fettle.techniques.runtime import aoti_files
 
     graph: Any = tuned.module.graph
     places = [node.meta["val"].shape for node in graph.nodes if node.op == "placeholder"]
@@ -146,13 +147,10 @@ def _compile(tuned: _Tuned, recipe: Recipe, samples: Sequence[torch.Tensor], pat
     ]
     with torch.inference_mode(False), torch.no_grad():
         own = [_laid_out(one, one).clone() if one.is_contiguous() else one for one in examples]
-        program = exported_program(tuned, own, free)
         if path.name == ONNX:
-            return _optimise(program, path)
+            return _optimise(exported_program(tuned, own, free), path)
         options = {"freezing": recipe.levels.get("freeze") == "on", "aot_inductor.check_lowerbound": False}
-        if samples[0].is_cuda:
-            options["aot_inductor.weight_use_caching_allocator"] = True  # else torch does not count them
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+        aoti_files(tuned, own, free, options, str(path.parent))
 
 
 def _optimise(program: torch.export.ExportedProgram, path: Path) -> None:

@@ -9,18 +9,17 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import tomli_w
 import torch
 
 from fettle.errors import UsageError, extra, first_line
 from fettle.files import whole
+from fettle.machine import this_machine
 from fettle.measure._accuracy import compare
 from fettle.package import handlers
 from fettle.package.flat import Flat, datatype
@@ -39,10 +38,10 @@ from fettle.package.manifest import (
     open_package,
     seal,
 )
-from fettle.package.model_runner import BITS, COMPILED_STEP, PART, ModelRunner, Tuned, tuned
+from fettle.package.model_runner import BITS, COMPILED_STEP, PART, ModelRunner, tuned
 from fettle.package.program import export_program, save_program
 from fettle.package.requires import needed
-from fettle.package.settings import ServeSettings, as_toml_data, powers
+from fettle.package.settings import ServeSettings, as_toml, powers
 from fettle.package.tensors import TensorSpec
 from fettle.recipe import Recipe
 from fettle.techniques import CATALOGUE, Facts, canonical, changed, cpu_flags, find, handed_on, quantize_exported
@@ -95,14 +94,15 @@ def write_package(
         raise UsageError("the workload is a pipeline, and a package holds one model: package the part that is served")
     if not isinstance(workload.model, torch.nn.Module):
         raise UsageError(f"the model is a {type(workload.model).__name__}: only an nn.Module can be packaged")
-    recipe = canonical(recipe)
+    recipe, evidence = canonical(recipe), evidence or {}
     served = as_served(recipe)
     if served.levels.get("weights") in BITS:  # what is left to compute is little, and in float32
         served = served.without("precision", "matmul")
-    _check_levels(served, evidence or {})
+    _check_levels(served, evidence)
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-    try:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as made:
+        scratch = Path(made) / "package"
+        scratch.mkdir()
         on_progress("exporting the model")
         choices = [workload]
         if handler == "generate":
@@ -113,33 +113,30 @@ def write_package(
         if compiles and PAST in flat.names:
             served = Recipe({**served.without("compile").levels, "kv_cache": COMPILED_STEP})
         on_progress("storing it with its recipe")
-        kept = _store(program, flat, served, most, scratch, evidence or {})
+        kept = Manifest(FORMAT, name, version, flat.inputs, (), most, {})
+        kept = _store(program, flat, served, scratch, kept, evidence)
         _save_samples(flat, scratch)
         on_progress("comparing its answers with the model's")
-        kept, outputs, accuracy = _judge(flat, scratch, kept, evidence or {}, writes=handler == "generate")
+        kept = _judge(flat, scratch, kept, evidence, writes=handler == "generate")
         if kept.recipe.get("shapes") == "static":
             settings = msgspec.structs.replace(settings, buckets=tuple(powers(most)))  # each is compiled for itself
         if flat.device != "cpu":
             settings = msgspec.structs.replace(settings, devices=(flat.device,))
-        (scratch / SETTINGS).write_text(tomli_w.dumps(as_toml_data(settings)), encoding="utf-8")
-        ready = _add_handler(scratch, handler, handler_settings or {}, files or {}, flat.inputs, outputs)
-        kind = handler if isinstance(handler, str) else ""
-        manifest = Manifest(
-            format=FORMAT, name=name, version=version, inputs=flat.inputs, outputs=outputs, max_rows=most, files={},
-            recipe=dict(kept.recipe), applied=tuple(kept.applied), four_bits=kept.four_bits, model=kept.model,
-            accuracy=accuracy, handler=ready,
-            requires=needed(kept.recipe.get("runtime", "torch"), kind, requires), machine=_machine(),
+        (scratch / SETTINGS).write_text(as_toml(settings), encoding="utf-8")
+        kind, here = handler if isinstance(handler, str) else "", this_machine()
+        seal(scratch, msgspec.structs.replace(
+            kept, handler=_add_handler(scratch, handler, handler_settings or {}, files or {}, kept),
+            requires=needed(kept.recipe.get("runtime", "torch"), kind, requires),
+            machine={**here.versions, "id": host_id(), "summary": here.summary},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-        )  # fmt: skip
-        seal(scratch, manifest)
+        ))  # fmt: skip
         if path.suffix == ".zip":
-            with whole(path) as partial:
-                _zip(scratch, partial)
+            # Weights do not compress; a stored zip is fast to open.
+            with whole(path) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as file:
+                for item in sorted(scratch.iterdir()):
+                    file.write(item, item.name)
         else:
             os.rename(scratch, path)
-            os.chmod(path, 0o755)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     package = open_package(path)
     if kept.recipe.get("kv_cache") == COMPILED_STEP and flat.device == "cpu":
         on_progress("compiling its step, for this machine: what the first start would wait for")
@@ -180,10 +177,10 @@ def _exported(
 
 
 def _store(
-    program: torch.export.ExportedProgram, flat: Flat, recipe: Recipe, most: int, folder: Path,
+    program: torch.export.ExportedProgram, flat: Flat, recipe: Recipe, folder: Path, manifest: Manifest,
     evidence: Mapping[str, Any],
-) -> Tuned:  # fmt: skip
-    """Write the model with those levels that must be in it; the others are applied when it is loaded."""
+) -> Manifest:  # fmt: skip
+    """Write the model with those levels that must be in it, and say so; the others are applied when it is loaded."""
     levels = dict(recipe.levels)
     calibrated = [name for name, level in levels.items() if level in find(name).calibrated and level != PART]
     if calibrated and not flat.calibration:
@@ -198,17 +195,18 @@ def _store(
             **({} if allowed is None else {"max_error": allowed}),
         )  # fmt: skip
         save_model(program, levels["runtime"], flat.calibration, folder, facts)
-        return Tuned("openvino", levels, tuple(levels))
+        return msgspec.structs.replace(manifest, model="openvino", recipe=levels, applied=tuple(levels))
     if levels.get("quantize") == _STATIC:
         try:
             with torch.inference_mode(False):
                 converted = quantize_exported(program.module(), [tuple(batch) for batch in flat.calibration])
         except Exception as error:
             raise UsageError(f"quantize={_STATIC} cannot be applied to the model: {first_line(error)}") from error
-        program = export_program(_Again(converted), flat.samples, flat.shapes, most)
+        program = export_program(_Again(converted), flat.samples, flat.shapes, manifest.max_rows)
     save_program(program, folder)
     applied = tuple(name for name in levels if find(name).before_export or name in calibrated)
-    return Tuned("exported", levels, applied, tuple(handed_on(recipe, evidence).get("int4_layers", ())))
+    four_bits = tuple(handed_on(recipe, evidence).get("int4_layers", ()))
+    return msgspec.structs.replace(manifest, recipe=levels, applied=applied, four_bits=four_bits)
 
 
 class _Again(torch.nn.Module):
@@ -223,9 +221,8 @@ class _Again(torch.nn.Module):
 
 
 def _add_handler(
-    folder: Path, handler: Path | str | None, wanted: Mapping[str, Any], files: Mapping[str, bytes],
-    inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec],
-) -> handlers.Settings | None:  # fmt: skip
+    folder: Path, handler: Path | str | None, wanted: Mapping[str, Any], files: Mapping[str, bytes], manifest: Manifest
+) -> handlers.Settings | None:
     """Copy what the handler reads; the settings of a ready one, checked by starting it."""
     for name, data in files.items():
         (folder / name).write_bytes(data)
@@ -238,8 +235,7 @@ def _add_handler(
         return None
     if handler is None:
         return None
-    settings = handlers.settle(handler, dict(wanted), inputs, outputs, set(files))
-    manifest = Manifest(FORMAT, "check", "1", tuple(inputs), tuple(outputs), 1, {})
+    settings = handlers.settle(handler, dict(wanted), manifest.inputs, manifest.outputs, set(files))
     handlers.make(settings).initialize(Context(folder, manifest, runner=None))  # type: ignore[arg-type] # nothing runs
     return settings
 
@@ -251,11 +247,11 @@ def _save_samples(flat: Flat, folder: Path) -> None:
     save_file(dict(zip(flat.names, rows, strict=True)), folder / SAMPLES)
 
 
-def _judge(
-    flat: Flat, folder: Path, kept: Tuned, evidence: Mapping[str, Any], writes: bool
-) -> tuple[Tuned, tuple[TensorSpec, ...], dict[str, Any]]:
+def _judge(flat: Flat, folder: Path, kept: Manifest, evidence: Mapping[str, Any], writes: bool) -> Manifest:
     """Load what was written as a server would, ask what a server may, and compare with the model as it was given. One
-    that was tuned to write text (its evidence has a perplexity) is judged by the divergence of the next token."""
+    that was tuned to write text (its evidence has a perplexity) is judged by the divergence of the next token.
+
+    Returns what `kept` says with outputs and accuracy, and with the recipe that runs."""
     try:
         own_answers = _answers(flat, folder, kept)
     except UsageError:
@@ -264,11 +260,8 @@ def _judge(
         # The compiler's code for any number of rows fails for some models: then each size gets code of its own.
         if kept.recipe.get("compile", "off") == "off" or "shapes" in kept.recipe or _mixes_types(kept, error):
             raise UsageError(_why(kept, error)) from error
-        kept = replace(kept, recipe={**kept.recipe, "shapes": "static"})
-        try:
-            own_answers = _answers(flat, folder, kept)
-        except Exception as again:
-            raise UsageError(_why(kept, again)) from again
+        kept = msgspec.structs.replace(kept, recipe={**kept.recipe, "shapes": "static"})
+        return _judge(flat, folder, kept, evidence, writes)
     errors = [_error(flat.paths, *pair) for pair in zip(own_answers, flat.wanted, strict=False)]
     # As the study judged: whole batches. A row alone may be further off than all of them together.
     worst = max(errors[flat.cuts :])
@@ -293,7 +286,7 @@ def _judge(
     # Fewer batches are judged here than by the study: a little more is not a surprise.
     if isinstance(allowed, int | float) and not worst <= MORE_ERROR * allowed:
         raise UsageError(f"the packaged model's answers have {found} of {worst:.2g}; fettle tune allowed {allowed:g}")
-    return kept, _outputs(flat, own_answers), accuracy
+    return msgspec.structs.replace(kept, outputs=_outputs(flat, own_answers), accuracy=accuracy)
 
 
 def _divergence(answer: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -302,11 +295,11 @@ def _divergence(answer: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((right.exp() * (right - said)).nansum(-1).mean())  # a score of -inf has no part in it
 
 
-def _mixes_types(kept: Tuned, error: Exception) -> bool:
+def _mixes_types(kept: Manifest, error: Exception) -> bool:
     return kept.recipe.get("precision") in ("bf16", "fp16") and _TYPES.search(str(error)) is not None
 
 
-def _why(kept: Tuned, error: Exception) -> str:
+def _why(kept: Manifest, error: Exception) -> str:
     """Why a stored model with its recipe does not run, and what to do."""
     if not _mixes_types(kept, error):
         return f"the tuned model fails: {first_line(error)}"
@@ -326,7 +319,7 @@ def _error(paths: Sequence[str], answers: Sequence[torch.Tensor], wanted: Sequen
     return judged.error
 
 
-def _answers(flat: Flat, folder: Path, kept: Tuned) -> list[list[torch.Tensor]]:
+def _answers(flat: Flat, folder: Path, kept: Manifest) -> list[list[torch.Tensor]]:
     """To each of `Flat.questions`, then to the sample twice over, then to a sample of other sizes."""
     run = tuned(folder, kept, flat.samples, flat.device)
     sizes = [tensor.shape for tensor in flat.samples]
@@ -362,18 +355,3 @@ def _output_name(path: str) -> str:
     if path.startswith("[") and path.endswith("]") and path.count("[") == 1:
         return f"output_{path.strip('[]')}"
     return plain if plain.isidentifier() else "".join(c if c.isalnum() else "_" for c in plain).strip("_")
-
-
-def _zip(folder: Path, path: Path) -> None:
-    with zipfile.ZipFile(
-        path, "w", zipfile.ZIP_STORED
-    ) as file:  # weights do not compress; a stored zip is fast to open
-        for item in sorted(folder.iterdir()):
-            file.write(item, item.name)
-
-
-def _machine() -> dict[str, str]:
-    from fettle.machine import this_machine
-
-    machine = this_machine()
-    return {**machine.versions, "id": host_id(), "summary": machine.summary}

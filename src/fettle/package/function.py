@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fettle.kernels import block_products, packed_blocks
-from fettle.package.program import check_sizes, remember
+from fettle.package.program import size_check
 
 _LARGE = 1 << 16
 """Elements of a matrix whose layout matters."""
@@ -52,14 +52,10 @@ def as_function(module: torch.nn.Module, blocks: Blocks | None = None) -> Callab
     bare = _with_weights(module, graph, weights)
     # Found at once: `torch.nn.Module` looks for its tensors only where Python found nothing.
     vars(bare).update({**bare._parameters, **bare._buffers})
-    forward, seen = bare.forward, set[tuple[torch.Size, ...]]()
+    forward, check = bare.forward, size_check(module)
 
     def call(*tensors: torch.Tensor) -> Any:
-        shapes = tuple([tensor.shape for tensor in tensors])
-        if shapes in seen:
-            return forward(*tensors)
-        check_sizes(module, tensors)
-        remember(seen, shapes)
+        check(tensors)
         return forward(*tensors)
 
     return call
@@ -109,27 +105,23 @@ def _with_weights(
 
 def _linear_layers(
     graph: torch.fx.Graph, weights: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[torch.fx.Node, torch.fx.Node, torch.Tensor, Any]]:
-    """Linear layers of float32 on the CPU: the node, what it reads, its matrix [out, in] and its bias."""
+) -> Iterator[tuple[torch.fx.Node, int, torch.Tensor, Any]]:
+    """Linear layers of float32 on the CPU: the node, which argument it reads (the next is its weight), its matrix
+    [out, in] and its bias."""
     for node in list(graph.nodes):
         if node.kwargs:
             continue
         if node.target is torch.ops.aten.linear.default:
-            source, weight, bias = (*node.args, None)[:3]
+            place, (_, weight, bias) = 0, (*node.args, None)[:3]
         elif node.target is torch.ops.aten.addmm.default:  # how GPT-2 writes it
-            bias, source, weight = node.args
+            place, (bias, _, weight) = 1, node.args
         else:
             continue
         matrix = weights.get(weight.target) if weight.op == "get_attr" else None
         if matrix is None or matrix.dtype != torch.float32 or matrix.device.type != "cpu" or matrix.dim() != 2:
             continue
         if bias is None or (bias.op == "get_attr" and weights[bias.target].dim() == 1):
-            turned = node.target is torch.ops.aten.addmm.default
-            yield node, source, matrix.detach().t() if turned else matrix.detach(), bias
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+            yield node, place, matrix.detach().t() if place else matrix.detach(), bias
 
 
 def linear_by_rows(x: torch.Tensor, matrix: torch.Tensor, laid_out: torch.Tensor, bias: torch.Tensor | None) -> Any:
@@ -149,25 +141,23 @@ def _laid_out(graph: torch.fx.Graph, weights: dict[str, torch.Tensor]) -> None:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call,unused-ignore]
         return
     twice = _TWICE_BYTES if torch.get_num_threads() == 1 and not _has_avx512() else 0
-    made: list[torch.Tensor] = []
-    for node, source, matrix, bias in _linear_layers(graph, weights):
+    names: dict[Any, str] = {}
+    for node, place, matrix, bias in _linear_layers(graph, weights):
         if matrix.numel() < _LARGE:
             continue
-        number = next((n for n, one in enumerate(made) if _is_same(one, matrix)), len(made))
-        name = f"laid_out_{number}"
+        name = names.setdefault((matrix.data_ptr(), matrix.shape, matrix.stride()), f"laid_out_{len(names)}")
         if name not in weights:
-            made.append(matrix)
             weights[name] = torch.ops.mkldnn._reorder_linear_weight(matrix.contiguous(), None)
             twice -= matrix.nbytes
         with graph.inserting_before(node):
             laid_out = graph.get_attr(name)
             if twice >= 0:
-                weights[f"matrix_{number}"] = matrix
-                own = graph.get_attr(f"matrix_{number}")
-                call = graph.call_function(linear_by_rows, (source, own, laid_out, bias))
+                weights[f"matrix_of_{name}"] = matrix
+                own = graph.get_attr(f"matrix_of_{name}")
+                call = graph.call_function(linear_by_rows, (node.args[place], own, laid_out, bias))
             else:
                 call = graph.call_function(
-                    torch.ops.mkldnn._linear_pointwise.default, (source, laid_out, bias, "none", [], "")
+                    torch.ops.mkldnn._linear_pointwise.default, (node.args[place], laid_out, bias, "none", [], "")
                 )
         node.replace_all_uses_with(call)
         graph.erase_node(node)
@@ -180,40 +170,32 @@ def _has_avx512() -> bool:
 def _in_blocks(graph: torch.fx.Graph, weights: dict[str, torch.Tensor], blocks: Blocks) -> None:
     """Hold the weights of linear layers in blocks. Those in as many bits that read the same are one product."""
     block_products()
-    beside: dict[Any, list[tuple[torch.fx.Node, torch.Tensor, Any]]] = {}
+    beside: dict[Any, list[tuple[torch.fx.Node, int, torch.Tensor, Any]]] = {}
     linear = [layer for layer in _linear_layers(graph, weights) if layer[2].shape[1] % 32 == 0]
     largest = max((matrix.numel() for _, _, matrix, _ in linear), default=0)
-    for node, source, matrix, bias in linear:
-        bits = blocks.of(_weight(node).meta["layer"], matrix.numel() == largest)
+    for node, place, matrix, bias in linear:
+        weight: Any = node.args[place + 1]
+        bits = blocks.of(weight.meta["layer"], matrix.numel() == largest)
         # One whose outputs are no sixteens cannot stand before another.
-        beside.setdefault((bits, source, len(matrix) % 16 and node), []).append((node, matrix, bias))
+        alike = (bits, node.args[place], len(matrix) % 16 and node)
+        beside.setdefault(alike, []).append((node, place, matrix, bias))
     for number, ((bits, *_), layers) in enumerate(beside.items()):
-        parts = [packed_blocks(matrix, bits) for _, matrix, _ in layers]
+        parts = [packed_blocks(matrix, bits) for _, _, matrix, _ in layers]
         names = [f"packed_{number}", f"scales_{number}"]
         weights |= zip(names, (torch.cat(part) for part in zip(*parts, strict=True)), strict=True)
-        first, begin = layers[0][0], 0
+        (first, place, *_), begin = layers[0], 0
         with graph.inserting_before(first):
             held = [graph.get_attr(name) for name in names]
-            size = sum(len(matrix) for _, matrix, _ in layers)
-            joint = graph.call_function(block_product, (_reads(first), *held, size))
-        for node, matrix, bias in layers:
+            size = sum(len(matrix) for _, _, matrix, _ in layers)
+            joint = graph.call_function(block_product, (first.args[place], *held, size))
+        for node, _, matrix, bias in layers:
             with graph.inserting_before(node):
-                place: Any = (Ellipsis, slice(begin, begin + len(matrix)))
-                own = graph.call_function(operator.getitem, (joint, place)) if len(layers) > 1 else joint
+                part: Any = (Ellipsis, slice(begin, begin + len(matrix)))
+                own = graph.call_function(operator.getitem, (joint, part)) if len(layers) > 1 else joint
                 own = own if bias is None else graph.call_function(operator.add, (own, bias))
             node.replace_all_uses_with(own)
             graph.erase_node(node)
             begin += len(matrix)
-
-
-def _reads(layer: torch.fx.Node) -> Any:
-    """What a linear layer reads."""
-    return layer.args[1 if layer.target is torch.ops.aten.addmm.default else 0]
-
-
-def _weight(layer: torch.fx.Node) -> Any:
-    """The node of its weight."""
-    return layer.args[2 if layer.target is torch.ops.aten.addmm.default else 1]
 
 
 def block_product(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, size: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -28,26 +28,11 @@ from fettle.errors import UsageError
 from fettle.files import read_bytes
 from fettle.package import handlers
 from fettle.package.handlers.parts import Item
+from fettle.package.handlers.running import Running
 from fettle.package.manifest import HANDLER, Manifest, Package
 from fettle.package.model_runner import ModelRunner
 
-if TYPE_CHECKING:
-    from fettle.package.handlers.running import Running
-
 _METRIC = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
-
-
-@dataclass
-class Context:
-    """What a handler may know: the package's folder and manifest, and the model as a runner."""
-
-    folder: Path
-    manifest: Manifest
-    runner: ModelRunner
-    metrics: HandlerMetrics = field(default_factory=lambda: HandlerMetrics())
-    """What the handler counts, for ``/metrics``."""
-
-
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 _MOST = 256
@@ -97,6 +82,17 @@ class HandlerMetrics:
 
 
 @dataclass
+class Context:
+    """What a handler may know: the package's folder and manifest, and the model as a runner."""
+
+    folder: Path
+    manifest: Manifest
+    runner: ModelRunner
+    metrics: HandlerMetrics = field(default_factory=HandlerMetrics)
+    """What the handler counts, for ``/metrics``."""
+
+
+@dataclass
 class Steps:
     """A handler, called with bodies and answering bodies."""
 
@@ -117,8 +113,9 @@ class Steps:
 
     def running(self, rows: int, cache_bytes: int, prefill_tokens: int) -> Running | None:
         """The texts that a generating model writes together; None for other models. Raises `UsageError`."""
-        made = getattr(self.handler, "running", None)
-        return None if made is None else made(rows, cache_bytes, prefill_tokens)
+        if not isinstance(self.handler, handlers.generate.Handler):
+            return None
+        return Running(self.handler, rows, cache_bytes, prefill_tokens)
 
     def handle(self, bodies: Sequence[bytes], kinds: Sequence[str], explainer: Any = None) -> list[tuple[bytes, str]]:
         """The four steps for a batch of requests; as many answers, with their content types.

@@ -25,14 +25,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
-import tomli_w
 
 from fettle.errors import UsageError, first_line
 from fettle.files import read_bytes, read_text, whole, write_bytes
 from fettle.package.archive import unzip
 from fettle.package.handlers import Settings as HandlerSettings
 from fettle.package.requires import specifiers
-from fettle.package.settings import ServeSettings, as_toml_data, settings_from
+from fettle.package.settings import ServeSettings, as_toml, settings_from
 from fettle.package.tensors import TensorSpec
 
 MANIFEST, SAMPLES, SETTINGS, HANDLER = "manifest.json", "samples.safetensors", "serve.toml", "handler.py"
@@ -162,7 +161,7 @@ def write_settings(package: Package, settings: ServeSettings) -> Package:
     is sound. Raises `UsageError` where it cannot be written."""
     files = package.manifest.files  # only these: a handler that ran has left its bytecode beside them
     with whole(package.folder / SETTINGS) as partial:
-        partial.write_text(tomli_w.dumps(as_toml_data(settings)), encoding="utf-8")
+        partial.write_text(as_toml(settings), encoding="utf-8")
         digest = _digest(partial)
         if SETTINGS in files:
             _write(package.folder, package.manifest, {**files, SETTINGS: f"{files[SETTINGS]} {digest}"})

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from fettle.errors import UsageError
 from fettle.package.compiled import compiled, wanted
 from fettle.package.function import Blocks, as_function
-from fettle.package.manifest import SAMPLES, Package
+from fettle.package.manifest import SAMPLES, Manifest, Package
 from fettle.package.program import load_program
 from fettle.recipe import Recipe
 
@@ -109,24 +108,10 @@ class ModelRunner:
                 self.run([self.sample(size)], size)
 
 
-@dataclass(frozen=True)
-class Tuned:
-    """How a tuned model is stored."""
-
-    model: str
-    """``exported``: a program of torch; ``openvino``: OpenVINO's own files."""
-    recipe: Mapping[str, str]
-    applied: Collection[str]
-    """Techniques of the recipe that are in what is stored: the others are applied when it is loaded."""
-    four_bits: tuple[str, ...] = ()
-    """As in the manifest."""
-
-
 def load_model(package: Package, device: str = "cpu") -> tuple[Callable[..., Any], list[torch.Tensor]]:
     """The tuned model, a callable from tensors to a tuple of tensors, and one batch of samples, all on `device`."""
-    manifest, samples = package.manifest, load_samples(package, device)
-    kept = Tuned(manifest.model, manifest.recipe, manifest.applied, manifest.four_bits)
-    return tuned(package.folder, kept, samples, device), samples
+    samples = load_samples(package, device)
+    return tuned(package.folder, package.manifest, samples, device), samples
 
 
 def load_samples(package: Package, device: str = "cpu") -> list[torch.Tensor]:
@@ -143,19 +128,19 @@ def load_samples(package: Package, device: str = "cpu") -> list[torch.Tensor]:
         raise UsageError(f"{SAMPLES} has no tensor {error}") from error
 
 
-def tuned(folder: Path, kept: Tuned, samples: Sequence[torch.Tensor], device: str = "cpu") -> Callable[..., Any]:
+def tuned(folder: Path, manifest: Manifest, samples: Sequence[torch.Tensor], device: str) -> Callable[..., Any]:
     """What is stored in a folder, with the rest of its recipe applied. Raises `UsageError`."""
     from fettle.applying import apply
 
-    if kept.model == "openvino":
+    if manifest.model == "openvino":
         from fettle.package.openvino import OpenvinoModel
 
-        return OpenvinoModel(folder, kept.recipe.get("runtime", "openvino"))
-    if kept.model != "exported":
-        raise UsageError(f"the package's model is stored as {kept.model[:40]!r}, which this fettle does not know")
-    recipe = Recipe(kept.recipe).without("kv_cache")
-    rest = recipe.without(*kept.applied)
-    if blocks := _blocks(rest, kept.four_bits):
+        return OpenvinoModel(folder, manifest.recipe.get("runtime", "openvino"))
+    if manifest.model != "exported":
+        raise UsageError(f"the package's model is stored as {manifest.model[:40]!r}, which this fettle does not know")
+    recipe = Recipe(manifest.recipe).without("kv_cache")
+    rest = recipe.without(*manifest.applied)
+    if blocks := _blocks(rest, manifest.four_bits):
         if device != "cpu":
             raise UsageError(f"weights={rest.levels['weights']} is for CPUs: package the model without it for {device}")
         try:

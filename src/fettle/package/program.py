@@ -11,7 +11,7 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,15 @@ def load_program(folder: Path, device: str = "cpu") -> torch.nn.Module:
         raise UsageError(
             f"the package's model cannot be read by torch {torch.__version__}: {first_line(error)}"
         ) from error
-    _check_new_shapes_only(module)
+    check = size_check(module)
+
+    def before(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        if not torch.compiler.is_compiling():  # compiled code has guards of its own
+            check(inputs)
+            if module.validate_inputs:
+                module.validate_inputs = False  # torch's own check, at each call
+
+    module.register_forward_pre_hook(before, prepend=True)
     module.training = False
     # An exported program cannot change its mode and says so by raising, also to those that only pass a mode along.
     module.train = lambda mode=True: module  # type: ignore[method-assign]
@@ -195,41 +203,30 @@ def load_program(folder: Path, device: str = "cpu") -> torch.nn.Module:
     return module
 
 
-def _check_new_shapes_only(module: torch.nn.Module) -> None:
-    """Let the program look at its inputs only where their shapes are new: each time, it costs more than a tiny model.
+def size_check(module: torch.nn.Module) -> Callable[[tuple[torch.Tensor, ...]], None]:
+    """What raises `UsageError` where a loaded program takes no inputs of these sizes, and looks at them only where
+    their shapes are new: each time, it costs more than a tiny model.
 
     What it checks are sizes that were fixed or are equal to each other, of inputs whose types the runner has made.
     """
-    seen: set[tuple[torch.Size, ...]] = set()
-
-    def before(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-        if torch.compiler.is_compiling():
-            return  # compiled code has guards of its own
-        shapes = tuple(tensor.shape for tensor in inputs)
-        if shapes not in seen:
-            check_sizes(module, inputs)
-            remember(seen, shapes)
-            module.validate_inputs = False  # torch's own check, at each call
-
-    module.register_forward_pre_hook(before, prepend=True)
-
-
-def check_sizes(module: torch.nn.Module, tensors: tuple[torch.Tensor, ...]) -> None:
-    """Raise `UsageError` where a loaded program takes no inputs of these sizes."""
     from torch.export._unlift import _check_input_constraints_for_module
 
-    try:
-        _check_input_constraints_for_module(module, tensors, {})
-    except RuntimeError as error:
-        why = first_line(error).removeprefix("RuntimeError: ").partition(". If you meant")[0]
-        raise UsageError(f"the model takes no inputs of these sizes: {why}") from error
+    seen: set[tuple[torch.Size, ...]] = set()
 
+    def check(tensors: tuple[torch.Tensor, ...]) -> None:
+        shapes = tuple([tensor.shape for tensor in tensors])
+        if shapes in seen:
+            return
+        try:
+            _check_input_constraints_for_module(module, tensors, {})
+        except RuntimeError as error:
+            why = first_line(error).removeprefix("RuntimeError: ").partition(". If you meant")[0]
+            raise UsageError(f"the model takes no inputs of these sizes: {why}") from error
+        if len(seen) >= _MOST_SHAPES:
+            seen.clear()
+        seen.add(shapes)
 
-def remember(seen: set[tuple[torch.Size, ...]], shapes: tuple[torch.Size, ...]) -> None:
-    """Take shapes for checked."""
-    if len(seen) >= _MOST_SHAPES:
-        seen.clear()
-    seen.add(shapes)
+    return check
 
 
 def _plain(graph: Any) -> Any:
@@ -285,12 +282,7 @@ def _check(value: Any, key: str = "") -> None:
 
 def _check_tree(spec: Any) -> None:
     """Only Python's own containers may be in a structure: naming another type would look it up."""
-    allowed = {"builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict", None}
-    if isinstance(spec, dict):
-        if "type" in spec and spec["type"] not in allowed:
-            raise ValueError(f"a structure of {str(spec['type'])[:80]!r} may not be in a package")
-        for item in spec.values():
-            _check_tree(item)
-    elif isinstance(spec, list):
-        for item in spec:
-            _check_tree(item)
+    allowed = ("builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict", None)
+    for table in tables(spec):
+        if table.get("type") not in allowed:
+            raise ValueError(f"a structure of {str(table['type'])[:80]!r} may not be in a package")

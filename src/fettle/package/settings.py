@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import tomli_w
 
 log = logging.getLogger("fettle.serve.settings")
 MAX_ROWS, MAX_WORKERS, MAX_THREADS = 1 << 14, 256, 1024
@@ -131,6 +132,6 @@ def powers(most: int) -> list[int]:
     return sorted({most, *(2**power for power in range(most.bit_length()))})
 
 
-def as_toml_data(settings: ServeSettings) -> dict[str, Any]:
-    """Settings as what ``serve.toml`` can hold."""
-    return {key: value for key, value in msgspec.to_builtins(settings).items() if value is not None}
+def as_toml(settings: ServeSettings) -> str:
+    """``serve.toml`` with these settings."""
+    return tomli_w.dumps({key: value for key, value in msgspec.to_builtins(settings).items() if value is not None})

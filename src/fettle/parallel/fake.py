@@ -95,7 +95,8 @@ def _first_chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.
 
 @contextmanager
 def fsdp_marks(timeline: Timeline) -> Iterator[None]:
-    """Let the timeline know what FSDP2 allocates for communication: gathered parameters and its flat buffers."""
+    """Let the timeline know what FSDP2 allocates for communication, gathered parameters and its flat buffers, and what
+    it frees by shrinking a storage, which the dispatcher does not see."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     def marked(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,6 +107,7 @@ def fsdp_marks(timeline: Timeline) -> Iterator[None]:
         return method
 
     with ExitStack() as stack:
+        stack.enter_context(replaced(torch.UntypedStorage, "resize_", timeline.resizing))
         for name in ("unshard", "wait_for_unshard", "post_backward"):
             stack.enter_context(replaced(FSDPParamGroup, name, marked))
         yield

@@ -14,7 +14,7 @@ import gc
 import os
 from collections import Counter, UserDict
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -175,7 +175,6 @@ def _predict(
 ) -> Prediction:
     shape = mesh_shape(strategy, ranks, ranks_per_node)
     mesh = mesh_of(strategy, shape)
-    round_to = 512 if device == "cuda" else 1
     with mode:
         model = fake_model(workload.model)
         batch = fake_tensors(_batch(workload))
@@ -190,16 +189,14 @@ def _predict(
         called = apply(model, replace(strategy, compile="off"), mesh)
         own_positions = isinstance(batch, dict) and "position_ids" in batch
         with nullcontext() if own_positions else unpacked():
-            step = _step(called, workload, batch, strategy, ranks, ranks_per_node, device, round_to)
-        timeline, states, optimizer = step
-    host, extra = 0, 0
+            timeline, states, optimizer = _step(called, workload, batch, strategy, ranks, ranks_per_node, device)
+    host = extra = 0
     peak = peak_of(timeline)
     if strategy.offload == "cpu":
         away = ("parameters", "gradients", "optimizer state")
         peak = peak_of(timeline, without=away, phases=("forward", "backward"))
         host = sum(states.values())
         extra = -(-max([*units, rest]) // shape["shard"])  # the shard of one unit on its way to the device
-        peak = replace(peak, bytes=peak.bytes + extra)
         peak.parts["transients"] += extra
     collectives = [*timeline.collectives, *collectives_of_ddp(model, strategy)]
     sent, between = formulas.sent_bytes(collectives, shape, ranks_per_node) if ranks > 1 else (0, 0)
@@ -208,7 +205,7 @@ def _predict(
     return Prediction(
         strategy=str(strategy),
         ranks=ranks,
-        peak_bytes=peak.bytes,
+        peak_bytes=peak.bytes + extra,
         parts=peak.parts,
         peak_phase=peak.phase,
         states=states,
@@ -230,7 +227,6 @@ def _step(
     ranks: int,
     ranks_per_node: int,
     device: str,
-    round_to: int,
 ) -> tuple[Timeline, dict[str, int], torch.optim.Optimizer]:
     """One training step after the optimizer's state exists, watched from its first allocation to `zero_grad`."""
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -256,11 +252,8 @@ def _step(
     gc.collect()
 
     here = max(1, (os.cpu_count() or 1) // min(ranks, ranks_per_node))
-    workspaces = Workspaces(here) if device == "cpu" else None
-    timeline = Timeline(round_to, gloo=device == "cpu", workspace=workspaces)
-    with ExitStack() as stack:
-        stack.enter_context(fsdp_marks(timeline))
-        stack.enter_context(timeline)
+    timeline = Timeline(device, Workspaces(here) if device == "cpu" else None)
+    with fsdp_marks(timeline), timeline:
         timeline.see([list(model.parameters()), list(model.buffers())], "parameters", final=True)
         timeline.see([list(state.values()) for state in optimizer.state.values()], "optimizer state", final=True)
         timeline.see(batch, "activations", final=True)
@@ -268,7 +261,7 @@ def _step(
         states["optimizer state"] = _held(timeline, "optimizer state")
         if strategy.kind in ("ddp", "zero1"):
             ddp_buckets(trained, strategy, timeline)
-        with timeline.phase("forward"), precision_context(strategy, "cpu"):
+        with timeline.phase("forward"), precision_context(strategy):
             loss = workload.loss(model, batch)
         with timeline.phase("backward"):
             loss.backward()  # type: ignore[no-untyped-call]

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from fettle.errors import UsageError
 from fettle.techniques import modules_by_size, repeated_blocks, shard, split_over, tensor_plan
@@ -160,8 +162,6 @@ def apply(model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh | None) -
     `mesh` is that of `mesh_of`. The DDP wrapper is left out: its reducer works outside Python and cannot be given fake
     tensors. Raises `UsageError` where the model cannot be split as the strategy says.
     """
-    if mesh is None and (strategy.sharded or strategy.split):
-        raise ValueError("a sharded or split strategy needs a device mesh")
     if mesh is not None and strategy.split:
         plan, over = tensor_plan(model), mesh["tensor"]
         if why_not := plan.why_not_over(over.size()):
@@ -169,27 +169,16 @@ def apply(model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh | None) -
         split_over(model, over, plan.columns, plan.rows, plan.attentions, plan.per_head)
     blocks = repeated_blocks(model)
     if strategy.checkpoint == "block":
-        _checkpoint(model, blocks)
+        if not blocks:
+            raise UsageError("checkpoint=block: the model has no repeated blocks to compute again")
+        for block in blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if strategy.compile == "block":
         for block in blocks or [model]:
             block.compile()
     if mesh is not None and strategy.sharded:
         _shard(model, strategy, mesh["shard"] if strategy.split else mesh)
     return model
-
-
-def _checkpoint(model: torch.nn.Module, blocks: list[torch.nn.Module]) -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-        apply_activation_checkpointing,
-        checkpoint_wrapper,
-    )
-
-    if not blocks:
-        raise UsageError("checkpoint=block: the model has no repeated blocks to compute again")
-    chosen = {id(block) for block in blocks}
-    apply_activation_checkpointing(
-        model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda module: id(module) in chosen
-    )
 
 
 def _shard(model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh) -> None:
@@ -203,8 +192,8 @@ def _shard(model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh) -> None
     shard(model, units_of(model, strategy), mesh, **options)
 
 
-def precision_context(strategy: Strategy, device_type: str) -> AbstractContextManager[Any]:
-    """Autocast for the kinds that have no policy of their own."""
+def precision_context(strategy: Strategy) -> AbstractContextManager[Any]:
+    """Autocast, on the CPU, for the kinds that have no policy of their own."""
     if strategy.precision == "bf16" and not strategy.sharded:
-        return torch.autocast(device_type, torch.bfloat16)
+        return torch.autocast("cpu", torch.bfloat16)
     return nullcontext()

@@ -52,11 +52,12 @@ class Collective:
 class Timeline(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watch storages while active. Use as a context manager, with `phase` around each part of a step."""
 
-    def __init__(self, round_to: int = 1, *, gloo: bool = False, workspace: Workspace | None = None) -> None:
+    def __init__(self, device: str, workspace: Workspace | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._workspace = workspace
-        self._gloo = gloo  # it copies: a gathered buffer and the input of a reduce-scatter exist twice for a moment
-        self._round_to = round_to  # the CUDA caching allocator hands out multiples of 512 bytes
+        # gloo copies: a gathered buffer and the input of a reduce-scatter exist twice for a moment.
+        self._gloo = device == "cpu"
+        self._round_to = 512 if device == "cuda" else 1  # what CUDA's caching allocator hands out
         self.changes: list[tuple[int, int, str]] = []
         """(bytes, index of the storage, phase), in order."""
         self.lives: list[_Life] = []
@@ -101,18 +102,9 @@ class Timeline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What is allocated inside belongs to communication."""
         return replaced(self, "_communicating", lambda _: True)
 
-    def __enter__(self) -> Timeline:
-        # Sizes change outside the dispatcher: FSDP frees gathered parameters by shrinking their storage.
-        self._patch = replaced(torch.UntypedStorage, "resize_", self._resizing)
-        self._patch.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+    def resizing(self, original: Any) -> Any:
+        """`torch.UntypedStorage.resize_` with a note of the new size."""
 
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._patch.__exit__(*exception)
-
-    def _resizing(self, original: Any) -> Any:
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = original(storage, size)
             known = self._alive.get(storage._cdata)

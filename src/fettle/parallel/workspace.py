@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,32 +62,18 @@ def _run(func: Any, args: Any, kwargs: Any, threads: int) -> int:
         torch.set_num_threads(threads)
         try:
             func(*args, **kwargs)  # oneDNN prepares a primitive once
-            with _quiet_stderr(), allocations() as taken:
+            with allocations() as taken:
                 kept = func(*args, **kwargs)
         finally:
             torch.set_num_threads(before)
     del kept
-    return taken_by(taken())
+    return taken_by(taken)
 
 
 @contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    """Without the lines that the profiler's library writes to stderr at each start and stop."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-
-
-@contextmanager
-def allocations() -> Iterator[Callable[[], list[Any]]]:
-    """Count what torch's CPU allocator hands out, in all threads, from here on; afterwards the function that is yielded
-    gives the tree of the profiler's events.
+def allocations() -> Iterator[list[Any]]:
+    """Count what torch's CPU allocator hands out, in all threads, from here on; afterwards the list that is yielded has
+    the tree of the profiler's events.
 
     The profiler reports each allocation and free of the threads it watches, and with each the allocator's count of what
     it has handed out in all. By itself the allocator counts only what those threads do, and gloo frees the buffers of a
@@ -98,9 +83,10 @@ def allocations() -> Iterator[Callable[[], list[Any]]]:
     from torch.profiler import ProfilerActivity, profile
 
     _count_every_thread()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's log would go to stderr
     events: list[Any] = []
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as running:
-        yield lambda: events
+        yield events
     assert running.profiler is not None
     assert running.profiler.kineto_results is not None
     events += running.profiler.kineto_results.experimental_event_tree()

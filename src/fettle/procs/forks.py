@@ -60,16 +60,10 @@ class Preloaded(msgspec.Struct):
 
 class Begin(Request):
     """Fork, and have the fork answer as `module` does. The descriptors follow: what it writes how it ended to, its log,
-    and its link. Answered by `Begun`."""
+    and its link. Answered by the fork's process id."""
 
     module: str
     folder: str
-
-
-class Begun(msgspec.Struct):
-    """The fork."""
-
-    pid: int
 
 
 class ForkServer:
@@ -101,7 +95,7 @@ class ForkServer:
             self._child.send(Begin(module, os.getcwd()))
             for descriptor in (theirs, log, link):
                 send_handle(self._child.link, descriptor, self._child.pid)
-            return Fork(self._child.receive(Begun, _TIMEOUT_S).pid, ended)
+            return Fork(self._child.receive(int, _TIMEOUT_S), ended)
         except BaseException as error:  # an interrupt, too, leaves an answer that nobody has read
             os.close(ended)
             self._failed = True
@@ -167,7 +161,7 @@ class _Server:
         """Where it is written how each fork has ended."""
         signal.signal(signal.SIGCHLD, lambda *_: self.reap())
 
-    def answer(self, request: Preload | Begin) -> Preloaded | Begun:
+    def answer(self, request: Preload | Begin) -> Preloaded | int:
         return self.preload(request) if isinstance(request, Preload) else self.begin(request)
 
     def preload(self, request: Preload) -> Preloaded:
@@ -181,7 +175,7 @@ class _Server:
             self.variables = dict(os.environ)
         return Preloaded(_is_forkable(), _changed(self.variables))
 
-    def begin(self, request: Begin) -> Begun:
+    def begin(self, request: Begin) -> int:
         ends, log, link = (recv_handle(self.parent.link) for _ in range(3))
         begun, begins = os.pipe()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
@@ -202,7 +196,7 @@ class _Server:
             os.close(descriptor)
         os.read(begun, 1)  # until it has a process group that can be killed
         os.close(begun)
-        return Begun(pid)
+        return pid
 
     def become(self, request: Begin, log: int, link: Connection) -> None:
         """Be the child that `request` asks for."""

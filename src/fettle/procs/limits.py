@@ -30,14 +30,10 @@ def physical_cores() -> int:
             return len(siblings)
     except OSError:
         pass
-    per_core = 1
-    try:
-        import psutil
+    import psutil
 
-        physical = psutil.cpu_count(logical=False) or 0
-        per_core = max(1, round((psutil.cpu_count() or 1) / physical)) if physical else 1
-    except Exception:
-        pass
+    physical = psutil.cpu_count(logical=False)
+    per_core = max(1, round((psutil.cpu_count() or 1) / physical)) if physical else 1
     return affinity_cores() // per_core
 
 
@@ -99,13 +95,9 @@ def _files_kept(folder: Path) -> int:
 
 def resident_bytes() -> int:
     """Resident memory of this process now."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        import psutil
+    import psutil
 
-        return int(psutil.Process().memory_info().rss)
+    return int(psutil.Process().memory_info().rss)
 
 
 def pages_fetched() -> int:

@@ -91,9 +91,8 @@ class Nodes:
 
     def why_fewer(self) -> str:
         """Which other node has left, as a sentence; empty where all are there."""
-        left = [
-            node for node, other in enumerate(self._others, 2) if other.poll()
-        ]  # it sends nothing: what can be read is its end
+        # They send nothing: what can be read is their end.
+        left = [node for node, other in enumerate(self._others, 2) if other.poll()]
         return f"node {left[0]} has left: start 'fettle join' there and this again, which goes on" if left else ""
 
     def begin(self, rendezvous: Rendezvous, variables: Mapping[str, str]) -> None:

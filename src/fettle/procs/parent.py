@@ -55,6 +55,16 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL, pipe: int | None = 
             os._exit(0)
 
 
+def failure_of(error: BaseException) -> Failure:
+    """An error as the parent will show it."""
+    is_usage = isinstance(error, UsageError)
+    cause = (error.__cause__ or error) if is_usage else error  # a factory may fail for what else holds the memory
+    text = first_line(cause)[:400]
+    if isinstance(cause, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in str(cause):
+        return Failure(f"out of memory: {text}", "memory")
+    return Failure(str(error), "usage") if is_usage else Failure(text)
+
+
 class Parent:
     """The process that asks this one: it sends requests and gets one reply to each.
 
@@ -81,9 +91,8 @@ class Parent:
         self.send(Reply(stage=name))
 
     def serve(
-        self, request: Any, answer: Callable[[Any], object],
-        explain: Callable[[BaseException], Failure] = lambda error: failure_of(error),
-    ) -> NoReturn:  # fmt: skip
+        self, request: Any, answer: Callable[[Any], object], explain: Callable[[BaseException], Failure] = failure_of
+    ) -> NoReturn:
         """Answer requests of this type until the parent goes, then end. An exception is answered as a failure."""
         for line in self.requests():
             try:
@@ -92,13 +101,3 @@ class Parent:
                 reply = Reply(failure=explain(error))
             self.send(reply)
         os._exit(0)  # no atexit of compilers and runtimes: nothing here is worth waiting for
-
-
-def failure_of(error: BaseException) -> Failure:
-    """An error as the parent will show it."""
-    is_usage = isinstance(error, UsageError)
-    cause = (error.__cause__ or error) if is_usage else error  # a factory may fail for what else holds the memory
-    text = first_line(cause)[:400]
-    if isinstance(cause, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in str(cause):
-        return Failure(f"out of memory: {text}", "memory")
-    return Failure(str(error), "usage") if is_usage else Failure(text)

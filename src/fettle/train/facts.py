@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.modules import batchnorm
+from torch.nn.utils.stateless import _reparametrize_module
 
 from fettle.errors import UsageError, first_line
 from fettle.techniques import Facts, probe_facts
@@ -39,7 +40,7 @@ def training_facts(workload: TrainingWorkload, *, allow_batch: bool = False) -> 
         custom_call=False,
         calibration_batches=0,
         samples=workload.rows,
-        normalises_rows=any(map(_normalises_rows, workload.model.modules())),
+        normalises_rows=any(isinstance(module, batchnorm._BatchNorm) for module in workload.model.modules()),
         optimizer=type(optimizer).__name__,
         optimizer_levels=tuple(name for name in ("foreach", "fused") if name in optimizer.defaults),
         loader_workers=-1 if loader is None else loader.num_workers,
@@ -49,14 +50,10 @@ def training_facts(workload: TrainingWorkload, *, allow_batch: bool = False) -> 
     )
 
 
-def _normalises_rows(module: torch.nn.Module) -> bool:
-    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
-
-
 def untrained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Up to 4096 values of each buffer and untrained parameter by name, but for those of norms, whose running averages
     are looked after."""
-    norms = (module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._NormBase))
+    norms = (module for module in model.modules() if isinstance(module, batchnorm._NormBase))
     theirs = {id(buffer) for norm in norms for buffer in norm.buffers()}
     return {
         name: tensor.detach().reshape(-1)[:: max(1, -(-tensor.numel() // 4096))].clone()
@@ -100,21 +97,9 @@ def _groups_others(workload: TrainingWorkload, optimizer: torch.optim.Optimizer)
             return False
 
     masters = alike()
-    with _replaced(workload.model, dict(zip(map(id, trained), others, strict=True))):
+    names = [name for name, parameter in workload.model.named_parameters() if parameter.requires_grad]
+    with _reparametrize_module(workload.model, dict(zip(names, others, strict=True)), tie_weights=True):
         return {"groups_masters": masters, "groups_shards": alike()}
-
-
-@contextlib.contextmanager
-def _replaced(model: torch.nn.Module, others: Mapping[int, torch.nn.Parameter]) -> Iterator[None]:
-    """The model with other parameters, by the ids of its own."""
-    held = [(module._parameters, dict(module._parameters)) for module in model.modules()]
-    try:
-        for now, given in held:
-            now.update({name: others.get(id(parameter), parameter) for name, parameter in given.items()})
-        yield
-    finally:
-        for now, given in held:
-            now.update(given)
 
 
 def largest_that_fits(fits: Callable[[int], bool], *, most: int = 64) -> int:

@@ -66,12 +66,10 @@ def distance(losses: Sequence[float], baseline: Sequence[float]) -> float:
 
 def judge_curve(curve: Curve, band: Band, factor: int = 1) -> Judged:
     """Judge a recipe's losses; with `factor` each of its steps stands for so many steps of the baseline."""
-    bad = next((i for i, loss in enumerate(curve.losses) if not math.isfinite(loss)), None)
-    if bad is not None:
-        return Judged(math.nan, math.nan, f"the loss of step {bad + 1} is {curve.losses[bad]}")
-    bad = next((i for i, norm in enumerate(curve.grad_norms) if not math.isfinite(norm)), None)
-    if bad is not None and factor == 1:
-        return Judged(math.nan, math.nan, f"the gradient norm of step {bad + 1} is {curve.grad_norms[bad]}")
+    for name, values in (("loss", curve.losses), ("gradient norm", curve.grad_norms if factor == 1 else ())):
+        bad = next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
+        if bad is not None:
+            return Judged(math.nan, math.nan, f"the {name} of step {bad + 1} is {values[bad]}")
     wanted = joined(band.baseline.losses, factor)
     if len(curve.losses) < 2 or len(wanted) < 2:
         return Judged(math.nan, math.nan, f"too few steps to judge a batch of {factor} times the size")

@@ -97,7 +97,6 @@ class Steps:
         self,
         train: Train,
         workload: TrainingWorkload,
-        data: Any = None,
         *,
         mean: Callable[[torch.Tensor], torch.Tensor] = lambda value: value,
     ) -> None:
@@ -108,16 +107,13 @@ class Steps:
         self._phase: tuple[str, int] | None = None
         self._watching = False
         self._device = next(workload.model.parameters()).device
-        data = workload.data if data is None else data
-        self._run = train(workload.model, self._make_optimizer, self._loss, data)
+        self._run = train(workload.model, self._make_optimizer, self._loss, workload.data)
 
     def step(self) -> torch.Tensor:
         """Make one step and return its loss."""
-        if self._watching:
-            self._enter("data")
+        self._enter("data")
         value: torch.Tensor = next(self._run)
-        if self._watching:
-            self._leave()
+        self._leave()
         return value
 
     def curve(self, count: int) -> Curve:
@@ -162,16 +158,13 @@ class Steps:
         return optimizer
 
     def _loss(self, model: Any, batch: Any) -> torch.Tensor:
-        if not self._watching:
-            return self._workload.loss(model, batch)
         self._enter("forward")
         value = self._workload.loss(model, batch)
         self._enter("backward")
         return value
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._watching:
-            self._enter("optimizer")
+        self._enter("optimizer")
         found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer leaves the step out by itself
         if self._norms is not None and not (found_inf is not None and bool(found_inf)):
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
@@ -186,9 +179,12 @@ class Steps:
 
     def _enter(self, phase: str) -> None:
         self._leave()
-        self._phase = (phase, time.time_ns())
+        if self._watching:
+            self._phase = (phase, time.time_ns())
 
     def _leave(self) -> None:
+        if not self._watching:
+            return
         wait_for(self._device)
         if self._phase is not None:
             name, began = self._phase

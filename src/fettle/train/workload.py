@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class TrainingWorkload:
             raise UsageError("the training workload's data must be a list of batches or a DataLoader")
         if isinstance(data, Iterator):
             raise UsageError("the training workload's data is an iterator, which ends: give a list or a DataLoader")
-        if isinstance(data, Sized) and _length(data) == 0:
+        if length_hint(data, 1) == 0:  # a DataLoader over an iterable dataset does not know it
             raise UsageError("the training workload's data is empty: give at least one batch")
 
     @property
@@ -175,10 +176,3 @@ def training_fingerprint(workload: TrainingWorkload) -> str:
 def settings_of(group: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The settings of a group of parameters, as texts that are alike in all processes."""
     return sorted((key, ADDRESS.sub("", repr(value))) for key, value in group.items() if key != "params")
-
-
-def _length(data: Sized) -> int:
-    try:
-        return len(data)
-    except TypeError:  # a DataLoader over an iterable dataset
-        return 1

@@ -64,8 +64,8 @@ def command(
 
       fettle serve package workloads/minilm.py --handler text --tokenizer minilm/tokenizer.json
     """
-    from fettle.package.chatting import read_chat
     from fettle.package.export import write_package
+    from fettle.package.handlers.generate import read_chat
     from fettle.package.settings import ServeSettings
     from fettle.recipe_file import RecipeFile, load_recipe
     from fettle.workload import find_target

@@ -9,22 +9,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from fettle.errors import UsageError, first_line
-from fettle.files import read_text
+from fettle.files import read_bytes, read_text
 from fettle.package.handlers.asking import Ask
 from fettle.package.handlers.parts import LAST, LOGITS, PAST, SEEN, SOURCE, SOURCE_MASK, output_index
 from fettle.package.handlers.text import TOKENIZER, read_tokenizer
 from fettle.package.tensors import TensorSpec
 
-if TYPE_CHECKING:
-    from fettle.package.handlers.running import Running
-
-CHAT = "chat_template.jinja"
+CHAT, _TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 MAX_CHAT_BYTES = 1 << 20
 _INPUTS = ("input_ids", "attention_mask", LAST, SEEN, PAST, SOURCE, SOURCE_MASK)
 _ENDS = ("</s>", "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "[SEP]", "<eos>")
@@ -80,7 +78,6 @@ class Handler:
         self.begins = self.settings.start_tokens if SOURCE in names else ()
         if SOURCE in names and not self.begins:
             raise UsageError("the decoder has no start_tokens: give them in `handler_settings`")
-        self.metrics = context.metrics
         self.tokenizer = read_tokenizer(context.folder)
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
@@ -94,12 +91,6 @@ class Handler:
         self.stop = {*self.settings.stop_tokens, *named}
         path = context.folder / CHAT
         self.chat = chat_template(read_text(path, MAX_CHAT_BYTES)) if path.is_file() else None
-
-    def running(self, rows: int, cache_bytes: int = 0, prefill_tokens: int = 256) -> Running:
-        """The texts that are written together: at most `rows`, with at most `cache_bytes` of keys and values."""
-        from fettle.package.handlers.running import Running  # imports torch, which the server's process does without
-
-        return Running(self, rows, cache_bytes, prefill_tokens)
 
     def prompt(self, ask: Ask) -> list[int]:
         """The tokens of a prompt. Raises `UsageError`."""
@@ -183,3 +174,38 @@ def chat_template(text: str) -> Any:
         return made.from_string(text)
     except TemplateError as error:
         raise UsageError(f"the chat template cannot be read: {first_line(error)}") from error
+
+
+def read_chat(tokenizer: Path | None, template: Path | None = None) -> tuple[dict[str, bytes], dict[str, str]]:
+    """The template as the package's file, and the special tokens that it may name: settings of the handler.
+
+    `template` is a file with it; else ``chat_template.jinja`` or ``tokenizer_config.json`` has it, in the folder
+    `tokenizer` or beside the file of that name, or none has. Raises `UsageError`.
+    """
+    folder = tokenizer.parent if tokenizer is not None and not tokenizer.is_dir() else tokenizer
+    config: dict[str, Any] = {}
+    if folder is not None and (folder / _TOKENIZER_CONFIG).is_file():
+        try:
+            config = msgspec.json.decode(read_bytes(folder / _TOKENIZER_CONFIG, 16 << 20), type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise UsageError(f"{folder / _TOKENIZER_CONFIG} cannot be read: {first_line(error)}") from error
+    special = {key: _content(config[key]) for key in ("bos_token", "eos_token") if config.get(key)}
+    if template is None and folder is not None and (folder / CHAT).is_file():
+        template = folder / CHAT
+    text: Any = config.get("chat_template")
+    if isinstance(text, list):  # several, by name
+        named = [one for one in text if isinstance(one, dict) and one.get("name") == "default"]
+        text = named[0].get("template") if named else None
+    content = read_bytes(template, MAX_CHAT_BYTES) if template is not None else str(text or "").encode()
+    if not content:
+        return {}, special
+    try:
+        chat_template(content.decode())
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{template} is not text in UTF-8") from error
+    return {CHAT: content}, special
+
+
+def _content(token: Any) -> str:
+    """A special token as text or as ``{"content": text, ...}``."""
+    return str(token.get("content", "") if isinstance(token, dict) else token)

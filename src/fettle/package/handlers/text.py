@@ -201,8 +201,6 @@ def read_tokenizer(folder: Path) -> Any:
 
 def _padding(tokenizer: Any) -> dict[str, Any]:
     """How to fill up: by the token that is called so, else by token 0, which the attention mask hides."""
-    for token in ("[PAD]", "<pad>", "<|endoftext|>"):
-        number = tokenizer.token_to_id(token)
-        if number is not None:
-            return {"pad_id": number, "pad_token": token, "pad_type_id": 0}
-    return {"pad_id": 0, "pad_token": "", "pad_type_id": 0}
+    known = (token for token in ("[PAD]", "<pad>", "<|endoftext|>") if tokenizer.token_to_id(token) is not None)
+    token = next(known, "")
+    return {"pad_id": tokenizer.token_to_id(token) or 0, "pad_token": token, "pad_type_id": 0}
