@@ -521,11 +521,14 @@ def test_figures_of_a_text_are_taken_apart() -> None:
     found = figures(texts, Generation(rows=2, tokens_per_s={"4": 9.0}))
     assert found.ttft_ms == (10 + 50) / 2  # of two the upper is the median
     assert (found.tpot_ms, found.itl_p50_ms, found.itl_p99_ms) == (1, 1, 4)
+    assert found.text_ms == (16 + 53) / 2
     assert found.tokens_per_s == {"4": 9.0, "2": pytest.approx(2 * 4 * 2 / (0.016 + 0.053))}
     unlike = [text(0, ms, ms, rows=1), text(1, ms, 2 * ms, rows=4)]
     assert figures(unlike, Generation(rows=2)).throughput == pytest.approx((1 + 4) * 2 / 0.005)
     assert figures([text(0, ms, 6 * ms, tokens=3)], Generation()).tpot_ms == 2
-    assert math.isnan(figures([text(0, ms)], Generation()).tpot_ms)
+    prompts_alone = figures([text(0, ms)], Generation())
+    assert math.isnan(prompts_alone.tpot_ms)
+    assert math.isnan(prompts_alone.text_ms)
 
 
 def test_a_watcher_times_the_part_that_counts() -> None:
