@@ -31,6 +31,7 @@ from fettle.techniques._catalogue import (
     known_levels,
     learned_types,
     needs_of,
+    only_saving,
     preconditions,
     respelled,
     run_by,
@@ -62,10 +63,10 @@ __all__ = [
     "batch_factor", "bundles", "canonical", "changed", "check_names", "conflict", "cpu_flags", "enlarged",
     "environment", "exported_program", "factors", "find", "for_parts", "handed_on", "idle", "installed", "int8_part",
     "is_calibrated", "keep_converted", "keeps_memory", "kind_of", "known_levels", "learned_types", "load",
-    "loads_cuda_libraries", "machine_facts", "modules_by_size", "needs_of", "openvino_core", "openvino_model",
-    "openvino_precision", "openvino_saturates", "parts_lines", "parts_sentence", "preconditions", "probe_facts",
-    "put_modes_back", "quantize_exported", "register", "repeated_blocks", "respelled", "run_by", "shard", "source",
-    "split_bytes", "split_over", "state_kept", "tally", "tensor_plan", "unchanged", "uses_ranks",
+    "loads_cuda_libraries", "machine_facts", "modules_by_size", "needs_of", "only_saving", "openvino_core",
+    "openvino_model", "openvino_precision", "openvino_saturates", "parts_lines", "parts_sentence", "preconditions",
+    "probe_facts", "put_modes_back", "quantize_exported", "register", "repeated_blocks", "respelled", "run_by", "shard",
+    "source", "split_bytes", "split_over", "state_kept", "tally", "tensor_plan", "unchanged", "uses_ranks",
 ]  # fmt: skip
 
 
