@@ -115,7 +115,8 @@ _ONLY: Mapping[str, tuple[Kind, ...]] = {
     "max_spread": ("training",), "min_agreement": ("inference", "text"),
 }  # fmt: skip
 _CALLED: Mapping[Kind, str] = {
-    "text": "a fettle.GenerationWorkload", "training": "a training loop", "inference": "inference",
+    "text": "a fettle.GenerationWorkload: give the workload new_tokens", "training": "a training loop",
+    "inference": "inference",
 }  # fmt: skip
 
 
