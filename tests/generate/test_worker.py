@@ -104,6 +104,7 @@ def test_a_race_of_first_tokens_tells_the_rest_by_texts_that_were_not_the_first_
     for as_given in (True, False):
         written.clear()
         _inference.build(state, messages.Build(target))
+        state.workload.model.eval()
         request = messages.Prepare(source(Recipe(), facts), "", path, part="ttft", as_given=as_given)
         answer = _inference.prepare(state, request)
         whole = [text.told() for text in written if len(text.came) > 1]

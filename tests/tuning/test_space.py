@@ -55,7 +55,7 @@ def test_what_only_saves_memory_is_tried_where_memory_counts_or_it_is_named():
     told = {(item.technique, item.level): item.why for item in left_out}
     assert told["kv_cache", "int8"] == told["prefill", "256"]
     assert told["prefill", "256"] == "it only saves memory, which is neither the goal nor limited"
-    able = replace(facts, packages={"openvino": "1"})
+    able = replace(facts, packages={"openvino": "1", "nncf": "1"})
     space, _ = space_for(able, {})
     assert "kv_cache=int8 only saves memory" in space.conflict(in_torch)
     assert holds(space, in_openvino)
