@@ -264,7 +264,7 @@ def test_an_answer_without_what_is_kept_is_told() -> None:
         def forward(self, input_ids: torch.Tensor, past_key_values: object = None) -> dict[str, torch.Tensor]:
             return {"logits": torch.zeros(*input_ids.shape, WORDS)}
 
-    with pytest.raises(TypeError, match="has no past_key_values: give an object with prefill and decode"):
+    with pytest.raises(TypeError, match="has no past_key_values: give a model that writes.* prefill and decode"):
         write(decoder_of(Forgetful()), ids(1, 4), new_tokens=2)
 
 
@@ -340,8 +340,11 @@ def test_writing_ends_where_every_row_has_had_a_stop_token() -> None:
         ({"inputs": [torch.rand(2, 3)]}, "integers"),
         ({"inputs": [torch.ones(3).long()]}, "integers"),
         ({"inputs": []}, "empty"),
+        ({"inputs": ["a text"]}, "return_tensors='pt'"),
+        ({"inputs": {"input_ids": ids(1, 4), "labels": ids(1, 4)}}, "has labels, .* leave them out"),
+        ({"inputs": [torch.full((1, 4), WORDS)]}, "token 96, and the model has 96 tokens: .* its own tokenizer"),
         ({"inputs": [{"input_ids": ids(1, 4), "attention_mask": torch.ones(1, 3)}]}, "attention_mask"),
-        ({"inputs": [{"input_ids": ids(1, 3), "attention_mask": torch.tensor([[1, 1, 0]])}]}, "on their left"),
+        ({"inputs": [{"input_ids": ids(1, 3), "attention_mask": torch.tensor([[1, 1, 0]])}]}, "padding_side = 'left'"),
         ({"texts": torch.ones(1).long()}, "two tokens"),
         ({"call": print}, "no call"),
         ({"new_tokens": 254}, "256 positions; give shorter prompts"),
