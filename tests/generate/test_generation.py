@@ -264,7 +264,7 @@ def test_an_answer_without_what_is_kept_is_told() -> None:
         def forward(self, input_ids: torch.Tensor, past_key_values: object = None) -> dict[str, torch.Tensor]:
             return {"logits": torch.zeros(*input_ids.shape, WORDS)}
 
-    with pytest.raises(TypeError, match="has no past_key_values: give a model that writes.* prefill and decode"):
+    with pytest.raises(TypeError, match=r"has no past_key_values: give a model that writes.* prefill and decode"):
         write(decoder_of(Forgetful()), ids(1, 4), new_tokens=2)
 
 
