@@ -170,9 +170,9 @@ def check(
     file = read_recipe(recipe)
     limits, goal = Limits(), file.evidence.get("goal") or Options.goal
     if (kept := file.evidence.get("limits")) is not None:
-        # Earlier versions took limits that said nothing of what was tuned.
-        idle = {"max_latency_ms" if goal in ("ttft", "tpot") else "", "" if mode != "training" else "min_agreement"}
-        names = [one.name for one in fields(Limits) if one.name in kept and one.name not in idle]
+        # Earlier versions took a limit that said nothing of what was tuned.
+        idle = "min_agreement" if mode == "training" else ""
+        names = [one.name for one in fields(Limits) if one.name in kept and one.name != idle]
         limits = Limits(**{"max_error": None, **{name: kept[name] for name in names}})
     options = Options(
         limits=limits, goal=goal, nproc=nproc, polite=polite,
@@ -225,7 +225,7 @@ def _race(
             close_all()
             session.let_go()
     limits = session.standings.limits
-    trials = [trials[0], *(_within(trial, limits) for trial in trials[1:])]
+    trials = [trials[0], *(_within(trial, limits, options.goal) for trial in trials[1:])]
     if not rules.under_load:
         trials = [widened(trial, trials[0], rules.confidence) for trial in trials]
     verdicts = [
@@ -237,9 +237,9 @@ def _race(
     )  # fmt: skip
 
 
-def _within(trial: Trial, limits: Limits) -> Trial:
+def _within(trial: Trial, limits: Limits, goal: Goal = "throughput") -> Trial:
     """A trial, rejected where it breaks a limit on time or memory."""
-    broken = misses_of(trial, limits) if trial.ok else ""
+    broken = misses_of(trial, limits, goal) if trial.ok else ""
     return replace(trial, status="rejected", reason=broken) if broken else trial
 
 

@@ -264,7 +264,7 @@ def test_an_answer_without_what_is_kept_is_told() -> None:
         def forward(self, input_ids: torch.Tensor, past_key_values: object = None) -> dict[str, torch.Tensor]:
             return {"logits": torch.zeros(*input_ids.shape, WORDS)}
 
-    with pytest.raises(TypeError, match="has no past_key_values: give an object with prefill and decode"):
+    with pytest.raises(TypeError, match=r"has no past_key_values: give a model that writes.* prefill and decode"):
         write(decoder_of(Forgetful()), ids(1, 4), new_tokens=2)
 
 
@@ -340,8 +340,11 @@ def test_writing_ends_where_every_row_has_had_a_stop_token() -> None:
         ({"inputs": [torch.rand(2, 3)]}, "integers"),
         ({"inputs": [torch.ones(3).long()]}, "integers"),
         ({"inputs": []}, "empty"),
+        ({"inputs": ["a text"]}, "return_tensors='pt'"),
+        ({"inputs": {"input_ids": ids(1, 4), "labels": ids(1, 4)}}, "has labels, .* leave them out"),
+        ({"inputs": [torch.full((1, 4), WORDS)]}, "token 96, and the model has 96 tokens: .* its own tokenizer"),
         ({"inputs": [{"input_ids": ids(1, 4), "attention_mask": torch.ones(1, 3)}]}, "attention_mask"),
-        ({"inputs": [{"input_ids": ids(1, 3), "attention_mask": torch.tensor([[1, 1, 0]])}]}, "on their left"),
+        ({"inputs": [{"input_ids": ids(1, 3), "attention_mask": torch.tensor([[1, 1, 0]])}]}, "padding_side = 'left'"),
         ({"texts": torch.ones(1).long()}, "two tokens"),
         ({"call": print}, "no call"),
         ({"new_tokens": 254}, "256 positions; give shorter prompts"),
@@ -521,11 +524,14 @@ def test_figures_of_a_text_are_taken_apart() -> None:
     found = figures(texts, Generation(rows=2, tokens_per_s={"4": 9.0}))
     assert found.ttft_ms == (10 + 50) / 2  # of two the upper is the median
     assert (found.tpot_ms, found.itl_p50_ms, found.itl_p99_ms) == (1, 1, 4)
+    assert found.text_ms == (16 + 53) / 2
     assert found.tokens_per_s == {"4": 9.0, "2": pytest.approx(2 * 4 * 2 / (0.016 + 0.053))}
     unlike = [text(0, ms, ms, rows=1), text(1, ms, 2 * ms, rows=4)]
     assert figures(unlike, Generation(rows=2)).throughput == pytest.approx((1 + 4) * 2 / 0.005)
     assert figures([text(0, ms, 6 * ms, tokens=3)], Generation()).tpot_ms == 2
-    assert math.isnan(figures([text(0, ms)], Generation()).tpot_ms)
+    prompts_alone = figures([text(0, ms)], Generation())
+    assert math.isnan(prompts_alone.tpot_ms)
+    assert math.isnan(prompts_alone.text_ms)
 
 
 def test_a_watcher_times_the_part_that_counts() -> None:

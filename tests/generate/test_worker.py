@@ -9,7 +9,7 @@ import pytest
 import fettle
 from fettle.applying import with_inputs
 from fettle.errors import UsageError
-from fettle.generate.speed import figures
+from fettle.generate.speed import Watcher, figures
 from fettle.measure import Judge, _generation, _inference, messages
 from fettle.measure._state import State, take_slice
 from fettle.recipe import Recipe
@@ -83,6 +83,33 @@ def test_a_worker_takes_text_apart_and_judges_it_by_teacher_forcing(target: Targ
         assert found.tokens_per_s.keys() == {"2"}
         assert found.cache_bytes > 0
         assert sliced.samples_ns[0] > 0
+
+
+def test_a_race_of_first_tokens_tells_the_rest_by_texts_that_were_not_the_first_calls(
+    target: Target, tmp_path: Path, monkeypatch
+) -> None:
+    path, state, written = str(tmp_path / "reference.pt"), State(), []
+    _inference.build(state, messages.Build(target))
+    facts = _inference.probe(state, messages.Probe()).facts
+    _inference.reference(state, messages.WriteReference(path))
+    timed = Watcher.sample_ns
+
+    def sample_ns(self: Watcher, *given) -> int:
+        took = timed(self, *given)
+        written.append(self.texts[-1])
+        return took
+
+    monkeypatch.setattr(Watcher, "sample_ns", sample_ns)
+    for as_given in (True, False):
+        written.clear()
+        _inference.build(state, messages.Build(target))
+        state.workload.model.eval()
+        request = messages.Prepare(source(Recipe(), facts), "", path, part="ttft", as_given=as_given)
+        answer = _inference.prepare(state, request)
+        whole = [text.told() for text in written if len(text.came) > 1]
+        assert len(whole) == (4 if as_given else 2)  # as given nothing was fed, so that the first were the first calls
+        assert answer.texts == whole[-2:]
+        assert not Judge(path, max_error=0.01).reason(answer.accuracy)
 
 
 def test_texts_that_are_drawn_are_timed_and_the_likeliest_judge(target: Target, tmp_path: Path) -> None:

@@ -526,6 +526,17 @@ def test_what_is_paid_back_is_counted_in_what_the_workload_does() -> None:
     assert "time of a step" in [check.name for check in checks(limited, made.winner)]
 
 
+def test_a_limit_on_the_latency_is_of_the_whole_text() -> None:
+    made = resnet()
+    limits = dataclasses.replace(made.limits, max_latency_ms=100.0)
+    facts = dataclasses.replace(made.facts, new_tokens=8)
+    result = dataclasses.replace(made, limits=limits, facts=facts, goal="ttft")
+    winner = dataclasses.replace(made.winner, time_ms=20.0, generation=Generation(text_ms=130.0))
+    (check,) = [check for check in checks(result, winner) if check.name == "time of a text"]
+    assert (check.value, check.held) == ("130 ms", False)
+    assert "latency limit" not in page(result)
+
+
 def test_a_speed_that_is_not_certain_pays_nothing_back() -> None:
     made = resnet()
     unsure = dataclasses.replace(made, verdict="cannot tell")

@@ -8,6 +8,7 @@ import pytest
 import fettle
 from fettle import comparing
 from fettle.errors import UsageError
+from fettle.generate.speed import Generation
 from fettle.measure import Accuracy, Interval, Startup, Trial
 from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile
@@ -57,6 +58,27 @@ def test_what_was_not_measured_never_wins(facts, goal):
 )
 def test_a_limit_that_is_missed_is_named(limits, phrase):
     assert misses_of(trial(), limits) == phrase
+
+
+@pytest.mark.parametrize(
+    ("goal", "limits", "phrase"),
+    [
+        ("ttft", Limits(max_latency_ms=50), "70 ms a text is above 50 ms"),
+        ("tpot", Limits(max_latency_ms=50), "70 ms a text is above 50 ms"),
+        ("tpot", Limits(max_latency_ms=70, max_ttft_ms=20, max_tpot_ms=2), ""),
+        ("ttft", Limits(max_tpot_ms=1.5), "2 ms per output token are above 1.5 ms"),
+        ("tpot", Limits(max_ttft_ms=19), "20 ms to the first token are above 19 ms"),
+        ("memory", Limits(max_latency_ms=9), "10 ms is above 9 ms"),
+    ],
+)
+def test_limits_hold_for_whole_texts_and_their_parts_beside_any_goal(goal, limits, phrase):
+    check_options(Options(goal=goal, limits=limits))
+    made = trial(generation=Generation(ttft_ms=20, tpot_ms=2, text_ms=70))
+    assert misses_of(made, limits.of("text"), goal) == phrase
+    assert (distance(made, limits.of("text"), goal) > 0) == bool(phrase)
+    assert comparing._within(made, limits.of("text"), goal).reason == phrase
+    earlier = trial(generation=Generation(ttft_ms=20, tpot_ms=2))
+    assert misses_of(earlier, Limits(max_latency_ms=50), "ttft")
 
 
 def test_an_unknown_time_or_memory_keeps_no_limit():
@@ -123,8 +145,6 @@ def test_a_limit_that_says_nothing_of_a_workload_is_refused(limits, kind, words)
 
 
 def test_limits_that_could_not_be_held_are_refused_before_anything_runs():
-    with pytest.raises(UsageError, match=r"for the goal tpot a part of it is timed.*`max_tpot_ms`"):
-        check_options(Options(goal="tpot", limits=Limits(max_latency_ms=9)))
     with pytest.raises(UsageError, match="max spread must be above 0"):
         check_options(Options(limits=Limits(max_spread=0)))
     with pytest.raises(UsageError, match="one of several ranks"):
@@ -137,7 +157,9 @@ def test_comparisons_hold_what_tuning_holds(monkeypatch):
     fettle.bench(target, "baseline")
     fettle.bench(target, "baseline", limits=Limits(max_metric_drop=0.01))
     assert [options.limits.of("training").max_error for options in asked] == [1.0, None]
-    for evidence in ({}, {"limits": {"max_latency_ms": 9.0, "for people": "a word"}}, {"limits": {"max_error": 2.0}}):
+    for evidence in (
+        {}, {"goal": "tpot", "limits": {"max_latency_ms": 9.0, "for people": "a word"}}, {"limits": {"max_error": 2.0}}
+    ):  # fmt: skip
         fettle.check(target, RecipeFile(levels={}, evidence=evidence))
     assert [options.limits for options in asked[2:]] == [
         Limits(), Limits(max_error=None, max_latency_ms=9.0), Limits(max_error=2.0)

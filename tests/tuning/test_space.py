@@ -1,5 +1,6 @@
 """Which recipes a study may try, beyond what the catalogue's own rules say."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from fettle.measure.messages import Peaks, Probe, Probed, Reference
 from fettle.recipe import Recipe
+from fettle.search import holds
 from fettle.techniques import Facts, bundles, idle, machine_facts
 from fettle.tuning._probe import Probed as Found
 from fettle.tuning._probe import _recalled, probe
@@ -41,6 +43,29 @@ def test_a_space_has_no_idle_levels_but_those_that_were_asked_for():
 def test_no_bundle_has_an_idle_level():
     for facts in (FACTS, Facts(device="cuda", num_linear=12, packages={"torch_tensorrt": "1"})):
         assert not any(idle(bundle) for bundle in bundles(facts))
+
+
+def test_what_only_saves_memory_is_tried_where_memory_counts_or_it_is_named():
+    """Keys and values in 8 bits also save time, in OpenVINO."""
+    facts, in_torch = Facts(new_tokens=8, prompt_tokens=600, keeps="static"), Recipe({"kv_cache": "int8"})
+    in_openvino = in_torch.with_levels(runtime="openvino-stateful")
+    space, left_out = space_for(facts, {})
+    assert "int8" not in space.choices["kv_cache"]
+    assert "static" in space.choices["kv_cache"]
+    assert space.choices["prefill"] == ("whole",)
+    told = {(item.technique, item.level): item.why for item in left_out}
+    assert told["kv_cache", "int8"] == told["prefill", "256"]
+    assert told["prefill", "256"] == "it only saves memory, which is neither the goal nor limited"
+    able = replace(facts, packages={"openvino": "1", "nncf": "1"})
+    space, _ = space_for(able, {})
+    assert "kv_cache=int8 only saves memory" in space.conflict(in_torch)
+    assert holds(space, in_openvino)
+    assert not space.conflict(in_openvino)
+    for asked in ({"memory_counts": True}, {"allowed": {"kv_cache": ["as-given", "int8"]}}):
+        space, _ = space_for(able, **{"allowed": {}, **asked})
+        assert holds(space, in_torch)
+        assert not space.conflict(in_torch)
+        assert not space.conflict(in_openvino)
 
 
 @pytest.mark.parametrize(("flags", "tried"), [(("avx2",), False), (("avx2", "avx512f"), True), (("neon",), True)])

@@ -34,7 +34,8 @@ def test_failures_of_other_causes_say_nothing_of_others():
     assert found.foreseen_failure(Recipe.parse("runtime=openvino-bf16")) == ""
     rule = "RuntimeError: No conversion rule for operation aten.x"
     found = standings(runtime_is_openvino=rule, **{"runtime_is_openvino-bf16": rule})
-    assert found.foreseen_failure(Recipe.parse("runtime=openvino-int8")) == rule
+    for level in ("openvino-int8", "openvino-stateful"):
+        assert found.foreseen_failure(Recipe.parse(f"runtime={level}")) == rule
     assert found.foreseen_failure(Recipe.parse("runtime=aoti")) == ""
 
 

@@ -34,7 +34,9 @@ def command(
     ] = None,
     min_agreement: Annotated[float | None, typer.Option(help="least share of equal top-1 decisions")] = None,
     max_metric_drop: _options.MaxMetricDrop = None,
-    max_latency: Annotated[str | None, typer.Option(help="longest time of a call, for example 100ms")] = None,
+    max_latency: Annotated[
+        str | None, typer.Option(help="longest time of a call or of a whole text, for example 100ms")
+    ] = None,
     max_memory: Annotated[str | None, typer.Option(help="highest peak memory, for example 2GiB")] = None,
     min_throughput: Annotated[float | None, typer.Option(help="least samples a second, of text tokens")] = None,
     nproc: _options.Nproc = 1,

@@ -17,7 +17,10 @@ def part(output: Any, name: str, place: int) -> Any:
     """A part of a model's answer, by its name, or by its place in a tuple."""
     if isinstance(output, dict):
         if name not in output:
-            raise TypeError(f"the model's answer has no {name}: give an object with prefill and decode in its place")
+            raise TypeError(
+                f"the model's answer has no {name}: give a model that writes, as AutoModelForCausalLM makes them, or "
+                "an object with prefill and decode"
+            )
         return output[name]
     return getattr(output, name) if hasattr(output, name) else output[place]
 

@@ -26,6 +26,8 @@ class Generation:
     """Time to the first token, the mean over the prompts of each one's median."""
     tpot_ms: float = math.nan
     """Time per output token after the first, of one row: the median text."""
+    text_ms: float = math.nan
+    """Time of a whole text, elapsed: the mean over the prompts of each one's median."""
     itl_p50_ms: float = math.nan
     """Time from one step to the next: percentiles over all steps."""
     itl_p90_ms: float = math.nan
@@ -193,6 +195,7 @@ def figures(texts: Sequence[Came], known: Generation) -> Generation:
         tokens_per_s={**known.tokens_per_s, **told},
         ttft_ms=sum(nearest_rank(times, 0.5) for times in by_prompt.values()) / len(by_prompt) / 1e6,
         tpot_ms=nearest_rank(each, 0.5) / 1e6,
+        text_ms=took_ns / len(lasted) / 1e6 if whole else math.nan,
         itl_p50_ms=nearest_rank(steps, 0.5) / 1e6,
         itl_p90_ms=nearest_rank(steps, 0.9) / 1e6,
         itl_p99_ms=nearest_rank(steps, 0.99) / 1e6,

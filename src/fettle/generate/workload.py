@@ -66,6 +66,7 @@ class GenerationWorkload(Workload):
         object.__setattr__(self, "inputs", [_prompt(item, self.is_two_parts) for item in read.items])
         check = [] if _is_empty(self.check_inputs) else read_batches(self.check_inputs).items
         object.__setattr__(self, "check_inputs", [_prompt(item, self.is_two_parts) for item in check])
+        self._check_tokens()
         positions, longest = learned_positions(model), self._longest("input_ids")
         if 0 < positions < max(longest, self.prompt_tokens + int(self.new_tokens) - 1):
             each = " for each" if self.is_two_parts else ""
@@ -90,6 +91,17 @@ class GenerationWorkload(Workload):
             )
         self.model.__dict__["draft"] = draft.eval()
 
+    def _check_tokens(self) -> None:
+        known = getattr(getattr(self.model, "config", None), "vocab_size", None)
+        plain = [prompt for prompt in (*self.inputs, *self.check_inputs) if not prompt.keys() - _OF_TOKENS]
+        tokens = [prompt["input_ids"] for prompt in plain if "input_ids" in prompt]
+        highest = max((int(one.max()) for one in tokens if not one.is_meta), default=0)
+        if isinstance(known, int) and highest >= known:
+            raise UsageError(
+                f"a prompt holds the token {highest}, and the model has {known} tokens: give prompts of its own "
+                "tokenizer"
+            )
+
     @property
     def is_two_parts(self) -> bool:
         """Whether it is an encoder with a decoder."""
@@ -107,6 +119,10 @@ class GenerationWorkload(Workload):
     def run(self, model: Any, batch: Batch) -> Any:
         """Write text after one prompt: by a model as it is, token after token."""
         return write(decoder_of(model), **{"new_tokens": int(self.new_tokens), **batch})
+
+
+_OF_TOKENS = {"input_ids", "attention_mask"}
+"""Beside pictures or sound a prompt may hold tokens that stand for these, and have numbers of their own."""
 
 
 def positions_of(model: Any) -> int:
@@ -135,7 +151,12 @@ def _prompt(batch: Any, to_encoder: bool) -> dict[str, torch.Tensor]:
     if isinstance(batch, torch.Tensor):
         batch = {"input_ids": batch}
     if not isinstance(batch, Mapping) or not all(isinstance(value, torch.Tensor) for value in batch.values()):
-        raise UsageError("a prompt is a tensor of tokens [rows, tokens], or a dict with input_ids and attention_mask")
+        raise UsageError(
+            "a prompt is a tensor of tokens [rows, tokens], or a dict with input_ids and attention_mask: give what a "
+            "tokenizer makes with return_tensors='pt'"
+        )
+    if "labels" in batch:
+        raise UsageError("a prompt has labels, which are for a loss: leave them out")
     ids = batch.get("input_ids")
     if ids is not None and (ids.dim() != 2 or ids.is_floating_point() or 0 in ids.shape):
         raise UsageError(f"a prompt holds tokens, integers [rows, tokens]: its input_ids are {ids.dtype}, "
@@ -146,7 +167,10 @@ def _prompt(batch: Any, to_encoder: bool) -> dict[str, torch.Tensor]:
             raise UsageError(f"the attention_mask {list(mask.shape)} is not of the shape of input_ids, "
                              f"{list(ids.shape)}")  # fmt: skip
         if not to_encoder and not bool(mask[:, -1].all()):
-            raise UsageError("prompts of unequal length are filled up on their left: a row's last token is masked")
+            raise UsageError(
+                "prompts of unequal length are filled up on their left, and a row's last token is masked: set "
+                "tokenizer.padding_side = 'left'"
+            )
     return dict(batch)
 
 

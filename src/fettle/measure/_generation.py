@@ -97,6 +97,10 @@ def prepare(state: State, request: Prepare) -> Prepared:
         peak = settled(state, has_peak, notes.lines, own_texts)
         first_call_s = (first_ns or whole.texts[0].whole_ns) / 1e9
         watcher.texts = []
+        if watcher.part == "ttft" and not first_ns:  # these were its first calls, and the race writes no more of them
+            whole.texts = []
+            for number, prompt in numbered:
+                whole.sample_ns(run, prompt, number)
         if temperature:  # the likeliest tokens judge, not those that were drawn
             written = [run(**prompt) for prompt in workload.inputs]
         accuracy = with_metric(judged(state, run, fed, written, request), workload.metric, run)

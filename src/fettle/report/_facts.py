@@ -15,7 +15,7 @@ from fettle.generate.speed import Generation
 from fettle.measure import Trial, mean_load, pareto
 from fettle.recipe import Recipe
 from fettle.report import _format as fmt
-from fettle.result import Outcome, goal_figure
+from fettle.result import Outcome, call_ms, goal_figure
 
 NO_LEVER = "as given"
 
@@ -105,7 +105,9 @@ def checks(result: Outcome, trial: Trial) -> list[Check]:
     )  # fmt: skip
     text = trial.generation or Generation()
     rate = text.throughput if trial.generation else trial.throughput
-    samples = "tokens a second" if result.facts.generates else "samples a second"
+    samples, call = "samples a second", unit_name(result)
+    if result.facts.generates:
+        samples, call = "tokens a second", "text"
     peak = math.nan if trial.peak_bytes is None else float(trial.peak_bytes)
     return [
         Check("finite outputs", "always", "yes" if accuracy.finite else "no", accuracy.finite if was_judged else None),
@@ -113,7 +115,7 @@ def checks(result: Outcome, trial: Trial) -> list[Check]:
         *_limited("≥", "top-1 agreement", accuracy.agreement, limits.min_agreement, fmt.share),
         *([other] if limits.exact else []),
         *_limited("≤", "metric drop", result.reference.metric - accuracy.metric, limits.max_metric_drop, fmt.number),
-        *_limited("≤", f"time of a {unit_name(result)}", trial.time_ms, limits.max_latency_ms, fmt.milliseconds),
+        *_limited("≤", f"time of a {call}", call_ms(result.goal, trial), limits.max_latency_ms, fmt.milliseconds),
         *_limited("≤", "time to first token", text.ttft_ms, limits.max_ttft_ms, fmt.milliseconds),
         *_limited("≤", "time per output token", text.tpot_ms, limits.max_tpot_ms, fmt.milliseconds),
         *_limited("≥", samples, rate, limits.min_throughput, fmt.number),

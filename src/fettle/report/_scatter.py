@@ -171,9 +171,11 @@ def _cloud(
 
 
 def _latency_ratio(result: Outcome) -> float | None:
-    """Where on the speed-up axis the latency limit lies."""
+    """Where on the speed-up axis the latency limit lies; nowhere where that is of a part of what is limited."""
     limit, baseline = result.limits.max_latency_ms, result.baseline
     if not limit or limit <= 0 or baseline is None or not math.isfinite(baseline.time_ms):
+        return None
+    if result.goal in ("ttft", "tpot"):
         return None
     return baseline.time_ms / limit
 

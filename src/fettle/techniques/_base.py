@@ -147,8 +147,6 @@ class Technique:
     shrinks_states: ClassVar[frozenset[str]] = frozenset()
     """Levels under which parameters, gradients and optimizer state may take less memory than as given: no memory plan
     rules them out."""
-    only_saves_memory: ClassVar[bool] = False
-    """Its levels are never faster: a search tries them where memory is the goal or limited, or they were named."""
     helps_when_shared: ClassVar[bool] = False
     """Its levels may be faster beside a busy neighbour and slower without one: the report says so where they were."""
     served: ClassVar[bool] = True
@@ -182,6 +180,11 @@ class Technique:
 
     def is_idle(self, recipe: Recipe) -> bool:
         """Whether its level works and changes nothing beside the rest of `recipe`: a search need not try it there."""
+        return False
+
+    def only_saves_memory(self, level: str, recipe: Recipe) -> bool:
+        """Whether `level` beside the rest of `recipe` is not faster: a search tries it where memory is the goal or
+        limited, or where it was named."""
         return False
 
     def is_met(self, level: str, facts: Facts) -> bool:

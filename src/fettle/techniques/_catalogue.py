@@ -97,6 +97,15 @@ def idle(recipe: Recipe) -> list[str]:
     ]
 
 
+def only_saving(recipe: Recipe) -> list[str]:
+    """Techniques whose levels only save memory beside the recipe's others."""
+    return [
+        factor_name(technique.name, part)
+        for part, technique, level in changed_by_part(recipe)
+        if technique.only_saves_memory(level, recipe.of_part(part) if part else recipe)
+    ]
+
+
 def known_levels() -> dict[str, list[str]]:
     """Every level that any technique has on any machine, by technique."""
     return {technique.name: list(technique.every_level()) for technique in CATALOGUE}

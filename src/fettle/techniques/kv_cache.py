@@ -234,6 +234,9 @@ class KvCache(Technique):
     def level_cost(self, level: str) -> int:
         return 2 if level.startswith("static-") else 1
 
+    def only_saves_memory(self, level: str, recipe: Recipe) -> bool:
+        return level == "int8" and recipe.levels.get("runtime") != STATEFUL
+
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         if level.startswith("static-") and recipe.levels.get("compile", "off") != "off":
             return "the step is compiled by itself: needs compile=off"

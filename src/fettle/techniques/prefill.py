@@ -16,7 +16,6 @@ class Prefill(Technique):
     title = "prompts"
     default = "whole"
     served = False
-    only_saves_memory = True
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = facts.no_text
@@ -32,6 +31,9 @@ class Prefill(Technique):
             Level("whole", "each in one call"),
             *(Level(str(size), f"{size} tokens at a time", why_not or too_short(size)) for size in PIECES),
         ]
+
+    def only_saves_memory(self, level: str, recipe: Recipe) -> bool:
+        return True
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         runtime = recipe.levels.get("runtime", "torch")

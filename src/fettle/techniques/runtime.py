@@ -157,7 +157,7 @@ class Runtime(Technique):
     learns = Learned("int8_layers", frozenset({"openvino-int8-part"}), _LAYERS)
     shared_failures: ClassVar[Mapping[str, frozenset[str]]] = {
         "torch.export cannot take this model": frozenset({*_OPENVINO, "aoti", "exported", "tensorrt"}),
-        "No conversion rule": _OPENVINO,
+        "No conversion rule": _OPENVINO | {STATEFUL},
     }
     remarks: ClassVar[Mapping[str, str]] = dict.fromkeys(
         (*_OPENVINO, "aoti", "onnxruntime"),

@@ -65,7 +65,6 @@ class Tiles(Technique):
     default = "off"
     before_export = True
     of_module = True
-    only_saves_memory = True
     packages = ("diffusers",)
 
     def levels(self, facts: Facts) -> list[Level]:
@@ -75,6 +74,9 @@ class Tiles(Technique):
             Level("2x2", "four tiles that overlap, one after the other", why_not),
             Level("4x4", "sixteen tiles that overlap, one after the other", why_not),
         ]
+
+    def only_saves_memory(self, level: str, recipe: Recipe) -> bool:
+        return True
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         runtime = recipe.levels.get("runtime", "torch")

@@ -94,11 +94,6 @@ def check_options(options: Options) -> None:
     if options.atlas is not None and options.design != "auto":
         raise UsageError(f"`atlas` tells the design auto where to begin, and this is `design='{options.design}'`")
     check_limits(options.limits)
-    if options.goal in ("ttft", "tpot") and options.limits.max_latency_ms is not None:
-        raise UsageError(
-            f"`max_latency_ms` is of a whole text, and for the goal {options.goal} a part of it is timed: limit both "
-            "parts, `max_ttft_ms` and `max_tpot_ms`"
-        )
     if options.budget_s is not None and not options.budget_s >= 0:
         raise UsageError(f"an impossible limit: budget must be above 0, or 0 for none, and is {options.budget_s:g}")
     if not 0.5 <= options.confidence < 1:

@@ -36,7 +36,7 @@ _HIDES_TEXT = (
 def limits_of(built: messages.Built, options: Options) -> Limits:
     """The limits that such a workload is judged by. Raises `UsageError` where others were asked for."""
     if not built.writes and options.goal in ("ttft", "tpot"):
-        raise UsageError(f"the goal {options.goal} is for a fettle.GenerationWorkload")
+        raise UsageError(f"the goal {options.goal} is for a fettle.GenerationWorkload: give the workload new_tokens")
     return options.limits.of("text" if built.writes else "training" if built.mode == "training" else "inference")
 
 

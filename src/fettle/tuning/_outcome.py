@@ -170,8 +170,8 @@ def _nearest(session: Session) -> list[Trial]:
         trial for trial in session.standings.known.values()
         if trial.status != "failed" and trial.recipe.levels and session.standings.allowed(trial.recipe)
     ]  # fmt: skip
-    limits = session.standings.limits.above(session.probed.reference.noise)
-    return sorted(ran, key=lambda trial: (distance(trial, limits), trial.time_ms))[:3]
+    limits, goal = session.standings.limits.above(session.probed.reference.noise), session.standings.goal
+    return sorted(ran, key=lambda trial: (distance(trial, limits, goal), trial.time_ms))[:3]
 
 
 def _ladder(session: Session, winner: Trial, baseline: Trial) -> tuple[Rung, ...]:

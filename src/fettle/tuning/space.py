@@ -18,9 +18,11 @@ from fettle.techniques import (
     find,
     idle,
     needs_of,
+    only_saving,
     preconditions,
 )
 
+_ONLY_SAVES = "only saves memory, which is neither the goal nor limited"
 _LEAST_SHARE = 0.01
 """A part of a pipeline that takes less of the call's time is not tuned: all of it would hardly be measured."""
 
@@ -41,18 +43,20 @@ def space_for(
     left_out: list[LeftOut] = []
     required = dict(preconditions(facts).levels)
     allowed = _of_factors(allowed, facts)
+    offered = bundles(facts)
     for name, technique, own in factors(facts):
         usable = [technique.default]
         if facts.mode not in technique.modes:
             if name in allowed:
                 raise UsageError(f"the technique {name} is for {' and '.join(technique.modes)} only")
             continue
-        useless = _useless(technique, own, memory_counts) if name not in allowed else ""
+        beside = [] if name in allowed else [Recipe(), *offered]
         for level in technique.levels(own):
             permitted = name not in allowed or level.name in allowed[name]
             if level.name == technique.default:
                 continue
-            if why := level.why_not or useless:
+            saves = [technique.only_saves_memory(level.name, recipe) for recipe in beside]
+            if why := level.why_not or _useless(own, saves, memory_counts):
                 left_out.append(LeftOut(name, level.name, why))
             elif not permitted:
                 left_out.append(LeftOut(name, level.name, "not among the levels that are allowed"))
@@ -66,7 +70,7 @@ def space_for(
     # Of a part that is not worth it a bundle goes without.
     able = [
         Recipe({name: level for name, level in bundle.levels.items() if len(choices[name]) > 1 or not facts.parts})
-        for bundle in bundles(facts)
+        for bundle in offered
     ]
     useful = [
         bundle for bundle in dict.fromkeys(able) if all(level in choices[name] for name, level in bundle.levels.items())
@@ -81,6 +85,9 @@ def space_for(
                 return f"{name}={level} is required"
         for name in idle_in(recipe):
             return f"{name}={recipe.levels[name]} changes nothing beside the rest"
+        for name in () if memory_counts else only_saving(recipe):
+            if name not in allowed:
+                return f"{name}={recipe.levels[name]} {_ONLY_SAVES}"
         return conflict(recipe, facts) or ruled_out(recipe)
 
     space = Space(
@@ -100,11 +107,12 @@ def level_cost(recipe: Recipe) -> int:
     return max((find(name).level_cost(level) for name, level in recipe.levels.items()), default=1)
 
 
-def _useless(technique: Technique, facts: Facts, memory_counts: bool) -> str:
-    """Why a technique is not worth a trial for a part of a pipeline or a whole workload; empty where it is."""
-    if technique.only_saves_memory:
-        return "" if memory_counts else "it only saves memory, which is neither the goal nor limited"
-    return f"the part takes {facts.share:.2%} of the call's time" if facts.share < _LEAST_SHARE else ""
+def _useless(facts: Facts, saves: Sequence[bool], memory_counts: bool) -> str:
+    """Why a level is not worth a trial for a part of a pipeline or a whole workload; empty where it is. `saves`:
+    whether it only saves memory, alone and beside each bundle; empty where the user named it."""
+    if any(saves[:1]):
+        return f"it {_ONLY_SAVES}" if all(saves) and not memory_counts else ""
+    return f"the part takes {facts.share:.2%} of the call's time" if saves and facts.share < _LEAST_SHARE else ""
 
 
 def _of_factors(allowed: Mapping[str, Sequence[str]], facts: Facts) -> Mapping[str, Sequence[str]]:

@@ -14,7 +14,7 @@ import msgspec
 from fettle.generate.speed import Generation
 from fettle.measure import FAR, Judge, Trial
 from fettle.recipe import Recipe, technique_and_part
-from fettle.result import TIMES, Goal, Limits, goal_figure
+from fettle.result import TIMES, Goal, Limits, call_ms, goal_figure
 from fettle.study import Study
 from fettle.techniques import PYTHON, batch_factor, find, kind_of, known_levels
 from fettle.tuning.model import Fit, Races
@@ -162,7 +162,7 @@ class Standings:
 
         The workload as given is measured whatever its answers: only here may they cost it the win.
         """
-        broken = misses_of(trial, self.limits)
+        broken = misses_of(trial, self.limits, self.goal)
         baseline = self.known.get(Recipe())
         if broken or trial.recipe.levels or baseline is None or baseline.status == "failed":
             return broken
@@ -213,25 +213,26 @@ def score_of(trial: Trial, goal: Goal) -> float:
     return math.log(slower / trial.speedup.estimate) if trial.speedup is not None else math.inf
 
 
-def misses_of(trial: Trial, limits: Limits) -> str:
+def misses_of(trial: Trial, limits: Limits, goal: Goal = "throughput") -> str:
     """Which limit on time or memory a trial breaks, as a phrase; empty when it keeps them."""
-    return next((phrase for factor, phrase in _beside_limits(trial, limits) if not factor <= 1), "")
+    return next((phrase for factor, phrase in _beside_limits(trial, limits, goal) if not factor <= 1), "")
 
 
-def distance(trial: Trial, limits: Limits) -> float:
+def distance(trial: Trial, limits: Limits, goal: Goal = "throughput") -> float:
     """How far a trial is from keeping the limits: the log of the largest factor that one is missed by; 0 for none."""
-    factors = [1.0, *(factor for factor, _ in _beside_limits(trial, limits))]
+    factors = [1.0, *(factor for factor, _ in _beside_limits(trial, limits, goal))]
     if limits.max_error is not None:
         factors.append(trial.accuracy.error / limits.max_error)
     return math.log(max(math.inf if math.isnan(factor) else factor for factor in factors))
 
 
-def _beside_limits(trial: Trial, limits: Limits) -> Iterator[tuple[float, str]]:
+def _beside_limits(trial: Trial, limits: Limits, goal: Goal) -> Iterator[tuple[float, str]]:
     """For each limit on time or memory: by which factor a trial is beyond it, up to 1 where it keeps it and NaN where
     that is not known, and what to say of it."""
     text, mib, peak = trial.generation or Generation(), 2**20, trial.peak_bytes
     if (most := limits.max_latency_ms) is not None:
-        yield trial.time_ms / most, f"{trial.time_ms:.3g} ms is above {most:g} ms"
+        took_ms, each = call_ms(goal, trial), " a text" if goal in ("ttft", "tpot") else ""
+        yield took_ms / most, f"{took_ms:.3g} ms{each} is above {most:g} ms"
     if (most := limits.max_memory_bytes) is not None and peak is None:
         yield math.nan, "its peak memory is not known"
     elif most is not None and peak is not None:
