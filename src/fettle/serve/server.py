@@ -24,8 +24,7 @@ from fettle.loop import stopped_by_interrupt
 from fettle.package.manifest import Package, open_package
 from fettle.package.requires import check_here
 from fettle.procs.limits import allow_open_files
-from fettle.serve.engine.host import gpus
-from fettle.serve.engine.metrics import Metrics
+from fettle.serve.engine.metrics import Metrics, gpus
 from fettle.serve.engine.refusal import Rejected
 from fettle.serve.engine.registry import DRAIN_S, Options, Registry
 from fettle.serve.engine.spans import Spans
@@ -106,19 +105,10 @@ class Server:
         await asyncio.to_thread(gpus)  # the first look at them takes seconds on some machines
         for package in packages:
             check_here(package.manifest.name, package.manifest.requires)
-        apps = [
-            App(
-                self.registry,
-                token=address.token,
-                limits=address.limits,
-                log_requests=address.log_requests,
-                spans=address.spans,
-            )
-        ]
-        ports = [address.port]
+        app = functools.partial(App, self.registry, limits=address.limits, log_requests=address.log_requests)
+        apps, ports = [app(token=address.token, spans=address.spans)], [address.port]
         if address.management_port is not None:
-            apps.append(App(self.registry, management=True, token=address.management_token, limits=address.limits,
-                            hosts=(address.host,), log_requests=address.log_requests))  # fmt: skip
+            apps.append(app(management=True, token=address.management_token, hosts=(address.host,)))
             ports.append(address.management_port)
         try:
             self._sockets = [_bind(address.host, port) for port in ports]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from fettle.serve.engine import host
+from fettle.serve.engine import metrics as room
 from fettle.serve.engine.metrics import Counts, Metrics, ModelMetrics, Tallies
 
 
@@ -83,7 +83,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
     held = SimpleNamespace(used=1 << 30, total=4 << 30)
     nvml = SimpleNamespace(nvmlDeviceGetMemoryInfo=lambda _: held, nvmlDeviceGetUtilizationRates=rates)
-    monkeypatch.setattr(host, "gpus", lambda: (nvml, [0, 1]))
+    monkeypatch.setattr(room, "gpus", lambda: (nvml, [0, 1]))
 
 
 def test_the_host_is_told_when_it_is_asked_for(two_gpus: None) -> None:

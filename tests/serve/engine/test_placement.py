@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from fettle.errors import UsageError
 from fettle.package.manifest import open_package
 from fettle.package.settings import ServeSettings
-from fettle.serve.engine.placement import cores_for, usable_cores
+from fettle.procs.limits import affinity
 from fettle.serve.engine.registry import Options
 from fettle.serve.engine.worker import Worker
+from fettle.serve.engine.worker_start import cores_for
 from tests.serving import running
 
 
@@ -39,7 +40,7 @@ def test_one_worker_a_device_before_any_gets_a_second():
     assert [Worker(pool, index, 1).device for index in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
 
 
-@pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores that processes can be bound to")
+@pytest.mark.skipif(len(affinity()) < 2, reason="needs two cores that processes can be bound to")
 def test_two_workers_run_on_cores_of_their_own(store):
     with running([open_package(store / "net-1")], Options(override={"workers": 2, "threads": 1})) as server:
         pids = [worker.pid for worker in server.registry.choose("net").pool.workers]

@@ -11,13 +11,13 @@ import psutil
 import pytest
 
 from fettle.package.manifest import open_package
-from fettle.serve.engine.placement import usable_cores
+from fettle.procs.limits import affinity
 from fettle.serve.engine.registry import Options
 from fettle.serve.engine.worker_link import WorkerLink
 from tests.serve.test_server import TOKEN, ask, asking, infer, manage
 from tests.serving import running, until
 
-CORES = len(usable_cores())
+CORES = len(affinity())
 two_cores = pytest.mark.skipif(CORES < 2, reason="needs two cores that processes can be bound to")
 
 
@@ -76,7 +76,7 @@ def test_batching_that_is_set_while_workers_start_stays(managed, monkeypatch):
     async def meanwhile(workers):
         pool.change(msgspec.structs.replace(pool.settings, delay_ms=7.0))
 
-    monkeypatch.setattr(pool, "start_all", meanwhile)
+    monkeypatch.setattr(pool, "start", meanwhile)
     managed.call(pool.scale(before, [worker.cores for worker in pool.workers]))
     assert (pool.settings.delay_ms, pool.settings.workers) == (7.0, before.workers)
 

@@ -39,8 +39,8 @@ class Pool:
         self.package, self.settings, self.metrics = package, settings, metrics
         self.specs, self.output_specs = package.manifest.inputs, package.manifest.outputs
         self.attribution_specs = [msgspec.structs.replace(spec, datatype="FP32") for spec in self.specs]
-        self.queue: BatchQueue[Request] = BatchQueue(self._batching(settings))
-        self.texts: BatchQueue[Request] = BatchQueue(_one_by_one(settings))
+        self.queue: BatchQueue = BatchQueue(self._batching(settings))
+        self.texts: BatchQueue = BatchQueue(_one_by_one(settings))
         """Requests for a text, in the order in which they came."""
         self._row_s = self.queue.settings.row_s(host_id())
         self.trust, self.explains = trust, explain
@@ -52,7 +52,8 @@ class Pool:
         """Workers that are started while the others serve."""
         self.spare = spare
         self.name = package.manifest.name
-        self._loop_kept: asyncio.AbstractEventLoop | None = None
+        self.loop = asyncio.get_running_loop()
+        """The one event loop that all of it runs in. Asking asyncio each time costs a system call in Python 3.11."""
         self.closing = False
         self.problem = ""
         """Why loading failed, where it did."""
@@ -65,23 +66,21 @@ class Pool:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Start the workers and wait until all are warm. Raises `Rejected` (503) with the reason where one cannot."""
-        try:
-            await self.start_all(self.workers)
-        except Rejected:
-            await self.close(0)
-            raise
-
-    async def start_all(self, workers: Sequence[Worker]) -> None:
-        """Start these, and wait until all are warm. Raises `Rejected` (503)."""
+    async def start(self, workers: Sequence[Worker]) -> None:
+        """Start these and wait until all are warm. Raises `Rejected` (503) with the reason where one cannot; then none
+        is left."""
         self.problem = ""
         try:
-            await asyncio.gather(*(worker.start() for worker in workers))
-        except OSError as error:  # no process to be had: memory, descriptors
-            self.problem = f"a worker cannot be started: {error.strerror}"
-        if self.closing or not all(worker.ready for worker in workers):
-            raise Rejected(503, self.problem or "a worker ended while loading")
+            try:
+                await asyncio.gather(*(worker.start() for worker in workers))
+            except OSError as error:  # no process to be had: memory, descriptors
+                self.problem = f"a worker cannot be started: {error.strerror}"
+            if self.closing or not all(worker.ready for worker in workers):
+                raise Rejected(503, self.problem or "a worker ended while loading")
+        except BaseException:
+            for worker in workers:
+                worker.close()
+            raise
 
     async def scale(self, settings: ServeSettings, cores: Sequence[Sequence[int]]) -> None:
         """Have the workers that `settings` ask for, each on its `cores`, without a failed request.
@@ -100,11 +99,7 @@ class Pool:
             else:
                 self.joining.append(Worker(self, index, threads, mine))
         try:
-            await self.start_all(self.joining)
-        except BaseException:
-            for worker in self.joining:
-                worker.close()
-            raise
+            await self.start(self.joining)
         finally:
             joined, self.joining = self.joining, []
         left = [worker for worker in self.workers if worker not in kept]
@@ -118,13 +113,6 @@ class Pool:
         """One that left has answered its last batch."""
         worker.close()
         self.workers.remove(worker)
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The one event loop that all of it runs in. Asking asyncio each time costs a system call in Python 3.11."""
-        if self._loop_kept is None:
-            self._loop_kept = asyncio.get_running_loop()
-        return self._loop_kept
 
     @property
     def ready(self) -> bool:
@@ -208,7 +196,7 @@ class Pool:
         else:
             any(worker.cancel(request) for worker in self.workers)
 
-    def _queue_of(self, request: Request) -> BatchQueue[Request]:
+    def _queue_of(self, request: Request) -> BatchQueue:
         return self.queue if request.piece is None else self.texts
 
     @property
@@ -277,7 +265,7 @@ class Pool:
                 if batch is not None:
                     worker.follow(batch)
 
-    def without_gone(self, batch: Batch[Request]) -> Batch[Request] | None:
+    def without_gone(self, batch: Batch) -> Batch | None:
         """What of a batch somebody waits for still. Asked when it is sent: later it cannot be called back."""
         kept = [item for item in batch.items if not (item.answer.done() or (item.gone is not None and item.gone()))]
         if len(kept) == len(batch.items):
@@ -299,7 +287,7 @@ class Pool:
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    def finished(self, batch: Batch[Request], sent: float, done: wire.Done, body: memoryview) -> None:
+    def finished(self, batch: Batch, sent: float, done: wire.Done, body: memoryview) -> None:
         """A worker has done its batch: to each request its part of what came back."""
         now = time.perf_counter()
         first = batch.items[0]
@@ -353,14 +341,14 @@ class Pool:
         if not request.answer.done():
             request.answer.set_result(answer)
 
-    def returned(self, batch: Batch[Request]) -> None:
+    def returned(self, batch: Batch) -> None:
         """A worker ended before it began with these: they wait once more."""
         for request in batch.items:
             if not request.answer.done():
                 self._wait_again(request)
         self.plan_pump()
 
-    def failed(self, batch: Batch[Request], why: Rejected) -> None:
+    def failed(self, batch: Batch, why: Rejected) -> None:
         """A call failed. Those of a batch of several go again, each alone: one bad request fails only itself."""
         for request in batch.items:
             if request.answer.done():

@@ -10,13 +10,13 @@ TOO_LONG = "context_length_exceeded"
 class Refusal(Exception):
     """A request is not served. Whoever finds out raises it; one place makes an answer of it."""
 
-    param: str | None = None
-    code: str | None = None
-    """The parameter that is wrong, and why in one word, where OpenAI's protocol has them."""
-
-    def __init__(self, status: int, reason: str, headers: Headers = ()) -> None:
+    def __init__(
+        self, status: int, reason: str, headers: Headers = (), *, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(reason)
         self.status, self.reason, self.headers = status, reason, headers
+        self.param, self.code = param, code
+        """The parameter that is wrong, and why in one word, where OpenAI's protocol has them."""
 
 
 class Rejected(Refusal):
@@ -24,15 +24,14 @@ class Rejected(Refusal):
 
     def __init__(self, status: int, reason: str, retry_s: float = 0.0, code: str | None = None) -> None:
         headers = ((b"retry-after", str(max(1, round(retry_s))).encode()),) if retry_s else ()
-        super().__init__(status, reason, headers)
-        self.code = code
+        super().__init__(status, reason, headers, code=code)
 
 
 class Malformed(Refusal):
     """The request is not one, or not one for this model."""
 
-    def __init__(self, reason: str, status: int = 400) -> None:
-        super().__init__(status, reason)
+    def __init__(self, reason: str, status: int = 400, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(status, reason, param=param, code=code)
 
 
 class NoSuchPath(Refusal):

@@ -14,16 +14,15 @@ import msgspec
 
 from fettle.errors import UsageError
 from fettle.package.host import cores
-from fettle.package.manifest import Package
+from fettle.package.manifest import MANIFEST, Package, check_name, open_package, read_manifest
 from fettle.package.requires import check_here
 from fettle.package.settings import ServeSettings, settings_from
+from fettle.procs.limits import affinity
 from fettle.serve.engine.metrics import Metrics, ModelMetrics
-from fettle.serve.engine.placement import cores_for, usable_cores
 from fettle.serve.engine.pool import Pool
 from fettle.serve.engine.refusal import Rejected
 from fettle.serve.engine.state_file import Remembered, StateFile
-from fettle.serve.engine.store import find_package, in_order
-from fettle.serve.engine.worker_start import Spare
+from fettle.serve.engine.worker_start import Spare, cores_for
 
 log = logging.getLogger("fettle.serve")
 DRAIN_S = 30.0
@@ -109,14 +108,14 @@ class Registry:
             old = model.versions.get(number)
             pool = Pool(
                 package, settings, metrics,
-                cores=cores_for(settings.workers, settings.threads, usable_cores(), self._taken(apart=old)),
+                cores=cores_for(settings.workers, settings.threads, sorted(affinity()), self._taken(apart=old)),
                 trust=digest if digest in self.options.trust else "",
                 explain=self.options.explain, spare=self.options.spare,
             )  # fmt: skip
             version = Version(package, pool, metrics)
             self._unserved[name, number] = version
             try:
-                await pool.start()
+                await pool.start(pool.workers)
             except Rejected as error:
                 version.state, version.reason = "UNAVAILABLE", error.reason
                 raise
@@ -169,7 +168,7 @@ class Registry:
         """What so many workers of a version would be set to, and their cores. Raises `Rejected` for too many."""
         version = self.find_version(name, number)
         pool = version.pool
-        taken, usable = self._taken(apart=version), usable_cores()
+        taken, usable = self._taken(apart=version), sorted(affinity())
         # Its own cores first: workers that stay where they are need not start again.
         free = [core for core in dict.fromkeys([*sorted(pool.cores), *usable]) if core not in taken]
         need, there = workers * (pool.settings.threads or 1), len(free) if usable else cores()
@@ -182,14 +181,11 @@ class Registry:
         self, name: str, number: str | None = None, changed: Mapping[str, Any] | None = None
     ) -> Version:
         """Load a package from the store by its name: never from a path or an address that a client gives."""
-        package = await asyncio.to_thread(self.find, name, number)  # it reads every byte of it, while others are served
-        return await self.load(package, changed)
-
-    def find(self, name: str, number: str | None = None) -> Package:
-        """The package of that name in the store; the highest version where none is given."""
         if self.options.store is None:
             raise Rejected(403, "this server loads nothing while it runs: it has no store")
-        return find_package(self.options.store, name, number)
+        # It reads every byte of it, while others are served.
+        package = await asyncio.to_thread(find_package, self.options.store, name, number)
+        return await self.load(package, changed)
 
     def change(self, name: str, wanted: Mapping[str, Any]) -> None:
         """Set a model's default, weights, shadow, or batching. Raises `Rejected` (400); then nothing has changed."""
@@ -324,6 +320,39 @@ class Registry:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._later.add(task)
         task.add_done_callback(self._later.discard)
+
+
+def find_package(store: Path, name: str, number: str | None = None) -> Package:
+    """The package of that name in a folder of packages; the highest sound version where none is given. Raises
+    `Rejected` (400, 404).
+
+    Of the others nothing is read but what they say they are: a store may hold hundreds of gigabytes.
+    """
+    try:
+        check_name(name, number or "1")
+    except UsageError as error:
+        raise Rejected(400, str(error)) from None
+    found: list[tuple[str, Path]] = []
+    for path in sorted(store.iterdir()):
+        if (path / MANIFEST).is_file() or path.suffix == ".zip":
+            try:
+                said = read_manifest(path)
+            except UsageError as error:
+                log.warning("the store: %s", error)
+                continue
+            if said.name == name and number in (None, said.version):
+                found.append((said.version, path))
+    for _, path in sorted(found, key=lambda pair: in_order(pair[0]), reverse=True):
+        try:
+            return open_package(path)
+        except UsageError as error:
+            log.warning("the store: %s", error)
+    raise Rejected(404, f"the store has no model {name}" + (f" version {number}" if number else ""))
+
+
+def in_order(version: str) -> tuple[tuple[int, int | str], ...]:
+    """Versions in the order that people mean: 1.10 after 1.9."""
+    return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in version.replace("-", ".").split("."))
 
 
 def _with_batching(settings: ServeSettings, wanted: Any) -> ServeSettings:

@@ -42,8 +42,8 @@ class Worker:
         self.ready = False
         self.leaving = False
         """Whether it takes no more batches and ends after the one that it has."""
-        self.batch: Batch[Request] | None = None
-        self.following: Batch[Request] | None = None
+        self.batch: Batch | None = None
+        self.following: Batch | None = None
         """What it goes on with after `batch`, without waiting for us in between."""
         self.texts: dict[int, Request] = {}
         """What it writes now, by their numbers; other batches are answered between two tokens of them."""
@@ -83,9 +83,9 @@ class Worker:
         process = self._process = WorkerLink(self._on_message, self._on_lost)
         self._loaded = pool.loop.create_future()
         self.started_at = time.time()
+        self._wait(START_S)  # before it may be closed, which ends the wait
         spare = pool.spare.take(self.threads) if pool.spare is not None else None
         await process.start(spare or spawn(self.threads))
-        self._wait(START_S)
         sizes = sorted({pool.queue.settings.call_rows(rows) for rows in range(1, settings.max_rows + 1)})
         process.write(wire.Load(
             str(pool.package.folder), sizes, self.threads, self.cores, pool.trust, self.device, pool.explains,
@@ -130,14 +130,14 @@ class Worker:
         number = self.pool.next_id()
         request.sent_s = now
         self.texts[number] = request
-        self._write(wire.Generate(number), [request.body or b""])
+        self._send(wire.Generate(number), [request.body or b""])
 
     def cancel(self, text: Request) -> bool:
         """Give up a text that nobody waits for any more; its place is free at once. False where it has none such."""
         for number, request in self.texts.items():
             if request is text:
                 del self.texts[number]
-                self._write(wire.Cancel(number))
+                self._send(wire.Cancel(number))
                 self._text_ended()
                 return True
         return False
@@ -148,16 +148,18 @@ class Worker:
         if self._again is not None:
             self._again.cancel()
 
-    def run(self, batch: Batch[Request], now: float) -> None:
-        self._begin(batch, now)
-        self._call = self._send(*self._message(batch))
+    def run(self, batch: Batch, now: float, call: int = 0) -> None:
+        """Work on this batch, which was sent already where it has the number of a `call`."""
+        self.batch, self.began = batch, now
+        self._wait(self.pool.settings.timeout_ms / 1e3)
+        self._call = call or self._send(*self._message(batch))
 
     @property
     def may_follow(self) -> bool:
         """Whether it can be given what it goes on with after the batch that it has."""
         return self.batch is not None and self.following is None and self.ready and self._took_s < AHEAD_S
 
-    def follow(self, batch: Batch[Request]) -> None:
+    def follow(self, batch: Batch) -> None:
         """Go on with this batch. It is sent now where the worker need not look at it before, and it finds its place."""
         assert self.batch is not None
         self.following, self._next_call = batch, 0
@@ -165,23 +167,17 @@ class Worker:
         if sum(len(body) for body in bodies) < wire.SHARED_FROM:
             self._next_call = self._send(header, bodies)
 
-    def _begin(self, batch: Batch[Request], now: float) -> None:
-        self.batch, self.began = batch, now
-        self._wait(self.pool.settings.timeout_ms / 1e3)
-
     def _go_on(self, now: float) -> None:
         """With what follows, if there is anything."""
         batch, self.batch, self.following = self.following, None, None
         if batch is not None and not self._next_call:
             batch = self.pool.without_gone(batch)
-        if batch is None:
-            if not self.texts:
-                self._rest()
-            return
-        self._begin(batch, now)
-        self._call = self._next_call or self._send(*self._message(batch))
+        if batch is not None:
+            self.run(batch, now, self._next_call)
+        elif not self.texts:
+            self._rest()
 
-    def _message(self, batch: Batch[Request]) -> tuple[wire.ToWorker, list[Any]]:
+    def _message(self, batch: Batch) -> tuple[wire.ToWorker, list[Any]]:
         """What a batch is for the worker, under a number of its own."""
         call, items, first = self.pool.next_id(), batch.items, batch.items[0]
         if first.body is not None:
@@ -191,13 +187,11 @@ class Worker:
         shapes = [[array.shape for array in item.arrays] for item in items]
         return wire.Run(call, batch.size, shapes, first.target if first.explain else None), bodies
 
-    def _send(self, header: Any, bodies: Sequence[Any]) -> int:
-        self._write(header, bodies)
-        return int(header.id)
-
-    def _write(self, header: wire.ToWorker, bodies: Sequence[Any] = ()) -> None:
+    def _send(self, header: Any, bodies: Sequence[Any] = ()) -> int:
+        """Say this to it; the number of what was said."""
         assert self._process is not None
         self._process.write(header, bodies)
+        return int(header.id)
 
     # -- what it says ------------------------------------------------------------------------------------------------
 
@@ -302,7 +296,7 @@ class Worker:
             log.warning("worker %d of %s does not answer: replaced", self.index, self.pool.name)
             self._on_lost("hung")
         else:
-            self._write(wire.Ping(0))
+            self._send(wire.Ping(0))
             self._wait(PING_S)
 
     def _on_lost(self, why: str) -> None:

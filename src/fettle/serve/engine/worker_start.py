@@ -10,9 +10,9 @@ import mmap
 import os
 import socket
 import tomllib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fettle.procs.process import Process
 
@@ -109,15 +109,21 @@ def threads_each(threads: int, workers: int) -> int:
 
 def likely_threads(package: Path, threads: int | None, workers: int | None) -> int:
     """What `threads_each` will be for this package, before anybody has checked it: a guess, as good as the file."""
-    configuration: dict[str, Any] = {}
     try:
-        with (package / "serve.toml").open("rb") as file:
-            configuration = tomllib.load(file)
-    except (OSError, ValueError):
-        pass  # whatever is wrong with it is said when it is opened
+        said = tomllib.loads((package / "serve.toml").read_text("utf-8"))
+        return max(1, threads_each(int(threads or said.get("threads", 0)), int(workers or said.get("workers", 1))))
+    except (OSError, ValueError, TypeError, ZeroDivisionError):  # what is wrong with it is said when it is opened
+        return threads_each(threads or 0, workers or 1)
 
-    def number(configured: int | None, name: str, otherwise: int) -> int:
-        value = configured if configured is not None else configuration.get(name, otherwise)
-        return value if isinstance(value, int) and 0 <= value < 4096 else otherwise
 
-    return threads_each(number(threads, "threads", 0), max(1, number(workers, "workers", 1)))
+def cores_for(workers: int, threads: int, usable: Sequence[int], taken: Collection[int]) -> list[list[int]]:
+    """Cores for each of `workers`, `threads` apiece (0: as many as there are for all), beside those `taken`: no two
+    get the same one. Of the `usable` there are none where the system does not let processes be bound.
+
+    Empty where there are not enough for that, or only one worker: then none is bound and the system schedules them.
+    """
+    free = [core for core in usable if core not in taken]
+    each = threads or len(free) // workers
+    if workers < 2 or each < 1 or each * workers > len(free):
+        return []
+    return [free[each * index : each * (index + 1)] for index in range(workers)]

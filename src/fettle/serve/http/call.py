@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
@@ -115,7 +114,13 @@ def path_parts(target: bytes) -> tuple[str, ...]:
 
     Raises `NoSuchPath` where it is too long, `Malformed` where it is not one.
     """
-    return _parts(_cut(target)[0])
+    path = _cut(target)[0].decode("latin-1")
+    parts = [unquote(part) for part in path.split("/")[1:]]
+    if parts and parts[-1] == "":
+        parts.pop()
+    if len(parts) > MAX_PARTS or any(len(part) > MAX_PART for part in parts):
+        raise NoSuchPath
+    return tuple(parts)
 
 
 def _cut(target: bytes) -> tuple[bytes, bytes]:
@@ -127,16 +132,3 @@ def _cut(target: bytes) -> tuple[bytes, bytes]:
     except HttpParserInvalidURLError:
         raise Malformed("the path is not valid") from None
     return url.path or b"", url.query or b""
-
-
-@lru_cache(maxsize=256)
-def _parts(raw: bytes) -> tuple[str, ...]:
-    path = raw.decode("latin-1")
-    parts = path.split("/")[1:]
-    if parts and parts[-1] == "":
-        parts.pop()
-    if "%" in path:
-        parts = [unquote(part) for part in parts]
-    if len(parts) > MAX_PARTS or any(len(part) > MAX_PART for part in parts):
-        raise NoSuchPath
-    return tuple(parts)

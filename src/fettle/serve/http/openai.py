@@ -102,14 +102,6 @@ class Chat(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
 _Body = TypeVar("_Body", Completions, Chat)
 
 
-class BadRequest(Malformed):
-    """A request that the protocol does not allow, and the parameter that is wrong."""
-
-    def __init__(self, reason: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
-        super().__init__(reason, status)
-        self.param, self.code = param, code
-
-
 async def answer(call: Call) -> Reply | None:
     """``POST /v1/completions``, ``POST /v1/chat/completions``, ``GET /v1/models`` and ``/v1/models/NAME``."""
     match call.method, call.parts:
@@ -124,7 +116,9 @@ async def answer(call: Call) -> Reply | None:
             model = call.registry.models.get(name)
             row = None if model is None else _model(name, model.versions.values())
             if row is None:
-                raise BadRequest(f"no model that writes texts is called {name}", "model", 404, "model_not_found")
+                raise Malformed(
+                    f"no model that writes texts is called {name}", 404, param="model", code="model_not_found"
+                )
             return json_reply(row)
     return None
 
@@ -143,7 +137,7 @@ async def _read(call: Call, kind: type[_Body]) -> _Body:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         reason = str(error)[:300]
         param = reason.partition("`$.")[2].partition("`")[0] or reason.partition("field `")[2].partition("`")[0] or None
-        raise BadRequest(f"this request cannot be answered: {reason}", param) from None
+        raise Malformed(f"this request cannot be answered: {reason}", param=param) from None
 
 
 def _version(call: Call, name: str) -> Version:
@@ -152,7 +146,7 @@ def _version(call: Call, name: str) -> Version:
     except Refusal as refusal:
         if refusal.status != 404:
             raise
-        raise BadRequest(refusal.reason, "model", 404, "model_not_found") from None
+        raise Malformed(refusal.reason, 404, param="model", code="model_not_found") from None
 
 
 def _sampling(wanted: _Common, logprobs: int | None, most: int | None) -> Sampling:
@@ -171,7 +165,7 @@ def _sampling(wanted: _Common, logprobs: int | None, most: int | None) -> Sampli
     try:
         return msgspec.convert(fields, Sampling)
     except msgspec.ValidationError as error:
-        raise BadRequest(str(error), "stop") from None
+        raise Malformed(str(error), param="stop") from None
 
 
 async def _completions(call: Call) -> Reply:
@@ -188,10 +182,10 @@ def _prompts(prompts: Any) -> list[Ask]:
         return [Ask(text=prompts)]
     kinds = {type(one) for one in prompts}
     if len(kinds) > 1:
-        raise BadRequest("a prompt is a text, its tokens, or several of either", "prompt")
+        raise Malformed("a prompt is a text, its tokens, or several of either", param="prompt")
     if kinds == {int}:
         if min(prompts) < 0:
-            raise BadRequest("tokens are 0 or more", "prompt")
+            raise Malformed("tokens are 0 or more", param="prompt")
         return [Ask(tokens=prompts)]
     return [Ask(text=one) if isinstance(one, str) else Ask(tokens=one) for one in prompts]
 
@@ -200,11 +194,11 @@ async def _chat(call: Call) -> Reply:
     wanted = await _read(call, Chat)
     version = _version(call, wanted.model)
     if wanted.response_format is not None and wanted.response_format.type != "text":
-        raise BadRequest("response_format is text", "response_format")
+        raise Malformed("response_format is text", param="response_format")
     if wanted.tools:
-        raise BadRequest("no model here calls tools: leave tools out", "tools")
+        raise Malformed("no model here calls tools: leave tools out", param="tools")
     if wanted.top_logprobs is not None and not wanted.logprobs:
-        raise BadRequest("top_logprobs needs logprobs", "top_logprobs")
+        raise Malformed("top_logprobs needs logprobs", param="top_logprobs")
     logprobs = (wanted.top_logprobs or 0) if wanted.logprobs else None
     sampling = _sampling(wanted, logprobs, wanted.max_completion_tokens or wanted.max_tokens)
     messages = tuple(map(_message, wanted.messages))
@@ -219,10 +213,10 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     content = message["content"]
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise BadRequest("the parts of a message are texts", "messages")
+            raise Malformed("the parts of a message are texts", param="messages")
         content = "".join(part["text"] for part in content)
     if not isinstance(message.get("role"), str) or not isinstance(content, str):
-        raise BadRequest("a message has a role and a content, as text", "messages")
+        raise Malformed("a message has a role and a content, as text", param="messages")
     return {**message, "role": "system" if message["role"] == "developer" else message["role"], "content": content}
 
 
@@ -232,7 +226,7 @@ class _Answer:
     def __init__(self, call: Call, version: Version, wanted: _Common, asks: Sequence[Ask], *, chat: bool) -> None:
         count = wanted.n or 1
         if len(asks) * count > MAX_CHOICES:
-            raise BadRequest(f"a request has at most {MAX_CHOICES} answers", "n")
+            raise Malformed(f"a request has at most {MAX_CHOICES} answers", param="n")
         self.wanted, self.chat, self.count = wanted, chat, count
         self.logprobs = asks[0].sampling.logprobs is not None
         self.writings: list[Writing] = []

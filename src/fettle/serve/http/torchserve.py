@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
+from email.message import Message
+from email.parser import BytesHeaderParser
 from typing import Any
 
 from fettle.package.handlers.asking import Ask
@@ -13,12 +15,14 @@ from fettle.serve.engine.refusal import Malformed, NoSuchPath, Rejected
 from fettle.serve.engine.registry import Registry, Version
 from fettle.serve.engine.request import Request
 from fettle.serve.http.call import Call
-from fettle.serve.http.form import read_field
 from fettle.serve.http.generation import generates, read_prompt, whole_text
 from fettle.serve.http.openapi import OBJECT, operation
 from fettle.serve.http.reply import Reply, json_reply
 
 log = logging.getLogger("fettle.serve")
+MAX_PARTS = 64
+MAX_HEAD = 8 << 10
+"""Parts of a form, and bytes of one part's headers."""
 
 
 async def predict(call: Call) -> Reply | None:
@@ -46,6 +50,34 @@ async def predict(call: Call) -> Reply | None:
     request = Request(1, "body", body=body, kind=kind, gone=call.gone, explain=explain)
     answer = await version.pool.submit(request)
     return Reply(200, answer.body, answer.kind.encode("latin-1"), answer=answer)
+
+
+def read_field(body: bytes, kind: str, names: Collection[str]) -> bytes:
+    """The first field of a multipart form (RFC 7578) that has one of these names, as ``curl -F data=@file`` sends it.
+    `kind` is the form's content type. Raises `Malformed`.
+
+    The library's parser reads a message line by line: a picture of 64 MB would stop the event loop for seconds.
+    """
+    message = Message()
+    message["content-type"] = kind
+    boundary = message.get_boundary()
+    if not boundary:
+        raise Malformed("the form's content type names no boundary")
+    parts = (b"\r\n" + body).split(b"\r\n--" + boundary.encode("latin-1", "replace"), MAX_PARTS + 1)
+    if len(parts) > MAX_PARTS + 1:
+        raise Malformed("the form has too many parts")
+    for part in parts[1:]:
+        if part.startswith(b"--"):
+            break
+        end = part.find(b"\r\n\r\n", 0, MAX_HEAD)
+        if end < 0:
+            raise Malformed("a part of the form has no headers, or too many")
+        headers = BytesHeaderParser().parsebytes(part[: end + 2].lstrip())
+        if headers.get_param("name", header="content-disposition") in names:
+            if str(headers.get("content-transfer-encoding", "binary")).lower() not in ("binary", "8bit", "7bit"):
+                raise Malformed("the field's Content-Transfer-Encoding is not supported", 415)
+            return part[end + 4 :]
+    raise Malformed(f"the form has no field {' or '.join(names)}")
 
 
 def _plain_text(body: bytes) -> str:
