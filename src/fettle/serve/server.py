@@ -13,7 +13,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -182,7 +182,9 @@ class Server:
             sock.close()
 
 
-async def serve(address: Address, options: Options, packages: Sequence[Package], started: Any = None) -> None:
+async def serve(
+    address: Address, options: Options, packages: Sequence[Package], started: Callable[[Server], None]
+) -> None:
     """Serve until Ctrl-C or SIGTERM; then drain and end. `started(server)` is called once all is ready."""
     allow_open_files()
     server = Server(address, options, [package.settings.limit_ms / 1e3 for package in packages])
@@ -198,8 +200,7 @@ async def serve(address: Address, options: Options, packages: Sequence[Package],
     try:
         await starting
         gc.freeze()  # what starting made stays: no collection needs to look at it again
-        if started is not None:
-            started(server)
+        started(server)
         await stopping
     finally:
         stopping.cancel()

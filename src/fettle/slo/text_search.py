@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -297,15 +297,12 @@ def explain(result: TextSearch) -> list[str]:
             alone = min(seconds for costs in result.costs.values() for cell, seconds in costs.writing if cell.rows == 1)
             notes.append(f"a token of one text alone takes {alone * 1e3:.4g} ms")
         return notes
-    by_setting = {point.setting: point for point in result.points}
     for name, change in (("rows", "texts at once"), ("chunk", "tokens of prompts a step")):
         own = getattr(best.setting, name)
         near = sorted(
-            (getattr(s, name), point.predicted)
-            for s, point in by_setting.items()
-            if s.threads == best.setting.threads
-            if s.rows == best.setting.rows or name == "rows"
-            if s.chunk == best.setting.chunk or name == "chunk"
+            (getattr(point.setting, name), point.predicted)
+            for point in result.points
+            if replace(point.setting, **{name: own}) == best.setting
         )
         less = [value for size, value in near if size < own][-1:]
         more = [value for size, value in near if size > own][:1]
@@ -321,12 +318,11 @@ def explain(result: TextSearch) -> list[str]:
 
 def texts_data(result: TextSearch, *, name: str, target: str, machine: str, written: str = "") -> dict[str, Any]:
     """The search as plain data."""
-    shown = [point for point in result.points if point is result.best]
     data: dict[str, Any] = plain({
         "kind": "texts", "name": name, "target": target, "machine": machine, "written": written,
         "ttft_limit_ms": result.limits.ttft_s * 1e3, "itl_limit_ms": result.limits.itl_s * 1e3,
         "rate": result.rate, "headroom": result.headroom, "met": result.met, "interrupted": result.interrupted,
-        "best": result.points.index(shown[0]) if shown else None, "scale": list(result.scale.values()),
+        "best": result.points.index(result.best) if result.best is not None else None, "scale": list(result.scale.values()),
         "prompt_tokens": _lengths(result.prompts), "output_tokens": _lengths(result.outputs),
         "points": [{
             "setting": str(point.setting), "max_rows": point.setting.rows, "prefill_tokens": point.setting.chunk,

@@ -104,9 +104,10 @@ class BatchQueue:
         chosen: _Group | None = None
         oldest = math.inf
         for group in self._groups.values():
-            head = _head(group)
-            if head.arrival_s < oldest and self._is_ready(group, head, now_s):
-                chosen, oldest = group, head.arrival_s
+            arrival_s = _head(group).arrival_s
+            is_over = self._delay_s <= 0 or now_s >= arrival_s + self._delay_s
+            if arrival_s < oldest and (is_over or group.rows >= self.settings.max_rows):
+                chosen, oldest = group, arrival_s
         return None if chosen is None else self._taken(chosen)
 
     @property
@@ -145,10 +146,6 @@ class BatchQueue:
     def gains_by_waiting(self) -> bool:
         """Whether some wait, and their batch has room for more."""
         return 0 < self.rows < self.settings.max_rows
-
-    def _is_ready(self, group: _Group, head: Request, now_s: float) -> bool:
-        delay_s = self._delay_s
-        return delay_s <= 0 or group.rows >= self.settings.max_rows or now_s >= head.arrival_s + delay_s
 
     def _taken(self, group: _Group) -> Batch:
         most = self.settings.max_rows

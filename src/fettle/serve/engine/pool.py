@@ -318,15 +318,14 @@ class Pool:
 
     def on_piece(self, request: Request, piece: memoryview, rows: int, *, last: bool) -> None:
         """A worker wrote the next piece of a text, one of `rows`."""
-        now, body = time.perf_counter(), bytes(piece)
+        now = time.perf_counter()
         self.metrics.piece(now - (request.last_piece_s or request.arrival_s), first=not request.pieces)
         request.pieces += 1
         request.last_piece_s = now
         if request.piece is not None and not request.answer.done():
-            request.piece(body)
+            request.piece(bytes(piece))
         if last:
-            answer = Answer(body=body, kind="application/json", model_s=now - request.sent_s)
-            self._give(request, answer, request.sent_s, rows, now)
+            self._give(request, Answer(model_s=now - request.sent_s), request.sent_s, rows, now)
 
     def wrote(self, message: wire.Wrote) -> None:
         """A worker says what its texts cost."""

@@ -102,7 +102,7 @@ class Registry:
             raise Rejected(400, str(error)) from None
         async with self._lock:
             settings = self._settings(package, changed)
-            metrics = ModelMetrics(self.metrics, name, number)
+            metrics = self.metrics.of(name, number)
             digest = package.handler_digest or ""
             model = self.models.get(name) or Model()
             old = model.versions.get(number)
@@ -222,7 +222,8 @@ class Registry:
         """The version that answers. `sticky` (a request or session id) always goes the same way among weights."""
         model = self._model(name)
         if number is None:
-            number = _weighted(model.weights, sticky) if model.weights else model.default
+            draw = random.Random(sticky).choices if sticky else random.choices
+            number = draw(list(model.weights), list(model.weights.values()))[0] if model.weights else model.default
         version = model.versions.get(number)
         if version is None:
             raise Rejected(404, f"the model {name} has no version {number[:80]}")
@@ -378,8 +379,3 @@ def _changed(settings: ServeSettings, at_start: ServeSettings) -> dict[str, Any]
     """What was set otherwise while running."""
     before = msgspec.to_builtins(at_start)
     return {key: value for key, value in msgspec.to_builtins(settings).items() if value != before[key]}
-
-
-def _weighted(weights: Mapping[str, float], sticky: str) -> str:
-    draw = random.Random(sticky).choices if sticky else random.choices
-    return draw(list(weights), list(weights.values()))[0]

@@ -66,9 +66,7 @@ class Writing:
         body = msgspec.json.encode(ask)
         if len(body) > _most_bytes(version):  # before a copy of it waits for each of several answers
             raise Rejected(400, "the prompt is longer than this model takes", code=TOO_LONG)
-        self._request = Request(
-            1, "text", body=body, kind="application/json", gone=call.gone, piece=self._came.put_nowait
-        )
+        self._request = Request(1, "text", body=body, gone=call.gone, piece=self._came.put_nowait)
         self.answer = self._pool.submit(self._request)
         self.answer.add_done_callback(lambda _: self._came.put_nowait(None))
         self._first: bytes | None = None

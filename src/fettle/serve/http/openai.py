@@ -110,25 +110,23 @@ async def answer(call: Call) -> Reply | None:
         case "POST", ["v1", "chat", "completions"]:
             return await _chat(call)
         case "GET", ["v1", "models"]:
-            listing = [_model(name, model.versions.values()) for name, model in sorted(call.registry.models.items())]
-            return json_reply({"object": "list", "data": [row for row in listing if row is not None]})
+            return json_reply({"object": "list", "data": list(_models(call.registry).values())})
         case "GET", ["v1", "models", name]:
-            model = call.registry.models.get(name)
-            row = None if model is None else _model(name, model.versions.values())
-            if row is None:
-                raise Malformed(
-                    f"no model that writes texts is called {name}", 404, param="model", code="model_not_found"
-                )
-            return json_reply(row)
+            reason, models = f"no model that writes texts is called {name}", _models(call.registry)
+            if name not in models:
+                raise Malformed(reason, 404, param="model", code="model_not_found")
+            return json_reply(models[name])
     return None
 
 
-def _model(name: str, versions: Any) -> dict[str, Any] | None:
-    generating = [version for version in versions if generates(version)]
-    if not generating:
-        return None
-    began = int(min(worker.started_at for version in generating for worker in version.pool.workers))
-    return {"id": name, "object": "model", "created": began, "owned_by": "fettle"}
+def _models(registry: Registry) -> dict[str, dict[str, Any]]:
+    """What is said of the models that write texts, by name."""
+    models = {}
+    for name, model in sorted(registry.models.items()):
+        if generating := [version for version in model.versions.values() if generates(version)]:
+            began = int(min(worker.started_at for version in generating for worker in version.pool.workers))
+            models[name] = {"id": name, "object": "model", "created": began, "owned_by": "fettle"}
+    return models
 
 
 async def _read(call: Call, kind: type[_Body]) -> _Body:
