@@ -37,9 +37,9 @@ REQUESTS, LONGEST_S = 1000, 60.0
 """A load test has so many requests at least, or takes so long."""
 
 
-def test_s(rate: float, seconds: float) -> float:
+def test_s(rate: float, seconds: float, requests: int = REQUESTS) -> float:
     """Seconds of a load test at a rate: `seconds` at least, and as long as a 99th percentile needs."""
-    return min(LONGEST_S, max(seconds, REQUESTS / rate))
+    return min(LONGEST_S, max(seconds, requests / rate))
 
 
 async def bracket(

@@ -33,13 +33,13 @@ from fettle.package.settings import ServeSettings, powers
 from fettle.slo.calibrate import Stopped
 from fettle.slo.kept import Tested, open_journal, package_key
 from fettle.slo.points import Failure, Outcome, Proven
-from fettle.slo.proof import bracket, loaded
+from fettle.slo.proof import bracket, loaded, test_s
 from fettle.slo.server_process import ServerFailure, ServerProcess
 from fettle.slo.text_costs import CHUNKS, TextCosts, calibrate_texts
 from fettle.slo.text_simulation import Tables, simulate_texts, text_capacity
 
-TEXTS, LONGEST_S, PATIENCE_S = 200, 60.0, 60.0
-"""A load test has so many texts at least, or takes so long; and so long it waits for what is still being written."""
+TEXTS, PATIENCE_S = 200, 60.0
+"""A load test has so many texts at least, where it is not too long; and so long it waits for what is being written."""
 OFF, BEHIND = 1.1, 0.95
 """Costs that are off by more than this factor are corrected; a setting that is expected to serve less than this share
 of what another has shown is not tested."""
@@ -242,23 +242,23 @@ class _Search:
         lengths = hashlib.sha256(np.array([result.prompts, result.outputs]).tobytes()).hexdigest()[:12]
         about = f"{result.limits.ttft_s:g}s {result.limits.itl_s:g}s {lengths}"
 
-        def seconds(rate: float) -> float:
-            return min(LONGEST_S, max(self.seconds, TEXTS / rate))
+        def key(rate: float) -> str:
+            seconds = test_s(rate, self.seconds, TEXTS)
+            return f"test {package_key(self.package)} {setting} {rate:.6g}/s {seconds:.6g}s {about}"
 
         def on_test(rate: float) -> None:
             self._check()
             self.on_progress(f"{rate:.4g} texts/s on {setting}")
 
         await bracket(
-            point, result, self.journal, point.predicted, to_beat, near=bool(to_beat), on_test=on_test,
-            key=lambda rate: f"test {package_key(self.package)} {setting} {rate:.6g}/s {seconds(rate):.6g}s {about}",
+            point, result, self.journal, point.predicted, to_beat, near=bool(to_beat), on_test=on_test, key=key,
             start=lambda: ServerProcess.start(self.package, settings),
-            test=lambda served, rate: self._test(served, setting, rate, seconds(rate)),
+            test=lambda served, rate: self._test(served, setting, rate),
         )  # fmt: skip
 
-    async def _test(self, served: ServerProcess, setting: TextSetting, rate: float, seconds: float) -> Tested:
+    async def _test(self, served: ServerProcess, setting: TextSetting, rate: float) -> Tested:
         result = self.result
-        due = poisson(rate, seconds)
+        due = poisson(rate, test_s(rate, self.seconds, TEXTS))
         requests = text_requests(served.url, self.lines, model=self.package.manifest.name)
         run = await loaded(served, requests, due, limits=result.limits, patience_s=PATIENCE_S, stop=self.stop)
         inside = await served.stats()

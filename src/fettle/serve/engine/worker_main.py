@@ -48,8 +48,7 @@ def main() -> None:
             importlib.import_module(name)  # what any package needs, while the server is still busy with its own start
     with contextlib.suppress(ConnectionError, EOFError):
         load, _ = receive(link)
-        if not isinstance(load, wire.Load):
-            raise SystemExit("the first message must say what to load")
+        assert isinstance(load, wire.Load)
         if load.cores and hasattr(os, "sched_setaffinity"):
             with contextlib.suppress(OSError):  # cores that are not ours: run where we may
                 os.sched_setaffinity(0, load.cores)
@@ -113,13 +112,12 @@ class _Worker:
             if isinstance(header, wire.Run):
                 done, parts = self.run(header, body)
             elif isinstance(header, wire.Generate):
-                if self.running is None:
-                    raise UsageError("this model generates no text")
+                assert self.running is not None  # the server knows how many texts it writes at once
                 self.running.add(header.id, asks.decode(body))
                 return
             elif isinstance(header, wire.Cancel):
-                if self.running is not None:
-                    self.running.cancel(header.id)
+                assert self.running is not None
+                self.running.cancel(header.id)
                 return
             else:
                 done, parts = self.call(header, body)
