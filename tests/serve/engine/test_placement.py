@@ -43,7 +43,7 @@ def test_one_worker_a_device_before_any_gets_a_second():
 @pytest.mark.skipif(len(affinity()) < 2, reason="needs two cores that processes can be bound to")
 def test_two_workers_run_on_cores_of_their_own(store):
     with running([open_package(store / "net-1")], Options(override={"workers": 2, "threads": 1})) as server:
-        pids = [worker.pid for worker in server.registry.choose("net").pool.workers]
+        pids = [worker.pid for worker in server.registry.choose("net").workers]
         bound = [set(psutil.Process(pid).cpu_affinity()) for pid in pids]
     assert all(len(cores) == 1 for cores in bound)
     assert not bound[0] & bound[1]
@@ -54,7 +54,7 @@ def test_serve_toml_names_the_devices_of_its_workers(store):
     """The processor twice stands for two devices; what cannot be one is a line."""
     override = {"workers": 2, "threads": 1, "devices": ("cpu", "cpu:0")}
     with running([open_package(store / "net-1")], Options(override=override)) as server:
-        workers = server.registry.choose("net").pool.workers
+        workers = server.registry.choose("net").workers
         assert [worker.device for worker in workers] == ["cpu", "cpu:0"]
         assert all(worker.ready for worker in workers)
     for device in ("../cuda", "cuda:x", ""):

@@ -19,7 +19,8 @@ class Pool:
     """Starts and drains when it is let, or fails."""
 
     def __init__(self, package, settings, metrics, **rest):
-        self.settings, self.ready, self.cores, self.workers = settings, True, set(), []
+        self.package, self.settings, self.metrics = package, settings, metrics
+        self.ready, self.cores, self.workers, self.state = True, set(), [], "LOADING"
         self.go, self.problem = asyncio.Event(), package.problem
 
     async def start(self, workers):
@@ -75,9 +76,9 @@ def test_the_index_shows_what_comes_and_goes_and_what_failed(registry):
         registry.made[0].go.set()
         version = await coming
         assert registry.index() == [("net", "1", "READY", "")]
-        version.pool.ready = False
+        version.ready = False
         assert registry.index() == [("net", "1", "UNAVAILABLE", "a worker is not ready")]
-        version.pool.ready = True
+        version.ready = True
         failing = await began(registry, package("2", "no memory"), go=True)
         with pytest.raises(Rejected):
             await failing

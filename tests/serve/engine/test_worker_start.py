@@ -20,7 +20,7 @@ def test_the_first_worker_takes_the_spare_process(store):
     spare = Spare(1)
     pid = spare._spawned.process.pid
     with running([open_package(store / "net-1")], Options(spare=spare)) as server:
-        assert [worker.pid for worker in server.registry.choose("net").pool.workers] == [pid]
+        assert [worker.pid for worker in server.registry.choose("net").workers] == [pid]
         assert infer(server, [[1, 2, 3, 4]])[0] == 200
     spare.end()
 
@@ -29,7 +29,7 @@ def test_one_that_does_not_fit_is_left_and_ended(store):
     spare = Spare(3)
     process = spare._spawned.process
     with running([open_package(store / "net-1")], Options(spare=spare)) as server:
-        assert server.registry.choose("net").pool.workers[0].pid != process.pid
+        assert server.registry.choose("net").workers[0].pid != process.pid
     spare.end()
     spare.end()
     assert process.returncode is not None
@@ -58,7 +58,7 @@ def test_a_worker_does_not_inherit_what_is_secret(store, monkeypatch):
     for name in ("DATABASE_PASSWORD", "FETTLE_TOKEN", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "secret" * 8)
     with running([open_package(store / "net-1")], workers_begin=nullcontext) as server:  # not as forks
-        seen = psutil.Process(server.registry.choose("net").pool.workers[0].pid).environ()
+        seen = psutil.Process(server.registry.choose("net").workers[0].pid).environ()
     assert "PATH" in seen
     assert not [name for name, value in seen.items() if "secret" in value]
 

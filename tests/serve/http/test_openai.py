@@ -338,7 +338,7 @@ def test_errors_reach_the_client_as_its_exceptions(server, client):
         status, said, _ = ask(server.url + "/v1/completions", body)
         assert (status, said["error"]["type"]) == (400, "invalid_request_error")
     assert ask(server.url + "/v1/nothing", b"{}")[1]["error"]["message"]
-    pool = server.registry.choose("tiny").pool
+    pool = server.registry.choose("tiny")
     assert (pool.inflight, pool.waiting_rows) == (0, 0)
 
 
@@ -354,7 +354,7 @@ def test_many_streams_some_of_which_are_hung_up_on(server, client, model, tokeni
     """More streams than rows, of all lengths: hung up on after a while or at once, refused, ended by a stop string or
     by a limit. Every one that is whole is the model's own text, no row stays taken, and the memory does not grow."""
     random = np.random.default_rng(count)
-    pool = server.registry.choose("tiny").pool
+    pool = server.registry.choose("tiny")
     prompts = [TEXT[begin : begin + 1 + begin % 17] for begin in range(48)]
     kinds = ["whole", "whole", "leave", "drop", "refused", "stop"]
     plans = [(prompts[a], 1 + b, kinds[c], d) for a, b, c, d in random.integers(0, [48, 24, 6, 8], (count, 4)).tolist()]

@@ -30,7 +30,7 @@ from fettle.serve.engine.worker_start import Spare, threads_each
 
 
 class Pool:
-    """The workers of one model version, and what waits for them."""
+    """One model version that is served: its workers, and what waits for them."""
 
     def __init__(
         self, package: Package, settings: ServeSettings, metrics: ModelMetrics, *,
@@ -55,8 +55,12 @@ class Pool:
         self.loop = asyncio.get_running_loop()
         """The one event loop that all of it runs in. Asking asyncio each time costs a system call in Python 3.11."""
         self.closing = False
+        self.state = "LOADING"
+        """LOADING, READY, UNLOADING or UNAVAILABLE, as the repository extension says."""
         self.problem = ""
         """Why loading failed, where it did."""
+        self.last_ms = 0
+        """When it answered last, of the clock."""
         self._anticipation, self._watching = Anticipation(), False
         self._alarm = Alarm(self._pump)
         self._pump_planned = False

@@ -18,7 +18,7 @@ from fettle.package.manifest import MANIFEST, Package, check_name, open_package,
 from fettle.package.requires import check_here
 from fettle.package.settings import ServeSettings, settings_from
 from fettle.procs.limits import affinity
-from fettle.serve.engine.metrics import Metrics, ModelMetrics
+from fettle.serve.engine.metrics import Metrics
 from fettle.serve.engine.pool import Pool
 from fettle.serve.engine.refusal import Rejected
 from fettle.serve.engine.state_file import Remembered, StateFile
@@ -30,24 +30,10 @@ DRAIN_S = 30.0
 
 
 @dataclass
-class Version:
-    """One version that is served: its package and pool."""
-
-    package: Package
-    pool: Pool
-    metrics: ModelMetrics
-    state: str = "LOADING"
-    """LOADING, READY, UNLOADING or UNAVAILABLE, as the repository extension says."""
-    reason: str = ""
-    """Why it could not be loaded."""
-    last_ms: int = 0
-
-
-@dataclass
 class Model:
     """All versions of one name, and how requests are divided among them."""
 
-    versions: dict[str, Version] = field(default_factory=dict)
+    versions: dict[str, Pool] = field(default_factory=dict)
     default: str = ""
     weights: dict[str, float] = field(default_factory=dict)
     """Share of the requests that name no version; empty: all to the default."""
@@ -81,7 +67,7 @@ class Registry:
     def __init__(self, metrics: Metrics, options: Options) -> None:
         self.metrics, self.options = metrics, options
         self.models: dict[str, Model] = {}
-        self._unserved: dict[tuple[str, str], Version] = {}
+        self._unserved: dict[tuple[str, str], Pool] = {}
         """Versions that are being loaded or drained, or could not be loaded."""
         self.state = StateFile(options.state)
         self._lock = asyncio.Lock()
@@ -89,7 +75,7 @@ class Registry:
 
     # -- loading -----------------------------------------------------------------------------------------------------
 
-    async def load(self, package: Package, changed: Mapping[str, Any] | None = None) -> Version:
+    async def load(self, package: Package, changed: Mapping[str, Any] | None = None) -> Pool:
         """Load, warm, and only then serve a package, with `changed` settings. The first version is the default.
 
         A version that is served already is replaced without a failed request: the new pool takes over when it is warm,
@@ -102,35 +88,33 @@ class Registry:
             raise Rejected(400, str(error)) from None
         async with self._lock:
             settings = self._settings(package, changed)
-            metrics = self.metrics.of(name, number)
             digest = package.handler_digest or ""
             model = self.models.get(name) or Model()
             old = model.versions.get(number)
             pool = Pool(
-                package, settings, metrics,
+                package, settings, self.metrics.of(name, number),
                 cores=cores_for(settings.workers, settings.threads, sorted(affinity()), self._taken(apart=old)),
                 trust=digest if digest in self.options.trust else "",
                 explain=self.options.explain, spare=self.options.spare,
             )  # fmt: skip
-            version = Version(package, pool, metrics)
-            self._unserved[name, number] = version
+            self._unserved[name, number] = pool
             try:
                 await pool.start(pool.workers)
             except Rejected as error:
-                version.state, version.reason = "UNAVAILABLE", error.reason
+                pool.state, pool.problem = "UNAVAILABLE", error.reason
                 raise
             except BaseException:
-                self._forget(version)
+                self._forget(pool)
                 raise
-            self._forget(version)
-            version.state = "READY"
-            model.versions[number] = version
+            self._forget(pool)
+            pool.state = "READY"
+            model.versions[number] = pool
             model.default = model.default or number
             self.models[name] = model
             self.remember()
         if old is not None:
             await self._retire(old)
-        return version
+        return pool
 
     async def unload(self, name: str, number: str | None = None) -> None:
         """Stop serving a version, or the whole model: new requests are refused, accepted ones are answered."""
@@ -161,14 +145,13 @@ class Registry:
         """Another number of workers for a version, the default one where none is named; returns when they are warm."""
         async with self._lock:
             settings, cores = self.share(name, number, workers)
-            await self.find_version(name, number).pool.scale(settings, cores)
+            await self.find_version(name, number).scale(settings, cores)
             self.remember()
 
     def share(self, name: str, number: str | None, workers: int) -> tuple[ServeSettings, list[list[int]]]:
         """What so many workers of a version would be set to, and their cores. Raises `Rejected` for too many."""
-        version = self.find_version(name, number)
-        pool = version.pool
-        taken, usable = self._taken(apart=version), sorted(affinity())
+        pool = self.find_version(name, number)
+        taken, usable = self._taken(apart=pool), sorted(affinity())
         # Its own cores first: workers that stay where they are need not start again.
         free = [core for core in dict.fromkeys([*sorted(pool.cores), *usable]) if core not in taken]
         need, there = workers * (pool.settings.threads or 1), len(free) if usable else cores()
@@ -179,7 +162,7 @@ class Registry:
 
     async def load_named(
         self, name: str, number: str | None = None, changed: Mapping[str, Any] | None = None
-    ) -> Version:
+    ) -> Pool:
         """Load a package from the store by its name: never from a path or an address that a client gives."""
         if self.options.store is None:
             raise Rejected(403, "this server loads nothing while it runs: it has no store")
@@ -210,30 +193,31 @@ class Registry:
                 raise Rejected(400, f"the model {name} has no version {str(number)[:80]!r}")
         changed = {}
         for number, version in model.versions.items() if "batch" in wanted else ():
-            changed[number] = _with_batching(version.pool.settings, wanted["batch"])
+            changed[number] = _with_batching(version.settings, wanted["batch"])
         model.default, model.shadow, model.weights = default, shadow, dict(weights)
         for number, settings in changed.items():
-            model.versions[number].pool.change(settings)
+            model.versions[number].change(settings)
         self.remember()
 
     # -- choosing ----------------------------------------------------------------------------------------------------
 
-    def choose(self, name: str, number: str | None = None, sticky: str = "") -> Version:
+    def choose(self, name: str, number: str | None = None, sticky: str = "") -> Pool:
         """The version that answers. `sticky` (a request or session id) always goes the same way among weights."""
         model = self._model(name)
-        if number is None:
+        if number is None and model.weights:
             draw = random.Random(sticky).choices if sticky else random.choices
-            number = draw(list(model.weights), list(model.weights.values()))[0] if model.weights else model.default
+            number = draw(list(model.weights), list(model.weights.values()))[0]
+        number = number or model.default
         version = model.versions.get(number)
         if version is None:
             raise Rejected(404, f"the model {name} has no version {number[:80]}")
         return version
 
-    def find_version(self, name: str, number: str | None) -> Version:
+    def find_version(self, name: str, number: str | None) -> Pool:
         """The version of that number, the default one where none is named."""
         return self.choose(name, number or self._model(name).default)
 
-    def shadow_of(self, name: str, chosen: Version) -> Version | None:
+    def shadow_of(self, name: str, chosen: Pool) -> Pool | None:
         """The version that gets a copy, if it is another one."""
         model = self.models.get(name)
         shadow = model.versions.get(model.shadow) if model is not None and model.shadow else None
@@ -243,10 +227,10 @@ class Registry:
     def ready(self) -> bool:
         """Whether every version of every model is ready, and there is one."""
         return bool(self.models) and all(
-            version.pool.ready for model in self.models.values() for version in model.versions.values()
+            version.ready for model in self.models.values() for version in model.versions.values()
         )
 
-    def versions(self) -> list[tuple[str, str, Version]]:
+    def versions(self) -> list[tuple[str, str, Pool]]:
         """All that is served: name, version, and the version itself."""
         return [(name, number, v) for name, model in self.models.items() for number, v in model.versions.items()]
 
@@ -254,10 +238,13 @@ class Registry:
         """Name, version, state and reason of what is served, what comes and goes, and what could not be loaded."""
         rows = []
         for name, number, version in self.versions():
-            state = ("READY", "") if version.pool.ready else ("UNAVAILABLE", "a worker is not ready")
+            state = ("READY", "") if version.ready else ("UNAVAILABLE", "a worker is not ready")
             rows.append((name, number, *state))
         served = {row[:2] for row in rows}
-        return rows + [(*key, v.state, v.reason) for key, v in self._unserved.items() if key not in served]
+        for key, version in self._unserved.items():
+            if key not in served:
+                rows.append((*key, version.state, version.problem if version.state == "UNAVAILABLE" else ""))
+        return rows
 
     # -- restart -----------------------------------------------------------------------------------------------------
 
@@ -270,7 +257,7 @@ class Registry:
                 {
                     number: changed
                     for number, v in model.versions.items()
-                    if (changed := _changed(v.pool.settings, self._settings(v.package)))
+                    if (changed := _changed(v.settings, self._settings(v.package)))
                 },
             )
             for name, model in self.models.items()
@@ -283,16 +270,16 @@ class Registry:
         await asyncio.gather(*(self._retire(version) for _, _, version in self.versions()))
         self.models.clear()
 
-    async def _retire(self, version: Version) -> None:
+    async def _retire(self, version: Pool) -> None:
         key = (version.package.manifest.name, version.package.manifest.version)
         version.state = "UNLOADING"
         self._unserved.setdefault(key, version)  # another of that number may be on its way already
-        await version.pool.close(DRAIN_S)
+        await version.close(DRAIN_S)
         self._forget(version)
         if key not in {row[:2] for row in self.index()}:
             self.metrics.forget(*key)
 
-    def _forget(self, version: Version) -> None:
+    def _forget(self, version: Pool) -> None:
         key = (version.package.manifest.name, version.package.manifest.version)
         if self._unserved.get(key) is version:
             del self._unserved[key]
@@ -312,9 +299,9 @@ class Registry:
             raise Rejected(400, f"{package.manifest.name} takes at most {package.manifest.max_rows} rows a batch")
         return settings
 
-    def _taken(self, apart: Version | None) -> set[int]:
+    def _taken(self, apart: Pool | None) -> set[int]:
         """Cores that workers are bound to, apart from those of one version."""
-        return {core for _, _, version in self.versions() if version is not apart for core in version.pool.cores}
+        return {core for _, _, version in self.versions() if version is not apart for core in version.cores}
 
     def later(self, coroutine: Any) -> None:
         """Run something that no request waits for."""

@@ -11,7 +11,8 @@ from urllib.parse import parse_qsl, unquote
 from httptools import HttpParserInvalidURLError, parse_url
 
 from fettle.serve.engine.refusal import Malformed, NoSuchPath, Rejected
-from fettle.serve.engine.registry import Registry, Version
+from fettle.serve.engine.pool import Pool
+from fettle.serve.engine.registry import Registry
 
 MAX_PARTS, MAX_PART = 8, 200
 """The most parts of a path, and characters of one."""
@@ -59,7 +60,7 @@ class Call:
     """When its headers were whole, of `time.perf_counter`."""
     parts: Sequence[str] = ()
     """Parts of the path, unquoted."""
-    version: Version | None = None
+    version: Pool | None = None
 
     def check_head(self) -> None:
         """Raise `Malformed` where the body is announced as too large or in a coding that nobody reads, or where it is
@@ -103,7 +104,7 @@ class Call:
                 return name, None, rest
         return None
 
-    def choose(self, name: str, number: str | None = None) -> Version:
+    def choose(self, name: str, number: str | None = None) -> Pool:
         """The version that answers this call. Those of one session, or of one request's tries, go the same way."""
         self.version = self.registry.choose(name, number, self.header(b"x-session-id") or self.header(b"x-request-id"))
         return self.version

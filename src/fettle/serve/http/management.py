@@ -38,8 +38,8 @@ def _described(name: str, registry: Registry) -> dict[str, Any]:
         "name": name, "default": model.default, "weights": model.weights, "shadow": model.shadow,
         "versions": {
             number: {
-                "state": version.state, "workers": version.pool.settings.workers,
-                "max_rows": version.pool.settings.max_rows, "delay_ms": version.pool.settings.delay_ms,
+                "state": version.state, "workers": version.settings.workers,
+                "max_rows": version.settings.max_rows, "delay_ms": version.settings.delay_ms,
                 "recipe": version.package.manifest.recipe, "accuracy": version.package.manifest.accuracy,
             }
             for number, version in model.versions.items()

@@ -17,7 +17,8 @@ from msgspec import Meta
 from fettle.package.handlers.asking import Ask, Piece, TokenLogprob
 from fettle.package.handlers.sampling import LogitBias, Sampling
 from fettle.serve.engine.refusal import Malformed, Refusal
-from fettle.serve.engine.registry import Registry, Version
+from fettle.serve.engine.pool import Pool
+from fettle.serve.engine.registry import Registry
 from fettle.serve.http.aside import aside
 from fettle.serve.http.call import Call
 from fettle.serve.http.generation import EVENTS, NO_CACHE, Writing, event, generates, writer
@@ -124,7 +125,7 @@ def _models(registry: Registry) -> dict[str, dict[str, Any]]:
     models = {}
     for name, model in sorted(registry.models.items()):
         if generating := [version for version in model.versions.values() if generates(version)]:
-            began = int(min(worker.started_at for version in generating for worker in version.pool.workers))
+            began = int(min(worker.started_at for version in generating for worker in version.workers))
             models[name] = {"id": name, "object": "model", "created": began, "owned_by": "fettle"}
     return models
 
@@ -138,7 +139,7 @@ async def _read(call: Call, kind: type[_Body]) -> _Body:
         raise Malformed(f"this request cannot be answered: {reason}", param=param) from None
 
 
-def _version(call: Call, name: str) -> Version:
+def _version(call: Call, name: str) -> Pool:
     try:
         return writer(call, name, None)
     except Refusal as refusal:
@@ -148,18 +149,10 @@ def _version(call: Call, name: str) -> Version:
 
 
 def _sampling(wanted: _Common, logprobs: int | None, most: int | None) -> Sampling:
+    given = {name: value for name in Sampling.__struct_fields__ if (value := getattr(wanted, name, None)) is not None}
     stop = (wanted.stop,) if isinstance(wanted.stop, str) else wanted.stop or ()
-    fields = {
-        "max_tokens": most, "logprobs": logprobs, "stop": stop,
-        "temperature": 1.0 if wanted.temperature is None else wanted.temperature,
-        **{
-            name: value
-            for name in (
-                "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias", "ignore_eos"
-            )
-            if (value := getattr(wanted, name)) is not None
-        },
-    }  # fmt: skip
+    # Of several answers each gets a seed of its own.
+    fields = {"temperature": 1.0, **given, "max_tokens": most, "logprobs": logprobs, "stop": stop, "seed": None}
     try:
         return msgspec.convert(fields, Sampling)
     except msgspec.ValidationError as error:
@@ -221,7 +214,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 class _Answer:
     """One answer with all its choices."""
 
-    def __init__(self, call: Call, version: Version, wanted: _Common, asks: Sequence[Ask], *, chat: bool) -> None:
+    def __init__(self, call: Call, version: Pool, wanted: _Common, asks: Sequence[Ask], *, chat: bool) -> None:
         count = wanted.n or 1
         if len(asks) * count > MAX_CHOICES:
             raise Malformed(f"a request has at most {MAX_CHOICES} answers", param="n")

@@ -12,7 +12,8 @@ from typing import Any
 
 from fettle.package.handlers.asking import Ask
 from fettle.serve.engine.refusal import Malformed, NoSuchPath, Rejected
-from fettle.serve.engine.registry import Registry, Version
+from fettle.serve.engine.pool import Pool
+from fettle.serve.engine.registry import Registry
 from fettle.serve.engine.request import Request
 from fettle.serve.http.call import Call
 from fettle.serve.http.generation import generates, read_prompt, whole_text
@@ -48,7 +49,7 @@ async def predict(call: Call) -> Reply | None:
         text = await whole_text(call, version, ask)
         return Reply(200, text.encode(), b"text/plain; charset=utf-8")
     request = Request(1, "body", body=body, kind=kind, gone=call.gone, explain=explain)
-    answer = await version.pool.submit(request)
+    answer = await version.submit(request)
     return Reply(200, answer.body, answer.kind.encode("latin-1"), answer=answer)
 
 
@@ -99,7 +100,7 @@ def paths(registry: Registry) -> dict[str, Any]:
     entries: dict[str, Any] = {"/ping": {"get": operation("TorchServe's health check")}}
     for name, model in sorted(registry.models.items()):
         entries[f"/predictions/{name}"] = {"post": operation(f"Call {name}'s handler with a body", {}, {}, "*/*")}
-        if any(made.pool.explains for made in model.versions.values()):
+        if any(made.explains for made in model.versions.values()):
             text = f"What moved {name}'s answer to a body"
             entries[f"/explanations/{name}"] = {"post": operation(text, OBJECT, {})}
     return entries
@@ -144,7 +145,7 @@ async def _register(call: Call) -> Reply:
     # No workers at first is TorchServe's way to say: later.
     changed = {ours: _number(query, name, 1) for name, ours in named.items() if query.get(name, "0") != "0"}
     loaded = await call.registry.load_named(query.get("model_name") or wanted.removesuffix(".zip"), changed=changed)
-    manifest, count = loaded.package.manifest, loaded.pool.settings.workers
+    manifest, count = loaded.package.manifest, loaded.settings.workers
     text = f'Model "{manifest.name}" Version: {manifest.version} registered with {count} initial workers'
     return json_reply({"status": text})
 
@@ -156,7 +157,7 @@ async def _scale(call: Call, name: str, number: str | None = None) -> Reply:
     most = _number(query, "max_worker", least)
     if not 1 <= least <= most:
         raise Rejected(400, "min_worker is 1 or more and max_worker no less; to have no worker, unregister the model")
-    count = min(max(registry.find_version(name, number).pool.settings.workers, least), most)
+    count = min(max(registry.find_version(name, number).settings.workers, least), most)
     registry.share(name, number, count)  # what cannot be is said now, also to those who do not wait
     if query.get("synchronous", "").lower() != "true":
         registry.later(_scaled(registry, name, number, count))
@@ -180,8 +181,7 @@ def _number(query: Mapping[str, str], name: str, default: int) -> int:
     return int(text)
 
 
-def _described(name: str, version: Version) -> dict[str, Any]:
-    pool = version.pool
+def _described(name: str, pool: Pool) -> dict[str, Any]:
     workers = [
         {"id": str(worker.index),
          "startTime": datetime.fromtimestamp(worker.started_at, UTC).isoformat(timespec="milliseconds"),
@@ -191,7 +191,7 @@ def _described(name: str, version: Version) -> dict[str, Any]:
     ]  # fmt: skip
     count = pool.settings.workers
     return {
-        "modelName": name, "modelVersion": version.package.manifest.version, "modelUrl": name, "engine": "Torch",
+        "modelName": name, "modelVersion": pool.package.manifest.version, "modelUrl": name, "engine": "Torch",
         "runtime": "python", "minWorkers": count, "maxWorkers": count, "batchSize": pool.settings.max_rows,
         "maxBatchDelay": int(pool.settings.delay_ms), "loadedAtStartup": True, "workers": workers,
         "jobQueueStatus": {
