@@ -204,10 +204,11 @@ class Registry:
     def choose(self, name: str, number: str | None = None, sticky: str = "") -> Pool:
         """The version that answers. `sticky` (a request or session id) always goes the same way among weights."""
         model = self._model(name)
-        if number is None and model.weights:
-            draw = random.Random(sticky).choices if sticky else random.choices
-            number = draw(list(model.weights), list(model.weights.values()))[0]
-        number = number or model.default
+        if number is None:
+            number = model.default
+            if model.weights:
+                draw = random.Random(sticky).choices if sticky else random.choices
+                number = draw(list(model.weights), list(model.weights.values()))[0]
         version = model.versions.get(number)
         if version is None:
             raise Rejected(404, f"the model {name} has no version {number[:80]}")
