@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import msgspec
+
 from fettle.package.manifest import Package
 from fettle.package.settings import ServeSettings
 from fettle.slo.calibrate import Calibration
@@ -169,14 +171,11 @@ class Measured:
     @property
     def costs(self) -> Costs:
         """For the simulation."""
-        around = self.around
         samples, rested = (
             {n: tuple(value * self.scale for value in s) for n, s in measured.items()}
             for measured in (self.calibration.samples, self.calibration.rested)
         )
-        if around is None:
-            return Costs(samples, rested=rested)
-        return Costs(samples, around.request_s, around.batch_s, rested, around.held_s)
+        return Costs(samples, rested=rested, **(msgspec.structs.asdict(self.around) if self.around else {}))
 
     @property
     def single_s(self) -> float:
