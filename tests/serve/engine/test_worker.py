@@ -339,7 +339,7 @@ def test_a_worker_knows_how_many_share_its_device(monkeypatch):
             pass
 
     monkeypatch.setattr("fettle.serve.engine.worker.WorkerLink", Link)
-    monkeypatch.setattr("fettle.serve.engine.worker.spawn", lambda threads: None)
+    monkeypatch.setattr("fettle.serve.engine.worker.spawn", lambda threads: SimpleNamespace())
 
     async def told():
         made = Pool(spare=None, package=SimpleNamespace(folder="f"), trust="", explains=False, joining=[])

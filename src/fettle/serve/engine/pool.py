@@ -26,7 +26,7 @@ from fettle.serve.engine.metrics import ModelMetrics
 from fettle.serve.engine.refusal import Rejected
 from fettle.serve.engine.request import Answer, Request, answers
 from fettle.serve.engine.worker import Worker
-from fettle.serve.engine.worker_start import Spare, threads_each
+from fettle.serve.engine.worker_start import Spawned, threads_each
 
 
 class Pool:
@@ -34,7 +34,7 @@ class Pool:
 
     def __init__(
         self, package: Package, settings: ServeSettings, metrics: ModelMetrics, *,
-        cores: Sequence[Sequence[int]] = (), trust: str = "", explain: bool = False, spare: Spare | None = None,
+        cores: Sequence[Sequence[int]] = (), trust: str = "", explain: bool = False, spare: Spawned | None = None,
     ) -> None:  # fmt: skip
         self.package, self.settings, self.metrics = package, settings, metrics
         self.specs, self.output_specs = package.manifest.inputs, package.manifest.outputs

@@ -22,7 +22,7 @@ from fettle.serve.engine.metrics import Metrics
 from fettle.serve.engine.pool import Pool
 from fettle.serve.engine.refusal import Rejected
 from fettle.serve.engine.state_file import Remembered, StateFile
-from fettle.serve.engine.worker_start import Spare, cores_for
+from fettle.serve.engine.worker_start import Spawned, cores_for
 
 log = logging.getLogger("fettle.serve")
 DRAIN_S = 30.0
@@ -55,7 +55,7 @@ class Options:
     """Stands above every package's ``devices``; several with commas between them."""
     explain: bool = False
     """Whether workers can explain: they load the model a second time."""
-    spare: Spare | None = None
+    spare: Spawned | None = None
     """A process that was started already, for the first worker that fits."""
     override: Mapping[str, Any] = field(default_factory=dict)
     """Settings that stand above every package's ``serve.toml``."""

@@ -84,8 +84,11 @@ class Worker:
         self._loaded = pool.loop.create_future()
         self.started_at = time.time()
         self._wait(START_S)  # before it may be closed, which ends the wait
-        spare = pool.spare.take(self.threads) if pool.spare is not None else None
-        await process.start(spare or spawn(self.threads))
+        spawned = pool.spare
+        if spawned is None or spawned.taken or spawned.threads != self.threads:
+            spawned = spawn(self.threads)
+        spawned.taken = True
+        await process.start(spawned)
         sizes = sorted({pool.queue.settings.call_rows(rows) for rows in range(1, settings.max_rows + 1)})
         process.write(wire.Load(
             str(pool.package.folder), sizes, self.threads, self.cores, pool.trust, self.device, pool.explains,

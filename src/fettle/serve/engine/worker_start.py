@@ -1,7 +1,7 @@
 """Starting a worker process, with nothing but the standard library: before the server's own imports are done.
 
-A worker spends its first seconds importing torch. A `Spare` is started first of all and does so while the server
-imports what it needs and checks the packages; the first worker that fits takes it over.
+A worker spends its first seconds importing torch. A spare one is started first of all and does so while the server
+imports what it needs and checks the packages; the first worker that it fits takes it over.
 """
 
 from __future__ import annotations
@@ -35,6 +35,15 @@ class Spawned:
     process: Process
     link: socket.socket
     memory: mmap.mmap | None
+    threads: int
+    taken: bool = False
+    """Whether a worker speaks with it."""
+
+    def end(self) -> None:
+        """End it if nobody took it."""
+        if not self.taken:
+            self.link.close()
+            self.process.close()
 
 
 def spawn(threads: int) -> Spawned:
@@ -53,7 +62,7 @@ def spawn(threads: int) -> Spawned:
         theirs.close()
         if shared is not None:
             os.close(shared[0])
-    return Spawned(process, ours, shared[1] if shared is not None else None)
+    return Spawned(process, ours, shared[1] if shared is not None else None, threads)
 
 
 def _environment(threads: int) -> dict[str, str]:
@@ -76,28 +85,6 @@ def _shared_memory() -> tuple[int, mmap.mmap] | None:
     except OSError:  # a limit on file sizes holds for this too
         os.close(descriptor)
         return None
-
-
-class Spare:
-    """A worker process that nobody has asked for yet."""
-
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._spawned: Spawned | None = spawn(threads)
-
-    def take(self, threads: int) -> Spawned | None:
-        """The process, once, where it was started for so many threads."""
-        if threads != self._threads:
-            return None
-        worker, self._spawned = self._spawned, None
-        return worker
-
-    def end(self) -> None:
-        """End it if nobody took it."""
-        if self._spawned is not None:
-            self._spawned.link.close()
-            self._spawned.process.close()
-            self._spawned = None
 
 
 def threads_each(threads: int, workers: int) -> int:
