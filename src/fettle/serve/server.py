@@ -25,7 +25,7 @@ from fettle.package.manifest import Package, open_package
 from fettle.package.requires import check_here
 from fettle.procs.limits import allow_open_files
 from fettle.serve.engine.metrics import Metrics, gpus
-from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.refusal import Refusal
 from fettle.serve.engine.registry import DRAIN_S, Options, Registry
 from fettle.serve.engine.spans import Spans
 from fettle.serve.engine.state_file import Remembered
@@ -139,7 +139,7 @@ class Server:
     async def _load(self, package: Package, changed: dict[str, Any] | None = None) -> None:
         try:
             await self.registry.load(package, changed)
-        except Rejected as error:
+        except Refusal as error:
             raise UsageError(f"{package.manifest.name} cannot be served: {error.reason}") from error
 
     async def _restore(self, state: Mapping[str, Remembered], named: set[str]) -> None:
@@ -161,7 +161,7 @@ class Server:
                 "weights": {number: weight for number, weight in model.weights.items() if number not in lost},
                 "shadow": "" if model.shadow in lost else model.shadow,
             }
-            with contextlib.suppress(Rejected):
+            with contextlib.suppress(Refusal):
                 self.registry.change(name, {key: value for key, value in wanted.items() if value})
 
     async def close(self) -> None:

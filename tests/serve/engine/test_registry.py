@@ -11,7 +11,7 @@ from prometheus_client import generate_latest
 from fettle.package.settings import ServeSettings
 from fettle.serve.engine import registry as room
 from fettle.serve.engine.metrics import Metrics
-from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.refusal import Refusal
 from fettle.serve.engine.registry import Options, Registry
 
 
@@ -26,7 +26,7 @@ class Pool:
     async def start(self, workers):
         await self.go.wait()
         if self.problem:
-            raise Rejected(503, self.problem)
+            raise Refusal(503, self.problem)
 
     async def close(self, drain_s):
         self.go.clear()
@@ -80,7 +80,7 @@ def test_the_index_shows_what_comes_and_goes_and_what_failed(registry):
         assert registry.index() == [("net", "1", "UNAVAILABLE", "a worker is not ready")]
         version.ready = True
         failing = await began(registry, package("2", "no memory"), go=True)
-        with pytest.raises(Rejected):
+        with pytest.raises(Refusal):
             await failing
         assert registry.index()[1] == ("net", "2", "UNAVAILABLE", "no memory")
         await loaded(registry, "2")
@@ -169,18 +169,18 @@ def test_of_a_store_only_the_package_that_is_asked_for_is_read(store, tmp_path, 
     (tmp_path / "net-2" / "graph.json").write_text("{}")
     assert room.find_package(tmp_path, "net").manifest.version == "1"
     assert "damaged or was changed" in caplog.text
-    with pytest.raises(Rejected, match="has no model net version 2"):
+    with pytest.raises(Refusal, match="has no model net version 2"):
         room.find_package(tmp_path, "net", "2")
 
 
 def test_packages_are_read_while_others_are_served(registry, monkeypatch, tmp_path):
     def find(store, name, number):
         read_in.append(threading.get_ident())
-        raise Rejected(404, "not there")
+        raise Refusal(404, "not there")
 
     read_in = []
     monkeypatch.setattr(room, "find_package", find)
     registry.options = Options(store=tmp_path)
-    with pytest.raises(Rejected):
+    with pytest.raises(Refusal):
         asyncio.run(registry.load_named("net"))
     assert read_in != [threading.get_ident()]

@@ -17,7 +17,7 @@ from fettle.package.handlers.asking import Ask, Piece
 from fettle.package.handlers.generate import CHAT, Settings
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
-from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.refusal import Refusal
 from fettle.serve.http.generation import Writing
 from fettle.serve.http.openai import Completions, StreamOptions, _Answer, _message
 from fettle.workload import Workload
@@ -252,7 +252,7 @@ def test_a_stream_begins_with_the_first_choice():
 def test_a_stream_that_breaks_off_says_why():
     class Late:
         async def pieces(self):
-            raise Rejected(504, "its time was over")
+            raise Refusal(504, "its time was over")
             yield
 
         def stop(self):
@@ -278,7 +278,7 @@ def test_an_empty_text_has_no_log_probabilities_but_a_list_of_them():
 
 def test_a_prompt_that_no_model_takes_is_not_multiplied():
     version = SimpleNamespace(pool=None, package=SimpleNamespace(manifest=SimpleNamespace(handler=Settings())))
-    with pytest.raises(Rejected, match="longer than this model takes") as refused:
+    with pytest.raises(Refusal, match="longer than this model takes") as refused:
         Writing(SimpleNamespace(gone=None), version, Ask(text="x" * 10_000_000))
     assert refused.value.code == "context_length_exceeded"
 

@@ -23,7 +23,7 @@ from fettle.serve.engine.alarm import Alarm
 from fettle.serve.engine.anticipation import Anticipation
 from fettle.serve.engine.batching import Batch, BatchQueue
 from fettle.serve.engine.metrics import ModelMetrics
-from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.refusal import Refusal
 from fettle.serve.engine.request import Answer, Request, answers
 from fettle.serve.engine.worker import Worker
 from fettle.serve.engine.worker_start import Spawned, threads_each
@@ -71,7 +71,7 @@ class Pool:
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def start(self, workers: Sequence[Worker]) -> None:
-        """Start these and wait until all are warm. Raises `Rejected` (503) with the reason where one cannot; then none
+        """Start these and wait until all are warm. Raises `Refusal` (503) with the reason where one cannot; then none
         is left."""
         self.problem = ""
         try:
@@ -80,7 +80,7 @@ class Pool:
             except OSError as error:  # no process to be had: memory, descriptors
                 self.problem = f"a worker cannot be started: {error.strerror}"
             if self.closing or not all(worker.ready for worker in workers):
-                raise Rejected(503, self.problem or "a worker ended while loading")
+                raise Refusal(503, self.problem or "a worker ended while loading")
         except BaseException:
             for worker in workers:
                 worker.close()
@@ -90,7 +90,7 @@ class Pool:
         """Have the workers that `settings` ask for, each on its `cores`, without a failed request.
 
         New ones take part once all of them are warm. Those that are too many, or whose threads and cores are others
-        now, end after the batch that they have. Raises `Rejected` (503) where a new one cannot be started; then nothing
+        now, end after the batch that they have. Raises `Refusal` (503) where a new one cannot be started; then nothing
         has changed.
         """
         threads = threads_each(settings.threads, settings.workers)
@@ -134,11 +134,11 @@ class Pool:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), drain_s)
         for request in [*self.queue.expire(math.inf), *self.texts.expire(math.inf)]:
-            self._give_up(request, Rejected(503, "the model is being unloaded", 1.0))
+            self._give_up(request, Refusal(503, "the model is being unloaded", 1.0))
         self._alarm.clear()
         for worker in [*self.workers, *self.joining]:
             for request in worker.requests():
-                self._give_up(request, Rejected(503, "the model was unloaded during the call", 1.0))
+                self._give_up(request, Refusal(503, "the model was unloaded during the call", 1.0))
             worker.close()
 
     def change(self, settings: ServeSettings) -> None:
@@ -156,10 +156,10 @@ class Pool:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, timeout_s: float | None = None) -> asyncio.Future[Answer]:
-        """Let a request wait for its batch. Raises `Rejected` at once when the queue is full or the model not ready."""
+        """Let a request wait for its batch. Raises `Refusal` at once when the queue is full or the model not ready."""
         if request.explain:
             if not self.explains:
-                raise Rejected(501, "explanations are off on this server")
+                raise Refusal(501, "explanations are off on this server")
             request.key = ("explain", self.next_id())  # explained alone
         self.admit()
         longest = self.settings.timeout_ms / 1e3
@@ -167,7 +167,7 @@ class Pool:
         request.deadline_s = now + min(timeout_s or longest, longest)
         request.answer = self.loop.create_future()
         if not 1 <= request.rows <= self.settings.max_rows:
-            raise Rejected(400, f"a request has 1 to {self.settings.max_rows} rows, not {request.rows}")
+            raise Refusal(400, f"a request has 1 to {self.settings.max_rows} rows, not {request.rows}")
         if not self._queue_of(request).push(request):
             self._refuse()
         if request.piece is None:
@@ -177,20 +177,20 @@ class Pool:
         return request.answer
 
     def admit(self) -> None:
-        """Raise `Rejected` where not one row could wait now. Asked before a request is read: refusing must be cheap."""
+        """Raise `Refusal` where not one row could wait now. Asked before a request is read: refusing must be cheap."""
         for worker in self.workers:  # `any` would take three times as long
             if worker.ready and not self.closing:
                 break
         else:
             self.metrics.shed("not_ready")
-            raise Rejected(503, "the model is not ready", 1.0)
+            raise Refusal(503, "the model is not ready", 1.0)
         if self.waiting_rows >= self.settings.max_queue_rows:
             self._refuse()
 
     def _refuse(self) -> NoReturn:
         self.metrics.shed("queue_full")
         ahead = sum(worker.following.rows for worker in self.workers if worker.following is not None)
-        raise Rejected(429, "too many requests wait", max(0.05, (ahead + self.waiting_rows) * self._row_s))
+        raise Refusal(429, "too many requests wait", max(0.05, (ahead + self.waiting_rows) * self._row_s))
 
     def stop(self, request: Request) -> None:
         """Nobody wants this text any more: the next one takes its place."""
@@ -225,7 +225,7 @@ class Pool:
         now = time.perf_counter()
         for late in [*self.queue.expire(now), *self.texts.expire(now)]:
             self.metrics.shed("deadline")
-            self._give_up(late, Rejected(504, "the request's time was over before its turn came"))
+            self._give_up(late, Refusal(504, "the request's time was over before its turn came"))
         hold_s = self._anticipation.hold_s(now) if self.queue.gains_by_waiting else 0.0
         while not hold_s:
             free = [worker for worker in self.workers if worker.ready and worker.batch is None]
@@ -277,11 +277,11 @@ class Pool:
         for item in batch.items:
             if item not in kept:
                 self.metrics.shed("disconnected")
-                self._give_up(item, Rejected(499, "the client went away"))
+                self._give_up(item, Refusal(499, "the client went away"))
         rows = sum(item.rows for item in kept)
         return Batch(kept, rows, self.settings.call_rows(rows)) if kept else None
 
-    def _give_up(self, request: Request, why: Rejected) -> None:
+    def _give_up(self, request: Request, why: Refusal) -> None:
         if not request.answer.done():
             request.answer.set_exception(why)
 
@@ -351,7 +351,7 @@ class Pool:
                 self._wait_again(request)
         self.plan_pump()
 
-    def failed(self, batch: Batch, why: Rejected) -> None:
+    def failed(self, batch: Batch, why: Refusal) -> None:
         """A call failed. Those of a batch of several go again, each alone: one bad request fails only itself."""
         for request in batch.items:
             if request.answer.done():
@@ -368,7 +368,7 @@ class Pool:
 
     def _wait_again(self, request: Request) -> None:
         if not self._queue_of(request).push(request):
-            self._give_up(request, Rejected(429, "too many requests wait", 1.0))
+            self._give_up(request, Refusal(429, "too many requests wait", 1.0))
 
 
 def _one_by_one(settings: ServeSettings) -> ServeSettings:

@@ -11,20 +11,15 @@ class Refusal(Exception):
     """A request is not served. Whoever finds out raises it; one place makes an answer of it."""
 
     def __init__(
-        self, status: int, reason: str, headers: Headers = (), *, param: str | None = None, code: str | None = None
-    ) -> None:
+        self, status: int, reason: str, retry_s: float = 0.0, *, headers: Headers = (), param: str | None = None,
+        code: str | None = None,
+    ) -> None:  # fmt: skip
+        """`retry_s` says when to come again, where that helps."""
         super().__init__(reason)
-        self.status, self.reason, self.headers = status, reason, headers
+        retry = ((b"retry-after", str(max(1, round(retry_s))).encode()),) if retry_s else ()
+        self.status, self.reason, self.headers = status, reason, (*retry, *headers)
         self.param, self.code = param, code
         """The parameter that is wrong, and why in one word, where OpenAI's protocol has them."""
-
-
-class Rejected(Refusal):
-    """A sound request is refused or given up, and when to come again where that helps."""
-
-    def __init__(self, status: int, reason: str, retry_s: float = 0.0, code: str | None = None) -> None:
-        headers = ((b"retry-after", str(max(1, round(retry_s))).encode()),) if retry_s else ()
-        super().__init__(status, reason, headers, code=code)
 
 
 class Malformed(Refusal):

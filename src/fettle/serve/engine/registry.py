@@ -20,7 +20,7 @@ from fettle.package.settings import ServeSettings, settings_from
 from fettle.procs.limits import affinity
 from fettle.serve.engine.metrics import Metrics
 from fettle.serve.engine.pool import Pool
-from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.refusal import Refusal
 from fettle.serve.engine.state_file import Remembered, StateFile
 from fettle.serve.engine.worker_start import Spawned, cores_for
 
@@ -79,13 +79,13 @@ class Registry:
         """Load, warm, and only then serve a package, with `changed` settings. The first version is the default.
 
         A version that is served already is replaced without a failed request: the new pool takes over when it is warm,
-        and the old one finishes what it has. Raises `Rejected` where it cannot be loaded.
+        and the old one finishes what it has. Raises `Refusal` where it cannot be loaded.
         """
         name, number = package.manifest.name, package.manifest.version
         try:
             check_here(name, package.manifest.requires)
         except UsageError as error:
-            raise Rejected(400, str(error)) from None
+            raise Refusal(400, str(error)) from None
         async with self._lock:
             settings = self._settings(package, changed)
             digest = package.handler_digest or ""
@@ -100,7 +100,7 @@ class Registry:
             self._unserved[name, number] = pool
             try:
                 await pool.start(pool.workers)
-            except Rejected as error:
+            except Refusal as error:
                 pool.state, pool.problem = "UNAVAILABLE", error.reason
                 raise
             except BaseException:
@@ -127,7 +127,7 @@ class Registry:
                 self.remember()
                 return
             if not old:
-                raise Rejected(404, f"the model {name} has no version {number}")
+                raise Refusal(404, f"the model {name} has no version {number}")
             for one in numbers:
                 model.weights.pop(one, None)
                 if model.shadow == one:
@@ -149,14 +149,14 @@ class Registry:
             self.remember()
 
     def share(self, name: str, number: str | None, workers: int) -> tuple[ServeSettings, list[list[int]]]:
-        """What so many workers of a version would be set to, and their cores. Raises `Rejected` for too many."""
+        """What so many workers of a version would be set to, and their cores. Raises `Refusal` for too many."""
         pool = self.find_version(name, number)
         taken, usable = self._taken(apart=pool), sorted(affinity())
         # Its own cores first: workers that stay where they are need not start again.
         free = [core for core in dict.fromkeys([*sorted(pool.cores), *usable]) if core not in taken]
         need, there = workers * (pool.settings.threads or 1), len(free) if usable else cores()
         if workers > pool.settings.workers and need > there:
-            raise Rejected(409, f"{workers} workers of {name} need {need} cores, and there are {there} for it")
+            raise Refusal(409, f"{workers} workers of {name} need {need} cores, and there are {there} for it")
         settings = _with(pool.settings, {"workers": workers})
         return settings, cores_for(workers, settings.threads, free, ())
 
@@ -165,32 +165,32 @@ class Registry:
     ) -> Pool:
         """Load a package from the store by its name: never from a path or an address that a client gives."""
         if self.options.store is None:
-            raise Rejected(403, "this server loads nothing while it runs: it has no store")
+            raise Refusal(403, "this server loads nothing while it runs: it has no store")
         # It reads every byte of it, while others are served.
         package = await asyncio.to_thread(find_package, self.options.store, name, number)
         return await self.load(package, changed)
 
     def change(self, name: str, wanted: Mapping[str, Any]) -> None:
-        """Set a model's default, weights, shadow, or batching. Raises `Rejected` (400); then nothing has changed."""
+        """Set a model's default, weights, shadow, or batching. Raises `Refusal` (400); then nothing has changed."""
         model = self._model(name)
         unknown = set(wanted) - {"default", "weights", "shadow", "batch"}
         if unknown:
-            raise Rejected(400, f"no such setting: {min(unknown)[:80]!r}")
+            raise Refusal(400, f"no such setting: {min(unknown)[:80]!r}")
         default, shadow = wanted.get("default", model.default), wanted.get("shadow", model.shadow)
         weights = wanted.get("weights", model.weights)
         if not (isinstance(default, str) and isinstance(shadow, str)):
-            raise Rejected(400, "default and shadow are versions, as text")
+            raise Refusal(400, "default and shadow are versions, as text")
         named = [default, *([shadow] if shadow else [])]
         if not isinstance(weights, Mapping) or not all(
             isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e9
             for value in weights.values()
         ):
-            raise Rejected(400, "weights are numbers by version")
+            raise Refusal(400, "weights are numbers by version")
         if weights and not sum(weights.values()) > 0:
-            raise Rejected(400, "the weights add up to nothing")
+            raise Refusal(400, "the weights add up to nothing")
         for number in [*named, *weights]:
             if number not in model.versions:
-                raise Rejected(400, f"the model {name} has no version {str(number)[:80]!r}")
+                raise Refusal(400, f"the model {name} has no version {str(number)[:80]!r}")
         changed = {}
         for number, version in model.versions.items() if "batch" in wanted else ():
             changed[number] = _with_batching(version.settings, wanted["batch"])
@@ -211,7 +211,7 @@ class Registry:
                 number = draw(list(model.weights), list(model.weights.values()))[0]
         version = model.versions.get(number)
         if version is None:
-            raise Rejected(404, f"the model {name} has no version {number[:80]}")
+            raise Refusal(404, f"the model {name} has no version {number[:80]}")
         return version
 
     def find_version(self, name: str, number: str | None) -> Pool:
@@ -288,7 +288,7 @@ class Registry:
     def _model(self, name: str) -> Model:
         model = self.models.get(name)
         if model is None:
-            raise Rejected(404, f"there is no model {name[:80]}")
+            raise Refusal(404, f"there is no model {name[:80]}")
         return model
 
     def _settings(self, package: Package, changed: Mapping[str, Any] | None = None) -> ServeSettings:
@@ -297,7 +297,7 @@ class Registry:
             wanted["devices"] = self.options.device.split(",")
         settings = _with(package.settings, wanted)
         if settings.max_rows > package.manifest.max_rows:
-            raise Rejected(400, f"{package.manifest.name} takes at most {package.manifest.max_rows} rows a batch")
+            raise Refusal(400, f"{package.manifest.name} takes at most {package.manifest.max_rows} rows a batch")
         return settings
 
     def _taken(self, apart: Pool | None) -> set[int]:
@@ -313,14 +313,14 @@ class Registry:
 
 def find_package(store: Path, name: str, number: str | None = None) -> Package:
     """The package of that name in a folder of packages; the highest sound version where none is given. Raises
-    `Rejected` (400, 404).
+    `Refusal` (400, 404).
 
     Of the others nothing is read but what they say they are: a store may hold hundreds of gigabytes.
     """
     try:
         check_name(name, number or "1")
     except UsageError as error:
-        raise Rejected(400, str(error)) from None
+        raise Refusal(400, str(error)) from None
     found: list[tuple[str, Path]] = []
     for path in sorted(store.iterdir()):
         if (path / MANIFEST).is_file() or path.suffix == ".zip":
@@ -336,7 +336,7 @@ def find_package(store: Path, name: str, number: str | None = None) -> Package:
             return open_package(path)
         except UsageError as error:
             log.warning("the store: %s", error)
-    raise Rejected(404, f"the store has no model {name}" + (f" version {number}" if number else ""))
+    raise Refusal(404, f"the store has no model {name}" + (f" version {number}" if number else ""))
 
 
 def in_order(version: str) -> tuple[tuple[int, int | str], ...]:
@@ -347,20 +347,20 @@ def in_order(version: str) -> tuple[tuple[int, int | str], ...]:
 def _with_batching(settings: ServeSettings, wanted: Any) -> ServeSettings:
     allowed = {"max_rows", "delay_ms", "max_queue_rows", "timeout_ms", "limit_ms"}
     if not isinstance(wanted, Mapping) or set(wanted) - {*allowed, "policy", "pad"}:
-        raise Rejected(400, f"batch may hold {', '.join(sorted(allowed))}")
+        raise Refusal(400, f"batch may hold {', '.join(sorted(allowed))}")
     changed = _with(settings, wanted)
     # Only batch sizes that were warmed: a larger one would compile while clients wait.
     if changed.max_rows > settings.max_rows:
-        raise Rejected(400, f"only {settings.max_rows} rows were warmed: load the model again for more")
+        raise Refusal(400, f"only {settings.max_rows} rows were warmed: load the model again for more")
     return changed
 
 
 def _with(settings: ServeSettings, wanted: Mapping[str, Any]) -> ServeSettings:
-    """Settings with others in their place. Raises `Rejected` (400) for what cannot be."""
+    """Settings with others in their place. Raises `Refusal` (400) for what cannot be."""
     try:
         return settings_from({**msgspec.to_builtins(settings), **wanted}, "a change while serving")
     except ValueError as error:
-        raise Rejected(400, str(error)[:200]) from None
+        raise Refusal(400, str(error)[:200]) from None
 
 
 def _changed(settings: ServeSettings, at_start: ServeSettings) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fettle.serve.engine import wire
 from fettle.serve.engine.alarm import Alarm
 from fettle.serve.engine.batching import Batch
-from fettle.serve.engine.refusal import TOO_LONG, Rejected
+from fettle.serve.engine.refusal import TOO_LONG, Refusal
 from fettle.serve.engine.request import Request
 from fettle.serve.engine.worker_link import WorkerLink
 from fettle.serve.engine.worker_start import spawn
@@ -312,7 +312,7 @@ class Worker:
         if following is not None:  # it had not begun with it
             self.pool.returned(following)
         for lost in [*([batch] if batch is not None else []), *(Batch([text], 1, 1) for text in texts)]:
-            self.pool.failed(lost, Rejected(500, "the model's process ended during the call"))
+            self.pool.failed(lost, Refusal(500, "the model's process ended during the call"))
         if self.leaving:
             self.pool.without(self)
         if self.leaving or first_start or self.pool.closing:
@@ -334,8 +334,8 @@ class Worker:
             self._on_lost("not started")
 
 
-def _why(failed: wire.Failed) -> Rejected:
+def _why(failed: wire.Failed) -> Refusal:
     """What is answered to a call that failed."""
     if failed.usage:
-        return Rejected(400, failed.reason, code=TOO_LONG if failed.too_long else None)
-    return Rejected(500, "the model failed")
+        return Refusal(400, failed.reason, code=TOO_LONG if failed.too_long else None)
+    return Refusal(500, "the model failed")

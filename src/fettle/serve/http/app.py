@@ -75,7 +75,7 @@ class App:
         if self._token or management:
             kind, _, token = headers.get(b"authorization", b"").partition(b" ")
             if not self._token or kind.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self._token):
-                raise Refusal(401, "a token is needed", ((b"www-authenticate", b"Bearer"),))
+                raise Refusal(401, "a token is needed", headers=((b"www-authenticate", b"Bearer"),))
 
     def refused(self, call: Call, refusal: Refusal) -> Reply:
         """The answer to a request that is refused."""
@@ -114,7 +114,7 @@ class App:
         known = about.document(self.registry)["paths"].get("/" + "/".join(call.parts))
         if known is not None:  # the path is right and the method is not
             allowed = ", ".join(sorted(method.upper() for method in known))
-            raise Refusal(405, f"the method is {allowed} here", ((b"allow", allowed.encode()),))
+            raise Refusal(405, f"the method is {allowed} here", headers=((b"allow", allowed.encode()),))
         raise NoSuchPath
 
     def _noted(self, call: Call, reply: Reply) -> Reply:

@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, unquote
 
 from httptools import HttpParserInvalidURLError, parse_url
 
-from fettle.serve.engine.refusal import Malformed, NoSuchPath, Rejected
+from fettle.serve.engine.refusal import Malformed, NoSuchPath, Refusal
 from fettle.serve.engine.pool import Pool
 from fettle.serve.engine.registry import Registry
 
@@ -34,9 +34,9 @@ class Limits:
         """What a client hears whose body is larger than `max_body`."""
         return Malformed(f"a body may have at most {self.max_body} bytes", 413)
 
-    def too_much(self) -> Rejected:
+    def too_much(self) -> Refusal:
         """What a client hears whose body is one too many for `max_unanswered`."""
-        return Rejected(503, "too much is being read", 1.0)
+        return Refusal(503, "too much is being read", 1.0)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import msgspec
 from fettle.package.handlers.asking import Ask, Piece, pieces
 from fettle.package.handlers.generate import Settings
 from fettle.package.handlers.sampling import Sampling
-from fettle.serve.engine.refusal import TOO_LONG, Malformed, Refusal, Rejected
+from fettle.serve.engine.refusal import TOO_LONG, Malformed, Refusal
 from fettle.serve.engine.pool import Pool
 from fettle.serve.engine.registry import Registry
 from fettle.serve.engine.request import Request
@@ -66,7 +66,7 @@ class Writing:
         self._came: asyncio.Queue[bytes | None] = asyncio.Queue()
         body = msgspec.json.encode(ask)
         if len(body) > _most_bytes(version):  # before a copy of it waits for each of several answers
-            raise Rejected(400, "the prompt is longer than this model takes", code=TOO_LONG)
+            raise Refusal(400, "the prompt is longer than this model takes", code=TOO_LONG)
         self._request = Request(1, "text", body=body, gone=call.gone, piece=self._came.put_nowait)
         self.answer = self._pool.submit(self._request)
         self.answer.add_done_callback(lambda _: self._came.put_nowait(None))
@@ -101,7 +101,7 @@ class Writing:
         finally:
             self.stop()
         if self.answer.cancelled():
-            raise Rejected(GONE, "the client went away")
+            raise Refusal(GONE, "the client went away")
         return pieces
 
     def stop(self) -> None:
@@ -131,7 +131,7 @@ def writer(call: Call, name: str, number: str | None) -> Pool:
     """The version that writes texts under this name. Raises `Refusal`."""
     version = call.choose(name, number)
     if not generates(version):
-        raise Rejected(400, f"the model {name} generates no text")
+        raise Refusal(400, f"the model {name} generates no text")
     return version
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from fettle import __version__
 from fettle.package.tensors import TensorSpec
-from fettle.serve.engine.refusal import Malformed, Refusal, Rejected
+from fettle.serve.engine.refusal import Malformed, Refusal
 from fettle.serve.engine.pool import Pool
 from fettle.serve.engine.registry import Registry
 from fettle.serve.engine.request import Request
@@ -105,7 +105,7 @@ def _wanted(body: bytes) -> _Index:
 
 
 async def _shadowed(pool: Pool, inference: protocol.Inference, key: Hashable) -> None:
-    with contextlib.suppress(Rejected):
+    with contextlib.suppress(Refusal):
         await pool.submit(Request(inference.rows, key, inference.arrays))
 
 

@@ -11,7 +11,7 @@ from email.parser import BytesHeaderParser
 from typing import Any
 
 from fettle.package.handlers.asking import Ask
-from fettle.serve.engine.refusal import Malformed, NoSuchPath, Rejected
+from fettle.serve.engine.refusal import Malformed, NoSuchPath, Refusal
 from fettle.serve.engine.pool import Pool
 from fettle.serve.engine.registry import Registry
 from fettle.serve.engine.request import Request
@@ -44,7 +44,7 @@ async def predict(call: Call) -> Reply | None:
         body = read_field(body, kind, ("data", "body"))
     if generates(version):
         if explain:
-            raise Rejected(400, "what moved a text that is written cannot be explained")
+            raise Refusal(400, "what moved a text that is written cannot be explained")
         ask = read_prompt(body).ask if "json" in kind else Ask(text=_plain_text(body))
         text = await whole_text(call, version, ask)
         return Reply(200, text.encode(), b"text/plain; charset=utf-8")
@@ -140,7 +140,7 @@ async def _register(call: Call) -> Reply:
     query = call.query()
     wanted = query.get("url", "")
     if "/" in wanted or "\\" in wanted or ":" in wanted or not wanted:
-        raise Rejected(400, "url names a package of the store; addresses and paths are not taken")
+        raise Refusal(400, "url names a package of the store; addresses and paths are not taken")
     named = {"initial_workers": "workers", "batch_size": "max_rows", "max_batch_delay": "delay_ms"}
     # No workers at first is TorchServe's way to say: later.
     changed = {ours: _number(query, name, 1) for name, ours in named.items() if query.get(name, "0") != "0"}
@@ -156,7 +156,7 @@ async def _scale(call: Call, name: str, number: str | None = None) -> Reply:
     least = _number(query, "min_worker", 1)
     most = _number(query, "max_worker", least)
     if not 1 <= least <= most:
-        raise Rejected(400, "min_worker is 1 or more and max_worker no less; to have no worker, unregister the model")
+        raise Refusal(400, "min_worker is 1 or more and max_worker no less; to have no worker, unregister the model")
     count = min(max(registry.find_version(name, number).settings.workers, least), most)
     registry.share(name, number, count)  # what cannot be is said now, also to those who do not wait
     if query.get("synchronous", "").lower() != "true":
@@ -170,14 +170,14 @@ async def _scale(call: Call, name: str, number: str | None = None) -> Reply:
 async def _scaled(registry: Registry, name: str, number: str | None, count: int) -> None:
     try:
         await registry.scale(name, number, count)
-    except Rejected as error:
+    except Refusal as error:
         log.error("%s was not scaled to %d workers: %s", name, count, error.reason)
 
 
 def _number(query: Mapping[str, str], name: str, default: int) -> int:
     text = query.get(name, str(default))
     if not re.fullmatch(r"\d{1,4}", text, re.ASCII):
-        raise Rejected(400, f"{name} is a number")
+        raise Refusal(400, f"{name} is a number")
     return int(text)
 
 
