@@ -34,16 +34,12 @@ class Branch:
         return f"{workers} x {threads}{device}" + (f", {self.variant}" if self.variant else "")
 
 
-@dataclass(frozen=True)
-class Setting:
+@dataclass(frozen=True, kw_only=True)
+class Setting(Branch):
     """One way to serve."""
 
-    workers: int
-    threads: int
     max_rows: int
     delay_s: float = 0.0
-    device: str = "cpu"
-    variant: str = ""
     buckets: tuple[int, ...] = ()
     """The package's only sizes of a call, where each is compiled for itself."""
 
