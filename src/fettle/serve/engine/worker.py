@@ -91,8 +91,7 @@ class Worker:
         await process.start(spawned)
         sizes = sorted({pool.queue.settings.call_rows(rows) for rows in range(1, settings.max_rows + 1)})
         process.write(wire.Load(
-            str(pool.package.folder), sizes, self.threads, self.cores, pool.trust, self.device, pool.explains,
-            settings.max_rows, settings.cache_bytes, settings.prefill_tokens,
+            str(pool.package.folder), settings, sizes, self.threads, self.cores, pool.trust, self.device, pool.explains,
             sum(other.device == self.device for other in (*pool.workers, *pool.joining)),
         ))  # fmt: skip
         await self._loaded

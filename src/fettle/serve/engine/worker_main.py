@@ -87,8 +87,9 @@ class _Worker:
         self.one = len(inputs) == 1 and inputs[0].batched
         self.runner = ModelRunner(package, load.device)
         self.handler = find_handler(package, self.runner, load.trust)
-        cache_bytes = load.cache_bytes or usual_bytes(load.device, load.sharing)
-        self.running = self.handler.running(load.rows, cache_bytes, load.prefill_tokens)
+        settings = load.settings
+        cache_bytes = settings.cache_bytes or usual_bytes(load.device, load.sharing)
+        self.running = self.handler.running(settings.max_rows, cache_bytes, settings.prefill_tokens)
         self.texts = self.running.rows if self.running is not None else 0
         self._said_at = 0.0
         if load.explain:  # the server lets no explanation through without it
