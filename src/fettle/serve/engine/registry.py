@@ -123,10 +123,7 @@ class Registry:
             model = self.models.get(name, Model()) if was_lost else self._model(name)
             numbers = [number] if number else list(model.versions)
             old = [model.versions.pop(one) for one in numbers if one in model.versions]
-            if not old and was_lost:
-                self.remember()
-                return
-            if not old:
+            if not old and not was_lost:
                 raise Refusal(404, f"the model {name} has no version {number}")
             for one in numbers:
                 model.weights.pop(one, None)
@@ -137,7 +134,7 @@ class Registry:
             if not any(model.weights.values()):  # they were those of what is gone
                 model.weights.clear()
             if not model.versions:
-                del self.models[name]
+                self.models.pop(name, None)
             self.remember()
         await asyncio.gather(*(self._retire(version) for version in old))
 
@@ -191,12 +188,11 @@ class Registry:
         for number in [*named, *weights]:
             if number not in model.versions:
                 raise Refusal(400, f"the model {name} has no version {str(number)[:80]!r}")
-        changed = {}
-        for number, version in model.versions.items() if "batch" in wanted else ():
-            changed[number] = _with_batching(version.settings, wanted["batch"])
+        served = model.versions.values() if "batch" in wanted else ()
+        changed = [(version, _with_batching(version.settings, wanted["batch"])) for version in served]
         model.default, model.shadow, model.weights = default, shadow, dict(weights)
-        for number, settings in changed.items():
-            model.versions[number].change(settings)
+        for version, settings in changed:
+            version.change(settings)
         self.remember()
 
     # -- choosing ----------------------------------------------------------------------------------------------------
