@@ -39,8 +39,8 @@ class Pool:
         self.package, self.settings, self.metrics = package, settings, metrics
         self.specs, self.output_specs = package.manifest.inputs, package.manifest.outputs
         self.attribution_specs = [msgspec.structs.replace(spec, datatype="FP32") for spec in self.specs]
-        self.queue: BatchQueue = BatchQueue(self._batching(settings))
-        self.texts: BatchQueue = BatchQueue(_one_by_one(settings))
+        self.queue = BatchQueue(self._batching(settings))
+        self.texts = BatchQueue(_one_by_one(settings))
         """Requests for a text, in the order in which they came."""
         self._row_s = self.queue.settings.row_s(host_id())
         self.trust, self.explains = trust, explain
