@@ -323,6 +323,7 @@ class _Load:
         span = max(end - first, 1e-9)
         if mode == "open" and table[0, 0] < table[-1, 0]:
             span *= len(table) / (len(table) - 1)  # n arrivals have n - 1 gaps
+        written = table[good].tolist() if self._texts else []
         latency, kinds = table[:, 2] - table[:, 0], np.unique(status, return_counts=True)
         return Run(
             mode, 0.0, span, latency[good], statuses=dict(zip(*(each.tolist() for each in kinds), strict=True)),
@@ -330,7 +331,7 @@ class _Load:
             mean_inflight=self._mean_waiting(first, end),
             expected_inflight=float((table[:, 2] - table[:, 1]).sum() / span),  # lateness is reported on its own
             done_s=table[good, 2], refusal=self.refusal,
-            texts=[self._texts[due, sent, end, 200] for due, sent, end in (table[good].tolist() if self._texts else ())],
+            texts=[self._texts[due, sent, end, 200] for due, sent, end in written],
         )  # fmt: skip
 
 

@@ -318,11 +318,12 @@ def explain(result: TextSearch) -> list[str]:
 
 def texts_data(result: TextSearch, *, name: str, target: str, machine: str, written: str = "") -> dict[str, Any]:
     """The search as plain data."""
+    best = result.best
     data: dict[str, Any] = plain({
         "kind": "texts", "name": name, "target": target, "machine": machine, "written": written,
         "ttft_limit_ms": result.limits.ttft_s * 1e3, "itl_limit_ms": result.limits.itl_s * 1e3,
         "rate": result.rate, "headroom": result.headroom, "met": result.met, "interrupted": result.interrupted,
-        "best": result.points.index(result.best) if result.best is not None else None, "scale": list(result.scale.values()),
+        "best": result.points.index(best) if best is not None else None, "scale": list(result.scale.values()),
         "prompt_tokens": _lengths(result.prompts), "output_tokens": _lengths(result.outputs),
         "points": [{
             "setting": str(point.setting), "max_rows": point.setting.rows, "prefill_tokens": point.setting.chunk,
