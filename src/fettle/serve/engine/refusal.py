@@ -5,6 +5,8 @@ from __future__ import annotations
 Headers = tuple[tuple[bytes, bytes], ...]
 TOO_LONG = "context_length_exceeded"
 """The `Refusal.code` of a prompt for which the model has no room."""
+NO_MODEL = "model_not_found"
+"""That of a model or version that is not served."""
 
 
 class Refusal(Exception):
@@ -25,8 +27,8 @@ class Refusal(Exception):
 class Malformed(Refusal):
     """The request is not one, or not one for this model."""
 
-    def __init__(self, reason: str, status: int = 400, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(status, reason, param=param, code=code)
+    def __init__(self, reason: str, status: int = 400, *, param: str | None = None) -> None:
+        super().__init__(status, reason, param=param)
 
 
 class NoSuchPath(Refusal):

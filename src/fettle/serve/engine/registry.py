@@ -20,7 +20,7 @@ from fettle.package.settings import ServeSettings, settings_from
 from fettle.procs.limits import affinity
 from fettle.serve.engine.metrics import Metrics
 from fettle.serve.engine.pool import Pool
-from fettle.serve.engine.refusal import Refusal
+from fettle.serve.engine.refusal import NO_MODEL, Refusal
 from fettle.serve.engine.state_file import Remembered, StateFile
 from fettle.serve.engine.worker_start import Spawned, cores_for
 
@@ -207,7 +207,8 @@ class Registry:
                 number = draw(list(model.weights), list(model.weights.values()))[0]
         version = model.versions.get(number)
         if version is None:
-            raise Refusal(404, f"the model {name} has no version {number[:80]}")
+            reason = f"the model {name} has no version {number[:80]}"
+            raise Refusal(404, reason, param="model", code=NO_MODEL)
         return version
 
     def find_version(self, name: str, number: str | None) -> Pool:
@@ -284,7 +285,7 @@ class Registry:
     def _model(self, name: str) -> Model:
         model = self.models.get(name)
         if model is None:
-            raise Refusal(404, f"there is no model {name[:80]}")
+            raise Refusal(404, f"there is no model {name[:80]}", param="model", code=NO_MODEL)
         return model
 
     def _settings(self, package: Package, changed: Mapping[str, Any] | None = None) -> ServeSettings:

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from fettle.package.handlers.asking import Ask, Piece, TokenLogprob
 from fettle.package.handlers.sampling import LogitBias, Sampling
-from fettle.serve.engine.refusal import Malformed, Refusal
+from fettle.serve.engine.refusal import NO_MODEL, Malformed, Refusal
 from fettle.serve.engine.pool import Pool
 from fettle.serve.engine.registry import Registry
 from fettle.serve.http.aside import aside
@@ -115,7 +115,7 @@ async def answer(call: Call) -> Reply | None:
         case "GET", ["v1", "models", name]:
             reason, models = f"no model that writes texts is called {name}", _models(call.registry)
             if name not in models:
-                raise Malformed(reason, 404, param="model", code="model_not_found")
+                raise Refusal(404, reason, param="model", code=NO_MODEL)
             return json_reply(models[name])
     return None
 
@@ -139,15 +139,6 @@ async def _read(call: Call, kind: type[_Body]) -> _Body:
         raise Malformed(f"this request cannot be answered: {reason}", param=param) from None
 
 
-def _version(call: Call, name: str) -> Pool:
-    try:
-        return writer(call, name, None)
-    except Refusal as refusal:
-        if refusal.status != 404:
-            raise
-        raise Malformed(refusal.reason, 404, param="model", code="model_not_found") from None
-
-
 def _sampling(wanted: _Common, logprobs: int | None, most: int | None) -> Sampling:
     given = {name: value for name in Sampling.__struct_fields__ if (value := getattr(wanted, name, None)) is not None}
     stop = (wanted.stop,) if isinstance(wanted.stop, str) else wanted.stop or ()
@@ -161,7 +152,7 @@ def _sampling(wanted: _Common, logprobs: int | None, most: int | None) -> Sampli
 
 async def _completions(call: Call) -> Reply:
     wanted = await _read(call, Completions)
-    version = _version(call, wanted.model)
+    version = writer(call, wanted.model, None)
     sampling = _sampling(wanted, wanted.logprobs, wanted.max_tokens or 16)
     strict = wanted.max_tokens is not None  # fewer than the protocol's usual 16 are no error
     asks = [msgspec.structs.replace(ask, sampling=sampling, strict=strict) for ask in _prompts(wanted.prompt)]
@@ -183,7 +174,7 @@ def _prompts(prompts: Any) -> list[Ask]:
 
 async def _chat(call: Call) -> Reply:
     wanted = await _read(call, Chat)
-    version = _version(call, wanted.model)
+    version = writer(call, wanted.model, None)
     if wanted.response_format is not None and wanted.response_format.type != "text":
         raise Malformed("response_format is text", param="response_format")
     if wanted.tools:
