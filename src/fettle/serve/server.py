@@ -105,10 +105,10 @@ class Server:
         await asyncio.to_thread(gpus)  # the first look at them takes seconds on some machines
         for package in packages:
             check_here(package.manifest.name, package.manifest.requires)
-        app = functools.partial(App, self.registry, limits=address.limits, log_requests=address.log_requests)
-        apps, ports = [app(token=address.token, spans=address.spans)], [address.port]
+        made = functools.partial(App, self.registry, limits=address.limits, log_requests=address.log_requests)
+        apps, ports = [made(token=address.token, spans=address.spans)], [address.port]
         if address.management_port is not None:
-            apps.append(app(management=True, token=address.management_token, hosts=(address.host,)))
+            apps.append(made(management=True, token=address.management_token, hosts=(address.host,)))
             ports.append(address.management_port)
         try:
             self._sockets = [_bind(address.host, port) for port in ports]

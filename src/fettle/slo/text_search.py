@@ -33,7 +33,7 @@ from fettle.package.settings import ServeSettings, powers
 from fettle.slo.calibrate import Stopped
 from fettle.slo.kept import Tested, open_journal, package_key
 from fettle.slo.points import Failure, Outcome, Proven
-from fettle.slo.proof import bracket, loaded, test_s
+from fettle.slo.proof import bracket, load_test_s, loaded
 from fettle.slo.server_process import ServerFailure, ServerProcess
 from fettle.slo.text_costs import CHUNKS, TextCosts, calibrate_texts
 from fettle.slo.text_simulation import Tables, simulate_texts, text_capacity
@@ -243,7 +243,7 @@ class _Search:
         about = f"{result.limits.ttft_s:g}s {result.limits.itl_s:g}s {lengths}"
 
         def key(rate: float) -> str:
-            seconds = test_s(rate, self.seconds, TEXTS)
+            seconds = load_test_s(rate, self.seconds, TEXTS)
             return f"test {package_key(self.package)} {setting} {rate:.6g}/s {seconds:.6g}s {about}"
 
         def on_test(rate: float) -> None:
@@ -258,7 +258,7 @@ class _Search:
 
     async def _test(self, served: ServerProcess, setting: TextSetting, rate: float) -> Tested:
         result = self.result
-        due = poisson(rate, test_s(rate, self.seconds, TEXTS))
+        due = poisson(rate, load_test_s(rate, self.seconds, TEXTS))
         requests = text_requests(served.url, self.lines, model=self.package.manifest.name)
         run = await loaded(served, requests, due, limits=result.limits, patience_s=PATIENCE_S, stop=self.stop)
         inside = await served.stats()

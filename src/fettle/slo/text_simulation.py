@@ -77,6 +77,7 @@ class _Text:
     prompt: int
     output: int
     kept: int = 0
+    """Tokens of the prompt whose keys and values are there."""
     written: int = 0
     """Tokens of the output."""
 
@@ -110,7 +111,6 @@ def simulate_texts(
             texts.append(text)
             come += 1
             if not tables.keeps or text.prompt == 1:  # its prompt needs no step of its own
-                text.kept = text.prompt - 1
                 texts[writing], texts[-1] = texts[-1], texts[writing]
                 writing += 1
         if not texts:  # the row of the one before is not free yet for the server
@@ -118,11 +118,12 @@ def simulate_texts(
             continue
         took, written = 0.0, texts[:writing]
         if written:
-            longest = max(text.kept for text in written)
+            longest = max(text.prompt + text.written for text in written) - 1
             took = tables.writing[writing][(longest + GRAIN // 2) // GRAIN]
-        first = min(range(writing, len(texts)), key=lambda place: texts[place].number, default=len(texts))
-        part = _part(texts[first:], chunk)
-        if part:
+        first, part = writing, list[int]()
+        if writing < len(texts):
+            first = min(range(writing, len(texts)), key=lambda place: texts[place].number)
+            part = _part(texts[first:], chunk)
             tokens = len(part) * max(part)
             context = max(text.kept for text in texts[first : first + len(part)])
             took += tables.prompts[tokens] + tables.looking_s * tokens * context
@@ -131,9 +132,6 @@ def simulate_texts(
         took *= noise.pop()
         now += took
         steps.append(took)
-        others.append(sum(text.written > 0 for text in written))
-        for text in written:
-            text.kept += 1
         for place, new in enumerate(part, first):
             text = texts[place]
             text.kept += new
@@ -141,14 +139,19 @@ def simulate_texts(
                 written.append(text)
                 texts[writing], texts[place] = texts[place], texts[writing]
                 writing += 1
+        begun, ends = 0, False
         for text in written:
             text.written += 1
             if text.written == 1:
+                begun += 1
                 ttft[text.number] = now + REQUEST_S - due[text.number]
                 late += ttft[text.number] > patience
+            if text.written == text.output:
+                ends = True
+        others.append(len(written) - begun)
         if late > allowed:
             break
-        for place in reversed(range(writing)):
+        for place in reversed(range(writing if ends else 0)):
             if texts[place].written == texts[place].output:
                 _leave(texts, place, writing)
                 writing -= 1

@@ -157,9 +157,7 @@ class Registry:
         settings = _with(pool.settings, {"workers": workers})
         return settings, cores_for(workers, settings.threads, free, ())
 
-    async def load_named(
-        self, name: str, number: str | None = None, changed: Mapping[str, Any] | None = None
-    ) -> Pool:
+    async def load_named(self, name: str, number: str | None = None, changed: Mapping[str, Any] | None = None) -> Pool:
         """Load a package from the store by its name: never from a path or an address that a client gives."""
         if self.options.store is None:
             raise Refusal(403, "this server loads nothing while it runs: it has no store")

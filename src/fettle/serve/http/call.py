@@ -10,8 +10,8 @@ from urllib.parse import parse_qsl, unquote
 
 from httptools import HttpParserInvalidURLError, parse_url
 
-from fettle.serve.engine.refusal import Malformed, NoSuchPath, Refusal
 from fettle.serve.engine.pool import Pool
+from fettle.serve.engine.refusal import Malformed, NoSuchPath, Refusal
 from fettle.serve.engine.registry import Registry
 
 MAX_PARTS, MAX_PART = 8, 200

@@ -12,8 +12,8 @@ import msgspec
 from fettle.package.handlers.asking import Ask, Piece, pieces
 from fettle.package.handlers.generate import Settings
 from fettle.package.handlers.sampling import Sampling
-from fettle.serve.engine.refusal import TOO_LONG, Malformed, Refusal
 from fettle.serve.engine.pool import Pool
+from fettle.serve.engine.refusal import TOO_LONG, Malformed, Refusal
 from fettle.serve.engine.registry import Registry
 from fettle.serve.engine.request import Request
 from fettle.serve.http.aside import aside

@@ -10,8 +10,8 @@ import msgspec
 
 from fettle import __version__
 from fettle.package.tensors import TensorSpec
-from fettle.serve.engine.refusal import Malformed, Refusal
 from fettle.serve.engine.pool import Pool
+from fettle.serve.engine.refusal import Malformed, Refusal
 from fettle.serve.engine.registry import Registry
 from fettle.serve.engine.request import Request
 from fettle.serve.http import protocol

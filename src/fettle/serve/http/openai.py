@@ -16,8 +16,8 @@ from msgspec import Meta
 
 from fettle.package.handlers.asking import Ask, Piece, TokenLogprob
 from fettle.package.handlers.sampling import LogitBias, Sampling
-from fettle.serve.engine.refusal import NO_MODEL, Malformed, Refusal
 from fettle.serve.engine.pool import Pool
+from fettle.serve.engine.refusal import NO_MODEL, Malformed, Refusal
 from fettle.serve.engine.registry import Registry
 from fettle.serve.http.aside import aside
 from fettle.serve.http.call import Call

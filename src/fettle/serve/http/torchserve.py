@@ -11,8 +11,8 @@ from email.parser import BytesHeaderParser
 from typing import Any
 
 from fettle.package.handlers.asking import Ask
-from fettle.serve.engine.refusal import Malformed, NoSuchPath, Refusal
 from fettle.serve.engine.pool import Pool
+from fettle.serve.engine.refusal import Malformed, NoSuchPath, Refusal
 from fettle.serve.engine.registry import Registry
 from fettle.serve.engine.request import Request
 from fettle.serve.http.call import Call
