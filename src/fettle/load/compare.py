@@ -7,6 +7,7 @@ values (B. L. Welch, *Biometrika* 34, 1947).
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ def compare(now: Sequence[dict[str, Any]], then: Sequence[_Earlier]) -> list[Cha
     """
     changes: list[Change] = []
     for data in now:
-        run = msgspec.convert(data, _Earlier)
+        run = msgspec.json.decode(json.dumps(data), type=_Earlier)
         old = min(
             (other for other in then if _alike(run, other)), key=lambda one: abs(one.rate - run.rate), default=None
         )
