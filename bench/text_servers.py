@@ -156,10 +156,10 @@ def loaded(server: Server, streams: int, given: argparse.Namespace, seed: int) -
     texts = [text for text in run.texts if start <= text.due_s <= length]
     if not texts:
         raise RuntimeError(f"{server.name} wrote no whole text: {run.errors} {run.refusal}")
-    gaps = np.concatenate([text.heard.gaps_s for text in texts])
+    gaps = np.concatenate([text.gaps_s for text in texts])
     first = [text.ttft_s for text in texts]
     seconds = length - start
-    whole = sum(text.heard.tokens for text in run.texts if start <= text.done_s <= length)
+    whole = sum(text.tokens for text in run.texts if start <= text.done_s <= length)
     return {
         "texts": len(texts), "goodput": sum(text.within(limits) for text in texts) / seconds,
         "tokens_per_s": whole / seconds, "failed": run.failed,

@@ -12,7 +12,7 @@ from fettle.load import client
 from fettle.load.arrivals import constant
 from fettle.load.loops import closed_loop, open_loop
 from fettle.load.run import UNANSWERED, Run, Text, TextLimits, as_data
-from fettle.load.texts import BROKEN, Heard, TextConnection, text_lines, text_requests
+from fettle.load.texts import BROKEN, TextConnection, text_lines, text_requests
 from fettle.page import Table
 from fettle.report import loads_page
 
@@ -61,7 +61,7 @@ def test_each_token_is_heard_and_counted():
     run = load(closed_loop, 2, 0.3, limits=TextLimits(60, 60))
     assert run.texts
     assert len(run.texts) == len(run.latency_s) == run.answered
-    assert {(text.heard.tokens, text.heard.prompt_tokens, len(text.heard.gaps_s)) for text in run.texts} == {(4, 5, 2)}
+    assert {(text.tokens, text.prompt_tokens, len(text.gaps_s)) for text in run.texts} == {(4, 5, 2)}
     assert 0 < run.ttft_s(50) < run.percentile(50)
     assert run.within == 1
     assert not run.missed
@@ -76,7 +76,7 @@ def test_each_token_is_heard_and_counted():
 
 def test_the_report_names_the_run_with_the_most_answers_in_time():
     def run(clients, ttft):
-        texts = [Text(Heard(ttft + np.arange(10) * 0.02, 5, 10), 0.0, ttft + 0.2) for _ in range(20)]
+        texts = [Text(0.0, ttft + 0.2, ttft + np.arange(10) * 0.02, 5, 10) for _ in range(20)]
         latency = np.full(20, ttft + 0.2)
         return Run("closed", clients, 20 / clients, latency, clients, {200: 20}, texts=texts, limits=TextLimits(0.3, 0))
 
@@ -115,7 +115,7 @@ def test_events_may_end_their_lines_as_http_does_and_hold_more_than_data():
         connection.data_received(b"1\r\n%c\r\n" % byte)
     connection.data_received(b"0\r\n\r\n")
     assert ended == [200]
-    assert len(connection.heard(0.0).moments) == 2
+    assert len(connection.heard(0.0)[0]) == 2
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_what_a_model_writes_is_heard_under_each_of_its_names(choice, is_heard):
     (request,) = text_requests("http://127.0.0.1:1/v1", text_lines("8", "4", count=1), model="m")
     connection.send(request, None)
     connection.data_received(HEAD + chunk({"choices": [choice]}))
-    assert len(connection.heard(0.0).moments) == is_heard
+    assert len(connection.heard(0.0)[0]) == is_heard
 
 
 def test_a_prompt_of_so_many_tokens_is_another_one_each_time_it_is_sent(tmp_path):
@@ -163,7 +163,7 @@ def test_a_model_that_writes_texts_is_sent_no_tensors(monkeypatch):
 def test_limits_count_the_first_token_and_the_gaps():
     def text(ttft, *gaps):
         moments = np.cumsum([ttft, *gaps])
-        return Text(Heard(moments, 1, len(moments)), 0.0, float(moments[-1]))
+        return Text(0.0, float(moments[-1]), moments, 1, len(moments))
 
     texts = [text(0.1, 0.01, 0.01), text(0.6, 0.01), text(0.1, 0.2), text(0.5)]
     limits = TextLimits(0.5, 0.05)

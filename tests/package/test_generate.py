@@ -249,7 +249,7 @@ def test_a_stream_that_is_hung_up_on_frees_its_worker(tmp_path):
         link.request("POST", "/v2/models/adder/generate_stream", json.dumps({"text_input": "5 5"}))
         answer = link.getresponse()
         assert answer.readline().startswith(b"data: ")
-        pool = server.registry.choose("adder").pool
+        pool = server.registry.choose("adder")
         assert pool.inflight == 1
         link.close()
         answer.close()

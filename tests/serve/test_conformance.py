@@ -197,7 +197,7 @@ def test_kserves_client(server):
     python = os.environ.get("FETTLE_KSERVE_PYTHON", sys.executable)
     if subprocess.run([python, "-c", "import kserve"], capture_output=True, check=False).returncode:
         pytest.skip("kserve is not installed")
-    name = server.registry.choose("tag").pool.output_specs[0].name
+    name = server.registry.choose("tag").output_specs[0].name
     code = KSERVE.replace("NAME", repr(name))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run([python, "-c", code, server.url], capture_output=True, text=True, timeout=120,
@@ -232,7 +232,7 @@ def test_the_fuzzer_finds_no_answer_that_the_openapi_page_does_not_announce(tag_
             count += 1
         assert count >= 18
         assert ask(server.url + "/v2/health/ready")[0] == 200
-        assert all(v.pool.workers[0].restarts == 0 for _, _, v in server.registry.versions())
+        assert all(v.workers[0].restarts == 0 for _, _, v in server.registry.versions())
 
 
 def test_the_page_announces_what_the_server_answers(server):

@@ -78,7 +78,7 @@ def metric(server, name, **labels):
 @contextmanager
 def busy(server):
     """Both workers are busy until `release` is called; gives threads for what shall wait meanwhile, and `release`."""
-    pool = server.registry.choose("m").pool
+    pool = server.registry.choose("m")
     server.gate.unlink(missing_ok=True)
     with ThreadPoolExecutor(16) as threads:
         blockers = []
@@ -93,7 +93,7 @@ def busy(server):
 
 
 def test_a_batch_that_is_too_large_for_memory_is_computed_one_by_one(server):
-    pool = server.registry.choose("m").pool
+    pool = server.registry.choose("m")
     with busy(server) as (threads, release):
         asked = [threads.submit(call, server, text) for text in ("big", "a", "big", "big")]
         until(lambda: pool.waiting_rows == 4)
@@ -104,7 +104,7 @@ def test_a_batch_that_is_too_large_for_memory_is_computed_one_by_one(server):
 
 @pytest.mark.slow
 def test_a_worker_that_leaks_is_replaced_between_two_batches_without_a_failed_request(server):
-    pool = server.registry.choose("m").pool
+    pool = server.registry.choose("m")
     assert call(server, "a") == (200, b"A")
     most = max(worker.rss for worker in pool.workers) + (100 << 20)
     before, kept = metric(server, "fettle_worker_restarts_total", model="m", reason="grown"), pool.settings
@@ -136,7 +136,7 @@ def test_a_worker_that_leaks_is_replaced_between_two_batches_without_a_failed_re
 def test_a_client_that_hung_up_is_not_computed_and_is_counted(server):
     before = metric(server, "fettle_shed_total", model="m", reason="disconnected")
     seen = metric(server, "fettle_batch_rows_sum", model="m")
-    pool = server.registry.choose("m").pool
+    pool = server.registry.choose("m")
     with busy(server):
         with socket.create_connection(("127.0.0.1", server.ports[0])) as link:
             link.sendall(b"POST /predictions/m HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\ngone")
@@ -184,7 +184,7 @@ def test_large_and_small_requests_get_their_own_answers_also_after_a_worker_was_
         return status, status != 200 or body.endswith((1 - x[:, ::-1]).tobytes())
 
     with running([package]) as server, ThreadPoolExecutor(6) as threads:
-        worker = server.registry.choose("turned").pool.workers[0]
+        worker = server.registry.choose("turned").workers[0]
         assert worker._process._memory is not None or not hasattr(os, "memfd_create")
         assert set(threads.map(infer, range(40))) == {(200, True)}
         os.kill(worker.pid, signal.SIGKILL)
@@ -251,7 +251,7 @@ def test_what_is_under_way_when_a_model_goes_is_answered(store, monkeypatch):
     monkeypatch.setattr("fettle.serve.engine.registry.DRAIN_S", 0.2)
     echo = open_package(store / "echo")
     with running([echo], Options(trust=(echo.handler_digest,))) as server, ThreadPoolExecutor(1) as thread:
-        pool = server.registry.choose("echo").pool
+        pool = server.registry.choose("echo")
         asked = thread.submit(ask, server.url + "/predictions/echo", b"hang")
         until(lambda: pool.inflight)
         server.call(server.registry.unload("echo"))

@@ -185,7 +185,7 @@ def test_a_request_that_failed_fails_alone_and_names_nothing(server):
 
 @pytest.mark.parametrize("how", ["die", "hang"])
 def test_a_worker_that_ends_or_hangs_is_replaced(server, how):
-    pool = server.registry.choose("echo").pool
+    pool = server.registry.choose("echo")
     before = pool.workers[0].restarts
     status, _, _ = ask(server.url + "/predictions/echo", how.encode())
     assert status == 500
@@ -214,7 +214,7 @@ def asking(server):
 
 
 def test_a_killed_worker_loses_no_request_silently(server):
-    pool = server.registry.choose("net").pool
+    pool = server.registry.choose("net")
     before = pool.workers[0].restarts
     with asking(server) as found:
         until(lambda: len(found) >= 8)

@@ -273,7 +273,7 @@ def test_load_tests_end_where_they_know_enough(package, monkeypatch, truth, expe
     monkeypatch.setattr(proof, "ServerProcess", Up)
     monkeypatch.setattr(proof, "_test", one)
     found = found_with({1: 0.01})
-    point = Point(Setting(1, 1, 1), predicted=100.0)
+    point = Point(Setting(1, 1, max_rows=1), predicted=100.0)
     costs = found.branches[Branch(1, 1)].costs
     asyncio.run(proof.prove(package, point, costs, found, 1.0, expected=expected, to_beat=to_beat))
     assert tested == pytest.approx(rates, rel=1e-3)
@@ -390,7 +390,7 @@ def test_it_says_that_the_machine_was_slower_than_when_calibrated():
 @settings(max_examples=60, deadline=None)
 def test_nobody_beats_the_front_and_somebody_on_it_beats_each_other(values):
     points = [
-        Point(Setting(1, 1, index + 1), rate, p99_s=p99, memory_bytes=memory << 20)
+        Point(Setting(1, 1, max_rows=index + 1), rate, p99_s=p99, memory_bytes=memory << 20)
         for index, (rate, p99, memory) in enumerate(values)
     ]
     chosen = front(points)
@@ -408,7 +408,7 @@ def test_nobody_beats_the_front_and_somebody_on_it_beats_each_other(values):
 
 
 def test_a_setting_and_what_it_is_called():
-    setting = Setting(2, 1, 8, 0.001, "cuda:0", "precision=bf16")
+    setting = Setting(2, 1, "cuda:0", "precision=bf16", max_rows=8, delay_s=0.001)
     assert str(setting) == "2 workers x 1 thread on cuda:0, precision=bf16, up to 8 rows, 1 ms delay"
     assert setting.batching().delay_ms == pytest.approx(1)
 
@@ -422,11 +422,11 @@ def test_code_of_its_own_needs_trust_before_anything_is_measured(store):
 
 def test_what_is_found_can_be_served(package):
     costs = Costs({1: (0.01,), 4: (0.02,)})
-    made = serve_settings(package.settings, Setting(2, 1, 4, 0.001), costs, 0.1)
+    made = serve_settings(package.settings, Setting(2, 1, max_rows=4, delay_s=0.001), costs, 0.1)
     assert made.max_rows == 4
     assert made.cost_curve(host_id()).at(4) == 0.02
     assert made.cost_curve("elsewhere") is None  # a curve of another machine is not believed
-    on_gpu = serve_settings(package.settings, Setting(1, 1, 4, device="cuda:0"), costs, 0.1)
+    on_gpu = serve_settings(package.settings, Setting(1, 1, "cuda:0", max_rows=4), costs, 0.1)
     assert (made.devices, on_gpu.devices) == (("cpu",), ("cuda:0",))
     assert read_settings(package.folder, package.manifest) == package.settings
 

@@ -133,7 +133,7 @@ class Server:
     def __init__(self, slower):
         self.slower, self.rates = slower, []
 
-    async def test(self, search, served, setting, rate, seconds):
+    async def test(self, search, served, setting, rate):
         search.result.scale, kept = dict.fromkeys(search.result.scale, self.slower), search.result.scale
         tables = search._tables(setting)
         search.result.scale = kept

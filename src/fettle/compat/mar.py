@@ -17,7 +17,6 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +42,17 @@ _FREE = (16, 24)
 """Two sizes for a dimension that may have any."""
 _KNOWN_HANDLERS = {"image_classifier": "image"}
 """TorchServe's own handlers that have a counterpart here."""
+_NAMES = {"name": "modelName", "version": "modelVersion", "weights": "serializedFile", "code": "modelFile"}
+"""What a manifest calls the facts of a `Mar`."""
 
 
-class _Model(msgspec.Struct, rename="camel"):
-    model_name: str
-    model_version: str = "1"
-    serialized_file: str = ""
-    model_file: str = ""
+class _Model(msgspec.Struct, rename=_NAMES):
+    name: str
+    version: str = "1"
+    weights: str = ""
+    """Name of the file with the weights in the archive; empty where there is none."""
+    code: str = ""
+    """Name of the file with the model's class; empty where there is none."""
     handler: str = ""
 
 
@@ -58,20 +61,12 @@ class _Manifest(msgspec.Struct):
     runtime: str = "python"
 
 
-@dataclass(frozen=True)
-class Mar:
+class Mar(_Model, kw_only=True):
     """What an archive says of itself; nothing of it has been unpacked."""
 
     path: Path
     digest: str
     """SHA-256 of the whole archive: what the operator names to trust it."""
-    name: str
-    version: str
-    weights: str
-    """Name of the file with the weights in the archive; empty where there is none."""
-    code: str
-    """Name of the file with the model's class; empty where there is none."""
-    handler: str
 
 
 def read_mar(path: Path) -> Mar:
@@ -91,13 +86,11 @@ def read_mar(path: Path) -> Mar:
     # zipfile says NotImplementedError of a compression that it does not know, RuntimeError of a password.
     except (OSError, ValueError, zipfile.BadZipFile, RuntimeError) as error:
         raise UsageError(f"{path} is not a model archive: {first_line(error)}") from error
-    model = manifest.model
+    mar = Mar(**msgspec.structs.asdict(manifest.model), path=path, digest=digest)
     if not manifest.runtime.lower().startswith("python"):
         raise UsageError(f"{path} is for the runtime {manifest.runtime[:40]!r}: only Python's can be converted")
-    check_name(model.model_name, model.model_version)
-    return Mar(
-        path, digest, model.model_name, model.model_version, model.serialized_file, model.model_file, model.handler
-    )
+    check_name(mar.name, mar.version)
+    return mar
 
 
 def import_mar(

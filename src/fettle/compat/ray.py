@@ -16,7 +16,7 @@ from ray import serve
 from fettle.errors import UsageError
 from fettle.package.manifest import open_package
 from fettle.serve.engine.metrics import Metrics
-from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.refusal import Refusal
 from fettle.serve.engine.registry import Options, Registry
 from fettle.serve.http import App
 from fettle.serve.http.asgi import Asgi
@@ -44,7 +44,7 @@ class Replica:
         self.registry = Registry(Metrics([opened.settings.limit_ms / 1e3]), options)
         try:
             await self.registry.load(opened)
-        except Rejected as error:
+        except Refusal as error:
             raise UsageError(f"{self.name} cannot be served: {error.reason}") from error
         _apps.append(App(self.registry, token=os.environ.get("FETTLE_TOKEN", "")))
 

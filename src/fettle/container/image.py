@@ -6,7 +6,7 @@ import platform
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -56,7 +56,7 @@ class Image:
     """A package behind HTTP; else an environment with the recipe in it."""
     wheel: str = ""
     """File name of fettle's own wheel, where it is not from an index."""
-    files: tuple[str, ...] = field(default=())
+    files: tuple[str, ...] = ()
     """What was written."""
 
     @property
@@ -113,10 +113,11 @@ def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
             "`wheel='dist/...whl'`"
         )
     image = Image(_slug(name), levels, platform.python_version(), versions, serves, wheel.name if wheel else "")
+    carried = ["entrypoint.sh", "model" if serves else "recipe.toml", *image.locks, *([wheel.name] if wheel else [])]
     texts = {
         **locks(versions, wheel), "Containerfile": containerfile(image), "entrypoint.sh": _ENTRY,
         "compose.yaml": compose(image), "kubernetes.yaml": kubernetes(image),
-        ".containerignore": "*\n" + "".join(f"!{name}\n" for name in (*_carried(image), *image.locks)),
+        ".containerignore": "*\n" + "".join(f"!{name}\n" for name in carried),
     }  # fmt: skip
     for file, text in texts.items():
         write_text(output / file, text)
@@ -128,7 +129,7 @@ def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
         _copy(source, output / "recipe.toml")
     if wheel is not None:
         _copy(wheel, output / wheel.name)
-    return Image(image.name, levels, image.python, versions, serves, image.wheel, tuple(sorted(texts)))
+    return replace(image, files=tuple(sorted(texts)))
 
 
 def _copy(file: Path, place: Path) -> None:
@@ -257,10 +258,6 @@ def _check(versions: Mapping[str, str], expected: Mapping[str, str]) -> None:
             raise UsageError(
                 f"it was measured with {name} {version}, and {here} is installed here: run this where it was measured"
             )
-
-
-def _carried(image: Image) -> list[str]:
-    return ["entrypoint.sh", "model" if image.serves else "recipe.toml", *([image.wheel] if image.wheel else [])]
 
 
 def _slug(name: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import math
 import ssl
 import time
@@ -23,7 +24,7 @@ import numpy as np
 from fettle.errors import UsageError
 from fettle.load.client import Connection, Request, why_unsafe
 from fettle.load.run import KINDS, LITTLE, LOST, UNANSWERED, UNREACHED, Run, Text, TextLimits, warm_up
-from fettle.load.texts import Heard, TextConnection, TextRequest
+from fettle.load.texts import TextConnection, TextRequest
 from fettle.loop import PreciseTimer
 from fettle.procs.limits import allow_open_files
 
@@ -97,7 +98,7 @@ async def closed_loop(
     with _quiet_collector():
         load.start = time.perf_counter()
         for _ in range(concurrency):
-            await load.send(load.turn(), time.perf_counter() - load.start)
+            await load.send(next(load.turns), time.perf_counter() - load.start)
         while time.perf_counter() - load.start < seconds and not (stop is not None and stop.is_set()):
             await asyncio.sleep(min(0.25, max(0.001, seconds - (time.perf_counter() - load.start))))
             on_progress(time.perf_counter() - load.start, load.waiting)
@@ -132,8 +133,8 @@ class _Load:
         self._ending = False
         self._rows = array("d")
         """Due, sent, answered and status of each request, one behind the other: a load test may have millions."""
-        self._heard: dict[tuple[float, float, float, int], Heard] = {}
-        """For a server that writes texts, what came for each of them."""
+        self._texts: dict[tuple[float, float, float, int], Text] = {}
+        """For a server that writes texts, what came, by the row of each."""
         self.refusal = ""
         """What a server said that would not write a text."""
         self.longest_s = 0.0
@@ -145,7 +146,8 @@ class _Load:
         self._queue: deque[tuple[int, float]] = deque()
         self._loop = asyncio.get_running_loop()
         self._empty = asyncio.Event()
-        self._count = 0
+        self.turns = itertools.count()
+        """Whose turn it is, of requests that are asked without a schedule: each once before any is asked again."""
         self._opening = 0
         """Connections that are being made."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -214,7 +216,7 @@ class _Load:
         self.note(*row)
         if isinstance(connection, TextConnection):
             if status == 200:
-                self._heard[row] = connection.heard(self.start)
+                self._texts[row] = Text(due, now, *connection.heard(self.start))
             self.refusal = self.refusal or connection.refusal
         self._move(-1)
         if not self.waiting:
@@ -223,24 +225,19 @@ class _Load:
             self._all.discard(connection)
             connection.close()
             if self.again:
-                self._later(self.turn(), now)
+                self._keep_task(self.send(next(self.turns), now))
             elif self._queue:
                 self._move(-1)  # `send` counts it again
-                self._later(*self._queue.popleft())
+                self._keep_task(self.send(*self._queue.popleft()))
         elif self.again:
             self._move(1)
             self._empty.clear()
-            connection.send(self.requests[self.turn() % len(self.requests)], (now, now))
+            connection.send(self.requests[next(self.turns) % len(self.requests)], (now, now))
         elif self._queue:
             index, due = self._queue.popleft()
             connection.send(self.requests[index % len(self.requests)], (due, now))
         else:
             self._free.append(connection)
-
-    def turn(self) -> int:
-        """Whose turn it is, of requests that are asked without a schedule: each once before any is asked again."""
-        self._count += 1
-        return self._count - 1
 
     def note(self, due: float, sent: float, answered: float, status: int) -> None:
         """Take down a request that has ended."""
@@ -257,9 +254,6 @@ class _Load:
         levels = np.concatenate([[counts[begin - 1] if begin else 0], counts[begin:stop]])
         edges = np.concatenate([[first], times[begin:stop], [end]])
         return float((levels * np.diff(edges)).sum() / max(end - first, 1e-9))
-
-    def _later(self, index: int, due: float) -> None:
-        self._keep_task(self.send(index, due))
 
     def _keep_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -329,6 +323,7 @@ class _Load:
         span = max(end - first, 1e-9)
         if mode == "open" and table[0, 0] < table[-1, 0]:
             span *= len(table) / (len(table) - 1)  # n arrivals have n - 1 gaps
+        written = table[good].tolist() if self._texts else []
         latency, kinds = table[:, 2] - table[:, 0], np.unique(status, return_counts=True)
         return Run(
             mode, 0.0, span, latency[good], statuses=dict(zip(*(each.tolist() for each in kinds), strict=True)),
@@ -336,11 +331,7 @@ class _Load:
             mean_inflight=self._mean_waiting(first, end),
             expected_inflight=float((table[:, 2] - table[:, 1]).sum() / span),  # lateness is reported on its own
             done_s=table[good, 2], refusal=self.refusal,
-            texts=[
-                Text(heard, due, end)
-                for due, sent, end in (table[good].tolist() if self._heard else ())
-                if (heard := self._heard.get((due, sent, end, 200))) is not None
-            ],
+            texts=[self._texts[due, sent, end, 200] for due, sent, end in written],
         )  # fmt: skip
 
 

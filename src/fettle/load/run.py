@@ -10,7 +10,7 @@ import numpy as np
 
 from fettle.estimates import student
 from fettle.files import plain
-from fettle.load.texts import BROKEN, Heard
+from fettle.load.texts import BROKEN
 
 LOST, UNANSWERED, UNREACHED = 0, -1, -2
 KINDS = {BROKEN: "the text broke off", LOST: "connection lost", UNANSWERED: "no answer", UNREACHED: "no connection"}
@@ -33,21 +33,28 @@ class TextLimits:
 
 @dataclass(frozen=True)
 class Text:
-    """One text that was written: what came, when it was due, and when it was whole."""
+    """One text that was written: when it was due, and whole, in seconds from the start of the run."""
 
-    heard: Heard
     due_s: float
     done_s: float
+    moments: np.ndarray[Any, Any]
+    """When its pieces came."""
+    prompt_tokens: int
+    tokens: int
+
+    @property
+    def gaps_s(self) -> np.ndarray[Any, Any]:
+        """Between two pieces: the inter-token latency."""
+        return np.diff(self.moments)
 
     @property
     def ttft_s(self) -> float:
         """Time to the first token, from when the request was due."""
-        moments = self.heard.moments
-        return float(moments[0] if len(moments) else self.done_s) - self.due_s
+        return float(self.moments[0] if len(self.moments) else self.done_s) - self.due_s
 
     def within(self, limits: TextLimits) -> bool:
         """Whether its first token, and 99% of the gaps between the others, came in time."""
-        gaps = self.heard.gaps_s
+        gaps = self.gaps_s
         slow = limits.itl_s and len(gaps) and float(np.percentile(gaps, 99)) > limits.itl_s
         return not slow and not (limits.ttft_s and self.ttft_s > limits.ttft_s)
 
@@ -138,13 +145,13 @@ class Run:
 
     def itl_s(self, percent: float) -> float:
         """Percentile of the time between two tokens, of all gaps of all texts; NaN where there is none."""
-        gaps = np.concatenate([text.heard.gaps_s for text in self.texts]) if self.texts else np.array([])
+        gaps = np.concatenate([text.gaps_s for text in self.texts]) if self.texts else np.array([])
         return float(np.percentile(gaps, percent)) if len(gaps) else math.nan
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens that were written, a second."""
-        return sum(text.heard.tokens for text in self.texts) / self.duration_s if self.duration_s else 0.0
+        return sum(text.tokens for text in self.texts) / self.duration_s if self.duration_s else 0.0
 
     @property
     def missed(self) -> bool:
@@ -257,6 +264,6 @@ def _texts(run: Run) -> dict[str, Any]:
         "ttft_ms": {f"p{p}": run.ttft_s(p) * 1e3 for p in percents},
         "itl_ms": {f"p{p}": run.itl_s(p) * 1e3 for p in percents},
         "ttft_limit_ms": run.limits.ttft_s * 1e3, "itl_limit_ms": run.limits.itl_s * 1e3,
-        "tokens_per_s": run.tokens_per_s, "tokens": sum(text.heard.tokens for text in run.texts),
-        "prompt_tokens": sum(text.heard.prompt_tokens for text in run.texts),
+        "tokens_per_s": run.tokens_per_s, "tokens": sum(text.tokens for text in run.texts),
+        "prompt_tokens": sum(text.prompt_tokens for text in run.texts),
     }  # fmt: skip

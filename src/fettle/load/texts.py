@@ -37,20 +37,6 @@ class TextRequest(Request):
     """Makes what is sent each time, with another prompt of as many tokens: a server may keep those that it has seen."""
 
 
-@dataclass(frozen=True)
-class Heard:
-    """When the pieces of one text came, in seconds from the start of the run, and how many tokens it had."""
-
-    moments: np.ndarray[Any, Any]
-    prompt_tokens: int
-    tokens: int
-
-    @property
-    def gaps_s(self) -> np.ndarray[Any, Any]:
-        """Between two pieces: the inter-token latency."""
-        return np.diff(self.moments)
-
-
 class TextConnection(Connection):
     """A connection that notes when each piece of a text comes."""
 
@@ -94,10 +80,10 @@ class TextConnection(Connection):
             return ""
         return refusal.error.message.partition("\n")[0]
 
-    def heard(self, start: float) -> Heard:
-        """The last answer's text; `start` is when the run began."""
-        counts = [int(self._usage.get(key, 0)) for key in ("prompt_tokens", "completion_tokens")]
-        return Heard(np.array(self._moments) - start, *counts)
+    def heard(self, start: float) -> tuple[np.ndarray[Any, Any], int, int]:
+        """Of the last answer: when its pieces came, in seconds from `start`, and the tokens of its prompt and text."""
+        prompt_tokens, tokens = (int(self._usage.get(key, 0)) for key in ("prompt_tokens", "completion_tokens"))
+        return np.array(self._moments) - start, prompt_tokens, tokens
 
     def on_message_complete(self) -> None:
         """The answer has ended; one without its last event broke off."""
@@ -188,8 +174,8 @@ def text_requests(
 
     requests: list[Request] = []
     for line in lines:
-        first, again = made(line), functools.partial(made, line) if isinstance(line.prompt, int) else None
-        requests.append(TextRequest(first.host, first.port, first.data, first.path, first.tls, again))
+        again = functools.partial(made, line) if isinstance(line.prompt, int) else None
+        requests.append(TextRequest(**vars(made(line)), again=again))
     return requests
 
 

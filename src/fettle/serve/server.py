@@ -13,7 +13,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,8 @@ from fettle.loop import stopped_by_interrupt
 from fettle.package.manifest import Package, open_package
 from fettle.package.requires import check_here
 from fettle.procs.limits import allow_open_files
-from fettle.serve.engine.host import gpus
-from fettle.serve.engine.metrics import Metrics
-from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.metrics import Metrics, gpus
+from fettle.serve.engine.refusal import Refusal
 from fettle.serve.engine.registry import DRAIN_S, Options, Registry
 from fettle.serve.engine.spans import Spans
 from fettle.serve.engine.state_file import Remembered
@@ -106,19 +105,10 @@ class Server:
         await asyncio.to_thread(gpus)  # the first look at them takes seconds on some machines
         for package in packages:
             check_here(package.manifest.name, package.manifest.requires)
-        apps = [
-            App(
-                self.registry,
-                token=address.token,
-                limits=address.limits,
-                log_requests=address.log_requests,
-                spans=address.spans,
-            )
-        ]
-        ports = [address.port]
+        made = functools.partial(App, self.registry, limits=address.limits, log_requests=address.log_requests)
+        apps, ports = [made(token=address.token, spans=address.spans)], [address.port]
         if address.management_port is not None:
-            apps.append(App(self.registry, management=True, token=address.management_token, limits=address.limits,
-                            hosts=(address.host,), log_requests=address.log_requests))  # fmt: skip
+            apps.append(made(management=True, token=address.management_token, hosts=(address.host,)))
             ports.append(address.management_port)
         try:
             self._sockets = [_bind(address.host, port) for port in ports]
@@ -149,7 +139,7 @@ class Server:
     async def _load(self, package: Package, changed: dict[str, Any] | None = None) -> None:
         try:
             await self.registry.load(package, changed)
-        except Rejected as error:
+        except Refusal as error:
             raise UsageError(f"{package.manifest.name} cannot be served: {error.reason}") from error
 
     async def _restore(self, state: Mapping[str, Remembered], named: set[str]) -> None:
@@ -171,7 +161,7 @@ class Server:
                 "weights": {number: weight for number, weight in model.weights.items() if number not in lost},
                 "shadow": "" if model.shadow in lost else model.shadow,
             }
-            with contextlib.suppress(Rejected):
+            with contextlib.suppress(Refusal):
                 self.registry.change(name, {key: value for key, value in wanted.items() if value})
 
     async def close(self) -> None:
@@ -192,7 +182,9 @@ class Server:
             sock.close()
 
 
-async def serve(address: Address, options: Options, packages: Sequence[Package], started: Any = None) -> None:
+async def serve(
+    address: Address, options: Options, packages: Sequence[Package], started: Callable[[Server], None]
+) -> None:
     """Serve until Ctrl-C or SIGTERM; then drain and end. `started(server)` is called once all is ready."""
     allow_open_files()
     server = Server(address, options, [package.settings.limit_ms / 1e3 for package in packages])
@@ -208,8 +200,7 @@ async def serve(address: Address, options: Options, packages: Sequence[Package],
     try:
         await starting
         gc.freeze()  # what starting made stays: no collection needs to look at it again
-        if started is not None:
-            started(server)
+        started(server)
         await stopping
     finally:
         stopping.cancel()

@@ -228,17 +228,16 @@ def torchserve_rows(result: SearchResult, name: str) -> list[dict[str, str]]:
     Its columns of the handler are the calls of the model here; the queue's are from arrival to dispatch. Its own
     latencies come from a closed loop; these count from when a request was due.
     """
-    return [_torchserve_row(point, test, name) for point in result.points for test in point.tests]
-
-
-def _torchserve_row(point: Point, test: Tested, name: str) -> dict[str, str]:
-    inside, setting = test.inside, point.setting
-    model = {f"Model_{p}": getattr(inside.model_ms, p) for p in ("p50", "p90", "p99")}
-    queue = {f"Queue time {p}": getattr(inside.queue_ms, p) for p in ("p50", "p90", "p99")}
-    return torchserve_row(
-        test.run, f"{name}, {setting.variant}" if setting.variant else name, **model, **queue,
-        **{"Batch size": setting.max_rows, "Batch delay": setting.delay_s * 1e3, "Workers": setting.workers,
-           "Input": f"{test.rate:.5g} requests/s, Poisson", "predict_mean": inside.model_ms.mean,
-           "handler_time_mean": inside.model_ms.mean, "waiting_time_mean": inside.queue_ms.mean,
-           "cpu_percentage_mean": inside.cpu_percent, "memory_percentage_mean": inside.memory_percent},
-    )  # fmt: skip
+    rows = []
+    for setting, test in [(point.setting, test) for point in result.points for test in point.tests]:
+        inside = test.inside
+        model = {f"Model_{p}": getattr(inside.model_ms, p) for p in ("p50", "p90", "p99")}
+        queue = {f"Queue time {p}": getattr(inside.queue_ms, p) for p in ("p50", "p90", "p99")}
+        rows.append(torchserve_row(
+            test.run, f"{name}, {setting.variant}" if setting.variant else name, **model, **queue,
+            **{"Batch size": setting.max_rows, "Batch delay": setting.delay_s * 1e3, "Workers": setting.workers,
+               "Input": f"{test.rate:.5g} requests/s, Poisson", "predict_mean": inside.model_ms.mean,
+               "handler_time_mean": inside.model_ms.mean, "waiting_time_mean": inside.queue_ms.mean,
+               "cpu_percentage_mean": inside.cpu_percent, "memory_percentage_mean": inside.memory_percent},
+        ))  # fmt: skip
+    return rows

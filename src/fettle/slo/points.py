@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import msgspec
+
 from fettle.package.manifest import Package
 from fettle.package.settings import ServeSettings
 from fettle.slo.calibrate import Calibration
@@ -32,16 +34,12 @@ class Branch:
         return f"{workers} x {threads}{device}" + (f", {self.variant}" if self.variant else "")
 
 
-@dataclass(frozen=True)
-class Setting:
+@dataclass(frozen=True, kw_only=True)
+class Setting(Branch):
     """One way to serve."""
 
-    workers: int
-    threads: int
     max_rows: int
     delay_s: float = 0.0
-    device: str = "cpu"
-    variant: str = ""
     buckets: tuple[int, ...] = ()
     """The package's only sizes of a call, where each is compiled for itself."""
 
@@ -169,14 +167,11 @@ class Measured:
     @property
     def costs(self) -> Costs:
         """For the simulation."""
-        around = self.around
         samples, rested = (
             {n: tuple(value * self.scale for value in s) for n, s in measured.items()}
             for measured in (self.calibration.samples, self.calibration.rested)
         )
-        if around is None:
-            return Costs(samples, rested=rested)
-        return Costs(samples, around.request_s, around.batch_s, rested, around.held_s)
+        return Costs(samples, rested=rested, **(msgspec.structs.asdict(self.around) if self.around else {}))
 
     @property
     def single_s(self) -> float:

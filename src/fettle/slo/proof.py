@@ -37,9 +37,9 @@ REQUESTS, LONGEST_S = 1000, 60.0
 """A load test has so many requests at least, or takes so long."""
 
 
-def test_s(rate: float, seconds: float) -> float:
+def load_test_s(rate: float, seconds: float, requests: int = REQUESTS) -> float:
     """Seconds of a load test at a rate: `seconds` at least, and as long as a 99th percentile needs."""
-    return min(LONGEST_S, max(seconds, REQUESTS / rate))
+    return min(LONGEST_S, max(seconds, requests / rate))
 
 
 async def bracket(
@@ -118,13 +118,13 @@ async def prove(
         on_progress(f"{rate_text(rate)} requests/s on {setting}")
 
     def key(rate: float) -> str:
-        return f"test {package_key(package)} {setting} {rate:.6g}/s {test_s(rate, seconds):.6g}s {limit_s:g}s"
+        return f"test {package_key(package)} {setting} {rate:.6g}/s {load_test_s(rate, seconds):.6g}s {limit_s:g}s"
 
     await bracket(
         point, result, journal or Journal(), expected or point.predicted, to_beat, near=bool(expected), key=key,
         start=lambda: ServerProcess.start(package, settings, trust), on_test=on_test,
         test=lambda served, rate: _test(
-            served, package, point, costs, rate, test_s(rate, seconds), limit_s, stop
+            served, package, point, costs, rate, load_test_s(rate, seconds), limit_s, stop
         ),
     )  # fmt: skip
 

@@ -68,8 +68,7 @@ def _simulated(measured: Measured, limit_s: float) -> list[Point]:
     points = []
     for rows in (size for size in ROWS if size <= curve.rows[-1]):
         for delay in DELAYS if rows > 1 else DELAYS[:1]:
-            setting = Setting(branch.workers, branch.threads, rows, delay * curve.at(1), branch.device, branch.variant,
-                              measured.buckets)  # fmt: skip
+            setting = Setting(**vars(branch), max_rows=rows, delay_s=delay * curve.at(1), buckets=measured.buckets)
             best, outcome = capacity(setting.batching(), costs, limit_s)
             points.append(Point(setting, best, outcome.percentile(50) if outcome else math.nan))
     return points

@@ -24,7 +24,7 @@ from fettle.slo.kept import open_journal, package_key
 from fettle.slo.outcome import explain, front, how_much_slower
 from fettle.slo.overheads import Overheads, measure_overheads
 from fettle.slo.points import Branch, Failure, Measured, Point, SearchResult, Setting, Variant
-from fettle.slo.proof import prove, sample_requests, serve_settings, test_s
+from fettle.slo.proof import load_test_s, prove, sample_requests, serve_settings
 from fettle.slo.ranking import Known, between, rank, worker_splits
 from fettle.slo.server_process import ServerFailure, ServerProcess
 from fettle.slo.simulate import capacity, simulate
@@ -248,7 +248,9 @@ class _Search:
         for attempt in range(2):
             todo = self._next(count)
             for number, point in enumerate(todo):
-                self._until = time.monotonic() + sum(TESTS * test_s(p.predicted, self.seconds) for p in todo[number:])
+                self._until = time.monotonic() + sum(
+                    TESTS * load_test_s(p.predicted, self.seconds) for p in todo[number:]
+                )
                 # A test of what is expected to show so much less than another has shown would be wasted.
                 shown = max((point.measured or 0.0 for point in result.points), default=0.0)
                 if (self._expected(point) or math.inf) >= BEHIND * shown:

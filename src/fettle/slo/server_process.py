@@ -179,7 +179,7 @@ async def _serve(parent: Parent) -> None:
     recorder.stats(0)
     parent.send(replied(server.ports[0]))
     while await next_request() is not None:  # until whoever started us goes away
-        parent.send(replied(recorder.stats(sum(worker.rss for worker in version.pool.workers))))
+        parent.send(replied(recorder.stats(sum(worker.rss for worker in version.workers))))
     await server.close()
 
 

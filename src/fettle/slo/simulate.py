@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from fettle.load.arrivals import poisson
 from fettle.package.settings import CostCurve, ServeSettings
 
 T = TypeVar("T")
@@ -176,8 +177,6 @@ def capacity(
     Rates that keep the workers busier than `BUSIEST` are not believed: close to saturation a simulation is
     optimistic, and so are its users. 0 where even an almost idle server is too slow.
     """
-    from fettle.load.arrivals import poisson
-
     curve, sizes = costs.curve, range(1, settings.max_rows + 1)
     rates = [n / (curve.at(settings.call_rows(n)) + costs.batch_s) * settings.workers for n in sizes]
     # A full queue of large batches is cheap a row: utilisation is judged by rows against the best rate.

@@ -128,13 +128,12 @@ def calibrate_texts(
 
     What fails is kept with its reason, and nothing larger is tried. Raises `Stopped` between two cells.
     """
-    costs = TextCosts(writing=[], prompts=[], spread=[], failures={})
+    costs = TextCosts()
     with Child("fettle.slo.text_costs", variables={"OMP_NUM_THREADS": str(threads)}) as child:
         tried = "loading"
         try:
-            loaded = child.call(_Load(str(package.folder), threads, device, most), _Loaded, START_S)
-            costs.row_bytes, costs.keeps = loaded.row_bytes, loaded.keeps
-            writing, prompts = cells(loaded.rows, prompt, whole, keeps=costs.keeps)
+            costs = child.call(_Load(str(package.folder), threads, device, most), TextCosts, START_S)
+            writing, prompts = cells(costs.rows, prompt, whole, keeps=costs.keeps)
             for name, todo, into in (("prompts", prompts, costs.prompts), ("writing", writing, costs.writing)):
                 for number, cell in enumerate(todo, 1):
                     if stopped():
@@ -171,12 +170,6 @@ class _Load(Request, tag="loading"):
     rows: int
 
 
-class _Loaded(msgspec.Struct):
-    rows: int
-    row_bytes: int
-    keeps: bool
-
-
 class _Time(Request, tag="timing"):
     cell: Cell
     seconds: float
@@ -188,7 +181,8 @@ class _Worker:
     def answer(self, request: _Load | _Time) -> object:
         return self._load(request) if isinstance(request, _Load) else self._timed(request.cell, request.seconds)
 
-    def _load(self, load: _Load) -> _Loaded:
+    def _load(self, load: _Load) -> TextCosts:
+        """Costs that know nothing yet but what there is room for."""
         import torch
 
         from fettle.package.handler import find_handler
@@ -203,7 +197,7 @@ class _Worker:
             raise UsageError("this model generates no text")
         self.running = running
         kept = running.cache
-        return _Loaded(running.rows, kept.nbytes // running.rows if kept is not None else 0, kept is not None)
+        return TextCosts(running.rows, kept.nbytes // running.rows if kept is not None else 0, kept is not None)
 
     def _begin(self, cell: Cell) -> int:
         """Let texts join; how many tokens each may still get."""

@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,13 @@ from fettle.package.settings import ServeSettings, powers
 from fettle.slo.calibrate import Stopped
 from fettle.slo.kept import Tested, open_journal, package_key
 from fettle.slo.points import Failure, Outcome, Proven
-from fettle.slo.proof import bracket, loaded
+from fettle.slo.proof import bracket, load_test_s, loaded
 from fettle.slo.server_process import ServerFailure, ServerProcess
 from fettle.slo.text_costs import CHUNKS, TextCosts, calibrate_texts
 from fettle.slo.text_simulation import Tables, simulate_texts, text_capacity
 
-TEXTS, LONGEST_S, PATIENCE_S = 200, 60.0, 60.0
-"""A load test has so many texts at least, or takes so long; and so long it waits for what is still being written."""
+TEXTS, PATIENCE_S = 200, 60.0
+"""A load test has so many texts at least, where it is not too long; and so long it waits for what is being written."""
 OFF, BEHIND = 1.1, 0.95
 """Costs that are off by more than this factor are corrected; a setting that is expected to serve less than this share
 of what another has shown is not tested."""
@@ -242,23 +242,23 @@ class _Search:
         lengths = hashlib.sha256(np.array([result.prompts, result.outputs]).tobytes()).hexdigest()[:12]
         about = f"{result.limits.ttft_s:g}s {result.limits.itl_s:g}s {lengths}"
 
-        def seconds(rate: float) -> float:
-            return min(LONGEST_S, max(self.seconds, TEXTS / rate))
+        def key(rate: float) -> str:
+            seconds = load_test_s(rate, self.seconds, TEXTS)
+            return f"test {package_key(self.package)} {setting} {rate:.6g}/s {seconds:.6g}s {about}"
 
         def on_test(rate: float) -> None:
             self._check()
             self.on_progress(f"{rate:.4g} texts/s on {setting}")
 
         await bracket(
-            point, result, self.journal, point.predicted, to_beat, near=bool(to_beat), on_test=on_test,
-            key=lambda rate: f"test {package_key(self.package)} {setting} {rate:.6g}/s {seconds(rate):.6g}s {about}",
+            point, result, self.journal, point.predicted, to_beat, near=bool(to_beat), on_test=on_test, key=key,
             start=lambda: ServerProcess.start(self.package, settings),
-            test=lambda served, rate: self._test(served, setting, rate, seconds(rate)),
+            test=lambda served, rate: self._test(served, setting, rate),
         )  # fmt: skip
 
-    async def _test(self, served: ServerProcess, setting: TextSetting, rate: float, seconds: float) -> Tested:
+    async def _test(self, served: ServerProcess, setting: TextSetting, rate: float) -> Tested:
         result = self.result
-        due = poisson(rate, seconds)
+        due = poisson(rate, load_test_s(rate, self.seconds, TEXTS))
         requests = text_requests(served.url, self.lines, model=self.package.manifest.name)
         run = await loaded(served, requests, due, limits=result.limits, patience_s=PATIENCE_S, stop=self.stop)
         inside = await served.stats()
@@ -297,15 +297,12 @@ def explain(result: TextSearch) -> list[str]:
             alone = min(seconds for costs in result.costs.values() for cell, seconds in costs.writing if cell.rows == 1)
             notes.append(f"a token of one text alone takes {alone * 1e3:.4g} ms")
         return notes
-    by_setting = {point.setting: point for point in result.points}
     for name, change in (("rows", "texts at once"), ("chunk", "tokens of prompts a step")):
         own = getattr(best.setting, name)
         near = sorted(
-            (getattr(s, name), point.predicted)
-            for s, point in by_setting.items()
-            if s.threads == best.setting.threads
-            if s.rows == best.setting.rows or name == "rows"
-            if s.chunk == best.setting.chunk or name == "chunk"
+            (getattr(point.setting, name), point.predicted)
+            for point in result.points
+            if replace(point.setting, **{name: own}) == best.setting
         )
         less = [value for size, value in near if size < own][-1:]
         more = [value for size, value in near if size > own][:1]
@@ -321,12 +318,12 @@ def explain(result: TextSearch) -> list[str]:
 
 def texts_data(result: TextSearch, *, name: str, target: str, machine: str, written: str = "") -> dict[str, Any]:
     """The search as plain data."""
-    shown = [point for point in result.points if point is result.best]
+    best = result.best
     data: dict[str, Any] = plain({
         "kind": "texts", "name": name, "target": target, "machine": machine, "written": written,
         "ttft_limit_ms": result.limits.ttft_s * 1e3, "itl_limit_ms": result.limits.itl_s * 1e3,
         "rate": result.rate, "headroom": result.headroom, "met": result.met, "interrupted": result.interrupted,
-        "best": result.points.index(shown[0]) if shown else None, "scale": list(result.scale.values()),
+        "best": result.points.index(best) if best is not None else None, "scale": list(result.scale.values()),
         "prompt_tokens": _lengths(result.prompts), "output_tokens": _lengths(result.outputs),
         "points": [{
             "setting": str(point.setting), "max_rows": point.setting.rows, "prefill_tokens": point.setting.chunk,

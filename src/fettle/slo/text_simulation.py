@@ -23,7 +23,6 @@ REQUEST_S = 0.003
 """From the client to the worker and back: HTTP, reading, the first piece."""
 TEXTS = 500
 """A simulation has so many."""
-_NEVER = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,9 @@ class _Text:
     prompt: int
     output: int
     kept: int = 0
-    since: int = 0
-    """Kept less the steps that were made, once it is written: one number as long as it is."""
-    end: int = _NEVER
-    """The step with its last token, once it is written."""
+    """Tokens of the prompt whose keys and values are there."""
+    written: int = 0
+    """Tokens of the output."""
 
 
 def simulate_texts(
@@ -97,8 +95,6 @@ def simulate_texts(
     due: list[float] = (np.asarray(arrivals, float) + REQUEST_S / 2).tolist()
     count, lengths, more = len(due), len(prompts), len(outputs)
     ttft = np.full(count, math.inf)
-    new_ones: list[_Text] = []  # whose prompts need no step of their own
-    next_end = _NEVER
     texts: list[_Text] = []
     writing = 0  # as many stand first
     free = [-math.inf] * rows  # since when each row of the cache has nobody
@@ -106,7 +102,6 @@ def simulate_texts(
     others: list[int] = []
     now, come, late = 0.0, 0, 0
     patience, allowed = (give_up.ttft_s or math.inf, 0.01 * count + 1) if give_up else (math.inf, 0)
-    top = 0  # the greatest `since` of those that are written
     while texts or come < count:
         if not texts and due[come] > now:
             now = due[come]
@@ -115,22 +110,20 @@ def simulate_texts(
             text = _Text(come, prompts[come % lengths], outputs[come % more])
             texts.append(text)
             come += 1
-            if not tables.keeps or text.prompt == 1:
-                place = len(texts) - 1
-                texts[writing], texts[place] = texts[place], texts[writing]
-                text.since, text.end = text.prompt - 1 - len(steps), len(steps) + text.output - 1
-                new_ones.append(text)
+            if not tables.keeps or text.prompt == 1:  # its prompt needs no step of its own
+                texts[writing], texts[-1] = texts[-1], texts[writing]
                 writing += 1
-                top, next_end = _of_all(texts[:writing])
         if not texts:  # the row of the one before is not free yet for the server
             now = free[0]
             continue
-        took, number, began = 0.0, len(steps), writing
-        if writing:
-            took = tables.writing[writing][(top + number + GRAIN // 2) // GRAIN]
-        first = min(range(writing, len(texts)), key=lambda place: texts[place].number, default=len(texts))
-        part = _part(texts[first:], chunk)
-        if part:
+        took, written = 0.0, texts[:writing]
+        if written:
+            longest = max(text.prompt + text.written for text in written) - 1
+            took = tables.writing[writing][(longest + GRAIN // 2) // GRAIN]
+        first, part = writing, list[int]()
+        if writing < len(texts):
+            first = min(range(writing, len(texts)), key=lambda place: texts[place].number)
+            part = _part(texts[first:], chunk)
             tokens = len(part) * max(part)
             context = max(text.kept for text in texts[first : first + len(part)])
             took += tables.prompts[tokens] + tables.looking_s * tokens * context
@@ -139,39 +132,34 @@ def simulate_texts(
         took *= noise.pop()
         now += took
         steps.append(took)
-        others.append(began - len(new_ones))
-        for text in new_ones:
-            ttft[text.number] = now + REQUEST_S - due[text.number]
-        new_ones.clear()
         for place, new in enumerate(part, first):
             text = texts[place]
             text.kept += new
-            if text.kept < text.prompt:
-                continue
-            ttft[text.number] = now + REQUEST_S - due[text.number]
-            text.since, text.end = text.prompt - number - 1, number + text.output - 1
-            next_end = min(next_end, text.end)
-            texts[writing], texts[place] = texts[place], texts[writing]
-            writing += 1
-            late += ttft[text.number] > patience
+            if text.kept == text.prompt:
+                written.append(text)
+                texts[writing], texts[place] = texts[place], texts[writing]
+                writing += 1
+        begun, ends = 0, False
+        for text in written:
+            text.written += 1
+            if text.written == 1:
+                begun += 1
+                ttft[text.number] = now + REQUEST_S - due[text.number]
+                late += ttft[text.number] > patience
+            if text.written == text.output:
+                ends = True
+        others.append(len(written) - begun)
         if late > allowed:
             break
-        if next_end == number:
-            for place in [place for place in reversed(range(writing)) if texts[place].end == number]:
-                writing = _leave(texts, place, writing)
+        for place in reversed(range(writing if ends else 0)):
+            if texts[place].written == texts[place].output:
+                _leave(texts, place, writing)
+                writing -= 1
                 free.append(now + REQUEST_S / 2)
-            top, next_end = _of_all(texts[:writing])
-        elif writing != began:
-            top, next_end = _of_all(texts[:writing])
     half = count // 2
     growing = half > 50 and ttft[half:].mean() > 2 * ttft[:half].mean() + 10 * max(steps)
     stable = late <= allowed if give_up else True
     return Served(ttft, np.array(steps), np.array(others, int), sum(steps), bool(stable and not growing))
-
-
-def _of_all(written: Sequence[_Text]) -> tuple[int, int]:
-    """The greatest `since` of these, and the step at which the first of them ends."""
-    return max((text.since for text in written), default=0), min((text.end for text in written), default=_NEVER)
 
 
 def _part(waiting: Sequence[_Text], chunk: int) -> list[int]:
@@ -187,14 +175,11 @@ def _part(waiting: Sequence[_Text], chunk: int) -> list[int]:
     return part
 
 
-def _leave(texts: list[_Text], place: int, writing: int) -> int:
-    """Free a place as the engine does; how many are written then."""
-    written = place < writing
-    for last in (writing - 1, len(texts) - 1) if written else (len(texts) - 1,):
-        if last != place:
-            texts[place], place = texts[last], last
+def _leave(texts: list[_Text], place: int, writing: int) -> None:
+    """Free a written text's place as the engine does: the last that is written takes it, and the last of all its."""
+    texts[place] = texts[writing - 1]
+    texts[writing - 1] = texts[-1]
     texts.pop()
-    return writing - written
 
 
 def text_capacity(

@@ -10,43 +10,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from fettle.serve.engine import host
-from fettle.serve.engine.metrics import Counts, Metrics, ModelMetrics, Tallies
+from fettle.serve.engine import metrics as room
+from fettle.serve.engine.metrics import Metrics
 
 
-@given(st.lists(st.floats(0.0, 100.0)), st.sets(st.floats(0.001, 50.0), min_size=1, max_size=8))
-def test_a_tally_is_exposed_as_prometheus_own_histogram(values, bounds):
-    bounds = sorted(bounds)
-    theirs, ours = CollectorRegistry(), CollectorRegistry()
-    histogram = Histogram("seen", "text", ("model",), buckets=bounds, registry=theirs).labels("m")
-    tallies = Tallies("seen", "text", ("model",), bounds)
-    ours.register(tallies)
-    tally = tallies.labels("m")
+@given(st.lists(st.floats(0.0, 100.0)), st.sets(st.floats(0.001, 50.0), max_size=3))
+def test_a_tally_is_exposed_as_prometheus_own_histogram(values, limits):
+    ours, theirs = Metrics(limits), CollectorRegistry()
+    text = "From the request's arrival at the batcher to its answer"
+    histogram = Histogram("fettle_request_seconds", text, ("model", "version"), buckets=ours.seconds, registry=theirs)
     for value in values:
-        histogram.observe(value)
-        tally.observe(value)
-    wanted = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
-    assert generate_latest(ours).decode().splitlines() == wanted
+        histogram.labels("m", "1").observe(value)
+        ours.of("m", "1").requests.observe(value)
+    assert exposed(ours.registry, "fettle_request_seconds") == exposed(theirs, "")
 
 
-def test_counts_are_exposed_as_prometheus_own_counter():
-    theirs, ours = CollectorRegistry(), CollectorRegistry()
-    counter, counts = (
-        Counter("answers", "text", ("model", "code"), registry=theirs),
-        Counts("answers", "text", ("model", "code")),
-    )
-    ours.register(counts)
+def test_answers_are_exposed_as_prometheus_own_counter():
+    ours, theirs = Metrics(), CollectorRegistry()
+    counter = Counter("fettle_responses", "Answers by HTTP status", ("model", "version", "code"), registry=theirs)
     for model, code in (("a", 200), ("b", 200), ("a", 503), ("a", 200)):
-        counter.labels(model, str(code)).inc()
-        found = counts.labels(model)
-        found[code] = found.get(code, 0) + 1
-    wanted = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
-    assert sorted(generate_latest(ours).decode().splitlines()) == sorted(wanted)
+        counter.labels(model, "1", str(code)).inc()
+        ours.of(model, "1").response(code)
+    assert sorted(exposed(ours.registry, "fettle_responses")) == sorted(exposed(theirs, ""))
+
+
+def exposed(registry, name):
+    """Its lines of this metric."""
+    lines = generate_latest(registry).decode().splitlines()
+    return [line for line in lines if name in line and "_created" not in line]
 
 
 def test_answers_are_counted_by_status():
     metrics = Metrics()
-    model = ModelMetrics(metrics, "m", "1")
+    model = metrics.of("m", "1")
     for code in (200, 200, 429):
         model.response(code)
     assert model.failed == 1
@@ -57,7 +53,7 @@ def test_answers_are_counted_by_status():
 
 def test_the_stages_of_a_request_each_have_a_histogram():
     metrics = Metrics([0.1])
-    model = ModelMetrics(metrics, "m", "1")
+    model = metrics.of("m", "1")
     model.request(0.2, 0.01, 0.1)
     model.batch(3, 4, 0.001, 0.05)
     model.steps(0.002, 0.003)
@@ -83,7 +79,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
     held = SimpleNamespace(used=1 << 30, total=4 << 30)
     nvml = SimpleNamespace(nvmlDeviceGetMemoryInfo=lambda _: held, nvmlDeviceGetUtilizationRates=rates)
-    monkeypatch.setattr(host, "gpus", lambda: (nvml, [0, 1]))
+    monkeypatch.setattr(room, "gpus", lambda: (nvml, [0, 1]))
 
 
 def test_the_host_is_told_when_it_is_asked_for(two_gpus: None) -> None:
@@ -101,7 +97,7 @@ def test_the_host_is_told_when_it_is_asked_for(two_gpus: None) -> None:
 def test_the_dashboard_asks_for_what_there_is(two_gpus: None):
     """Every metric and label of docs/grafana-serve.json; no metric of the server is left out but a handler's own."""
     metrics = Metrics([0.1])
-    model = ModelMetrics(metrics, "m", "1")
+    model = metrics.of("m", "1")
     model.request(0.1, 0.1, 0.1)
     model.response(200)
     model.shed("full")

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from fettle.errors import UsageError
 from fettle.package.manifest import open_package
 from fettle.package.settings import ServeSettings
-from fettle.serve.engine.placement import cores_for, usable_cores
+from fettle.procs.limits import affinity
 from fettle.serve.engine.registry import Options
 from fettle.serve.engine.worker import Worker
+from fettle.serve.engine.worker_start import cores_for
 from tests.serving import running
 
 
@@ -39,10 +40,10 @@ def test_one_worker_a_device_before_any_gets_a_second():
     assert [Worker(pool, index, 1).device for index in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
 
 
-@pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores that processes can be bound to")
+@pytest.mark.skipif(len(affinity()) < 2, reason="needs two cores that processes can be bound to")
 def test_two_workers_run_on_cores_of_their_own(store):
     with running([open_package(store / "net-1")], Options(override={"workers": 2, "threads": 1})) as server:
-        pids = [worker.pid for worker in server.registry.choose("net").pool.workers]
+        pids = [worker.pid for worker in server.registry.choose("net").workers]
         bound = [set(psutil.Process(pid).cpu_affinity()) for pid in pids]
     assert all(len(cores) == 1 for cores in bound)
     assert not bound[0] & bound[1]
@@ -53,7 +54,7 @@ def test_serve_toml_names_the_devices_of_its_workers(store):
     """The processor twice stands for two devices; what cannot be one is a line."""
     override = {"workers": 2, "threads": 1, "devices": ("cpu", "cpu:0")}
     with running([open_package(store / "net-1")], Options(override=override)) as server:
-        workers = server.registry.choose("net").pool.workers
+        workers = server.registry.choose("net").workers
         assert [worker.device for worker in workers] == ["cpu", "cpu:0"]
         assert all(worker.ready for worker in workers)
     for device in ("../cuda", "cuda:x", ""):

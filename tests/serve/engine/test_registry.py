@@ -10,9 +10,8 @@ from prometheus_client import generate_latest
 
 from fettle.package.settings import ServeSettings
 from fettle.serve.engine import registry as room
-from fettle.serve.engine import store as store_room
 from fettle.serve.engine.metrics import Metrics
-from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.refusal import Refusal
 from fettle.serve.engine.registry import Options, Registry
 
 
@@ -20,13 +19,14 @@ class Pool:
     """Starts and drains when it is let, or fails."""
 
     def __init__(self, package, settings, metrics, **rest):
-        self.settings, self.ready, self.cores = settings, True, set()
+        self.package, self.settings, self.metrics = package, settings, metrics
+        self.ready, self.cores, self.workers, self.state = True, set(), [], "LOADING"
         self.go, self.problem = asyncio.Event(), package.problem
 
-    async def start(self):
+    async def start(self, workers):
         await self.go.wait()
         if self.problem:
-            raise Rejected(503, self.problem)
+            raise Refusal(503, self.problem)
 
     async def close(self, drain_s):
         self.go.clear()
@@ -76,11 +76,11 @@ def test_the_index_shows_what_comes_and_goes_and_what_failed(registry):
         registry.made[0].go.set()
         version = await coming
         assert registry.index() == [("net", "1", "READY", "")]
-        version.pool.ready = False
+        version.ready = False
         assert registry.index() == [("net", "1", "UNAVAILABLE", "a worker is not ready")]
-        version.pool.ready = True
+        version.ready = True
         failing = await began(registry, package("2", "no memory"), go=True)
-        with pytest.raises(Rejected):
+        with pytest.raises(Refusal):
             await failing
         assert registry.index()[1] == ("net", "2", "UNAVAILABLE", "no memory")
         await loaded(registry, "2")
@@ -160,26 +160,27 @@ def test_of_a_store_only_the_package_that_is_asked_for_is_read(store, tmp_path, 
     for name in ("net-1", "net-2", "echo"):
         shutil.copytree(store / name, tmp_path / name)
     (tmp_path / "none.zip").write_bytes(b"no zip")
-    opened, open_package = [], store_room.open_package
-    monkeypatch.setattr(store_room, "open_package", lambda path: opened.append(path.name) or open_package(path))
-    assert store_room.find_package(tmp_path, "net").manifest.version == "2"
-    assert store_room.find_package(tmp_path, "net", "1").manifest.version == "1"
+    opened, open_package = [], room.open_package
+    monkeypatch.setattr(room, "open_package", lambda path: opened.append(path.name) or open_package(path))
+    assert room.find_package(tmp_path, "net").manifest.version == "2"
+    assert room.find_package(tmp_path, "net", "1").manifest.version == "1"
     assert opened == ["net-2", "net-1"]
     assert "none.zip" in caplog.text
     (tmp_path / "net-2" / "graph.json").write_text("{}")
-    assert store_room.find_package(tmp_path, "net").manifest.version == "1"
+    assert room.find_package(tmp_path, "net").manifest.version == "1"
     assert "damaged or was changed" in caplog.text
-    with pytest.raises(Rejected, match="has no model net version 2"):
-        store_room.find_package(tmp_path, "net", "2")
+    with pytest.raises(Refusal, match="has no model net version 2"):
+        room.find_package(tmp_path, "net", "2")
 
 
-def test_packages_are_read_while_others_are_served(registry, monkeypatch):
-    def find(name, number):
+def test_packages_are_read_while_others_are_served(registry, monkeypatch, tmp_path):
+    def find(store, name, number):
         read_in.append(threading.get_ident())
-        raise Rejected(404, "not there")
+        raise Refusal(404, "not there")
 
     read_in = []
-    monkeypatch.setattr(registry, "find", find)
-    with pytest.raises(Rejected):
+    monkeypatch.setattr(room, "find_package", find)
+    registry.options = Options(store=tmp_path)
+    with pytest.raises(Refusal):
         asyncio.run(registry.load_named("net"))
     assert read_in != [threading.get_ident()]

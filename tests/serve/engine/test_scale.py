@@ -11,13 +11,13 @@ import psutil
 import pytest
 
 from fettle.package.manifest import open_package
-from fettle.serve.engine.placement import usable_cores
+from fettle.procs.limits import affinity
 from fettle.serve.engine.registry import Options
 from fettle.serve.engine.worker_link import WorkerLink
 from tests.serve.test_server import TOKEN, ask, asking, infer, manage
 from tests.serving import running, until
 
-CORES = len(usable_cores())
+CORES = len(affinity())
 two_cores = pytest.mark.skipif(CORES < 2, reason="needs two cores that processes can be bound to")
 
 
@@ -34,7 +34,7 @@ def managed(store, tmp_path_factory):
 
 
 def test_what_cannot_be_is_one_sentence_and_changes_nothing(managed):
-    pool = managed.registry.choose("net").pool
+    pool = managed.registry.choose("net")
     before = pool.workers[0].pid
     for query, said, status in (
         ("min_worker=0", "unregister", 400), ("min_worker=2&max_worker=1", "no less", 400),
@@ -53,7 +53,7 @@ def test_what_cannot_be_is_one_sentence_and_changes_nothing(managed):
 
 @two_cores
 def test_a_start_that_fails_leaves_everything_as_it_was(managed, monkeypatch):
-    pool = managed.registry.choose("net").pool
+    pool = managed.registry.choose("net")
     before = [worker.pid for worker in pool.workers]
 
     async def failing(self, spawned):
@@ -70,13 +70,13 @@ def test_a_start_that_fails_leaves_everything_as_it_was(managed, monkeypatch):
 
 
 def test_batching_that_is_set_while_workers_start_stays(managed, monkeypatch):
-    pool = managed.registry.choose("net").pool
+    pool = managed.registry.choose("net")
     before = pool.settings
 
     async def meanwhile(workers):
         pool.change(msgspec.structs.replace(pool.settings, delay_ms=7.0))
 
-    monkeypatch.setattr(pool, "start_all", meanwhile)
+    monkeypatch.setattr(pool, "start", meanwhile)
     managed.call(pool.scale(before, [worker.cores for worker in pool.workers]))
     assert (pool.settings.delay_ms, pool.settings.workers) == (7.0, before.workers)
 
@@ -88,7 +88,7 @@ def test_batching_that_is_set_while_workers_start_stays(managed, monkeypatch):
 
 @two_cores
 def test_more_and_fewer_workers_without_a_failed_request(managed, store, tmp_path):
-    pool = managed.registry.choose("net").pool
+    pool = managed.registry.choose("net")
     with asking(managed) as found:
         status, answer, _ = manage(managed, "/models/net?min_worker=2&synchronous=true", b"", "PUT")
         assert (status, answer["status"]) == (200, "Workers scaled to 2 for model: net")
@@ -117,7 +117,7 @@ def test_more_and_fewer_workers_without_a_failed_request(managed, store, tmp_pat
     assert json.loads(killed)["net"]["changed"] == {"1": {"workers": 2, "delay_ms": 1.0}}
     options.state.write_text(killed)
     with running([], options) as again:  # without trust in echo's handler, which it says and leaves out
-        pool = again.registry.choose("net").pool
+        pool = again.registry.choose("net")
         assert (len(pool.workers), pool.settings.delay_ms) == (2, 1.0)
         assert pool.package.settings.workers == 1
         assert json.loads(options.state.read_text())["net"] == json.loads(killed)["net"]
@@ -128,7 +128,7 @@ def test_a_worker_that_leaves_answers_what_it_has(managed):
     """The first of two is bound to a core now, so the one that was there is replaced, and has a batch all the time."""
     if "net" in managed.registry.models:  # its last worker may be bound to a core, which nobody else gets
         managed.call(managed.registry.unload("net"))
-    pool = managed.registry.choose("echo").pool
+    pool = managed.registry.choose("echo")
     old = pool.workers[0]
     answers, stop = [], threading.Event()
 
@@ -164,7 +164,7 @@ def test_a_worker_that_leaves_answers_what_it_has(managed):
     assert leaving.restarts == 0
     wanted = "/models?url=echo.zip&batch_size=4&initial_workers=1&max_batch_delay=2"  # loaded afresh
     assert manage(managed, wanted, b"", "POST")[1]["status"].endswith("registered with 1 initial workers")
-    pool = managed.registry.choose("echo").pool
+    pool = managed.registry.choose("echo")
     assert (len(pool.workers), pool.settings.max_rows, pool.settings.delay_ms) == (1, 4, 2)
     assert ask(managed.url + "/predictions/echo", b"again")[1] == b"AGAIN"
     # One that is lost while its pool closes: what it had is answered, and the end need not wait.

@@ -11,7 +11,7 @@ import pytest
 from fettle.package.settings import ServeSettings
 from fettle.serve.engine import pool, wire
 from fettle.serve.engine.batching import Batch, BatchQueue
-from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.refusal import Refusal
 from fettle.serve.engine.request import Request
 from fettle.serve.engine.worker import AHEAD_S, Worker
 
@@ -339,7 +339,7 @@ def test_a_worker_knows_how_many_share_its_device(monkeypatch):
             pass
 
     monkeypatch.setattr("fettle.serve.engine.worker.WorkerLink", Link)
-    monkeypatch.setattr("fettle.serve.engine.worker.spawn", lambda threads: None)
+    monkeypatch.setattr("fettle.serve.engine.worker.spawn", lambda threads: SimpleNamespace())
 
     async def told():
         made = Pool(spare=None, package=SimpleNamespace(folder="f"), trust="", explains=False, joining=[])
@@ -376,6 +376,6 @@ def test_what_failed_is_tried_alone_also_where_calls_have_fewer_rows_by_now():
     items = [Request(4, (), [np.zeros((4, 4), np.float32)]) for _ in range(2)]
     for item in items:
         item.answer = asyncio.get_running_loop().create_future()
-    waiting.failed(Batch(items, 8, 8), Rejected(500, "the model failed"))
+    waiting.failed(Batch(items, 8, 8), Refusal(500, "the model failed"))
     assert waiting.queue.requests == 2
     assert waiting.queue.take(0.0, 1).items == items[:1]

@@ -11,25 +11,25 @@ from fettle.package import host
 from fettle.package.manifest import open_package
 from fettle.package.settings import ServeSettings
 from fettle.serve.engine.registry import Options
-from fettle.serve.engine.worker_start import Spare, _environment, likely_threads, threads_each
+from fettle.serve.engine.worker_start import _environment, likely_threads, spawn, threads_each
 from tests.serve.test_server import infer
 from tests.serving import running
 
 
 def test_the_first_worker_takes_the_spare_process(store):
-    spare = Spare(1)
-    pid = spare._spawned.process.pid
+    spare = spawn(1)
+    pid = spare.process.pid
     with running([open_package(store / "net-1")], Options(spare=spare)) as server:
-        assert [worker.pid for worker in server.registry.choose("net").pool.workers] == [pid]
+        assert [worker.pid for worker in server.registry.choose("net").workers] == [pid]
         assert infer(server, [[1, 2, 3, 4]])[0] == 200
     spare.end()
 
 
 def test_one_that_does_not_fit_is_left_and_ended(store):
-    spare = Spare(3)
-    process = spare._spawned.process
+    spare = spawn(3)
+    process = spare.process
     with running([open_package(store / "net-1")], Options(spare=spare)) as server:
-        assert server.registry.choose("net").pool.workers[0].pid != process.pid
+        assert server.registry.choose("net").workers[0].pid != process.pid
     spare.end()
     spare.end()
     assert process.returncode is not None
@@ -58,7 +58,7 @@ def test_a_worker_does_not_inherit_what_is_secret(store, monkeypatch):
     for name in ("DATABASE_PASSWORD", "FETTLE_TOKEN", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "secret" * 8)
     with running([open_package(store / "net-1")], workers_begin=nullcontext) as server:  # not as forks
-        seen = psutil.Process(server.registry.choose("net").pool.workers[0].pid).environ()
+        seen = psutil.Process(server.registry.choose("net").workers[0].pid).environ()
     assert "PATH" in seen
     assert not [name for name, value in seen.items() if "secret" in value]
 

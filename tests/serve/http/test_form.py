@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from urllib3 import encode_multipart_formdata
 
 from fettle.serve.engine.refusal import Malformed
-from fettle.serve.http.form import MAX_HEAD, MAX_PARTS, read_field
+from fettle.serve.http.torchserve import MAX_HEAD, MAX_PARTS, read_field
 
 KIND = "multipart/form-data; boundary=xyz"
 

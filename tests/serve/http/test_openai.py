@@ -17,7 +17,7 @@ from fettle.package.handlers.asking import Ask, Piece
 from fettle.package.handlers.generate import CHAT, Settings
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
-from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.refusal import Refusal
 from fettle.serve.http.generation import Writing
 from fettle.serve.http.openai import Completions, StreamOptions, _Answer, _message
 from fettle.workload import Workload
@@ -252,7 +252,7 @@ def test_a_stream_begins_with_the_first_choice():
 def test_a_stream_that_breaks_off_says_why():
     class Late:
         async def pieces(self):
-            raise Rejected(504, "its time was over")
+            raise Refusal(504, "its time was over")
             yield
 
         def stop(self):
@@ -278,7 +278,7 @@ def test_an_empty_text_has_no_log_probabilities_but_a_list_of_them():
 
 def test_a_prompt_that_no_model_takes_is_not_multiplied():
     version = SimpleNamespace(pool=None, package=SimpleNamespace(manifest=SimpleNamespace(handler=Settings())))
-    with pytest.raises(Rejected, match="longer than this model takes") as refused:
+    with pytest.raises(Refusal, match="longer than this model takes") as refused:
         Writing(SimpleNamespace(gone=None), version, Ask(text="x" * 10_000_000))
     assert refused.value.code == "context_length_exceeded"
 
@@ -338,7 +338,7 @@ def test_errors_reach_the_client_as_its_exceptions(server, client):
         status, said, _ = ask(server.url + "/v1/completions", body)
         assert (status, said["error"]["type"]) == (400, "invalid_request_error")
     assert ask(server.url + "/v1/nothing", b"{}")[1]["error"]["message"]
-    pool = server.registry.choose("tiny").pool
+    pool = server.registry.choose("tiny")
     assert (pool.inflight, pool.waiting_rows) == (0, 0)
 
 
@@ -354,7 +354,7 @@ def test_many_streams_some_of_which_are_hung_up_on(server, client, model, tokeni
     """More streams than rows, of all lengths: hung up on after a while or at once, refused, ended by a stop string or
     by a limit. Every one that is whole is the model's own text, no row stays taken, and the memory does not grow."""
     random = np.random.default_rng(count)
-    pool = server.registry.choose("tiny").pool
+    pool = server.registry.choose("tiny")
     prompts = [TEXT[begin : begin + 1 + begin % 17] for begin in range(48)]
     kinds = ["whole", "whole", "leave", "drop", "refused", "stop"]
     plans = [(prompts[a], 1 + b, kinds[c], d) for a, b, c, d in random.integers(0, [48, 24, 6, 8], (count, 4)).tolist()]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fettle.package.manifest import Package
-    from fettle.serve.engine.worker_start import Spare
+    from fettle.serve.engine.worker_start import Spawned
     from fettle.serve.server import Address, Server
 
 
@@ -176,14 +176,14 @@ def _secret() -> Path:
     return home() / ".config" / "fettle" / "management-token"
 
 
-def _spare(packages: list[str] | None, threads: int | None, workers: int | None) -> Spare | None:
+def _spare(packages: list[str] | None, threads: int | None, workers: int | None) -> Spawned | None:
     """A process for the first worker of the first package, if it is one. What is wrong is found out later."""
-    from fettle.serve.engine.worker_start import Spare, likely_threads
+    from fettle.serve.engine.worker_start import likely_threads, spawn
 
     if not packages or not (Path(packages[0]) / "serve.toml").is_file():
         return None
     with contextlib.suppress(OSError):
-        return Spare(likely_threads(Path(packages[0]), threads, workers))
+        return spawn(likely_threads(Path(packages[0]), threads, workers))
     return None
 
 

@@ -13,46 +13,30 @@ import math
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
 
 from fettle.package.settings import ServeSettings
-
-
-class Waiting(Protocol):
-    """A request in the queue. Only the server's or the simulation's own object knows more."""
-
-    arrival_s: float
-    rows: int
-    key: Hashable
-    """Requests with equal keys may share a call: model version, dtypes, shapes without rows, parameters."""
-    deadline_s: float
-    """`math.inf` where there is none."""
-    queued: bool
-    """Kept by the queue: False again once it has been taken, discarded or expired."""
-
-
-Item = TypeVar("Item", bound=Waiting)
+from fettle.serve.engine.request import Request
 
 
 @dataclass(frozen=True)
-class Batch(Generic[Item]):
+class Batch:
     """Requests that make one call."""
 
-    items: Sequence[Item]
+    items: Sequence[Request]
     rows: int
     size: int
     """Rows of the call: `rows` and the padding."""
 
 
 @dataclass
-class _Group(Generic[Item]):
+class _Group:
     """Waiting requests of one key, oldest first. Those no longer queued are skipped when they reach the front."""
 
-    items: deque[Item] = field(default_factory=deque)
+    items: deque[Request] = field(default_factory=deque)
     rows: int = 0
 
 
-class BatchQueue(Generic[Item]):
+class BatchQueue:
     """The bounded queue of one model version, and the decision what leaves it. Rows count, not requests."""
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -61,15 +45,15 @@ class BatchQueue(Generic[Item]):
         """Rows that wait now."""
         self.requests = 0
         """Requests that wait now."""
-        self._groups: dict[Hashable, _Group[Item]] = {}
-        self._deadlines: list[tuple[float, int, Item]] = []
+        self._groups: dict[Hashable, _Group] = {}
+        self._deadlines: list[tuple[float, int, Request]] = []
         self._count = itertools.count()
 
     def change(self, settings: ServeSettings) -> None:
         """Other settings for what waits and what comes; nothing is dropped."""
         self.settings, self._delay_s = settings, settings.delay_ms / 1e3
 
-    def push(self, item: Item) -> bool:
+    def push(self, item: Request) -> bool:
         """Let a request wait. False when the queue is full."""
         if self.rows + item.rows > self.settings.max_queue_rows and self.rows:
             return False
@@ -88,7 +72,7 @@ class BatchQueue(Generic[Item]):
                 heapq.heapify(self._deadlines)
         return True
 
-    def discard(self, item: Item) -> bool:
+    def discard(self, item: Request) -> bool:
         """Take out a request nobody waits for any more. False when it has left the queue already."""
         if not item.queued:
             return False
@@ -101,7 +85,7 @@ class BatchQueue(Generic[Item]):
             del self._groups[item.key]
         return True
 
-    def expire(self, now_s: float) -> list[Item]:
+    def expire(self, now_s: float) -> list[Request]:
         """Take out and return the requests whose deadline has come."""
         expired = []
         while self._deadlines and (self._deadlines[0][0] <= now_s or not self._deadlines[0][2].queued):
@@ -110,19 +94,20 @@ class BatchQueue(Generic[Item]):
                 expired.append(item)
         return expired
 
-    def take(self, now_s: float, free_workers: int) -> Batch[Item] | None:
+    def take(self, now_s: float, free_workers: int) -> Batch | None:
         """The batch to dispatch now; None when nothing should be. Call `expire` first: expired ones would be taken.
 
         Of the groups that are ready, the one whose first request is oldest.
         """
         if free_workers < 1 or not self.rows:
             return None
-        chosen: _Group[Item] | None = None
+        chosen: _Group | None = None
         oldest = math.inf
         for group in self._groups.values():
-            head = _head(group)
-            if head.arrival_s < oldest and self._is_ready(group, head, now_s):
-                chosen, oldest = group, head.arrival_s
+            arrival_s = _head(group).arrival_s
+            is_over = self._delay_s <= 0 or now_s >= arrival_s + self._delay_s
+            if arrival_s < oldest and (is_over or group.rows >= self.settings.max_rows):
+                chosen, oldest = group, arrival_s
         return None if chosen is None else self._taken(chosen)
 
     @property
@@ -130,7 +115,7 @@ class BatchQueue(Generic[Item]):
         """Whether as many rows wait as a call may have; they need not share one."""
         return self.rows >= self.settings.max_rows
 
-    def take_full(self) -> Batch[Item] | None:
+    def take_full(self) -> Batch | None:
         """The batch that the next free worker gets, where no arrival could change it; else None.
 
         So it may be sent to a worker that is busy still. Only the group whose first request is oldest is looked at.
@@ -162,13 +147,9 @@ class BatchQueue(Generic[Item]):
         """Whether some wait, and their batch has room for more."""
         return 0 < self.rows < self.settings.max_rows
 
-    def _is_ready(self, group: _Group[Item], head: Item, now_s: float) -> bool:
-        delay_s = self._delay_s
-        return delay_s <= 0 or group.rows >= self.settings.max_rows or now_s >= head.arrival_s + delay_s
-
-    def _taken(self, group: _Group[Item]) -> Batch[Item]:
+    def _taken(self, group: _Group) -> Batch:
         most = self.settings.max_rows
-        items: list[Item] = []
+        items: list[Request] = []
         rows = 0
         while group.items:
             item = group.items[0]
@@ -190,7 +171,7 @@ class BatchQueue(Generic[Item]):
         return Batch(items, rows, self.settings.call_rows(rows))
 
 
-def _head(group: _Group[Item]) -> Item:
+def _head(group: _Group) -> Request:
     while not group.items[0].queued:
         group.items.popleft()
     return group.items[0]

@@ -23,24 +23,24 @@ from fettle.serve.engine.alarm import Alarm
 from fettle.serve.engine.anticipation import Anticipation
 from fettle.serve.engine.batching import Batch, BatchQueue
 from fettle.serve.engine.metrics import ModelMetrics
-from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.refusal import Refusal
 from fettle.serve.engine.request import Answer, Request, answers
 from fettle.serve.engine.worker import Worker
-from fettle.serve.engine.worker_start import Spare, threads_each
+from fettle.serve.engine.worker_start import Spawned, threads_each
 
 
 class Pool:
-    """The workers of one model version, and what waits for them."""
+    """One model version that is served: its workers, and what waits for them."""
 
     def __init__(
         self, package: Package, settings: ServeSettings, metrics: ModelMetrics, *,
-        cores: Sequence[Sequence[int]] = (), trust: str = "", explain: bool = False, spare: Spare | None = None,
+        cores: Sequence[Sequence[int]] = (), trust: str = "", explain: bool = False, spare: Spawned | None = None,
     ) -> None:  # fmt: skip
         self.package, self.settings, self.metrics = package, settings, metrics
         self.specs, self.output_specs = package.manifest.inputs, package.manifest.outputs
         self.attribution_specs = [msgspec.structs.replace(spec, datatype="FP32") for spec in self.specs]
-        self.queue: BatchQueue[Request] = BatchQueue(self._batching(settings))
-        self.texts: BatchQueue[Request] = BatchQueue(_one_by_one(settings))
+        self.queue = BatchQueue(self._batching(settings))
+        self.texts = BatchQueue(_one_by_one(settings))
         """Requests for a text, in the order in which they came."""
         self._row_s = self.queue.settings.row_s(host_id())
         self.trust, self.explains = trust, explain
@@ -52,10 +52,15 @@ class Pool:
         """Workers that are started while the others serve."""
         self.spare = spare
         self.name = package.manifest.name
-        self._loop_kept: asyncio.AbstractEventLoop | None = None
+        self.loop = asyncio.get_running_loop()
+        """The one event loop that all of it runs in. Asking asyncio each time costs a system call in Python 3.11."""
         self.closing = False
+        self.state = "LOADING"
+        """LOADING, READY, UNLOADING or UNAVAILABLE, as the repository extension says."""
         self.problem = ""
         """Why loading failed, where it did."""
+        self.last_ms = 0
+        """When it answered last, of the clock."""
         self._anticipation, self._watching = Anticipation(), False
         self._alarm = Alarm(self._pump)
         self._pump_planned = False
@@ -65,29 +70,27 @@ class Pool:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Start the workers and wait until all are warm. Raises `Rejected` (503) with the reason where one cannot."""
-        try:
-            await self.start_all(self.workers)
-        except Rejected:
-            await self.close(0)
-            raise
-
-    async def start_all(self, workers: Sequence[Worker]) -> None:
-        """Start these, and wait until all are warm. Raises `Rejected` (503)."""
+    async def start(self, workers: Sequence[Worker]) -> None:
+        """Start these and wait until all are warm. Raises `Refusal` (503) with the reason where one cannot; then none
+        is left."""
         self.problem = ""
         try:
-            await asyncio.gather(*(worker.start() for worker in workers))
-        except OSError as error:  # no process to be had: memory, descriptors
-            self.problem = f"a worker cannot be started: {error.strerror}"
-        if self.closing or not all(worker.ready for worker in workers):
-            raise Rejected(503, self.problem or "a worker ended while loading")
+            try:
+                await asyncio.gather(*(worker.start() for worker in workers))
+            except OSError as error:  # no process to be had: memory, descriptors
+                self.problem = f"a worker cannot be started: {error.strerror}"
+            if self.closing or not all(worker.ready for worker in workers):
+                raise Refusal(503, self.problem or "a worker ended while loading")
+        except BaseException:
+            for worker in workers:
+                worker.close()
+            raise
 
     async def scale(self, settings: ServeSettings, cores: Sequence[Sequence[int]]) -> None:
         """Have the workers that `settings` ask for, each on its `cores`, without a failed request.
 
         New ones take part once all of them are warm. Those that are too many, or whose threads and cores are others
-        now, end after the batch that they have. Raises `Rejected` (503) where a new one cannot be started; then nothing
+        now, end after the batch that they have. Raises `Refusal` (503) where a new one cannot be started; then nothing
         has changed.
         """
         threads = threads_each(settings.threads, settings.workers)
@@ -100,11 +103,7 @@ class Pool:
             else:
                 self.joining.append(Worker(self, index, threads, mine))
         try:
-            await self.start_all(self.joining)
-        except BaseException:
-            for worker in self.joining:
-                worker.close()
-            raise
+            await self.start(self.joining)
         finally:
             joined, self.joining = self.joining, []
         left = [worker for worker in self.workers if worker not in kept]
@@ -118,13 +117,6 @@ class Pool:
         """One that left has answered its last batch."""
         worker.close()
         self.workers.remove(worker)
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The one event loop that all of it runs in. Asking asyncio each time costs a system call in Python 3.11."""
-        if self._loop_kept is None:
-            self._loop_kept = asyncio.get_running_loop()
-        return self._loop_kept
 
     @property
     def ready(self) -> bool:
@@ -142,11 +134,11 @@ class Pool:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), drain_s)
         for request in [*self.queue.expire(math.inf), *self.texts.expire(math.inf)]:
-            self._give_up(request, Rejected(503, "the model is being unloaded", 1.0))
+            self._give_up(request, Refusal(503, "the model is being unloaded", 1.0))
         self._alarm.clear()
         for worker in [*self.workers, *self.joining]:
             for request in worker.requests():
-                self._give_up(request, Rejected(503, "the model was unloaded during the call", 1.0))
+                self._give_up(request, Refusal(503, "the model was unloaded during the call", 1.0))
             worker.close()
 
     def change(self, settings: ServeSettings) -> None:
@@ -164,10 +156,10 @@ class Pool:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, timeout_s: float | None = None) -> asyncio.Future[Answer]:
-        """Let a request wait for its batch. Raises `Rejected` at once when the queue is full or the model not ready."""
+        """Let a request wait for its batch. Raises `Refusal` at once when the queue is full or the model not ready."""
         if request.explain:
             if not self.explains:
-                raise Rejected(501, "explanations are off on this server")
+                raise Refusal(501, "explanations are off on this server")
             request.key = ("explain", self.next_id())  # explained alone
         self.admit()
         longest = self.settings.timeout_ms / 1e3
@@ -175,7 +167,7 @@ class Pool:
         request.deadline_s = now + min(timeout_s or longest, longest)
         request.answer = self.loop.create_future()
         if not 1 <= request.rows <= self.settings.max_rows:
-            raise Rejected(400, f"a request has 1 to {self.settings.max_rows} rows, not {request.rows}")
+            raise Refusal(400, f"a request has 1 to {self.settings.max_rows} rows, not {request.rows}")
         if not self._queue_of(request).push(request):
             self._refuse()
         if request.piece is None:
@@ -185,20 +177,20 @@ class Pool:
         return request.answer
 
     def admit(self) -> None:
-        """Raise `Rejected` where not one row could wait now. Asked before a request is read: refusing must be cheap."""
+        """Raise `Refusal` where not one row could wait now. Asked before a request is read: refusing must be cheap."""
         for worker in self.workers:  # `any` would take three times as long
             if worker.ready and not self.closing:
                 break
         else:
             self.metrics.shed("not_ready")
-            raise Rejected(503, "the model is not ready", 1.0)
+            raise Refusal(503, "the model is not ready", 1.0)
         if self.waiting_rows >= self.settings.max_queue_rows:
             self._refuse()
 
     def _refuse(self) -> NoReturn:
         self.metrics.shed("queue_full")
         ahead = sum(worker.following.rows for worker in self.workers if worker.following is not None)
-        raise Rejected(429, "too many requests wait", max(0.05, (ahead + self.waiting_rows) * self._row_s))
+        raise Refusal(429, "too many requests wait", max(0.05, (ahead + self.waiting_rows) * self._row_s))
 
     def stop(self, request: Request) -> None:
         """Nobody wants this text any more: the next one takes its place."""
@@ -208,7 +200,7 @@ class Pool:
         else:
             any(worker.cancel(request) for worker in self.workers)
 
-    def _queue_of(self, request: Request) -> BatchQueue[Request]:
+    def _queue_of(self, request: Request) -> BatchQueue:
         return self.queue if request.piece is None else self.texts
 
     @property
@@ -233,7 +225,7 @@ class Pool:
         now = time.perf_counter()
         for late in [*self.queue.expire(now), *self.texts.expire(now)]:
             self.metrics.shed("deadline")
-            self._give_up(late, Rejected(504, "the request's time was over before its turn came"))
+            self._give_up(late, Refusal(504, "the request's time was over before its turn came"))
         hold_s = self._anticipation.hold_s(now) if self.queue.gains_by_waiting else 0.0
         while not hold_s:
             free = [worker for worker in self.workers if worker.ready and worker.batch is None]
@@ -277,7 +269,7 @@ class Pool:
                 if batch is not None:
                     worker.follow(batch)
 
-    def without_gone(self, batch: Batch[Request]) -> Batch[Request] | None:
+    def without_gone(self, batch: Batch) -> Batch | None:
         """What of a batch somebody waits for still. Asked when it is sent: later it cannot be called back."""
         kept = [item for item in batch.items if not (item.answer.done() or (item.gone is not None and item.gone()))]
         if len(kept) == len(batch.items):
@@ -285,11 +277,11 @@ class Pool:
         for item in batch.items:
             if item not in kept:
                 self.metrics.shed("disconnected")
-                self._give_up(item, Rejected(499, "the client went away"))
+                self._give_up(item, Refusal(499, "the client went away"))
         rows = sum(item.rows for item in kept)
         return Batch(kept, rows, self.settings.call_rows(rows)) if kept else None
 
-    def _give_up(self, request: Request, why: Rejected) -> None:
+    def _give_up(self, request: Request, why: Refusal) -> None:
         if not request.answer.done():
             request.answer.set_exception(why)
 
@@ -299,7 +291,7 @@ class Pool:
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    def finished(self, batch: Batch[Request], sent: float, done: wire.Done, body: memoryview) -> None:
+    def finished(self, batch: Batch, sent: float, done: wire.Done, body: memoryview) -> None:
         """A worker has done its batch: to each request its part of what came back."""
         now = time.perf_counter()
         first = batch.items[0]
@@ -330,15 +322,14 @@ class Pool:
 
     def on_piece(self, request: Request, piece: memoryview, rows: int, *, last: bool) -> None:
         """A worker wrote the next piece of a text, one of `rows`."""
-        now, body = time.perf_counter(), bytes(piece)
+        now = time.perf_counter()
         self.metrics.piece(now - (request.last_piece_s or request.arrival_s), first=not request.pieces)
         request.pieces += 1
         request.last_piece_s = now
         if request.piece is not None and not request.answer.done():
-            request.piece(body)
+            request.piece(bytes(piece))
         if last:
-            answer = Answer(body=body, kind="application/json", model_s=now - request.sent_s)
-            self._give(request, answer, request.sent_s, rows, now)
+            self._give(request, Answer(model_s=now - request.sent_s), request.sent_s, rows, now)
 
     def wrote(self, message: wire.Wrote) -> None:
         """A worker says what its texts cost."""
@@ -353,14 +344,14 @@ class Pool:
         if not request.answer.done():
             request.answer.set_result(answer)
 
-    def returned(self, batch: Batch[Request]) -> None:
+    def returned(self, batch: Batch) -> None:
         """A worker ended before it began with these: they wait once more."""
         for request in batch.items:
             if not request.answer.done():
                 self._wait_again(request)
         self.plan_pump()
 
-    def failed(self, batch: Batch[Request], why: Rejected) -> None:
+    def failed(self, batch: Batch, why: Refusal) -> None:
         """A call failed. Those of a batch of several go again, each alone: one bad request fails only itself."""
         for request in batch.items:
             if request.answer.done():
@@ -377,7 +368,7 @@ class Pool:
 
     def _wait_again(self, request: Request) -> None:
         if not self._queue_of(request).push(request):
-            self._give_up(request, Rejected(429, "too many requests wait", 1.0))
+            self._give_up(request, Refusal(429, "too many requests wait", 1.0))
 
 
 def _one_by_one(settings: ServeSettings) -> ServeSettings:

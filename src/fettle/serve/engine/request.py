@@ -32,6 +32,7 @@ class Request:
     pieces: int = 0
     """Pieces passed on so far: after the first it cannot be tried again."""
     queued: bool = False
+    """Kept by the queue: False again once it has been taken, discarded or expired."""
     tries: int = 0
     arrival_s: float = 0.0
     sent_s: float = 0.0

@@ -17,6 +17,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from fettle.package.settings import ServeSettings
+
 Shape = tuple[int, ...]
 PREFIX = struct.Struct("<IQ")
 MAX_HEADER = 16 << 20
@@ -40,17 +42,14 @@ class Load(_Message):
     """To the worker, once: open this package and warm these batch sizes."""
 
     folder: str
+    settings: ServeSettings
     sizes: list[int]
     threads: int
     cores: list[int]
-    trust: str = ""
-    device: str = "cpu"
-    explain: bool = False
-    rows: int = 1
-    cache_bytes: int = 0
-    prefill_tokens: int = 256
-    """For a model that writes texts, how many at once, as `ServeSettings` says."""
-    sharing: int = 1
+    trust: str
+    device: str
+    explain: bool
+    sharing: int
     """Workers on its device, which share the memory that is free."""
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fettle.serve.engine import wire
 from fettle.serve.engine.alarm import Alarm
 from fettle.serve.engine.batching import Batch
-from fettle.serve.engine.refusal import TOO_LONG, Rejected
+from fettle.serve.engine.refusal import TOO_LONG, Refusal
 from fettle.serve.engine.request import Request
 from fettle.serve.engine.worker_link import WorkerLink
 from fettle.serve.engine.worker_start import spawn
@@ -42,8 +42,8 @@ class Worker:
         self.ready = False
         self.leaving = False
         """Whether it takes no more batches and ends after the one that it has."""
-        self.batch: Batch[Request] | None = None
-        self.following: Batch[Request] | None = None
+        self.batch: Batch | None = None
+        self.following: Batch | None = None
         """What it goes on with after `batch`, without waiting for us in between."""
         self.texts: dict[int, Request] = {}
         """What it writes now, by their numbers; other batches are answered between two tokens of them."""
@@ -83,13 +83,15 @@ class Worker:
         process = self._process = WorkerLink(self._on_message, self._on_lost)
         self._loaded = pool.loop.create_future()
         self.started_at = time.time()
-        spare = pool.spare.take(self.threads) if pool.spare is not None else None
-        await process.start(spare or spawn(self.threads))
-        self._wait(START_S)
+        self._wait(START_S)  # before it may be closed, which ends the wait
+        spawned = pool.spare
+        if spawned is None or spawned.taken or spawned.threads != self.threads:
+            spawned = spawn(self.threads)
+        spawned.taken = True
+        await process.start(spawned)
         sizes = sorted({pool.queue.settings.call_rows(rows) for rows in range(1, settings.max_rows + 1)})
         process.write(wire.Load(
-            str(pool.package.folder), sizes, self.threads, self.cores, pool.trust, self.device, pool.explains,
-            settings.max_rows, settings.cache_bytes, settings.prefill_tokens,
+            str(pool.package.folder), settings, sizes, self.threads, self.cores, pool.trust, self.device, pool.explains,
             sum(other.device == self.device for other in (*pool.workers, *pool.joining)),
         ))  # fmt: skip
         await self._loaded
@@ -130,14 +132,14 @@ class Worker:
         number = self.pool.next_id()
         request.sent_s = now
         self.texts[number] = request
-        self._write(wire.Generate(number), [request.body or b""])
+        self._send(wire.Generate(number), [request.body or b""])
 
     def cancel(self, text: Request) -> bool:
         """Give up a text that nobody waits for any more; its place is free at once. False where it has none such."""
         for number, request in self.texts.items():
             if request is text:
                 del self.texts[number]
-                self._write(wire.Cancel(number))
+                self._send(wire.Cancel(number))
                 self._text_ended()
                 return True
         return False
@@ -148,16 +150,18 @@ class Worker:
         if self._again is not None:
             self._again.cancel()
 
-    def run(self, batch: Batch[Request], now: float) -> None:
-        self._begin(batch, now)
-        self._call = self._send(*self._message(batch))
+    def run(self, batch: Batch, now: float, call: int = 0) -> None:
+        """Work on this batch, which was sent already where it has the number of a `call`."""
+        self.batch, self.began = batch, now
+        self._wait(self.pool.settings.timeout_ms / 1e3)
+        self._call = call or self._send(*self._message(batch))
 
     @property
     def may_follow(self) -> bool:
         """Whether it can be given what it goes on with after the batch that it has."""
         return self.batch is not None and self.following is None and self.ready and self._took_s < AHEAD_S
 
-    def follow(self, batch: Batch[Request]) -> None:
+    def follow(self, batch: Batch) -> None:
         """Go on with this batch. It is sent now where the worker need not look at it before, and it finds its place."""
         assert self.batch is not None
         self.following, self._next_call = batch, 0
@@ -165,23 +169,17 @@ class Worker:
         if sum(len(body) for body in bodies) < wire.SHARED_FROM:
             self._next_call = self._send(header, bodies)
 
-    def _begin(self, batch: Batch[Request], now: float) -> None:
-        self.batch, self.began = batch, now
-        self._wait(self.pool.settings.timeout_ms / 1e3)
-
     def _go_on(self, now: float) -> None:
         """With what follows, if there is anything."""
         batch, self.batch, self.following = self.following, None, None
         if batch is not None and not self._next_call:
             batch = self.pool.without_gone(batch)
-        if batch is None:
-            if not self.texts:
-                self._rest()
-            return
-        self._begin(batch, now)
-        self._call = self._next_call or self._send(*self._message(batch))
+        if batch is not None:
+            self.run(batch, now, self._next_call)
+        elif not self.texts:
+            self._rest()
 
-    def _message(self, batch: Batch[Request]) -> tuple[wire.ToWorker, list[Any]]:
+    def _message(self, batch: Batch) -> tuple[wire.ToWorker, list[Any]]:
         """What a batch is for the worker, under a number of its own."""
         call, items, first = self.pool.next_id(), batch.items, batch.items[0]
         if first.body is not None:
@@ -191,13 +189,11 @@ class Worker:
         shapes = [[array.shape for array in item.arrays] for item in items]
         return wire.Run(call, batch.size, shapes, first.target if first.explain else None), bodies
 
-    def _send(self, header: Any, bodies: Sequence[Any]) -> int:
-        self._write(header, bodies)
-        return int(header.id)
-
-    def _write(self, header: wire.ToWorker, bodies: Sequence[Any] = ()) -> None:
+    def _send(self, header: Any, bodies: Sequence[Any] = ()) -> int:
+        """Say this to it; the number of what was said."""
         assert self._process is not None
         self._process.write(header, bodies)
+        return int(header.id)
 
     # -- what it says ------------------------------------------------------------------------------------------------
 
@@ -302,7 +298,7 @@ class Worker:
             log.warning("worker %d of %s does not answer: replaced", self.index, self.pool.name)
             self._on_lost("hung")
         else:
-            self._write(wire.Ping(0))
+            self._send(wire.Ping(0))
             self._wait(PING_S)
 
     def _on_lost(self, why: str) -> None:
@@ -315,7 +311,7 @@ class Worker:
         if following is not None:  # it had not begun with it
             self.pool.returned(following)
         for lost in [*([batch] if batch is not None else []), *(Batch([text], 1, 1) for text in texts)]:
-            self.pool.failed(lost, Rejected(500, "the model's process ended during the call"))
+            self.pool.failed(lost, Refusal(500, "the model's process ended during the call"))
         if self.leaving:
             self.pool.without(self)
         if self.leaving or first_start or self.pool.closing:
@@ -337,8 +333,8 @@ class Worker:
             self._on_lost("not started")
 
 
-def _why(failed: wire.Failed) -> Rejected:
+def _why(failed: wire.Failed) -> Refusal:
     """What is answered to a call that failed."""
     if failed.usage:
-        return Rejected(400, failed.reason, code=TOO_LONG if failed.too_long else None)
-    return Rejected(500, "the model failed")
+        return Refusal(400, failed.reason, code=TOO_LONG if failed.too_long else None)
+    return Refusal(500, "the model failed")

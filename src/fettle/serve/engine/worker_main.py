@@ -48,8 +48,7 @@ def main() -> None:
             importlib.import_module(name)  # what any package needs, while the server is still busy with its own start
     with contextlib.suppress(ConnectionError, EOFError):
         load, _ = receive(link)
-        if not isinstance(load, wire.Load):
-            raise SystemExit("the first message must say what to load")
+        assert isinstance(load, wire.Load)
         if load.cores and hasattr(os, "sched_setaffinity"):
             with contextlib.suppress(OSError):  # cores that are not ours: run where we may
                 os.sched_setaffinity(0, load.cores)
@@ -88,8 +87,9 @@ class _Worker:
         self.one = len(inputs) == 1 and inputs[0].batched
         self.runner = ModelRunner(package, load.device)
         self.handler = find_handler(package, self.runner, load.trust)
-        cache_bytes = load.cache_bytes or usual_bytes(load.device, load.sharing)
-        self.running = self.handler.running(load.rows, cache_bytes, load.prefill_tokens)
+        settings = load.settings
+        cache_bytes = settings.cache_bytes or usual_bytes(load.device, load.sharing)
+        self.running = self.handler.running(settings.max_rows, cache_bytes, settings.prefill_tokens)
         self.texts = self.running.rows if self.running is not None else 0
         self._said_at = 0.0
         if load.explain:  # the server lets no explanation through without it
@@ -113,13 +113,12 @@ class _Worker:
             if isinstance(header, wire.Run):
                 done, parts = self.run(header, body)
             elif isinstance(header, wire.Generate):
-                if self.running is None:
-                    raise UsageError("this model generates no text")
+                assert self.running is not None  # the server knows how many texts it writes at once
                 self.running.add(header.id, asks.decode(body))
                 return
             elif isinstance(header, wire.Cancel):
-                if self.running is not None:
-                    self.running.cancel(header.id)
+                assert self.running is not None
+                self.running.cancel(header.id)
                 return
             else:
                 done, parts = self.call(header, body)

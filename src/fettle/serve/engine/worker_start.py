@@ -1,7 +1,7 @@
 """Starting a worker process, with nothing but the standard library: before the server's own imports are done.
 
-A worker spends its first seconds importing torch. A `Spare` is started first of all and does so while the server
-imports what it needs and checks the packages; the first worker that fits takes it over.
+A worker spends its first seconds importing torch. A spare one is started first of all and does so while the server
+imports what it needs and checks the packages; the first worker that it fits takes it over.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import mmap
 import os
 import socket
 import tomllib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fettle.procs.process import Process
 
@@ -35,6 +35,15 @@ class Spawned:
     process: Process
     link: socket.socket
     memory: mmap.mmap | None
+    threads: int
+    taken: bool = False
+    """Whether a worker speaks with it."""
+
+    def end(self) -> None:
+        """End it if nobody took it."""
+        if not self.taken:
+            self.link.close()
+            self.process.close()
 
 
 def spawn(threads: int) -> Spawned:
@@ -53,7 +62,7 @@ def spawn(threads: int) -> Spawned:
         theirs.close()
         if shared is not None:
             os.close(shared[0])
-    return Spawned(process, ours, shared[1] if shared is not None else None)
+    return Spawned(process, ours, shared[1] if shared is not None else None, threads)
 
 
 def _environment(threads: int) -> dict[str, str]:
@@ -78,28 +87,6 @@ def _shared_memory() -> tuple[int, mmap.mmap] | None:
         return None
 
 
-class Spare:
-    """A worker process that nobody has asked for yet."""
-
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._spawned: Spawned | None = spawn(threads)
-
-    def take(self, threads: int) -> Spawned | None:
-        """The process, once, where it was started for so many threads."""
-        if threads != self._threads:
-            return None
-        worker, self._spawned = self._spawned, None
-        return worker
-
-    def end(self) -> None:
-        """End it if nobody took it."""
-        if self._spawned is not None:
-            self._spawned.link.close()
-            self._spawned.process.close()
-            self._spawned = None
-
-
 def threads_each(threads: int, workers: int) -> int:
     """Threads of each worker: as set, else the cores divided among the workers."""
     from fettle.package.host import cores
@@ -109,15 +96,21 @@ def threads_each(threads: int, workers: int) -> int:
 
 def likely_threads(package: Path, threads: int | None, workers: int | None) -> int:
     """What `threads_each` will be for this package, before anybody has checked it: a guess, as good as the file."""
-    configuration: dict[str, Any] = {}
     try:
-        with (package / "serve.toml").open("rb") as file:
-            configuration = tomllib.load(file)
-    except (OSError, ValueError):
-        pass  # whatever is wrong with it is said when it is opened
+        said = tomllib.loads((package / "serve.toml").read_text("utf-8"))
+        return max(1, threads_each(int(threads or said.get("threads", 0)), int(workers or said.get("workers", 1))))
+    except (OSError, ValueError, TypeError, ZeroDivisionError):  # what is wrong with it is said when it is opened
+        return threads_each(threads or 0, workers or 1)
 
-    def number(configured: int | None, name: str, otherwise: int) -> int:
-        value = configured if configured is not None else configuration.get(name, otherwise)
-        return value if isinstance(value, int) and 0 <= value < 4096 else otherwise
 
-    return threads_each(number(threads, "threads", 0), max(1, number(workers, "workers", 1)))
+def cores_for(workers: int, threads: int, usable: Sequence[int], taken: Collection[int]) -> list[list[int]]:
+    """Cores for each of `workers`, `threads` apiece (0: as many as there are for all), beside those `taken`: no two
+    get the same one. Of the `usable` there are none where the system does not let processes be bound.
+
+    Empty where there are not enough for that, or only one worker: then none is bound and the system schedules them.
+    """
+    free = [core for core in usable if core not in taken]
+    each = threads or len(free) // workers
+    if workers < 2 or each < 1 or each * workers > len(free):
+        return []
+    return [free[each * index : each * (index + 1)] for index in range(workers)]

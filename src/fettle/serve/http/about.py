@@ -49,8 +49,8 @@ def _metrics(registry: Registry) -> bytes:
     for gauge in (every.queue_rows, every.inflight, every.worker_bytes):
         gauge.clear()  # of models and workers that are no more
     for name, number, version in registry.versions():
-        every.queue_rows.labels(name, number).set(version.pool.waiting_rows)
-        every.inflight.labels(name, number).set(version.pool.inflight)
-        for worker in version.pool.workers:
+        every.queue_rows.labels(name, number).set(version.waiting_rows)
+        every.inflight.labels(name, number).set(version.inflight)
+        for worker in version.workers:
             every.worker_bytes.labels(name, number, str(worker.index)).set(worker.rss)
     return generate_latest(every.registry)

@@ -1,12 +1,13 @@
-"""What one port answers: guard, call, route, reply."""
+"""What one port answers: who may call, which route a request goes to, and its reply."""
 
 from __future__ import annotations
 
+import hmac
 import json
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from fettle.serve.engine.refusal import NoSuchPath, Refusal
 from fettle.serve.engine.registry import Registry
@@ -14,7 +15,6 @@ from fettle.serve.engine.spans import Spans
 from fettle.serve.http import about, generation, management, oip, openai, torchserve
 from fettle.serve.http.aside import aside
 from fettle.serve.http.call import Call, Limits, path_parts
-from fettle.serve.http.guard import Guard
 from fettle.serve.http.protocol import inflate
 from fettle.serve.http.reply import Reply, error_reply
 
@@ -32,6 +32,7 @@ REQUESTS: tuple[Route, ...] = (
 """In this order each is asked whether the path is its own."""
 MANAGEMENT: tuple[Route, ...] = (management.manage, torchserve.manage, oip.read, torchserve.ping, about.read)
 """Nothing but these opens the calls that change what is served."""
+LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 
 
 class App:
@@ -43,7 +44,7 @@ class App:
     ) -> None:  # fmt: skip
         self.registry, self.log_requests, self.spans = registry, log_requests, spans
         self.limits = limits or Limits()
-        self._guard = Guard(token, management=management, hosts=hosts)
+        self._token, self._hosts = token.encode(), LOOPBACK_NAMES | {host.lower() for host in hosts}
         self._routes = MANAGEMENT if management else REQUESTS
         self.unanswered = 0
         """Bytes of bodies that have come and are not answered yet."""
@@ -55,12 +56,26 @@ class App:
     def refusal(self, call: Call) -> Reply | None:
         """The answer to a request that is refused by its head, before the body is read; None for the others."""
         try:
-            self._guard.check(call.headers)
+            self._check_caller(call.headers)
             call.parts = path_parts(call.target)
             call.check_head()
         except Refusal as refusal:
             return self.refused(call, refusal)
         return None
+
+    def _check_caller(self, headers: Mapping[bytes, bytes]) -> None:
+        """Raise `Refusal` (403 or 401) unless this request may come in, whatever its path and method: the token is
+        asked for where there is one, and on the management port also a host name of ours."""
+        management = self._routes is MANAGEMENT
+        if management:
+            host = headers.get(b"host", b"").decode("latin-1").lower()
+            name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+            if name not in self._hosts:  # a page in a browser that lured the name to this machine
+                raise Refusal(403, "this host name is not served here")
+        if self._token or management:
+            kind, _, token = headers.get(b"authorization", b"").partition(b" ")
+            if not self._token or kind.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self._token):
+                raise Refusal(401, "a token is needed", headers=((b"www-authenticate", b"Bearer"),))
 
     def refused(self, call: Call, refusal: Refusal) -> Reply:
         """The answer to a request that is refused."""
@@ -99,7 +114,7 @@ class App:
         known = about.document(self.registry)["paths"].get("/" + "/".join(call.parts))
         if known is not None:  # the path is right and the method is not
             allowed = ", ".join(sorted(method.upper() for method in known))
-            raise Refusal(405, f"the method is {allowed} here", ((b"allow", allowed.encode()),))
+            raise Refusal(405, f"the method is {allowed} here", headers=((b"allow", allowed.encode()),))
         raise NoSuchPath
 
     def _noted(self, call: Call, reply: Reply) -> Reply:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 from httptools import HttpParserInvalidURLError, parse_url
 
-from fettle.serve.engine.refusal import Malformed, NoSuchPath, Rejected
-from fettle.serve.engine.registry import Registry, Version
+from fettle.serve.engine.pool import Pool
+from fettle.serve.engine.refusal import Malformed, NoSuchPath, Refusal
+from fettle.serve.engine.registry import Registry
 
 MAX_PARTS, MAX_PART = 8, 200
 """The most parts of a path, and characters of one."""
@@ -34,9 +34,9 @@ class Limits:
         """What a client hears whose body is larger than `max_body`."""
         return Malformed(f"a body may have at most {self.max_body} bytes", 413)
 
-    def too_much(self) -> Rejected:
+    def too_much(self) -> Refusal:
         """What a client hears whose body is one too many for `max_unanswered`."""
-        return Rejected(503, "too much is being read", 1.0)
+        return Refusal(503, "too much is being read", 1.0)
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Call:
     """When its headers were whole, of `time.perf_counter`."""
     parts: Sequence[str] = ()
     """Parts of the path, unquoted."""
-    version: Version | None = None
+    version: Pool | None = None
 
     def check_head(self) -> None:
         """Raise `Malformed` where the body is announced as too large or in a coding that nobody reads, or where it is
@@ -104,7 +104,7 @@ class Call:
                 return name, None, rest
         return None
 
-    def choose(self, name: str, number: str | None = None) -> Version:
+    def choose(self, name: str, number: str | None = None) -> Pool:
         """The version that answers this call. Those of one session, or of one request's tries, go the same way."""
         self.version = self.registry.choose(name, number, self.header(b"x-session-id") or self.header(b"x-request-id"))
         return self.version
@@ -115,7 +115,13 @@ def path_parts(target: bytes) -> tuple[str, ...]:
 
     Raises `NoSuchPath` where it is too long, `Malformed` where it is not one.
     """
-    return _parts(_cut(target)[0])
+    path = _cut(target)[0].decode("latin-1")
+    parts = [unquote(part) for part in path.split("/")[1:]]
+    if parts and parts[-1] == "":
+        parts.pop()
+    if len(parts) > MAX_PARTS or any(len(part) > MAX_PART for part in parts):
+        raise NoSuchPath
+    return tuple(parts)
 
 
 def _cut(target: bytes) -> tuple[bytes, bytes]:
@@ -127,16 +133,3 @@ def _cut(target: bytes) -> tuple[bytes, bytes]:
     except HttpParserInvalidURLError:
         raise Malformed("the path is not valid") from None
     return url.path or b"", url.query or b""
-
-
-@lru_cache(maxsize=256)
-def _parts(raw: bytes) -> tuple[str, ...]:
-    path = raw.decode("latin-1")
-    parts = path.split("/")[1:]
-    if parts and parts[-1] == "":
-        parts.pop()
-    if "%" in path:
-        parts = [unquote(part) for part in parts]
-    if len(parts) > MAX_PARTS or any(len(part) > MAX_PART for part in parts):
-        raise NoSuchPath
-    return tuple(parts)

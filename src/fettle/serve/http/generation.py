@@ -12,8 +12,9 @@ import msgspec
 from fettle.package.handlers.asking import Ask, Piece, pieces
 from fettle.package.handlers.generate import Settings
 from fettle.package.handlers.sampling import Sampling
-from fettle.serve.engine.refusal import TOO_LONG, Malformed, Refusal, Rejected
-from fettle.serve.engine.registry import Registry, Version
+from fettle.serve.engine.pool import Pool
+from fettle.serve.engine.refusal import TOO_LONG, Malformed, Refusal
+from fettle.serve.engine.registry import Registry
 from fettle.serve.engine.request import Request
 from fettle.serve.http.aside import aside
 from fettle.serve.http.call import Call
@@ -60,15 +61,13 @@ _prompts = msgspec.json.Decoder(Prompt)
 class Writing:
     """A text that is being written for a client: its pieces as they come. It is given up when the client goes."""
 
-    def __init__(self, call: Call, version: Version, ask: Ask) -> None:
-        self._pool, self._gone = version.pool, call.gone
+    def __init__(self, call: Call, version: Pool, ask: Ask) -> None:
+        self._pool, self._gone = version, call.gone
         self._came: asyncio.Queue[bytes | None] = asyncio.Queue()
         body = msgspec.json.encode(ask)
         if len(body) > _most_bytes(version):  # before a copy of it waits for each of several answers
-            raise Rejected(400, "the prompt is longer than this model takes", code=TOO_LONG)
-        self._request = Request(
-            1, "text", body=body, kind="application/json", gone=call.gone, piece=self._came.put_nowait
-        )
+            raise Refusal(400, "the prompt is longer than this model takes", code=TOO_LONG)
+        self._request = Request(1, "text", body=body, gone=call.gone, piece=self._came.put_nowait)
         self.answer = self._pool.submit(self._request)
         self.answer.add_done_callback(lambda _: self._came.put_nowait(None))
         self._first: bytes | None = None
@@ -102,7 +101,7 @@ class Writing:
         finally:
             self.stop()
         if self.answer.cancelled():
-            raise Rejected(GONE, "the client went away")
+            raise Refusal(GONE, "the client went away")
         return pieces
 
     def stop(self) -> None:
@@ -116,23 +115,23 @@ def event(value: Any) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def _most_bytes(version: Version) -> int:
+def _most_bytes(version: Pool) -> int:
     """No prompt that the model takes is longer as JSON: six bytes a character, eight a token, and the rest."""
     settings = version.package.manifest.handler
     assert isinstance(settings, Settings)
     return 6 * settings.max_characters + 8 * settings.max_tokens + (64 << 10)
 
 
-def generates(version: Version) -> bool:
+def generates(version: Pool) -> bool:
     """Whether it answers prompts."""
     return isinstance(version.package.manifest.handler, Settings)
 
 
-def writer(call: Call, name: str, number: str | None) -> Version:
+def writer(call: Call, name: str, number: str | None) -> Pool:
     """The version that writes texts under this name. Raises `Refusal`."""
     version = call.choose(name, number)
     if not generates(version):
-        raise Rejected(400, f"the model {name} generates no text")
+        raise Refusal(400, f"the model {name} generates no text")
     return version
 
 
@@ -144,7 +143,7 @@ def read_prompt(body: bytes) -> Prompt:
         raise Malformed(f"the body is not a request to generate: {str(error)[:200]}") from None
 
 
-async def whole_text(call: Call, version: Version, ask: Ask) -> str:
+async def whole_text(call: Call, version: Pool, ask: Ask) -> str:
     """All that a model writes. Raises `Refusal`."""
     return "".join(piece.text for piece in await Writing(call, version, ask).whole())
 

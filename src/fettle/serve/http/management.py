@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.refusal import Refusal
 from fettle.serve.engine.registry import Registry
 from fettle.serve.http.call import Call
 from fettle.serve.http.reply import Reply, json_reply
@@ -17,7 +17,7 @@ async def manage(call: Call) -> Reply | None:
         case "POST", ["v2", "repository", "models", name, "load"]:
             # Triton takes a configuration and whole files here: code from whoever can reach the port. We do not.
             if call.json().get("parameters"):
-                raise Rejected(400, "load takes no parameters: models come from the store as they are")
+                raise Refusal(400, "load takes no parameters: models come from the store as they are")
             await registry.load_named(name)
             return json_reply({})
         case "POST", ["v2", "repository", "models", name, "unload"]:
@@ -38,8 +38,8 @@ def _described(name: str, registry: Registry) -> dict[str, Any]:
         "name": name, "default": model.default, "weights": model.weights, "shadow": model.shadow,
         "versions": {
             number: {
-                "state": version.state, "workers": version.pool.settings.workers,
-                "max_rows": version.pool.settings.max_rows, "delay_ms": version.pool.settings.delay_ms,
+                "state": version.state, "workers": version.settings.workers,
+                "max_rows": version.settings.max_rows, "delay_ms": version.settings.delay_ms,
                 "recipe": version.package.manifest.recipe, "accuracy": version.package.manifest.accuracy,
             }
             for number, version in model.versions.items()

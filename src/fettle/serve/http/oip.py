@@ -10,8 +10,9 @@ import msgspec
 
 from fettle import __version__
 from fettle.package.tensors import TensorSpec
-from fettle.serve.engine.refusal import Malformed, Refusal, Rejected
-from fettle.serve.engine.registry import Registry, Version
+from fettle.serve.engine.pool import Pool
+from fettle.serve.engine.refusal import Malformed, Refusal
+from fettle.serve.engine.registry import Registry
 from fettle.serve.engine.request import Request
 from fettle.serve.http import protocol
 from fettle.serve.http.aside import aside
@@ -29,8 +30,7 @@ async def infer(call: Call) -> Reply | None:
             explain = what == "explain"
         case _:
             return None
-    version = call.choose(name, number)
-    pool = version.pool
+    pool = call.choose(name, number)
     pool.admit()
     json_bytes = _header_length(call)
     inference = await aside(
@@ -39,14 +39,14 @@ async def infer(call: Call) -> Reply | None:
     )
     if pool.closing:  # a version of the same number took its place while the body was read
         newer = call.choose(name, number)
-        if (newer.pool.specs, newer.pool.output_specs) == (pool.specs, pool.output_specs):
-            version, pool = newer, newer.pool
+        if (newer.specs, newer.output_specs) == (pool.specs, pool.output_specs):
+            pool = newer
     key = _key(inference, pool.specs)
     request = Request(inference.rows, key, inference.arrays, gone=call.gone, explain=explain)
     if explain:
         request.target = _target(inference.parameters)
     answer = pool.submit(request, inference.timeout_s)
-    shadow = call.registry.shadow_of(name, version)
+    shadow = call.registry.shadow_of(name, pool)
     if shadow is not None and not explain:
         call.registry.later(_shadowed(shadow, inference, key))
     answered = await answer
@@ -55,7 +55,7 @@ async def infer(call: Call) -> Reply | None:
         outputs = [(spec, array, binary) for spec, array in zip(pool.attribution_specs, answered.outputs, strict=True)]
     else:
         outputs = [(pool.output_specs[index], answered.outputs[index], binary) for index, binary in inference.wanted]
-    manifest = version.package.manifest
+    manifest = pool.package.manifest
     body, json_length = await aside(
         sum(array.nbytes for _, array, binary in outputs if not binary),
         lambda: protocol.write_answer(inference.id, manifest.name, manifest.version, outputs),
@@ -104,9 +104,9 @@ def _wanted(body: bytes) -> _Index:
         raise Malformed('the body is a JSON object, of which "ready" is true or false') from None
 
 
-async def _shadowed(version: Version, inference: protocol.Inference, key: Hashable) -> None:
-    with contextlib.suppress(Rejected):
-        await version.pool.submit(Request(inference.rows, key, inference.arrays))
+async def _shadowed(pool: Pool, inference: protocol.Inference, key: Hashable) -> None:
+    with contextlib.suppress(Refusal):
+        await pool.submit(Request(inference.rows, key, inference.arrays))
 
 
 # -- what can be read -------------------------------------------------------------------------------------------------
@@ -139,10 +139,10 @@ async def read(call: Call) -> Reply | None:
             raise Refusal(403, "models are loaded and unloaded on the management port")
     match call.method, call.model_path:
         case "GET", (name, number, []):
-            pool, numbers = registry.choose(name, number).pool, sorted(registry.models[name].versions)
+            pool, numbers = registry.choose(name, number), sorted(registry.models[name].versions)
             return json_reply(protocol.metadata(name, numbers, pool.specs, pool.output_specs))
         case "GET", (name, number, ["ready"]):
-            if not registry.choose(name, number).pool.ready:
+            if not registry.choose(name, number).ready:
                 return json_reply({"error": f"the model {name} is not ready", "name": name, "ready": False}, 503)
             return json_reply({"name": name, "ready": True})
         case "GET", (name, number, ["config"]):
@@ -154,7 +154,7 @@ async def read(call: Call) -> Reply | None:
     return None
 
 
-def _statistics(name: str, number: str, version: Version) -> dict[str, Any]:
+def _statistics(name: str, number: str, version: Pool) -> dict[str, Any]:
     metrics = version.metrics
     calls, requests = metrics.model.count, metrics.requests.count
 
@@ -178,8 +178,7 @@ def _statistics(name: str, number: str, version: Version) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _configuration(name: str, version: Version) -> dict[str, Any]:
-    pool = version.pool
+def _configuration(name: str, pool: Pool) -> dict[str, Any]:
     batched = all(spec.batched for spec in (*pool.specs, *pool.output_specs))
 
     def tensor(spec: TensorSpec) -> dict[str, Any]:
@@ -215,12 +214,12 @@ def paths(registry: Registry) -> dict[str, Any]:
         entries[f"{base}/stats"] = {"get": operation(f"Statistics of {name}")}
         tensors = _tensors(versions[0]) if versions else OBJECT
         entries[f"{base}/infer"] = {"post": operation(f"Call {name} with tensors", tensors, ref("Outputs"))}
-        if any(made.pool.explains for made in versions):
+        if any(made.explains for made in versions):
             entries[f"{base}/explain"] = {"post": operation(f"What moved {name}'s answer", tensors, ref("Outputs"))}
     return entries
 
 
-def _tensors(version: Version) -> dict[str, Any]:
+def _tensors(version: Pool) -> dict[str, Any]:
     """The body of an inference request for this model."""
     inputs = [
         {
@@ -231,7 +230,7 @@ def _tensors(version: Version) -> dict[str, Any]:
                           "items": {"type": "integer", "minimum": 1}},
             },
         }
-        for spec in version.pool.specs
+        for spec in version.specs
     ]  # fmt: skip
     return {
         "type": "object", "required": ["inputs"],

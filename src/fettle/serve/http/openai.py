@@ -16,8 +16,9 @@ from msgspec import Meta
 
 from fettle.package.handlers.asking import Ask, Piece, TokenLogprob
 from fettle.package.handlers.sampling import LogitBias, Sampling
-from fettle.serve.engine.refusal import Malformed, Refusal
-from fettle.serve.engine.registry import Registry, Version
+from fettle.serve.engine.pool import Pool
+from fettle.serve.engine.refusal import NO_MODEL, Malformed, Refusal
+from fettle.serve.engine.registry import Registry
 from fettle.serve.http.aside import aside
 from fettle.serve.http.call import Call
 from fettle.serve.http.generation import EVENTS, NO_CACHE, Writing, event, generates, writer
@@ -102,14 +103,6 @@ class Chat(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
 _Body = TypeVar("_Body", Completions, Chat)
 
 
-class BadRequest(Malformed):
-    """A request that the protocol does not allow, and the parameter that is wrong."""
-
-    def __init__(self, reason: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
-        super().__init__(reason, status)
-        self.param, self.code = param, code
-
-
 async def answer(call: Call) -> Reply | None:
     """``POST /v1/completions``, ``POST /v1/chat/completions``, ``GET /v1/models`` and ``/v1/models/NAME``."""
     match call.method, call.parts:
@@ -118,23 +111,23 @@ async def answer(call: Call) -> Reply | None:
         case "POST", ["v1", "chat", "completions"]:
             return await _chat(call)
         case "GET", ["v1", "models"]:
-            listing = [_model(name, model.versions.values()) for name, model in sorted(call.registry.models.items())]
-            return json_reply({"object": "list", "data": [row for row in listing if row is not None]})
+            return json_reply({"object": "list", "data": list(_models(call.registry).values())})
         case "GET", ["v1", "models", name]:
-            model = call.registry.models.get(name)
-            row = None if model is None else _model(name, model.versions.values())
-            if row is None:
-                raise BadRequest(f"no model that writes texts is called {name}", "model", 404, "model_not_found")
-            return json_reply(row)
+            reason, models = f"no model that writes texts is called {name}", _models(call.registry)
+            if name not in models:
+                raise Refusal(404, reason, param="model", code=NO_MODEL)
+            return json_reply(models[name])
     return None
 
 
-def _model(name: str, versions: Any) -> dict[str, Any] | None:
-    generating = [version for version in versions if generates(version)]
-    if not generating:
-        return None
-    began = int(min(worker.started_at for version in generating for worker in version.pool.workers))
-    return {"id": name, "object": "model", "created": began, "owned_by": "fettle"}
+def _models(registry: Registry) -> dict[str, dict[str, Any]]:
+    """What is said of the models that write texts, by name."""
+    models = {}
+    for name, model in sorted(registry.models.items()):
+        if generating := [version for version in model.versions.values() if generates(version)]:
+            began = int(min(worker.started_at for version in generating for worker in version.workers))
+            models[name] = {"id": name, "object": "model", "created": began, "owned_by": "fettle"}
+    return models
 
 
 async def _read(call: Call, kind: type[_Body]) -> _Body:
@@ -143,40 +136,23 @@ async def _read(call: Call, kind: type[_Body]) -> _Body:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         reason = str(error)[:300]
         param = reason.partition("`$.")[2].partition("`")[0] or reason.partition("field `")[2].partition("`")[0] or None
-        raise BadRequest(f"this request cannot be answered: {reason}", param) from None
-
-
-def _version(call: Call, name: str) -> Version:
-    try:
-        return writer(call, name, None)
-    except Refusal as refusal:
-        if refusal.status != 404:
-            raise
-        raise BadRequest(refusal.reason, "model", 404, "model_not_found") from None
+        raise Malformed(f"this request cannot be answered: {reason}", param=param) from None
 
 
 def _sampling(wanted: _Common, logprobs: int | None, most: int | None) -> Sampling:
+    given = {name: value for name in Sampling.__struct_fields__ if (value := getattr(wanted, name, None)) is not None}
     stop = (wanted.stop,) if isinstance(wanted.stop, str) else wanted.stop or ()
-    fields = {
-        "max_tokens": most, "logprobs": logprobs, "stop": stop,
-        "temperature": 1.0 if wanted.temperature is None else wanted.temperature,
-        **{
-            name: value
-            for name in (
-                "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias", "ignore_eos"
-            )
-            if (value := getattr(wanted, name)) is not None
-        },
-    }  # fmt: skip
+    # Of several answers each gets a seed of its own.
+    fields = {"temperature": 1.0, **given, "max_tokens": most, "logprobs": logprobs, "stop": stop, "seed": None}
     try:
         return msgspec.convert(fields, Sampling)
     except msgspec.ValidationError as error:
-        raise BadRequest(str(error), "stop") from None
+        raise Malformed(str(error), param="stop") from None
 
 
 async def _completions(call: Call) -> Reply:
     wanted = await _read(call, Completions)
-    version = _version(call, wanted.model)
+    version = writer(call, wanted.model, None)
     sampling = _sampling(wanted, wanted.logprobs, wanted.max_tokens or 16)
     strict = wanted.max_tokens is not None  # fewer than the protocol's usual 16 are no error
     asks = [msgspec.structs.replace(ask, sampling=sampling, strict=strict) for ask in _prompts(wanted.prompt)]
@@ -188,23 +164,23 @@ def _prompts(prompts: Any) -> list[Ask]:
         return [Ask(text=prompts)]
     kinds = {type(one) for one in prompts}
     if len(kinds) > 1:
-        raise BadRequest("a prompt is a text, its tokens, or several of either", "prompt")
+        raise Malformed("a prompt is a text, its tokens, or several of either", param="prompt")
     if kinds == {int}:
         if min(prompts) < 0:
-            raise BadRequest("tokens are 0 or more", "prompt")
+            raise Malformed("tokens are 0 or more", param="prompt")
         return [Ask(tokens=prompts)]
     return [Ask(text=one) if isinstance(one, str) else Ask(tokens=one) for one in prompts]
 
 
 async def _chat(call: Call) -> Reply:
     wanted = await _read(call, Chat)
-    version = _version(call, wanted.model)
+    version = writer(call, wanted.model, None)
     if wanted.response_format is not None and wanted.response_format.type != "text":
-        raise BadRequest("response_format is text", "response_format")
+        raise Malformed("response_format is text", param="response_format")
     if wanted.tools:
-        raise BadRequest("no model here calls tools: leave tools out", "tools")
+        raise Malformed("no model here calls tools: leave tools out", param="tools")
     if wanted.top_logprobs is not None and not wanted.logprobs:
-        raise BadRequest("top_logprobs needs logprobs", "top_logprobs")
+        raise Malformed("top_logprobs needs logprobs", param="top_logprobs")
     logprobs = (wanted.top_logprobs or 0) if wanted.logprobs else None
     sampling = _sampling(wanted, logprobs, wanted.max_completion_tokens or wanted.max_tokens)
     messages = tuple(map(_message, wanted.messages))
@@ -219,20 +195,20 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     content = message["content"]
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise BadRequest("the parts of a message are texts", "messages")
+            raise Malformed("the parts of a message are texts", param="messages")
         content = "".join(part["text"] for part in content)
     if not isinstance(message.get("role"), str) or not isinstance(content, str):
-        raise BadRequest("a message has a role and a content, as text", "messages")
+        raise Malformed("a message has a role and a content, as text", param="messages")
     return {**message, "role": "system" if message["role"] == "developer" else message["role"], "content": content}
 
 
 class _Answer:
     """One answer with all its choices."""
 
-    def __init__(self, call: Call, version: Version, wanted: _Common, asks: Sequence[Ask], *, chat: bool) -> None:
+    def __init__(self, call: Call, version: Pool, wanted: _Common, asks: Sequence[Ask], *, chat: bool) -> None:
         count = wanted.n or 1
         if len(asks) * count > MAX_CHOICES:
-            raise BadRequest(f"a request has at most {MAX_CHOICES} answers", "n")
+            raise Malformed(f"a request has at most {MAX_CHOICES} answers", param="n")
         self.wanted, self.chat, self.count = wanted, chat, count
         self.logprobs = asks[0].sampling.logprobs is not None
         self.writings: list[Writing] = []

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
+from email.message import Message
+from email.parser import BytesHeaderParser
 from typing import Any
 
 from fettle.package.handlers.asking import Ask
-from fettle.serve.engine.refusal import Malformed, NoSuchPath, Rejected
-from fettle.serve.engine.registry import Registry, Version
+from fettle.serve.engine.pool import Pool
+from fettle.serve.engine.refusal import Malformed, NoSuchPath, Refusal
+from fettle.serve.engine.registry import Registry
 from fettle.serve.engine.request import Request
 from fettle.serve.http.call import Call
-from fettle.serve.http.form import read_field
 from fettle.serve.http.generation import generates, read_prompt, whole_text
 from fettle.serve.http.openapi import OBJECT, operation
 from fettle.serve.http.reply import Reply, json_reply
 
 log = logging.getLogger("fettle.serve")
+MAX_PARTS = 64
+MAX_HEAD = 8 << 10
+"""Parts of a form, and bytes of one part's headers."""
 
 
 async def predict(call: Call) -> Reply | None:
@@ -39,13 +44,41 @@ async def predict(call: Call) -> Reply | None:
         body = read_field(body, kind, ("data", "body"))
     if generates(version):
         if explain:
-            raise Rejected(400, "what moved a text that is written cannot be explained")
+            raise Refusal(400, "what moved a text that is written cannot be explained")
         ask = read_prompt(body).ask if "json" in kind else Ask(text=_plain_text(body))
         text = await whole_text(call, version, ask)
         return Reply(200, text.encode(), b"text/plain; charset=utf-8")
     request = Request(1, "body", body=body, kind=kind, gone=call.gone, explain=explain)
-    answer = await version.pool.submit(request)
+    answer = await version.submit(request)
     return Reply(200, answer.body, answer.kind.encode("latin-1"), answer=answer)
+
+
+def read_field(body: bytes, kind: str, names: Collection[str]) -> bytes:
+    """The first field of a multipart form (RFC 7578) that has one of these names, as ``curl -F data=@file`` sends it.
+    `kind` is the form's content type. Raises `Malformed`.
+
+    The library's parser reads a message line by line: a picture of 64 MB would stop the event loop for seconds.
+    """
+    message = Message()
+    message["content-type"] = kind
+    boundary = message.get_boundary()
+    if not boundary:
+        raise Malformed("the form's content type names no boundary")
+    parts = (b"\r\n" + body).split(b"\r\n--" + boundary.encode("latin-1", "replace"), MAX_PARTS + 1)
+    if len(parts) > MAX_PARTS + 1:
+        raise Malformed("the form has too many parts")
+    for part in parts[1:]:
+        if part.startswith(b"--"):
+            break
+        end = part.find(b"\r\n\r\n", 0, MAX_HEAD)
+        if end < 0:
+            raise Malformed("a part of the form has no headers, or too many")
+        headers = BytesHeaderParser().parsebytes(part[: end + 2].lstrip())
+        if headers.get_param("name", header="content-disposition") in names:
+            if str(headers.get("content-transfer-encoding", "binary")).lower() not in ("binary", "8bit", "7bit"):
+                raise Malformed("the field's Content-Transfer-Encoding is not supported", 415)
+            return part[end + 4 :]
+    raise Malformed(f"the form has no field {' or '.join(names)}")
 
 
 def _plain_text(body: bytes) -> str:
@@ -67,7 +100,7 @@ def paths(registry: Registry) -> dict[str, Any]:
     entries: dict[str, Any] = {"/ping": {"get": operation("TorchServe's health check")}}
     for name, model in sorted(registry.models.items()):
         entries[f"/predictions/{name}"] = {"post": operation(f"Call {name}'s handler with a body", {}, {}, "*/*")}
-        if any(made.pool.explains for made in model.versions.values()):
+        if any(made.explains for made in model.versions.values()):
             text = f"What moved {name}'s answer to a body"
             entries[f"/explanations/{name}"] = {"post": operation(text, OBJECT, {})}
     return entries
@@ -107,12 +140,12 @@ async def _register(call: Call) -> Reply:
     query = call.query()
     wanted = query.get("url", "")
     if "/" in wanted or "\\" in wanted or ":" in wanted or not wanted:
-        raise Rejected(400, "url names a package of the store; addresses and paths are not taken")
+        raise Refusal(400, "url names a package of the store; addresses and paths are not taken")
     named = {"initial_workers": "workers", "batch_size": "max_rows", "max_batch_delay": "delay_ms"}
     # No workers at first is TorchServe's way to say: later.
     changed = {ours: _number(query, name, 1) for name, ours in named.items() if query.get(name, "0") != "0"}
     loaded = await call.registry.load_named(query.get("model_name") or wanted.removesuffix(".zip"), changed=changed)
-    manifest, count = loaded.package.manifest, loaded.pool.settings.workers
+    manifest, count = loaded.package.manifest, loaded.settings.workers
     text = f'Model "{manifest.name}" Version: {manifest.version} registered with {count} initial workers'
     return json_reply({"status": text})
 
@@ -123,8 +156,8 @@ async def _scale(call: Call, name: str, number: str | None = None) -> Reply:
     least = _number(query, "min_worker", 1)
     most = _number(query, "max_worker", least)
     if not 1 <= least <= most:
-        raise Rejected(400, "min_worker is 1 or more and max_worker no less; to have no worker, unregister the model")
-    count = min(max(registry.find_version(name, number).pool.settings.workers, least), most)
+        raise Refusal(400, "min_worker is 1 or more and max_worker no less; to have no worker, unregister the model")
+    count = min(max(registry.find_version(name, number).settings.workers, least), most)
     registry.share(name, number, count)  # what cannot be is said now, also to those who do not wait
     if query.get("synchronous", "").lower() != "true":
         registry.later(_scaled(registry, name, number, count))
@@ -137,19 +170,18 @@ async def _scale(call: Call, name: str, number: str | None = None) -> Reply:
 async def _scaled(registry: Registry, name: str, number: str | None, count: int) -> None:
     try:
         await registry.scale(name, number, count)
-    except Rejected as error:
+    except Refusal as error:
         log.error("%s was not scaled to %d workers: %s", name, count, error.reason)
 
 
 def _number(query: Mapping[str, str], name: str, default: int) -> int:
     text = query.get(name, str(default))
     if not re.fullmatch(r"\d{1,4}", text, re.ASCII):
-        raise Rejected(400, f"{name} is a number")
+        raise Refusal(400, f"{name} is a number")
     return int(text)
 
 
-def _described(name: str, version: Version) -> dict[str, Any]:
-    pool = version.pool
+def _described(name: str, pool: Pool) -> dict[str, Any]:
     workers = [
         {"id": str(worker.index),
          "startTime": datetime.fromtimestamp(worker.started_at, UTC).isoformat(timespec="milliseconds"),
@@ -159,7 +191,7 @@ def _described(name: str, version: Version) -> dict[str, Any]:
     ]  # fmt: skip
     count = pool.settings.workers
     return {
-        "modelName": name, "modelVersion": version.package.manifest.version, "modelUrl": name, "engine": "Torch",
+        "modelName": name, "modelVersion": pool.package.manifest.version, "modelUrl": name, "engine": "Torch",
         "runtime": "python", "minWorkers": count, "maxWorkers": count, "batchSize": pool.settings.max_rows,
         "maxBatchDelay": int(pool.settings.delay_ms), "loadedAtStartup": True, "workers": workers,
         "jobQueueStatus": {
