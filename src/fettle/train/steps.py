@@ -97,6 +97,7 @@ class Steps:
         self,
         train: Train,
         workload: TrainingWorkload,
+        data: Iterable[Any] | None = None,
         *,
         mean: Callable[[torch.Tensor], torch.Tensor] = lambda value: value,
     ) -> None:
@@ -107,7 +108,7 @@ class Steps:
         self._phase: tuple[str, int] | None = None
         self._watching = False
         self._device = next(workload.model.parameters()).device
-        self._run = train(workload.model, self._make_optimizer, self._loss, workload.data)
+        self._run = train(workload.model, self._make_optimizer, self._loss, workload.data if data is None else data)
 
     def step(self) -> torch.Tensor:
         """Make one step and return its loss."""

@@ -84,7 +84,8 @@ class App:
     async def answer(self, call: Call) -> Reply:
         """The answer to a request that is whole and was not refused. Raises nothing."""
         try:
-            await self._unpack(call)
+            if b"content-encoding" in call.headers:
+                await self._unpack(call)
             reply = await self._route(call)
         except Refusal as refusal:
             return self.refused(call, refusal)

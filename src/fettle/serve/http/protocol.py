@@ -23,25 +23,27 @@ from fettle.serve.http.aside import LARGE
 
 Array = np.ndarray[Any, Any]
 MAX_DIMS = 16
+_NONE = msgspec.Raw(b"{}")
+"""The parameters of whoever gives none."""
 
 
 class _Input(msgspec.Struct):
     name: str
     shape: list[int]
     datatype: str
-    parameters: msgspec.Raw = msgspec.Raw(b"{}")
+    parameters: msgspec.Raw = _NONE
     data: msgspec.Raw = msgspec.Raw(b"")
 
 
 class _Output(msgspec.Struct):
     name: str
-    parameters: msgspec.Raw = msgspec.Raw(b"{}")
+    parameters: msgspec.Raw = _NONE
 
 
 class _Request(msgspec.Struct):
     inputs: list[_Input]
     id: str = ""
-    parameters: msgspec.Raw = msgspec.Raw(b"{}")
+    parameters: msgspec.Raw = _NONE
     outputs: list[_Output] | None = None
 
 
@@ -153,6 +155,8 @@ def read_request(
 
 
 def _parameters(raw: msgspec.Raw) -> dict[str, Any]:
+    if raw is _NONE:
+        return {}
     if len(memoryview(raw)) > _MOST_PARAMETERS:
         raise Malformed("the parameters are too long")
     try:
