@@ -85,8 +85,6 @@ class TransformerEngine(Technique):
         ]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == self.default:
-            return ""
         if not computes_in_torch(recipe):
             return "another runtime has its own layers"
         others = [name for name in _LINEAR_OF_TORCH if name in recipe.levels]
