@@ -237,7 +237,7 @@ def _race(
     )  # fmt: skip
 
 
-def _within(trial: Trial, limits: Limits, goal: Goal = "throughput") -> Trial:
+def _within(trial: Trial, limits: Limits, goal: Goal) -> Trial:
     """A trial, rejected where it breaks a limit on time or memory."""
     broken = misses_of(trial, limits, goal) if trial.ok else ""
     return replace(trial, status="rejected", reason=broken) if broken else trial

@@ -11,7 +11,7 @@ import traceback
 from typing import ClassVar
 
 _HERE = os.path.dirname(__file__) + os.sep
-_INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python3", "/Lib/")
+_INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python3", *(("/Lib/",) if os.name == "nt" else ()))
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
 _OPENVINO = re.compile(r"(Check '.*' failed at|Exception from) \S+:\d+:$")
 

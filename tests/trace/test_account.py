@@ -135,6 +135,11 @@ def test_queued_work_is_not_the_hosts_fault(tmp_path: Path) -> None:
     assert causes(build.load(tmp_path))["between_kernels"] == 3_000
 
 
+def test_work_that_takes_no_time_ends_a_gap_too(tmp_path: Path) -> None:
+    build = Build().kernel("a", 10, 10, call=0).op("busy", 20, 3).kernel("empty", 23, 0, call=3)
+    assert "operator" not in causes(build.load(tmp_path))
+
+
 def test_gaps_inside_a_graph(tmp_path: Path) -> None:
     """Case H: one launch, many kernels."""
     build = Build().call("cudaGraphLaunch", 0, 5, correlation=9)

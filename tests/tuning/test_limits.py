@@ -78,7 +78,7 @@ def test_limits_hold_for_whole_texts_and_their_parts_beside_any_goal(goal, limit
     assert (distance(made, limits.of("text"), goal) > 0) == bool(phrase)
     assert comparing._within(made, limits.of("text"), goal).reason == phrase
     earlier = trial(generation=Generation(ttft_ms=20, tpot_ms=2))
-    assert misses_of(earlier, Limits(max_latency_ms=50), "ttft")
+    assert "not known: measure again" in misses_of(earlier, Limits(max_latency_ms=50), "ttft")
 
 
 def test_an_unknown_time_or_memory_keeps_no_limit():
@@ -164,6 +164,6 @@ def test_comparisons_hold_what_tuning_holds(monkeypatch):
     assert [options.limits for options in asked[2:]] == [
         Limits(), Limits(max_error=None, max_latency_ms=9.0), Limits(max_error=2.0)
     ]  # fmt: skip
-    slow = comparing._within(trial(), Limits(max_latency_ms=9))
+    slow = comparing._within(trial(), Limits(max_latency_ms=9), "throughput")
     assert (slow.status, slow.reason) == ("rejected", "10 ms is above 9 ms")
     assert comparing._within(trial(), Limits(max_latency_ms=10)).ok

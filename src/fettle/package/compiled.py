@@ -110,8 +110,11 @@ def compiled(
 def _key(folder: Path, recipe: Recipe, device: str, samples: Sequence[torch.Tensor], blocks: Blocks | None) -> str:
     """What must be equal for a file to fit: the model, its recipe, how it is compiled, the machine, torch, ONNX Runtime
     where it runs it, and the threads, whose number stands in the code."""
+    from fettle.techniques.runtime import aoti_files
+
     digest = hashlib.sha256()
-    for path in (folder / GRAPH, folder / WEIGHTS, Path(__file__), Path(block_products.__code__.co_filename)):
+    makers = (__file__, block_products.__code__.co_filename, aoti_files.__code__.co_filename)
+    for path in (folder / GRAPH, folder / WEIGHTS, *map(Path, makers)):
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     parts = [recipe.without("grad").levels, device, host_id(), cores(), torch.__version__, torch.get_num_threads()]

@@ -38,9 +38,10 @@ def as_function(module: torch.nn.Module, blocks: Blocks | None = None) -> Callab
     """A loaded program as a function, without what torch puts around its operators: most of a tiny model's call.
 
     Its tensors come and go as they are, its weights are at hand, and it looks at its inputs only where their shapes are
-    new. On a CPU the large matrices of float32 are laid out once as oneDNN reads them (`_laid_out`), or are held in
-    `blocks` (`_in_blocks`). A program with graphs inside of its graph stays what it is; else the module's weights are
-    the function's, and it cannot run again. ImportError where `blocks` cannot be had here.
+    new. On a CPU the large matrices of float32 are laid out once as oneDNN reads them, some with the given one kept
+    beside (`_laid_out`), or are held in `blocks` (`_in_blocks`). A program with graphs inside of its graph stays what
+    it is; else the module's weights are the function's, and it cannot run again. ImportError where `blocks` cannot be
+    had here.
     """
     found = _graph_and_weights(module)
     if found is None:
@@ -140,7 +141,7 @@ def _laid_out(graph: torch.fx.Graph, weights: dict[str, torch.Tensor]) -> None:
     """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call,unused-ignore]
         return
-    twice = _TWICE_BYTES if torch.get_num_threads() == 1 and not _has_avx512() else 0
+    twice = _TWICE_BYTES if torch.get_num_threads() == 1 and _has_avx2_alone() else 0
     names: dict[Any, str] = {}
     for node, place, matrix, bias in _linear_layers(graph, weights):
         if matrix.numel() < _LARGE:
@@ -163,8 +164,8 @@ def _laid_out(graph: torch.fx.Graph, weights: dict[str, torch.Tensor]) -> None:
         graph.erase_node(node)
 
 
-def _has_avx512() -> bool:
-    return "AVX512" in torch.backends.cpu.get_cpu_capability()
+def _has_avx2_alone() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def _in_blocks(graph: torch.fx.Graph, weights: dict[str, torch.Tensor], blocks: Blocks) -> None:

@@ -102,7 +102,7 @@ def counted_by_name(model: torch.nn.Module, called: dict[str, int]) -> Iterator[
     """Count the calls of each part that find it under its name, where a recipe would put something else."""
     modules = {name: model.get_submodule(name) for name in called}
 
-    def run(name: str, *args: Any, **kwargs: Any) -> Any:
+    def run(name: str, /, *args: Any, **kwargs: Any) -> Any:
         called[name] += 1
         return modules[name](*args, **kwargs)
 

@@ -6,17 +6,11 @@ written: where pages are expensive (virtual machines, sandboxes), many times wha
 
 On a GPU torch keeps what is freed, in segments as large as what was once asked for. Where sizes change from call to
 call, these do not fit the next one, and memory is asked of the driver again, which waits for the device. Segments that
-grow are one piece that all sizes fit in; the driver's own pool keeps and joins what is freed as well. Or the largest
-batch goes first: the pieces that it leaves free serve all smaller ones, as torch's performance tuning guide has it.
+grow are one piece that all sizes fit in; the driver's own pool keeps and joins what is freed as well. Or half
+of what is free is asked for once, and split from then on.
 """
 
-from typing import Any
-
-import torch
-
 from fettle.techniques._base import BOTH, Code, Facts, Level, Recipe, Technique, register
-from fettle.techniques._state_kept import STATE_KEPT, state_kept
-from fettle.workload import map_tensors, spread
 
 # Freed memory is kept for the next call instead of going back to the system, as the CPU tuning guide has it.
 _JEMALLOC = "oversize_threshold:1,background_thread:true,metadata_thp:auto,dirty_decay_ms:-1,muzzy_decay_ms:-1"
@@ -39,18 +33,11 @@ def keep_freed_memory(worker: int = 0) -> None:
         raise RuntimeError("the C library does not take these settings of its allocator")
 
 
-def preheat(model: Any, run: Any, batches: Any) -> None:
-    """Run the largest of the first hundred batches once, and leave model and random numbers as they were."""
-    import itertools
+def preheat() -> None:
+    """Ask the driver for half of the free device memory at once, which the allocator keeps and splits from then on."""
+    import torch
 
-    def elements(batch: Any) -> int:
-        sizes: list[int] = []
-        map_tensors(lambda tensor: sizes.append(tensor.numel()), batch)
-        return sum(sizes)
-
-    largest = max(itertools.islice(batches, 100), key=elements)
-    with torch.random.fork_rng(), state_kept(model):
-        run(largest)
+    torch.empty(torch.cuda.mem_get_info()[0] // 2, dtype=torch.uint8, device="cuda")
 
 
 @register
@@ -66,7 +53,6 @@ class Allocator(Technique):
     def levels(self, facts: Facts) -> list[Level]:
         gpu = "" if facts.device == "cpu" else "the work is on a GPU"
         cpu = "" if facts.device == "cuda" else "the work is not on a CUDA device"
-        alike = "" if facts.num_input_shapes > 1 and not facts.new_tokens else "all batches have the same shapes"
         return [
             Level("default", "the C library's own"),
             Level("keep", "the C library's own, which keeps what is freed for what comes next",
@@ -75,7 +61,7 @@ class Allocator(Technique):
               for name in ("jemalloc", "tcmalloc")),
             *(Level(name, summary, cpu or facts.not_nvidia * (name == "cuda-async"))
               for name, (summary, _) in _DEVICE.items()),
-            Level("preheat", "the largest batch first: what it leaves free serves all smaller ones", cpu or alike),
+            Level("preheat", "half of the free device memory, asked for at once and split from then on", cpu),
         ]  # fmt: skip
 
     def keeps_memory(self, facts: Facts) -> str:
@@ -94,11 +80,6 @@ class Allocator(Technique):
         if level == "keep":
             return Code(helpers=(keep_freed_memory,), setup=("keep_freed_memory()",))
         if level == "preheat":
-            helpers = (map_tensors, spread, *STATE_KEPT, preheat)
-            if facts.mode == "training":
-                run = "preheat(model, lambda batch: loss(model, batch).backward(), data)"
-                return Code(helpers=helpers, prepare=(run, "model.zero_grad()"))
-            call = "call(model, *batch[0], **batch[1])" if facts.custom_call else "model(*batch[0], **batch[1])"
-            return Code(helpers=helpers, prepare=(f"preheat(model, lambda batch: {call}, map(spread, batches))",))
+            return Code(helpers=(preheat,), setup=("preheat()",))
         more = {"MALLOC_CONF": _JEMALLOC} if level == "jemalloc" else {}
         return Code(environment={"LD_PRELOAD": facts.libraries[level], **more})

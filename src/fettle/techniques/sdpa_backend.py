@@ -29,6 +29,7 @@ def xformers_attention() -> Any:
 
     functional: Any = torch.nn.functional
     torchs = functional.scaled_dot_product_attention
+    torchs = getattr(torchs, "of_torch", torchs)  # where another call is under way
 
     def attend(
         query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
@@ -39,6 +40,8 @@ def xformers_attention() -> Any:
         rows_first = (one.transpose(1, 2) for one in (query, key, value))
         bias = ops.LowerTriangularMask() if is_causal else None
         return ops.memory_efficient_attention(*rows_first, attn_bias=bias, p=dropout_p, scale=scale).transpose(1, 2)
+
+    attend.of_torch = torchs  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def replaced() -> Any:
@@ -85,7 +88,19 @@ class SdpaBackend(Technique):
             return f"{_BACKENDS[level][1]} on a GPU takes 16-bit numbers only"
         if not computes_in_torch(recipe):
             return "another runtime has its own attention"
+        if level == "xformers" and recipe.levels.get("runtime", "torch") != "torch":
+            return "an exported graph has torch's own attention"
+        if level == "xformers" and recipe.levels.get("checkpoint") in ("blocks", "selective"):
+            return "the backward pass would compute again with torch's attention"
         return ""
+
+    def unpackaged(self, level: str, recipe: Recipe) -> str:
+        if level != "xformers":
+            return ""
+        return (
+            "an exported model has torch's own attention. Tune without it: "
+            f"fettle tune TARGET --technique {self.name}=auto,flash,efficient"
+        )
 
     def packages_of(self, level: str) -> Sequence[str]:
         return self.packages if level == "xformers" else ()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from fettle.techniques._base import BOTH, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._linear import is_conv1d, linear_of_conv1d
-from fettle.techniques.runtime import computes_in_torch
 
 _PACKAGE = "transformer_engine"
 _LINEAR_OF_TORCH = ("quantize", "sparsity", "fused_linear", "tensor_parallel", "weights")
@@ -68,6 +68,9 @@ class TransformerEngine(Technique):
     default = "off"
     of_module = True
     packages = (_PACKAGE,)
+    remarks: ClassVar[Mapping[str, str]] = {
+        "float8": "Its linear layers take a multiple of 8 rows, those of one call together, and no other number."
+    }
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = ""
@@ -75,8 +78,11 @@ class TransformerEngine(Technique):
             why_not = "it is for NVIDIA's GPUs"
         elif not facts.num_linear:
             why_not = "the model has no linear layer"
-        elif int(facts.packages.get(_PACKAGE, "0").partition(".")[0]) < 2:
-            why_not = "TransformerEngine 2 is not installed: pip install 'transformer_engine[pytorch]'"
+        elif tuple(map(int, facts.packages.get(_PACKAGE, "0.0").split(".")[:2])) < (2, 2):
+            why_not = (
+                "TransformerEngine 2.2 or later is not installed: "
+                "pip install --no-build-isolation 'transformer_engine[pytorch]'"
+            )
         old = "" if facts.cuda_capability >= (8, 9) else "float8 needs a GPU of compute capability 8.9"
         return [
             Level("off", "as given"),
@@ -85,8 +91,10 @@ class TransformerEngine(Technique):
         ]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if not computes_in_torch(recipe):
-            return "another runtime has its own layers"
+        if recipe.levels.get("runtime", "torch") != "torch":
+            return "another runtime, or an exported graph, has its own layers"
+        if "tensor" in recipe.levels.get("parallel", ""):
+            return "torch's tensor parallelism splits torch's own layers"
         others = [name for name in _LINEAR_OF_TORCH if name in recipe.levels]
         return f"{others[0]}={recipe.levels[others[0]]} is for torch's own linear layers" if others else ""
 

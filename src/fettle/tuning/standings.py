@@ -232,7 +232,8 @@ def _beside_limits(trial: Trial, limits: Limits, goal: Goal) -> Iterator[tuple[f
     text, mib, peak = trial.generation or Generation(), 2**20, trial.peak_bytes
     if (most := limits.max_latency_ms) is not None:
         took_ms, each = call_ms(goal, trial), " a text" if goal in ("ttft", "tpot") else ""
-        yield took_ms / most, f"{took_ms:.3g} ms{each} is above {most:g} ms"
+        unknown = "the time of a whole call is not known: measure again in another `output`"
+        yield took_ms / most, unknown if math.isnan(took_ms) else f"{took_ms:.3g} ms{each} is above {most:g} ms"
     if (most := limits.max_memory_bytes) is not None and peak is None:
         yield math.nan, "its peak memory is not known"
     elif most is not None and peak is not None:

@@ -25,6 +25,8 @@ from fettle.page import clean, shell
 from fettle.ui.listing import KINDS, TYPES, Contents, Item, inventory
 from fettle.units import size_text
 
+FRESH_S = 1.0
+"""How long an inventory is good for: several readers do not walk the folder several times a second."""
 _SANDBOX = (
     "sandbox allow-scripts allow-downloads; default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; "
     "script-src 'unsafe-inline' 'unsafe-eval'; frame-ancestors 'none'"
@@ -56,8 +58,7 @@ class Site:
 
     def __init__(self, folder: Path, token: str = "") -> None:
         """Raises `UsageError` where `folder` is not one."""
-        inventory(folder)
-        self.folder = folder
+        self.folder, self._contents, self._at = folder, inventory(folder), time.monotonic()
         self.token = token or secrets.token_urlsafe(24)
 
     def respond(self, method: str, target: str, hosts: Sequence[str], port: int) -> Answer:
@@ -77,11 +78,14 @@ class Site:
         return _shown(path) if path else _MISSING
 
     def contents(self) -> Contents:
-        """The inventory as it is now. A folder that has gone holds nothing."""
-        try:
-            return inventory(self.folder)
-        except UsageError:
-            return Contents(self.folder, [], {})
+        """The inventory, made again where it is older than `FRESH_S`. A folder that has gone holds nothing."""
+        if time.monotonic() - self._at > FRESH_S:
+            try:
+                self._contents = inventory(self.folder)
+            except UsageError:
+                self._contents = Contents(self.folder, [], {})
+            self._at = time.monotonic()
+        return self._contents
 
 
 def page(contents: Contents, token: str) -> str:

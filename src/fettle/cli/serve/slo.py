@@ -343,10 +343,14 @@ def _prices(texts: list[str]) -> dict[str, float]:
     """``["0.4", "cuda=2.5"]`` as prices by device; ``""`` is any."""
     prices = {}
     for text in texts:
-        match = re.fullmatch(r"(?:(cpu|cuda(?::[0-9]{1,3})?)=)?([0-9]{1,9}(?:\.[0-9]*)?|\.[0-9]+)", text)
-        if match is None:
+        device, equals, number = text.rpartition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < 1e9 or (equals and not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device)):
             raise UsageError(f"--price-per-hour: {text!r} is not a price, for example 0.40 or cuda=2.50")
-        prices[match[1] or ""] = float(match[2])
+        prices[device] = value
     return prices
 
 

@@ -98,8 +98,9 @@ def likely_threads(package: Path, threads: int | None, workers: int | None) -> i
     """What `threads_each` will be for this package, before anybody has checked it: a guess, as good as the file."""
     try:
         said = tomllib.loads((package / "serve.toml").read_text("utf-8"))
-        return max(1, threads_each(int(threads or said.get("threads", 0)), int(workers or said.get("workers", 1))))
-    except (OSError, ValueError, TypeError, ZeroDivisionError):  # what is wrong with it is said when it is opened
+        each = threads_each(int(threads or said.get("threads", 0)), int(workers or said.get("workers", 1)))
+        return max(1, min(each, 1024))  # as settings allow
+    except (OSError, ValueError, TypeError, ArithmeticError):  # what is wrong with it is said when it is opened
         return threads_each(threads or 0, workers or 1)
 
 

@@ -82,7 +82,7 @@ def _reading(trace: Trace) -> list[Finding]:
     missing = "what came later is missing: the last step and device work without launches"
     answers = "account, idle, critical path, compare"
     return [
-        _doubt("the file ends in the middle", int(facts.truncated), missing, answers, serious=True),
+        _doubt("the file ends in the middle, or is damaged", int(facts.truncated), missing, answers, serious=True),
         _doubt("events that could not be read", facts.skipped_events, "missing from every answer", "account, kernels"),
         _note("chunks mended (bad UTF-8, control characters or field types)", facts.repaired_bytes_chunks,
               "names may hold replacement characters"),

@@ -146,11 +146,9 @@ class _Pieces:
 
 
 def _next_work(trace: Trace, rows: Ints, ends: Ints) -> Ints:
-    """Which of some work, in order of its start, is the first to last that starts at each gap's end; -1 behind the
-    last.
-    """
-    lasting = np.flatnonzero(trace.dur[rows] > 0)
-    first = np.append(lasting, -1)[np.searchsorted(trace.ts[rows[lasting]], ends)]
+    """Which of some work starts at each gap's end, one that lasts before one that does not; -1 behind the last."""
+    order = np.lexsort((trace.dur[rows] <= 0, trace.ts[rows]))
+    first = np.append(order, -1)[np.searchsorted(trace.ts[rows[order]], ends)]
     answer: Ints = np.where((first >= 0) & (trace.ts[rows[first]] == ends), first, -1)
     return answer
 
