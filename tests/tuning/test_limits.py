@@ -166,4 +166,4 @@ def test_comparisons_hold_what_tuning_holds(monkeypatch):
     ]  # fmt: skip
     slow = comparing._within(trial(), Limits(max_latency_ms=9), "throughput")
     assert (slow.status, slow.reason) == ("rejected", "10 ms is above 9 ms")
-    assert comparing._within(trial(), Limits(max_latency_ms=10)).ok
+    assert comparing._within(trial(), Limits(max_latency_ms=10), "throughput").ok
