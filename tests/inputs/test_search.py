@@ -318,6 +318,9 @@ def test_ctrl_c_keeps_what_is_known() -> None:
     assert found.interrupted
     assert sum(len(item.slices) for item in found.settings) == 4
     assert found.best.able
+    measured = [item for item in found.settings if item.slices and item.able]
+    fastest = max(item.rate for item in measured)
+    assert found.best.setting.size == min(one.setting.size for one in measured if one.rate >= 0.97 * fastest)
 
 
 def test_rounds_are_bounded() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -92,7 +93,9 @@ class GenerationWorkload(Workload):
         self.model.__dict__["draft"] = draft.eval()
 
     def _check_tokens(self) -> None:
-        known = getattr(getattr(self.model, "config", None), "vocab_size", None)
+        known, model = None, cast("Any", self.model)
+        with contextlib.suppress(Exception):  # a model of the user's own has none, or says so in its own way
+            known = model.get_input_embeddings().num_embeddings
         plain = [prompt for prompt in (*self.inputs, *self.check_inputs) if not prompt.keys() - _OF_TOKENS]
         tokens = [prompt["input_ids"] for prompt in plain if "input_ids" in prompt]
         highest = max((int(one.max()) for one in tokens if not one.is_meta), default=0)

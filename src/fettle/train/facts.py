@@ -90,16 +90,15 @@ def _groups_others(workload: TrainingWorkload, optimizer: torch.optim.Optimizer)
         place = {id(parameter): number for number, parameter in enumerate(parameters)}
         return [([place.get(id(p)) for p in group["params"]], settings_of(group)) for group in made.param_groups]
 
-    def alike() -> bool:
+    def alike(parameters: Mapping[str, torch.nn.Parameter]) -> bool:
         try:
-            return groups(workload.optimizer(others), others) == groups(optimizer, trained)
+            with _reparametrize_module(workload.model, dict(parameters), tie_weights=True):
+                return groups(workload.optimizer(others), others) == groups(optimizer, trained)
         except Exception:
             return False
 
-    masters = alike()
     names = [name for name, parameter in workload.model.named_parameters() if parameter.requires_grad]
-    with _reparametrize_module(workload.model, dict(zip(names, others, strict=True)), tie_weights=True):
-        return {"groups_masters": masters, "groups_shards": alike()}
+    return {"groups_masters": alike({}), "groups_shards": alike(dict(zip(names, others, strict=True)))}
 
 
 def largest_that_fits(fits: Callable[[int], bool], *, most: int = 64) -> int:
