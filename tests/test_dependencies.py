@@ -16,8 +16,8 @@ from fettle.errors import extra
 ROOT = Path(__file__).parents[1]
 AT_ONCE = ("serve/", "load/client.py", "compat/ray.py", "package/attending.py")
 """What only those import who have asked for an extra."""
-OTHERS = {"IPython", "tensorrt", "torch_tensorrt"}
-"""What is there already where it is used, or in no index that pip knows."""
+OTHERS = {"IPython", "tensorrt", "torch_tensorrt", "transformer_engine", "xformers"}
+"""What is there already where it is used, in no index that pip knows, or built for one GPU's libraries."""
 BARE = """
 import sys
 sys.modules["httptools"] = None
