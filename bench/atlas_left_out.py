@@ -74,9 +74,6 @@ class Recorded:
                   if trial.speedup is not None and 0 < trial.speedup.low <= trial.speedup.high < math.inf]  # fmt: skip
         return math.hypot(*halves) if halves else 0.0
 
-    def spent(self) -> bool:
-        return False
-
 
 def cost_of(recipe: Recipe) -> int:
     by_name = {technique.name: technique for technique in CATALOGUE}

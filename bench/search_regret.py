@@ -29,9 +29,9 @@ from fettle.comparing import bench
 from fettle.machine import this_machine
 from fettle.recipe import Recipe
 from fettle.report import Result
-from fettle.search import DESIGNS, Session, Space, combinations_of
+from fettle.search import DESIGNS, Space, combinations_of
 from fettle.techniques import canonical
-from fettle.tuning import tune
+from fettle.tuning import Session, tune
 from fettle.tuning.space import space_for
 
 HERE = Path(__file__).parent

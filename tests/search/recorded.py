@@ -54,9 +54,6 @@ class Recorded:
     def noise(self, one: Trial, other: Trial) -> float:
         return math.sqrt(2) * self.spread
 
-    def spent(self) -> bool:
-        return len(self.trials) >= self.budget
-
 
 def cells() -> dict[tuple[str, str, str], dict[Recipe, float]]:
     """Throughput by recipe, by (model, torch version, container)."""

@@ -316,11 +316,11 @@ def explain(result: TextSearch) -> list[str]:
     return notes
 
 
-def texts_data(result: TextSearch, *, name: str, target: str, machine: str, written: str = "") -> dict[str, Any]:
+def texts_data(result: TextSearch, *, name: str, target: str, machine: str) -> dict[str, Any]:
     """The search as plain data."""
     best = result.best
     data: dict[str, Any] = plain({
-        "kind": "texts", "name": name, "target": target, "machine": machine, "written": written,
+        "kind": "texts", "name": name, "target": target, "machine": machine, "written": "",
         "ttft_limit_ms": result.limits.ttft_s * 1e3, "itl_limit_ms": result.limits.itl_s * 1e3,
         "rate": result.rate, "headroom": result.headroom, "met": result.met, "interrupted": result.interrupted,
         "best": result.points.index(best) if best is not None else None, "scale": list(result.scale.values()),
