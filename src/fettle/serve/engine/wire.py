@@ -12,7 +12,7 @@ import math
 import mmap
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -139,28 +139,32 @@ ToWorker = Load | Run | Call | Generate | Cancel | Ping
 FromWorker = Ready | Piece | Wrote | Done | Failed | Pong
 _encoder = msgspec.msgpack.Encoder()
 to_worker = msgspec.msgpack.Decoder(ToWorker)
-_from_worker = msgspec.msgpack.Decoder(FromWorker)
+from_worker = msgspec.msgpack.Decoder(FromWorker)
+_Header = TypeVar("_Header")
 
 
 class ProtocolError(Exception):
     """The other side does not follow this protocol."""
 
 
-class Frames:
-    """A worker's messages out of a stream that comes in pieces of any size."""
+class Frames(Generic[_Header]):
+    """Messages out of a stream that comes in pieces of any size; `shared` is where large bodies stand, if there is
+    such memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, decoder: msgspec.msgpack.Decoder[_Header], shared: memoryview | None = None) -> None:
+        self._decoder, self._shared = decoder, shared
         self._buffer = bytearray()
         self._need = PREFIX.size
 
-    def feed(self, data: bytes) -> Iterator[tuple[FromWorker, memoryview]]:
+    def feed(self, data: bytes) -> Iterator[tuple[_Header, memoryview]]:
         """Every header and body that is whole now. Bodies are views of what was received. Raises `ProtocolError`."""
         self._buffer += data
         while len(self._buffer) >= self._need:
             head, body = PREFIX.unpack_from(self._buffer)
             if head > MAX_HEADER:
                 raise ProtocolError
-            whole = PREFIX.size + head + body
+            shared = self._shared[: body - SHARED] if self._shared is not None and body & SHARED else None
+            whole = PREFIX.size + head + (body if shared is None else 0)
             if len(self._buffer) < whole:
                 self._need = whole
                 return
@@ -173,17 +177,16 @@ class Frames:
             self._need = PREFIX.size
             view = memoryview(taken)
             try:
-                header = _from_worker.decode(view[PREFIX.size : PREFIX.size + head])
+                header = self._decoder.decode(view[PREFIX.size : PREFIX.size + head])
             except msgspec.MsgspecError:
                 raise ProtocolError from None
-            yield header, view[PREFIX.size + head :]
+            yield header, view[PREFIX.size + head :] if shared is None else shared
 
 
 def frame(header: ToWorker | FromWorker, body: Sequence[Any] = ()) -> list[Any]:
-    """The buffers of one frame, for a gathering write."""
+    """The buffers of one frame, for a gathering write. Those of the body hold bytes, as `flat` makes them."""
     head = _encoder.encode(header)
-    views = [memoryview(part).cast("B") if len(part) else b"" for part in body]
-    return [PREFIX.pack(len(head), sum(len(view) for view in views)) + head, *views]
+    return [PREFIX.pack(len(head), sum(map(len, body))) + head, *filter(len, body)]
 
 
 def shared_frame(header: ToWorker, body: Sequence[Any], memory: mmap.mmap) -> bytes:

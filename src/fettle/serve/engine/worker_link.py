@@ -23,7 +23,7 @@ class WorkerLink(asyncio.Protocol):
         self, on_message: Callable[[wire.FromWorker, memoryview], None], on_lost: Callable[[str], None]
     ) -> None:
         self._on_message, self._on_lost = on_message, on_lost
-        self._frames = wire.Frames()
+        self._frames = wire.Frames(wire.from_worker)
         self._process: Process | None = None
         self._transport: asyncio.Transport | None = None
         self._memory: mmap.mmap | None = None
@@ -42,7 +42,7 @@ class WorkerLink(asyncio.Protocol):
     def write(self, header: wire.ToWorker, body: Sequence[Any] = ()) -> None:
         """Send one message: a header, and buffers that follow it."""
         assert self._transport is not None
-        size = sum(len(part) for part in body)
+        size = sum(map(len, body))
         # Several texts may be on their way at once, and the memory holds one body.
         fits = wire.SHARED_FROM <= size <= SHARED_BYTES and not isinstance(header, wire.Generate)
         if self._memory is not None and fits:

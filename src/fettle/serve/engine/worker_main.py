@@ -47,7 +47,8 @@ def main() -> None:
         for name in ("torch._export.serde.serialize", "safetensors.torch", "fettle.applying", "fettle.package.handler"):
             importlib.import_module(name)  # what any package needs, while the server is still busy with its own start
     with contextlib.suppress(ConnectionError, EOFError):
-        load, _ = receive(link)
+        messages = wire.Frames(wire.to_worker, shared[0] if shared else None)
+        [(load, _)] = receive(link, messages)
         assert isinstance(load, wire.Load)
         if load.cores and hasattr(os, "sched_setaffinity"):
             with contextlib.suppress(OSError):  # cores that are not ours: run where we may
@@ -67,7 +68,8 @@ def main() -> None:
         send(link, wire.Ready(time.perf_counter() - began, worker.texts))
         while True:
             worker.write(link)
-            worker.answer(link, *receive(link))
+            for header, body in receive(link, messages):
+                worker.answer(link, header, body)
 
 
 class _Worker:
@@ -161,7 +163,7 @@ class _Worker:
         """Tensors in, tensors out."""
         began = time.perf_counter()
         if self.one:  # its rows lie behind each other already
-            rows = sum(shapes[0][0] for shapes in header.shapes)
+            rows = sum([shapes[0][0] for shapes in header.shapes])
             parts = [wire.arrays(self.kinds, [(rows, *header.shapes[0][0][1:])], body)[0]]
         else:
             parts, place = [], 0
@@ -200,31 +202,26 @@ def _failed(number: int, error: Exception) -> wire.Failed:
     return wire.Failed(number, reason, usage, too_long=isinstance(error, TooLong))
 
 
-def receive(link: socket.socket) -> tuple[Any, memoryview]:
-    """The next frame. EOFError when the other side has gone."""
-    head, body = wire.PREFIX.unpack(_exactly(link, wire.PREFIX.size))
-    header = wire.to_worker.decode(_exactly(link, head))
-    # What stands in the shared memory is the next call's as soon as this one is answered: runner and handler copy.
-    return header, shared[0][: body - wire.SHARED] if body & wire.SHARED else _exactly(link, body)
+def receive(link: socket.socket, messages: wire.Frames[wire.ToWorker]) -> list[tuple[wire.ToWorker, memoryview]]:
+    """What has come, one message at least. EOFError when the other side has gone.
+
+    What stands in the shared memory is the next call's as soon as this one is answered: runner and handler copy.
+    """
+    came: list[tuple[wire.ToWorker, memoryview]] = []
+    while not came:
+        data = link.recv(1 << 16)
+        if not data:
+            raise EOFError
+        came += messages.feed(data)
+    return came
 
 
 def send(link: socket.socket, header: Any, body: Any = ()) -> None:
     buffers = wire.frame(header, body)
-    total = sum(len(buffer) for buffer in buffers)
+    total = sum(map(len, buffers))
     sent = link.sendmsg(buffers) if len(buffers) < 512 else 0
     if sent < total:
         link.sendall(memoryview(b"".join(buffers))[sent:])
-
-
-def _exactly(link: socket.socket, size: int) -> memoryview:
-    data = bytearray(size)
-    view, have = memoryview(data), 0
-    while have < size:
-        got = link.recv_into(view[have:])
-        if not got:
-            raise EOFError
-        have += got
-    return view
 
 
 if __name__ == "__main__":
