@@ -236,7 +236,8 @@ class Pool:
 
     def _begin_calls(self, now: float) -> float:
         """Give tensors and bodies to the workers that are free. When to look again."""
-        self._expire(self.queue, now)
+        for late in self.queue.expire(now):
+            self._too_late(late)
         hold_s = self._anticipation.hold_s(now) if self.queue.gains_by_waiting else 0.0
         free = [] if hold_s else [worker for worker in self.workers if worker.ready and worker.batch is None]
         while free:
@@ -253,7 +254,8 @@ class Pool:
 
     def _begin_texts(self, now: float) -> None:
         """Let texts join those that are being written, wherever a worker's cache has room for one."""
-        self._expire(self.texts, now)
+        for late in self.texts.expire(now):
+            self._too_late(late)
         while self.texts.requests:
             worker = max(self.workers, key=lambda worker: worker.free_texts)
             if worker.free_texts < 1:
@@ -289,10 +291,9 @@ class Pool:
         rows = sum(item.rows for item in kept)
         return Batch(kept, rows, self.settings.call_rows(rows)) if kept else None
 
-    def _expire(self, queue: BatchQueue, now: float) -> None:
-        for late in queue.expire(now):
-            self.metrics.shed("deadline")
-            self._give_up(late, Refusal(504, "the request's time was over before its turn came"))
+    def _too_late(self, request: Request) -> None:
+        self.metrics.shed("deadline")
+        self._give_up(request, Refusal(504, "the request's time was over before its turn came"))
 
     def _give_up(self, request: Request, why: Refusal) -> None:
         if not request.answer.done():
