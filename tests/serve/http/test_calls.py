@@ -1,5 +1,4 @@
-"""What a small request costs the process that listens: Python functions that are called, which no machine's load moves.
-"""
+"""What a small request costs the process that listens: functions that are called, which no machine's load moves."""
 
 import asyncio
 import json

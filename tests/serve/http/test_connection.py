@@ -353,10 +353,7 @@ def test_what_follows_the_last_chunk_is_no_header() -> None:
 )
 def test_what_a_server_before_us_could_read_differently_is_refused(head: bytes, status: int) -> None:
     class Checking(Echo):
-        refusal = App.refusal
-
-        def _check_caller(self, headers: object) -> None:
-            """Anybody may."""
+        refusal, _guarded = App.refusal, False
 
     async def what(reader, writer, app, every):
         app.__class__ = Checking

@@ -59,9 +59,7 @@ class Answer(msgspec.Struct):
     """Moments of `time.perf_counter`."""
 
 
-def answers(
-    items: Sequence[Request], specs: Sequence[TensorSpec], done: wire.Done, body: memoryview
-) -> list[Answer]:
+def answers(items: Sequence[Request], specs: Sequence[TensorSpec], done: wire.Done, body: memoryview) -> list[Answer]:
     """One for each of `items`: a body from a handler, else its rows of each output, and all of one without rows."""
     if items[0].body is not None:
         bodies = wire.pieces(body, [length for (length,) in done.shapes])
