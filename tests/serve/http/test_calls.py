@@ -20,7 +20,7 @@ from tests.serve.engine.test_anticipation import Echo
 TENSOR = {"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}
 BODY = json.dumps({"inputs": [TENSOR]}).encode()
 REQUEST = b"POST /v2/models/net/infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
-MOST = 120
+MOST = 105
 REQUESTS = 50
 
 

@@ -112,7 +112,7 @@ class Call(msgspec.Struct, eq=False):
         return self.version
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # of 64 KiB each at most
 def path_parts(target: bytes) -> tuple[str, ...]:
     """The path between its slashes, unquoted after it was cut.
 

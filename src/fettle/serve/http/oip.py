@@ -36,7 +36,7 @@ async def infer(call: Call) -> Reply | None:
     json_bytes = _header_length(call)
     size = len(call.sent) if json_bytes is None else json_bytes
     read = partial(protocol.read_request, call.sent, json_bytes, pool.specs, pool.output_specs, pool.settings.max_rows)
-    inference = read() if size < LARGE else await aside(size, read)
+    inference = read() if size < LARGE else await aside(size, read)  # no coroutine for each small request
     if pool.closing:  # a version of the same number took its place while the body was read
         newer = call.choose(name, number)
         if (newer.specs, newer.output_specs) == (pool.specs, pool.output_specs):
