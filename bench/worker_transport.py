@@ -28,10 +28,9 @@ SIZES = [1 << 16, 1 << 18, 600_000, 1 << 20, 1 << 22, 1 << 24]
 def worker(link: socket.socket, segment: str) -> None:
     """Answer until the other side goes; touch every byte, as a model would."""
     shared = shared_memory.SharedMemory(segment)
-    messages = wire.Frames(wire.to_worker)
     while True:
         try:
-            [(header, body)] = receive(link, messages)
+            header, body = receive(link)
         except EOFError:
             shared.close()
             return

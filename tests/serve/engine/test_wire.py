@@ -1,9 +1,11 @@
 """What server and worker say to each other: the memory of arrays goes as it is."""
 
+import socket
+
 import numpy as np
 import pytest
 
-from fettle.serve.engine import wire
+from fettle.serve.engine import wire, worker_main
 from fettle.serve.engine.wire import flat
 
 ARRAYS = {
@@ -28,14 +30,12 @@ def test_the_memory_of_an_array_goes_as_it_is(name):
     assert len(view) == array.nbytes
 
 
-@pytest.mark.parametrize("size", [1, 7, 1000])
-def test_messages_come_whole_however_they_were_cut(size):
-    """In pieces of any size, several in one; a large body stands in the shared memory."""
-    memory = bytearray(8)
-    first = b"".join(wire.frame(wire.Call(1, [3], [""]), [b"abc"]))
-    second = wire.shared_frame(wire.Call(2, [4], [""]), [b"de", b"fg"], memory)
-    stream = first + second + b"".join(wire.frame(wire.Ping(0)))
-    frames, came = wire.Frames(wire.to_worker, memoryview(memory)), []
-    for begin in range(0, len(stream), size):
-        came += [(header.id, bytes(body)) for header, body in frames.feed(stream[begin : begin + size])]
-    assert came == [(1, b"abc"), (2, b"defg"), (0, b"")]
+def test_messages_that_come_together_are_read_together_and_taken_one_by_one():
+    ours, theirs = socket.socketpair()
+    bodies = [b"abc", b"", b"x" * 20_000, b"de"]
+    with ours, theirs:
+        ours.sendall(b"".join(b"".join(wire.frame(wire.Call(len(body), [], []), [body])) for body in bodies))
+        for body in bodies:
+            header, came = worker_main.receive(theirs)
+            assert (header.id, bytes(came)) == (len(body), body)
+            assert bool(worker_main.held) == (body in bodies[:2])  # one that is large is read to its end, not beyond

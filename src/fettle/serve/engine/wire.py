@@ -12,7 +12,7 @@ import math
 import mmap
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -139,32 +139,28 @@ ToWorker = Load | Run | Call | Generate | Cancel | Ping
 FromWorker = Ready | Piece | Wrote | Done | Failed | Pong
 _encoder = msgspec.msgpack.Encoder()
 to_worker = msgspec.msgpack.Decoder(ToWorker)
-from_worker = msgspec.msgpack.Decoder(FromWorker)
-_Header = TypeVar("_Header")
+_from_worker = msgspec.msgpack.Decoder(FromWorker)
 
 
 class ProtocolError(Exception):
     """The other side does not follow this protocol."""
 
 
-class Frames(Generic[_Header]):
-    """Messages out of a stream that comes in pieces of any size; `shared` is where large bodies stand, if there is
-    such memory."""
+class Frames:
+    """A worker's messages out of a stream that comes in pieces of any size."""
 
-    def __init__(self, decoder: msgspec.msgpack.Decoder[_Header], shared: memoryview | None = None) -> None:
-        self._decoder, self._shared = decoder, shared
+    def __init__(self) -> None:
         self._buffer = bytearray()
         self._need = PREFIX.size
 
-    def feed(self, data: bytes) -> Iterator[tuple[_Header, memoryview]]:
+    def feed(self, data: bytes) -> Iterator[tuple[FromWorker, memoryview]]:
         """Every header and body that is whole now. Bodies are views of what was received. Raises `ProtocolError`."""
         self._buffer += data
         while len(self._buffer) >= self._need:
             head, body = PREFIX.unpack_from(self._buffer)
             if head > MAX_HEADER:
                 raise ProtocolError
-            shared = self._shared[: body - SHARED] if self._shared is not None and body & SHARED else None
-            whole = PREFIX.size + head + (body if shared is None else 0)
+            whole = PREFIX.size + head + body
             if len(self._buffer) < whole:
                 self._need = whole
                 return
@@ -177,10 +173,10 @@ class Frames(Generic[_Header]):
             self._need = PREFIX.size
             view = memoryview(taken)
             try:
-                header = self._decoder.decode(view[PREFIX.size : PREFIX.size + head])
+                header = _from_worker.decode(view[PREFIX.size : PREFIX.size + head])
             except msgspec.MsgspecError:
                 raise ProtocolError from None
-            yield header, view[PREFIX.size + head :] if shared is None else shared
+            yield header, view[PREFIX.size + head :]
 
 
 def frame(header: ToWorker | FromWorker, body: Sequence[Any] = ()) -> list[Any]:

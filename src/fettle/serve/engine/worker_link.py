@@ -23,7 +23,7 @@ class WorkerLink(asyncio.Protocol):
         self, on_message: Callable[[wire.FromWorker, memoryview], None], on_lost: Callable[[str], None]
     ) -> None:
         self._on_message, self._on_lost = on_message, on_lost
-        self._frames = wire.Frames(wire.from_worker)
+        self._frames = wire.Frames()
         self._process: Process | None = None
         self._transport: asyncio.Transport | None = None
         self._memory: mmap.mmap | None = None

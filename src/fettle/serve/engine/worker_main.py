@@ -29,6 +29,10 @@ from fettle.serve.engine.worker_start import SHARED_BYTES
 log = logging.getLogger("fettle.serve.worker")
 shared: list[memoryview] = []
 """The memory in which the server puts large bodies, if there is any."""
+held: list[memoryview] = []
+"""What came together with the last message and belongs to the next, if there is any."""
+_ROOM = 1 << 13
+"""Bytes that are asked for at once: most messages are whole then."""
 
 
 def main() -> None:
@@ -47,8 +51,7 @@ def main() -> None:
         for name in ("torch._export.serde.serialize", "safetensors.torch", "fettle.applying", "fettle.package.handler"):
             importlib.import_module(name)  # what any package needs, while the server is still busy with its own start
     with contextlib.suppress(ConnectionError, EOFError):
-        messages = wire.Frames(wire.to_worker, shared[0] if shared else None)
-        [(load, _)] = receive(link, messages)
+        load, _ = receive(link)
         assert isinstance(load, wire.Load)
         if load.cores and hasattr(os, "sched_setaffinity"):
             with contextlib.suppress(OSError):  # cores that are not ours: run where we may
@@ -67,9 +70,9 @@ def main() -> None:
         gc.freeze()  # what loading made stays: no collection needs to look at it again
         send(link, wire.Ready(time.perf_counter() - began, worker.texts))
         while True:
-            worker.write(link)
-            for header, body in receive(link, messages):
-                worker.answer(link, header, body)
+            if not held:
+                worker.write(link)
+            worker.answer(link, *receive(link))
 
 
 class _Worker:
@@ -202,18 +205,12 @@ def _failed(number: int, error: Exception) -> wire.Failed:
     return wire.Failed(number, reason, usage, too_long=isinstance(error, TooLong))
 
 
-def receive(link: socket.socket, messages: wire.Frames[wire.ToWorker]) -> list[tuple[wire.ToWorker, memoryview]]:
-    """What has come, one message at least. EOFError when the other side has gone.
-
-    What stands in the shared memory is the next call's as soon as this one is answered: runner and handler copy.
-    """
-    came: list[tuple[wire.ToWorker, memoryview]] = []
-    while not came:
-        data = link.recv(1 << 16)
-        if not data:
-            raise EOFError
-        came += messages.feed(data)
-    return came
+def receive(link: socket.socket) -> tuple[Any, memoryview]:
+    """The next frame. EOFError when the other side has gone."""
+    head, body = wire.PREFIX.unpack(_exactly(link, wire.PREFIX.size))
+    header = wire.to_worker.decode(_exactly(link, head))
+    # What stands in the shared memory is the next call's as soon as this one is answered: runner and handler copy.
+    return header, shared[0][: body - wire.SHARED] if body & wire.SHARED else _exactly(link, body)
 
 
 def send(link: socket.socket, header: Any, body: Any = ()) -> None:
@@ -222,6 +219,22 @@ def send(link: socket.socket, header: Any, body: Any = ()) -> None:
     sent = link.sendmsg(buffers) if len(buffers) < 512 else 0
     if sent < total:
         link.sendall(memoryview(b"".join(buffers))[sent:])
+
+
+def _exactly(link: socket.socket, size: int) -> memoryview:
+    came = held.pop() if held else memoryview(b"")
+    if len(came) < size:
+        room, have = memoryview(bytearray(max(size, _ROOM))), len(came)
+        room[:have] = came
+        while have < size:
+            got = link.recv_into(room[have:])
+            if not got:
+                raise EOFError
+            have += got
+        came = room[:have]
+    if len(came) > size:
+        held.append(came[size:])
+    return came[:size]
 
 
 if __name__ == "__main__":
