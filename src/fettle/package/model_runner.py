@@ -66,7 +66,8 @@ class ModelRunner:
                 joined = np.concatenate([joined, np.repeat(joined[-1:], filled - rows, axis=0)])
             elif len(parts) == 1:
                 joined = np.array(joined)  # what came over the wire is read-only
-            tensors.append(torch.from_numpy(joined).to(dtype))  # bfloat16 comes in float32
+            tensor = torch.from_numpy(joined)
+            tensors.append(tensor if tensor.dtype is dtype else tensor.to(dtype))  # bfloat16 comes in float32
         if self.device != "cpu":
             tensors = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
         answers = []

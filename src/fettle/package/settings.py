@@ -99,7 +99,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def call_rows(self, rows: int) -> int:
         """Rows of the call that carries so many: where only some sizes exist, the next of them, if there is one."""
-        return next((size for size in self.buckets if size >= rows), rows)
+        return next((size for size in self.buckets if size >= rows), rows) if self.buckets else rows
 
     def cost_curve(self, machine: str) -> CostCurve | None:
         """The measured curve, if it is of this machine."""

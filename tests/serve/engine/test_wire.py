@@ -1,8 +1,11 @@
 """What server and worker say to each other: the memory of arrays goes as it is."""
 
+import socket
+
 import numpy as np
 import pytest
 
+from fettle.serve.engine import wire, worker_main
 from fettle.serve.engine.wire import flat
 
 ARRAYS = {
@@ -25,3 +28,14 @@ def test_the_memory_of_an_array_goes_as_it_is(name):
     assert view.format == "B"
     assert bytes(view) == array.tobytes()
     assert len(view) == array.nbytes
+
+
+def test_messages_that_come_together_are_read_together_and_taken_one_by_one():
+    ours, theirs = socket.socketpair()
+    bodies = [b"abc", b"", b"x" * 20_000, b"de"]
+    with ours, theirs:
+        ours.sendall(b"".join(b"".join(wire.frame(wire.Call(len(body), [], []), [body])) for body in bodies))
+        for body in bodies:
+            header, came = worker_main.receive(theirs)
+            assert (header.id, bytes(came)) == (len(body), body)
+            assert bool(worker_main.held) == (body in bodies[:2])  # one that is large is read to its end, not beyond

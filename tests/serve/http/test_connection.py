@@ -117,6 +117,15 @@ def test_a_request_in_single_bytes_is_the_same_request() -> None:
     talk(what)
 
 
+def test_an_answer_may_take_longer_than_a_client_may_be_idle() -> None:
+    async def what(reader, writer, app, every):
+        writer.write(get("/slow"))
+        assert (await read(reader))[0] == 200
+        assert await reader.read() == b""  # idle again, and for too long
+
+    talk(what, Limits(idle_s=0.02))
+
+
 def test_a_wish_for_another_protocol_is_passed_over() -> None:
     """Java's client asks so with its first request, whose body the parser leaves unread."""
 
@@ -344,10 +353,7 @@ def test_what_follows_the_last_chunk_is_no_header() -> None:
 )
 def test_what_a_server_before_us_could_read_differently_is_refused(head: bytes, status: int) -> None:
     class Checking(Echo):
-        refusal = App.refusal
-
-        def _check_caller(self, headers: object) -> None:
-            """Anybody may."""
+        refusal, _guarded = App.refusal, False
 
     async def what(reader, writer, app, every):
         app.__class__ = Checking

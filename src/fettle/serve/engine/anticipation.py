@@ -31,33 +31,32 @@ class Anticipation:
         self.share = 0.0
         """Share of the answered requests that were followed by another one in time: a moving average."""
         self._answered = self._due = 0
-        self._until_s = self._last_s = 0.0
-        self._coming, self._quiet = False, 0
+        self._until_s = self._end_s = 0.0
+        """Until when others are awaited once it is quiet, and as it is now."""
+        self._quiet = 0
 
     def answered(self, requests: int, took_s: float, now_s: float) -> None:
         """A call of so many requests has been answered."""
         if self._answered:
             self.share += _SMOOTHING * ((self._answered - self._due) / self._answered - self.share)
         self._answered = self._due = requests
-        self._until_s, self._last_s = now_s + min(SHARE * took_s, MOST_S), now_s + MOST_S
-        self._coming, self._quiet = True, 0
+        self._until_s, self._end_s = now_s + min(SHARE * took_s, MOST_S), now_s + MOST_S
+        self._quiet = 0
 
     def arrived(self, now_s: float) -> None:
         """A request has come."""
         self._quiet = 0
-        if self._due and now_s < self._end_s():
+        if self._due and now_s < self._end_s:
             self._due -= 1
 
     def turn(self) -> bool:
         """The event loop has done what it had to; whether to report its next turn, too."""
         self._quiet += 1
-        self._coming = self._due > 0 and self._quiet < QUIET
-        return self._coming
+        if self._due > 0 and self._quiet < QUIET:
+            return True
+        self._end_s = self._until_s
+        return False
 
     def hold_s(self, now_s: float) -> float:
         """Until when others are awaited at the longest; 0 when nobody is."""
-        end_s = self._end_s()
-        return end_s if self._due and self.share > TRUST and now_s < end_s else 0.0
-
-    def _end_s(self) -> float:
-        return self._last_s if self._coming else self._until_s
+        return self._end_s if self._due and self.share > TRUST and now_s < self._end_s else 0.0

@@ -12,14 +12,14 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from fettle.package.settings import ServeSettings
 from fettle.serve.engine.request import Request
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True):
     """Requests that make one call."""
 
     items: Sequence[Request]
@@ -28,11 +28,10 @@ class Batch:
     """Rows of the call: `rows` and the padding."""
 
 
-@dataclass
-class _Group:
+class _Group(msgspec.Struct):
     """Waiting requests of one key, oldest first. Those no longer queued are skipped when they reach the front."""
 
-    items: deque[Request] = field(default_factory=deque)
+    items: deque[Request] = msgspec.field(default_factory=deque)
     rows: int = 0
 
 

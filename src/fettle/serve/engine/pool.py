@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -64,9 +65,10 @@ class Pool:
         self._anticipation, self._watching = Anticipation(), False
         self._alarm = Alarm(self._pump)
         self._pump_planned = False
-        self._ids = 0
+        self.next_id = itertools.count(1).__next__
+        """Numbers what its workers are asked."""
         self._idle = asyncio.Event()
-        self._idle.set()
+        """Set where it closes and has nothing left to answer."""
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -131,6 +133,7 @@ class Pool:
     async def close(self, drain_s: float) -> None:
         """Take nothing new, let what was taken finish for at most `drain_s`, and end the workers."""
         self.closing = True
+        self._pump()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), drain_s)
         for request in [*self.queue.expire(math.inf), *self.texts.expire(math.inf)]:
@@ -172,7 +175,6 @@ class Pool:
             self._refuse()
         if request.piece is None:
             self._anticipation.arrived(now)
-        self._idle.clear()
         self.plan_pump()
         return request.answer
 
@@ -184,7 +186,7 @@ class Pool:
         else:
             self.metrics.shed("not_ready")
             raise Refusal(503, "the model is not ready", 1.0)
-        if self.waiting_rows >= self.settings.max_queue_rows:
+        if self.queue.rows + self.texts.rows >= self.settings.max_queue_rows:
             self._refuse()
 
     def _refuse(self) -> NoReturn:
@@ -222,28 +224,38 @@ class Pool:
 
     def _pump(self) -> None:
         self._pump_planned = False
-        now = time.perf_counter()
-        for late in [*self.queue.expire(now), *self.texts.expire(now)]:
-            self.metrics.shed("deadline")
-            self._give_up(late, Refusal(504, "the request's time was over before its turn came"))
+        now, wake_s = time.perf_counter(), math.inf
+        if self.queue.requests:
+            wake_s = self._begin_calls(now)
+        if self.texts.requests:
+            self._begin_texts(now)
+            wake_s = min(wake_s, self.texts.wake_s(now))
+        self._alarm.set(wake_s, self.loop)
+        if self.closing and not self.waiting_rows and not self.inflight:
+            self._idle.set()
+
+    def _begin_calls(self, now: float) -> float:
+        """Give tensors and bodies to the workers that are free. When to look again."""
+        for late in self.queue.expire(now):
+            self._too_late(late)
         hold_s = self._anticipation.hold_s(now) if self.queue.gains_by_waiting else 0.0
-        while not hold_s:
-            free = [worker for worker in self.workers if worker.ready and worker.batch is None]
+        free = [] if hold_s else [worker for worker in self.workers if worker.ready and worker.batch is None]
+        while free:
             batch = self.queue.take(now, len(free))
             if batch is None:
                 break
             batch = self.without_gone(batch)
             if batch is not None:
-                free[0].run(batch, now)
-        self._send_ahead()
-        self._begin_texts(now)
-        wake_s = min(self.queue.wake_s(now), self.texts.wake_s(now))
-        self._alarm.set(min(wake_s, hold_s) if hold_s else wake_s, self.loop)
-        if not self.waiting_rows and not self.inflight:
-            self._idle.set()
+                free.pop(0).run(batch, now)
+        if self.queue.has_full:
+            self._send_ahead()
+        wake_s = self.queue.wake_s(now)
+        return min(wake_s, hold_s) if hold_s else wake_s
 
     def _begin_texts(self, now: float) -> None:
         """Let texts join those that are being written, wherever a worker's cache has room for one."""
+        for late in self.texts.expire(now):
+            self._too_late(late)
         while self.texts.requests:
             worker = max(self.workers, key=lambda worker: worker.free_texts)
             if worker.free_texts < 1:
@@ -258,8 +270,6 @@ class Pool:
 
         A worker that has to hear from us between two batches stands still while we read requests.
         """
-        if not self.queue.has_full:
-            return
         for worker in sorted(self.workers, key=lambda worker: worker.began):
             while worker.may_follow:
                 batch = self.queue.take_full()
@@ -281,13 +291,13 @@ class Pool:
         rows = sum(item.rows for item in kept)
         return Batch(kept, rows, self.settings.call_rows(rows)) if kept else None
 
+    def _too_late(self, request: Request) -> None:
+        self.metrics.shed("deadline")
+        self._give_up(request, Refusal(504, "the request's time was over before its turn came"))
+
     def _give_up(self, request: Request, why: Refusal) -> None:
         if not request.answer.done():
             request.answer.set_exception(why)
-
-    def next_id(self) -> int:
-        self._ids += 1
-        return self._ids
 
     # -- answers -----------------------------------------------------------------------------------------------------
 

@@ -197,7 +197,7 @@ class Registry:
 
     def choose(self, name: str, number: str | None = None, sticky: str = "") -> Pool:
         """The version that answers. `sticky` (a request or session id) always goes the same way among weights."""
-        model = self._model(name)
+        model = self.models.get(name) or self._model(name)  # which raises
         if number is None:
             number = model.default
             if model.weights:

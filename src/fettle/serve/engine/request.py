@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
+
+import msgspec
 
 from fettle.package.tensors import TensorSpec
 from fettle.serve.engine import wire
 
 
-@dataclass(slots=True, eq=False)
-class Request:
+class Request(msgspec.Struct, eq=False):
     """One waiting request: tensors (`arrays`), or a raw body for the handler. Moments are of `time.perf_counter`."""
 
     rows: int
@@ -40,15 +40,14 @@ class Request:
     last_piece_s: float = 0.0
     """When its last piece came."""
     deadline_s: float = math.inf
-    answer: asyncio.Future[Answer] = field(init=False)
+    answer: asyncio.Future[Answer] = None  # type: ignore[assignment]
     """Set with its moments when it begins to wait."""
 
 
-@dataclass(slots=True)
-class Answer:
+class Answer(msgspec.Struct):
     """What came back, and where the time went, in seconds."""
 
-    outputs: list[Any] = field(default_factory=list)
+    outputs: list[Any] = []
     body: bytes = b""
     kind: str = ""
     queue_s: float = 0.0
@@ -60,16 +59,15 @@ class Answer:
     """Moments of `time.perf_counter`."""
 
 
-def answers(
-    items: Sequence[Request], specs: Sequence[TensorSpec], done: wire.Done, body: memoryview
-) -> Iterator[Answer]:
+def answers(items: Sequence[Request], specs: Sequence[TensorSpec], done: wire.Done, body: memoryview) -> list[Answer]:
     """One for each of `items`: a body from a handler, else its rows of each output, and all of one without rows."""
     if items[0].body is not None:
         bodies = wire.pieces(body, [length for (length,) in done.shapes])
-        yield from (Answer(body=part, kind=kind) for part, kind in zip(bodies, done.kinds, strict=True))
-        return
-    arrays, row = wire.arrays([spec.kind for spec in specs], done.shapes, body)[0], 0
+        return [Answer(body=part, kind=kind) for part, kind in zip(bodies, done.kinds, strict=True)]
+    arrays, row, made = wire.arrays([spec.kind for spec in specs], done.shapes, body)[0], 0, []
     for request in items:
         end = row + request.rows
-        yield Answer([array[row:end] if spec.batched else array for spec, array in zip(specs, arrays, strict=True)])
+        parts = [array[row:end] if spec.batched else array for spec, array in zip(specs, arrays, strict=True)]
+        made.append(Answer(parts))
         row = end
+    return made

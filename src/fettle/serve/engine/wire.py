@@ -180,10 +180,9 @@ class Frames:
 
 
 def frame(header: ToWorker | FromWorker, body: Sequence[Any] = ()) -> list[Any]:
-    """The buffers of one frame, for a gathering write."""
+    """The buffers of one frame, for a gathering write. Those of the body hold bytes, as `flat` makes them."""
     head = _encoder.encode(header)
-    views = [memoryview(part).cast("B") if len(part) else b"" for part in body]
-    return [PREFIX.pack(len(head), sum(len(view) for view in views)) + head, *views]
+    return [PREFIX.pack(len(head), sum(map(len, body))) + head, *filter(len, body)]
 
 
 def shared_frame(header: ToWorker, body: Sequence[Any], memory: mmap.mmap) -> bytes:

@@ -166,7 +166,7 @@ class Worker:
         assert self.batch is not None
         self.following, self._next_call = batch, 0
         header, bodies = self._message(batch)
-        if sum(len(body) for body in bodies) < wire.SHARED_FROM:
+        if sum(map(len, bodies)) < wire.SHARED_FROM:
             self._next_call = self._send(header, bodies)
 
     def _go_on(self, now: float) -> None:
@@ -270,7 +270,8 @@ class Worker:
         else:
             log.warning("a call of %s failed: %s", self.pool.name, header.reason)
             self.pool.failed(batch, _why(header))
-        self._end_or_replace()
+        if not self.ready:
+            self._end_or_replace()
 
     def _has_grown(self) -> bool:
         most = self.pool.settings.max_worker_bytes

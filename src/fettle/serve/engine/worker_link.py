@@ -42,7 +42,7 @@ class WorkerLink(asyncio.Protocol):
     def write(self, header: wire.ToWorker, body: Sequence[Any] = ()) -> None:
         """Send one message: a header, and buffers that follow it."""
         assert self._transport is not None
-        size = sum(len(part) for part in body)
+        size = sum(map(len, body))
         # Several texts may be on their way at once, and the memory holds one body.
         fits = wire.SHARED_FROM <= size <= SHARED_BYTES and not isinstance(header, wire.Generate)
         if self._memory is not None and fits:

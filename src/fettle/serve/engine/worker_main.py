@@ -29,6 +29,10 @@ from fettle.serve.engine.worker_start import SHARED_BYTES
 log = logging.getLogger("fettle.serve.worker")
 shared: list[memoryview] = []
 """The memory in which the server puts large bodies, if there is any."""
+held: list[memoryview] = []
+"""What came together with the last message and belongs to the next, if there is any."""
+_ROOM = 1 << 13
+"""Bytes that are asked for at once: most messages are whole then."""
 
 
 def main() -> None:
@@ -66,7 +70,8 @@ def main() -> None:
         gc.freeze()  # what loading made stays: no collection needs to look at it again
         send(link, wire.Ready(time.perf_counter() - began, worker.texts))
         while True:
-            worker.write(link)
+            if not held:
+                worker.write(link)
             worker.answer(link, *receive(link))
 
 
@@ -161,7 +166,7 @@ class _Worker:
         """Tensors in, tensors out."""
         began = time.perf_counter()
         if self.one:  # its rows lie behind each other already
-            rows = sum(shapes[0][0] for shapes in header.shapes)
+            rows = sum([shapes[0][0] for shapes in header.shapes])
             parts = [wire.arrays(self.kinds, [(rows, *header.shapes[0][0][1:])], body)[0]]
         else:
             parts, place = [], 0
@@ -210,21 +215,26 @@ def receive(link: socket.socket) -> tuple[Any, memoryview]:
 
 def send(link: socket.socket, header: Any, body: Any = ()) -> None:
     buffers = wire.frame(header, body)
-    total = sum(len(buffer) for buffer in buffers)
+    total = sum(map(len, buffers))
     sent = link.sendmsg(buffers) if len(buffers) < 512 else 0
     if sent < total:
         link.sendall(memoryview(b"".join(buffers))[sent:])
 
 
 def _exactly(link: socket.socket, size: int) -> memoryview:
-    data = bytearray(size)
-    view, have = memoryview(data), 0
-    while have < size:
-        got = link.recv_into(view[have:])
-        if not got:
-            raise EOFError
-        have += got
-    return view
+    came = held.pop() if held else memoryview(b"")
+    if len(came) < size:
+        room, have = memoryview(bytearray(max(size, _ROOM))), len(came)
+        room[:have] = came
+        while have < size:
+            got = link.recv_into(room[have:])
+            if not got:
+                raise EOFError
+            have += got
+        came = room[:have]
+    if len(came) > size:
+        held.append(came[size:])
+    return came[:size]
 
 
 if __name__ == "__main__":

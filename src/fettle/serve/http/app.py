@@ -46,6 +46,7 @@ class App:
         self.limits = limits or Limits()
         self._token, self._hosts = token.encode(), LOOPBACK_NAMES | {host.lower() for host in hosts}
         self._routes = MANAGEMENT if management else REQUESTS
+        self._guarded = management or bool(token)
         self.unanswered = 0
         """Bytes of bodies that have come and are not answered yet."""
 
@@ -56,7 +57,8 @@ class App:
     def refusal(self, call: Call) -> Reply | None:
         """The answer to a request that is refused by its head, before the body is read; None for the others."""
         try:
-            self._check_caller(call.headers)
+            if self._guarded:
+                self._check_caller(call.headers)
             call.parts = path_parts(call.target)
             call.check_head()
         except Refusal as refusal:
@@ -64,18 +66,16 @@ class App:
         return None
 
     def _check_caller(self, headers: Mapping[bytes, bytes]) -> None:
-        """Raise `Refusal` (403 or 401) unless this request may come in, whatever its path and method: the token is
-        asked for where there is one, and on the management port also a host name of ours."""
-        management = self._routes is MANAGEMENT
-        if management:
+        """Raise `Refusal` (403 or 401) unless this request may come in, whatever its path and method: it needs the
+        token, and on the management port also a host name of ours."""
+        if self._routes is MANAGEMENT:
             host = headers.get(b"host", b"").decode("latin-1").lower()
             name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
             if name not in self._hosts:  # a page in a browser that lured the name to this machine
                 raise Refusal(403, "this host name is not served here")
-        if self._token or management:
-            kind, _, token = headers.get(b"authorization", b"").partition(b" ")
-            if not self._token or kind.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self._token):
-                raise Refusal(401, "a token is needed", headers=((b"www-authenticate", b"Bearer"),))
+        kind, _, token = headers.get(b"authorization", b"").partition(b" ")
+        if not self._token or kind.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self._token):
+            raise Refusal(401, "a token is needed", headers=((b"www-authenticate", b"Bearer"),))
 
     def refused(self, call: Call, refusal: Refusal) -> Reply:
         """The answer to a request that is refused."""
@@ -86,7 +86,12 @@ class App:
         try:
             if b"content-encoding" in call.headers:
                 await self._unpack(call)
-            reply = await self._route(call)
+            for route in self._routes:
+                reply = await route(call)
+                if reply is not None:
+                    break
+            else:
+                raise self._no_route(call)
         except Refusal as refusal:
             return self.refused(call, refusal)
         except Exception:
@@ -107,16 +112,12 @@ class App:
         if self.unanswered > self.limits.max_unanswered:
             raise self.limits.too_much()
 
-    async def _route(self, call: Call) -> Reply:
-        for route in self._routes:
-            reply = await route(call)
-            if reply is not None:
-                return reply
+    def _no_route(self, call: Call) -> Refusal:
         known = about.document(self.registry)["paths"].get("/" + "/".join(call.parts))
-        if known is not None:  # the path is right and the method is not
-            allowed = ", ".join(sorted(method.upper() for method in known))
-            raise Refusal(405, f"the method is {allowed} here", headers=((b"allow", allowed.encode()),))
-        raise NoSuchPath
+        if known is None:
+            return NoSuchPath()
+        allowed = ", ".join(sorted(method.upper() for method in known))  # the path is right and the method is not
+        return Refusal(405, f"the method is {allowed} here", headers=((b"allow", allowed.encode()),))
 
     def _noted(self, call: Call, reply: Reply) -> Reply:
         """Count, record and log what is about to be answered."""

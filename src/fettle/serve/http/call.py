@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
+import msgspec
 from httptools import HttpParserInvalidURLError, parse_url
 
 from fettle.serve.engine.pool import Pool
@@ -39,8 +41,7 @@ class Limits:
         return Refusal(503, "too much is being read", 1.0)
 
 
-@dataclass(slots=True)
-class Call:
+class Call(msgspec.Struct, eq=False):
     """One request. `version` is set by the route as soon as it is known: errors are counted for it, too."""
 
     method: str
@@ -106,10 +107,12 @@ class Call:
 
     def choose(self, name: str, number: str | None = None) -> Pool:
         """The version that answers this call. Those of one session, or of one request's tries, go the same way."""
-        self.version = self.registry.choose(name, number, self.header(b"x-session-id") or self.header(b"x-request-id"))
+        sticky = self.headers.get(b"x-session-id") or self.headers.get(b"x-request-id") or b""
+        self.version = self.registry.choose(name, number, sticky.decode("latin-1"))
         return self.version
 
 
+@lru_cache(maxsize=64)  # of 64 KiB each at most
 def path_parts(target: bytes) -> tuple[str, ...]:
     """The path between its slashes, unquoted after it was cut.
 

@@ -104,7 +104,7 @@ class Connection(asyncio.Protocol):
             return
         if self._head_bytes > MAX_HEAD:
             self._end_with("the headers are too long")
-        elif self._in_body or self._work is not None:
+        elif self._in_body:
             self._watch()
 
     def pause_writing(self) -> None:
@@ -264,7 +264,8 @@ class Connection(asyncio.Protocol):
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Set the alarm for what the client has to do next; while we compute it has nothing to do."""
+        """Set the alarm for what the client has to do next. While we compute it has nothing to do, and where the alarm
+        was left as it was then, `_late` passes over it."""
         if self._transport is None or self._room is not None:  # first it has to take what was written
             return
         limits, until = self._app.limits, math.inf
@@ -281,7 +282,7 @@ class Connection(asyncio.Protocol):
             self._refuse(self._app.refused(self._call, Malformed("the body took too long to arrive", 408)))
         elif self._room is not None or self._in_body:
             self.abort()
-        else:
+        elif self._work is None:
             self._close()
 
     def _close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from fettle.serve.engine.refusal import Malformed, Refusal
 from fettle.serve.engine.registry import Registry
 from fettle.serve.engine.request import Request
 from fettle.serve.http import protocol
-from fettle.serve.http.aside import aside
+from fettle.serve.http.aside import LARGE, aside
 from fettle.serve.http.call import Call
 from fettle.serve.http.openapi import OBJECT, operation, ref
 from fettle.serve.http.reply import Reply, json_reply
@@ -33,10 +34,9 @@ async def infer(call: Call) -> Reply | None:
     pool = call.choose(name, number)
     pool.admit()
     json_bytes = _header_length(call)
-    inference = await aside(
-        len(call.sent) if json_bytes is None else json_bytes,
-        lambda: protocol.read_request(call.sent, json_bytes, pool.specs, pool.output_specs, pool.settings.max_rows),
-    )
+    size = len(call.sent) if json_bytes is None else json_bytes
+    read = partial(protocol.read_request, call.sent, json_bytes, pool.specs, pool.output_specs, pool.settings.max_rows)
+    inference = read() if size < LARGE else await aside(size, read)  # no coroutine for each small request
     if pool.closing:  # a version of the same number took its place while the body was read
         newer = call.choose(name, number)
         if (newer.specs, newer.output_specs) == (pool.specs, pool.output_specs):
@@ -56,10 +56,9 @@ async def infer(call: Call) -> Reply | None:
     else:
         outputs = [(pool.output_specs[index], answered.outputs[index], binary) for index, binary in inference.wanted]
     manifest = pool.package.manifest
-    body, json_length = await aside(
-        sum(array.nbytes for _, array, binary in outputs if not binary),
-        lambda: protocol.write_answer(inference.id, manifest.name, manifest.version, outputs),
-    )
+    size = sum([array.nbytes for _, array, binary in outputs if not binary])
+    write = partial(protocol.write_answer, inference.id, manifest.name, manifest.version, outputs)
+    body, json_length = write() if size < LARGE else await aside(size, write)
     if json_length is None:
         return Reply(200, body, answer=answered)
     more = ((b"inference-header-content-length", str(json_length).encode()),)

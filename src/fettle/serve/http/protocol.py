@@ -7,11 +7,10 @@ Source: the KServe "open inference protocol" and Triton's binary tensor data ext
 
 from __future__ import annotations
 
-import contextlib
 import math
+import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -80,8 +79,7 @@ _MOST_PARAMETERS = 1 << 14
 _UNSUPPORTED = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset", "classification")
 
 
-@dataclass(slots=True)
-class Inference:
+class Inference(msgspec.Struct):
     """A request for one call: arrays in the order of the model's inputs."""
 
     id: str
@@ -90,7 +88,7 @@ class Inference:
     wanted: list[tuple[int, bool]]
     """Outputs to give, as (index, in binary)."""
     timeout_s: float | None = None
-    parameters: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Any] = {}
 
 
 def read_request(
@@ -113,29 +111,31 @@ def read_request(
         raise Malformed("the request is nested too deeply") from None
     by_name: dict[str, Array] = {}
     place = 0
-    specs = {spec.name: spec for spec in inputs}
     for tensor in request.inputs:
-        spec = specs.get(tensor.name)
-        if spec is None:
-            raise Malformed(f"no input is called {tensor.name[:80]!r}, only {', '.join(specs)}")
+        for spec in inputs:
+            if spec.name == tensor.name:
+                break
+        else:
+            names = ", ".join(spec.name for spec in inputs)
+            raise Malformed(f"no input is called {tensor.name[:80]!r}, only {names}")
         if tensor.name in by_name:
             raise Malformed(f"the input {spec.name} is given twice")
         shape = _shape(tensor, spec, max_rows)
-        said = _parameters(tensor.parameters)
+        said = {} if tensor.parameters is _NONE else _parameters(tensor.parameters)
         size = said.get("binary_data_size")
         if said and any(name in said for name in _UNSUPPORTED):
             raise Malformed("shared memory is not supported")
         if size is None:
             by_name[spec.name] = _from_json(tensor, spec, shape)
             continue
-        count = math.prod(shape)
+        count, kind = math.prod(shape), spec.kind
         if header_length is None or not isinstance(size, int) or isinstance(size, bool):
             raise Malformed(f"the input {spec.name} announces binary data, but the request has none")
-        if size != count * spec.kind.itemsize:
-            raise Malformed(f"the input {spec.name} has {size} bytes; its shape needs {count * spec.kind.itemsize}")
+        if size != count * kind.itemsize:
+            raise Malformed(f"the input {spec.name} has {size} bytes; its shape needs {count * kind.itemsize}")
         if place + size > len(rest):
             raise Malformed("the body is shorter than its tensors")
-        by_name[spec.name] = np.frombuffer(rest, spec.kind, count, place).reshape(shape)
+        by_name[spec.name] = np.frombuffer(rest, kind, count, place).reshape(shape)
         place += size
     if place != len(rest):
         raise Malformed("the body is longer than its tensors")
@@ -149,14 +149,13 @@ def read_request(
                 raise Malformed("the inputs differ in their number of rows")
             rows = len(array)
         arrays.append(array)
-    parameters = _parameters(request.parameters)
+    parameters = {} if request.parameters is _NONE else _parameters(request.parameters)
     wanted = _wanted(request.outputs, parameters.get("binary_data_output") is True, outputs)
-    return Inference(request.id, arrays, rows or 1, wanted, _timeout_s(parameters), parameters)
+    timeout_s = _timeout_s(parameters["timeout"]) if "timeout" in parameters else None
+    return Inference(request.id, arrays, rows or 1, wanted, timeout_s, parameters)
 
 
 def _parameters(raw: msgspec.Raw) -> dict[str, Any]:
-    if raw is _NONE:
-        return {}
     if len(memoryview(raw)) > _MOST_PARAMETERS:
         raise Malformed("the parameters are too long")
     try:
@@ -182,9 +181,8 @@ def _from_json(tensor: _Input, spec: TensorSpec, shape: tuple[int, ...]) -> Arra
     if count > len(data):
         raise Malformed(f"the input {spec.name} has fewer values than its shape {list(shape)}")
     try:
-        with np.errstate(over="raise"):
-            array = _values(data, spec, shape)
-    except (OverflowError, FloatingPointError):
+        array = _values(data, spec, shape)
+    except OverflowError:
         raise Malformed(f"the input {spec.name} holds a number that no {spec.datatype} can be") from None
     except msgspec.MsgspecError:
         raise Malformed(f"the input {spec.name} is not an array of {spec.datatype}") from None
@@ -196,15 +194,18 @@ def _from_json(tensor: _Input, spec: TensorSpec, shape: tuple[int, ...]) -> Arra
 def _values(data: bytes, spec: TensorSpec, shape: tuple[int, ...]) -> Array:
     """The values of flat or nested JSON, in order. Large data are decoded piece by piece: decoding one is a single call
     into C, during which no other thread can run."""
-    decode = _lists[spec.kind.kind].decode
+    kind = spec.kind
+    decode = _lists[kind.kind].decode
     if len(data) < LARGE:
-        with contextlib.suppress(msgspec.ValidationError):  # nested
-            return _as_array(decode(data), spec)
+        try:
+            return _as_array(decode(data), kind)
+        except msgspec.ValidationError:
+            pass  # nested
     arrays, brackets, begin = [], [], 0
     while begin < len(data):
         end = data.find(b",", begin + LARGE)
         piece = data[begin : end if end >= 0 else len(data)]
-        arrays.append(_as_array(decode(b"[%b]" % piece.translate(None, b"[]")), spec))
+        arrays.append(_as_array(decode(b"[%b]" % piece.translate(None, b"[]")), kind))
         brackets.append(piece.translate(None, _VALUES))
         begin += len(piece) + 1
     if b",".join(brackets) not in (_brackets(shape), _brackets((math.prod(shape),))):
@@ -212,8 +213,11 @@ def _values(data: bytes, spec: TensorSpec, shape: tuple[int, ...]) -> Array:
     return np.concatenate(arrays)
 
 
-def _as_array(values: list[Any], spec: TensorSpec) -> Array:
-    return np.array(values, np.float64 if spec.kind.kind == "f" else spec.kind).astype(spec.kind)
+def _as_array(values: list[Any], kind: np.dtype[Any]) -> Array:
+    """OverflowError for a number that is too large: numpy takes a float for infinite."""
+    if kind.kind == "f":
+        return np.frombuffer(struct.pack(f"<{len(values)}{kind.char}", *values), kind)
+    return np.array(values, kind)
 
 
 def _brackets(shape: tuple[int, ...]) -> bytes:
@@ -249,15 +253,14 @@ def _wanted(asked: Sequence[_Output] | None, binary: bool, outputs: Sequence[Ten
     for output in asked:
         if output.name not in places:
             raise Malformed(f"no output is called {output.name[:80]!r}: {', '.join(places)}")
-        said = _parameters(output.parameters)
+        said = {} if output.parameters is _NONE else _parameters(output.parameters)
         if any(name in said for name in _UNSUPPORTED):
             raise Malformed("shared memory and classification are not supported")
         wanted.append((places[output.name], bool(said.get("binary_data", binary))))
     return wanted
 
 
-def _timeout_s(parameters: dict[str, Any]) -> float | None:
-    value = parameters.get("timeout")
+def _timeout_s(value: Any) -> float | None:
     if value is None or value == 0:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12:

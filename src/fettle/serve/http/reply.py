@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -52,8 +51,7 @@ class OpenAIError(msgspec.Struct):
     error: ErrorOf
 
 
-@dataclass(slots=True)
-class Reply:
+class Reply(msgspec.Struct, eq=False):
     """One answer: status, body, and its type."""
 
     status: int
