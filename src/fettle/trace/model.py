@@ -50,6 +50,7 @@ SIDE_TABLES: dict[str, dict[str, pl.DataType]] = {
         "dtype": pl.String(),
     },
     "syncs": {"row": pl.Int64(), "sync": pl.String(), "wait_on_stream": pl.Int64(), "wait_on_record": pl.Int64()},
+    "launches": {"row": pl.Int64(), "blocks_per_sm": pl.Float64(), "occupancy": pl.Float64()},
     "generated": {"row": pl.Int64(), "file": pl.String()},
     "stacks": {"row": pl.Int64(), "stack": pl.String()},
     "counters": {"row": pl.Int64(), "counter": pl.String(), "value": pl.Float64()},
