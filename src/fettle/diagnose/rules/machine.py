@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from fettle.diagnose.evidence import LAYOUT, MATRIX, POINTWISE, Evidence
 from fettle.diagnose.finding import Finding
-from fettle.diagnose.rules._rule import CROWDED, LEAST, UNKNOWN, about_operators, above_peak, cause, rule, taken
+from fettle.diagnose.rules._rule import (
+    CROWDED,
+    LEAST,
+    UNKNOWN,
+    about_operators,
+    above_peak,
+    cause,
+    in_bf16,
+    rule,
+    taken,
+)
 
 
 @rule("inference", "training")
@@ -22,7 +32,7 @@ def float32(call: Evidence) -> Finding | None:
         ops,
         "run the model in bfloat16, or under autocast",
         seconds=above_peak(call, ops, "bfloat16") + 0.5 * taken(pointwise),
-        levels={"precision": "bf16"},
+        levels=in_bf16(call),
         more=(line,),
         formula="(products in float32 - their FLOPs at the measured bfloat16 peak, half of element-wise work) / call",
         after="model.bfloat16()\ny = model(x.bfloat16())",
