@@ -119,7 +119,9 @@ def _opened(trace: Trace, own_end: bool, label: str) -> Trace:
     trace = replace(trace, own_end=own_end)
     out, name = console(error=True), escape(label)
     for note in trace.facts.notes:
-        out.print(f"[yellow]{name}: {escape(note)}[/]")
+        from fettle.page import clean  # takes a while to load, and few have any
+
+        out.print(f"[yellow]{name}: {escape(clean(note))}[/]")
     uncertain = T.trace_health(trace).uncertain
     if uncertain:
         out.print(f"[yellow]{name}: uncertain: {', '.join(uncertain)}; see 'fettle trace health'[/]")
@@ -173,13 +175,14 @@ def _since_the_first(frame: pl.DataFrame) -> pl.DataFrame:
 
 def _print_table(out: Console, title: str, frame: pl.DataFrame, rows: int) -> None:
     """One table; columns that say nothing are left out."""
+    from fettle.page import clean
     from fettle.trace.report.section import as_table, cell
 
     same = [c for c in ("rank", "device") if c in frame.columns and frame[c].n_unique() == 1]
     empty = [c for c in frame.columns if c.startswith("idle_") and frame[c].dtype.is_numeric() and not frame[c].sum()]
     shared = ", ".join(f"{c} {frame[c][0]}" for c in same if frame[c][0] != -1)
     table = as_table(frame.drop(same, empty), rows, title + (f" ({shared})" if shared else ""), cell)
-    _show.print_table(out, table)
+    _show.print_table(out, clean(table))
     if frame.height > rows:
         out.print(f"{frame.height - rows} more rows: --rows {frame.height}")
 
