@@ -12,7 +12,8 @@ import polars as pl
 import pytest
 
 from fettle.errors import UsageError
-from fettle.trace import Kind, load, load_all, trace_health
+from fettle.trace import Kind, load, load_all, time_account, trace_health
+from fettle.trace.frames import joined
 from fettle.trace.io import parallel, sidecar, stream
 from fettle.trace.io.assemble import assemble
 from tests.trace.build import Build, training
@@ -288,6 +289,33 @@ def test_more_events_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(stream, "BLOCK_BYTES", 500)
     with pytest.raises(UsageError, match="more than 10 events"):
         load(training(50).write(tmp_path / "t.json"), use_sidecar=False, max_events=10)
+
+
+def test_columns_that_do_not_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "BLOCK_BYTES", 500)
+    monkeypatch.setattr(stream, "granted_memory_bytes", lambda: stream.SPARE_BYTES + 100)
+    with pytest.raises(UsageError, match=r"t\.json: no memory is left after its first \d+ events"):
+        load(training(50).write(tmp_path / "t.json"), use_sidecar=False)
+
+
+def test_of_many_ranks_only_the_columns_are_held(tmp_path: Path) -> None:
+    for rank in range(9):
+        training(2).write(tmp_path / f"rank{rank:02}.json")
+    traces = load_all(tmp_path, use_sidecar=False)
+    healths = [trace_health(trace) for trace in traces]
+    assert len(healths) == 9
+    assert not any(vars(traces[i]).get("kept") for i in range(9))
+    assert joined(traces, time_account).equals(joined(traces[:], time_account))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+def test_columns_that_are_kept_leave_memory(tmp_path: Path) -> None:
+    build = training(3)
+    build.metadata["note"] = "x" * (1 << 20)
+    trace = load(build.write(tmp_path / "t.json"))
+    assert not trace.facts.from_sidecar
+    assert trace.ts.min() > 0
+    assert "events.arrow" in Path("/proc/self/maps").read_text()
 
 
 def test_a_folder_of_ranks(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ polars frame; text that repeats (names, threads, shapes) is kept once and referr
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -198,6 +198,18 @@ class Trace:
         process, tid = self.threads[thread]
         label = self.thread_names.get(f"{process}/{tid}", "")
         return label or f"process {process} thread {tid}"
+
+
+class Ranks(list[Trace]):
+    """Traces of many ranks: who goes through them is given each anew, so that what was worked out from one goes when
+    its turn is over.
+    """
+
+    def __init__(self, traces: Iterable[Trace]) -> None:
+        super().__init__(replace(trace) for trace in traces)
+
+    def __iter__(self) -> Iterator[Trace]:
+        return (replace(trace) for trace in super().__iter__())
 
 
 def per_trace(analysis: Callable[Concatenate[Trace, P], R]) -> Callable[Concatenate[Trace, P], R]:

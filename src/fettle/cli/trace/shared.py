@@ -3,7 +3,7 @@
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -101,7 +101,8 @@ def read_traces(path: Path, fresh: bool = False) -> list[Trace]:
 
 def open_traces(path: Path, fresh: bool, own_end: bool) -> list[Trace]:
     """Read a trace or a folder, and say what was left out of it and which answers are uncertain."""
-    return [_opened(trace, own_end, f"rank {trace.rank}") for trace in read_traces(path, fresh)]
+    traces = read_traces(path, fresh)
+    return type(traces)(_opened(trace, own_end, f"rank {trace.rank}") for trace in traces)
 
 
 def open_one(path: Path, fresh: bool, own_end: bool = False, label: str = "") -> Trace:
@@ -141,7 +142,7 @@ def show(answer: Answer, as_json: bool, rows: int, traces: Sequence[Trace] = ())
     if as_json:
         data = {name: frame.to_dicts() for name, frame in {**answer.frames, **answer.long()}.items()} | answer.notes
         if traces:
-            known = doubts({f"rank {trace.rank}": trace for trace in traces})
+            known = doubts((f"rank {trace.rank}", trace) for trace in traces)
             data["uncertain"] = known | {rank: [*known.get(rank, []), *more] for rank, more in answer.doubts.items()}
         print(json.dumps(plain(data), default=str))
         return
@@ -155,9 +156,9 @@ def show(answer: Answer, as_json: bool, rows: int, traces: Sequence[Trace] = ())
             out.print(f"{name.replace('_', ' ')}: nothing")
 
 
-def doubts(traces: dict[str, Trace]) -> dict[str, list[str]]:
+def doubts(traces: Iterable[tuple[str, Trace]]) -> dict[str, list[str]]:
     """Which analyses are uncertain for each trace; traces without any are left out."""
-    uncertain = {name: list(T.trace_health(trace).uncertain) for name, trace in traces.items()}
+    uncertain = {name: list(T.trace_health(trace).uncertain) for name, trace in traces}
     return {name: analyses for name, analyses in uncertain.items() if analyses}
 
 

@@ -16,10 +16,12 @@ from fettle.trace.io.assemble import assemble
 from fettle.trace.io.decode import Columns
 from fettle.trace.io.parallel import read_in_parallel
 from fettle.trace.io.stream import Counted, begin, feed, parse_metadata, text_of
-from fettle.trace.model import Trace
+from fettle.trace.model import Ranks, Trace
 
 PARALLEL_ABOVE_BYTES = 160 << 20
 DEFAULT_MAX_EVENTS = 200_000_000
+MOST_AT_ONCE = 8
+"""Of more ranks than a machine usually has, what was worked out from one goes before the next one's turn."""
 
 
 def load(
@@ -65,7 +67,7 @@ def load(
             "PyTorch's profiler (cpu_op, kernel, ...); traces of JAX and TensorFlow, and begin/end pairs, are not read"
         )
     if key is not None and trace.facts.file_bytes > 1 << 20:
-        sidecar.write(trace, key)
+        trace = sidecar.write(trace, key)
     return trace if rank is None else replace(trace, rank=rank)
 
 
@@ -103,7 +105,8 @@ def load_all(path: str | Path, *, on_progress: Callable[[float], None] | None = 
             note = f"rank {trace.rank} is claimed by another file too; called {free} here"
             traces[i] = _noted(replace(trace, rank=free), note)
     first, *rest = sorted(traces, key=lambda t: t.rank)
-    return [_noted(first, *(f"left out of the folder: {line}" for line in unreadable)), *rest]
+    traces = [_noted(first, *(f"left out of the folder: {line}" for line in unreadable)), *rest]
+    return Ranks(traces) if len(traces) > MOST_AT_ONCE else traces
 
 
 def _noted(trace: Trace, *notes: str) -> Trace:
