@@ -201,7 +201,7 @@ class Trace:
 
 
 class Ranks(list[Trace]):
-    """Traces of many ranks: who goes through them is given each anew, so that what was worked out from one goes when
+    """Traces that do not fit into memory together: who goes through them is given each anew, so that what was worked out from one goes when
     its turn is over.
     """
 

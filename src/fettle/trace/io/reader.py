@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fettle.errors import UsageError
-from fettle.procs.limits import granted_cores
+from fettle.procs.limits import granted_cores, granted_memory_bytes
 from fettle.trace.io import sidecar
 from fettle.trace.io.assemble import assemble
 from fettle.trace.io.decode import Columns
@@ -20,8 +20,8 @@ from fettle.trace.model import Ranks, Trace
 
 PARALLEL_ABOVE_BYTES = 160 << 20
 DEFAULT_MAX_EVENTS = 200_000_000
-MOST_AT_ONCE = 8
-"""Of more ranks than a machine usually has, what was worked out from one goes before the next one's turn."""
+BYTES_PER_EVENT = 300
+"""About what is worked out from an event by all questions of a report."""
 
 
 def load(
@@ -106,7 +106,8 @@ def load_all(path: str | Path, *, on_progress: Callable[[float], None] | None = 
             traces[i] = _noted(replace(trace, rank=free), note)
     first, *rest = sorted(traces, key=lambda t: t.rank)
     traces = [_noted(first, *(f"left out of the folder: {line}" for line in unreadable)), *rest]
-    return Ranks(traces) if len(traces) > MOST_AT_ONCE else traces
+    fit = BYTES_PER_EVENT * sum(trace.events.height for trace in traces) < granted_memory_bytes() / 2
+    return traces if fit else Ranks(traces)
 
 
 def _noted(trace: Trace, *notes: str) -> Trace:
