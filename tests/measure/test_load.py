@@ -32,8 +32,12 @@ def nvml(monkeypatch, *, running=(1,), utilisation=(), reasons=0, now=1500, miss
         "nvmlDeviceGetHandleByUUID": lambda uuid: uuid if uuid in gpus else not_found(),
         "nvmlDeviceGetComputeRunningProcesses": lambda device: [SimpleNamespace(pid=pid) for pid in running],
         "nvmlDeviceGetProcessUtilization": lambda device, since: (
-            [SimpleNamespace(pid=pid, smUtil=share, timeStamp=since + late_s * 1e6)
-             for pid, share in utilisation if device == gpus[-1]] or not_found()
+            [
+                SimpleNamespace(pid=pid, smUtil=share, timeStamp=since + late_s * 1e6)
+                for pid, share in utilisation
+                if device == gpus[-1]
+            ]
+            or not_found()
         ),
         "nvmlDeviceGetCurrentClocksThrottleReasons": lambda device: reasons if device == gpus[-1] else 0,
         "nvmlDeviceGetClockInfo": lambda device, which: now,

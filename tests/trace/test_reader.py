@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 
 from fettle.errors import UsageError
-from fettle.trace import Kind, load, load_all, time_account, trace_health
+from fettle.trace import Kind, load, load_all, time_account, trace_health, write_report
 from fettle.trace.frames import joined
 from fettle.trace.io import parallel, reader, sidecar, stream
 from fettle.trace.io.assemble import assemble
@@ -298,25 +298,19 @@ def test_columns_that_do_not_fit_into_memory(tmp_path: Path, monkeypatch: pytest
         load(training(50).write(tmp_path / "t.json"), use_sidecar=False)
 
 
-def test_of_ranks_that_do_not_fit_only_the_columns_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_fit_are_opened_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in range(3):
-        training(2).write(tmp_path / f"rank{rank}.json")
+        build = training(2)
+        build.metadata = {"distributedInfo": {"rank": rank}}
+        build.write(tmp_path / f"{rank}.json")
     monkeypatch.setattr(reader, "granted_memory_bytes", lambda: 1 << 30)
     every = load_all(tmp_path, use_sidecar=False)
     monkeypatch.setattr(reader, "granted_memory_bytes", lambda: 1000)
     few = load_all(tmp_path, use_sidecar=False)
     assert joined(few, time_account).equals(joined(every, time_account))
-    assert [["kept" in vars(traces[i]) for i in range(3)] for traces in (every, few)] == [[True] * 3, [False] * 3]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
-def test_columns_that_are_kept_leave_memory(tmp_path: Path) -> None:
-    build = training(3)
-    build.metadata["note"] = "x" * (1 << 20)
-    trace = load(build.write(tmp_path / "t.json"))
-    assert not trace.facts.from_sidecar
-    assert trace.ts.min() > 0
-    assert "events.arrow" in Path("/proc/self/maps").read_text()
+    assert not sum(held.events.height for held in list.__iter__(few))
+    assert [few[1].rank, *(trace.rank for trace in few[1:])] == [1, 1, 2]
+    assert write_report(few, tmp_path / "page.html") == []
 
 
 def test_a_folder_of_ranks(tmp_path: Path) -> None:

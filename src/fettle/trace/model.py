@@ -200,16 +200,26 @@ class Trace:
         return label or f"process {process} thread {tid}"
 
 
+def without_events(trace: Trace) -> Trace:
+    """What is held of a trace that does not fit into memory beside others."""
+    return replace(trace, events=trace.events.clear(), names=[], shapes=[], side={})
+
+
 class Ranks(list[Trace]):
-    """Traces that do not fit into memory together: who goes through them is given each anew, so that what was worked out from one goes when
-    its turn is over.
+    """Traces that do not fit into memory together. Who goes through them has one at a time: each is `opened` again when
+    its turn comes, from what is held of it.
     """
 
-    def __init__(self, traces: Iterable[Trace]) -> None:
-        super().__init__(replace(trace) for trace in traces)
+    def __init__(self, held: Iterable[Trace], opened: Callable[[Trace], Trace]) -> None:
+        super().__init__(held)
+        self.opened = opened
 
     def __iter__(self) -> Iterator[Trace]:
-        return (replace(trace) for trace in super().__iter__())
+        return map(self.opened, super().__iter__())
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        return self.opened(found) if isinstance(found, Trace) else list(map(self.opened, found))
 
 
 def per_trace(analysis: Callable[Concatenate[Trace, P], R]) -> Callable[Concatenate[Trace, P], R]:

@@ -183,7 +183,7 @@ def test_a_rule_speaks_in_the_modes_that_it_names(rule: str) -> None:
 MORE = [
     *((rule, evidence) for rule, evidence in PLANTED.items()),
     ("host-bound", replace(PLANTED["host-bound"], facts=facts(device="cuda"))),
-    ("int8", replace(PLANTED["int8"], facts=facts(cpu_flags=("avx512_vnni",), num_conv=9))),
+    ("int8", replace(PLANTED["int8"], facts=facts(cpu_flags=("avx2", "avx512_vnni"), num_conv=9))),
     ("threads", replace(PLANTED["threads"], facts=facts(threads=9), variants={"threads=1": (0.5, 0.4, 0.6)})),
     ("recompiles", seen(compile=health(recompiles=(Recompile("f", "/a/net.py", 4, "x.size()[0] == 3", "shape", 8),)))),
 ]
@@ -193,8 +193,8 @@ MORE = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("rule", "evidence"), MORE)
 def test_the_levels_that_a_rule_names_can_be_had_together(rule: str, evidence: Evidence, dtype: str) -> None:
-    able = {"packages": {"torchao": "1"}, "num_linear": 1, "physical_cores": 4, "dtype": dtype}
-    evidence = replace(evidence, facts=replace(evidence.facts, **able))  # type: ignore[arg-type]
+    able = {"packages": {"torchao": "1"}, "num_linear": 1, "physical_cores": 4, "calibration_batches": 2}
+    evidence = replace(evidence, facts=replace(evidence.facts, dtype=dtype, **able))  # type: ignore[arg-type]
     found = RULES[rule](evidence)
     assert found is not None or (rule, dtype) == ("weight-memory", "bfloat16")
     assert found is None or conflict(canonical(Recipe(found.levels)), evidence.facts) == ""

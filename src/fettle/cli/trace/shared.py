@@ -4,7 +4,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,31 +93,40 @@ listing = functools.partial(question, charted=False)
 """The same without a chart."""
 
 
-def read_traces(path: Path, fresh: bool = False) -> list[Trace]:
+def read_traces(path: Path, fresh: bool = False, own_end: bool = False) -> list[Trace]:
     """Read a trace or a folder; people see how far it is and how long it will take."""
     with _show.bar(f"reading {path}") as show:
-        return T.load_all(path, use_sidecar=not fresh, on_progress=lambda share: show(f"reading {path}", share, 1.0))
+        return T.load_all(
+            path,
+            own_end=own_end,
+            use_sidecar=not fresh,
+            on_progress=lambda share: show(f"reading {path}", share, 1.0),
+        )
 
 
 def open_traces(path: Path, fresh: bool, own_end: bool) -> list[Trace]:
     """Read a trace or a folder, and say what was left out of it and which answers are uncertain."""
-    traces = read_traces(path, fresh)
-    return type(traces)(_opened(trace, own_end, f"rank {trace.rank}") for trace in traces)
+    traces = read_traces(path, fresh, own_end)
+    for trace in traces:
+        _tell(trace, f"rank {trace.rank}")
+    return traces
 
 
 def open_one(path: Path, fresh: bool, own_end: bool = False, label: str = "") -> Trace:
     """The same of a trace, or of the first rank in a folder, and say so; `label` is what it is called."""
-    first, *others = read_traces(path, fresh)
-    if others:
+    traces = read_traces(path, fresh, own_end)
+    first = traces[0]
+    if len(traces) > 1:
         console(error=True).print(
-            f"{path}: of its {len(others) + 1} ranks only rank {first.rank} is taken; for another name its file",
+            f"{path}: of its {len(traces)} ranks only rank {first.rank} is taken; for another name its file",
             style="yellow", markup=False, soft_wrap=True,
         )  # fmt: skip
-    return _opened(first, own_end, label or f"rank {first.rank}")
+    _tell(first, label or f"rank {first.rank}")
+    return first
 
 
-def _opened(trace: Trace, own_end: bool, label: str) -> Trace:
-    trace = replace(trace, own_end=own_end)
+def _tell(trace: Trace, label: str) -> None:
+    """Say what was left out, and which answers are uncertain."""
     out, name = console(error=True), escape(label)
     for note in trace.facts.notes:
         from fettle.page import clean  # takes a while to load, and few have any
@@ -126,7 +135,6 @@ def _opened(trace: Trace, own_end: bool, label: str) -> Trace:
     uncertain = T.trace_health(trace).uncertain
     if uncertain:
         out.print(f"[yellow]{name}: uncertain: {', '.join(uncertain)}; see 'fettle trace health'[/]")
-    return trace
 
 
 def step_windows(own_end: bool) -> dict[str, str]:

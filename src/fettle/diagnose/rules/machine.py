@@ -69,7 +69,7 @@ def no_tf32(call: Evidence) -> Finding | None:
         ops,
         "torch.set_float32_matmul_precision('high')",
         seconds=0.85 * taken(ops),
-        levels={"matmul": "high"},
+        levels={"matmul": "high"} if call.facts.dtype == "float32" else {},
         formula="0.85 of the time of float32 products / call",
         after="torch.set_float32_matmul_precision('high')\ny = model(x)",
         opportunity=True,

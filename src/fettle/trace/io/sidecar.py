@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,8 @@ def read(path: Path, key: dict[str, Any]) -> Trace | None:
     return trace
 
 
-def write(trace: Trace, key: dict[str, Any]) -> Trace:
-    """Keep the columns, and give the trace with those: files that are mapped leave memory where room is needed. Where
-    the folder cannot be written, the trace as it was, which is then slower to open next time.
-    """
+def write(trace: Trace, key: dict[str, Any]) -> None:
+    """Keep the columns; a folder that cannot be written is not an error, the trace is only slower to open next time."""
     place = _place(key)
     with contextlib.suppress(OSError, ValueError, pl.exceptions.PolarsError):
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -99,5 +97,3 @@ def write(trace: Trace, key: dict[str, Any]) -> Trace:
             facts = {name: getattr(trace, name) for name in _AS_JSON} | {"key": key, "facts": asdict(trace.facts)}
             (made / _FACTS).write_text(json.dumps(facts))
         let_go(place.parent, _FACTS, MOST_BYTES)
-    kept = read(trace.path, key)
-    return trace if kept is None else replace(kept, facts=trace.facts)
