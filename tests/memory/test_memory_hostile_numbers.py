@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_machine import healthy_training
+from memory_machine import MIB, Machine, healthy_training, stack
 
 from fettle.errors import UsageError
 from fettle.memory import analyse, as_json, compare, parse, verdict
@@ -51,6 +53,28 @@ def test_any_number_anywhere(changes: list[tuple[int, int]], request_bytes: int)
         as_json(analysis)
         render(analysis)
     assert "\n" not in message
+
+
+def _huge(event: dict[str, Any]) -> None:
+    event["size"] = 2**63 - 1
+
+
+def _far(event: dict[str, Any]) -> None:
+    for key in event.keys() & {"addr", "address"}:
+        event[key] += 2**63 - MIB - 0x7F00_0000_0000
+
+
+@pytest.mark.parametrize("change", [_huge, _far])
+def test_what_64_bits_do_not_hold_at_the_moment_of_a_failed_request(change: Callable[[dict[str, Any]], None]) -> None:
+    machine = Machine()
+    address = machine.alloc(8 * MIB, stack("f"))
+    machine.note("oom", 17 * MIB, stack("g"), device_free=MIB)
+    machine.free(address)
+    data = machine.data()
+    blocks = [block for segment in data["segments"] for block in segment["blocks"]]
+    for row in (*data["device_traces"][0], *data["segments"], *(blocks if change is _far else ())):
+        change(row)
+    assert analyse(parse(data)).fit is not None
 
 
 def test_negative_sizes_are_told() -> None:

@@ -47,8 +47,15 @@ def test_the_command(tmp_path: Path, run_fettle: Run) -> None:
     assert (said.code, "blocks per SM" in said.err) == (2, True)
 
 
-def test_a_file_that_is_gone_has_none(tmp_path: Path) -> None:
+def test_the_file_is_not_read_again(tmp_path: Path) -> None:
     trace = build().load(tmp_path)
     trace.path.unlink()
-    assert sm_efficiency(trace).is_empty()
-    assert kernels_by_sm(trace).is_empty()
+    assert sm_efficiency(trace).height == 1
+    assert kernels_by_sm(trace).height == 3
+
+
+def test_numbers_that_are_none_cost_the_others_nothing(tmp_path: Path) -> None:
+    made = build().kernel("odd", 1195, 5, **{"blocks per SM": [1], "est. achieved occupancy %": "x"})
+    trace = made.kernel("unsaid", 1198, 1, **{"blocks per SM": 1}).load(tmp_path)
+    assert trace.side["launches"]["blocks_per_sm"].to_list() == [0.5, 0.25, 3, 1]
+    assert trace.side["launches"]["occupancy"].to_list() == [25, 50, 100, None]

@@ -337,7 +337,9 @@ def test_thinned_lines_keep_their_peaks() -> None:
 def test_a_chart_survives_text_that_a_picture_cannot_hold(tmp_path: Path, run_fettle: Run) -> None:
     path = training(3, name="bad\x00\x1b[31m\ud800name").write(tmp_path / "t.json")
     for suffix in ("svg", "png", "html", "json"):
-        assert run_fettle("trace", "kernels", path, "--output", tmp_path / f"c.{suffix}").code == 0
+        said = run_fettle("trace", "kernels", path, "--output", tmp_path / f"c.{suffix}")
+        assert said.code == 0
+        assert "\x1b" not in said.out
     assert "\x1b" not in (tmp_path / "c.svg").read_text()
 
 

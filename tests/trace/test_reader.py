@@ -12,8 +12,9 @@ import polars as pl
 import pytest
 
 from fettle.errors import UsageError
-from fettle.trace import Kind, load, load_all, trace_health
-from fettle.trace.io import parallel, sidecar, stream
+from fettle.trace import Kind, load, load_all, time_account, trace_health, write_report
+from fettle.trace.frames import joined
+from fettle.trace.io import parallel, reader, sidecar, stream
 from fettle.trace.io.assemble import assemble
 from tests.trace.build import Build, training
 
@@ -290,6 +291,28 @@ def test_more_events_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         load(training(50).write(tmp_path / "t.json"), use_sidecar=False, max_events=10)
 
 
+def test_columns_that_do_not_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "BLOCK_BYTES", 500)
+    monkeypatch.setattr(stream, "granted_memory_bytes", lambda: stream.SPARE_BYTES + 100)
+    with pytest.raises(UsageError, match=r"t\.json: no memory is left after its first \d+ events"):
+        load(training(50).write(tmp_path / "t.json"), use_sidecar=False)
+
+
+def test_ranks_that_do_not_fit_are_opened_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in range(3):
+        build = training(2)
+        build.metadata = {"distributedInfo": {"rank": rank}}
+        build.write(tmp_path / f"{rank}.json")
+    monkeypatch.setattr(reader, "granted_memory_bytes", lambda: 1 << 30)
+    every = load_all(tmp_path, use_sidecar=False)
+    monkeypatch.setattr(reader, "granted_memory_bytes", lambda: 1000)
+    few = load_all(tmp_path, use_sidecar=False)
+    assert joined(few, time_account).equals(joined(every, time_account))
+    assert not sum(held.events.height for held in list.__iter__(few))
+    assert [few[1].rank, *(trace.rank for trace in few[1:])] == [1, 1, 2]
+    assert write_report(few, tmp_path / "page.html") == []
+
+
 def test_a_folder_of_ranks(tmp_path: Path) -> None:
     for i, rank in enumerate((1, 0, 1)):
         build = training(2)
@@ -396,6 +419,21 @@ def test_one_odd_event_costs_the_others_no_digits(tmp_path: Path, name: bytes, b
     )
     trace = load(tmp_path / "t.json", use_sidecar=False)
     assert trace.ts.tolist() == [1_700_000_000_000_000_123, 1_700_000_000_000_000_457]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [b"1e999990", b'1, "args": {"x": ' + b"[" * 5000 + b"]" * 5000 + b"}"],
+    ids=["a clock that is no time", "deep nesting"],
+)
+def test_what_no_event_holds_costs_no_time_beside_clocks_since_1970(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: bytes
+) -> None:
+    monkeypatch.setattr(stream, "BLOCK_BYTES", 2000)
+    event = b'{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "dur": 1, "ts": %s}'
+    events = b", ".join(event % ts for ts in (b"1700000000000000.5", odd, *[b"1700000000000001.5"] * 99))
+    (tmp_path / "t.json").write_bytes(b'{"traceEvents": [%s]}' % events)
+    assert load(tmp_path / "t.json", use_sidecar=False).events.height == 100
 
 
 def test_a_rank_claimed_twice_does_not_push_others_aside(tmp_path: Path) -> None:

@@ -92,7 +92,9 @@ def of_trace(path: Path, calls: int = 0, operators: Collection[str] = ()) -> OfF
     if recorded and "account" not in uncertain:  # nothing else is asked of it
         uncertain = ()
     notes = [f"{path.name}: uncertain: {', '.join(uncertain)}"] if uncertain else []
-    findings, budget = trace_findings(trace)
+    from fettle.page import clean  # takes a while to load
+
+    findings, budget = clean(trace_findings(trace))
     if not budget:
         raise UsageError(f"{path.name}: its events take no time, there is nothing to account for")
     table = kernels_under(trace, {name.replace(".", "::", 1) for name in operators}) if recorded else None

@@ -139,7 +139,8 @@ def with_gpu(load: Load, uuid: str, own: Collection[int]) -> Load:
             samples = []
         busiest: dict[int, float] = {}
         for sample in samples:
-            if sample.pid not in own:
+            # One from a moment that is still to come was taken before the clock was set back.
+            if sample.pid not in own and sample.timeStamp <= time.time() * 1e6:
                 busiest[sample.pid] = max(busiest.get(sample.pid, 0.0), sample.smUtil / 100)
         others = max([sum(busiest.values()), *([others] if others > 0 else [])])
     try:

@@ -10,6 +10,7 @@ free space. Expandable segments change their extent by mapping pages and cannot 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -121,7 +122,7 @@ def _blocks(snapshot: Snapshot, replay: Replay, segments: Segments, event: int) 
             made.append((segment, at, end - at, 0, int(State.INACTIVE), 0))
         elif end > at:
             made[-1] = (*made[-1][:2], end - made[-1][1], *made[-1][3:])
-    columns = np.array(made, np.int64).reshape(-1, 6)
+    columns = _wrapped(made).reshape(-1, 6)
     return Blocks(
         segment=columns[:, 0],
         address=columns[:, 1],
@@ -137,10 +138,15 @@ def _rounded_sizes(snapshot: Snapshot, replay: Replay, rows: Ints) -> Ints:
     """The true size of allocations that are still there, the requested size of others as the allocator rounds it."""
     table = replay.allocations
     distinct, where = np.unique(table.size_bytes[rows], return_inverse=True)
-    rounded = np.array([round_size(size, snapshot.settings) for size in distinct.tolist()], np.int64)[where]
+    rounded = _wrapped([round_size(size, snapshot.settings) for size in distinct.tolist()])[where]
     blocks = snapshot.blocks
     in_use = blocks.state != State.INACTIVE
     true_size = dict(zip(blocks.address[in_use].tolist(), blocks.size_bytes[in_use].tolist(), strict=True))
     for index in np.flatnonzero(table.death[rows] >= len(replay.trace)).tolist():
         rounded[index] = true_size.get(int(table.address[rows[index]]), int(rounded[index]))
     return rounded
+
+
+def _wrapped(numbers: list[Any]) -> Ints:
+    """As a column holds them: where a hostile file's numbers overflow 64 bits they wrap around, as in the replay."""
+    return (np.array(numbers, object) & (1 << 64) - 1).astype(np.uint64).astype(np.int64)

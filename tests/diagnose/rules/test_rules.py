@@ -26,10 +26,11 @@ from fettle.diagnose import (
 from fettle.diagnose.collectors.waiting import LoaderClock, waiting
 from fettle.diagnose.compile_health import CacheHealth, CompileHealth, GraphBreak, LimitHit, Recompile
 from fettle.diagnose.evidence import Batches, Fresh, Kept, Kernel, Loading, Padding, Weights
+from fettle.diagnose.rules import trace as trace_rules
 from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
 from fettle.result import Advice, Limits
-from fettle.techniques import Facts, canonical, conflict
+from fettle.techniques import Facts, canonical, check_names, conflict
 from fettle.verifying import verify
 
 PEAKS = {"matmul_float32": 1e11, "matmul_bfloat16": 1e12, "copy": 1e10}
@@ -179,14 +180,30 @@ def test_a_rule_speaks_in_the_modes_that_it_names(rule: str) -> None:
     assert "inference" in RULES[rule].modes
 
 
-@pytest.mark.parametrize("rule", PLANTED)
-def test_the_levels_that_a_rule_names_can_be_had_together(rule: str) -> None:
-    here = PLANTED[rule].facts
-    able = {"packages": {"torchao": "1"}, "num_linear": 1, "physical_cores": 4, "dtype": "float32"}
-    evidence = replace(PLANTED[rule], facts=replace(here, **able))  # type: ignore[arg-type]
+MORE = [
+    *((rule, evidence) for rule, evidence in PLANTED.items()),
+    ("host-bound", replace(PLANTED["host-bound"], facts=facts(device="cuda"))),
+    ("int8", replace(PLANTED["int8"], facts=facts(cpu_flags=("avx2", "avx512_vnni"), num_conv=9))),
+    ("threads", replace(PLANTED["threads"], facts=facts(threads=9), variants={"threads=1": (0.5, 0.4, 0.6)})),
+    ("recompiles", seen(compile=health(recompiles=(Recompile("f", "/a/net.py", 4, "x.size()[0] == 3", "shape", 8),)))),
+]
+"""The same, and what else makes a rule name levels."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rule", "evidence"), MORE)
+def test_the_levels_that_a_rule_names_can_be_had_together(rule: str, evidence: Evidence, dtype: str) -> None:
+    able = {"packages": {"torchao": "1"}, "num_linear": 1, "physical_cores": 4, "calibration_batches": 2}
+    evidence = replace(evidence, facts=replace(evidence.facts, dtype=dtype, **able))  # type: ignore[arg-type]
     found = RULES[rule](evidence)
-    assert found is not None
-    assert conflict(canonical(Recipe(found.levels)), evidence.facts) == ""
+    assert found is not None or (rule, dtype) == ("weight-memory", "bfloat16")
+    assert found is None or conflict(canonical(Recipe(found.levels)), evidence.facts) == ""
+
+
+@pytest.mark.parametrize("found", trace_rules._CAUSES.values(), ids=lambda found: found.rule)
+def test_the_levels_that_a_trace_names_can_be_had_together(found: Finding) -> None:
+    check_names(Recipe(found.levels))
+    assert conflict(Recipe(found.levels), facts(device="cuda")) == ""
 
 
 def test_a_compile_cache_that_does_not_last_is_an_opportunity() -> None:

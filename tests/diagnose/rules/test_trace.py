@@ -39,6 +39,18 @@ def test_no_wait_no_finding(tmp_path: Path) -> None:
     assert "data-wait" not in [finding.rule for finding in trace_findings(on_device(10).load(tmp_path))[0]]
 
 
+@pytest.mark.parametrize(
+    ("operator", "named"), [("aten::mm\x1b[2J", True), ("autograd::engine::evaluate_function: X", False)]
+)
+def test_graphs_are_named_for_inference_alone(operator: str, named: bool, tmp_path: Path) -> None:
+    made = Build().step(0, 0, 1000).op(operator, 100, 700).kernel("gemm", 810, 180, call=790)
+    (tmp_path / "t.json").write_text(made.text())
+    (found,) = of_trace(tmp_path / "t.json").findings
+    assert found.rule == "launch-bound"
+    assert dict(found.levels) == ({"cuda_graphs": "on", "grad": "inference_mode"} if named else {})
+    assert "\x1b" not in str(found)
+
+
 def test_waiting_behind_a_busy_device_cannot_be_won(tmp_path: Path) -> None:
     made = Build().step(0, 0, 1000)
     made.kernel("gemm", 10, 990, call=1)

@@ -41,10 +41,7 @@ def occupancy(traces: list[Trace]) -> Answer:
     """
     table = joined(traces, T.kernels_by_sm)
     if not table.height:
-        raise UsageError(
-            "no kernel of this trace has its blocks per SM, which PyTorch records on NVIDIA's GPUs, or the file could "
-            "not be read again"
-        )
+        raise UsageError("no kernel of this trace has its blocks per SM, which PyTorch records on NVIDIA's GPUs")
     frames = {"sm_efficiency": joined(traces, T.sm_efficiency), "kernels": table}
     return Answer(frames, chart=lambda charts: charts.bar_chart(table, "name", "unused_ns"))
 

@@ -150,7 +150,7 @@ def compare(
     )
     if as_json:
         figures = {name: getattr(result, name) for name in ("before_ns", "after_ns", "change_ns", "low_ns", "high_ns")}
-        notes = {"notes": list(result.notes), "uncertain": doubts({"before": first, "after": second})}
+        notes = {"notes": list(result.notes), "uncertain": doubts([("before", first), ("after", second)])}
         frames = {"parts": shown, "work": result.work, "operators": result.operators}
         show(Answer(frames, figures | notes), as_json, rows)
         return

@@ -3,8 +3,8 @@
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,37 +93,48 @@ listing = functools.partial(question, charted=False)
 """The same without a chart."""
 
 
-def read_traces(path: Path, fresh: bool = False) -> list[Trace]:
+def read_traces(path: Path, fresh: bool = False, own_end: bool = False) -> list[Trace]:
     """Read a trace or a folder; people see how far it is and how long it will take."""
     with _show.bar(f"reading {path}") as show:
-        return T.load_all(path, use_sidecar=not fresh, on_progress=lambda share: show(f"reading {path}", share, 1.0))
+        return T.load_all(
+            path,
+            own_end=own_end,
+            use_sidecar=not fresh,
+            on_progress=lambda share: show(f"reading {path}", share, 1.0),
+        )
 
 
 def open_traces(path: Path, fresh: bool, own_end: bool) -> list[Trace]:
     """Read a trace or a folder, and say what was left out of it and which answers are uncertain."""
-    return [_opened(trace, own_end, f"rank {trace.rank}") for trace in read_traces(path, fresh)]
+    traces = read_traces(path, fresh, own_end)
+    for trace in traces:
+        _tell(trace, f"rank {trace.rank}")
+    return traces
 
 
 def open_one(path: Path, fresh: bool, own_end: bool = False, label: str = "") -> Trace:
     """The same of a trace, or of the first rank in a folder, and say so; `label` is what it is called."""
-    first, *others = read_traces(path, fresh)
-    if others:
+    traces = read_traces(path, fresh, own_end)
+    first = traces[0]
+    if len(traces) > 1:
         console(error=True).print(
-            f"{path}: of its {len(others) + 1} ranks only rank {first.rank} is taken; for another name its file",
+            f"{path}: of its {len(traces)} ranks only rank {first.rank} is taken; for another name its file",
             style="yellow", markup=False, soft_wrap=True,
         )  # fmt: skip
-    return _opened(first, own_end, label or f"rank {first.rank}")
+    _tell(first, label or f"rank {first.rank}")
+    return first
 
 
-def _opened(trace: Trace, own_end: bool, label: str) -> Trace:
-    trace = replace(trace, own_end=own_end)
+def _tell(trace: Trace, label: str) -> None:
+    """Say what was left out, and which answers are uncertain."""
     out, name = console(error=True), escape(label)
     for note in trace.facts.notes:
-        out.print(f"[yellow]{name}: {escape(note)}[/]")
+        from fettle.page import clean  # takes a while to load, and few have any
+
+        out.print(f"[yellow]{name}: {escape(clean(note))}[/]")
     uncertain = T.trace_health(trace).uncertain
     if uncertain:
         out.print(f"[yellow]{name}: uncertain: {', '.join(uncertain)}; see 'fettle trace health'[/]")
-    return trace
 
 
 def step_windows(own_end: bool) -> dict[str, str]:
@@ -139,7 +150,7 @@ def show(answer: Answer, as_json: bool, rows: int, traces: Sequence[Trace] = ())
     if as_json:
         data = {name: frame.to_dicts() for name, frame in {**answer.frames, **answer.long()}.items()} | answer.notes
         if traces:
-            known = doubts({f"rank {trace.rank}": trace for trace in traces})
+            known = doubts((f"rank {trace.rank}", trace) for trace in traces)
             data["uncertain"] = known | {rank: [*known.get(rank, []), *more] for rank, more in answer.doubts.items()}
         print(json.dumps(plain(data), default=str))
         return
@@ -153,9 +164,9 @@ def show(answer: Answer, as_json: bool, rows: int, traces: Sequence[Trace] = ())
             out.print(f"{name.replace('_', ' ')}: nothing")
 
 
-def doubts(traces: dict[str, Trace]) -> dict[str, list[str]]:
+def doubts(traces: Iterable[tuple[str, Trace]]) -> dict[str, list[str]]:
     """Which analyses are uncertain for each trace; traces without any are left out."""
-    uncertain = {name: list(T.trace_health(trace).uncertain) for name, trace in traces.items()}
+    uncertain = {name: list(T.trace_health(trace).uncertain) for name, trace in traces}
     return {name: analyses for name, analyses in uncertain.items() if analyses}
 
 
@@ -173,13 +184,14 @@ def _since_the_first(frame: pl.DataFrame) -> pl.DataFrame:
 
 def _print_table(out: Console, title: str, frame: pl.DataFrame, rows: int) -> None:
     """One table; columns that say nothing are left out."""
+    from fettle.page import clean
     from fettle.trace.report.section import as_table, cell
 
     same = [c for c in ("rank", "device") if c in frame.columns and frame[c].n_unique() == 1]
     empty = [c for c in frame.columns if c.startswith("idle_") and frame[c].dtype.is_numeric() and not frame[c].sum()]
     shared = ", ".join(f"{c} {frame[c][0]}" for c in same if frame[c][0] != -1)
     table = as_table(frame.drop(same, empty), rows, title + (f" ({shared})" if shared else ""), cell)
-    _show.print_table(out, table)
+    _show.print_table(out, clean(table))
     if frame.height > rows:
         out.print(f"{frame.height - rows} more rows: --rows {frame.height}")
 

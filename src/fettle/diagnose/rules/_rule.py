@@ -18,6 +18,7 @@ UNKNOWN = (0.0, 0.0, 0.0)
 """Share saved and its interval where nothing was tried."""
 OPTIMIZER = ("addcdiv_", "addcmul_", "lerp_")
 """In-place operators that hardly anything but an optimizer's step uses."""
+GRAPHS = {"cuda_graphs": "on", "grad": "inference_mode"}
 
 Mode = Literal["inference", "training"]
 cause = functools.partial(Finding, "")
@@ -111,6 +112,11 @@ def about_operators(
         after=after,
         opportunity=opportunity,
     )
+
+
+def in_bf16(call: Evidence) -> dict[str, str]:
+    """The level that stores float32 weights in bfloat16; none where they are of another type."""
+    return {"precision": "bf16"} if call.facts.dtype == "float32" else {}
 
 
 def unfused(call: Evidence) -> float:

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from fettle.diagnose.evidence import MATRIX, Evidence, Operation
 from fettle.diagnose.finding import Finding
-from fettle.diagnose.rules._rule import LEAST, OPTIMIZER, UNKNOWN, about_operators, cause, named, rule, short, taken
+from fettle.diagnose.rules._rule import (
+    GRAPHS,
+    LEAST,
+    OPTIMIZER,
+    UNKNOWN,
+    about_operators,
+    cause,
+    named,
+    rule,
+    short,
+    taken,
+)
 
 
 @rule("inference")
@@ -65,7 +76,7 @@ def host_bound(call: Evidence) -> Finding | None:
     if calls < 20 or call.share(call.host_s - without_core_s) < 0.25 or call.slept_s > 0.3 * call.wall_s:
         return None
     line = f"{calls} operators a call; {call.host_s * 1e6 / calls:.0f} us of host time around each"
-    levels = {"cuda_graphs": "on"} if call.facts.device == "cuda" else {"compile": "default", "grad": "inference_mode"}
+    levels = GRAPHS if call.facts.device == "cuda" else {"compile": "default", "grad": "inference_mode"}
     return cause(
         "The host's work around many small operators takes longer than they do.",
         bound=call.share(call.host_s),

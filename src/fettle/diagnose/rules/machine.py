@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from fettle.diagnose.evidence import LAYOUT, MATRIX, POINTWISE, Evidence
 from fettle.diagnose.finding import Finding
-from fettle.diagnose.rules._rule import CROWDED, LEAST, UNKNOWN, about_operators, above_peak, cause, rule, taken
+from fettle.diagnose.rules._rule import (
+    CROWDED,
+    LEAST,
+    UNKNOWN,
+    about_operators,
+    above_peak,
+    cause,
+    in_bf16,
+    rule,
+    taken,
+)
 
 
 @rule("inference", "training")
@@ -22,7 +32,7 @@ def float32(call: Evidence) -> Finding | None:
         ops,
         "run the model in bfloat16, or under autocast",
         seconds=above_peak(call, ops, "bfloat16") + 0.5 * taken(pointwise),
-        levels={"precision": "bf16"},
+        levels=in_bf16(call),
         more=(line,),
         formula="(products in float32 - their FLOPs at the measured bfloat16 peak, half of element-wise work) / call",
         after="model.bfloat16()\ny = model(x.bfloat16())",
@@ -59,7 +69,7 @@ def no_tf32(call: Evidence) -> Finding | None:
         ops,
         "torch.set_float32_matmul_precision('high')",
         seconds=0.85 * taken(ops),
-        levels={"matmul": "high"},
+        levels={"matmul": "high"} if call.facts.dtype == "float32" else {},
         formula="0.85 of the time of float32 products / call",
         after="torch.set_float32_matmul_precision('high')\ny = model(x)",
         opportunity=True,

@@ -8,7 +8,7 @@ import torch
 
 from fettle.diagnose.evidence import CAST, INDEX, LAYOUT, POINTWISE, Evidence
 from fettle.diagnose.finding import Finding
-from fettle.diagnose.rules._rule import about_operators, named, rule, taken
+from fettle.diagnose.rules._rule import about_operators, in_bf16, named, rule, taken
 
 
 @rule("inference", "training")
@@ -21,7 +21,7 @@ def casts(call: Evidence) -> Finding | None:
         "Tensors are converted between types on every call.",
         ops,
         "convert weights once, or keep a chain of operations in one type",
-        levels={"precision": "bf16"} if any(op.dtype in ("bfloat16", "float16") for op in ops) else {},
+        levels=in_bf16(call) if any(op.dtype in ("bfloat16", "float16") for op in ops) else {},
         # Each makes a tensor, for which the C library need not fetch memory any more.
         formula="time of casts, with what fetching memory costs / call",
         besides=min(spent, call.fresh.seconds),
@@ -134,7 +134,7 @@ def recurrent(call: Evidence) -> Finding | None:
         ops,
         "more rows a call, bfloat16, or another runtime",
         seconds=0.9 * taken(ops),
-        levels={"precision": "bf16"},
+        levels=in_bf16(call),
         least=0.3,
         formula="9/10 of the time of recurrent layers / call",
         before="y, state = lstm(x)",

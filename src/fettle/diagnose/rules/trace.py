@@ -16,7 +16,7 @@ import numpy as np
 import polars as pl
 
 from fettle.diagnose.finding import Finding
-from fettle.diagnose.rules._rule import LEAST
+from fettle.diagnose.rules._rule import GRAPHS, LEAST
 from fettle.trace import (
     CAUSES_OF_HOST,
     Kind,
@@ -60,14 +60,14 @@ _CAUSES = {
         "The device idles while the host runs Python.",
         advice="compile the model, or record CUDA graphs",
         after="model = torch.compile(model)\ny = model(x)",
-        levels={"cuda_graphs": "on"},
+        levels=GRAPHS,
     ),
     "idle_operator": Finding(
         "launch-bound",
         "The device idles while the host is inside operators: many small kernels.",
         advice="compile the model, or record CUDA graphs",
         after="model = torch.compile(model, mode='reduce-overhead')\ny = model(x)",
-        levels={"cuda_graphs": "on"},
+        levels=GRAPHS,
     ),
     "idle_runtime_call": Finding(
         "runtime-calls",
@@ -81,14 +81,14 @@ _CAUSES = {
         "The device idles while kernels are being launched.",
         advice="record CUDA graphs",
         after="graph.replay()",
-        levels={"cuda_graphs": "on"},
+        levels=GRAPHS,
     ),
     "idle_launch_latency": Finding(
         "launch-latency",
         "The device idles between a launch and its start.",
         advice="record CUDA graphs, or keep more work queued",
         after="graph.replay()",
-        levels={"cuda_graphs": "on"},
+        levels=GRAPHS,
     ),
     "idle_other_rank": Finding(
         "other-rank",
@@ -173,6 +173,7 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
     unknown = 0.0 if on_device else share["idle_host_untraced"]
     left = 1 - (_profiler_ns(trace) + (0 if on_device else _slowed_ns(trace))) / wall_ns
     details = _details(trace)
+    trains = any(name.startswith("autograd::engine") for name in trace.names)  # graphs are recorded of inference alone
 
     findings = []
     for name, cause in _CAUSES.items():
@@ -206,7 +207,7 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
                     *([f"meanwhile: {meanwhile}"] if meanwhile else []),
                 ),
                 parts=((cause.rule, lost), ("the rest", 1 - lost)),
-                levels=cause.levels if on_device else {},
+                levels=cause.levels if on_device and not (trains and cause.levels == GRAPHS) else {},
                 formula=formula + (")" if on_device else " - what operators took longer than the fastest alike)"),
             )
         )

@@ -53,13 +53,13 @@ def match_collectives(traces: list[Trace]) -> pl.DataFrame:
     agree; send-receive kernels, whose partner is not named, and exchanges of all with all whose sizes differ by rank
     count only where every rank has the same number of them. Only keys seen on two ranks or more are kept.
     """
-    frames = []
+    frames, base = [], _base_ns(traces[0])
     for trace in traces:
         frame = collectives(trace).filter(pl.col("collective") != "unknown")
         short = pl.Series([short_kernel_name(n) for n in frame["name"]], dtype=pl.String())
         size, uneven = pl.coalesce(pl.col("bytes").cast(pl.String()), short), pl.col("collective") == "alltoall"
         frame = frame.with_columns(
-            start_ns=pl.col("start_ns") + (_base_ns(trace) - _base_ns(traces[0])),
+            start_ns=pl.col("start_ns") + (_base_ns(trace) - base),
             family=pl.format("{}|{}|{}", "group", "collective", pl.when(uneven).then(pl.lit("")).otherwise(size)),
         )
         order = pl.len().over("family") - 1 - pl.int_range(pl.len()).over("family")
@@ -116,7 +116,8 @@ def clock_shifts(traces: list[Trace], clocks: pl.DataFrame | None = None) -> dic
     """
     clocks = clock_offsets(match_collectives(traces)) if clocks is None else clocks
     offsets = dict(zip(clocks["rank"], clocks["offset_ns"], strict=True))
-    return {t.rank: int(offsets.get(t.rank, 0)) - (_base_ns(t) - _base_ns(traces[0])) for t in traces}
+    base = _base_ns(traces[0])
+    return {t.rank: int(offsets.get(t.rank, 0)) - (_base_ns(t) - base) for t in traces}
 
 
 def _base_ns(trace: Trace) -> int:

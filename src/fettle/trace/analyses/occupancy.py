@@ -12,16 +12,16 @@ import polars as pl
 from fettle.trace.analyses.steps import step_windows
 from fettle.trace.frames import frame_of, names_of_rows, with_rank
 from fettle.trace.intervals import length_within, levels, merge, split, total
-from fettle.trace.io.arguments import kernel_launches
 from fettle.trace.model import Trace, per_trace
 
 
 @per_trace
 def _launches(trace: Trace) -> pl.DataFrame:
-    """Kernels whose launch was recorded: row, device, name, dur, blocks_per_sm, occupancy."""
-    found = kernel_launches(trace)
+    """Kernels whose launch was recorded: row, device, name, dur, blocks_per_sm, occupancy (0 to 1)."""
+    found = trace.side["launches"]
     rows = found["row"].to_numpy()
     return found.with_columns(
+        pl.col("occupancy") / 100,
         device=pl.Series(trace.column("device")[rows].astype(np.int64)),
         name=names_of_rows(trace, rows),
         dur=pl.Series(trace.dur[rows]),

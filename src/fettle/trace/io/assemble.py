@@ -83,6 +83,6 @@ def _rank(path: Path, metadata: dict[str, Any]) -> int:
     info = metadata.get("distributedInfo")
     recorded = info.get("rank") if isinstance(info, dict) else None
     if isinstance(recorded, int) and 0 <= recorded < 10**7:
-        return recorded
+        return int(recorded)
     match = _RANK_IN_NAME.search(path.name)
     return int(match.group(1)) if match else 0

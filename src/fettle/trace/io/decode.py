@@ -144,7 +144,7 @@ class Columns:
             events = [e for e in decode_exact(b"[" + chunk + b"]") if e.ph == "X"]
             ts = np.array([whole_ns(e.ts) for e in events], dtype=np.int64)
             dur = np.array([whole_ns(e.dur) for e in events], dtype=np.int64)
-        except (msgspec.DecodeError, UnicodeDecodeError, ValueError, ArithmeticError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, ArithmeticError):
             return None
         return (ts, dur) if len(events) == count else None
 

@@ -32,6 +32,8 @@ class Args(msgspec.Struct, gc=False):
     sync: Any = msgspec.field(name="cuda_sync_kind", default=None)
     wait_on_stream: Any = None
     wait_on_record: Any = msgspec.field(name="wait_on_cuda_event_record_corr_id", default=None)
+    blocks: float | None = msgspec.field(name="blocks per SM", default=None)
+    occupancy: float | None = msgspec.field(name="est. achieved occupancy %", default=None)
     file: Any = msgspec.field(name="kernel_file", default=None)
     address: Any = msgspec.field(name="Addr", default=None)
     memory_bytes: Any = msgspec.field(name="Bytes", default=None)

@@ -82,5 +82,8 @@ def stream_number(value: Any) -> int:
 
 
 def whole_ns(microseconds: Decimal | None) -> int:
-    """Decimal microseconds to the nearest nanosecond."""
-    return int(((microseconds or Decimal(0)) * 1000).to_integral_value())
+    """Decimal microseconds to the nearest nanosecond. Raises `OverflowError` for more than 64 bits hold."""
+    nanoseconds = (microseconds or Decimal(0)) * 1000
+    if nanoseconds.adjusted() > 18:  # writing out 1e999999 would take minutes
+        raise OverflowError
+    return int(nanoseconds.to_integral_value())

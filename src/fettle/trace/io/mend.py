@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from fettle.trace.io.events import Args, Event
-from fettle.trace.io.fields import integer
+from fettle.trace.io.fields import integer, number
 
 
 def read_event_by_event(text: bytes) -> tuple[list[dict[str, Any]], bytes, int]:
@@ -97,6 +97,7 @@ def _clock(value: Any) -> float | int | None:
 # How the arguments are made to fit that are not `Any`; None leaves what stands for one that is not there.
 _FIT: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("correlation", "external", "external_old", "sequence"), integer),
+    **dict.fromkeys(("blocks", "occupancy"), number),
     **dict.fromkeys(("stream", "device"), lambda value: value if isinstance(value, (int, str)) else None),
     "dims": lambda value: msgspec.Raw(json.dumps(value).encode()) if isinstance(value, list) else None,
 }

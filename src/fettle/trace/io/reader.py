@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from fettle.errors import UsageError
-from fettle.procs.limits import granted_cores
+from fettle.procs.limits import granted_cores, granted_memory_bytes
 from fettle.trace.io import sidecar
 from fettle.trace.io.assemble import assemble
 from fettle.trace.io.decode import Columns
 from fettle.trace.io.parallel import read_in_parallel
 from fettle.trace.io.stream import Counted, begin, feed, parse_metadata, text_of
-from fettle.trace.model import Trace
+from fettle.trace.model import Ranks, Trace, without_events
 
 PARALLEL_ABOVE_BYTES = 160 << 20
 DEFAULT_MAX_EVENTS = 200_000_000
+BYTES_PER_EVENT = 400
+"""About what an event takes, and what all questions of a report work out from it."""
 
 
 def load(
@@ -69,20 +71,28 @@ def load(
     return trace if rank is None else replace(trace, rank=rank)
 
 
-def load_all(path: str | Path, *, on_progress: Callable[[float], None] | None = None, **options: Any) -> list[Trace]:
+def load_all(
+    path: str | Path, *, own_end: bool = False, on_progress: Callable[[float], None] | None = None, **options: Any
+) -> list[Trace]:
     """Open a file, or every trace in a folder (`*.json`, `*.json.gz`), one trace a rank, ordered by rank.
 
     Two files that claim one rank get different ones, and a file that cannot be read is left out: the health report says
-    so. Raises `UsageError` where none can be read.
+    so. Where they do not fit into memory together, each is opened again when its turn comes. With `own_end` steps end
+    with their own annotations. Raises `UsageError` where none can be read.
     """
     path = Path(path)
     if not path.is_dir():
-        return [load(path, on_progress=on_progress, **options)]
+        return [replace(load(path, on_progress=on_progress, **options), own_end=own_end)]
     files = sorted(p for p in path.iterdir() if p.is_file() and p.name.endswith((".json", ".json.gz", ".gz")))
     if not files:
         raise UsageError(f"no *.json or *.json.gz traces in {path}")
     traces: list[Trace] = []
     unreadable: list[str] = []
+    events, room = 0, granted_memory_bytes() / 2
+
+    def again(held: Trace) -> Trace:
+        return replace(load(held.path, **options), rank=held.rank, facts=held.facts, own_end=own_end)
+
     for number, file in enumerate(files):
 
         def one(share: float, number: int = number) -> None:
@@ -90,9 +100,13 @@ def load_all(path: str | Path, *, on_progress: Callable[[float], None] | None = 
                 on_progress((number + share) / len(files))
 
         try:
-            traces.append(load(file, on_progress=one, **options))
+            traces.append(replace(load(file, on_progress=one, **options), own_end=own_end))
         except UsageError as error:
             unreadable.append(str(error))
+            continue
+        events += traces[-1].events.height
+        if events * BYTES_PER_EVENT > room:
+            traces = list(map(without_events, traces))
     if not traces:
         raise UsageError(unreadable[0])
     claimed = {trace.rank for trace in traces}
@@ -103,7 +117,8 @@ def load_all(path: str | Path, *, on_progress: Callable[[float], None] | None = 
             note = f"rank {trace.rank} is claimed by another file too; called {free} here"
             traces[i] = _noted(replace(trace, rank=free), note)
     first, *rest = sorted(traces, key=lambda t: t.rank)
-    return [_noted(first, *(f"left out of the folder: {line}" for line in unreadable)), *rest]
+    traces = [_noted(first, *(f"left out of the folder: {line}" for line in unreadable)), *rest]
+    return traces if events * BYTES_PER_EVENT <= room else Ranks(traces, again)
 
 
 def _noted(trace: Trace, *notes: str) -> Trace:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from fettle.trace.io.fields import integer, integers, number, say, stream_number
+from fettle.trace.io.fields import integer, integers, number, say, stream_number, to_array
 from fettle.trace.kinds import Kind
 from fettle.trace.model import SIDE_TABLES, ReadFacts
 
@@ -63,6 +63,14 @@ class SideTables:
         copies = [i for i in copies if args[i].bytes is not None or args[i].gb_per_s is not None]
         self._arguments("copies", copies, args, base)
         kernels = np.flatnonzero(kind == Kind.KERNEL).tolist()
+        blocks = to_array([args[i].blocks for i in kernels])
+        launched = np.flatnonzero(blocks >= 0)  # -1: not known to the profiler
+        self.put(
+            "launches",
+            row=[base + kernels[i] for i in launched.tolist()],
+            blocks_per_sm=blocks[launched].tolist(),
+            occupancy=[args[kernels[i]].occupancy for i in launched.tolist()],
+        )
         collectives = [i for i in (*rare, *kernels) if args[i].collective is not None]
         self._arguments("collectives", collectives, args, base)
         self._arguments("syncs", np.flatnonzero(kind == Kind.SYNC).tolist(), args, base)

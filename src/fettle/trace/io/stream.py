@@ -17,6 +17,7 @@ from io import BufferedReader
 from typing import Any
 
 from fettle.errors import UsageError
+from fettle.procs.limits import granted_memory_bytes
 from fettle.trace.io.decode import Columns
 from fettle.trace.io.mend import read_event_by_event
 from fettle.trace.model import ReadFacts
@@ -26,6 +27,8 @@ from fettle.trace.model import ReadFacts
 BLOCK_BYTES = 512 << 10
 MAX_CARRY_BYTES = 64 << 20
 MAX_HEADER_BYTES = 64 << 20
+SPARE_BYTES = 256 << 20
+"""Less free memory is none for another 8 MiB of text; and the longest columns are copied once more at the end."""
 _NEARLY_ALL_EVENTS_BYTES = 16 << 10
 
 _START = re.compile(rb'"traceEvents"\s*:\s*\[')
@@ -99,7 +102,12 @@ def feed(
     file that is not read `to_the_end` has none where the array does not end in it.
     """
     unread: list[bytes] = []
-    for chunk, last in chunks(source, text, boundary, unread):
+    for number, (chunk, last) in enumerate(chunks(source, text, boundary, unread)):
+        if number % 16 == 15 and granted_memory_bytes() < SPARE_BYTES + columns.rows * 16:
+            raise UsageError(
+                f"no memory is left after its first {columns.facts.events_seen} events: record fewer steps, or open it "
+                "on a larger machine"
+            )
         if last and to_the_end:
             _last_chunk(chunk, columns)
             return

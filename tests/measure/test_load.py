@@ -18,8 +18,9 @@ from fettle.workload import Workload
 from tests.techniques.test_devices import on_gpu
 
 
-def nvml(monkeypatch, *, running=(1,), utilisation=(), reasons=0, now=1500, missing="", gpus=("GPU-1",)):
-    """A module that answers like pynvml, alike for all `gpus`; `missing` names a call that it does not have."""
+def nvml(monkeypatch, *, running=(1,), utilisation=(), reasons=0, now=1500, missing="", gpus=("GPU-1",), late_s=0):
+    """A module that answers like pynvml, alike for all `gpus`; `missing` names a call that it does not have; since it
+    looked, the clock was set back by `late_s`."""
 
     class NVMLError(Exception): ...
 
@@ -31,7 +32,12 @@ def nvml(monkeypatch, *, running=(1,), utilisation=(), reasons=0, now=1500, miss
         "nvmlDeviceGetHandleByUUID": lambda uuid: uuid if uuid in gpus else not_found(),
         "nvmlDeviceGetComputeRunningProcesses": lambda device: [SimpleNamespace(pid=pid) for pid in running],
         "nvmlDeviceGetProcessUtilization": lambda device, since: (
-            [SimpleNamespace(pid=pid, smUtil=share) for pid, share in utilisation if device == gpus[-1]] or not_found()
+            [
+                SimpleNamespace(pid=pid, smUtil=share, timeStamp=since + late_s * 1e6)
+                for pid, share in utilisation
+                if device == gpus[-1]
+            ]
+            or not_found()
         ),
         "nvmlDeviceGetCurrentClocksThrottleReasons": lambda device: reasons if device == gpus[-1] else 0,
         "nvmlDeviceGetClockInfo": lambda device, which: now,
@@ -58,6 +64,11 @@ def test_a_gpu_of_our_own_is_quiet(monkeypatch):
     nvml(monkeypatch, utilisation=[(1, 99)])
     assert with_gpu(Load(), "GPU-1", {1}).is_quiet
     nvml(monkeypatch)
+    assert with_gpu(Load(), "GPU-1", {1}).others == 0
+
+
+def test_what_was_seen_before_the_clock_was_set_back_is_no_load_of_now(monkeypatch):
+    nvml(monkeypatch, utilisation=[(7, 90)], late_s=3600)
     assert with_gpu(Load(), "GPU-1", {1}).others == 0
 
 
