@@ -75,6 +75,15 @@ def cells(design: str, space: Space, start: Recipe, most: int | None = None, *, 
     return recipes
 
 
+def beginning(space: Space, start: Recipe) -> Recipe:
+    """The recipe that a study is made about, with what every recipe must have. Raises `UsageError` for one that cannot
+    work here."""
+    whole = with_required(space, start)
+    if not valid(space, whole):
+        raise UsageError(f"the recipe {whole} cannot work here: {space.conflict(whole)}")
+    return whole
+
+
 def about(design: str, space: Space, start: Recipe | None) -> int:
     """About how many recipes a ladder or an ablation measures: the levels, or what the recipe has of them."""
     if design == "ablation" and start is not None:
@@ -113,9 +122,7 @@ def _pairs(space: Space, start: Recipe, most: int | None) -> list[Recipe]:
 
 def _sensitivity(space: Space, start: Recipe, most: int | None) -> list[Recipe]:
     """One level changed at a time, about the workload as given or a recipe."""
-    middle = with_required(space, start)
-    if not valid(space, middle):
-        raise UsageError(f"the recipe {middle} cannot work here: {space.conflict(middle)}")
+    middle = beginning(space, start)
     about = (moved(space, middle, *level) for level in _levels(space))
     return [middle, *(recipe for recipe in about if recipe is not None)]
 
