@@ -155,7 +155,7 @@ def _leave(session: Session, share: float) -> None:
 def _plan(workloads: Sequence[Workload], settings: Settings, began: float) -> Plan:
     """How many recipes are to be measured and how long that takes; with a budget no more than fit."""
     running = [workload for workload in workloads if not workload.failure]
-    parts = []
+    parts: list[Part] = []
     notes = []
     for place, workload in enumerate(running):
         session, left_s = workload.session, math.inf

@@ -248,7 +248,7 @@ class Shared:
     def between(self, rows: Places, others: Places) -> Numbers:
         """The covariance of some points with others."""
         same = self.groups[rows][:, None] == self.groups[others]
-        return np.outer(self.factors[rows], self.factors[others]) * same
+        return np.where(same, np.outer(self.factors[rows], self.factors[others]), 0.0)
 
     def of(self, weights: Numbers) -> float:
         """The variance of a weighted sum of all points."""
