@@ -144,9 +144,8 @@ def test_more_processes_of_a_race_do_not_average_out_what_a_recipe_drifts():
             races.add([given, replace(fast, slices=held)])
         races.add(machine.race(6, [GIVEN, FASTER], processes=processes))
         found = races.fit()
-        between = np.zeros(len(found.recipes))
-        between[found.recipes[FASTER]], between[found.recipes[GIVEN]] = 1, -1
-        errors.append(math.sqrt(between @ found.covariance @ between))
+        weights = found.solved.contrast(found.recipes[FASTER], found.recipes[GIVEN])
+        errors.append(math.sqrt(sum(part.of(weights) for part in (*found.noise, *found.of_spread, *found.of_drift))))
     assert errors[1] > 0.8 * errors[0]
 
 
