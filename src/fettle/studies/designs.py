@@ -12,7 +12,7 @@ from fettle.errors import UsageError
 from fettle.recipe import Recipe
 from fettle.search import Space, combinations_of, moved, valid, with_required
 from fettle.studies.model import LEAST_FREEDOM
-from fettle.units import seconds_text
+from fettle.units import count_text, seconds_text
 
 LONG_S = 3600.0
 """A study that takes longer is begun when somebody has agreed to that."""
@@ -50,7 +50,7 @@ class Plan:
 
     def __str__(self) -> str:
         cells, known = (sum(getattr(part, name) for part in self.parts) for name in ("cells", "known"))
-        many = f"{cells} combinations" + (f" of {len(self.parts)} workloads" if len(self.parts) > 1 else "")
+        many = count_text(cells, "combination") + (f" of {len(self.parts)} workloads" if len(self.parts) > 1 else "")
         about = "about " if self.design in ("ladder", "ablation") else ""
         measured = f", {known} of them measured already" if known else ""
         return f"{self.design}: {about}{many}{measured}; the rest takes about {seconds_text(self.seconds)}"
