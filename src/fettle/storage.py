@@ -30,6 +30,8 @@ LOCKED = "locked|busy|full"
 """and what SQLite says then."""
 _BEGINNING_S = 2.0
 """How long several that begin at once on an empty server may keep each other from making the tables."""
+_BEGINNING = "UNIQUE constraint|already exists"
+"""What SQLite says of a file whose tables another is making."""
 
 STORAGE_ERRORS = (StorageInternalError, DBAPIError)
 _R = TypeVar("_R")
@@ -80,10 +82,11 @@ def open_storage(url: str, heartbeat_s: int | None = None, grace_s: int = GRACE_
         options["connect_args"] = {"options": f"-c idle_in_transaction_session_timeout={grace_s}s"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        wait_s = OUTAGE_S if url in _answered else _BEGINNING_S if is_server(url) else 0.0
+        wait_s = OUTAGE_S if url in _answered else _BEGINNING_S if is_server(url) else LOCKED_S
         storage = outlast(
-            lambda: RDBStorage(url, options, heartbeat_interval=heartbeat_s, grace_period=grace_s), wait_s
-        )
+            lambda: RDBStorage(url, options, heartbeat_interval=heartbeat_s, grace_period=grace_s), wait_s,
+            passes="" if is_server(url) else _BEGINNING,
+        )  # fmt: skip
     if is_server(url):
         _answered.add(url)
     return storage

@@ -1,5 +1,6 @@
 """The other designs, and what every design must keep."""
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ from test_auto import landscape
 
 from fettle.recipe import Recipe
 from fettle.search import DESIGNS, Space, combinations_of, is_sampled, moved, removals, steps
-from fettle.search.designs import _spread
+from fettle.search.designs import _columns, _spread
 
 LEVELS = {"a": 0.5, "b": 1.25, "c": 0.8}
 
@@ -79,6 +80,32 @@ def test_of_a_large_space_every_combination_that_can_work_is_found():
     assert not is_sampled(space)
     assert len(combinations_of(space, 10**6)) == 1 + 16 + 1
     assert is_sampled(Space(choices, lambda recipe: ""))
+
+
+def test_a_space_that_is_too_large_to_list_is_not_listed_to_find_that_out():
+    switches = {f"t{i}": ("off", "on") for i in range(14)}
+    space = Space({**switches, "wide": tuple(map(str, range(46)))}, lambda recipe: "")
+    tracemalloc.start()
+    try:
+        assert is_sampled(space)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 * 2**20
+
+
+def test_the_columns_of_a_large_space_are_in_memory_once():
+    space = Space({f"t{i}": ("off", "on") for i in range(11)}, lambda recipe: "")
+    recipes = combinations_of(space, 10**6)
+    tracemalloc.start()
+    try:
+        matrix, precision = _columns(space, recipes)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert matrix.shape == (2**11, 1 + 11 + 55) == (2**11, len(precision))
+    assert (matrix[:, 12] == matrix[:, 1] * matrix[:, 2]).all()
+    assert peak < 1.5 * matrix.nbytes
 
 
 def test_a_fraction_is_balanced_and_the_same_each_time():

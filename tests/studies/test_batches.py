@@ -1,12 +1,13 @@
 """The largest batch at a step of a ladder: found with few tries, and never one that does not fit."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
-from fettle.measure import Trial
+from fettle.measure import Held, Rules, Trial
 from fettle.recipe import Recipe
-from fettle.studies.batches import largest
+from fettle.studies.batches import grown, largest
 
 MIB = 2**20
 
@@ -52,6 +53,16 @@ def test_a_peak_that_bends_never_ends_above_the_limit():
 
     found, _ = largest(tried, 600 * MIB)
     assert 100 + 5 * found + 0.5 * found**2 <= 600 < 100 + 5 * (found + 2) + 0.5 * (found + 2) ** 2
+
+
+def test_a_try_ends_with_the_budget():
+    deadlines, given = list[float](), Trial(Recipe(), "measured", time_ms=1.0, peak_bytes=MIB)
+    session = SimpleNamespace(
+        standings=SimpleNamespace(known={Recipe(): given}), held=Held(), rules=Rules(), spent=lambda: False,
+        costs=SimpleNamespace(deadline=lambda: 7.0), keep=deadlines.append, run=lambda recipes, rules: rules.deadline,
+    )  # fmt: skip
+    assert grown(session, Recipe(), 10 * MIB).why == "there was no time for a larger one"
+    assert deadlines == [7.0]
 
 
 def test_what_was_not_measured_or_has_no_time_is_said():

@@ -98,5 +98,6 @@ def test_the_plan_says_how_many_and_how_long():
         "factorial: 192 combinations of 2 workloads, 6 of them measured already; the rest takes about 3 h 10 min"
     )
     assert plan.is_long
+    assert str(Plan("pairs", (Part("one", 1, 1, 0.0),))).startswith("pairs: 1 combination, 1 of them measured already")
     assert not Plan("ladder", (Part("one", 9, 0, 80.0),)).is_long
     assert str(Plan("ladder", (Part("one", 9, 0, 80.0),))).startswith("ladder: about 9 combinations; the rest")

@@ -172,6 +172,8 @@ def test_the_largest_batch_of_a_step_stands_below_its_bar(study):
     ladder = figures(study, [], {"model": rungs})[0]
     assert "batch 64: 620/s · 3.10x · 2.00 GiB · x17 would need about 2.1 GiB" in ladder.svg()
     assert "no batch fits: x1 needs 3.0 GiB" in ladder.svg()
+    rungs[2] = replace(RUNGS[2], grown=Grown(0, 0, "what it needs was not measured"))
+    assert "largest batch unknown: what it needs" in figures(study, [], {"model": rungs})[0].svg()
     assert "Thin bars" not in figures(study, [], {"model": RUNGS})[0].alt
 
 
@@ -221,6 +223,15 @@ def test_a_ladder_is_headed_by_its_best_step(study):
     # On a busy machine two processes may share no round that says anything.
     unknown = [replace(RUNGS[2], speedup=Interval(math.nan, 0.0, math.inf)), *RUNGS]
     assert "a=on: 2.00x as fast as given, the best of 5 steps" in page("x", study, [], [], (), {"model": unknown})
+
+
+def test_importance_of_a_factor_of_many_levels_takes_no_longer():
+    """With a column for each level, its work is that of all subsets of them."""
+    levels = tuple(f"{place:02}" for place in range(20))
+    gains = {f"wide={level}": 0.1 * (7 * place % 20) for place, level in enumerate(levels)} | {"a=on": 0.2}
+    (lead,) = analyse(table(gains, {"a": ("off", "on"), "wide": levels}, noise=0.01, repeats=2))
+    assert list(lead.importance) == ["wide", "a"]
+    assert lead.importance["wide"] > 0.9
 
 
 def test_importance_by_another_method_stands_beside_the_shares(study):

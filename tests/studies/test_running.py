@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import venv
 from pathlib import Path
@@ -16,12 +17,13 @@ import pytest
 
 from fettle.errors import UsageError, extra
 from fettle.machine import Machine
-from fettle.measure import Rules
+from fettle.measure import Rules, Trial
 from fettle.recipe import Recipe
 from fettle.search import Space
-from fettle.studies import running
+from fettle.studies import designs, running
 from fettle.studies.outcome import Done
 from fettle.studies.running import Settings, study
+from fettle.studies.sharing import one_at_a_time
 from fettle.studies.workloads import Workload, _typed, open_workload
 from fettle.techniques import Facts
 from fettle.tuning._budget import Budget
@@ -259,6 +261,60 @@ def opened(facts: Facts, **options) -> Workload:
     return workload
 
 
+def timed(budget_s: float | None) -> Interrupted:
+    """A session with so much time, whose workload as given is known."""
+    session = Interrupted("")
+    session.budget = Budget(budget_s, time.monotonic())
+    session.costs = Costs(SimpleNamespace(known={Recipe(): Trial(Recipe(), "measured", start_s=10.0, turn_s=1.0)}),
+                          session.budget)  # fmt: skip
+    session.standings, session.rules = session.costs.standings, Rules(replicates=2)
+    return session
+
+
+def test_a_search_leaves_an_ablation_half_of_the_time(monkeypatch):
+    had = list[float]()
+    monkeypatch.setattr(running, "auto", lambda space, session, guide: had.append(session.costs.budget.seconds))
+    workload = Workload("net", {}, timed(60.0), Space(switches("ab"), lambda recipe: ""))
+    running._measure(workload, Settings(design="ablation", budget_s=60.0), time.monotonic())
+    assert had == [pytest.approx(30.0, abs=5.0)]
+    assert workload.session.costs.budget.seconds == 60.0
+
+
+def test_workloads_share_a_budget():
+    both = [Workload(name, {}, timed(60.0), Space(switches("ab"), lambda recipe: "")) for name in ("one", "other")]
+    plan = running._plan(both, Settings(design="ladder", budget_s=60.0), time.monotonic())
+    assert [part.seconds for part in plan.parts] == [pytest.approx(30.0, abs=5.0)] * 2
+    running._leave(both[0].session, 1 / 2)
+    assert both[0].session.costs.budget.seconds == pytest.approx(30.0, abs=5.0)
+    free = [Workload("net", {}, timed(None), both[0].space)]
+    whole = running._plan(free, Settings(design="ladder", rounds=5), time.monotonic())
+    assert whole.seconds == 4 * 2 * (10.0 + 5 * 1.0)  # each step in two processes
+
+
+def test_of_a_budget_for_nothing_the_plan_has_the_workload_as_given():
+    space = Space({"precision": ("fp32", "bf16"), "grad": ("grad", "inference_mode")}, lambda recipe: "")
+    workload = Workload("net", {}, timed(1.0), space, designs.cells("factorial", space, Recipe()))
+    plan = running._plan([workload], Settings(budget_s=1.0), time.monotonic())
+    assert workload.cells == [Recipe()]
+    assert plan.notes == ("net: 1 of 4 combinations fit into the budget",)
+
+
+def test_a_ladder_in_a_storage_of_others_takes_its_turn_and_knows_what_they_measured(tmp_path: Path, monkeypatch):
+    def wait(text):
+        raise InterruptedError(text)
+
+    monkeypatch.setattr(tempfile, "tempdir", f"{tmp_path}")
+    read = list[str]()
+    session = SimpleNamespace(facts=Facts(), report=wait, refresh=lambda: read.append("again"))
+    with running._in_turn(session, Settings(design="ladder", storage="x.db")):
+        assert read == ["again"]
+        with pytest.raises(InterruptedError, match="another worker"), one_at_a_time(session):
+            pass
+    for alone in (Settings(design="ladder"), Settings(design="pairs", storage="x.db")):  # whose claims are enough
+        with running._in_turn(session, alone), one_at_a_time(session):
+            assert read == ["again"]
+
+
 def test_a_budget_that_is_gone_is_said(monkeypatch):
     monkeypatch.setattr(running, "_seconds", lambda workload, settings: [1.0])
     session = Opened(Facts())
@@ -274,6 +330,12 @@ def test_a_target_on_which_nothing_can_vary_does_not_end_a_study_of_several():
     assert not opened(Facts(num_conv=2), techniques=asked).failure
     alone = opened(Facts(num_linear=2), arguments={"batch": ["1", "4"]})  # which varies outside of it
     assert (alone.failure, alone.cells) == ("", [Recipe()])
+
+
+@pytest.mark.parametrize("design", ["ladder", "ablation"])
+def test_a_recipe_that_cannot_work_here_is_no_beginning(design: str):
+    workload = opened(Facts(num_linear=2), design=design, start=Recipe.parse("batch=x2"))
+    assert workload.failure == "the recipe batch=x2 cannot work here: batch=x2: the batch size may not change here"
 
 
 def test_what_was_asked_for_and_cannot_be_had_here_is_said():
@@ -374,8 +436,6 @@ def slow():
 
 @pytest.mark.usefixtures("forks")
 def test_a_study_of_more_than_an_hour_asks_first(work: Path, tmp_path: Path, monkeypatch, run_fettle: Run):
-    from fettle.studies import designs
-
     monkeypatch.setattr(designs, "LONG_S", 0.1)
     words = ["study", work, *TWO, "--only", "--rounds=3", "-o", tmp_path / "out"]
     said = run_fettle(*words)

@@ -20,10 +20,12 @@ import pytest
 import torch
 
 from fettle import study as room
-from fettle.measure import Trial
+from fettle.measure import Slice, Trial
 from fettle.recipe import Recipe
 from fettle.studies.sharing import one_at_a_time
 from fettle.study import Study
+from fettle.tuning import Options, Session
+from fettle.workload import Target
 from tests.conftest import Run
 
 ONE, TWO, THREE = (Recipe.parse(text) for text in ("precision=bf16", "compile=default", "grad=inference_mode"))
@@ -83,6 +85,17 @@ def test_one_that_is_stopped_while_it_claims_has_lost_what_it_claimed(two, monke
     monkeypatch.setattr(first._study._storage, "record_heartbeat", stopped)
     assert first.claim([ONE], 1)[0] == []
     assert second.claim([ONE], 1)[0] == [ONE]
+
+
+def test_races_of_two_that_share_a_storage_and_claim_nothing_have_numbers_of_their_own(tmp_path):
+    """Two ladders, say: what has one number is taken for one race."""
+    options = Options(storage=f"sqlite:///{tmp_path / 'study.db'}", output=tmp_path)
+    one, other = (Session(Target("w.py:workload"), options, lambda event: None) for _ in range(2))
+    before = one._race
+    theirs = Trial(Recipe(), "measured", time_ms=1.0, race=other._race + 1, slices=(Slice("p", 1, 1.0, 1.0),))
+    one.study = SimpleNamespace(trials=lambda: [theirs], notes=lambda start: [], note=lambda key: None)
+    one.refresh()
+    assert one._race == before != other._race
 
 
 def test_what_is_given_back_is_anothers(two):

@@ -4,13 +4,17 @@ import csv
 import json
 import math
 import platform
+import time
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import msgspec
 import polars
 import pytest
+from sqlalchemy.exc import IntegrityError
 
+from fettle import storage as room
 from fettle.errors import UsageError
 from fettle.machine import Machine
 from fettle.recipe import Recipe
@@ -103,6 +107,20 @@ def test_what_is_not_there_is_said_in_one_line_and_nothing_is_made(storage: str,
     said = run_fettle("study", "--storage=none.db", "--study=night", "-o", "drawn")
     assert (said.code, "no such storage" in said.err) == (2, True), said.err
     assert not (tmp_path / "none.db").exists()
+
+
+def test_of_two_that_make_a_storage_at_once_the_other_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    makes = room.RDBStorage
+    met = [IntegrityError("INSERT", {}, Exception("UNIQUE constraint failed: alembic_version.version_num"))]
+
+    def make(*args, **options):
+        if met:
+            raise met.pop()
+        return makes(*args, **options)
+
+    monkeypatch.setattr(room, "RDBStorage", make)
+    monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None))
+    assert room.open_storage(f"sqlite:///{tmp_path / 's.db'}").get_all_studies() == []
 
 
 def test_a_storage_is_shown_without_its_password():

@@ -150,7 +150,7 @@ def test_a_workload_that_failed_in_an_earlier_run_is_measured_by_the_next(tmp_pa
         session.study = study
         session.refresh()
         workload = Workload("net", {}, session)
-        _measure_as_given(workload, SimpleNamespace(is_shared=is_shared))
+        _measure_as_given(workload, SimpleNamespace(is_shared=is_shared, storage=None))
         assert (workload.failure, workload.known[Recipe()].ok, len(world.started)) == ("", True, started)
 
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,17 @@ import pytest
 
 from fettle.measure import Interval, Slice, Trial
 from fettle.recipe import Recipe
-from fettle.tuning.model import PRIOR_DRIFT, PRIOR_STRETCH, Races, _Solved, points_of, widened
+from fettle.tuning.model import (
+    PRIOR_DRIFT,
+    PRIOR_STRETCH,
+    Point,
+    Races,
+    Shared,
+    _Solved,
+    fit,
+    points_of,
+    widened,
+)
 
 GIVEN = Recipe()
 FAST, FASTER, SLOW = (Recipe({"precision": level}) for level in ("bf16", "autocast-bf16", "fp16"))
@@ -133,9 +144,8 @@ def test_more_processes_of_a_race_do_not_average_out_what_a_recipe_drifts():
             races.add([given, replace(fast, slices=held)])
         races.add(machine.race(6, [GIVEN, FASTER], processes=processes))
         found = races.fit()
-        between = np.zeros(len(found.recipes))
-        between[found.recipes[FASTER]], between[found.recipes[GIVEN]] = 1, -1
-        errors.append(math.sqrt(between @ found.covariance @ between))
+        weights = found.solved.contrast(found.recipes[FASTER], found.recipes[GIVEN])
+        errors.append(math.sqrt(sum(part.of(weights) for part in (*found.noise, *found.of_spread, *found.of_drift))))
     assert errors[1] > 0.8 * errors[0]
 
 
@@ -168,26 +178,46 @@ def test_a_process_that_is_slow_for_life_moves_little():
 def test_rows_that_are_alone_cost_next_to_nothing(monkeypatch):
     """Most recipes of a large study run once. What is solved are the other rows, and the answer is that of all."""
     random, sizes, invert = np.random.default_rng(0), [], np.linalg.inv
-    recipes, races = [0, 1, 2, 3, 0, 1, 4, 5, 0, 6, 7, 8, 9], [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 3]
-    design = np.hstack([np.eye(10)[recipes], np.eye(4)[races]])
-    values, spread = random.normal(size=13), random.normal(size=(13, 13))
-    variance = spread @ spread.T + np.eye(13)
+    recipes, races = np.array([[0, 1, 2, 3, 0, 1, 4, 5, 0, 6, 7, 8, 9], [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 3]])
+    parts = [Shared(groups, random.normal(size=13)) for groups in (np.arange(13), recipes, races, recipes % 3)]
+    every, values = np.arange(13), random.normal(size=13)
+    variance = sum(part.between(every, every) for part in parts)
     monkeypatch.setattr(np.linalg, "inv", lambda matrix: (sizes.append(len(matrix)), invert(matrix))[1])
-    solved = _Solved(design, values, variance)
+    solved = _Solved(np.array([recipes, 10 + races]), values, parts)
     assert sizes == [5]  # 0 and 1 ran in several races
+    design = np.hstack([np.eye(10)[recipes], np.eye(4)[races]])
     whole = np.linalg.pinv(design.T @ invert(variance) @ design, rcond=1e-9, hermitian=True)
     effects = whole @ design.T @ invert(variance) @ values
     contrast = np.zeros(14)
     for one, other in ((1, 0), (4, 2), (5, 7), (9, 8)):
         contrast[:] = 0
         contrast[[one, other]] = 1, -1
-        assert contrast @ solved.tied == pytest.approx(contrast, abs=1e-9)
-        assert contrast @ solved.effects == pytest.approx(contrast @ effects)
-        assert contrast @ solved.of(variance) @ contrast == pytest.approx(contrast @ whole @ contrast)
-    contrast[:] = 0
-    contrast[[9, 0]] = 1, -1  # no race connects them
-    assert np.abs(contrast @ solved.tied - contrast).max() > 0.1
+        weights = solved.contrast(one, other)
+        assert weights @ design == pytest.approx(contrast, abs=1e-9)
+        assert weights @ values == pytest.approx(contrast @ effects, abs=1e-9)
+        assert contrast[:10] @ solved.effects[:10] == pytest.approx(contrast @ effects, abs=1e-9)
+        assert sum(part.of(weights) for part in parts) == pytest.approx(contrast @ whole @ contrast)
+    assert solved.contrast(9, 0) is None  # no race connects them
     assert values - design @ solved.effects == pytest.approx(values - design @ effects)
+
+
+def test_a_large_study_needs_no_matrix_as_large_as_its_square():
+    """As of thousands of recipes, six in a race beside the workload as given and the leader."""
+    random, size, leader = np.random.default_rng(0), 600, Recipe({"threads": "1"})
+    points = [
+        Point((race, 0), f"{one}", one, float(random.normal()), 1e-4)
+        for race in range(size // 6)
+        for one in (GIVEN, leader, *(Recipe({"batch": f"x{6 * race + place}"}) for place in range(6)))
+    ]
+    tracemalloc.start()
+    try:
+        found = fit(points)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(found.recipes) == size + 2
+    assert found.speedup(Recipe({"batch": "x7"}), leader) is not None
+    assert peak < 2 * 8 * len(points) ** 2
 
 
 def test_recipes_that_no_race_connects_are_not_compared():

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, islice, product
+from itertools import chain, combinations, islice, product
 
 import numpy as np
 import numpy.typing as npt
@@ -159,11 +159,11 @@ def is_sampled(space: Space) -> bool:
     return _every(space) is None
 
 
-def _every(space: Space) -> list[Recipe] | None:
+def _every(space: Space) -> Iterator[Recipe] | None:
     """Recipes among which are those that can work: all combinations, or where those are too many, all in which no two
     levels exclude each other. None where these are too many as well."""
     if math.prod(map(len, space.choices.values())) <= _LISTED:
-        return [Recipe(dict(zip(space.choices, row, strict=True))) for row in product(*space.choices.values())]
+        return (Recipe(dict(zip(space.choices, row, strict=True))) for row in product(*space.choices.values()))
     levels = [(name, level) for name, known in space.choices.items() for level in known[1:]]
     if len(levels) > _MOST_WITH_PAIRS:
         return None
@@ -172,11 +172,12 @@ def _every(space: Space) -> list[Recipe] | None:
              for pair in ((one, two), (two, one))}  # fmt: skip
     found: list[tuple[Level, ...]] = [()]
     for name, known in space.choices.items():
-        found += [(*taken, (name, level)) for taken in found for level in known[1:]
-                  if not any((one, (name, level)) in apart for one in taken)]  # fmt: skip
+        own = list(product([name], known[1:]))
+        more = ((*taken, level) for taken in found for level in own if not any((one, level) in apart for one in taken))
+        found = list(islice(chain(found, more), _LISTED + 1))
         if len(found) > _LISTED:
             return None
-    return [Recipe(dict(taken)) for taken in found]
+    return (Recipe(dict(taken)) for taken in found)
 
 
 def _together(space: Space, alone: Mapping[Level, Recipe | None], one: Level, two: Level) -> bool:
@@ -212,8 +213,10 @@ def _columns(space: Space, recipes: Sequence[Recipe]) -> tuple[npt.NDArray[np.fl
             if 0 < chosen.sum() < len(recipes):
                 mains.append((name, 2 * chosen - 1))
     both = combinations(mains, 2) if len(mains) <= _MOST_WITH_PAIRS else ()
-    pairs = [one * two for (a, one), (b, two) in both if a != b]
-    matrix = np.column_stack([np.ones(len(recipes)), *(column for _, column in mains), *pairs])
+    pairs = [(one, two) for (a, one), (b, two) in both if a != b]
+    matrix = np.ones((len(recipes), 1 + len(mains) + len(pairs)))
+    for place, column in enumerate(chain((one for _, one in mains), (one * two for one, two in pairs)), start=1):
+        matrix[:, place] = column
     return matrix, np.array([1e-3] * (1 + len(mains)) + [1.0] * len(pairs))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fettle.errors import UsageError
 from fettle.measure import Interval, Trial
@@ -47,7 +47,8 @@ def grown(session: Session, recipe: Recipe, limit_bytes: float) -> Grown:
     def tried(factor: int) -> Trial | None:
         larger = Recipe({**recipe.levels, **enlarged(factor).levels})
         if larger not in session.standings.known and not session.spent():
-            session.keep(session.run(list(dict.fromkeys([Recipe(), larger])), session.rules))
+            rules = replace(session.rules, deadline=session.costs.deadline())
+            session.keep(session.run(list(dict.fromkeys([Recipe(), larger])), rules))
         return session.standings.known.get(larger)
 
     factor, why = largest(tried, limit_bytes)

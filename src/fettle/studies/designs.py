@@ -12,7 +12,7 @@ from fettle.errors import UsageError
 from fettle.recipe import Recipe
 from fettle.search import Space, combinations_of, moved, valid, with_required
 from fettle.studies.model import LEAST_FREEDOM
-from fettle.units import seconds_text
+from fettle.units import count_text, seconds_text
 
 LONG_S = 3600.0
 """A study that takes longer is begun when somebody has agreed to that."""
@@ -50,7 +50,7 @@ class Plan:
 
     def __str__(self) -> str:
         cells, known = (sum(getattr(part, name) for part in self.parts) for name in ("cells", "known"))
-        many = f"{cells} combinations" + (f" of {len(self.parts)} workloads" if len(self.parts) > 1 else "")
+        many = count_text(cells, "combination") + (f" of {len(self.parts)} workloads" if len(self.parts) > 1 else "")
         about = "about " if self.design in ("ladder", "ablation") else ""
         measured = f", {known} of them measured already" if known else ""
         return f"{self.design}: {about}{many}{measured}; the rest takes about {seconds_text(self.seconds)}"
@@ -73,6 +73,15 @@ def cells(design: str, space: Space, start: Recipe, most: int | None = None, *, 
     if len(recipes) < least:
         raise UsageError("there is nothing to vary: no technique that may vary has a second level here")
     return recipes
+
+
+def beginning(space: Space, start: Recipe) -> Recipe:
+    """The recipe that a study is made about, with what every recipe must have. Raises `UsageError` for one that cannot
+    work here."""
+    whole = with_required(space, start)
+    if not valid(space, whole):
+        raise UsageError(f"the recipe {whole} cannot work here: {space.conflict(whole)}")
+    return whole
 
 
 def about(design: str, space: Space, start: Recipe | None) -> int:
@@ -113,9 +122,7 @@ def _pairs(space: Space, start: Recipe, most: int | None) -> list[Recipe]:
 
 def _sensitivity(space: Space, start: Recipe, most: int | None) -> list[Recipe]:
     """One level changed at a time, about the workload as given or a recipe."""
-    middle = with_required(space, start)
-    if not valid(space, middle):
-        raise UsageError(f"the recipe {middle} cannot work here: {space.conflict(middle)}")
+    middle = beginning(space, start)
     about = (moved(space, middle, *level) for level in _levels(space))
     return [middle, *(recipe for recipe in about if recipe is not None)]
 

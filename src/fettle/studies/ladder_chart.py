@@ -90,7 +90,7 @@ def _row(place: int, rung: Rung) -> dict[str, Any]:
 def _at_most(most: Grown) -> str:
     """The largest batch of a step, what it is worth, what it needs, and why there is no larger one."""
     if not most.factor or most.speedup is None:
-        return f"no batch fits: {most.why[:60]}"
+        return f"{'no batch fits' if most.why.startswith('x1 ') else 'largest batch unknown'}: {most.why[:60]}"
     size = f" · {size_text(most.peak_bytes)}" if most.peak_bytes else ""
     return f"batch {most.rows}: {most.per_second:.4g}/s · {most.speedup.estimate:.2f}x{size} · {most.why[:60]}"
 

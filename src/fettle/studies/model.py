@@ -246,8 +246,8 @@ def _covariance(results: RegressionResults, x: Vector, measured: Vector | None, 
     if freedom >= LEAST_FREEDOM:
         return np.asarray(results.cov_params()), freedom
     if measured is not None:
-        half = inverse @ x.T
-        return half @ np.diag(measured**2) @ half.T, math.inf
+        half = inverse @ x.T * measured
+        return half @ half.T, math.inf
     return (np.asarray(results.cov_params()), freedom) if freedom > 0 else (np.full_like(inverse, math.inf), 0.0)
 
 

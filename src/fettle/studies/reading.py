@@ -110,7 +110,7 @@ def read_ladder(path: Path) -> dict[str, float]:
     for row in rows:
         ratio = _number(row[response.name]) / first if first > 0 else math.nan
         if not (ratio > 0 and math.isfinite(ratio)) or row["step"] in ratios:
-            raise UsageError(f"{path}: each step needs one positive number, and {row['step']!r} has none")
+            raise UsageError(f"{path}: each step needs one row with a positive number: look at {row['step']!r}")
         ratios[row["step"]] = ratio if response.larger_is_better else 1 / ratio
     return ratios
 

@@ -7,9 +7,10 @@ counts too.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fettle.atlas import read_atlas, weights_of
@@ -27,7 +28,7 @@ from fettle.studies.outcome import Done, rungs_of, table_for
 from fettle.studies.settings import Settings
 from fettle.studies.sharing import measure_shares, one_at_a_time, shares
 from fettle.studies.workloads import Telling, Workload, differences, open_workload, workloads_of
-from fettle.tuning import Event, OnProgress, guide_for
+from fettle.tuning import Event, OnProgress, Session, guide_for
 
 TOGETHER = 6
 """Recipes of one race beside the workload as given."""
@@ -65,11 +66,13 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
         if orders is not None:
             announce(orders, settings)
         telling.seconds = time.monotonic() - began + plan.seconds
-        for workload in workloads:
-            if not workload.failure:
+        running = [workload for workload in workloads if not workload.failure]
+        for place, workload in enumerate(running):
+            _leave(workload.session, 1 / (len(running) - place))
+            with _in_turn(workload.session, settings):
                 _measure(workload, settings, began)
-                close_all()
-                workload.session.let_go()
+            close_all()
+            workload.session.let_go()
     except KeyboardInterrupt:
         interrupted = True  # what is done is kept, and shown
     finally:
@@ -125,32 +128,52 @@ def _measure_as_given(workload: Workload, settings: Settings) -> None:
                 session.measure([Recipe()])
         else:
             measure_shares(session, [Recipe()], 1, math.inf)
-    if not session.measure([Recipe()])[0].ok:
-        workload.failure = f"as given it does not run: {workload.known[Recipe()].reason}"
+    with _in_turn(session, settings):
+        if not session.measure([Recipe()])[0].ok:
+            workload.failure = f"as given it does not run: {workload.known[Recipe()].reason}"
     session.held.close()  # the next workload may need the memory
+
+
+@contextlib.contextmanager
+def _in_turn(session: Session, settings: Settings) -> Iterator[None]:
+    """In a storage that others have, too: a ladder has its device to itself, and knows what others have measured."""
+    if settings.storage is None or settings.is_shared:
+        yield
+        return
+    with one_at_a_time(session):
+        session.refresh()
+        yield
+
+
+def _leave(session: Session, share: float) -> None:
+    """Leave a workload, or a search, this share of the time that is left."""
+    budget = session.costs.budget
+    if budget.seconds is not None:
+        session.costs = replace(session.costs, budget=replace(budget, seconds=budget.elapsed_s + share * budget.left_s))
 
 
 def _plan(workloads: Sequence[Workload], settings: Settings, began: float) -> Plan:
     """How many recipes are to be measured and how long that takes; with a budget no more than fit."""
     running = [workload for workload in workloads if not workload.failure]
-    parts = []
+    parts: list[Part] = []
     notes = []
     for place, workload in enumerate(running):
-        session = workload.session
+        session, left_s = workload.session, math.inf
+        if settings.budget_s is not None:
+            spent_s = time.monotonic() - began + sum(part.seconds for part in parts)
+            left_s = max(0.0, settings.budget_s - spent_s) / (len(running) - place)
         if settings.design in designs.STEPS:
             most = designs.about(settings.design, workload.space, settings.start)
-            each_s = session.costs.seconds_for(Recipe(), settings.rounds)
-            seconds = most * each_s if settings.budget_s is None else min(most * each_s, settings.budget_s)
-            parts.append(Part(workload.name, most, len(workload.trials()), seconds))
+            each_s = session.rules.replicates * session.costs.seconds_for(Recipe(), settings.rounds)
+            parts.append(Part(workload.name, most, len(workload.trials()), min(most * each_s, left_s)))
             continue
         whole = len(workload.cells)
         if settings.budget_s is not None:
-            spent_s = time.monotonic() - began + sum(part.seconds for part in parts)
-            left_s = (settings.budget_s - spent_s) / (len(running) - place)
             fit = designs.fitting(_seconds(workload, settings), left_s)
             if fit < len(workload.unknown()):
-                most = max(2, len(workload.cells) - len(workload.unknown()) + fit)
-                workload.cells = designs.cells(settings.design, workload.space, settings.start or Recipe(), most)
+                most = whole - len(workload.unknown()) + fit
+                start = settings.start or Recipe()
+                workload.cells = designs.cells(settings.design, workload.space, start, most, least=1)
                 notes.append(f"{workload.name}: {len(workload.cells)} of {whole} combinations fit into the budget")
         left = workload.unknown()
         parts.append(Part(workload.name, len(workload.cells), len(workload.cells) - len(left),
@@ -177,8 +200,11 @@ def _measure(workload: Workload, settings: Settings, began: float) -> None:
     if settings.design == "ablation":
         start = settings.start
         if start is None:
+            whole = session.costs.budget
+            _leave(session, 0.5)
             searched = auto(space, session, guide=workload.guide)
             start = searched.recipe if searched else Recipe()
+            session.costs = replace(session.costs, budget=whole)
         try:
             workload.steps = removals(space, session, start)
         except KeyboardInterrupt:  # the race has kept what it has: with no time left, that is what the answer goes by

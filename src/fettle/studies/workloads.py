@@ -236,6 +236,8 @@ def open_workload(workload: Workload, settings: Settings, machine: Machine) -> N
         if settings.grow_batch is not None:
             check_growth(session, settings.grow_batch)
         workload.space = _space(workload, settings)
+        if settings.design == "ladder" or (settings.design in designs.STEPS and settings.start is not None):
+            designs.beginning(workload.space, settings.start or Recipe())
         if settings.design not in designs.STEPS:
             workload.cells = designs.cells(
                 settings.design, workload.space, settings.start or Recipe(), settings.cells,

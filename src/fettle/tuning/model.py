@@ -33,6 +33,7 @@ from fettle.measure import ENOUGH, Interval, Slice, Trial, by_process, log_times
 from fettle.recipe import Recipe
 
 Numbers = NDArray[np.floating[Any]]
+Places = NDArray[np.intp]
 
 PRIOR_SPREAD = 0.03
 """Standard deviation of the log time between processes of the same code, where a study has not shown it: with this one
@@ -94,16 +95,12 @@ class Fit:
     """What the races say together."""
 
     recipes: Mapping[Recipe, int]
-    """Their places in `effects`."""
-    effects: Numbers
-    """Log time of each recipe, up to a constant."""
-    covariance: Numbers
-    of_spread: Numbers
-    """What of the covariance comes of the spread, and what of the drift."""
-    of_drift: Numbers
-    tied: Numbers
-    """What of each effect, and of those of races behind them, the data show: two recipes that no chain of races
-    connects cannot be compared."""
+    """Their places among the effects."""
+    solved: _Solved
+    noise: Sequence[Shared]
+    of_spread: Sequence[Shared]
+    """What of the points' variance comes of the spread, and what of the drift."""
+    of_drift: Sequence[Shared]
     spread: Part
     """Between processes of the same recipe."""
     drift: Part
@@ -121,16 +118,14 @@ class Fit:
         if recipe not in self.recipes or over not in self.recipes:
             return None
         one, other = self.recipes[over], self.recipes[recipe]
-        shown = self.tied[one] - self.tied[other]
-        shown[one] -= 1
-        shown[other] += 1
-        if not np.allclose(shown, 0.0, atol=1e-6):
+        weights = self.solved.contrast(one, other)
+        if weights is None:
             return None
-        estimate = float(self.effects[one] - self.effects[other])
-        variance, of_spread, of_drift = (
-            max(0.0, float(each[one, one] + each[other, other] - each[one, other] - each[other, one]))
-            for each in (self.covariance, self.of_spread, self.of_drift)
+        estimate = float(self.solved.effects[one] - self.solved.effects[other])
+        noise, of_spread, of_drift = (
+            sum(part.of(weights) for part in parts) for parts in (self.noise, self.of_spread, self.of_drift)
         )
+        variance = noise + of_spread + of_drift
         unsure = of_spread**2 / self.spread.freedom + of_drift**2 / self.drift.freedom
         freedom = variance**2 / unsure if unsure > 0 else math.inf
         half = student(freedom, 1 - confidence) * math.sqrt(variance)
@@ -197,106 +192,138 @@ def points_of(race: int, trials: Sequence[Trial], *, elapsed: bool = False) -> l
 
 
 def fit(points: Sequence[Point], *, known: tuple[Part, Part] | None = None) -> Fit:
-    """Fit the model to the points. Spread and drift that are `known` are not estimated."""
-    of_recipe, of_process = [point.recipe for point in points], [point.process for point in points]
-    of_race = [point.race for point in points]
-    processes, design = _belong(of_process), np.hstack([_belong(of_recipe), _belong(of_race)])
+    """Fit the model to the points. Spread and drift that are `known` are not estimated.
+
+    Most points of a large study are of recipes that ran once: no matrix has both a row and a column for each of these.
+    """
+    recipe, race = _numbers([point.recipe for point in points]), _numbers([point.race for point in points])
+    process = _numbers([point.process for point in points])
+    design = np.array([recipe, recipe.max() + 1 + race])
     values = np.array([point.value for point in points])
     # What a race does to all processes of a recipe, by how far it is from the others and by chance.
-    shared = PRIOR_STRETCH**2 * np.outer(values, values) * _same(of_race)
-    shared += PRIOR_DRIFT**2 * _same(list(zip(of_recipe, of_race, strict=True)))
+    both = _numbers(list(zip(recipe, race, strict=True)))
+    together = [Shared(race, PRIOR_STRETCH * values), Shared(both, np.full(len(points), PRIOR_DRIFT))]
     # A recipe's error from waiting that was taken out is the same in all its processes and races.
-    off = np.array([point.off for point in points])
-    noise = np.diag([point.variance for point in points]) + np.outer(off, off) * _same(of_recipe)
+    variances, off = np.array([point.variance for point in points]), np.array([point.off for point in points])
+    noise = [Shared(np.arange(len(points)), np.sqrt(variances)), Shared(recipe, off)]
+    alike = [Shared(process, np.ones(len(points)))]
     left = _left(design)
     weights = np.ones(len(points))
     for _ in range(2):
-        scale = np.outer(np.sqrt(weights), np.sqrt(weights))
-        same_process, together = _same(of_process) / scale, shared / scale
+        own, drifts, lasts = (_times(parts, 1 / np.sqrt(weights)) for parts in (noise, together, alike))
         if known is None:
             # With what each process is like taken out, contrasts are of processes with themselves, in other races.
-            drift = _shown(np.hstack([design, processes]), values, noise / scale, together, 1.0)
-            beside = noise / scale + drift.variance * together
-            spread = _shown(design, values, beside, same_process, PRIOR_SPREAD)
+            drift = _shown(np.vstack([design, design.max() + 1 + process]), values, own, drifts, 1.0)
+            beside = [*own, *_times(drifts, math.sqrt(drift.variance))]
+            spread = _shown(design, values, beside, lasts, PRIOR_SPREAD)
         else:
             spread, drift = known
-        of_spread, of_drift = spread.variance * same_process, drift.variance * together
-        variance = noise / scale + of_spread + of_drift
-        solved = _Solved(design, values, variance)
+        of_spread, of_drift = _times(lasts, math.sqrt(spread.variance)), _times(drifts, math.sqrt(drift.variance))
+        solved = _Solved(design, values, [*own, *of_spread, *of_drift])
         if left < _FEWEST_TO_JUDGE:
             break
         # Told by how far the middle ones are, or one that is far would widen the spread and hide in it.
         usual = 1.4826 * float(np.median(np.abs(solved.residuals))) * math.sqrt(len(points) / left)
-        far = np.abs(solved.residuals) / np.maximum(usual, np.sqrt(np.diag(noise) + PRIOR_SPREAD**2))
+        far = np.abs(solved.residuals) / np.maximum(usual, np.sqrt(variances + off**2 + PRIOR_SPREAD**2))
         if (far <= _FAR).all():
             break
         weights = np.where(far > _FAR, np.maximum(0.02, (_FAR / np.maximum(far, 1e-12)) ** 2), 1.0)
-    names = {recipe: place for place, recipe in enumerate(dict.fromkeys(point.recipe for point in points))}
-    count = len(names)
-    covariance, of_spread, of_drift = (solved.of(part)[:count, :count] for part in (variance, of_spread, of_drift))
-    return Fit(names, solved.effects[:count], covariance, of_spread, of_drift, solved.tied[:count], spread, drift)
+    names = {one: place for place, one in enumerate(dict.fromkeys(point.recipe for point in points))}
+    return Fit(names, solved, own, of_spread, of_drift, spread, drift)
 
 
-def _belong(labels: Sequence[Hashable]) -> Numbers:
-    """A column for each label, in order of appearance, with 1 in the rows that have it."""
-    columns = {label: column for column, label in enumerate(dict.fromkeys(labels))}
-    return np.eye(len(columns))[[columns[label] for label in labels]]
-
-
-def _same(labels: Sequence[Hashable]) -> Numbers:
-    """By pair of labels: 1 where both are the same."""
+def _numbers(labels: Sequence[Hashable]) -> Places:
+    """The labels as numbers, in order of appearance."""
     numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
-    each = np.array([numbers[label] for label in labels])
-    return np.asarray(each[:, None] == each, dtype=np.float64)
+    return np.array([numbers[label] for label in labels])
 
 
-def _telling(design: Numbers) -> NDArray[np.intp]:
-    """Rows that have no column for themselves alone: one that has says nothing of any other column."""
-    return np.flatnonzero(design[:, design.sum(axis=0) == 1].sum(axis=1) == 0)
+@dataclass(frozen=True)
+class Shared:
+    """A part of the points' variance: an error that all of a group have, each times a factor of its own."""
+
+    groups: Places
+    factors: Numbers
+
+    def between(self, rows: Places, others: Places) -> Numbers:
+        """The covariance of some points with others."""
+        same = self.groups[rows][:, None] == self.groups[others]
+        return np.where(same, np.outer(self.factors[rows], self.factors[others]), 0.0)
+
+    def of(self, weights: Numbers) -> float:
+        """The variance of a weighted sum of all points."""
+        return float((np.bincount(self.groups, weights * self.factors) ** 2).sum())
 
 
-def _left(design: Numbers) -> int:
+def _times(parts: Sequence[Shared], factors: Numbers | float) -> list[Shared]:
+    return [replace(part, factors=part.factors * factors) for part in parts]
+
+
+def _between(parts: Sequence[Shared], rows: Places, others: Places) -> Numbers:
+    return sum((part.between(rows, others) for part in parts), np.zeros((len(rows), len(others))))
+
+
+def _belong(design: Places, columns: Places) -> Numbers:
+    """The model matrix of these columns. Each point has a 1 in those that its column of `design` names."""
+    return np.asarray((design[:, :, None] == columns).any(axis=0), dtype=np.float64)
+
+
+def _single(design: Places) -> NDArray[np.bool_]:
+    """Where a point has a column for itself alone."""
+    single: NDArray[np.bool_] = np.bincount(design.ravel())[design] == 1
+    return single
+
+
+def _telling(design: Places) -> Places:
+    """Points that have no column for themselves alone: one that has says nothing of any other column."""
+    return np.flatnonzero(~_single(design).any(axis=0))
+
+
+def _left(design: Places) -> int:
     """Degrees of freedom that a fit leaves over."""
-    rows = design[_telling(design)]
-    return len(rows) - int(np.linalg.matrix_rank(rows)) if len(rows) else 0
+    told = design[:, _telling(design)]
+    return told.shape[1] - int(np.linalg.matrix_rank(_belong(told, np.unique(told)))) if told.size else 0
 
 
 class _Solved:
-    """Generalised least squares: effects, their covariance, residuals.
+    """Generalised least squares: effects, what they are sums of, residuals.
 
     Most recipes of a large study ran once. Such a row decides nothing but its recipe's effect, which follows from what
     the other rows say: so the work grows with the cube of the others' number. The answer is that of all rows together.
     """
 
-    def __init__(self, design: Numbers, values: Numbers, variance: Numbers) -> None:
-        single = np.flatnonzero(design.sum(axis=0) == 1)
-        self._rows, first = np.unique(design[:, single].argmax(axis=0), return_index=True)
-        self._alone = single[first]  # the columns of these rows
-        self._others = np.setdiff1d(np.arange(len(values)), self._rows)
-        columns = np.setdiff1d(np.arange(design.shape[1]), self._alone)
-        met = design[np.ix_(self._others, columns)]
-        inverse = np.linalg.inv(variance[np.ix_(self._others, self._others)])
+    def __init__(self, design: Places, values: Numbers, variance: Sequence[Shared]) -> None:
+        single = _single(design)
+        rows, self._others = np.flatnonzero(single.any(axis=0)), np.flatnonzero(~single.any(axis=0))
+        alone = design[single.argmax(axis=0), np.arange(len(values))][rows]
+        columns = np.setdiff1d(design, alone)
+        met = _belong(design[:, self._others], columns)
+        inverse = np.linalg.inv(_between(variance, self._others, self._others))
         weights = np.linalg.pinv(met.T @ inverse @ met, rcond=1e-9, hermitian=True) @ met.T @ inverse
-        foreseen = variance[np.ix_(self._rows, self._others)] @ inverse
-        self._weights = np.zeros((design.shape[1], len(self._others)))
+        foreseen = _between(variance, rows, self._others) @ inverse
+        self._design, self._row = design, dict(zip(alone.tolist(), rows.tolist(), strict=True))
+        self._weights = np.zeros((design.max() + 1, len(self._others)))
         self._weights[columns] = weights
-        self._weights[self._alone] = (foreseen @ met - design[np.ix_(self._rows, columns)]) @ weights - foreseen
-        self.effects, self.tied = (self._weights @ each[self._others] for each in (values, design))
-        self.effects[self._alone] += values[self._rows]
-        self.tied[self._alone] += design[self._rows]
-        self.residuals = values - design @ self.effects
+        self._weights[alone] = (foreseen @ met - _belong(design[:, rows], columns)) @ weights - foreseen
+        self.effects = self._weights @ values[self._others]
+        self.effects[alone] += values[rows]
+        self.residuals = values - self.effects[design].sum(axis=0)
 
-    def of(self, part: Numbers) -> Numbers:
-        """What of the covariance of the effects comes of a part of the variance."""
-        across = part[:, self._others] @ self._weights.T
-        whole: Numbers = self._weights @ across[self._others]
-        whole[self._alone] += across[self._rows]
-        whole[:, self._alone] += across[self._rows].T
-        whole[np.ix_(self._alone, self._alone)] += part[np.ix_(self._rows, self._rows)]
-        return whole
+    def contrast(self, one: int, other: int) -> Numbers | None:
+        """The weights of the points whose sum is the difference of two effects; None where no chain of races connects
+        them, so that they cannot be compared."""
+        weights = np.zeros(self._design.shape[1])
+        weights[self._others] = self._weights[one] - self._weights[other]
+        for column, sign in ((one, 1.0), (other, -1.0)):
+            if column in self._row:
+                weights[self._row[column]] += sign
+        shown = np.bincount(self._design.ravel(), np.tile(weights, len(self._design)))
+        shown[one] -= 1
+        shown[other] += 1
+        return weights if np.allclose(shown, 0.0, atol=1e-6) else None
 
 
-def _shown(design: Numbers, values: Numbers, noise: Numbers, shared: Numbers, prior: float) -> Part:
+def _shown(design: Places, values: Numbers, noise: Sequence[Shared], shared: Sequence[Shared], prior: float) -> Part:
     """The variance of what is `shared`: where the squares weighted by it and the noise, which fall as it grows, come to
     their number; drawn towards a `prior` standard deviation. Contrasts in which even that would drown in the noise say
     nothing of it.
@@ -306,11 +333,11 @@ def _shown(design: Numbers, values: Numbers, noise: Numbers, shared: Numbers, pr
     if left == 0:
         return Part(prior**2, PRIOR_WEIGHT)
     rows = _telling(design)
-    design, values, noise, shared = design[rows], values[rows], noise[np.ix_(rows, rows)], shared[np.ix_(rows, rows)]
-    rest = np.linalg.svd(design)[0][:, len(values) - left :]
-    root = np.linalg.inv(np.linalg.cholesky(rest.T @ noise @ rest))
-    ratios, turned = np.linalg.eigh(root @ rest.T @ shared @ rest @ root.T)
-    squares = (turned.T @ (root @ (rest.T @ values))) ** 2
+    told = design[:, rows]
+    rest = np.linalg.svd(_belong(told, np.unique(told)))[0][:, len(rows) - left :]
+    root = np.linalg.inv(np.linalg.cholesky(rest.T @ _between(noise, rows, rows) @ rest))
+    ratios, turned = np.linalg.eigh(root @ rest.T @ _between(shared, rows, rows) @ rest @ root.T)
+    squares = (turned.T @ (root @ (rest.T @ values[rows]))) ** 2
     tells = ratios * prior**2 > _TELLS
     ratios, squares = ratios[tells], squares[tells]
     low, high = 0.0, _MOST * prior**2

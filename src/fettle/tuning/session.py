@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -110,7 +111,8 @@ class Session:
         self._node_count = nodes.count if nodes is not None else 1
         self._ranks = options.nproc * self._node_count
         self._imports = Imports()
-        self._race = 0
+        # Others may be at a study of a storage that was named, and what has one number is taken for one race.
+        self._race = 0 if options.storage is None else SHARED_RACES * (1 + secrets.randbelow(1 << 30))
         self._earlier_s = 0.0
         self._lock = -1
 
@@ -198,7 +200,8 @@ class Session:
         timeout_s = self.rules.prepare_timeout_s
         for trial in self.standings.recall(self.study, self.environments, anew=anew, timeout_s=timeout_s):
             self._recall(trial)
-        self._race = max([self._race, *self.standings.races.trials])
+        if self.options.storage is None:
+            self._race = max([self._race, *self.standings.races.trials])
 
     # -- what a design asks ------------------------------------------------------------------------------------------
 
