@@ -97,7 +97,7 @@ def onnxruntime_engine(flat: torch.nn.Module, tensors: Any, free: Any) -> Any:
             binding.bind_output(item.name, "cuda", cuda)
         torch.cuda.current_stream().synchronize()  # the session has a stream of its own
         session.run_with_iobinding(binding)
-        return [torch.from_dlpack(value) for value in binding.get_outputs()]
+        return [torch.utils.dlpack.from_dlpack(value) for value in binding.get_outputs()]
 
     return run if cuda is None else run_cuda
 

@@ -26,7 +26,8 @@ def to_transformer_engine(model: torch.nn.Module) -> None:
     linear_of_conv1d(model)
     made: dict[Any, Any] = {}
     layer: Any
-    more: dict[str, Any]
+    sizes: Any
+    more: Any
     for parent in list(model.modules()):
         for name, layer in list(parent._modules.items()):
             if layer is None or layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
