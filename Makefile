@@ -20,12 +20,13 @@ test: $(STAMP)
 test-all: $(STAMP)
 	HYPOTHESIS_PROFILE=default $(BIN)/pytest
 
-# Both need a Python with torch for a GPU. They go on where they were stopped, and end with one file to send back.
-gpu-check:
-	$(PYTHON) bench/gpu.py --only tests-
+# Both go on where they were stopped, and end with one file to send back. A Python of one's own that has torch for the
+# GPU, and what the tests need, does the same: python bench/gpu.py.
+gpu-check: $(STAMP)
+	$(BIN)/python bench/gpu.py --only tests- --limit 3600
 
-gpu-bench:
-	$(PYTHON) bench/gpu.py
+gpu-bench: $(STAMP)
+	$(BIN)/python bench/gpu.py
 
 # What is pinned, against the list of compromised releases that fettle ships.
 audit: $(STAMP)

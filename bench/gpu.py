@@ -16,6 +16,7 @@ piece has failed, 3 where some are still to be made. With `--device cpu` it is a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -27,6 +28,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from importlib.metadata import distributions
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +138,20 @@ def tests(name: str) -> dict[str, Any]:
     (path,) = (ROOT / "tests").rglob(f"test_{name.removeprefix('tests-')}.py")
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "--junitxml", str(report), str(path)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        counts = re.search(r'errors="(\d+)" failures="(\d+)" skipped="(\d+)" tests="(\d+)"', report.read_text())
-    errors, failures, skipped, total = map(int, counts.groups()) if counts else (1, 0, 0, 0)
+        command = [sys.executable, "-m", "pytest", "-vv", "-m", "gpu", "--junitxml", str(report), str(path)]
+        if find_spec("xdist"):  # a test that crashes ends its process, and not those that follow
+            command += ["-n", "1", "--max-worker-restart", "20"]
+        told = ""
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as done:
+            for line in done.stdout or ():
+                print(line, end="", flush=True)  # what is there where the piece is ended
+                told += line
+        seen = report.read_text() if report.exists() else ""
+    counts = re.search(r'errors="(\d+)" failures="(\d+)" skipped="(\d+)" tests="(\d+)"', seen)
+    errors, failures, skipped, total = map(int, counts.groups()) if counts else (1, 0, 0, 1)
     found = {"passed": total - errors - failures - skipped, "failed": errors + failures, "skipped": skipped}
-    return {**found, "failure": done.stdout[-6000:] if done.returncode else ""}
+    why = f"{found['failed']} of {total} tests failed\n{told[-6000:]}"
+    return {**found, "failure": why if done.returncode else ""}
 
 
 def attention(device: str, budget_s: float) -> dict[str, Any]:
@@ -285,7 +295,8 @@ def run_piece(name: str, folder: Path, options: argparse.Namespace) -> dict[str,
             why = f"exit code {process.returncode}" if process.returncode else ""
         except subprocess.TimeoutExpired:
             for child in (*psutil.Process(process.pid).children(recursive=True), process):
-                child.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                    child.kill()
             process.wait()
             why = f"ended after {options.limit:.0f} s"
         log.seek(0)

@@ -150,6 +150,21 @@ def test_a_rehearsal_goes_on_where_it_was_stopped_and_ends_with_one_file(tmp_pat
 
 
 @pytest.mark.slow
+def test_a_test_that_crashes_ends_none_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("xdist")
+    from bench import gpu
+
+    (tmp_path / "tests").mkdir()
+    marked = "\n\n\n@pytest.mark.gpu\ndef test_"
+    text = f"import os\n\nimport pytest{marked}crashes(): os._exit(3){marked}fails(): assert 0{marked}passes(): pass\n"
+    (tmp_path / "tests" / "test_made_up.py").write_text(text)
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    found = gpu.tests("tests-made_up")
+    assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 0)
+    assert found["failure"].startswith("2 of 3 tests failed\n")
+
+
+@pytest.mark.slow
 def test_a_piece_that_takes_too_long_is_ended_and_made_again(tmp_path: Path) -> None:
     arguments = ("--device", "cpu", "--only", "digits")
     done = run(tmp_path, *arguments, "--limit", "1")

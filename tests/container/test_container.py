@@ -120,6 +120,16 @@ def test_a_name_is_one_that_a_service_may_have(name: str, slug: str) -> None:
     assert image._slug(name) == slug
 
 
+def test_a_package_for_gpus_is_given_them() -> None:
+    for made in (Image("m", {}, "3.11.7", {}, True), Image("m", {}, "3.11.7", {}, True, on_gpu=True)):
+        service = yaml.safe_load(image.compose(made))["services"]["m"]
+        found = service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
+        assert [one["driver"] for one in found] == ["nvidia"] * made.on_gpu
+        (deployment,) = (one for one in yaml.safe_load_all(image.kubernetes(made)) if one["kind"] == "Deployment")
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        assert container["resources"]["limits"].get("nvidia.com/gpu", 0) == made.on_gpu
+
+
 @pytest.mark.parametrize("serves", [True, False])
 @pytest.mark.parametrize("name", ["m", "true", "null"])
 def test_compose_and_kubernetes_are_yaml(name: str, serves: bool) -> None:

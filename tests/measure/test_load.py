@@ -47,6 +47,7 @@ def nvml(monkeypatch, *, running=(1,), utilisation=(), reasons=0, now=1500, miss
         "nvmlClocksThrottleReasonSwPowerCap": 4,
         "nvmlDeviceGetTotalEnergyConsumption": lambda device: 7000,
         "NVML_CLOCK_SM": 1,
+        "NVMLError": NVMLError,
     }
     if missing:
         answers[missing] = not_found
@@ -58,6 +59,11 @@ def test_what_other_processes_have_is_counted_once_each(monkeypatch):
     load = with_gpu(Load(others=0.01), "GPU-1", {1})
     assert load.others == pytest.approx(0.5)
     assert not load.is_quiet
+
+
+def test_a_part_of_a_gpu_is_found_by_the_name_that_it_has(monkeypatch):
+    nvml(monkeypatch, utilisation=[(7, 40)], gpus=("MIG-1",))
+    assert with_gpu(Load(), "GPU-1", {1}).others == 0.4
 
 
 def test_a_gpu_of_our_own_is_quiet(monkeypatch):

@@ -51,6 +51,13 @@ def test_states_follow_the_closed_formulas(usual) -> None:
         assert rows[name].formula_bytes <= states[name] <= 1.15 * rows[name].formula_bytes + steps  # uneven shares
 
 
+def test_shards_in_host_memory_are_planned_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one a program pins them; a plan's have no memory."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    _, rows = planned("zero3 offload=cpu")
+    assert not rows["zero3 offload=cpu"].failed
+
+
 def repeated_blocks_parameters():
     workload, _, _ = build_fake(find_target(f"{HERE}:workload"))
     return workload.model.parameters()

@@ -13,6 +13,7 @@ import pytest
 from fettle.errors import UsageError
 from fettle.procs.child import Child, ChildError, Request
 from fettle.procs.forks import ForkServer, Imports
+from fettle.procs.parent import failure_of
 from fettle.procs.process import Fork, Process
 from fettle.procs.ranks import Ranks
 
@@ -116,6 +117,11 @@ def test_it_answers_in_types_and_goes_on_after_an_error(child):
     with pytest.raises(UsageError, match="give another"):
         child.call(Do("usage"), object, 60)
     assert child.call(Do("that"), tuple[str, int], 60) == ("that", 0)
+
+
+@pytest.mark.parametrize("text", ["CUDA out of memory. Tried to allocate", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED"])
+def test_a_device_that_is_full_is_a_failure_of_memory(text):
+    assert failure_of(RuntimeError(text)).kind == "memory"
 
 
 def test_what_came_while_this_process_was_stopped_is_heard_after_the_deadline(child):

@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fettle.kernels.decomposed_attention import launch_decomposed_attention
+from fettle.techniques import runtime
 from fettle.techniques._exported import Exported
 from fettle.techniques._pipeline import timed_parts
 from fettle.techniques.cuda_graphs import Graphed
@@ -108,6 +109,36 @@ def test_a_kernel_is_launched_there(current: list[int]) -> None:
     query, bias = on_gpu(1, 2, 4, 16), on_gpu(1, 2, 4, 2)
     launch_decomposed_attention(Kernel(), query, query, query, bias, bias, 1.0)
     assert seen == [1]
+
+
+def test_onnx_runtime_leaves_its_answers_there(current: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    kinds = onnx.TensorProto
+    given, doubled, is_more = (
+        onnx.helper.make_tensor_value_info(name, kind, [2, 3])
+        for name, kind in (("x", kinds.FLOAT), ("y", kinds.FLOAT), ("z", kinds.BOOL))
+    )
+    nodes = [onnx.helper.make_node("Add", ["x", "x"], ["y"]), onnx.helper.make_node("Greater", ["y", "x"], ["z"])]
+    graph = onnx.helper.make_graph(nodes, "doubled", [given], [doubled, is_more])
+    model = onnx.helper.make_model(graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 20)])
+    monkeypatch.setattr(runtime, "onnx_files", lambda *given: onnx.save(model, f"{given[-1]}/model.onnx"))
+    bound: list[tuple[str, int]] = []
+    bind = onnxruntime.IOBinding.bind_output
+    session = onnxruntime.InferenceSession
+
+    def bind_here(self: Any, name: str, device: str, number: int) -> None:
+        bound.append((device, number))
+        bind(self, name)
+
+    monkeypatch.setattr(onnxruntime.IOBinding, "bind_output", bind_here)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", lambda path, options, providers: session(path, options))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    run = runtime.onnxruntime_engine(torch.nn.Identity(), [on_gpu(2, 3)], ())
+    twice, more = run([on_gpu(2, 3)])
+    assert bound == [("cuda", 1)] * 2
+    assert torch.equal(twice, torch.full((2, 3), 2.0))
+    assert torch.equal(more, torch.ones(2, 3, dtype=torch.bool))
 
 
 def test_the_clock_of_parts_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """The levels that need a CUDA device, each against the model as given. Not run where there is none."""
 
 import copy
+import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,6 +16,18 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def lost_with_its_process() -> Iterator[None]:
+    """A device that a level has run into an error is lost to its process: another one makes the other tests."""
+    yield
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            os._exit(1)
+        raise
 
 
 class Net(nn.Module):

@@ -15,6 +15,7 @@ from fettle.recipe import Recipe
 from fettle.techniques import CATALOGUE, Facts, _probe, bundles, conflict, find, load, source
 from fettle.techniques.quantize import quantize_linear, rows_of_linear
 from fettle.techniques.sparsity import sparsify
+from tests.techniques.test_devices import on_gpu
 
 GPU = Facts(device="cuda", cuda_capability=(9, 0), uses_sdpa=True, num_linear=3, packages={"torchao": "0.18.0"})
 
@@ -94,6 +95,7 @@ def test_xformers_computes_what_sdpa_would_and_leaves_masks_to_it(monkeypatch: p
     monkeypatch.setitem(sys.modules, "xformers", SimpleNamespace(ops=ops))
     recipe, installed = Recipe.parse("sdpa_backend=xformers"), replace(GPU, packages={"xformers": "0.0.33"})
     assert conflict(recipe, installed) == ""
+    assert "tells rows apart" in conflict(Recipe.parse(f"{recipe} ragged=packed"), installed)
     assert "pip install xformers" in conflict(recipe, GPU)
     found: dict[str, Any] = {}
     exec(compile(source(recipe, installed), "optimized.py", "exec"), found)
@@ -103,18 +105,21 @@ def test_xformers_computes_what_sdpa_would_and_leaves_masks_to_it(monkeypatch: p
             torch.testing.assert_close(functional.scaled_dot_product_attention(x, x, x, **options),
                                        torchs(x, x, x, **options))  # fmt: skip
         functional.scaled_dot_product_attention(x, x[:, :1], x[:, :1], enable_gqa=True)
-    assert calls == [None, "causal", None]
+        assert calls == [None, "causal", None]
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: True)
+        monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+        assert functional.scaled_dot_product_attention(x, x, x.bfloat16()).dtype == torch.bfloat16
     assert functional.scaled_dot_product_attention is torchs
 
 
 def test_transformer_engines_layers_have_the_models_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     class Linear(nn.Linear):
-        def __init__(self, inputs: int, outputs: int, bias: bool, params_dtype: torch.dtype) -> None:
-            super().__init__(inputs, outputs, bias, dtype=params_dtype)
+        def __init__(self, inputs: int, outputs: int, bias: bool, params_dtype: torch.dtype, device: Any) -> None:
+            super().__init__(inputs, outputs, bias, dtype=params_dtype, device=device)
 
     class LayerNorm(nn.LayerNorm):
-        def __init__(self, size: int, eps: float, params_dtype: torch.dtype) -> None:
-            super().__init__(size, eps, dtype=params_dtype)
+        def __init__(self, size: int, eps: float, params_dtype: torch.dtype, device: Any) -> None:
+            super().__init__(size, eps, dtype=params_dtype, device=device)
 
     entered: list[Any] = []
 
@@ -133,6 +138,8 @@ def test_transformer_engines_layers_have_the_models_own_parameters(monkeypatch: 
     assert conflict(recipe, facts) == ""
     assert "pip install" in conflict(recipe, replace(facts, packages={"transformer_engine": "2.1.0"}))
     assert "8.9" in conflict(recipe, replace(facts, cuda_capability=(8, 0)))
+    training = replace(facts, mode="training")
+    assert "without float8" in conflict(Recipe.parse(f"{recipe} checkpoint=blocks"), training)
     assert "torch's own linear layers" in conflict(Recipe.parse(f"{recipe} sparsity=2:4 precision=bf16"), facts)
     net = nn.Sequential(nn.Linear(32, 48), nn.LayerNorm(48), nn.Linear(48, 10), nn.LayerNorm(10, bias=False)).eval()
     before, x = dict(net.named_parameters()), torch.rand(8, 32)
@@ -145,13 +152,16 @@ def test_transformer_engines_layers_have_the_models_own_parameters(monkeypatch: 
 
 
 def test_half_of_the_free_memory_is_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, str]] = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 31))
-    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: asked.append((size * dtype.itemsize, device)))
-    recipe = Recipe.parse("allocator=preheat")
+    asked: list[tuple[int, Any]] = []
+    recipe, several, layer = Recipe.parse("allocator=preheat"), replace(GPU, num_input_shapes=2), nn.Linear(2, 2)
     assert "CUDA" in conflict(recipe, Facts())
-    load(source(recipe, GPU), "optimized")(nn.Identity(), [torch.zeros(1)])
-    assert asked == [(1 << 29, "cuda")]
+    assert "one shape" in conflict(recipe, GPU)
+    layer.weight = nn.Parameter(on_gpu(2, 2))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30 if device == "cuda" else 1 << 28, 1 << 31))
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: asked.append((size * dtype.itemsize, device)))
+    for model in (nn.Identity(), layer):
+        load(source(recipe, several), "optimized")(model, [torch.zeros(1)])
+    assert asked == [(1 << 29, "cuda"), (1 << 27, torch.device("cuda:1"))]
 
 
 def test_an_amd_gpu_is_offered_what_it_has() -> None:
@@ -170,8 +180,19 @@ def test_an_amd_gpu_is_offered_what_it_has() -> None:
         name for name, why_not in here.items() if not why_not
     }
     older = replace(amd, amd="gfx90a")
-    assert "MI300" in {level.name: level.why_not for level in find("quantize").levels(older)}["float8-dynamic"]
+    for others in (older, replace(amd, amd="gfx1201")):  # torchao has no float8 for Radeons
+        assert "MI300" in {level.name: level.why_not for level in find("quantize").levels(others)}["float8-dynamic"]
     assert find("precision").usual(older) == "bf16"
+
+
+def test_a_gpu_that_emulates_bfloat16_is_offered_float16() -> None:
+    old = replace(GPU, cuda_capability=(7, 5))
+    for level in ("bf16", "autocast-bf16"):
+        assert "8.0" in conflict(Recipe.parse(f"precision={level}"), old)
+    assert find("precision").usual(old) == "fp16"
+    assert "TF32" in conflict(Recipe.parse("matmul=high"), old)
+    training = bundles(replace(old, mode="training", block_classes=("Block",)))
+    assert {recipe.levels.get("precision") for recipe in training} == {None, "autocast-fp16"}
 
 
 def test_the_architecture_of_an_amd_gpu_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -548,6 +548,7 @@ def test_one_call_for_all_rows_is_asked_for_what_many_are(causal: bool) -> None:
 
     several = rows.attend(query, key, value, is_causal=causal, scale=0.3, enable_gqa=True)
     rows.varlen = varlen
+    assert rows.attend(*torch.randn(3, 1, 2, 12, 264).bfloat16()).shape == (1, 2, 12, 264)  # wider than it can be
     at_once = rows.attend(query, key, value, is_causal=causal, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(at_once, several, atol=0.02, rtol=0.02)
 

@@ -58,6 +58,8 @@ class Image:
     """File name of fettle's own wheel, where it is not from an index."""
     files: tuple[str, ...] = ()
     """What was written."""
+    on_gpu: bool = False
+    """It serves on NVIDIA's GPUs."""
 
     @property
     def locks(self) -> list[str]:
@@ -100,10 +102,11 @@ def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
         check_place(place)
         levels, recorded, name = dict(package.manifest.recipe), dict(package.manifest.machine), package.manifest.name
         needs = list(package.manifest.requires)
+        on_gpu = "cuda" in recorded and any(device.startswith("cuda") for device in package.settings.devices)
     else:
         recipe = load_recipe(source)
         levels, recorded = dict(recipe.levels), dict(recipe.machine.get("versions", {}))
-        name, needs = str(recipe.workload.get("name") or "recipe"), []
+        name, needs, on_gpu = str(recipe.workload.get("name") or "recipe"), [], False
     extras = "[serve]" if serves else ""
     versions = closure([OWN + extras, *dict.fromkeys([*needs, *_libraries(levels, recorded)])])
     _check(versions, recorded)
@@ -112,7 +115,9 @@ def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
             "fettle was installed from a folder: build its wheel there, `pip wheel --no-deps -w dist .`, and name it, "
             "`wheel='dist/...whl'`"
         )
-    image = Image(_slug(name), levels, platform.python_version(), versions, serves, wheel.name if wheel else "")
+    image = Image(
+        _slug(name), levels, platform.python_version(), versions, serves, wheel.name if wheel else "", on_gpu=on_gpu
+    )  # fmt: skip
     carried = ["entrypoint.sh", "model" if serves else "recipe.toml", *image.locks, *([wheel.name] if wheel else [])]
     texts = {
         **locks(versions, wheel), "Containerfile": containerfile(image), "entrypoint.sh": _ENTRY,
@@ -180,11 +185,13 @@ ENTRYPOINT ["/app/entrypoint.sh"]
 def compose(image: Image) -> str:
     """A compose file: the cache is a volume, what is compiled outlives the container."""
     ports = "    ports: ['127.0.0.1:8080:8080']  # without a token: not for other machines\n" if image.serves else ""
+    devices = "[{driver: nvidia, count: all, capabilities: [gpu]}]"
+    gpus = f"    deploy: {{resources: {{reservations: {{devices: {devices}}}}}}}\n" if image.on_gpu else ""
     return f"""services:
   "{image.name}":
     build: {{context: ., dockerfile: Containerfile}}
     image: "{image.name}"
-{ports}    volumes: ['cache:/cache']
+{ports}{gpus}    volumes: ['cache:/cache']
     read_only: true
     tmpfs: [/tmp]
     shm_size: 1gb
@@ -198,6 +205,7 @@ volumes:
 def kubernetes(image: Image) -> str:
     """A Deployment with its volume, and a Service where the image serves."""
     port = "          ports: [{containerPort: 8080}]\n" if image.serves else ""
+    gpu = ", nvidia.com/gpu: 1" if image.on_gpu else ""
     probes = """          readinessProbe: {httpGet: {path: /v2/health/ready, port: 8080}, periodSeconds: 5}
           livenessProbe: {httpGet: {path: /v2/health/live, port: 8080}, periodSeconds: 15}
           startupProbe: {httpGet: {path: /v2/health/ready, port: 8080}, failureThreshold: 60, periodSeconds: 5}
@@ -230,7 +238,7 @@ spec:
       containers:
         - name: "{image.name}"
           image: "{image.name}"
-{port}          resources: {{requests: {{cpu: "2", memory: 4Gi}}, limits: {{cpu: "2", memory: 4Gi}}}}
+{port}          resources: {{requests: {{cpu: "2", memory: 4Gi}}, limits: {{cpu: "2", memory: 4Gi{gpu}}}}}
           securityContext:
             allowPrivilegeEscalation: false
             readOnlyRootFilesystem: true

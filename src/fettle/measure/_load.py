@@ -98,11 +98,15 @@ def mean_load(loads: Iterable[Load]) -> Load:
 
 
 def nvml_of(uuid: str) -> tuple[Any, Any]:
-    """NVML, and the GPU of this `uuid` in it. Raises whatever NVML raises, and where it is absent altogether."""
+    """NVML, and the GPU of this `uuid` in it, which may be a part of one (MIG). Raises whatever NVML raises, and where
+    it is absent altogether."""
     import pynvml
 
     pynvml.nvmlInit()
-    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    try:
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    except pynvml.NVMLError:
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid.replace("GPU-", "MIG-"))
 
 
 def gpu_memory(uuid: str) -> tuple[float, float]:

@@ -38,6 +38,7 @@ from fettle.measure._state import (
 )
 from fettle.measure._trial import Accuracy
 from fettle.procs.limits import granted_memory_bytes, resident_bytes
+from fettle.procs.parent import failure_of
 from fettle.recipe import Recipe
 from fettle.structure import structure
 from fettle.techniques import LARGEST, Facts, enlarged, load, put_modes_back, source
@@ -308,20 +309,19 @@ def _largest_batch(workload: TrainingWorkload, facts: Facts) -> int:
             steps = Steps(train, workload)
             for _ in range(2):
                 steps.step()
-        except (torch.OutOfMemoryError, MemoryError):
-            if on_gpu:
-                torch.cuda.empty_cache()
+        except (RuntimeError, MemoryError) as error:
+            if failure_of(error).kind != "memory":
+                raise UsageError(f"a batch of {factor} times the size raised {first_line(error)}") from error
             return False
-        except RuntimeError as error:
-            if "can't allocate memory" in str(error):
-                return False
-            raise UsageError(f"a batch of {factor} times the size raised {first_line(error)}") from error
         if on_gpu:
             return bool(torch.cuda.memory_stats().get("num_alloc_retries", 0) == retries)
         peaks[factor] = max(0, (_meters.peak_bytes(facts.device) or 0) - before)
         return bool(peaks[factor] <= limit)
 
-    return largest_that_fits(fits, most=LARGEST)
+    largest = largest_that_fits(fits, most=LARGEST)
+    if on_gpu:
+        torch.cuda.empty_cache()  # the other processes of the study need what the last try held
+    return largest
 
 
 def _pass_length(workload: TrainingWorkload) -> int:

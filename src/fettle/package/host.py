@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from importlib import metadata
 from pathlib import Path
@@ -26,9 +27,13 @@ def host_id() -> str:
 
 
 def devices() -> list[str]:
-    """Devices that a model can be served on: the CPU, and the first of each model of NVIDIA GPU."""
+    """Devices that a model can be served on: the CPU, and the first of each model of NVIDIA GPU, no more of them than
+    ``CUDA_VISIBLE_DEVICES`` names."""
     by_model: dict[str, str] = {}
-    for index, model in enumerate(_gpus()):
+    gpus, visible = _gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        gpus = gpus[: len([name for name in visible.split(",") if name.strip() not in ("", "-1")])]
+    for index, model in enumerate(gpus):
         by_model.setdefault(model, f"cuda:{index}")
     return ["cpu", *by_model.values()]
 

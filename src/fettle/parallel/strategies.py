@@ -188,7 +188,7 @@ def _shard(model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh) -> None
     if strategy.precision == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if strategy.offload == "cpu":
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)  # fake tensors have no memory to pin
     shard(model, units_of(model, strategy), mesh, **options)
 
 

@@ -60,7 +60,8 @@ def failure_of(error: BaseException) -> Failure:
     is_usage = isinstance(error, UsageError)
     cause = (error.__cause__ or error) if is_usage else error  # a factory may fail for what else holds the memory
     text = first_line(cause)[:400]
-    if isinstance(cause, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in str(cause):
+    full = any(words in text.lower() for words in ("out of memory", "_alloc_failed"))  # so CUDA's libraries
+    if full or isinstance(cause, MemoryError) or "can't allocate memory" in str(cause):
         return Failure(f"out of memory: {text}", "memory")
     return Failure(str(error), "usage") if is_usage else Failure(text)
 

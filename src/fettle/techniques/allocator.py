@@ -10,6 +10,10 @@ grow are one piece that all sizes fit in; the driver's own pool keeps and joins 
 of what is free is asked for once, and split from then on.
 """
 
+from typing import Any
+
+import torch
+
 from fettle.techniques._base import BOTH, Code, Facts, Level, Recipe, Technique, register
 
 # Freed memory is kept for the next call instead of going back to the system, as the CPU tuning guide has it.
@@ -33,11 +37,12 @@ def keep_freed_memory(worker: int = 0) -> None:
         raise RuntimeError("the C library does not take these settings of its allocator")
 
 
-def preheat() -> None:
-    """Ask the driver for half of the free device memory at once, which the allocator keeps and splits from then on."""
-    import torch
-
-    torch.empty(torch.cuda.mem_get_info()[0] // 2, dtype=torch.uint8, device="cuda")
+def preheat(model: Any) -> None:
+    """Ask the driver for half of the model's free device memory at once, which the allocator keeps and splits from then
+    on."""
+    held = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    device = next((tensor.device for tensor in held if tensor.is_cuda), "cuda")
+    torch.empty(torch.cuda.mem_get_info(device)[0] // 2, dtype=torch.uint8, device=device)
 
 
 @register
@@ -53,6 +58,7 @@ class Allocator(Technique):
     def levels(self, facts: Facts) -> list[Level]:
         gpu = "" if facts.device == "cpu" else "the work is on a GPU"
         cpu = "" if facts.device == "cuda" else "the work is not on a CUDA device"
+        alike = "" if facts.num_input_shapes > 1 or facts.generates else "the batches all have one shape"
         return [
             Level("default", "the C library's own"),
             Level("keep", "the C library's own, which keeps what is freed for what comes next",
@@ -61,7 +67,7 @@ class Allocator(Technique):
               for name in ("jemalloc", "tcmalloc")),
             *(Level(name, summary, cpu or facts.not_nvidia * (name == "cuda-async"))
               for name, (summary, _) in _DEVICE.items()),
-            Level("preheat", "half of the free device memory, asked for at once and split from then on", cpu),
+            Level("preheat", "half of the free device memory, asked for at once and split from then on", cpu or alike),
         ]  # fmt: skip
 
     def keeps_memory(self, facts: Facts) -> str:
@@ -80,6 +86,6 @@ class Allocator(Technique):
         if level == "keep":
             return Code(helpers=(keep_freed_memory,), setup=("keep_freed_memory()",))
         if level == "preheat":
-            return Code(helpers=(preheat,), setup=("preheat()",))
+            return Code(helpers=(preheat,), setup=("preheat(model)",))
         more = {"MALLOC_CONF": _JEMALLOC} if level == "jemalloc" else {}
         return Code(environment={"LD_PRELOAD": facts.libraries[level], **more})

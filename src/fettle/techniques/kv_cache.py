@@ -14,6 +14,7 @@ import torch
 from fettle.generate.decoding import Kept
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques.compile import FREEZING, During
+from fettle.techniques.precision import computes_in_bf16
 from fettle.techniques.runtime import NOT_WHOLE, STATEFUL
 
 BLOCK = 64
@@ -245,7 +246,7 @@ class KvCache(Technique):
     def bundles(self, facts: Facts) -> list[Bundle]:
         if facts.keeps != "static":
             return []
-        half = {"precision": "bf16"} if facts.device != "cpu" or facts.has_bf16 else {}
+        half = {"precision": "bf16"} if computes_in_bf16(facts) else {}
         if facts.device == "cuda":  # where what a step launches takes longer than what it computes
             return [Bundle(20, {"kv_cache": "static-compiled", **half})]
         compiled = Bundle(60, {"kv_cache": "static-compiled", **half})

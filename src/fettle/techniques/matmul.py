@@ -20,12 +20,12 @@ class Matmul(Technique):
         why_not = ""
         if facts.dtype != "float32":
             why_not = f"the weights are {facts.dtype}, so no float32 product is made"
-        elif not computes_in_bf16(facts):
-            why_not = "this CPU has no bfloat16 instructions"
         elif facts.not_nvidia:
             why_not = facts.not_nvidia
         elif facts.device == "cuda" and facts.cuda_capability < (8, 0):
             why_not = "TF32 needs compute capability 8.0"
+        elif not computes_in_bf16(facts):
+            why_not = "this CPU has no bfloat16 instructions"
         high = "TF32 on a GPU has it" if facts.device == "cpu" else ""
         medium = "TF32, as high," if facts.device == "cuda" else "bfloat16"
         return [

@@ -59,12 +59,14 @@ def to_16_bits(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 def computes_in_bf16(facts: Facts) -> bool:
     """Whether bfloat16 is arithmetic here, and not emulated."""
-    return facts.device != "cpu" or facts.has_bf16
+    return facts.has_bf16 if facts.device == "cpu" else not (0, 0) < facts.cuda_capability < (8, 0)
 
 
 def autocast(facts: Facts) -> dict[str, str]:
     """The level that is fastest for its care in training, where it is fast at all."""
-    return {"precision": "autocast-bf16"} if computes_in_bf16(facts) else {}
+    if computes_in_bf16(facts):
+        return {"precision": "autocast-bf16"}
+    return {} if facts.device == "cpu" else {"precision": "autocast-fp16"}
 
 
 @register
@@ -81,6 +83,7 @@ class Precision(Technique):
     def levels(self, facts: Facts) -> list[Level]:
         whole = "" if facts.is_module else "the model is a plain callable, its weights are out of reach"
         given = "" if facts.dtype == "float32" else f"the weights are {facts.dtype}, not float32"
+        bf16 = "" if facts.device == "cpu" or computes_in_bf16(facts) else "bfloat16 needs compute capability 8.0"
         fp16 = "" if facts.device != "cpu" or "avx512_fp16" in facts.cpu_flags else "this CPU has no float16 arithmetic"
         other = "" if facts.mode == "inference" else "small updates are lost without float32 weights: see bf16-master"
         masters = "" if facts.mode == "training" else "it is for training"
@@ -91,17 +94,19 @@ class Precision(Technique):
         copies = facts.no_copies
         return [
             Level("fp32", "as given"),
-            Level("bf16", "weights and activations in bfloat16", given or whole or other or copies),
-            Level("autocast-bf16", "float32 weights, bfloat16 where autocast thinks it safe", given),
+            Level("bf16", "weights and activations in bfloat16", given or whole or bf16 or other or copies),
+            Level("autocast-bf16", "float32 weights, bfloat16 where autocast thinks it safe", given or bf16),
             Level("fp16", "weights and activations in float16", given or whole or fp16 or other or copies),
             Level("autocast-fp16", "float32 weights, float16 where autocast thinks it safe", given or fp16),
-            Level("bf16-master", "weights in bfloat16, the optimizer on float32 masters of them", given or masters),
+            Level(
+                "bf16-master", "weights in bfloat16, the optimizer on float32 masters of them", given or bf16 or masters
+            ),
         ]
 
     def usual(self, facts: Facts) -> str:
         if facts.mode == "training" or facts.device != "cuda" or facts.dtype != "float32":
             return self.default
-        return "bf16" if facts.amd or facts.cuda_capability >= (8, 0) else "fp16"
+        return "bf16" if computes_in_bf16(facts) else "fp16"
 
     def bundles(self, facts: Facts) -> list[Bundle]:
         if facts.mode == "training":

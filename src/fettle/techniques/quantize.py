@@ -148,8 +148,8 @@ def quantize_exported(exported: Any, batches: Any) -> Any:
     return converted
 
 
-_FLOAT8 = ("gfx94", "gfx95", "gfx12")
-"""AMD's architectures that multiply in float8."""
+_FLOAT8 = ("gfx94", "gfx95")
+"""AMD's architectures on which torchao multiplies in float8."""
 _CONFIGS = {
     "int8-weight": "Int8WeightOnlyConfig",
     "int8-dynamic": "Int8DynamicActivationInt8WeightConfig",

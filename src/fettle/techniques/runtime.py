@@ -92,12 +92,12 @@ def onnxruntime_engine(flat: torch.nn.Module, tensors: Any, free: Any) -> Any:
         binding = session.io_binding()
         kept = [value.detach().contiguous() for value in values]  # alive until the run is over
         for name, value in zip(names, kept, strict=True):
-            binding.bind_ortvalue_input(name, onnxruntime.OrtValue.from_dlpack(value.__dlpack__()))
+            binding.bind_ortvalue_input(name, onnxruntime.OrtValue.from_dlpack(value))
         for item in session.get_outputs():
             binding.bind_output(item.name, "cuda", cuda)
         torch.cuda.current_stream().synchronize()  # the session has a stream of its own
         session.run_with_iobinding(binding)
-        return [torch.utils.dlpack.from_dlpack(value.to_dlpack()) for value in binding.get_outputs()]
+        return [torch.utils.dlpack.from_dlpack(value) for value in binding.get_outputs()]
 
     return run if cuda is None else run_cuda
 

@@ -37,6 +37,8 @@ def xformers_attention() -> Any:
     ) -> Any:  # fmt: skip
         if attn_mask is not None or query.dim() != 4 or len(query) != len(key) or query.shape[1] != key.shape[1]:
             return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **others)
+        if torch.is_autocast_enabled("cuda"):  # which converts what torch's own is given
+            query, key, value = (one.to(torch.get_autocast_dtype("cuda")) for one in (query, key, value))
         rows_first = (one.transpose(1, 2) for one in (query, key, value))
         bias = ops.LowerTriangularMask() if is_causal else None
         return ops.memory_efficient_attention(*rows_first, attn_bias=bias, p=dropout_p, scale=scale).transpose(1, 2)
@@ -90,6 +92,8 @@ class SdpaBackend(Technique):
             return "another runtime has its own attention"
         if level == "xformers" and recipe.levels.get("runtime", "torch") != "torch":
             return "an exported graph has torch's own attention"
+        if level == "xformers" and recipe.levels.get("ragged") == "packed":
+            return "ragged=packed tells rows apart where torch's attention is called"
         if level == "xformers" and recipe.levels.get("checkpoint") in ("blocks", "selective"):
             return "the backward pass would compute again with torch's attention"
         return ""

@@ -13,6 +13,7 @@ import torch
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._ranks import fewer_heads, is_named, join_ranks
 from fettle.techniques.parallel import listed
+from fettle.techniques.precision import computes_in_bf16
 
 
 def linear_of(weight: torch.Tensor, bias: Any) -> torch.nn.Linear:
@@ -125,7 +126,7 @@ class TensorParallel(Technique):
         return level == "on"
 
     def bundles(self, facts: Facts) -> list[Bundle]:
-        half = {"precision": "bf16"} if facts.device != "cpu" or facts.has_bf16 else {}
+        half = {"precision": "bf16"} if computes_in_bf16(facts) else {}
         static = {"kv_cache": "static-compiled"} if facts.keeps == "static" else {}
         found = [Bundle(25, {"tensor_parallel": "on", **half})]
         return [*found, Bundle(45, {"tensor_parallel": "on", **half, **static})] if static else found

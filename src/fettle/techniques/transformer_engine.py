@@ -26,18 +26,21 @@ def to_transformer_engine(model: torch.nn.Module) -> None:
     linear_of_conv1d(model)
     made: dict[Any, Any] = {}
     layer: Any
+    sizes: Any
+    more: Any
     for parent in list(model.modules()):
         for name, layer in list(parent._modules.items()):
-            if layer is None or layer._forward_hooks or layer._forward_pre_hooks:
+            if layer is None or layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
                 continue
             if layer not in made:
                 if type(layer) is torch.nn.Linear and layer.in_features % 16 == layer.out_features % 16 == 0:
-                    bias = layer.bias is not None
-                    new = te.Linear(layer.in_features, layer.out_features, bias=bias, params_dtype=layer.weight.dtype)
+                    kind, sizes = te.Linear, (layer.in_features, layer.out_features)
+                    more = {"bias": layer.bias is not None}
                 elif type(layer) is torch.nn.LayerNorm and layer.bias is not None and len(layer.normalized_shape) == 1:
-                    new = te.LayerNorm(layer.normalized_shape[0], eps=layer.eps, params_dtype=layer.weight.dtype)
+                    kind, sizes, more = te.LayerNorm, layer.normalized_shape, {"eps": layer.eps}
                 else:
                     continue
+                new = kind(*sizes, **more, params_dtype=layer.weight.dtype, device=layer.weight.device)
                 new.weight = layer.weight
                 if layer.bias is not None:
                     new.bias = layer.bias
@@ -69,7 +72,8 @@ class TransformerEngine(Technique):
     of_module = True
     packages = (_PACKAGE,)
     remarks: ClassVar[Mapping[str, str]] = {
-        "float8": "Its linear layers take a multiple of 8 rows, those of one call together, and no other number."
+        "float8": "Its linear layers take a multiple of 8 rows (16 in training), those of one call together, and no "
+        "other number."
     }
 
     def levels(self, facts: Facts) -> list[Level]:
@@ -95,6 +99,8 @@ class TransformerEngine(Technique):
             return "another runtime, or an exported graph, has its own layers"
         if "tensor" in recipe.levels.get("parallel", ""):
             return "torch's tensor parallelism splits torch's own layers"
+        if level == "float8" and recipe.levels.get("checkpoint") in ("blocks", "selective"):
+            return "the backward pass would compute again without float8"
         others = [name for name in _LINEAR_OF_TORCH if name in recipe.levels]
         return f"{others[0]}={recipe.levels[others[0]]} is for torch's own linear layers" if others else ""
 

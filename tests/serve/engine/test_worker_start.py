@@ -47,7 +47,7 @@ def test_the_guess_is_what_the_package_will_ask_for(tmp_path, store):
 
 
 def test_a_worker_inherits_how_memory_and_kernels_are_set(monkeypatch):
-    names = ("MALLOC_CONF", "PYTORCH_ALLOC_CONF", "ONEDNN_MAX_CPU_ISA", "LD_PRELOAD")
+    names = ("MALLOC_CONF", "PYTORCH_ALLOC_CONF", "ONEDNN_MAX_CPU_ISA", "LD_PRELOAD", "HIP_VISIBLE_DEVICES")
     for name in names:
         monkeypatch.setenv(name, "a")
     assert dict.fromkeys(names, "a").items() <= _environment(1).items()

@@ -23,7 +23,7 @@ _ENVIRONMENT = (
 )  # fmt: skip
 _ENVIRONMENT_PREFIXES = (
     "OMP_", "KMP_", "MKL_", "GOMP_", "ONEDNN_", "DNNL_", "MALLOC_", "PYTHON", "PYTORCH_", "TORCH", "TRITON_", "CUDA_",
-    "NVIDIA_", "XDG_",
+    "NVIDIA_", "HIP_", "HSA_", "ROCR_", "XDG_",
 )  # fmt: skip
 """What a worker inherits. Tokens and passwords in the server's environment are none of its business."""
 
