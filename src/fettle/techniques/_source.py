@@ -156,7 +156,7 @@ def _functions(recipe: Recipe, facts: Facts, heading: str, more: Code) -> list[s
         looked_at = [part for part, found in by_part.items() if _looks_at_batches(found)]
         if looked_at:
             call = "call(model, *args, **kwargs)" if facts.custom_call else "model(*args, **kwargs)"
-            helpers += [spread, calls_of_parts, *STATE_KEPT]
+            helpers += [spread, map_tensors, calls_of_parts, *STATE_KEPT]
             places += [
                 "def run_all():",
                 "    for batch in batches:",

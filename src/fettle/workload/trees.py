@@ -112,6 +112,7 @@ def map_tensors(change: Any, tree: Any, kinds: Any = None) -> Any:
     and what torch knows as a tree."""
     import copy  # in the body: this source is copied into optimized.py
     import dataclasses
+    import operator
     from collections.abc import MutableMapping
 
     import torch
@@ -133,11 +134,19 @@ def map_tensors(change: Any, tree: Any, kinds: Any = None) -> Any:
     def inside(item: Any) -> Any:
         if item is not tree:
             return map_tensors(change, item, kinds)
-        if not isinstance(tree, MutableMapping):
-            return tree
-        changed: Any = copy.copy(tree)  # a dict in all but its type, such as what transformers' tokenizers return
-        for key, value in tree.items():
-            changed[key] = map_tensors(change, value, kinds)
+        changed: Any = tree  # of a type that torch does not know
+        if isinstance(tree, MutableMapping):  # such as what transformers' tokenizers return
+            changed = copy.copy(tree)
+            for key, value in tree.items():
+                changed[key] = map_tensors(change, value, kinds)
+        elif isinstance(tree, (tuple, list)):
+            items = [map_tensors(change, one, kinds) for one in tree]
+            if isinstance(tree, list):
+                changed = copy.copy(tree)
+                changed[:] = items
+            elif any(map(operator.is_not, items, tree)):  # torch.Size, which Python cannot make, holds numbers alone
+                changed = tuple.__new__(type(tree), items)
+                getattr(changed, "__dict__", {}).update(getattr(tree, "__dict__", {}))
         return changed
 
     return torch.utils._pytree.tree_map(inside, tree, is_leaf=lambda item: item is not tree)
