@@ -37,7 +37,8 @@ def rows_of_linear(model: torch.nn.Module, batches: Any) -> dict[torch.nn.Module
 def quantize_linear(model: torch.nn.Module, config: str, label: str, batches: Any = ()) -> None:
     """Quantise the linear layers with a config of torchao, given by name; an error when none could be. Those that are
     given 16 rows or fewer in a batch stay as they are, which CUDA's int8 product does not take; and so do those of
-    128 x 128 in float8, which torchao takes for weights that are scaled in blocks of that size."""
+    128 x 128 in float8, which torchao takes for weights that are scaled in blocks of that size, and those whose weight
+    is computed (weight_norm) or quantised already, where a layer has two names."""
     import logging
 
     logging.getLogger("torchao").setLevel(logging.ERROR)  # CUDA extensions that it cannot load mean nothing here
@@ -54,6 +55,8 @@ def quantize_linear(model: torch.nn.Module, config: str, label: str, batches: An
 
     def takes(layer: torch.nn.Module, _: str) -> bool:
         if not isinstance(layer, torch.nn.Linear) or rows.get(layer, 17) <= 16:
+            return False
+        if type(layer.weight) is not torch.nn.Parameter:
             return False
         return not (config.startswith("Float8") and layer.weight.shape == (128, 128))
 
