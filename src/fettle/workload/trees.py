@@ -112,14 +112,13 @@ def map_tensors(change: Any, tree: Any, kinds: Any = None) -> Any:
     and what torch knows as a tree."""
     import copy  # in the body: this source is copied into optimized.py
     import dataclasses
-    import operator
     from collections.abc import MutableMapping
 
     import torch
 
     if isinstance(tree, kinds or torch.Tensor):
         return change(tree)
-    if tree is None or isinstance(tree, (str, int, float)):
+    if tree is None or isinstance(tree, (str, int, float, torch.Size)):
         return tree
     if type(tree) in (tuple, list):  # the common branches first, without the cost of a general tree
         return type(tree)(map_tensors(change, item, kinds) for item in tree)
@@ -144,7 +143,7 @@ def map_tensors(change: Any, tree: Any, kinds: Any = None) -> Any:
             if isinstance(tree, list):
                 changed = copy.copy(tree)
                 changed[:] = items
-            elif any(map(operator.is_not, items, tree)):  # torch.Size, which Python cannot make, holds numbers alone
+            else:
                 changed = tuple.__new__(type(tree), items)
                 getattr(changed, "__dict__", {}).update(getattr(tree, "__dict__", {}))
         return changed
