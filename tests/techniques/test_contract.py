@@ -343,6 +343,12 @@ def test_int8_takes_keywords_that_a_model_hands_on(masked):
         assert (run(x, mask=mask) - masked(x, mask)).norm() < 0.05 * masked(x, mask).norm()
 
 
+def test_int8_is_not_calibrated_on_a_model_that_its_calls_change():
+    for changes in (False, True):
+        why_not = find("quantize").why_not("int8-static", replace(FACTS, changes_buffers=changes))
+        assert ("changes its own buffers" in why_not) == changes
+
+
 @pytest.mark.slow
 def test_int8_is_compiled_for_each_number_of_rows(masked):
     recipe = Recipe.parse("quantize=int8-static compile=default freeze=on grad=inference_mode")
