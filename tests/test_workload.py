@@ -566,6 +566,24 @@ def test_tensors_are_changed_wherever_they_lie_and_the_tree_is_left_alone() -> N
     assert tree["b"].left is one
 
 
+def test_tensors_are_changed_in_tuples_and_lists_of_other_classes() -> None:
+    class Row(tuple):
+        label = ""
+
+    class Listed(list):
+        pass
+
+    one, row = torch.ones(2), Row([torch.ones(2), 3])
+    row.label = "first"
+    size, listed = torch.Size([2]), Listed([one, row])
+    changed, same = map_tensors(lambda tensor: tensor * 2, (listed, size))
+    assert (type(changed), type(changed[1]), changed[1].label, changed[1][1]) == (Listed, Row, "first", 3)
+    assert torch.equal(changed[0], changed[1][0])
+    assert changed[0].tolist() == [2, 2]
+    assert listed == [one, row]
+    assert same is size
+
+
 def test_a_model_on_several_devices_is_waited_for_on_the_one_that_is_not_the_cpu() -> None:
     class Spread(nn.Module):
         def __init__(self, *kinds: str) -> None:

@@ -279,6 +279,13 @@ def test_the_layers_that_have_four_bits_are_those_that_were_chosen(tmp_path):
     assert sorted((tensor.shape[2], 16 * len(tensor)) for tensor in packed) == [(4, 32), (4, 64), (8, 32)]
 
 
+def test_a_layer_with_four_bits_is_told_from_one_whose_name_ends_alike():
+    layers = {"inner.model.out": 32, "inner.model.decoder.out": 32, "inner.model.decoder.head": 64}
+    assert Blocks(4, ("out",)).among(layers) == {"inner.model.out"}
+    assert Blocks(4, ("decoder.out",)).among(layers) == {"inner.model.decoder.out"}
+    assert Blocks(4).among(layers) == {"inner.model.out", "inner.model.decoder.out"}
+
+
 @pytest.mark.slow  # it compiles for a minute
 def test_a_compiled_step_stays_compiled(tmp_path, monkeypatch):
     """One library for all sizes, with the weights in blocks in it, which the next start finds."""

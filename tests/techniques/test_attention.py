@@ -86,6 +86,16 @@ def test_exact(form, masked):
         assert called == [1]
 
 
+def test_attention_that_two_parts_share_is_rewritten_once():
+    shared = Attention("gpt")
+    model = nn.ModuleDict({name: nn.Sequential(shared, nn.Linear(16, 4)) for name in "ab"}).eval()
+    x = torch.randn(2, 9, 16)
+    work = Workload(model, [x], lambda model, x: (model["a"](x), model["b"](x)), parts=["a", "b"])
+    wanted = work.run(model, x)
+    torch.testing.assert_close(fettle.apply(work, "attention[a]=sdpa attention[b]=sdpa")(x), wanted)
+    assert shared.forward.args[1].__func__ is Attention.forward  # and not what stands in its place
+
+
 @pytest.mark.parametrize("model", [Attention("kept"), Attention("wrong"), Branching()])
 def test_left_alone(model):
     x = torch.randn(2, 4, 16)

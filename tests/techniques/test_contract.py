@@ -328,6 +328,27 @@ def test_int8_takes_what_a_model_hands_on(masked):
     assert quantize_static(Wrapper().eval(), [batch] * 2)(*batch).shape == (4, 4)
 
 
+def test_int8_takes_keywords_that_a_model_hands_on(masked):
+    class Wrapper(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = masked
+
+        def forward(self, *args, **kwargs):
+            return self.inner(*args, **kwargs)
+
+    run = quantize_static(Wrapper().eval(), [{"*": (torch.rand(4, 8),), "mask": torch.ones(4, 1)} for _ in range(2)])
+    x, mask = torch.rand(3, 8), torch.ones(3, 1)
+    with torch.no_grad():
+        assert (run(x, mask=mask) - masked(x, mask)).norm() < 0.05 * masked(x, mask).norm()
+
+
+def test_int8_is_not_calibrated_on_a_model_that_its_calls_change():
+    for changes in (False, True):
+        why_not = find("quantize").why_not("int8-static", replace(FACTS, changes_buffers=changes))
+        assert ("changes its own buffers" in why_not) == changes
+
+
 @pytest.mark.slow
 def test_int8_is_compiled_for_each_number_of_rows(masked):
     recipe = Recipe.parse("quantize=int8-static compile=default freeze=on grad=inference_mode")

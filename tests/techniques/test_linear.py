@@ -8,7 +8,7 @@ import torch
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, load, probe_facts, source
 from fettle.techniques._linear import is_conv1d, linear_of_conv1d
-from fettle.techniques.quantize import rows_of_linear
+from fettle.techniques.quantize import quantize_linear, rows_of_linear
 from fettle.workload import Workload
 
 transformers = pytest.importorskip("transformers")
@@ -42,6 +42,18 @@ def test_all_of_them_are_quantised(gpt2, caplog):
         load(source(Recipe.parse("quantize=int8-weight"), Facts(num_linear=8)), "quantised")(gpt2, [])
     assert "int8-weight: 8 of 8 linear layers" in caplog.text
     assert 0 < (answer(gpt2) - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_a_layer_of_two_names_is_quantised_once_and_one_whose_weight_is_computed_not_at_all(caplog):
+    torch.manual_seed(0)
+    shared = torch.nn.Linear(32, 32)
+    normed = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(32, 32))
+    model, x = torch.nn.Sequential(shared, torch.nn.Sequential(shared), normed).eval(), torch.rand(4, 32)
+    with torch.no_grad(), caplog.at_level(logging.INFO, logger="optimized"):
+        wanted = model(x)
+        quantize_linear(model, "Int8WeightOnlyConfig", "int8-weight")
+        assert 0 < (model(x) - wanted).norm() < 0.02 * wanted.norm()
+    assert "int8-weight: 1 of 2 linear layers" in caplog.text
 
 
 def test_counting_rows_leaves_what_is_remembered_as_it_was():

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import types
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -287,6 +288,20 @@ def test_looking_at_what_parts_are_called_with_changes_nothing_that_a_pipeline_r
     assert len(calls_of_parts(model, ["net"], lambda: model(x))["net"]) == 1
     assert model.calls == 0
     assert torch.equal(model.generator.get_state(), torch.Generator().manual_seed(0).get_state())
+
+
+def test_what_a_part_was_called_with_stays_when_the_pipeline_writes_into_it():
+    @dataclass
+    class State:
+        x: torch.Tensor
+
+    class Doubling(nn.Module):
+        def forward(self, state):
+            return state.x * 2
+
+    model, x = nn.ModuleDict({"net": Doubling()}), torch.ones(2)
+    (given,) = calls_of_parts(model, ["net"], lambda: x.add_(model["net"](State(x))))["net"]
+    assert given[0].x.tolist() == [1, 1]
 
 
 def test_parts_belong_to_the_fingerprint(build):

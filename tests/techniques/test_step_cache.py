@@ -153,6 +153,20 @@ def test_a_sampling_with_steps_left_out() -> None:
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("level", ["step_cache", "skip_steps"])
+def test_a_sampling_that_stopped_early_leaves_nothing_to_the_next(level: str) -> None:
+    def sample(pipe: Any, start: torch.Tensor, text: float = 1.0, last: int = 100) -> torch.Tensor:
+        for time in torch.arange(400, last - 1, -100):
+            start = start - 0.1 * pipe["unet"](start, time, torch.full((len(start), 5, 8), text)).sample
+        return start
+
+    model, start = torch.nn.ModuleDict({"unet": unet()}).eval(), torch.randn(1, 4, 8, 8)
+    fast = fettle.apply(Workload(model, [start], sample, parts=["unet"]), f"grad=no_grad {level}[unet]=2")
+    wanted = fast(start)
+    fast(start, text=5.0, last=400)
+    assert torch.equal(fast(start), wanted)
+
+
 @pytest.mark.parametrize(
     "runtime",
     ["", *(pytest.param(f"runtime[unet]={level}", marks=pytest.mark.slow) for level in ("openvino", "openvino-int8"))],

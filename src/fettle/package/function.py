@@ -27,11 +27,14 @@ class Blocks:
     """Names of the layers that have them, as in the model that was packaged: the others have 8. Where there are none,
     all do, but of 4 bits the largest, a language model's head, which has 8."""
 
-    def of(self, layer: str, is_largest: bool) -> int:
-        """The bits of a layer, by its name in the program, which ends with that in the model."""
-        if self.only:
-            return self.bits if any(f".{layer}".endswith(f".{name}") for name in self.only) else 8
-        return 8 if is_largest else self.bits
+    def among(self, layers: Mapping[str, int]) -> set[str]:
+        """Those that have them of all `layers`, sizes by names. A program's names are the model's after one beginning,
+        so that of those that end alike the shortest is meant."""
+        if not self.only:
+            largest = max(layers.values(), default=0)
+            return {layer for layer, size in layers.items() if size < largest}
+        ends = [[layer for layer in layers if f".{layer}".endswith(f".{name}")] for name in self.only]
+        return {min(alike, key=len) for alike in ends if alike}
 
 
 def as_function(module: torch.nn.Module, blocks: Blocks | None = None) -> Callable[..., Any]:
@@ -173,20 +176,20 @@ def _in_blocks(graph: torch.fx.Graph, weights: dict[str, torch.Tensor], blocks: 
     block_products()
     beside: dict[Any, list[tuple[torch.fx.Node, int, torch.Tensor, Any]]] = {}
     linear = [layer for layer in _linear_layers(graph, weights) if layer[2].shape[1] % 32 == 0]
-    largest = max((matrix.numel() for _, _, matrix, _ in linear), default=0)
+    names = {node: node.all_input_nodes[place + 1].meta["layer"] for node, place, *_ in linear}
+    chosen = blocks.among({names[node]: matrix.numel() for node, _, matrix, _ in linear})
     for node, place, matrix, bias in linear:
-        weight: Any = node.args[place + 1]
-        bits = blocks.of(weight.meta["layer"], matrix.numel() == largest)
+        bits = blocks.bits if names[node] in chosen else 8
         # One whose outputs are no sixteens cannot stand before another.
         alike = (bits, node.args[place], len(matrix) % 16 and node)
         beside.setdefault(alike, []).append((node, place, matrix, bias))
     for number, ((bits, *_), layers) in enumerate(beside.items()):
         parts = [packed_blocks(matrix, bits) for _, _, matrix, _ in layers]
-        names = [f"packed_{number}", f"scales_{number}"]
-        weights |= zip(names, (torch.cat(part) for part in zip(*parts, strict=True)), strict=True)
+        both = [f"packed_{number}", f"scales_{number}"]
+        weights |= zip(both, (torch.cat(part) for part in zip(*parts, strict=True)), strict=True)
         (first, place, *_), begin = layers[0], 0
         with graph.inserting_before(first):
-            held = [graph.get_attr(name) for name in names]
+            held = [graph.get_attr(name) for name in both]
             size = sum(len(matrix) for _, _, matrix, _ in layers)
             joint = graph.call_function(block_product, (first.args[place], *held, size))
         for node, _, matrix, bias in layers:

@@ -55,6 +55,8 @@ class Code:
     """Statements that change `args` and `kwargs` before every call."""
     outputs: tuple[str, ...] = ()
     """Statements that change `output` after every call, last technique first."""
+    whole: Code | None = None
+    """Of a part of a pipeline: lines of the whole call."""
 
     decoder: str = ""
     """Where text is written: an expression of `model` that reads prompts and goes on (`fettle.generate.decoding`);

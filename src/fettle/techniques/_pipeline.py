@@ -16,6 +16,7 @@ import torch
 
 from fettle.errors import UsageError
 from fettle.techniques._state_kept import state_kept
+from fettle.workload import map_tensors
 
 
 class Part(torch.nn.Module):
@@ -76,14 +77,12 @@ def calls_of_parts(model: torch.nn.Module, names: Any, run: Any, most: int = 8) 
     import contextlib
     import functools
 
-    from torch.utils import _pytree as pytree
-
     found: dict[str, list[Any]] = {name: [] for name in names}
     count, every = dict.fromkeys(names, 0), dict.fromkeys(names, 1)
 
     def keep(name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if count[name] % every[name] == 0:
-            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda one: one.detach().clone(), (args, kwargs))
+            args, kwargs = map_tensors(lambda one: one.detach().clone(), (args, kwargs))
             found[name].append({"*": args, **kwargs} if args and kwargs else kwargs or args)
             if len(found[name]) > most:
                 found[name], every[name] = found[name][::2], 2 * every[name]

@@ -156,7 +156,7 @@ def _functions(recipe: Recipe, facts: Facts, heading: str, more: Code) -> list[s
         looked_at = [part for part, found in by_part.items() if _looks_at_batches(found)]
         if looked_at:
             call = "call(model, *args, **kwargs)" if facts.custom_call else "model(*args, **kwargs)"
-            helpers += [spread, calls_of_parts, *STATE_KEPT]
+            helpers += [spread, map_tensors, calls_of_parts, *STATE_KEPT]
             places += [
                 "def run_all():",
                 "    for batch in batches:",
@@ -169,6 +169,7 @@ def _functions(recipe: Recipe, facts: Facts, heading: str, more: Code) -> list[s
             batches = f'seen["{part}"]' if part in looked_at else "[]"
             places.append(f'put_part(model, "{part}", {name}, {batches})')
         whole.append((f"parts: {', '.join(by_part)}", Code(helpers=tuple(helpers), prepare=tuple(places))))
+        whole += [(title, code.whole) for found in by_part.values() for title, code in found if code.whole]
     whole = _on_copies(whole, facts)
     by_part = {part: _on_copies(found, facts.parts[part]) for part, found in by_part.items()}
     every = [code for found in (whole, *by_part.values()) for _, code in found]

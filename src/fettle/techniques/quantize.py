@@ -37,7 +37,8 @@ def rows_of_linear(model: torch.nn.Module, batches: Any) -> dict[torch.nn.Module
 def quantize_linear(model: torch.nn.Module, config: str, label: str, batches: Any = ()) -> None:
     """Quantise the linear layers with a config of torchao, given by name; an error when none could be. Those that are
     given 16 rows or fewer in a batch stay as they are, which CUDA's int8 product does not take; and so do those of
-    128 x 128 in float8, which torchao takes for weights that are scaled in blocks of that size."""
+    128 x 128 in float8, which torchao takes for weights that are scaled in blocks of that size, and those whose weight
+    is computed (weight_norm) or quantised already, where a layer has two names."""
     import logging
 
     logging.getLogger("torchao").setLevel(logging.ERROR)  # CUDA extensions that it cannot load mean nothing here
@@ -54,6 +55,8 @@ def quantize_linear(model: torch.nn.Module, config: str, label: str, batches: An
 
     def takes(layer: torch.nn.Module, _: str) -> bool:
         if not isinstance(layer, torch.nn.Linear) or rows.get(layer, 17) <= 16:
+            return False
+        if type(layer.weight) is not torch.nn.Parameter:
             return False
         return not (config.startswith("Float8") and layer.weight.shape == (128, 128))
 
@@ -83,11 +86,33 @@ def open_sizes(model: torch.nn.Module, batches: Any) -> Any:
     return pytree.tree_unflatten([sizes(*each) for each in zip(*leaves, strict=True)], specs[0])
 
 
+def with_names(model: torch.nn.Module, kwargs: Any) -> torch.nn.Module:
+    """A model with a name for each of these arguments, where it takes any: with ``**others`` torch 2.13 exports no
+    sizes that are left open."""
+    import inspect
+
+    takes = inspect.signature(model.forward)
+    own = [one for one in takes.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    if len(own) == len(takes.parameters):
+        return model
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    others = [name for name in kwargs if name not in takes.parameters]
+    own += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in others]
+    named: Any = torch.nn.Module()
+    named.model, named.training, named.forward = model, model.training, forward
+    forward.__signature__ = takes.replace(parameters=own)  # type: ignore[attr-defined]
+    return named  # type: ignore[no-any-return]
+
+
 def quantize_static(model: torch.nn.Module, batches: Any) -> Any:
     """Convolutions and linear layers in int8 with scales measured on `batches`, exported for the x86 compiler."""
     import inspect
 
     args, kwargs = spread(batches[0])
+    model = with_names(model, kwargs)
     takes = inspect.signature(model.forward).parameters
     names = [name for name, one in takes.items() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     was_none = {name: value is None for name, value in (*zip(names, args, strict=False), *kwargs.items())}
@@ -230,7 +255,7 @@ class Quantize(Technique):
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if level == "int8-static":
             return Code(
-                helpers=(spread, flatten, open_sizes, quantize_static, quantize_exported),
+                helpers=(spread, flatten, with_names, open_sizes, quantize_static, quantize_exported),
                 prepare=("model = quantize_static(model, batches)",),
             )
         helpers: tuple[Any, ...] = (spread, is_conv1d, linear_of_conv1d, *STATE_KEPT, rows_of_linear, quantize_linear)
@@ -246,6 +271,8 @@ def _static(facts: Facts) -> str:
         return "it is made for x86 CPUs"
     if facts.custom_call:
         return "the workload has a call of its own, and an exported model has only its forward"
+    if facts.changes_buffers:
+        return "the model changes its own buffers when it is called, and calibrating calls it"
     if not facts.num_linear + facts.num_conv:
         return "the model has no convolution or linear layer"
     return "" if facts.calibration_batches else "no batches to calibrate on: give at least two"

@@ -12,7 +12,7 @@ import torch
 
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._exported import flatten
-from fettle.techniques.step_cache import Steps, sampled_in_openvino
+from fettle.techniques.step_cache import ANEW, Steps, sampled_in_openvino
 
 
 def denoiser_of(module: Any) -> tuple[str, int]:
@@ -79,4 +79,5 @@ class SkipSteps(Technique):
         return Code(
             helpers=(flatten, Steps, SkippedSteps),
             prepare=(f"model = SkippedSteps(model, {level}, {name!r}, {place})",),
+            whole=ANEW,
         )

@@ -88,12 +88,18 @@ class ShallowUnet(torch.nn.Module):
 class Steps:
     """Which steps compute everything, and what was found in them.
 
-    A step is one timestep; the halves of a guidance may be calls of their own in it. A timestep that is no smaller than
-    the last one, or another sample at the same one, begins a new picture.
+    A step is one timestep; the halves of a guidance may be calls of their own in it. A call of the pipeline, a timestep
+    that is no smaller than the last one, or another sample at the same one begins a new picture.
     """
+
+    from threading import local
+
+    now: Any = local()
+    """The thread's `call` of a pipeline."""
 
     def __init__(self, every: int) -> None:
         self.every = every
+        self.call: Any = None
         self.begin()
 
     def begin(self) -> None:
@@ -107,6 +113,10 @@ class Steps:
         """What this call should find, on the line through what the last two found in its place; None in a step that
         computes everything. A timestep is a number, or a tensor with one for all rows or for each."""
         time = float(torch.as_tensor(timestep).reshape(-1)[0])
+        call = getattr(self.now, "call", None)
+        if call is not self.call:  # the last one may have stopped early
+            self.begin()
+            self.call = call
         same = self.sample is not None and sample.shape == self.sample.shape
         if same and time == self.time and torch.equal(sample, self.sample):
             self.place += 1
@@ -125,6 +135,10 @@ class Steps:
     def keep(self, found: Any) -> None:
         """Note what a call that computed everything has found."""
         self.found[self.place] = [(self.time, found), *self.found.get(self.place, ())][:2]
+
+
+ANEW = Code(helpers=(Steps,), inputs=("Steps.now.call = object()  # a sampling knows nothing of the last one",))
+"""Lines of a pipeline with a part that has steps."""
 
 
 class StepCache(Steps):
@@ -219,4 +233,5 @@ class CachedSteps(Technique):
             ),
             inputs=("args, kwargs = (), steps.before(args, kwargs)",),
             outputs=("output = steps.after(output)",),
+            whole=ANEW,
         )

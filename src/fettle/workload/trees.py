@@ -118,7 +118,7 @@ def map_tensors(change: Any, tree: Any, kinds: Any = None) -> Any:
 
     if isinstance(tree, kinds or torch.Tensor):
         return change(tree)
-    if tree is None or isinstance(tree, (str, int, float)):
+    if tree is None or isinstance(tree, (str, int, float, torch.Size)):
         return tree
     if type(tree) in (tuple, list):  # the common branches first, without the cost of a general tree
         return type(tree)(map_tensors(change, item, kinds) for item in tree)
@@ -133,11 +133,19 @@ def map_tensors(change: Any, tree: Any, kinds: Any = None) -> Any:
     def inside(item: Any) -> Any:
         if item is not tree:
             return map_tensors(change, item, kinds)
-        if not isinstance(tree, MutableMapping):
-            return tree
-        changed: Any = copy.copy(tree)  # a dict in all but its type, such as what transformers' tokenizers return
-        for key, value in tree.items():
-            changed[key] = map_tensors(change, value, kinds)
+        changed: Any = tree  # of a type that torch does not know
+        if isinstance(tree, MutableMapping):  # such as what transformers' tokenizers return
+            changed = copy.copy(tree)
+            for key, value in tree.items():
+                changed[key] = map_tensors(change, value, kinds)
+        elif isinstance(tree, (tuple, list)):
+            items = [map_tensors(change, one, kinds) for one in tree]
+            if isinstance(tree, list):
+                changed = copy.copy(tree)
+                changed[:] = items
+            else:
+                changed = tuple.__new__(type(tree), items)
+                getattr(changed, "__dict__", {}).update(getattr(tree, "__dict__", {}))
         return changed
 
     return torch.utils._pytree.tree_map(inside, tree, is_leaf=lambda item: item is not tree)
