@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fettle.errors import UsageError
-from fettle.generate.decoding import Kept
+from fettle.generate.decoding import Kept, is_two_parts
 from fettle.generate.workload import positions_of
 from fettle.package.handlers.generate import Settings
 from fettle.package.handlers.parts import FRESH, LAST, LOGITS, PAST, SEEN, SOURCE, SOURCE_MASK
@@ -129,7 +129,7 @@ def generating(workload: Workload, max_tokens: int | None = None) -> list[Worklo
     batch = workload.inputs[0]
     model = workload.model
     assert isinstance(model, torch.nn.Module)
-    two_parts = _is_two_parts(model)
+    two_parts = is_two_parts(model)
     if isinstance(batch, Mapping):
         names = tuple(name for name, value in batch.items() if isinstance(value, torch.Tensor))
         if "input_ids" not in names or set(names) - {"input_ids", "attention_mask", *["decoder_input_ids"] * two_parts}:
@@ -256,10 +256,6 @@ def _answering(workload: Workload, model: torch.nn.Module, ids: torch.Tensor) ->
     return Workload(AnswerToken(model).eval(), batches, name=workload.name, samples=len(ids))
 
 
-def _is_two_parts(model: Any) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-
-
 def of_model(model: Any, wanted: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Settings of the generate handler that the model knows itself, how many positions it has and where its texts end,
     and above these the `wanted` ones. Raises `UsageError` for longer texts than it has positions for."""
@@ -269,7 +265,7 @@ def of_model(model: Any, wanted: Mapping[str, Any] | None = None) -> dict[str, A
         raise UsageError(f"max_tokens is {asked}, and the model has {most} positions: give at most as many")
     if 0 < most < usual.max_tokens:
         settings = {"max_tokens": most, "max_new_tokens": min(usual.max_new_tokens, most), **settings}
-    if _is_two_parts(model) and "start_tokens" not in settings:
+    if is_two_parts(model) and "start_tokens" not in settings:
         try:
             settings["start_tokens"] = [Kept(model).start_token()]
         except RuntimeError as error:
