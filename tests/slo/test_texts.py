@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fettle.cli.serve.slo import _Work
+from fettle.cli.serve._slo_answer import print_texts
+from fettle.cli.serve.slo import _finish, _Work
 from fettle.errors import UsageError
 from fettle.load.run import TextLimits
 from fettle.load.texts import TextLine
@@ -44,7 +45,7 @@ class Cache:
     tables: Tables
     clock: list = field(default_factory=lambda: [0.0])
 
-    def logits(self, first, new, kept):
+    def logits(self, first, new, kept, read):
         if first == 0 and all(len(tokens) == 1 for tokens in new):
             self.clock[0] += self.tables.writing[len(new)][(max(kept) + 8) // 16]
         else:
@@ -145,7 +146,9 @@ class Server:
         )  # fmt: skip
         self.rates.append((setting, rate))
         times = {"ttft_ms": {"p99": 1.0}, "itl_ms": {"p99": 1.0}, "tokens_per_s": 1.0}
-        run = {"void": "", "goodput": rate, "texts": times}
+        latency = {"p50": 1.0, "p90": 1.0, "p99": 1.0}
+        run = {"void": "", "goodput": rate, "texts": times, "statuses": {"200": 9}, "answered": 9, "throughput": rate,
+               "latency_ms": latency, "mean_ms": 1.0, "concurrency": 0}  # fmt: skip
         return OneTest(rate, seen.kept(limits), run, ServerStats(), 1.0, seen.busy_s / expected.busy_s, 1.0)
 
 
@@ -193,6 +196,19 @@ def test_a_search_proves_the_best_and_tells_the_rest(package, monkeypatch, tmp_p
     settings = room.served_so(package.settings, best.setting, found.costs[1])
     assert (settings.max_rows, settings.prefill_tokens) == (8, best.setting.chunk)
     assert settings.cache_bytes == 8 << 20
+
+
+def test_a_table_that_cannot_be_written_loses_nothing_that_was_found(package, monkeypatch, tmp_path):
+    found, _ = searched(package, monkeypatch)
+    rows = room.texts_rows(found, "tiny")
+    assert len(rows) == found.tests
+    assert (rows[0]["Model"], rows[0]["Batch size"]) == (f"tiny, {found.best.setting}", "8")
+    data = {**room.texts_data(found, name="tiny", target="tiny-1", machine="this one"), "busy": ""}
+    (tmp_path / "file").touch()
+    out, table = tmp_path / "out", tmp_path / "file" / "a.csv"
+    with pytest.raises(UsageError, match="cannot write"):
+        _finish(found, data, out, texts_page, True, print_texts, lambda: tmp_path, table, rows)
+    assert json.loads((out / "result.json").read_text())["written"] == str(tmp_path)
 
 
 def test_costs_are_corrected_where_steps_take_longer_than_simulated(package, monkeypatch):
@@ -244,6 +260,9 @@ def test_what_is_timed():
     assert Cell(6, 100, 0) in prompts  # as many as 1024 tokens need, and there is room for
     assert all(cell.new + cell.kept <= 100 for cell in prompts)
     assert max(CHUNKS) == 2048
+    at_once = TextCosts(in_parts=False)  # by an encoder
+    assert (room.chunks_for(at_once, 100), room.chunks_for(at_once, 5000)) == ([128, 256], [5000])
+    assert all(not cell.kept for cell in cells(6, 100, 300, keeps=True, in_parts=False)[1])
 
 
 def test_the_command_says_what_is_wrong(run_fettle, store, tmp_path, monkeypatch):
@@ -253,7 +272,7 @@ def test_the_command_says_what_is_wrong(run_fettle, store, tmp_path, monkeypatch
         (("a.py:b", "--ttft", "1s"), "need a package"), ((store / "net-1", "--itl", "0ms"), "more than 0"),
         ((store / "net-1", "--itl", "1s", "--p99", "1s"), "without --p99"),
         ((store / "net-1", "--itl", "1s", "--prompt-tokens", "x"), "not a length"),
-        ((store / "net-1", "--itl", "1s", "-o", "load.csv"), "name a folder"),
+        ((store / "net-1", "--itl", "1s", "-o", "load.html"), "ends in .csv or a folder"),
         (("a.py:b", "--p99", "1s", "--study", "night"), "--storage"),
     ):  # fmt: skip
         found = run_fettle("serve", "slo", *given)
@@ -309,12 +328,13 @@ def test_from_a_model_to_a_proven_setting_by_the_command_line(run_fettle, tmp_pa
     assert run_fettle("serve", "package", "tiny.py", *how).code == 0
     limits = ("--ttft", "5s", "--itl", "2s")
     quick = ("--prompt-tokens", "uniform:8:40", "--output-tokens", "8", "--duration", "1s", "--confirm", "1", "--json")
-    found = run_fettle("serve", "slo", "tiny-1", *limits, *quick)
+    found = run_fettle("serve", "slo", "tiny-1", *limits, *quick, "--output", "tests.csv")
     assert found.code == 0, found.err
     data = json.loads(found.out)
     best = data["points"][data["best"]]
     assert best["measured"] > 0
     assert (tmp_path / "slo-tiny" / "report.html").is_file()
+    assert best["setting"] in (tmp_path / "tests.csv").read_text().splitlines()[1]
     settings = open_package(tmp_path / "tiny-1").settings
     assert (settings.max_rows, settings.prefill_tokens) == (best["max_rows"], best["prefill_tokens"])
     assert (settings.cache_bytes, settings.threads) == (best["cache_bytes"], best["threads"])

@@ -32,6 +32,7 @@ from fettle.package.manifest import Package
 from fettle.package.settings import ServeSettings, powers
 from fettle.slo.calibrate import Stopped
 from fettle.slo.kept import Tested, open_journal, package_key
+from fettle.slo.outcome import torchserve_test
 from fettle.slo.points import Failure, Outcome, Proven
 from fettle.slo.proof import bracket, load_test_s, loaded
 from fettle.slo.server_process import ServerFailure, ServerProcess
@@ -184,13 +185,12 @@ class _Search:
         """Every setting, simulated; those that were tested keep what they showed."""
         result = self.result
         longest = max(result.prompts)
-        chunks = CHUNKS[: 1 + sum(size < 2 * longest for size in CHUNKS)]
         known = {point.setting: point for point in result.points}
         settings = [
             TextSetting(count, chunk, threads, device)
             for threads, costs in result.costs.items()
             for count in powers(costs.rows)
-            for chunk in (chunks if costs.keeps else [ServeSettings().prefill_tokens])
+            for chunk in chunks_for(costs, longest)
         ]
         settings = [setting for setting in settings if setting not in self.failed]
         points = []
@@ -279,6 +279,14 @@ class _Search:
             raise Stopped
 
 
+def chunks_for(costs: TextCosts, longest: int) -> Sequence[int]:
+    """Tokens of prompts a step to try, where the longest prompt has so many."""
+    if not costs.keeps:
+        return [ServeSettings().prefill_tokens]
+    chunks = CHUNKS[: 1 + sum(size < 2 * longest for size in CHUNKS)]
+    return chunks if costs.in_parts else [size for size in chunks if size >= longest] or [longest]
+
+
 def served_so(settings: ServeSettings, setting: TextSetting, costs: TextCosts) -> ServeSettings:
     """A package's settings with a found one."""
     return msgspec.structs.replace(
@@ -341,6 +349,12 @@ def texts_data(result: TextSearch, *, name: str, target: str, machine: str) -> d
         "tests": result.tests, "tests_kept": result.tests_kept, "seconds": result.seconds,
     })  # fmt: skip
     return data
+
+
+def texts_rows(result: TextSearch, name: str) -> list[dict[str, str]]:
+    """Every load test in the columns of TorchServe's ``ab_report.csv``, best setting first."""
+    return [torchserve_test(test, f"{name}, {point.setting}", "texts", point.setting.rows)
+            for point in result.points for test in point.tests]  # fmt: skip
 
 
 def _lengths(counts: Sequence[int]) -> dict[str, float]:

@@ -112,7 +112,6 @@ def command(
         import fettle.serve.server  # noqa: F401 (each server that is tried is a process of its own)
         from fettle.load.run import TextLimits
         from fettle.load.texts import text_lines
-        from fettle.load.torchserve import COLUMNS
         from fettle.slo.outcome import as_data, torchserve_rows
     except ImportError as error:
         raise extra(f"{error.name} is not installed", "serve") from error
@@ -124,12 +123,15 @@ def command(
 
     if study and storage is None:
         raise UsageError("--study is the name of a study in a --storage: name that, too")
+    wanted = _options.outputs(output, ".csv", folder=True)
+    check_writable(csv_file := wanted.get(".csv", csv_file))
     if ttft or itl:
         if p99 is not None or storage is not None or recipe or price:
             raise UsageError("--ttft and --itl are for a package that writes texts, without --p99, recipes and prices")
         limits = TextLimits(_options.limit_s(ttft, "--ttft"), _options.limit_s(itl, "--itl"))
         _of_texts(
-            target, limits, text_lines(prompt_tokens, output_tokens, texts), output, write=write, as_json=as_json,
+            target, limits, text_lines(prompt_tokens, output_tokens, texts), wanted.get(""), csv_file, write=write,
+            as_json=as_json,
             rate=rate, headroom=_options.share(headroom, "--headroom"), most_rows=max_rows,
             cores=cores or host.cores(), device=_options.one_device(",".join(device)) if device else "",
             confirm=confirm, seconds=_options.duration_s(seconds, "--duration"),
@@ -141,8 +143,6 @@ def command(
         )
     if not (limit_s := _options.limit_s(p99, "--p99")):
         raise UsageError("--p99 must be more than 0")
-    wanted = _options.outputs(output, ".csv", folder=True)
-    check_writable(csv_file := wanted.get(".csv", csv_file))
     options: dict[str, Any] = {
         "limit_s": limit_s, "rate": rate, "headroom": _options.share(headroom, "--headroom"),
         "most_rows": max_rows, "cores": cores or host.cores(), "confirm": confirm, "prices": _prices(price or []),
@@ -160,17 +160,16 @@ def command(
     around = Surroundings()
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
         result = run(work.search(folder, max_error, options, progress))
-    if csv_file is not None:
-        _options.write_csv(csv_file, COLUMNS, torchserve_rows(result, work.name))
     busy = around.sentence()
     data = as_data(result, name=work.name, target=target, machine=_machine(), written="", busy=busy)
     best = (lambda: work.write(result, folder)) if write else None
-    _finish(result, data, folder, slo_page, as_json, print_settings, best)
+    rows = torchserve_rows(result, work.name)
+    _finish(result, data, folder, slo_page, as_json, print_settings, best, csv_file, rows)
 
 
 def _of_texts(
-    text: str, limits: TextLimits, lines: list[TextLine], output: list[Path] | None, *, write: bool, as_json: bool,
-    device: str, **options: Any,
+    text: str, limits: TextLimits, lines: list[TextLine], folder: Path | None, csv_file: Path | None, *, write: bool,
+    as_json: bool, device: str, **options: Any,
 ) -> None:  # fmt: skip
     """The same for a package that writes texts."""
     from fettle.loop import run, stopped_by_interrupt
@@ -178,7 +177,7 @@ def _of_texts(
     from fettle.package.manifest import open_package, write_settings
     from fettle.package.requires import check_here
     from fettle.report import texts_page
-    from fettle.slo.text_search import search_texts, served_so, texts_data
+    from fettle.slo.text_search import search_texts, served_so, texts_data, texts_rows
 
     if min(limits.ttft_s, limits.itl_s) < 0 or not max(limits.ttft_s, limits.itl_s):
         raise UsageError("--ttft and --itl must be more than 0")
@@ -189,12 +188,12 @@ def _of_texts(
     check_here(name, package.manifest.requires)
     if write:
         _check_settings(package)
-    folder = _options.outputs(output, folder=True).get("", Path(f"slo-{name}"))
+    kept = folder or Path(f"slo-{name}")
     around = Surroundings()
 
     async def search(progress: Callable[[str], None]) -> TextSearch:
         return await search_texts(
-            package, lines, limits, keep=folder / "measured.jsonl", on_progress=progress, stop=stopped_by_interrupt(),
+            package, lines, limits, keep=kept / "measured.jsonl", on_progress=progress, stop=stopped_by_interrupt(),
             device=device or package.settings.devices[0], **options,
         )  # fmt: skip
 
@@ -208,7 +207,8 @@ def _of_texts(
 
     data = texts_data(result, name=name, target=text, machine=_machine())
     data["busy"] = around.sentence()
-    _finish(result, data, folder, texts_page, as_json, print_texts, best if write else None)
+    rows = texts_rows(result, name)
+    _finish(result, data, kept, texts_page, as_json, print_texts, best if write else None, csv_file, rows)
 
 
 def _check_settings(package: Package) -> None:
@@ -224,9 +224,12 @@ def _check_settings(package: Package) -> None:
 def _finish(
     result: Outcome[Any], data: dict[str, Any], folder: Path, page: Callable[[dict[str, Any]], str],
     as_json: bool, show: Callable[[dict[str, Any], Console], None], best: Callable[[], Path] | None,
+    csv_file: Path | None, rows: list[dict[str, str]],
 ) -> None:  # fmt: skip
     """Write the `best` setting, if asked to, and what came of a search; say it, and leave with its exit code, or with
-    why the setting is not written: that is no reason to lose what was found."""
+    why the setting or the table is not written: that is no reason to lose what was found."""
+    from fettle.load.torchserve import COLUMNS
+
     problem = None
     if best is not None and result.best is not None and not result.interrupted:
         try:
@@ -237,6 +240,11 @@ def _finish(
             problem = UsageError(f"the best setting could not be written: {first_line(error)}")
     write_text(folder / "result.json", json.dumps(data) + "\n")
     write_text(folder / "report.html", page(data))
+    if csv_file is not None:
+        try:
+            _options.write_csv(csv_file, COLUMNS, rows)
+        except UsageError as error:
+            problem = problem or error
     _show.answer(as_json, lambda: data, lambda out: show(data, out), folder / "report.html")
     if problem is not None:
         raise problem
