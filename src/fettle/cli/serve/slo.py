@@ -18,6 +18,7 @@ import typer
 
 from fettle.cli import _options, _quiet, _show
 from fettle.cli.serve._slo_answer import print_settings, print_texts
+from fettle.cli.serve._slo_packages import check_settings, is_package, variants_of
 from fettle.errors import UsageError, extra, first_line
 from fettle.files import check_writable, write_text
 from fettle.kept_files import whole_folder
@@ -34,7 +35,12 @@ if TYPE_CHECKING:
 
 
 def command(
-    target: Annotated[str, typer.Argument(help="a package, or path/to/file.py:factory, which is packaged first")],
+    target: Annotated[
+        list[str],
+        typer.Argument(
+            help="a package, several of one model to choose among, or path/to/file.py:factory, which is packaged first"
+        ),
+    ],
     p99: _options.LatencyLimit = None,
     rate: Annotated[float, typer.Option(min=0.0, help="requests a second to be served; 0: as many as possible")] = 0.0,
     headroom: Annotated[
@@ -94,7 +100,8 @@ def command(
     measured: a search that was stopped, also by kill -9, goes on where it was.
 
     Of a package that writes texts the limits are --ttft and --itl: found are how many texts are written at once, their
-    cache, and how much of a prompt is computed between two tokens of the others.
+    cache, and how much of a prompt is computed between two tokens of the others. Of several packages (the model with
+    one recipe or another) the best one's serve.toml is written.
 
     [bold]Examples[/]
 
@@ -151,7 +158,7 @@ def command(
     }  # fmt: skip
     work = _Work.of(target, recipe or [], storage, study, recipes, trust or ())
     if write and work.package is not None:
-        _check_settings(work.package)
+        check_settings(work.packages)
     folder = wanted.get("", Path(f"slo-{work.name}"))
     if work.package is None:
         check_place(place := folder / "package")
@@ -161,40 +168,39 @@ def command(
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
         result = run(work.search(folder, max_error, options, progress))
     busy = around.sentence()
-    data = as_data(result, name=work.name, target=target, machine=_machine(), written="", busy=busy)
+    data = as_data(result, name=work.name, target=" ".join(target), machine=_machine(), written="", busy=busy)
     best = (lambda: work.write(result, folder)) if write else None
     rows = torchserve_rows(result, work.name)
     _finish(result, data, folder, slo_page, as_json, print_settings, best, csv_file, rows)
 
 
 def _of_texts(
-    text: str, limits: TextLimits, lines: list[TextLine], folder: Path | None, csv_file: Path | None, *, write: bool,
-    as_json: bool, device: str, **options: Any,
+    texts: list[str], limits: TextLimits, lines: list[TextLine], folder: Path | None, csv_file: Path | None, *,
+    write: bool, as_json: bool, device: str, **options: Any,
 ) -> None:  # fmt: skip
-    """The same for a package that writes texts."""
+    """The same for packages that write texts."""
     from fettle.loop import run, stopped_by_interrupt
     from fettle.measure import Surroundings
-    from fettle.package.manifest import open_package, write_settings
-    from fettle.package.requires import check_here
+    from fettle.package.manifest import write_settings
     from fettle.report import texts_page
     from fettle.slo.text_search import search_texts, served_so, texts_data, texts_rows
 
     if min(limits.ttft_s, limits.itl_s) < 0 or not max(limits.ttft_s, limits.itl_s):
         raise UsageError("--ttft and --itl must be more than 0")
-    if not Path(text).is_dir() and not text.endswith(".zip"):
-        raise UsageError(f"--ttft and --itl need a package: fettle serve package {text} --handler generate")
-    package = open_package(Path(text))
-    name = package.manifest.name
-    check_here(name, package.manifest.requires)
+    if other := next((text for text in texts if not is_package(text)), ""):
+        raise UsageError(f"--ttft and --itl need a package: fettle serve package {other} --handler generate")
+    variants = variants_of(texts, writes=True)
+    first = variants[0].package
+    name = first.manifest.name
     if write:
-        _check_settings(package)
+        check_settings(variants)
     kept = folder or Path(f"slo-{name}")
     around = Surroundings()
 
     async def search(progress: Callable[[str], None]) -> TextSearch:
         return await search_texts(
-            package, lines, limits, keep=kept / "measured.jsonl", on_progress=progress, stop=stopped_by_interrupt(),
-            device=device or package.settings.devices[0], **options,
+            variants, lines, limits, keep=kept / "measured.jsonl", on_progress=progress, stop=stopped_by_interrupt(),
+            device=device or first.settings.devices[0], **options,
         )  # fmt: skip
 
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
@@ -203,22 +209,13 @@ def _of_texts(
     def best() -> Path:
         assert result.best is not None
         setting = result.best.setting
-        return write_settings(package, served_so(package.settings, setting, result.costs[setting.threads])).folder
+        package = next(variant.package for variant in variants if variant.name == setting.variant)
+        return write_settings(package, served_so(package.settings, setting, result.costs[setting.engine])).folder
 
-    data = texts_data(result, name=name, target=text, machine=_machine())
+    data = texts_data(result, name=name, target=" ".join(texts), machine=_machine())
     data["busy"] = around.sentence()
     rows = texts_rows(result, name)
     _finish(result, data, kept, texts_page, as_json, print_texts, best if write else None, csv_file, rows)
-
-
-def _check_settings(package: Package) -> None:
-    """Raise `UsageError` where the best setting could not be written: before it is searched for."""
-    from fettle.package.manifest import MANIFEST, SETTINGS
-
-    try:
-        check_writable(package.folder / SETTINGS, package.folder / MANIFEST)
-    except UsageError as error:
-        raise UsageError(f"{error}; to search all the same, give --no-write") from error
 
 
 def _finish(
@@ -265,28 +262,20 @@ class _Work:
 
     @classmethod
     def of(
-        cls, text: str, recipes: list[str], storage: str | None, study: str, most: int, trust: Sequence[str]
+        cls, texts: list[str], recipes: list[str], storage: str | None, study: str, most: int, trust: Sequence[str]
     ) -> _Work:  # fmt: skip
         """Read what the command line names. Raises `UsageError`."""
-        from fettle.package.handlers.generate import Settings
-        from fettle.package.manifest import open_package
-        from fettle.package.requires import check_here
         from fettle.recipe import Recipe
         from fettle.recipe_file import load_recipe
-        from fettle.slo.points import Variant
 
-        if Path(text).is_dir() or text.endswith(".zip"):
+        text = next((text for text in texts if not is_package(text)), "")
+        if not text:
             if recipes or storage is not None:
-                raise UsageError(f"{text} is packaged with its recipe already: name the target to try others")
-            package = open_package(Path(text))
-            if isinstance(package.manifest.handler, Settings):
-                raise UsageError(
-                    f"{text} writes texts, and --p99 is for others: fettle serve slo {text} --ttft 500ms --itl 50ms"
-                )
-            check_here(package.manifest.name, package.manifest.requires)
-            if (digest := package.handler_digest) and digest not in trust:
-                raise UsageError(f"{package.manifest.name} brings code of its own; to let it run, say --trust {digest}")
-            return cls(package.manifest.name, package, packages=[Variant("", package)])
+                raise UsageError(f"{texts[0]} is packaged with its recipe already: name the target to try others")
+            packages = variants_of(texts, trust)
+            return cls(packages[0].package.manifest.name, packages[0].package, packages=packages)
+        if texts[1:]:
+            raise UsageError(f"{text} is no package: several that are named are packages of one model")
         from fettle.techniques import check_names
 
         target = _options.target_or_package(text)
