@@ -103,7 +103,8 @@ def places_of_rows(decoder: Any, new: torch.Tensor, all_of_them: torch.Tensor) -
 
     def of_places(look_up: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def vectors(tokens: Any, *_: Any, **__: Any) -> torch.Tensor:
-            return look_up(tokens, position_ids=new.flatten()).reshape(*new.shape, -1)
+            found = look_up(tokens, position_ids=_plain(new).flatten())
+            return found.reshape(*new.shape, found.shape[-1])
 
         return vectors
 

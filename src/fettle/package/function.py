@@ -84,7 +84,7 @@ def _only(bare: torch.fx.GraphModule, outputs: Sequence[int]) -> torch.fx.GraphM
     graph = torch.fx.Graph()
     found: Any = graph.graph_copy(bare.graph, {})
     graph.output(tuple(found[place] for place in outputs))
-    graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))  # as dropout is, which does nothing
+    _drop_unused(graph)
     return torch.fx.GraphModule(bare, graph)
 
 
@@ -114,7 +114,13 @@ def _graph_and_weights(module: torch.nn.Module) -> tuple[torch.fx.Graph, dict[st
             weights[node.target] = value
         elif node.op not in ("placeholder", "call_function", "output"):
             return None
+    _drop_unused(graph)
     return graph, weights
+
+
+def _drop_unused(graph: torch.fx.Graph) -> None:
+    """Take out what no output needs: the exporter leaves what has a dropout in it, which does nothing here."""
+    graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
 
 
 def _with_weights(
