@@ -90,14 +90,18 @@ def kept_apart(past: torch.Tensor, *, biased: bool = False) -> Iterator[tuple[Dy
 @contextmanager
 def places_of_rows(decoder: Any, new: torch.Tensor, all_of_them: torch.Tensor) -> Iterator[None]:
     """Inside, a decoder of transformers goes by each row's own positions, not by one number for all: by those of the
-    `new` tokens [rows, new] and of all that they attend to [rows, kept and new]."""
+    `new` tokens [rows, new] and of all that they attend to [rows, kept and new].
+
+    It can be told them where it adds a vector to a token by its place, as BART, or to scores by the distance, as T5.
+    ValueError for others.
+    """
     width = all_of_them.shape[1]
     away = (new[:, :, None] - all_of_them[:, None]).clamp_min(0)
 
     def of_distances(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def biases(*_: Any, **__: Any) -> torch.Tensor:
-            by_place = compute(1, width, past_seen_tokens=width - 1)[0, :, 0]  # the nearest token's last
-            return by_place[:, width - 1 - away].transpose(0, 1)
+            of_one = compute(1, width, past_seen_tokens=width - 1)[0, :, 0]  # the nearest token's last
+            return of_one[:, width - 1 - away].transpose(0, 1)
 
         return biases
 
@@ -108,12 +112,15 @@ def places_of_rows(decoder: Any, new: torch.Tensor, all_of_them: torch.Tensor) -
 
         return vectors
 
+    by_distance = [one for one in decoder.modules() if getattr(one, "has_relative_attention_bias", False)]
+    by_place = [decoder.embed_positions] if hasattr(decoder, "embed_positions") else []
+    if not by_distance and not by_place:
+        raise ValueError("this decoder takes the positions of its rows from elsewhere")
     with ExitStack() as stack:
-        for module in decoder.modules():
-            if getattr(module, "has_relative_attention_bias", False):
-                stack.enter_context(replaced(module, "compute_bias", of_distances))
-        if hasattr(decoder, "embed_positions"):
-            stack.enter_context(replaced(decoder.embed_positions, "forward", of_places))
+        for module in by_distance:
+            stack.enter_context(replaced(module, "compute_bias", of_distances))
+        for module in by_place:
+            stack.enter_context(replaced(module, "forward", of_places))
         yield
 
 
