@@ -19,7 +19,7 @@ _HIDDEN = -60_000.0
 """The score of a token that is not seen: its share is exactly 0. A recipe may compute in float16, which ends there."""
 
 
-class FreshLayer(DynamicLayer):
+class FreshLayer(DynamicLayer):  # type: ignore[no-untyped-call,unused-ignore]
     """A layer of which nothing is kept."""
 
     fresh: tuple[torch.Tensor, torch.Tensor] | None = None

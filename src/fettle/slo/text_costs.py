@@ -106,9 +106,7 @@ def _line(places: Array, known: Any, values: Any) -> Array:
     return np.asarray(np.maximum(times, 1e-9))
 
 
-def cells(
-    rows: int, prompt: int, whole: int, *, keeps: bool, in_parts: bool = True
-) -> tuple[list[Cell], list[Cell]]:
+def cells(rows: int, prompt: int, whole: int, *, keeps: bool, in_parts: bool = True) -> tuple[list[Cell], list[Cell]]:
     """What to time: of writing, and of prompts up to `prompt` tokens, of texts up to `whole` tokens."""
     lengths = sorted({min(whole, LEAST_KEPT), whole // 2, max(1, whole - 1)} - {0})
     writing = [Cell(count, 1, kept) for count in powers(rows) for kept in lengths]

@@ -215,9 +215,7 @@ class _Search:
             predicted = text_capacity(
                 result.prompts, result.outputs, setting.rows, setting.chunk, self._tables(setting), result.limits
             )
-            point = known.get(setting) or TextPoint(
-                setting, 0.0, setting.rows * result.costs[setting.engine].row_bytes
-            )
+            point = known.get(setting) or TextPoint(setting, 0.0, setting.rows * result.costs[setting.engine].row_bytes)
             point.predicted = predicted
             points.append(point)
         # What is predicted within 2% is as good as equal: fewer texts at once and shorter parts go first then.

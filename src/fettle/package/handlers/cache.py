@@ -117,7 +117,9 @@ class Cache:
         given, past = self._given(new, kept), self._past[first : first + len(new), ..., :most, :]
         if not self.halves:
             return self._filled(given, past)
-        return self.runner.part(self._inputs(given, past, self._given([[0]] * len(new), read)), self.halves[0])
+        heard = self._given([[0]] * len(new), read)
+        outputs: list[torch.Tensor] = self.runner.part(self._inputs(given, past, heard), self.halves[0])
+        return outputs
 
     def _given(self, new: Sequence[Sequence[int]], kept: Sequence[int]) -> torch.Tensor:
         return torch.tensor(filled(new, kept, max(map(len, new)))).to(self.runner.device)
