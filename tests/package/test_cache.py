@@ -431,7 +431,7 @@ def bart():
     return transformers.BartForConditionalGeneration(transformers.BartConfig(**TWO_PARTS)).eval()
 
 
-@pytest.mark.parametrize("make", [t5, bart])
+@pytest.mark.parametrize("make", [t5, pytest.param(bart, marks=pytest.mark.slow)])
 def test_an_encoder_reads_the_prompts_and_its_decoder_writes(tmp_path, make):
     """Texts join and leave; each is the model's own, whatever the lengths of the others, and no token costs more than
     its own work: prompts are read by another call than tokens are written by."""
