@@ -419,22 +419,53 @@ def test_samples_are_made_where_the_model_lies():
     assert {tensor.device.type for tensor in made} == {"cpu"}
 
 
-def test_an_encoder_reads_the_prompts_and_its_decoder_writes(tmp_path):
-    """Texts join and leave; each is the model's own, whatever the lengths of the others."""
+def t5():
     torch.manual_seed(0)
     config = transformers.T5Config(vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4,
                                    decoder_start_token_id=0, eos_token_id=None, initializer_factor=2.0)  # fmt: skip
-    model = transformers.T5ForConditionalGeneration(config).eval()
+    return transformers.T5ForConditionalGeneration(config).eval()
+
+
+TWO_PARTS = {
+    "vocab_size": WORDS, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 128,
+    "init_std": 0.3, "decoder_start_token_id": 0, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 1,
+}  # fmt: skip
+
+
+def bart():
+    torch.manual_seed(0)
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(**TWO_PARTS)).eval()
+
+
+@pytest.mark.parametrize("make", [t5, pytest.param(bart, marks=pytest.mark.slow)])
+def test_an_encoder_reads_the_prompts_and_its_decoder_writes(tmp_path, make):
+    """Texts join and leave; each is the model's own, whatever the lengths of the others, and no token costs more than
+    its own work: prompts are read by another call than tokens are written by."""
+    model = make()
     running = find_handler(package := packaged(tmp_path / "m", model), ModelRunner(package), "").running(3, 0, 8)
-    assert [spec.name for spec in package.manifest.inputs] == ["source", "source_mask", "input_ids", "last"]
+    assert [spec.name for spec in package.manifest.inputs] == [
+        "source", "source_mask", "input_ids", "attention_mask", "last", "seen", "past", "read"
+    ]  # fmt: skip
     prompts, most = [*PROMPTS[:5], [5] * 100], [5, 6, 7, 3, 2, 4]
     found = written(running, asks(prompts, most), lambda step: ())
+    layers = {
+        outputs: sum("linear" in str(node.target) for node in part.__self__.graph.nodes)
+        for outputs, part in running.cache.runner._model._parts.items()
+    }
+    assert [layers[outputs] for outputs in running.cache.halves] == [9, 8]
     for prompt, tokens, (text, *rest) in zip(prompts, most, found, strict=True):
         own = write(decoder_of(model), torch.tensor([prompt]), new_tokens=tokens)[0].tolist()
         assert text.split() == list(map(str, own))
         assert rest == [tokens, "length"]
     with pytest.raises(UsageError, match="at most 100 tokens, this one 101"):
         running.handler.room([5] * 101, Ask())
+
+
+def test_a_decoder_whose_rows_cannot_be_told_their_places_reads_the_whole_text():
+    model = transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**TWO_PARTS)).eval()
+    [plain] = generating(workload(model))
+    assert set(plain.inputs[0]) == {"source", "source_mask", "input_ids", "last"}
 
 
 def test_an_encoder_of_sound_is_refused_in_a_line():

@@ -370,6 +370,25 @@ class Straight(torch.nn.Module):
         return x * self.scale, y
 
 
+class Apart(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(4, 3)
+
+    def forward(self, x, y):
+        return torch.nn.functional.dropout(self.table(x), training=False), y + 1
+
+
+def test_a_part_of_a_call_computes_nothing_else(tmp_path):
+    x, y = torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 1)
+    write_package(Workload(Apart().eval(), [(x, y)]), Recipe(), tmp_path / "m", name="m")
+    fast = as_function(load_program(tmp_path / "m"))
+    with pytest.raises(IndexError):
+        fast(x + 9, y)
+    [found] = fast.part([x + 9, y], (1,))
+    assert torch.equal(found, y + 1)
+
+
 def test_a_straight_program_answers_as_the_program_does(tmp_path):
     for name, model, inputs in (
         ("branches", Branches(), [torch.ones(2, 3)]), ("straight", Straight(), [torch.ones(2, 3), torch.ones(2, 1)])

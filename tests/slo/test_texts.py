@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from fettle.cli.serve.slo import _Work
+from fettle.cli.serve._slo_answer import print_texts
+from fettle.cli.serve._slo_packages import variants_of
+from fettle.cli.serve.slo import _finish, _Work
 from fettle.errors import UsageError
 from fettle.load.run import TextLimits
 from fettle.load.texts import TextLine
@@ -22,6 +24,7 @@ from fettle.report import texts_page, texts_table, texts_words
 from fettle.slo import text_search as room
 from fettle.slo import text_simulation
 from fettle.slo.kept import Tested as OneTest
+from fettle.slo.points import Variant
 from fettle.slo.server_process import ServerFailure, ServerStats
 from fettle.slo.text_costs import CHUNKS, Cell, TextCosts, cells
 from fettle.slo.text_simulation import REQUEST_S, Tables, simulate_texts, text_capacity
@@ -44,7 +47,7 @@ class Cache:
     tables: Tables
     clock: list = field(default_factory=lambda: [0.0])
 
-    def logits(self, first, new, kept):
+    def logits(self, first, new, kept, read):
         if first == 0 and all(len(tokens) == 1 for tokens in new):
             self.clock[0] += self.tables.writing[len(new)][(max(kept) + 8) // 16]
         else:
@@ -145,7 +148,9 @@ class Server:
         )  # fmt: skip
         self.rates.append((setting, rate))
         times = {"ttft_ms": {"p99": 1.0}, "itl_ms": {"p99": 1.0}, "tokens_per_s": 1.0}
-        run = {"void": "", "goodput": rate, "texts": times}
+        latency = {"p50": 1.0, "p90": 1.0, "p99": 1.0}
+        run = {"void": "", "goodput": rate, "texts": times, "statuses": {"200": 9}, "answered": 9, "throughput": rate,
+               "latency_ms": latency, "mean_ms": 1.0, "concurrency": 0}  # fmt: skip
         return OneTest(rate, seen.kept(limits), run, ServerStats(), 1.0, seen.busy_s / expected.busy_s, 1.0)
 
 
@@ -190,14 +195,51 @@ def test_a_search_proves_the_best_and_tells_the_rest(package, monkeypatch, tmp_p
     again, second = searched(package, monkeypatch, rate=1.0, keep=tmp_path / "measured.jsonl")
     assert not second.rates
     assert again.tests_kept == again.tests == found.tests
-    settings = room.served_so(package.settings, best.setting, found.costs[1])
+    settings = room.served_so(package.settings, best.setting, found.costs["", 1])
     assert (settings.max_rows, settings.prefill_tokens) == (8, best.setting.chunk)
     assert settings.cache_bytes == 8 << 20
 
 
+def test_of_several_packages_that_which_serves_most_is_the_best(package, monkeypatch):
+    few_bits = SimpleNamespace(**vars(package))
+    each = {id(package): 0.004, id(few_bits): 0.001}
+    monkeypatch.setattr(room, "calibrate_texts", lambda one, **how: costs(how["most"], each=each[id(one)]))
+    monkeypatch.setattr(room, "package_key", lambda one: str(id(one)))
+    found, _ = searched([Variant("chat-1", package), Variant("chat-int8-1", few_bits)], monkeypatch)
+    assert found.best.setting.variant == "chat-int8-1"
+    assert any(why.startswith("chat-1, at best: predicted ") for why in found.why)
+    data = {**room.texts_data(found, name="chat", target="chat-1 chat-int8-1", machine="this one"), "busy": ""}
+    table = texts_table(data)
+    assert (table.columns[-1], table.rows[0][-1]) == ("package", "chat-int8-1")
+    assert "chat-1, at best" in texts_page(data)
+
+
+def test_packages_of_two_models_are_not_compared(store):
+    first, second = variants_of([str(store / "net-1"), str(store / "net-2")])
+    assert first.package.manifest.inputs == second.package.manifest.inputs
+    assert (first.name, second.name) == (str(store / "net-1"), str(store / "net-2"))
+    assert variants_of([str(store / "net-1")])[0].name == ""
+    trust = [open_package(store / "echo").handler_digest]
+    with pytest.raises(UsageError, match="made alike"):
+        variants_of([str(store / "net-1"), str(store / "echo")], trust)
+
+
+def test_a_table_that_cannot_be_written_loses_nothing_that_was_found(package, monkeypatch, tmp_path):
+    found, _ = searched(package, monkeypatch)
+    rows = room.texts_rows(found, "tiny")
+    assert len(rows) == found.tests
+    assert (rows[0]["Model"], rows[0]["Batch size"]) == (f"tiny, {found.best.setting}", "8")
+    data = {**room.texts_data(found, name="tiny", target="tiny-1", machine="this one"), "busy": ""}
+    (tmp_path / "file").touch()
+    out, table = tmp_path / "out", tmp_path / "file" / "a.csv"
+    with pytest.raises(UsageError, match="cannot write"):
+        _finish(found, data, out, texts_page, True, print_texts, lambda: tmp_path, table, rows)
+    assert json.loads((out / "result.json").read_text())["written"] == str(tmp_path)
+
+
 def test_costs_are_corrected_where_steps_take_longer_than_simulated(package, monkeypatch):
     found, _ = searched(package, monkeypatch, slower=2.0)
-    assert found.scale[1] == pytest.approx(2.0, rel=0.15)
+    assert found.scale["", 1] == pytest.approx(2.0, rel=0.15)
     assert found.best.measured == pytest.approx(found.best.predicted, rel=0.35)
     missed, _ = searched(package, monkeypatch, slower=9.0, confirm=1)
     assert missed.best is None
@@ -234,7 +276,7 @@ def test_texts_are_cut_to_what_the_package_has_room_for(package):
 def test_texts_have_limits_of_their_own(package, monkeypatch, tmp_path):
     monkeypatch.setattr("fettle.package.manifest.open_package", lambda path: package)
     with pytest.raises(UsageError, match="--ttft 500ms --itl 50ms"):
-        _Work.of(str(tmp_path), [], None, "", 3, [])
+        _Work.of([str(tmp_path)], [], None, "", 3, [])
 
 
 def test_what_is_timed():
@@ -244,6 +286,9 @@ def test_what_is_timed():
     assert Cell(6, 100, 0) in prompts  # as many as 1024 tokens need, and there is room for
     assert all(cell.new + cell.kept <= 100 for cell in prompts)
     assert max(CHUNKS) == 2048
+    at_once = TextCosts(in_parts=False)  # by an encoder
+    assert (room.chunks_for(at_once, 100), room.chunks_for(at_once, 5000)) == ([128, 256], [5000])
+    assert all(not cell.kept for cell in cells(6, 100, 300, keeps=True, in_parts=False)[1])
 
 
 def test_the_command_says_what_is_wrong(run_fettle, store, tmp_path, monkeypatch):
@@ -253,8 +298,10 @@ def test_the_command_says_what_is_wrong(run_fettle, store, tmp_path, monkeypatch
         (("a.py:b", "--ttft", "1s"), "need a package"), ((store / "net-1", "--itl", "0ms"), "more than 0"),
         ((store / "net-1", "--itl", "1s", "--p99", "1s"), "without --p99"),
         ((store / "net-1", "--itl", "1s", "--prompt-tokens", "x"), "not a length"),
-        ((store / "net-1", "--itl", "1s", "-o", "load.csv"), "name a folder"),
+        ((store / "net-1", "--itl", "1s", "-o", "load.html"), "ends in .csv or a folder"),
         (("a.py:b", "--p99", "1s", "--study", "night"), "--storage"),
+        ((store / "net-1", "a.py:b", "--p99", "1s"), "a.py:b is no package"),
+        ((store / "net-1", store / "m.zip", "--p99", "1s"), "is not a package"),
     ):  # fmt: skip
         found = run_fettle("serve", "slo", *given)
         assert (found.code, said in found.err) == (2, True), found.err
@@ -309,12 +356,13 @@ def test_from_a_model_to_a_proven_setting_by_the_command_line(run_fettle, tmp_pa
     assert run_fettle("serve", "package", "tiny.py", *how).code == 0
     limits = ("--ttft", "5s", "--itl", "2s")
     quick = ("--prompt-tokens", "uniform:8:40", "--output-tokens", "8", "--duration", "1s", "--confirm", "1", "--json")
-    found = run_fettle("serve", "slo", "tiny-1", *limits, *quick)
+    found = run_fettle("serve", "slo", "tiny-1", *limits, *quick, "--output", "tests.csv")
     assert found.code == 0, found.err
     data = json.loads(found.out)
     best = data["points"][data["best"]]
     assert best["measured"] > 0
     assert (tmp_path / "slo-tiny" / "report.html").is_file()
+    assert best["setting"] in (tmp_path / "tests.csv").read_text().splitlines()[1]
     settings = open_package(tmp_path / "tiny-1").settings
     assert (settings.max_rows, settings.prefill_tokens) == (best["max_rows"], best["prefill_tokens"])
     assert (settings.cache_bytes, settings.threads) == (best["cache_bytes"], best["threads"])

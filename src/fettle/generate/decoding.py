@@ -25,6 +25,11 @@ def part(output: Any, name: str, place: int) -> Any:
     return getattr(output, name) if hasattr(output, name) else output[place]
 
 
+def is_two_parts(model: Any) -> bool:
+    """Whether it is an encoder with a decoder, as transformers says of its models."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
 class Kept:
     """A model with its keys and values kept as the model makes them: the prompt once, then the new tokens only.
 
@@ -47,7 +52,7 @@ class Kept:
         self.one_at_a_time = self.kept != "past_key_values"
         if self.kept not in self.takes:  # a wrapper that hands on what it does not name, as PEFT's
             self.takes |= {"past_key_values", "use_cache", "return_dict", "attention_mask", "position_ids"}
-        self.two_parts = bool(getattr(self.config, "is_encoder_decoder", False))
+        self.two_parts = is_two_parts(model)
         self.past: Any = None
         self.mask: Any = None
         self.given: dict[str, Any] = {}

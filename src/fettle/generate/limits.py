@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fettle.generate.decoding import decoder_of
+from fettle.generate.decoding import decoder_of, is_two_parts
 from fettle.generate.workload import GenerationWorkload
 
 
@@ -77,7 +77,7 @@ def weights_read(model: Any, decoder: Any = None) -> int:
     for table in tables:
         if getattr(head, "weight", None) is not table.weight:
             skipped.add(id(table.weight))
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if is_two_parts(model):
         encoder = _asked(model, "get_encoder")
         kept = {id(table.weight) for table in tables} - skipped
         skipped |= {id(tensor) for tensor in encoder.parameters()} - kept if encoder is not None else set()

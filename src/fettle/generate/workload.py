@@ -12,7 +12,7 @@ import torch
 
 from fettle.batches import read_batches
 from fettle.errors import UsageError
-from fettle.generate.decoding import decoder_of, write
+from fettle.generate.decoding import decoder_of, is_two_parts, write
 from fettle.workload import Batch, Workload, register_kind
 
 
@@ -108,7 +108,7 @@ class GenerationWorkload(Workload):
     @property
     def is_two_parts(self) -> bool:
         """Whether it is an encoder with a decoder."""
-        return bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
+        return is_two_parts(self.model)
 
     @property
     def prompt_tokens(self) -> int:

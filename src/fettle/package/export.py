@@ -25,7 +25,7 @@ from fettle.package import handlers
 from fettle.package.flat import Flat, datatype
 from fettle.package.generating import generating, of_model
 from fettle.package.handler import Context, find_handler
-from fettle.package.handlers.parts import LOGITS, PAST
+from fettle.package.handlers.parts import LOGITS, PAST, SOURCE
 from fettle.package.host import host_id
 from fettle.package.manifest import (
     FORMAT,
@@ -112,7 +112,7 @@ def write_package(
             choices = generating(workload, handler_settings.get("max_tokens"))
         flat, program, most = _exported(choices, recipe, settings.max_rows)
         compiles = recipe.levels.get("compile") == "default" or recipe.levels.get("kv_cache", "").startswith("static-")
-        if compiles and PAST in flat.names:
+        if compiles and PAST in flat.names and SOURCE not in flat.names:
             served = Recipe({**served.without("compile").levels, "kv_cache": COMPILED_STEP})
         on_progress("storing it with its recipe")
         kept = Manifest(FORMAT, name, version, flat.inputs, (), most, {})

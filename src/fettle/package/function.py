@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,27 @@ class Blocks:
         return {min(alike, key=len) for alike in ends if alike}
 
 
-def as_function(module: torch.nn.Module, blocks: Blocks | None = None) -> Callable[..., Any]:
+class Function:
+    """A program's graph, called with tensors."""
+
+    def __init__(self, bare: torch.fx.GraphModule, check: Callable[[tuple[torch.Tensor, ...]], None]) -> None:
+        self._bare, self._check, self._forward = bare, check, _forward(bare)
+        self._parts: dict[tuple[int, ...], Callable[..., Any]] = {}
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        """All outputs."""
+        self._check(tensors)
+        return self._forward(*tensors)
+
+    def part(self, tensors: Sequence[torch.Tensor], outputs: tuple[int, ...]) -> Any:
+        """Some of the outputs: nothing is computed that they do not need."""
+        self._check(tuple(tensors))
+        if outputs not in self._parts:
+            self._parts[outputs] = _forward(_only(self._bare, outputs))
+        return self._parts[outputs](*tensors)
+
+
+def as_function(module: torch.nn.Module, blocks: Blocks | None = None) -> Function | torch.nn.Module:
     """A loaded program as a function, without what torch puts around its operators: most of a tiny model's call.
 
     Its tensors come and go as they are, its weights are at hand, and it looks at its inputs only where their shapes are
@@ -53,16 +73,22 @@ def as_function(module: torch.nn.Module, blocks: Blocks | None = None) -> Callab
     if blocks is not None:
         _in_blocks(graph, weights, blocks)
     _laid_out(graph, weights)
-    bare = _with_weights(module, graph, weights)
-    # Found at once: `torch.nn.Module` looks for its tensors only where Python found nothing.
+    return Function(_with_weights(module, graph, weights), size_check(module))
+
+
+def _forward(bare: torch.fx.GraphModule) -> Callable[..., Any]:
+    """What it computes, with its tensors found at once: `torch.nn.Module` looks for them where Python found nothing."""
     vars(bare).update({**bare._parameters, **bare._buffers})
-    forward, check = bare.forward, size_check(module)
+    return bare.forward
 
-    def call(*tensors: torch.Tensor) -> Any:
-        check(tensors)
-        return forward(*tensors)
 
-    return call
+def _only(bare: torch.fx.GraphModule, outputs: Sequence[int]) -> torch.fx.GraphModule:
+    """A graph with the same inputs and weights, and some of the outputs only."""
+    graph = torch.fx.Graph()
+    found: Any = graph.graph_copy(bare.graph, {})
+    graph.output(tuple(found[place] for place in outputs))
+    _drop_unused(graph)
+    return torch.fx.GraphModule(bare, graph)
 
 
 def in_blocks(module: torch.nn.Module, blocks: Blocks) -> torch.nn.Module:
@@ -91,7 +117,13 @@ def _graph_and_weights(module: torch.nn.Module) -> tuple[torch.fx.Graph, dict[st
             weights[node.target] = value
         elif node.op not in ("placeholder", "call_function", "output"):
             return None
+    _drop_unused(graph)
     return graph, weights
+
+
+def _drop_unused(graph: torch.fx.Graph) -> None:
+    """Take out what no output needs: the exporter leaves what has a dropout in it, which does nothing here."""
+    graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
 
 
 def _with_weights(

@@ -14,14 +14,12 @@ from typing import Any
 import torch
 
 from fettle.errors import UsageError
-from fettle.generate.decoding import Kept
+from fettle.generate.decoding import Kept, is_two_parts
 from fettle.generate.workload import positions_of
+from fettle.package.answering import agree, answering, scores_at
 from fettle.package.handlers.generate import Settings
-from fettle.package.handlers.parts import FRESH, LAST, LOGITS, PAST, SEEN, SOURCE, SOURCE_MASK
-from fettle.workload import Workload, leaves
-
-_ROUNDED = 0.1
-"""Largest relative L2 distance of scores in 16 bits; those of a small Llama are 0.04 apart, and 0.05 from float32's."""
+from fettle.package.handlers.parts import FRESH, LAST, LOGITS, PAST, SEEN
+from fettle.workload import Workload
 
 
 class NextToken(torch.nn.Module):
@@ -45,22 +43,7 @@ class NextToken(torch.nn.Module):
             answer = self.model(*args, **kwargs, **self.given)
         else:
             answer = self.call(self.model, *args, **kwargs)
-        return {LOGITS: _at(answer, last)}
-
-
-class AnswerToken(torch.nn.Module):
-    """The same of a decoder that has read `input_ids`, to prompts that its encoder reads."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(
-        self, source: torch.Tensor, source_mask: torch.Tensor, input_ids: torch.Tensor, last: torch.Tensor
-    ) -> Any:
-        """`source_mask` is 0 where a prompt is only filled up."""
-        given = {"input_ids": source, "attention_mask": source_mask, "decoder_input_ids": input_ids}
-        return {LOGITS: _at(self.model(**given, use_cache=False), last)}
+        return {LOGITS: scores_at(answer, last)}
 
 
 class CachedNextToken(torch.nn.Module):
@@ -129,7 +112,7 @@ def generating(workload: Workload, max_tokens: int | None = None) -> list[Worklo
     batch = workload.inputs[0]
     model = workload.model
     assert isinstance(model, torch.nn.Module)
-    two_parts = _is_two_parts(model)
+    two_parts = is_two_parts(model)
     if isinstance(batch, Mapping):
         names = tuple(name for name, value in batch.items() if isinstance(value, torch.Tensor))
         if "input_ids" not in names or set(names) - {"input_ids", "attention_mask", *["decoder_input_ids"] * two_parts}:
@@ -144,7 +127,7 @@ def generating(workload: Workload, max_tokens: int | None = None) -> list[Worklo
         raise UsageError("a model that generates takes tokens: integers [rows, tokens], at least 4 in the sample")
     ids = ids.long()
     if two_parts:
-        return [_answering(workload, model.eval(), ids)]
+        return answering(workload, model.eval(), ids)
     wrapped = NextToken(model.eval(), workload.call, names).eval()
 
     def sample(length: int) -> dict[str, torch.Tensor]:
@@ -215,16 +198,9 @@ def _cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor, mos
                 pairs.append((step(**batch)[LOGITS].float(), scores[:, -1].float()))
         except Exception:  # a model that takes no positions, or keeps something else
             return None
-    if not all(_agree(*pair, step.dtype) for pair in pairs):
+    if not all(agree(*pair, step.dtype) for pair in pairs):
         return None
     return Workload(step, batches, samples=len(ids))
-
-
-def _agree(scores: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether both are one model's scores: of one that computes in 16 bits they are rounded otherwise by each path."""
-    if dtype == torch.float32:
-        return torch.allclose(scores, wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max()))
-    return float((scores - wanted).norm()) < _ROUNDED * float(wanted.norm())
 
 
 def _ends_with_head(model: Any, ids: torch.Tensor) -> bool:
@@ -242,24 +218,6 @@ def _ends_with_head(model: Any, ids: torch.Tensor) -> bool:
     )
 
 
-def _answering(workload: Workload, model: torch.nn.Module, ids: torch.Tensor) -> Workload:
-    """The workload of an encoder with a decoder. Sizes differ from each other, else the exporter takes two for one."""
-    if workload.call is not None:
-        raise UsageError("the generate handler calls an encoder with a decoder itself: take the workload's call away")
-
-    def sample(length: int, read: int) -> dict[str, torch.Tensor]:
-        source, begun = ids[:, :length].contiguous(), ids[:, :read].contiguous()
-        last = source.new_full((len(source),), read - 1)
-        return {SOURCE: source, SOURCE_MASK: torch.ones_like(source), "input_ids": begun, LAST: last}
-
-    batches = [sample(ids.shape[1], 3), sample(ids.shape[1] - 1, 2)]
-    return Workload(AnswerToken(model).eval(), batches, name=workload.name, samples=len(ids))
-
-
-def _is_two_parts(model: Any) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-
-
 def of_model(model: Any, wanted: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Settings of the generate handler that the model knows itself, how many positions it has and where its texts end,
     and above these the `wanted` ones. Raises `UsageError` for longer texts than it has positions for."""
@@ -269,7 +227,7 @@ def of_model(model: Any, wanted: Mapping[str, Any] | None = None) -> dict[str, A
         raise UsageError(f"max_tokens is {asked}, and the model has {most} positions: give at most as many")
     if 0 < most < usual.max_tokens:
         settings = {"max_tokens": most, "max_new_tokens": min(usual.max_new_tokens, most), **settings}
-    if _is_two_parts(model) and "start_tokens" not in settings:
+    if is_two_parts(model) and "start_tokens" not in settings:
         try:
             settings["start_tokens"] = [Kept(model).start_token()]
         except RuntimeError as error:
@@ -279,15 +237,3 @@ def of_model(model: Any, wanted: Mapping[str, Any] | None = None) -> dict[str, A
         if ends is not None:
             return {"stop_tokens": [ends] if isinstance(ends, int) else list(ends), **settings}
     return settings
-
-
-def _at(answer: Any, last: torch.Tensor) -> torch.Tensor:
-    """The scores [rows, vocabulary] at each row's position `last`: of what is called logits among a model's outputs,
-    else of the first tensor [rows, tokens, vocabulary]."""
-    candidates = [(path, leaf) for path, leaf in leaves(answer) if isinstance(leaf, torch.Tensor) and leaf.dim() == 3]
-    if not candidates:
-        raise UsageError("the model gives no scores [rows, tokens, vocabulary]")
-    named = [leaf for path, leaf in candidates if path.endswith("logits")]
-    logits = named[0] if named else candidates[0][1]
-    place = last[:, None, None].expand(-1, 1, logits.shape[-1])
-    return logits.gather(1, place)[:, 0]

@@ -11,7 +11,7 @@ import torch
 
 from fettle.errors import UsageError
 from fettle.package.compiled import compiled, wanted
-from fettle.package.function import Blocks, as_function
+from fettle.package.function import Blocks, Function, as_function
 from fettle.package.manifest import SAMPLES, Manifest, Package
 from fettle.package.program import load_program
 from fettle.recipe import Recipe
@@ -85,6 +85,14 @@ class ModelRunner:
         with torch.inference_mode():
             outputs = self._model(*tensors)
         return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+
+    def part(self, tensors: Sequence[torch.Tensor], outputs: tuple[int, ...]) -> list[torch.Tensor]:
+        """Some of a call's outputs; of a program that is run as it is no more is computed."""
+        if not isinstance(self._model, Function):
+            made = self.call(tensors)
+            return [made[place] for place in outputs]
+        with torch.inference_mode():
+            return list(self._model.part(tensors, outputs))
 
     def compile_for(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have a model that keeps keys and values compiled for tensors that lie in memory as these do, if its recipe

@@ -49,6 +49,7 @@ def texts_words(data: Data) -> str:
 def texts_table(data: Data, most: int = 10) -> Table:
     """Settings: those that were measured, then the best of the others."""
     points = sorted(data["points"], key=lambda point: not point["tests"])[:most]
+    several = any(point.get("variant") for point in data["points"])
     best = slo.best_of(data)
     rows = []
     for point in points:
@@ -62,10 +63,12 @@ def texts_table(data: Data, most: int = 10) -> Table:
             *([f"{texts['ttft_ms']['p99']:.0f}", _ms(texts["itl_ms"]["p99"]), f"{texts['tokens_per_s']:.4g}",
                f"{test['run']['goodput']:.3g}"] if texts and test else ["", "", "", ""]),
             size_text(point["cache_bytes"]) if point["cache_bytes"] else "",
+            *([point["variant"]] if several else []),
         ])  # fmt: skip
     columns = ("texts at once", "prompt a step", "threads", "predicted/s", "measured/s", "TTFT p99", "ITL p99",
                "tokens/s", "goodput/s", "cache")  # fmt: skip
-    return Table(columns, rows, columns, kinds=["winner" if point is best else "" for point in points])
+    kinds = ["winner" if point is best else "" for point in points]
+    return Table((*columns, *["package"] * several), rows, columns, kinds=kinds)
 
 
 def _ms(value: float | None) -> str:
@@ -109,7 +112,7 @@ def _capacity(data: Data) -> Figure | None:
     rows: Rows = [
         {"texts": point["max_rows"], "rate": point["predicted"], "line": f"{point['prefill_tokens']} prompt tokens"}
         for point in sorted(data["points"], key=lambda point: (point["prefill_tokens"], point["max_rows"]))
-        if point["threads"] == _threads(data)
+        if _engine(point) == _best_engine(data)
     ]  # fmt: skip
     if not any(row["rate"] for row in rows):
         return None
@@ -119,16 +122,20 @@ def _capacity(data: Data) -> Figure | None:
     return _lines("capacity", "What could be served", rows, _texts_axis(rows), y, words)
 
 
-def _threads(data: Data) -> int:
-    """The threads of the best setting, which the charts are about."""
-    return int(data["points"][data["best"] or 0]["threads"]) if data["points"] else 0
+def _engine(found: Data) -> tuple[str, int]:
+    return found.get("variant", ""), found["threads"]
+
+
+def _best_engine(data: Data) -> tuple[str, int]:
+    """The package and the threads of the best setting, which the charts are about."""
+    return _engine(data["points"][data["best"] or 0]) if data["points"] else ("", 0)
 
 
 def _costs(data: Data) -> Figure | None:
     rows: Rows = [
         {"texts": cell["texts"], "ms": cell["ms"], "line": f"{cell['kept']} tokens before"}
         for cell in data["costs"]["writing"]
-        if cell["threads"] == _threads(data)
+        if _engine(cell) == _best_engine(data)
     ]
     y = alt.Y("ms:Q", title="ms for a token of each", scale=alt.Scale(zero=True, nice=True))
     words = "; ".join(f"{row['texts']} texts, {row['line']}: {row['ms']:.4g} ms" for row in rows) + "."

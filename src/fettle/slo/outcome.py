@@ -228,16 +228,23 @@ def torchserve_rows(result: SearchResult, name: str) -> list[dict[str, str]]:
     Its columns of the handler are the calls of the model here; the queue's are from arrival to dispatch. Its own
     latencies come from a closed loop; these count from when a request was due.
     """
-    rows = []
-    for setting, test in [(point.setting, test) for point in result.points for test in point.tests]:
-        inside = test.inside
-        model = {f"Model_{p}": getattr(inside.model_ms, p) for p in ("p50", "p90", "p99")}
-        queue = {f"Queue time {p}": getattr(inside.queue_ms, p) for p in ("p50", "p90", "p99")}
-        rows.append(torchserve_row(
-            test.run, f"{name}, {setting.variant}" if setting.variant else name, **model, **queue,
-            **{"Batch size": setting.max_rows, "Batch delay": setting.delay_s * 1e3, "Workers": setting.workers,
-               "Input": f"{test.rate:.5g} requests/s, Poisson", "predict_mean": inside.model_ms.mean,
-               "handler_time_mean": inside.model_ms.mean, "waiting_time_mean": inside.queue_ms.mean,
-               "cpu_percentage_mean": inside.cpu_percent, "memory_percentage_mean": inside.memory_percent},
-        ))  # fmt: skip
-    return rows
+    return [
+        torchserve_test(test, f"{name}, {setting}", "requests", setting.max_rows, setting.delay_s, setting.workers)
+        for setting, test in ((point.setting, test) for point in result.points for test in point.tests)
+    ]
+
+
+def torchserve_test(
+    test: Tested, model: str, what: str, rows: int, delay_s: float = 0.0, workers: int = 1
+) -> dict[str, str]:
+    """One load test in these columns."""
+    inside = test.inside
+    calls = {f"Model_{p}": getattr(inside.model_ms, p) for p in ("p50", "p90", "p99")}
+    queue = {f"Queue time {p}": getattr(inside.queue_ms, p) for p in ("p50", "p90", "p99")}
+    return torchserve_row(
+        test.run, model, **calls, **queue,
+        **{"Batch size": rows, "Batch delay": delay_s * 1e3, "Workers": workers,
+           "Input": f"{test.rate:.5g} {what}/s, Poisson", "predict_mean": inside.model_ms.mean,
+           "handler_time_mean": inside.model_ms.mean, "waiting_time_mean": inside.queue_ms.mean,
+           "cpu_percentage_mean": inside.cpu_percent, "memory_percentage_mean": inside.memory_percent},
+    )  # fmt: skip

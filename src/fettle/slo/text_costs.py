@@ -59,6 +59,8 @@ class TextCosts(msgspec.Struct, dict=True):
     """All times over the median of their cell."""
     failures: dict[str, str] = {}
     """Why, by what was tried."""
+    in_parts: bool = True
+    """Whether prompts are computed in parts: an encoder reads them at once."""
 
     def writing_table(self, longest: int) -> list[list[float]]:
         """Seconds of a step by texts (from 0) and by what the longest keeps, in steps of `GRAIN`."""
@@ -104,7 +106,7 @@ def _line(places: Array, known: Any, values: Any) -> Array:
     return np.asarray(np.maximum(times, 1e-9))
 
 
-def cells(rows: int, prompt: int, whole: int, *, keeps: bool) -> tuple[list[Cell], list[Cell]]:
+def cells(rows: int, prompt: int, whole: int, *, keeps: bool, in_parts: bool = True) -> tuple[list[Cell], list[Cell]]:
     """What to time: of writing, and of prompts up to `prompt` tokens, of texts up to `whole` tokens."""
     lengths = sorted({min(whole, LEAST_KEPT), whole // 2, max(1, whole - 1)} - {0})
     writing = [Cell(count, 1, kept) for count in powers(rows) for kept in lengths]
@@ -116,7 +118,8 @@ def cells(rows: int, prompt: int, whole: int, *, keeps: bool) -> tuple[list[Cell
         cell = Cell(several, min(tokens, prompt), 0)
         if cell not in prompts:
             prompts.append(cell)
-    prompts += [Cell(1, new, prompt - new) for new in (LEAST_KEPT, 64, 256) if prompt - new >= LEAST_KEPT]
+    if in_parts:
+        prompts += [Cell(1, new, prompt - new) for new in (LEAST_KEPT, 64, 256) if prompt - new >= LEAST_KEPT]
     return writing, prompts
 
 
@@ -133,7 +136,7 @@ def calibrate_texts(
         tried = "loading"
         try:
             costs = child.call(_Load(str(package.folder), threads, device, most), TextCosts, START_S)
-            writing, prompts = cells(costs.rows, prompt, whole, keeps=costs.keeps)
+            writing, prompts = cells(costs.rows, prompt, whole, keeps=costs.keeps, in_parts=costs.in_parts)
             for name, todo, into in (("prompts", prompts, costs.prompts), ("writing", writing, costs.writing)):
                 for number, cell in enumerate(todo, 1):
                     if stopped():
@@ -197,7 +200,8 @@ class _Worker:
             raise UsageError("this model generates no text")
         self.running = running
         kept = running.cache
-        return TextCosts(running.rows, kept.nbytes // running.rows if kept is not None else 0, kept is not None)
+        row_bytes, in_parts = kept.nbytes // running.rows if kept is not None else 0, not running.handler.begins
+        return TextCosts(running.rows, row_bytes, kept is not None, in_parts=in_parts)
 
     def _begin(self, cell: Cell) -> int:
         """Let texts join; how many tokens each may still get."""

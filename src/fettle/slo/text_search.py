@@ -32,7 +32,8 @@ from fettle.package.manifest import Package
 from fettle.package.settings import ServeSettings, powers
 from fettle.slo.calibrate import Stopped
 from fettle.slo.kept import Tested, open_journal, package_key
-from fettle.slo.points import Failure, Outcome, Proven
+from fettle.slo.outcome import torchserve_test
+from fettle.slo.points import Failure, Outcome, Proven, Variant
 from fettle.slo.proof import bracket, load_test_s, loaded
 from fettle.slo.server_process import ServerFailure, ServerProcess
 from fettle.slo.text_costs import CHUNKS, TextCosts, calibrate_texts
@@ -43,6 +44,8 @@ TEXTS, PATIENCE_S = 200, 60.0
 OFF, BEHIND = 1.1, 0.95
 """Costs that are off by more than this factor are corrected; a setting that is expected to serve less than this share
 of what another has shown is not tested."""
+Engine = tuple[str, int]
+"""A package, by its name among the variants, and the threads of its engine."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,19 @@ class TextSetting:
     """Tokens of prompts that are computed between two tokens of others."""
     threads: int
     device: str = "cpu"
+    variant: str = ""
+    """Which of the packages; empty where there is one only."""
+
+    @property
+    def engine(self) -> Engine:
+        """The part that costs are measured for."""
+        return self.variant, self.threads
 
     def __str__(self) -> str:
         texts = f"{self.rows} text{'s' if self.rows > 1 else ''} at once"
         device = f" on {self.device}" if self.device != "cpu" else ""
-        return f"{texts}, {self.chunk} tokens of prompts a step, {self.threads} threads{device}"
+        variant = f", {self.variant}" if self.variant else ""
+        return f"{texts}, {self.chunk} tokens of prompts a step, {self.threads} threads{device}{variant}"
 
 
 @dataclass
@@ -86,31 +97,34 @@ class TextSearch(Outcome[TextPoint]):
     prompts: list[int]
     outputs: list[int]
     """Tokens of the texts that are asked for."""
-    costs: dict[int, TextCosts] = field(default_factory=dict)
-    """By threads of the engine."""
-    scale: dict[int, float] = field(default_factory=dict)
+    costs: dict[Engine, TextCosts] = field(default_factory=dict)
+    scale: dict[Engine, float] = field(default_factory=dict)
     """The factor by which they were multiplied after load tests that contradicted them."""
 
 
 async def search_texts(
-    package: Package, lines: Sequence[TextLine], limits: TextLimits, *, rate: float = 0.0, headroom: float = 0.0,
-    most_rows: int = 32, cores: int = 2, device: str = "cpu", seconds: float = 8.0, confirm: int = 3,
-    keep: Path | None = None, on_progress: Callable[[str], None] = lambda text: None, stop: asyncio.Event | None = None,
+    packages: Package | Sequence[Variant], lines: Sequence[TextLine], limits: TextLimits, *, rate: float = 0.0,
+    headroom: float = 0.0, most_rows: int = 32, cores: int = 2, device: str = "cpu", seconds: float = 8.0,
+    confirm: int = 3, keep: Path | None = None, on_progress: Callable[[str], None] = lambda text: None,
+    stop: asyncio.Event | None = None,
 ) -> TextSearch:  # fmt: skip
-    """Find the setting that keeps both limits at the greatest rate of texts like these.
+    """Find the setting that keeps both limits at the greatest rate of texts like these, and of several packages of one
+    model that which serves so.
 
     `keep` is a file in which everything measured is kept, so that a search that was killed measures nothing twice;
     `stop` ends it early, with what is known by then. Raises `UsageError` for a package that writes no texts.
     """
     began = time.monotonic()
-    lines, prompts, note = fitting(package, lines)
+    variants = packages if isinstance(packages, Sequence) else [Variant("", packages)]
+    lines, prompts, note = fitting(variants[0].package, lines)
     result = TextSearch(limits, prompts, [line.max_tokens for line in lines], rate=rate, headroom=headroom)
     result.why += [note] if note else []
     journal = open_journal(keep)
-    work = _Search(package, lines, result, journal, on_progress, stop or asyncio.Event(), seconds)
+    work = _Search(variants, lines, result, journal, on_progress, stop or asyncio.Event(), seconds)
     try:
-        for threads in sorted({cores, max(1, cores - 1)} if device == "cpu" else {1}):  # one left for the server
-            await work.calibrate(min(most_rows, package.manifest.max_rows), threads, device)
+        for variant in variants:
+            for threads in sorted({cores, max(1, cores - 1)} if device == "cpu" else {1}):  # one left for the server
+                await work.calibrate(most_rows, (variant.name, threads), device)
         if result.costs:
             work.rank(device)
             await work.confirm(confirm)
@@ -155,42 +169,43 @@ def fitting(package: Package, lines: Sequence[TextLine]) -> tuple[list[TextLine]
 
 class _Search:
     def __init__(
-        self, package: Package, lines: Sequence[TextLine], result: TextSearch, journal: Journal,
+        self, variants: Sequence[Variant], lines: Sequence[TextLine], result: TextSearch, journal: Journal,
         on_progress: Callable[[str], None], stop: asyncio.Event, seconds: float,
     ) -> None:  # fmt: skip
-        self.package, self.lines, self.result, self.journal = package, lines, result, journal
+        self.packages = {variant.name: variant.package for variant in variants}
+        self.lines, self.result, self.journal = lines, result, journal
         self.on_progress, self.stop, self.seconds = on_progress, stop, seconds
         self.longest = max(map(sum, zip(result.prompts, result.outputs, strict=True)))
         self.failed: set[TextSetting] = set()
 
-    async def calibrate(self, most: int, threads: int, device: str) -> None:
+    async def calibrate(self, most: int, engine: Engine, device: str) -> None:
         """What steps cost."""
-        result = self.result
-        prompt = max(result.prompts)
-        key = f"costs {package_key(self.package)} {device} {threads} threads {most} texts {prompt} {self.longest}"
+        result, package, threads = self.result, self.packages[engine[0]], engine[1]
+        prompt, most = max(result.prompts), min(most, package.manifest.max_rows)
+        key = f"costs {package_key(package)} {device} {threads} threads {most} texts {prompt} {self.longest}"
         costs = self.journal.answer(key, TextCosts)
         if costs is None:
             costs = await asyncio.to_thread(
-                calibrate_texts, self.package, most=most, prompt=prompt, whole=self.longest, threads=threads,
+                calibrate_texts, package, most=most, prompt=prompt, whole=self.longest, threads=threads,
                 device=device, on_progress=self.on_progress, stopped=self.stop.is_set,
             )  # fmt: skip
             if costs.writing:  # memory may be free the next time
                 self.journal.put(key, costs)
         if costs.writing and (costs.prompts or not costs.keeps):
-            result.costs[threads], result.scale[threads] = costs, 1.0
-        result.failures += [Failure(what, why) for what, why in costs.failures.items()]
+            result.costs[engine], result.scale[engine] = costs, 1.0
+        of = f"{engine[0]}: " if engine[0] else ""
+        result.failures += [Failure(of + what, why) for what, why in costs.failures.items()]
 
     def rank(self, device: str) -> None:
         """Every setting, simulated; those that were tested keep what they showed."""
         result = self.result
         longest = max(result.prompts)
-        chunks = CHUNKS[: 1 + sum(size < 2 * longest for size in CHUNKS)]
         known = {point.setting: point for point in result.points}
         settings = [
-            TextSetting(count, chunk, threads, device)
-            for threads, costs in result.costs.items()
+            TextSetting(count, chunk, threads, device, variant)
+            for (variant, threads), costs in result.costs.items()
             for count in powers(costs.rows)
-            for chunk in (chunks if costs.keeps else [ServeSettings().prefill_tokens])
+            for chunk in chunks_for(costs, longest)
         ]
         settings = [setting for setting in settings if setting not in self.failed]
         points = []
@@ -200,9 +215,7 @@ class _Search:
             predicted = text_capacity(
                 result.prompts, result.outputs, setting.rows, setting.chunk, self._tables(setting), result.limits
             )
-            point = known.get(setting) or TextPoint(
-                setting, 0.0, setting.rows * result.costs[setting.threads].row_bytes
-            )
+            point = known.get(setting) or TextPoint(setting, 0.0, setting.rows * result.costs[setting.engine].row_bytes)
             point.predicted = predicted
             points.append(point)
         # What is predicted within 2% is as good as equal: fewer texts at once and shorter parts go first then.
@@ -232,19 +245,20 @@ class _Search:
                 continue
             slower = [test.slower for test in point.tests if test.slower]
             if slower and not 1 / OFF < (off := statistics.median(slower)) < OFF:
-                result.scale[point.setting.threads] *= off
+                result.scale[point.setting.engine] *= off
                 self.rank(point.setting.device)
 
     async def _prove(self, point: TextPoint, to_beat: float) -> None:
         """Open-loop tests around what was predicted."""
         result, setting = self.result, point.setting
-        settings = served_so(self.package.settings, setting, result.costs[setting.threads])
+        package = self.packages[setting.variant]
+        settings = served_so(package.settings, setting, result.costs[setting.engine])
         lengths = hashlib.sha256(np.array([result.prompts, result.outputs]).tobytes()).hexdigest()[:12]
         about = f"{result.limits.ttft_s:g}s {result.limits.itl_s:g}s {lengths}"
 
         def key(rate: float) -> str:
             seconds = load_test_s(rate, self.seconds, TEXTS)
-            return f"test {package_key(self.package)} {setting} {rate:.6g}/s {seconds:.6g}s {about}"
+            return f"test {package_key(package)} {setting} {rate:.6g}/s {seconds:.6g}s {about}"
 
         def on_test(rate: float) -> None:
             self._check()
@@ -252,14 +266,14 @@ class _Search:
 
         await bracket(
             point, result, self.journal, point.predicted, to_beat, near=bool(to_beat), on_test=on_test, key=key,
-            start=lambda: ServerProcess.start(self.package, settings),
+            start=lambda: ServerProcess.start(package, settings),
             test=lambda served, rate: self._test(served, setting, rate),
         )  # fmt: skip
 
     async def _test(self, served: ServerProcess, setting: TextSetting, rate: float) -> Tested:
         result = self.result
         due = poisson(rate, load_test_s(rate, self.seconds, TEXTS))
-        requests = text_requests(served.url, self.lines, model=self.package.manifest.name)
+        requests = text_requests(served.url, self.lines, model=self.packages[setting.variant].manifest.name)
         run = await loaded(served, requests, due, limits=result.limits, patience_s=PATIENCE_S, stop=self.stop)
         inside = await served.stats()
         expected = simulate_texts(
@@ -271,12 +285,20 @@ class _Search:
         return Tested(rate, run.held, as_data(run), inside, ttft if expected.stable else None, slower, itl)
 
     def _tables(self, setting: TextSetting) -> Tables:
-        result, threads = self.result, setting.threads
-        return Tables.of(result.costs[threads], self.longest, setting.chunk, result.scale[threads])
+        costs, scale = self.result.costs[setting.engine], self.result.scale[setting.engine]
+        return Tables.of(costs, self.longest, setting.chunk, scale)
 
     def _check(self) -> None:
         if self.stop.is_set():
             raise Stopped
+
+
+def chunks_for(costs: TextCosts, longest: int) -> Sequence[int]:
+    """Tokens of prompts a step to try, where the longest prompt has so many."""
+    if not costs.keeps:
+        return [ServeSettings().prefill_tokens]
+    chunks = CHUNKS[: 1 + sum(size < 2 * longest for size in CHUNKS)]
+    return chunks if costs.in_parts else [size for size in chunks if size >= longest] or [longest]
 
 
 def served_so(settings: ServeSettings, setting: TextSetting, costs: TextCosts) -> ServeSettings:
@@ -310,6 +332,11 @@ def explain(result: TextSearch) -> list[str]:
         parts += [f"more {more[0]:.4g}/s"] if more else []
         if parts:
             notes.append(f"{own} {change}: predicted {best.predicted:.4g}/s, {', '.join(parts)}")
+    tops: dict[str, TextPoint] = {}
+    for point in result.points:
+        tops.setdefault(point.setting.variant, point)
+    notes += [f"{variant}, at best: predicted {point.predicted:.4g}/s"
+              for variant, point in tops.items() if variant != best.setting.variant]  # fmt: skip
     slower = [test.slower for test in best.tests if test.slower]
     if slower:
         notes.append(f"steps took {statistics.median(slower):.2f} of what was simulated in its load tests")
@@ -327,20 +354,28 @@ def texts_data(result: TextSearch, *, name: str, target: str, machine: str) -> d
         "prompt_tokens": _lengths(result.prompts), "output_tokens": _lengths(result.outputs),
         "points": [{
             "setting": str(point.setting), "max_rows": point.setting.rows, "prefill_tokens": point.setting.chunk,
-            "threads": point.setting.threads, "device": point.setting.device, "cache_bytes": point.memory_bytes,
+            "threads": point.setting.threads, "device": point.setting.device, "variant": point.setting.variant,
+            "cache_bytes": point.memory_bytes,
             "predicted": point.predicted, "measured": point.measured,
             "tests": [msgspec.to_builtins(test) for test in point.tests],
         } for point in result.points],
         "costs": {
-            "writing": [{"threads": threads, "texts": cell.rows, "kept": cell.kept, "ms": s * 1e3}
-                        for threads, costs in result.costs.items() for cell, s in costs.writing],
-            "prompts": [{"threads": threads, "tokens": cell.rows * cell.new, "kept": cell.kept, "ms": s * 1e3}
-                        for threads, costs in result.costs.items() for cell, s in costs.prompts],
+            "writing": [{"variant": variant, "threads": threads, "texts": cell.rows, "kept": cell.kept, "ms": s * 1e3}
+                        for (variant, threads), costs in result.costs.items() for cell, s in costs.writing],
+            "prompts": [{"variant": variant, "threads": threads, "tokens": cell.rows * cell.new, "kept": cell.kept,
+                         "ms": s * 1e3}
+                        for (variant, threads), costs in result.costs.items() for cell, s in costs.prompts],
         },
         "why": result.why, "failures": result.failures,
         "tests": result.tests, "tests_kept": result.tests_kept, "seconds": result.seconds,
     })  # fmt: skip
     return data
+
+
+def texts_rows(result: TextSearch, name: str) -> list[dict[str, str]]:
+    """Every load test in the columns of TorchServe's ``ab_report.csv``, best setting first."""
+    return [torchserve_test(test, f"{name}, {point.setting}", "texts", point.setting.rows)
+            for point in result.points for test in point.tests]  # fmt: skip
 
 
 def _lengths(counts: Sequence[int]) -> dict[str, float]:

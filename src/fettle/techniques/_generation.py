@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fettle.generate import GenerationWorkload
-from fettle.generate.decoding import Kept, chances, decoder_of, part, pick, score, write
+from fettle.generate.decoding import Kept, chances, decoder_of, is_two_parts, part, pick, score, write
 from fettle.generate.quality import MAX_KL
 from fettle.techniques._base import Code
 from fettle.workload import Workload
@@ -50,7 +50,7 @@ def _layers(model: Any) -> Sequence[Any]:
     try:
         from transformers import StaticCache
 
-        two_parts = getattr(model.config, "is_encoder_decoder", False)
+        two_parts = is_two_parts(model)
         if two_parts and not model._can_compile_fullgraph:
             return []
         config = model.get_decoder().config if two_parts else model.config
@@ -70,4 +70,5 @@ def writing(codes: Sequence[Code]) -> Code:
     """What the recipe writes with: the last technique's decoder and writer, else the plain ones."""
     decoder = next((code.decoder for code in reversed(codes) if code.decoder), "decoder_of(model)")
     writer = next((code.writer for code in reversed(codes) if code.writer), "write")
-    return Code(helpers=(part, Kept, decoder_of, score, chances, pick, write), decoder=decoder, writer=writer)
+    helpers = (part, is_two_parts, Kept, decoder_of, score, chances, pick, write)
+    return Code(helpers=helpers, decoder=decoder, writer=writer)

@@ -217,7 +217,8 @@ def _tuned(
 
     try:
         slo(
-            str(package.folder), p99, rate=rate, max_rows=min(32, package.manifest.max_rows), device=device, trust=trust
+            [str(package.folder)], p99, rate=rate, max_rows=min(32, package.manifest.max_rows), device=device,
+            trust=trust,
         )  # fmt: skip
     except typer.Exit as leaving:
         if rate or leaving.exit_code != 1:

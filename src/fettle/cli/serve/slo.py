@@ -18,6 +18,7 @@ import typer
 
 from fettle.cli import _options, _quiet, _show
 from fettle.cli.serve._slo_answer import print_settings, print_texts
+from fettle.cli.serve._slo_packages import check_settings, is_package, variants_of
 from fettle.errors import UsageError, extra, first_line
 from fettle.files import check_writable, write_text
 from fettle.kept_files import whole_folder
@@ -34,7 +35,12 @@ if TYPE_CHECKING:
 
 
 def command(
-    target: Annotated[str, typer.Argument(help="a package, or path/to/file.py:factory, which is packaged first")],
+    target: Annotated[
+        list[str],
+        typer.Argument(
+            help="a package, several of one model to choose among, or path/to/file.py:factory, which is packaged first"
+        ),
+    ],
     p99: _options.LatencyLimit = None,
     rate: Annotated[float, typer.Option(min=0.0, help="requests a second to be served; 0: as many as possible")] = 0.0,
     headroom: Annotated[
@@ -94,7 +100,8 @@ def command(
     measured: a search that was stopped, also by kill -9, goes on where it was.
 
     Of a package that writes texts the limits are --ttft and --itl: found are how many texts are written at once, their
-    cache, and how much of a prompt is computed between two tokens of the others.
+    cache, and how much of a prompt is computed between two tokens of the others. Of several packages (the model with
+    one recipe or another) the best one's serve.toml is written.
 
     [bold]Examples[/]
 
@@ -112,7 +119,6 @@ def command(
         import fettle.serve.server  # noqa: F401 (each server that is tried is a process of its own)
         from fettle.load.run import TextLimits
         from fettle.load.texts import text_lines
-        from fettle.load.torchserve import COLUMNS
         from fettle.slo.outcome import as_data, torchserve_rows
     except ImportError as error:
         raise extra(f"{error.name} is not installed", "serve") from error
@@ -124,12 +130,15 @@ def command(
 
     if study and storage is None:
         raise UsageError("--study is the name of a study in a --storage: name that, too")
+    wanted = _options.outputs(output, ".csv", folder=True)
+    check_writable(csv_file := wanted.get(".csv", csv_file))
     if ttft or itl:
         if p99 is not None or storage is not None or recipe or price:
             raise UsageError("--ttft and --itl are for a package that writes texts, without --p99, recipes and prices")
         limits = TextLimits(_options.limit_s(ttft, "--ttft"), _options.limit_s(itl, "--itl"))
         _of_texts(
-            target, limits, text_lines(prompt_tokens, output_tokens, texts), output, write=write, as_json=as_json,
+            target, limits, text_lines(prompt_tokens, output_tokens, texts), wanted.get(""), csv_file, write=write,
+            as_json=as_json,
             rate=rate, headroom=_options.share(headroom, "--headroom"), most_rows=max_rows,
             cores=cores or host.cores(), device=_options.one_device(",".join(device)) if device else "",
             confirm=confirm, seconds=_options.duration_s(seconds, "--duration"),
@@ -141,8 +150,6 @@ def command(
         )
     if not (limit_s := _options.limit_s(p99, "--p99")):
         raise UsageError("--p99 must be more than 0")
-    wanted = _options.outputs(output, ".csv", folder=True)
-    check_writable(csv_file := wanted.get(".csv", csv_file))
     options: dict[str, Any] = {
         "limit_s": limit_s, "rate": rate, "headroom": _options.share(headroom, "--headroom"),
         "most_rows": max_rows, "cores": cores or host.cores(), "confirm": confirm, "prices": _prices(price or []),
@@ -151,7 +158,7 @@ def command(
     }  # fmt: skip
     work = _Work.of(target, recipe or [], storage, study, recipes, trust or ())
     if write and work.package is not None:
-        _check_settings(work.package)
+        check_settings(work.packages)
     folder = wanted.get("", Path(f"slo-{work.name}"))
     if work.package is None:
         check_place(place := folder / "package")
@@ -160,42 +167,40 @@ def command(
     around = Surroundings()
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
         result = run(work.search(folder, max_error, options, progress))
-    if csv_file is not None:
-        _options.write_csv(csv_file, COLUMNS, torchserve_rows(result, work.name))
     busy = around.sentence()
-    data = as_data(result, name=work.name, target=target, machine=_machine(), written="", busy=busy)
+    data = as_data(result, name=work.name, target=" ".join(target), machine=_machine(), written="", busy=busy)
     best = (lambda: work.write(result, folder)) if write else None
-    _finish(result, data, folder, slo_page, as_json, print_settings, best)
+    rows = torchserve_rows(result, work.name)
+    _finish(result, data, folder, slo_page, as_json, print_settings, best, csv_file, rows)
 
 
 def _of_texts(
-    text: str, limits: TextLimits, lines: list[TextLine], output: list[Path] | None, *, write: bool, as_json: bool,
-    device: str, **options: Any,
+    texts: list[str], limits: TextLimits, lines: list[TextLine], folder: Path | None, csv_file: Path | None, *,
+    write: bool, as_json: bool, device: str, **options: Any,
 ) -> None:  # fmt: skip
-    """The same for a package that writes texts."""
+    """The same for packages that write texts."""
     from fettle.loop import run, stopped_by_interrupt
     from fettle.measure import Surroundings
-    from fettle.package.manifest import open_package, write_settings
-    from fettle.package.requires import check_here
+    from fettle.package.manifest import write_settings
     from fettle.report import texts_page
-    from fettle.slo.text_search import search_texts, served_so, texts_data
+    from fettle.slo.text_search import search_texts, served_so, texts_data, texts_rows
 
     if min(limits.ttft_s, limits.itl_s) < 0 or not max(limits.ttft_s, limits.itl_s):
         raise UsageError("--ttft and --itl must be more than 0")
-    if not Path(text).is_dir() and not text.endswith(".zip"):
-        raise UsageError(f"--ttft and --itl need a package: fettle serve package {text} --handler generate")
-    package = open_package(Path(text))
-    name = package.manifest.name
-    check_here(name, package.manifest.requires)
+    if other := next((text for text in texts if not is_package(text)), ""):
+        raise UsageError(f"--ttft and --itl need a package: fettle serve package {other} --handler generate")
+    variants = variants_of(texts, writes=True)
+    first = variants[0].package
+    name = first.manifest.name
     if write:
-        _check_settings(package)
-    folder = _options.outputs(output, folder=True).get("", Path(f"slo-{name}"))
+        check_settings(variants)
+    kept = folder or Path(f"slo-{name}")
     around = Surroundings()
 
     async def search(progress: Callable[[str], None]) -> TextSearch:
         return await search_texts(
-            package, lines, limits, keep=folder / "measured.jsonl", on_progress=progress, stop=stopped_by_interrupt(),
-            device=device or package.settings.devices[0], **options,
+            variants, lines, limits, keep=kept / "measured.jsonl", on_progress=progress, stop=stopped_by_interrupt(),
+            device=device or first.settings.devices[0], **options,
         )  # fmt: skip
 
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
@@ -204,29 +209,24 @@ def _of_texts(
     def best() -> Path:
         assert result.best is not None
         setting = result.best.setting
-        return write_settings(package, served_so(package.settings, setting, result.costs[setting.threads])).folder
+        package = next(variant.package for variant in variants if variant.name == setting.variant)
+        return write_settings(package, served_so(package.settings, setting, result.costs[setting.engine])).folder
 
-    data = texts_data(result, name=name, target=text, machine=_machine())
+    data = texts_data(result, name=name, target=" ".join(texts), machine=_machine())
     data["busy"] = around.sentence()
-    _finish(result, data, folder, texts_page, as_json, print_texts, best if write else None)
-
-
-def _check_settings(package: Package) -> None:
-    """Raise `UsageError` where the best setting could not be written: before it is searched for."""
-    from fettle.package.manifest import MANIFEST, SETTINGS
-
-    try:
-        check_writable(package.folder / SETTINGS, package.folder / MANIFEST)
-    except UsageError as error:
-        raise UsageError(f"{error}; to search all the same, give --no-write") from error
+    rows = texts_rows(result, name)
+    _finish(result, data, kept, texts_page, as_json, print_texts, best if write else None, csv_file, rows)
 
 
 def _finish(
     result: Outcome[Any], data: dict[str, Any], folder: Path, page: Callable[[dict[str, Any]], str],
     as_json: bool, show: Callable[[dict[str, Any], Console], None], best: Callable[[], Path] | None,
+    csv_file: Path | None, rows: list[dict[str, str]],
 ) -> None:  # fmt: skip
     """Write the `best` setting, if asked to, and what came of a search; say it, and leave with its exit code, or with
-    why the setting is not written: that is no reason to lose what was found."""
+    why the setting or the table is not written: that is no reason to lose what was found."""
+    from fettle.load.torchserve import COLUMNS
+
     problem = None
     if best is not None and result.best is not None and not result.interrupted:
         try:
@@ -237,6 +237,11 @@ def _finish(
             problem = UsageError(f"the best setting could not be written: {first_line(error)}")
     write_text(folder / "result.json", json.dumps(data) + "\n")
     write_text(folder / "report.html", page(data))
+    if csv_file is not None:
+        try:
+            _options.write_csv(csv_file, COLUMNS, rows)
+        except UsageError as error:
+            problem = problem or error
     _show.answer(as_json, lambda: data, lambda out: show(data, out), folder / "report.html")
     if problem is not None:
         raise problem
@@ -257,28 +262,20 @@ class _Work:
 
     @classmethod
     def of(
-        cls, text: str, recipes: list[str], storage: str | None, study: str, most: int, trust: Sequence[str]
+        cls, texts: list[str], recipes: list[str], storage: str | None, study: str, most: int, trust: Sequence[str]
     ) -> _Work:  # fmt: skip
         """Read what the command line names. Raises `UsageError`."""
-        from fettle.package.handlers.generate import Settings
-        from fettle.package.manifest import open_package
-        from fettle.package.requires import check_here
         from fettle.recipe import Recipe
         from fettle.recipe_file import load_recipe
-        from fettle.slo.points import Variant
 
-        if Path(text).is_dir() or text.endswith(".zip"):
+        text = next((text for text in texts if not is_package(text)), "")
+        if not text:
             if recipes or storage is not None:
-                raise UsageError(f"{text} is packaged with its recipe already: name the target to try others")
-            package = open_package(Path(text))
-            if isinstance(package.manifest.handler, Settings):
-                raise UsageError(
-                    f"{text} writes texts, and --p99 is for others: fettle serve slo {text} --ttft 500ms --itl 50ms"
-                )
-            check_here(package.manifest.name, package.manifest.requires)
-            if (digest := package.handler_digest) and digest not in trust:
-                raise UsageError(f"{package.manifest.name} brings code of its own; to let it run, say --trust {digest}")
-            return cls(package.manifest.name, package, packages=[Variant("", package)])
+                raise UsageError(f"{texts[0]} is packaged with its recipe already: name the target to try others")
+            packages = variants_of(texts, trust)
+            return cls(packages[0].package.manifest.name, packages[0].package, packages=packages)
+        if texts[1:]:
+            raise UsageError(f"{text} is no package: several that are named are packages of one model")
         from fettle.techniques import check_names
 
         target = _options.target_or_package(text)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fettle.errors import UsageError
-from fettle.package.handlers.parts import FRESH, LAST, PAST, SEEN, output_index
+from fettle.package.handlers.parts import CROSSED, FRESH, LAST, PAST, READ, SEEN, SOURCE, SOURCE_MASK, output_index
 from fettle.package.handlers.recorded import Recorded, cuda_graphs, filled
 from fettle.procs.limits import granted_memory_bytes
 from fettle.units import size_text
@@ -33,13 +33,18 @@ class Cache:
     """
 
     def __init__(self, handler: Handler, rows: int, most_bytes: int) -> None:
-        runner, length = handler.runner, handler.settings.max_tokens
+        runner, length = handler.runner, handler.longest
         self.runner, self.inputs = runner, handler.inputs
         self.scores, self.fresh = handler.place, output_index(handler.outputs, FRESH)
+        self.halves: list[tuple[int, ...]] = []
+        """Of a decoder with an encoder, the outputs of a call that writes, and of one that reads prompts."""
+        if handler.begins:
+            self.halves = [(self.scores, self.fresh), (output_index(handler.outputs, CROSSED),)]
+            self.scores, self.fresh = 0, 1
         _, layers, _, heads, _, size = next(spec.shape for spec in self.inputs if spec.name == PAST)
         self._past = torch.zeros(1, layers, 2, heads, 1, size, device=runner.device)
         with torch.inference_mode():
-            dtype = self._call(0, [[0]], [0])[self.fresh].dtype  # as the model computes, which its recipe may change
+            dtype = self._call(0, [[0]], [0], [0])[self.fresh].dtype  # as it computes, which a recipe may change
         token = layers * 2 * heads * size * dtype.itemsize
         most_bytes = most_bytes or usual_bytes(runner.device)
         self.rows = min(rows, most_bytes // (token * length))
@@ -58,10 +63,12 @@ class Cache:
         self._held: list[tuple[Sequence[int], int]] = [((), 0)] * self.rows
         self._when, self._now = [0] * self.rows, 0  # each row was written to last
         given = torch.tensor(filled([[0] * 7] * 2, [5] * 2, 7))
-        if length > 12:
+        if length > 12 and not self.halves:
             runner.compile_for(self._inputs(given, self._past[:2, ..., :5, :]))
         self.recorded = (
-            Recorded(self._filled, self._past[: self.rows], cuda_graphs()) if runner.may_be_recorded else None
+            Recorded(self._filled, self._past[: self.rows], cuda_graphs())
+            if runner.may_be_recorded and not self.halves
+            else None
         )
 
     @property
@@ -70,13 +77,19 @@ class Cache:
         return self._past[: self.rows].nbytes
 
     @torch.inference_mode()
-    def logits(self, first: int, new: Sequence[Sequence[int]], kept: Sequence[int]) -> torch.Tensor:
+    def logits(
+        self, first: int, new: Sequence[Sequence[int]], kept: Sequence[int], read: Sequence[int] = ()
+    ) -> torch.Tensor:
         """Scores of the token after each row's `new` ones [rows, vocabulary], in float32.
 
-        The rows are those from `first` on; of each so many tokens are `kept` already, and the new ones join them.
+        The rows are those from `first` on; of each so many tokens are `kept` already, and the new ones join them. The
+        first `read` of each are for an encoder: all of them are new, or none is.
         """
+        if any(read) and not any(kept):
+            self._read(first, [tokens[:count] for tokens, count in zip(new, read, strict=True)])
+            new, kept = [tokens[count:] for tokens, count in zip(new, read, strict=True)], read
         outputs = self.recorded(first, new, kept) if self.recorded is not None else None
-        outputs = outputs or self._call(first, new, kept)
+        outputs = outputs or self._call(first, new, kept, read)
         fresh = outputs[self.fresh]
         if all(len(tokens) == 1 for tokens in new):
             rows = torch.arange(first, first + len(new), device=self._past.device)
@@ -89,23 +102,45 @@ class Cache:
         scores: torch.Tensor = outputs[self.scores].float()
         return scores
 
-    def _call(self, first: int, new: Sequence[Sequence[int]], kept: Sequence[int]) -> list[torch.Tensor]:
+    def _read(self, first: int, prompts: Sequence[Sequence[int]]) -> None:
+        """Keep what the decoder makes of prompts, which the encoder reads."""
+        rows, none = len(prompts), [0] * len(prompts)
+        given, heard = self._given([[0]] * rows, none), self._given(prompts, none)
+        [crossed] = self.runner.part(self._inputs(given, self._past[:rows, ..., :1, :], heard), self.halves[1])
+        for row, tokens in enumerate(prompts):
+            self._past[first + row, ..., : len(tokens), :] = crossed[row, ..., : len(tokens), :]
+
+    def _call(
+        self, first: int, new: Sequence[Sequence[int]], kept: Sequence[int], read: Sequence[int]
+    ) -> list[torch.Tensor]:
         most = max(1, *kept)  # a program has no sizes of 0
-        given = torch.tensor(filled(new, kept, max(map(len, new)))).to(self.runner.device)
-        return self._filled(given, self._past[first : first + len(new), ..., :most, :])
+        given, past = self._given(new, kept), self._past[first : first + len(new), ..., :most, :]
+        if not self.halves:
+            return self._filled(given, past)
+        heard = self._given([[0]] * len(new), read)
+        outputs: list[torch.Tensor] = self.runner.part(self._inputs(given, past, heard), self.halves[0])
+        return outputs
+
+    def _given(self, new: Sequence[Sequence[int]], kept: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(filled(new, kept, max(map(len, new)))).to(self.runner.device)
 
     def _filled(self, given: torch.Tensor, past: torch.Tensor) -> list[torch.Tensor]:
         """The model's outputs for rows as `filled` makes them, and as much of what is kept."""
         outputs: list[torch.Tensor] = self.runner.call(self._inputs(given, past))
         return outputs
 
-    def _inputs(self, given: torch.Tensor, past: torch.Tensor) -> list[torch.Tensor]:
+    def _inputs(self, given: torch.Tensor, past: torch.Tensor, heard: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """`given` as `filled` makes it, and `heard` of prompts, with how many tokens of them are kept."""
         tokens, count, kept = given[:, :-2], given[:, -2:-1], given[:, -1:]
         places = torch.arange(max(tokens.shape[1], past.shape[-2]), device=given.device)
         values = {
             "input_ids": tokens.contiguous(), "attention_mask": (places[: tokens.shape[1]] < count).long(),
             LAST: count[:, 0] - 1, SEEN: (places[: past.shape[-2]] < kept).long(), PAST: past,
         }  # fmt: skip
+        if heard is not None:
+            source = heard[:, :-2].contiguous()
+            mask = torch.arange(source.shape[1], device=given.device) < heard[:, -2:-1]
+            values |= {SOURCE: source, SOURCE_MASK: mask.long(), READ: heard[:, -1].contiguous()}
         return [values[spec.name] for spec in self.inputs]
 
     def holds(self, row: int, tokens: Sequence[int], length: int) -> None:

@@ -18,13 +18,13 @@ from msgspec import Meta
 from fettle.errors import UsageError, first_line
 from fettle.files import read_bytes, read_text
 from fettle.package.handlers.asking import Ask
-from fettle.package.handlers.parts import LAST, LOGITS, PAST, SEEN, SOURCE, SOURCE_MASK, output_index
+from fettle.package.handlers.parts import LAST, LOGITS, PAST, READ, SEEN, SOURCE, SOURCE_MASK, output_index
 from fettle.package.handlers.text import TOKENIZER, read_tokenizer
 from fettle.package.tensors import TensorSpec
 
 CHAT, _TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 MAX_CHAT_BYTES = 1 << 20
-_INPUTS = ("input_ids", "attention_mask", LAST, SEEN, PAST, SOURCE, SOURCE_MASK)
+_INPUTS = ("input_ids", "attention_mask", LAST, SEEN, PAST, SOURCE, SOURCE_MASK, READ)
 _ENDS = ("</s>", "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "[SEP]", "<eos>")
 
 
@@ -78,6 +78,9 @@ class Handler:
         self.begins = self.settings.start_tokens if SOURCE in names else ()
         if SOURCE in names and not self.begins:
             raise UsageError("the decoder has no start_tokens: give them in `handler_settings`")
+        most, own = self.settings.max_tokens, len(self.begins) + self.settings.max_new_tokens
+        self.longest = most + min(most, own) if self.begins else most
+        """Tokens of the longest text, its prompt among them."""
         self.tokenizer = read_tokenizer(context.folder)
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()

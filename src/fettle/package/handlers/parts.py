@@ -29,6 +29,9 @@ SOURCE, SOURCE_MASK = "source", "source_mask"
 LOGITS = "logits"
 SEEN, PAST, FRESH = "seen", "past", "fresh"
 """The inputs of a model that is given the keys and values of the tokens before, and the output that joins them."""
+READ, CROSSED = "read", "crossed"
+"""How many of these are a prompt's, where a decoder has an encoder, and the output of a prompt that is read: they come
+first."""
 
 
 @dataclass

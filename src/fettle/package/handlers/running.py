@@ -44,8 +44,8 @@ class _Text:
     ask: Ask
     detokenizer: Detokenizer
     random: np.random.Generator
-    source: tuple[int, ...] = ()
-    """The prompt where an encoder reads it: then `ids` are what the decoder has read."""
+    source: int = 0
+    """Tokens of it that an encoder reads, at once; the decoder's are those behind them."""
     kept: int = 0
     """Tokens whose keys and values are there."""
     writes: bool = False
@@ -88,8 +88,10 @@ class Running:
         prompt = [0] * min(self.prefill_tokens, self.handler.settings.max_tokens - 1)
         for rows in (1, 2, self.rows):
             rows = min(rows, self.rows)
-            self.cache.logits(0, [prompt[: max(1, len(prompt) // rows)]] * rows, [0] * rows)
-            self.cache.logits(0, [[0]] * rows, [1] * rows)
+            part, begins = prompt[: max(1, len(prompt) // rows)], self.handler.begins
+            read = [len(part) if begins else 0] * rows
+            self.cache.logits(0, [[*part, *begins]] * rows, [0] * rows, read)
+            self.cache.logits(0, [[0]] * rows, [1] * rows, [min(read[0], 1)] * rows)
         return True
 
     def take_steps(self) -> Steps:
@@ -104,12 +106,12 @@ class Running:
         handler = self.handler
         prompt = handler.prompt(ask)
         left = handler.room(prompt, ask)
-        source = tuple(prompt) if handler.begins else ()
-        ids = list(handler.begins) or prompt
-        detokenizer = Detokenizer(handler.tokenizer, ids, ask.sampling.stop)
+        source = len(prompt) if handler.begins else 0
+        ids = [*prompt, *handler.begins]
+        detokenizer = Detokenizer(handler.tokenizer, ids[source:], ask.sampling.stop)
         random = np.random.default_rng(ask.sampling.seed)
         self.texts.append(_Text(number, ids, len(ids), left, ask, detokenizer, random, source))
-        if self.cache is None or len(prompt) == 1:
+        if self.cache is None or len(ids) == 1:
             self._begin_to_write(len(self.texts) - 1)
 
     def cancel(self, number: int) -> None:
@@ -142,10 +144,10 @@ class Running:
         part: list[list[int]] = []
         longest = 0
         for row, text in enumerate(self.texts[first:], first):
-            if self.cache is not None and not text.kept:
+            if self.cache is not None and not text.kept and not text.source:
                 text.kept = self.cache.reuse(row, text.ids, len(self.texts))
                 self.steps.reused += text.kept
-            new = text.ids[text.kept : text.kept + self.prefill_tokens]
+            new = text.ids[text.kept :] if text.source else text.ids[text.kept : text.kept + self.prefill_tokens]
             longest = max(longest, len(new))
             if part and longest * (len(part) + 1) > self.prefill_tokens:
                 break
@@ -157,7 +159,10 @@ class Running:
         began = time.perf_counter()
         try:
             kept = [text.kept for text in texts]
-            scores = self._logits(texts) if self.cache is None else self.cache.logits(first, new, kept)
+            if self.cache is None:
+                scores = self._logits(texts)
+            else:
+                scores = self.cache.logits(first, new, kept, [text.source for text in texts])
             likeliest = scores.argmax(1).tolist()
             sound = torch.isfinite(scores).all(1).tolist()
         except Exception as error:
@@ -188,15 +193,15 @@ class Running:
     def _logits(self, texts: Sequence[_Text]) -> torch.Tensor:
         """Scores of the token after each text, of a model that keeps nothing: one call for all, filled up on their
         right, where a causal model cannot see, and an encoder's mask hides it."""
-        most, longest = (max(map(len, some)) for some in zip(*((text.ids, text.source) for text in texts), strict=True))
+        most, longest = max(len(text.ids) - text.source for text in texts), max(text.source for text in texts)
         parts = []
         for text in texts:
             (ids, mask), (source, source_mask) = (
                 ([*some, *[0] * (length - len(some))], [1] * len(some) + [0] * (length - len(some)))
-                for some, length in ((text.ids, most), (text.source, longest))
+                for some, length in ((text.ids[text.source :], most), (text.ids[: text.source], longest))
             )
             made = {
-                "input_ids": [ids], "attention_mask": [mask], LAST: [len(text.ids) - 1],
+                "input_ids": [ids], "attention_mask": [mask], LAST: [sum(mask) - 1],
                 SOURCE: [source], SOURCE_MASK: [source_mask],
             }  # fmt: skip
             parts.append([np.array(made[spec.name], spec.kind) for spec in self.handler.inputs])
@@ -225,7 +230,7 @@ class Running:
         logprobs: tuple[TokenLogprob, ...] = ()
         if sampling.logprobs is not None and not is_end:
             logprobs = (self._likely(token, scores, sampling.logprobs),)
-        counts = (len(text.source) or text.prompt, len(text.ids) - text.prompt) if text.reason else (0, 0)
+        counts = (text.source or text.prompt, len(text.ids) - text.prompt) if text.reason else (0, 0)
         self.steps.tokens += 1
         on_piece(text.number, Piece(characters, logprobs, text.reason, *counts))
 
