@@ -233,24 +233,10 @@ def _step(
     mine = trained
     if strategy.kind == "zero1":
         mine = [trained[i] for i in formulas.largest_partition([p.numel() for p in trained], ranks)]
-    # FSDP's parameters are DTensors. Their optimizer allocates what it would for their shards alone, but works out for
-    # each tensor of each call how it is laid out over the ranks: most of what planning a large model took.
+    # The optimizer is given plain shards and not FSDP's DTensors: it allocates the same, and need not work out how each
+    # tensor lies on the ranks, which took most of the time of planning a large model.
     updated = [_shard(p) for p in mine]
-    optimizer = workload.optimizer(updated)
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if held.isdisjoint(map(id, updated)):
-        raise UsageError(
-            "the optimizer factory takes its parameters from the model: let it make its groups of those it is given"
-        )
-    for group in optimizer.param_groups:
-        if device == "cuda" and "foreach" in group and group["foreach"] is None and not group.get("fused"):
-            group["foreach"] = True  # what torch chooses for CUDA tensors
-    for parameter in updated:  # the state is made by the first step, so there has been one
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    gc.collect()
-
+    optimizer = _optimizer_with_state(workload, updated, device)
     here = max(1, (os.cpu_count() or 1) // min(ranks, ranks_per_node))
     timeline = Timeline(device, Workspaces(here) if device == "cpu" else None)
     with fsdp_marks(timeline), timeline:
@@ -277,6 +263,27 @@ def _step(
         for parameter in (*mine, *updated):
             parameter.grad = None
     return timeline, states, optimizer
+
+
+def _optimizer_with_state(
+    workload: TrainingWorkload, parameters: Sequence[torch.nn.Parameter], device: str
+) -> torch.optim.Optimizer:
+    """The workload's optimizer after a first step, which makes its state."""
+    optimizer = workload.optimizer(parameters)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if held.isdisjoint(map(id, parameters)):
+        raise UsageError(
+            "the optimizer factory takes its parameters from the model: let it make its groups of those it is given"
+        )
+    for group in optimizer.param_groups:
+        if device == "cuda" and "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True  # what torch chooses for CUDA tensors
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    return optimizer
 
 
 def _shard(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

@@ -167,21 +167,9 @@ class Runtime(Technique):
     packages = (*(name for names in _RUN_BY.values() for name in names), "transformers")
 
     def levels(self, facts: Facts) -> list[Level]:
-        cannot, text = "", facts.no_text
+        cannot, text = _why_not_exported(facts), facts.no_text
         if facts.generates and (facts.sees_part or facts.keeps not in ("static", "whole")):
             text = NOT_WHOLE
-        if not facts.is_module:
-            cannot = "the model is a plain callable"
-        elif facts.is_scripted:
-            cannot = "the model is TorchScript, which torch.export does not take"
-        elif facts.custom_call:
-            cannot = "the workload has a call of its own, and an exported model has only its forward"
-        elif facts.changes_buffers:
-            cannot = "the model changes its own buffers when it is called, and in an exported model they stay the same"
-        elif facts.changes_inputs:
-            cannot = facts.no_copies
-        elif facts.shapes_vary:
-            cannot = "each input calls it in other shapes, and an exported model has one"
         cpu = "" if facts.device == "cpu" else f"the work is on {facts.device}, and this level runs on the CPU"
         cuda = facts.not_nvidia if facts.device == "cuda" else "TensorRT needs a CUDA device"
         gpu = "" if facts.device == "cuda" else "it is for GPUs: on a CPU runtime=aoti compiles an exported model"
@@ -190,7 +178,7 @@ class Runtime(Technique):
         bf16 = "" if facts.has_bf16 else "this CPU has no bfloat16 instructions"
         data = "" if facts.calibration_batches else "no batches to calibrate on: give at least two"
         onnx = facts.not_nvidia or (_missing(facts, "onnxruntime-gpu") if facts.device == "cuda" else cpu)
-        onnx = onnx or (_missing(facts, "onnxruntime") if "onnxruntime-gpu" not in facts.packages else "")
+        onnx = onnx or ("" if "onnxruntime-gpu" in facts.packages else _missing(facts, "onnxruntime"))
         onnx = onnx or _missing(facts, "onnx") or _missing(facts, "onnxscript")
         crashes = (
             "" if facts.device != "cuda" or loads_cuda_libraries() else "torch 2.11 crashes when it loads one for CUDA"
@@ -338,6 +326,20 @@ class Streams(Technique):
 
 
 _EXTRAS = {"openvino": "openvino", "nncf": "openvino", "onnxruntime": "onnx", "onnx": "onnx", "onnxscript": "onnx"}
+
+
+def _why_not_exported(facts: Facts) -> str:
+    if not facts.is_module:
+        return "the model is a plain callable"
+    if facts.is_scripted:
+        return "the model is TorchScript, which torch.export does not take"
+    if facts.custom_call:
+        return "the workload has a call of its own, and an exported model has only its forward"
+    if facts.changes_buffers:
+        return "the model changes its own buffers when it is called, and in an exported model they stay the same"
+    if facts.changes_inputs:
+        return facts.no_copies
+    return "each input calls it in other shapes, and an exported model has one" if facts.shapes_vary else ""
 
 
 def _missing(facts: Facts, package: str) -> str:
