@@ -112,7 +112,7 @@ class Journal:
                 self.lines[line.key] = line
                 kept.append(raw)
         whole = b"\n".join(kept) + b"\n"
-        # What is there is not written again: a kill now must not cost it.
+        # Lines that are in the file already are not written again: a kill meanwhile would lose them.
         there = len(whole) - 1 if text.startswith(whole[:-1]) else 0
         os.ftruncate(self._descriptor, there)
         os.lseek(self._descriptor, there, os.SEEK_SET)

@@ -168,7 +168,7 @@ def _add(function: types.FunctionType, digest: Any, seen: set[int]) -> None:
             _add_value(name, function.__globals__.get(name), digest, seen)
     _add_value("defaults", (function.__defaults__, function.__kwdefaults__), digest, seen)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(Exception):  # it may be empty still
+        with contextlib.suppress(Exception):  # a cell may still be empty
             _add_value(name, cell.cell_contents, digest, seen)
 
 

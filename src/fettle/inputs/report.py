@@ -95,7 +95,7 @@ def rows(result: PipelineResult) -> list[dict[str, str]]:
         )
         if item.failure:
             note = item.failure if item.left_out else f"failed: {item.failure}"
-        # The level is what comparisons gave: rates of different minutes do not compare.
+        # Batches a second are those of side-by-side comparisons: rates measured minutes apart do not compare.
         cells = dict.fromkeys(("batches/s", "waiting", "batch 50%", "95%", "first"), "-")
         if item.slices:
             timing = item.first

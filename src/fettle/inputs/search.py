@@ -169,7 +169,7 @@ def climb(race: Race, facts: Facts, scores: dict[Setting, float], step_s: float)
     while True:
         able = sorted(number for number, setting in settings.items() if scores[setting] > 0)
         if len(able) < 2:
-            return  # those with workers ran, and have failed since
+            return  # the settings with workers have failed since they ran
         rises = scores[settings[able[-2]]] < (1 - WITHIN) * scores[settings[able[-1]]]
         waiting = race.measured[settings[able[-1]]].rate * step_s < 0.99
         if not (rises and waiting and able[-1] < most):
@@ -198,7 +198,7 @@ def settle(race: Race, scores: dict[Setting, float]) -> Setting:
                 enough = setting
                 break
         if scores[enough] > scores[top] / (1 - WITHIN):
-            top = enough  # what is smaller was compared with one that is not the best
+            top = enough  # the smaller ones were compared with one that is not the best: again
             continue
         middle = _between(scores, enough, top, halve=accepted)
         if middle is None:
@@ -266,8 +266,8 @@ def variants(race: Race, facts: Facts, scores: dict[Setting, float], useless: bo
     elif setting.num_workers:
         item = race.measured[setting]
         epoch = facts.epoch_batches / item.rate
-        # Workers that stay save their start in each epoch; to race them against workers that end would only add noise.
-        # Where the leader is the one given, with workers that end, and an epoch is short, it is worth to be seen.
+        # Persistent workers save their start in each epoch: racing them against others would only add noise. But where
+        # the leader is the setting as given, without them, and epochs are short, what they save can be measured.
         if not setting.persistent_workers and item.start_s > 0.01 * epoch and epoch < 8 * race.slice_s:
             run(replace(setting, persistent_workers=True), setting)
         notes.append(

@@ -189,7 +189,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(request.data)
 
     def data_received(self, data: bytes) -> None:
-        if not self.busy:  # nothing was asked: not HTTP, or a farewell
+        if not self.busy:  # no request is under way: not HTTP, or a last word before it closes
             self.close()
             return
         self._begun = True

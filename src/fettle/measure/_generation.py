@@ -97,11 +97,11 @@ def prepare(state: State, request: Prepare) -> Prepared:
         peak = settled(state, has_peak, notes.lines, own_texts)
         first_call_s = (first_ns or whole.texts[0].whole_ns) / 1e9
         watcher.texts = []
-        if watcher.part == "ttft" and not first_ns:  # these were its first calls, and the race writes no more of them
+        if watcher.part == "ttft" and not first_ns:  # they were its first calls, and the race writes no whole texts
             whole.texts = []
             for number, prompt in numbered:
                 whole.sample_ns(run, prompt, number)
-        if temperature:  # the likeliest tokens judge, not those that were drawn
+        if temperature:  # it is judged by its likeliest tokens, not by drawn ones
             written = [run(**prompt) for prompt in workload.inputs]
         accuracy = with_metric(judged(state, run, fed, written, request), workload.metric, run)
         notes.lines += compiler_notes()
@@ -176,7 +176,7 @@ def judged(state: State, run: Any, fed: Scored | None, written: Sequence[Any], r
     with torch.no_grad():
         own = written[0]
         same = not fed.unseen and isinstance(own, torch.Tensor) and torch.equal(own.cpu(), fed.forced[0])
-        known = fed.first if same else None  # what it says of its own text was asked already
+        known = fed.first if same else None  # its scores of its own text are known already
         problem = closeness.problem or astray(run, workload.inputs[0], own, int(workload.new_tokens), known)
         if not problem:
             checks = workload.check_inputs if request.exact else ()

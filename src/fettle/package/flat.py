@@ -94,7 +94,7 @@ class Flat(torch.nn.Module):
         longest row of a batch, what both have is compared.
         """
         whole, sees = self.wanted[self.cuts], _Sees16Bits()
-        with contextlib.suppress(Exception), sees:  # a compiled model may not be looked into
+        with contextlib.suppress(Exception), sees:  # a compiled model may refuse such a mode
             self._answers(self.samples)
         rounded = sees.seen or any(map(_has_16_bits, (*self.inner.parameters(), *self.inner.buffers(), *self.samples)))
         try:

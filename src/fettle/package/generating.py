@@ -33,7 +33,7 @@ class NextToken(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, call: Callable[..., Any] | None, names: tuple[str, ...]) -> None:
         super().__init__()
         self.model, self.call, self.names = model, call, names
-        # A cache that ends with a window has no size that the exporter could leave open.
+        # The exporter cannot leave the size of a cache open that ends with a window.
         takes_it = call is None and "use_cache" in inspect.signature(model.forward).parameters
         self.given = {"use_cache": False} if takes_it else {}
 
@@ -92,7 +92,7 @@ class CachedNextToken(torch.nn.Module):
         """
         from fettle.package.attending import kept_apart
 
-        if self.dtype != torch.float32:  # in the graph it would undo what a recipe computes in
+        if self.dtype != torch.float32:  # a cast to float32 in the graph would undo a recipe's 16 bits
             past = past.to(self.dtype)
         kept, new = past.shape[4], input_ids.shape[1]
         places = torch.arange(kept + new, device=input_ids.device)
@@ -205,7 +205,7 @@ def _cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor, mos
             step = CachedNextToken(model, head_once=_ends_with_head(model, ids), windows=windows).eval()
             keys = kept[0].keys[:, :, :1]
             nothing = torch.zeros(len(ids), len(kept), 2, *keys.shape[1:], device=keys.device)
-            # Sizes that differ from each other, else the exporter takes two for one.
+            # All sizes differ: the exporter would take two equal ones for the same.
             batches = [sample(ids, 2, length, 2 if length == 5 else 1), sample(ids, length - 1, length, 1)]
             batches.append(sample(ids, 0, length - 1, 1))
             pairs = [(step(**batch)[LOGITS].float(), wanted) for batch in batches[:2]]

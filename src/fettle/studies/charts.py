@@ -89,7 +89,7 @@ def on_average(
     logs: dict[Level, list[float]] = {}
     for found in models:
         for level, ratio in found.items():
-            if ratio.low > 0:  # it was measured side by side
+            if ratio.low > 0:  # it has an interval: it was measured side by side
                 logs.setdefault(level, []).append(math.log(ratio.estimate))
     means = {}
     for level, some in logs.items():

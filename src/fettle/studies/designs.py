@@ -86,7 +86,7 @@ def _factorial(space: Space, start: Recipe, most: int | None) -> list[Recipe]:
     """Every valid combination, in random order: what changes while a study runs must not look like a factor."""
     whole = combinations_of(space, MOST)
     if most is not None and most < len(whole):
-        return combinations_of(space, most)  # balanced
+        return combinations_of(space, most)  # a fraction, which is balanced
     random.Random(0).shuffle(whole)
     return whole
 

@@ -40,7 +40,7 @@ def quantize_linear(model: torch.nn.Module, config: str, label: str, batches: An
     128 x 128 in float8, which torchao takes for weights that are scaled in blocks of that size."""
     import logging
 
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # CUDA extensions that it cannot load mean nothing here
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of CUDA extensions that are not needed here
     from torchao import quantization
 
     cls = getattr(quantization, config)

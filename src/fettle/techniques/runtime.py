@@ -22,7 +22,7 @@ def aoti_files(flat: torch.nn.Module, tensors: Any, free: Any, options: Any, fol
     """Compile the model ahead of time by AOTInductor, to ``model.pt2`` in a folder."""
     program = exported_program(flat, tensors, free)
     if any(tensor.is_cuda for tensor in tensors):
-        options = {**options, "aot_inductor.weight_use_caching_allocator": True}  # else torch does not count them
+        options = {**options, "aot_inductor.weight_use_caching_allocator": True}  # else torch does not count it
     torch._inductor.aoti_compile_and_package(program, package_path=f"{folder}/model.pt2", inductor_configs=options)
 
 
@@ -30,7 +30,7 @@ def aoti_engine(flat: torch.nn.Module, tensors: Any, free: Any, options: Any) ->
     """The model compiled ahead of time to a shared library."""
     import tempfile
 
-    # The library takes it that its inputs lie in memory as the examples did, and does not look.
+    # The library assumes without a check that inputs lie in memory as the examples did.
     last, plain = torch.channels_last, torch.contiguous_format
     layouts = [last if not t.is_contiguous() and t.is_contiguous(memory_format=last) else plain for t in tensors]
 
@@ -238,7 +238,7 @@ class Runtime(Technique):
     def bundles(self, facts: Facts) -> list[Bundle]:
         if facts.generates:
             places = {"int8-dynamic": 10}
-            if not facts.has_block_products:  # there products in blocks are faster, and nearer
+            if not facts.has_block_products:  # those products are faster and more exact
                 places |= {"int8": 12, "int4": 45, "as-given": 55}
             return [
                 Bundle(place, {"runtime": STATEFUL, "weights": level, **AS_GIVEN}) for level, place in places.items()
@@ -248,10 +248,10 @@ class Runtime(Technique):
         places = {"openvino": 10, "openvino-int8": 40, "openvino-int8-part": 50, "onnxruntime": 70}
         if facts.has_bf16:
             places = {"openvino-bf16": 10, "openvino-int8-part": 20, "openvino-bf16-sums": 40, "openvino-int8": 50}
-        # Residual sums are what a transformer has; the level says so itself where a model's are in bfloat16 already.
+        # Only transformers have many residual sums. Where a model's are in bfloat16 already, the level itself refuses.
         if not (facts.uses_sdpa or facts.manual_attention):
             places.pop("openvino-bf16-sums", None)
-        if facts.num_linear + facts.num_conv <= 8:  # a minute of choosing pays where products are what takes the time
+        if facts.num_linear + facts.num_conv <= 8:  # choosing layers takes a minute: not for few products
             places.pop("openvino-int8-part")
         found = [Bundle(place, {"runtime": level, **AS_GIVEN}) for level, place in places.items()]
         frozen = Bundle(120, {"precision": "bf16", "runtime": "aoti", "freeze": "on"})

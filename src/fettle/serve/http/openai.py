@@ -243,7 +243,7 @@ class _Answer:
             kind = "chat.completion" if self.chat else "text_completion"
             ends = [pieces[-1] for pieces in texts]
             return json_reply({**self.head, "object": kind, "choices": choices, "usage": self._usage(ends)})
-        try:  # one choice of each prompt: the others may wait until it is whole
+        try:  # each prompt's first choice: the others may have to wait until it is whole
             await asyncio.gather(*(writing.begin() for writing in self.writings[:: self.count]))
         except BaseException:
             self.stop()

@@ -193,7 +193,7 @@ def _counted(trace: Trace, work: Ints, calls: Ints, device: int, stream: int) ->
     in_time = begins <= one.end
     near = one.length >= depth - max(2, SPREAD * depth)
     just = (begins > one.start) & in_time
-    # Calls that are not long may be over by chance soon after work began: those that waited are over as soon as others.
+    # A short call may return right after work began by chance: one that waited returns as soon after it as clear cases.
     soonest, latest = np.percentile(one.lag[clear], [5, 95])
     just &= (one.lag >= soonest - SAME_NS) & (one.lag <= latest + SAME_NS)
     released = np.where(one.freed & near & (just | _long(one)), one.order[np.maximum(one.seen - 1, 0)], -1)
@@ -269,7 +269,7 @@ def _depth(one: _Launches) -> tuple[int, Bools] | None:
     weight = np.cumsum(duration[order])
     depth = int(one.length[order[np.searchsorted(weight, weight[-1] / 2)]])
     near = np.abs(one.length - depth) <= max(2, SPREAD * depth)
-    # Most of what is long has to be there, most of what is there long or freed, and little may lie above it.
+    # Most long calls must be at that length, most calls there long or freed, and few above it.
     at_it = near[waits]
     concentrated = duration[waits[at_it]].sum() >= 0.6 * duration[waits].sum() and at_it.sum() >= FEWEST_WAITS
     above = (one.length > depth + max(2, SPREAD * depth)) & one.plain
