@@ -120,7 +120,7 @@ def improve(
     with closing(Journal(run.folder / "improve.jsonl", "fettle improve", made_for)) as journal:
         known = {name: step for name, step in recall(journal).items()
                  if all((run.folder / file).exists() for file in step.files)}  # fmt: skip
-        if (kept := known.get("measure")) is not None and _is_another(kept, run):
+        if (kept := known.get("measure")) is not None and _workload_changed(kept, run):
             known = {}
         forget(journal, known.keys())
         for name in STEPS:
@@ -131,7 +131,7 @@ def improve(
                 interrupted = True
                 break
             steps.append(step)
-            if step is not before and _says_otherwise(step, before):
+            if step is not before and _results_changed(step, before):
                 known = {}  # later steps went by this one's earlier results
                 forget(journal, {done.name for done in steps})
             if step is not before:  # otherwise it is in the journal
@@ -141,7 +141,7 @@ def improve(
     return improvement
 
 
-def _says_otherwise(step: Step, before: Step | None) -> bool:
+def _results_changed(step: Step, before: Step | None) -> bool:
     """Whether the steps after it had other results of this step to go by; a step that was not done has none. A recipe
     that was packaged without `verify` must not stay packaged once that fails."""
     earlier = before.results if before is not None else {}
@@ -183,7 +183,7 @@ def _step(name: str, run: _Run, before: Sequence[Step]) -> Step:
     return replace(made, seconds=time.monotonic() - began)
 
 
-def _is_another(measured: Step, run: _Run) -> bool:
+def _workload_changed(measured: Step, run: _Run) -> bool:
     """Whether the workload has other weights or inputs than when it was measured, or cannot be built any more."""
     if "fingerprint" not in measured.results:
         return False

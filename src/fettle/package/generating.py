@@ -45,7 +45,7 @@ class NextToken(torch.nn.Module):
             answer = self.model(*args, **kwargs, **self.given)
         else:
             answer = self.call(self.model, *args, **kwargs)
-        return {LOGITS: _at(answer, last)}
+        return {LOGITS: _scores_at(answer, last)}
 
 
 class AnswerToken(torch.nn.Module):
@@ -60,7 +60,7 @@ class AnswerToken(torch.nn.Module):
     ) -> Any:
         """`source_mask` is 0 where a prompt is only filled up."""
         given = {"input_ids": source, "attention_mask": source_mask, "decoder_input_ids": input_ids}
-        return {LOGITS: _at(self.model(**given, use_cache=False), last)}
+        return {LOGITS: _scores_at(self.model(**given, use_cache=False), last)}
 
 
 class CachedNextToken(torch.nn.Module):
@@ -281,7 +281,7 @@ def of_model(model: Any, wanted: Mapping[str, Any] | None = None) -> dict[str, A
     return settings
 
 
-def _at(answer: Any, last: torch.Tensor) -> torch.Tensor:
+def _scores_at(answer: Any, last: torch.Tensor) -> torch.Tensor:
     """The scores [rows, vocabulary] at each row's position `last`: of what is called logits among a model's outputs,
     else of the first tensor [rows, tokens, vocabulary]."""
     candidates = [(path, leaf) for path, leaf in leaves(answer) if isinstance(leaf, torch.Tensor) and leaf.dim() == 3]

@@ -34,7 +34,7 @@ class ModelRunner:
         if device.startswith("cuda:"):
             torch.cuda.set_device(device)  # CUDA graphs are recorded on the current one
         levels = package.manifest.recipe
-        self.may_be_recorded = device.startswith("cuda") and not _records(Recipe(levels))
+        self.may_be_recorded = device.startswith("cuda") and not _records_graphs(Recipe(levels))
         """Whether a call can be part of a CUDA graph: it is none itself."""
         self._compiles_steps = levels.get("kv_cache") == COMPILED_STEP and device == "cpu"
         self._model: Callable[..., Any] | None = None
@@ -160,7 +160,7 @@ def tuned(folder: Path, manifest: Manifest, samples: Sequence[torch.Tensor], dev
     return apply(module, rest, batches)
 
 
-def _records(recipe: Recipe) -> bool:
+def _records_graphs(recipe: Recipe) -> bool:
     from fettle.techniques import changed  # a server on a CPU starts without the catalogue
 
     return any(level in technique.records for technique, level in changed(recipe))

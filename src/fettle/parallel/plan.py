@@ -243,8 +243,8 @@ def _step(
         timeline.see([list(model.parameters()), list(model.buffers())], "parameters", final=True)
         timeline.see([list(state.values()) for state in optimizer.state.values()], "optimizer state", final=True)
         timeline.see(batch, "activations", final=True)
-        states = {"parameters": _held(timeline, "parameters"), "gradients": 0}
-        states["optimizer state"] = _held(timeline, "optimizer state")
+        states = {"parameters": _live_bytes(timeline, "parameters"), "gradients": 0}
+        states["optimizer state"] = _live_bytes(timeline, "optimizer state")
         if strategy.kind in ("ddp", "zero1"):
             ddp_buckets(trained, strategy, timeline)
         with timeline.phase("forward"), precision_context(strategy):
@@ -252,7 +252,7 @@ def _step(
         with timeline.phase("backward"):
             loss.backward()  # type: ignore[no-untyped-call]
         timeline.see([p.grad for p in model.parameters() if p.grad is not None], "gradients", final=True)
-        states["gradients"] = _held(timeline, "gradients")
+        states["gradients"] = _live_bytes(timeline, "gradients")
         del loss
         with timeline.phase("optimizer"):
             if workload.max_grad_norm is not None:
@@ -295,7 +295,7 @@ def _local(tensor: torch.Tensor | None) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _held(timeline: Timeline, part: str) -> int:
+def _live_bytes(timeline: Timeline, part: str) -> int:
     return sum(life.size for life in timeline.lives if life.part == part and not life.died)
 
 

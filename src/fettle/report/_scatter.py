@@ -95,7 +95,7 @@ def front(result: Outcome) -> Figure | None:
         return None
     known = any(row["memory"] is not None for row in rows)
     y = _log([row["y"] for row in rows], alt.Y("y:Q"), f"{error_name(result)} (log)", "format(datum.value, '~g')")
-    base = alt.Chart(theme.data(rows)).encode(x=_x(rows), y=y, tooltip=_tooltip(result))
+    base = alt.Chart(theme.data(rows)).encode(x=_speedup_axis(rows), y=y, tooltip=_tooltip(result))
     dots = theme.front_dots(base, 160)
     if known:
         scale = alt.Scale(range=[60, 700], zero=True)
@@ -129,7 +129,7 @@ def _cloud(
     names = sorted({row["lever"] for row in rows}, key=lambda name: (name in ("as given", OTHER), name))
     colours = [QUIET if name in ("as given", OTHER) else LEVERS[i % len(LEVERS)] for i, name in enumerate(names)]
     shown = [status for status in SHAPES if any(row["status"] == status for row in rows)]
-    base = alt.Chart(theme.data(rows)).encode(x=_x(rows, _latency_ratio(result)), y=y)
+    base = alt.Chart(theme.data(rows)).encode(x=_speedup_axis(rows, _latency_ratio(result)), y=y)
     dots = (
         base.mark_point(filled=True, size=90)
         .encode(
@@ -180,7 +180,7 @@ def _latency_ratio(result: Outcome) -> float | None:
     return baseline.time_ms / limit
 
 
-def _x(rows: Rows, *more: float | None) -> alt.X:
+def _speedup_axis(rows: Rows, *more: float | None) -> alt.X:
     values = [row["speedup"] for row in rows] + [1.0] + [value for value in more if value]
     return _log(values, alt.X("speedup:Q"), "speed-up over the model as given (log)", "format(datum.value, '~g') + 'x'")
 

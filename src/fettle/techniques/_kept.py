@@ -102,7 +102,7 @@ def _kept_graph(
 
     def read(folder: Path) -> Any:
         model = openvino_core().read_model(str(folder / _GRAPH))
-        _say_again(folder / _SAID, part)
+        _repeat_notes(folder / _SAID, part)
         return model
 
     def write(model: Any, folder: Path) -> None:
@@ -196,7 +196,7 @@ def _listening(said: list[dict[str, Any]]) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _say_again(path: Path, part: Any) -> None:
+def _repeat_notes(path: Path, part: Any) -> None:
     """Say what was said when the model was converted, and put the layers that were chosen into `part`."""
     kept = json.loads(path.read_text(encoding="utf-8"))
     for one in kept["said"]:

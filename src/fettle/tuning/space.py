@@ -42,7 +42,7 @@ def space_for(
     choices: dict[str, tuple[str, ...]] = {}
     left_out: list[LeftOut] = []
     required = dict(preconditions(facts).levels)
-    allowed = _of_factors(allowed, facts)
+    allowed = _by_factor(allowed, facts)
     offered = bundles(facts)
     for name, technique, own in factors(facts):
         if facts.mode not in technique.modes:
@@ -116,7 +116,7 @@ def _useless(facts: Facts, saves: Sequence[bool], memory_counts: bool) -> str:
     return f"the part takes {facts.share:.2%} of the call's time" if saves and facts.share < _LEAST_SHARE else ""
 
 
-def _of_factors(allowed: Mapping[str, Sequence[str]], facts: Facts) -> Mapping[str, Sequence[str]]:
+def _by_factor(allowed: Mapping[str, Sequence[str]], facts: Facts) -> Mapping[str, Sequence[str]]:
     """The user's choice by factor: a technique named alone is meant for every part that can have one of its levels.
 
     Raises `UsageError` for a part that there is not."""
