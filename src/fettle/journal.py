@@ -60,7 +60,7 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = locked(path)
         except BlockingIOError:
-            raise UsageError(f"{path}: another {writer} writes there; wait for it, or name another place") from None
+            raise UsageError(f"{path}: another {writer} is writing there; wait for it, or name another place") from None
         except OSError as error:
             raise UsageError(f"{path}: measurements cannot be kept there ({error.strerror}): name another") from None
         try:

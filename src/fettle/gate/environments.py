@@ -129,7 +129,7 @@ def _needs() -> list[str]:
         return [text for text in metadata.requires("torch-fettle") or () if "extra ==" not in text]
     except metadata.PackageNotFoundError:
         raise UsageError(
-            "fettle is not installed here, so that nothing says what it needs in another environment: name one, "
+            "fettle is not installed here, so nothing says what it needs in another environment: name one, "
             "`against_python`, or run both sides in this one, `same_environment`"
         ) from None
 

@@ -49,7 +49,7 @@ class Settings:
     """The settings of a guided run."""
 
     data: str = ""
-    """Target whose factory returns the loop's DataLoader, a dataset, or (either, step); empty where there is none."""
+    """Target whose factory returns the loop's DataLoader, a dataset, or (loader, step); empty where there is none."""
     skip: Sequence[str] = ()
     """Steps that are left out."""
     budget_s: float = 900.0

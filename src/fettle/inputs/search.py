@@ -48,7 +48,7 @@ def measure_and_search(
 ) -> PipelineResult:
     """Measure the pipeline of `target` (``file.py:factory``) and search its setting.
 
-    The factory returns a DataLoader, a dataset, or (either, step): `step` is called with each batch and stands for the
+    The factory returns a DataLoader, a dataset, or (loader, step): `step` is called with each batch and stands for the
     rest of the loop. `ranks` is how many processes of the job share this host. `device` "cuda" has each batch copied
     there before the step; "auto" does so where there is a device and no step that would do it. `keep` is the file that
     a killed search goes on from; it is gone when the search has come to its end.

@@ -149,7 +149,7 @@ def get_json(url: str, headers: dict[str, str], kind: type[T], tls: ssl.SSLConte
         if isinstance(reason, ConnectionRefusedError):
             raise UsageError(f"nothing listens at {url.split('/v2')[0]}: is the server running?") from error
         if isinstance(reason, ssl.SSLError):
-            raise UsageError(f"no safe connection to {url}: {why_unsafe(reason)}") from error
+            raise UsageError(f"no secure connection to {url}: {why_unsafe(reason)}") from error
         why = error.read(200).decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else str(error)
         raise UsageError(f"{url} does not answer as an inference server: {' '.join(why[:200].split())}") from error
 

@@ -164,7 +164,7 @@ class _Load:
                 lambda: kind(self._done), request.host, request.port, ssl=request.tls
             )
         except ssl.SSLError as error:
-            raise UsageError(f"no safe connection to {request.host}:{request.port}: {why_unsafe(error)}") from error
+            raise UsageError(f"no secure connection to {request.host}:{request.port}: {why_unsafe(error)}") from error
         except OSError as error:
             raise UsageError(f"nothing answers at {request.host}:{request.port}: {error.strerror or error}") from error
         self._all.add(connection)

@@ -245,7 +245,7 @@ def _ends_with_head(model: Any, ids: torch.Tensor) -> bool:
 def _answering(workload: Workload, model: torch.nn.Module, ids: torch.Tensor) -> Workload:
     """The workload of an encoder with a decoder. Sizes differ from each other, else the exporter takes two for one."""
     if workload.call is not None:
-        raise UsageError("the generate handler calls an encoder with a decoder itself: take the workload's call away")
+        raise UsageError("the generate handler calls an encoder with a decoder itself: leave the workload's call out")
 
     def sample(length: int, read: int) -> dict[str, torch.Tensor]:
         source, begun = ids[:, :length].contiguous(), ids[:, :read].contiguous()

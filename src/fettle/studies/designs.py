@@ -138,7 +138,7 @@ def check(design: str, most: int | None) -> None:
     if design not in NAMES:
         raise UsageError(f"unknown design {design!r}: there are {', '.join(NAMES)}")
     if most is not None and most < 2:
-        raise UsageError(f"`cells={most}`: a study needs two combinations at least")
+        raise UsageError(f"`cells={most}`: a study needs at least two combinations")
 
 
 def fitting(seconds: Sequence[float], budget_s: float) -> int:

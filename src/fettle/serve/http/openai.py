@@ -176,7 +176,7 @@ async def _chat(call: Call) -> Reply:
     wanted = await _read(call, Chat)
     version = writer(call, wanted.model, None)
     if wanted.response_format is not None and wanted.response_format.type != "text":
-        raise Malformed("response_format is text", param="response_format")
+        raise Malformed("the only response_format here is text", param="response_format")
     if wanted.tools:
         raise Malformed("no model here calls tools: leave tools out", param="tools")
     if wanted.top_logprobs is not None and not wanted.logprobs:
