@@ -177,7 +177,7 @@ def _in_blocks(graph: torch.fx.Graph, weights: dict[str, torch.Tensor], blocks: 
     for node, place, matrix, bias in linear:
         weight: Any = node.args[place + 1]
         bits = blocks.of(weight.meta["layer"], matrix.numel() == largest)
-        # Only layers of 16, 32, ... outputs can be joined, as blocks are of 16.
+        # One whose outputs are no sixteens cannot stand before another.
         alike = (bits, node.args[place], len(matrix) % 16 and node)
         beside.setdefault(alike, []).append((node, place, matrix, bias))
     for number, ((bits, *_), layers) in enumerate(beside.items()):

@@ -33,7 +33,7 @@ class NextToken(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, call: Callable[..., Any] | None, names: tuple[str, ...]) -> None:
         super().__init__()
         self.model, self.call, self.names = model, call, names
-        # The exporter cannot leave the size of a cache open that ends with a window.
+        # A cache that ends with a window has no size that the exporter could leave open.
         takes_it = call is None and "use_cache" in inspect.signature(model.forward).parameters
         self.given = {"use_cache": False} if takes_it else {}
 
@@ -45,7 +45,7 @@ class NextToken(torch.nn.Module):
             answer = self.model(*args, **kwargs, **self.given)
         else:
             answer = self.call(self.model, *args, **kwargs)
-        return {LOGITS: _scores_at(answer, last)}
+        return {LOGITS: _at(answer, last)}
 
 
 class AnswerToken(torch.nn.Module):
@@ -60,7 +60,7 @@ class AnswerToken(torch.nn.Module):
     ) -> Any:
         """`source_mask` is 0 where a prompt is only filled up."""
         given = {"input_ids": source, "attention_mask": source_mask, "decoder_input_ids": input_ids}
-        return {LOGITS: _scores_at(self.model(**given, use_cache=False), last)}
+        return {LOGITS: _at(self.model(**given, use_cache=False), last)}
 
 
 class CachedNextToken(torch.nn.Module):
@@ -92,7 +92,7 @@ class CachedNextToken(torch.nn.Module):
         """
         from fettle.package.attending import kept_apart
 
-        if self.dtype != torch.float32:  # a cast to float32 in the graph would undo a recipe's 16 bits
+        if self.dtype != torch.float32:  # in the graph it would undo what a recipe computes in
             past = past.to(self.dtype)
         kept, new = past.shape[4], input_ids.shape[1]
         places = torch.arange(kept + new, device=input_ids.device)
@@ -205,7 +205,7 @@ def _cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor, mos
             step = CachedNextToken(model, head_once=_ends_with_head(model, ids), windows=windows).eval()
             keys = kept[0].keys[:, :, :1]
             nothing = torch.zeros(len(ids), len(kept), 2, *keys.shape[1:], device=keys.device)
-            # All sizes differ: the exporter would take two equal ones for the same.
+            # Sizes that differ from each other, else the exporter takes two for one.
             batches = [sample(ids, 2, length, 2 if length == 5 else 1), sample(ids, length - 1, length, 1)]
             batches.append(sample(ids, 0, length - 1, 1))
             pairs = [(step(**batch)[LOGITS].float(), wanted) for batch in batches[:2]]
@@ -245,7 +245,7 @@ def _ends_with_head(model: Any, ids: torch.Tensor) -> bool:
 def _answering(workload: Workload, model: torch.nn.Module, ids: torch.Tensor) -> Workload:
     """The workload of an encoder with a decoder. Sizes differ from each other, else the exporter takes two for one."""
     if workload.call is not None:
-        raise UsageError("the generate handler calls an encoder with a decoder itself: leave the workload's call out")
+        raise UsageError("the generate handler calls an encoder with a decoder itself: take the workload's call away")
 
     def sample(length: int, read: int) -> dict[str, torch.Tensor]:
         source, begun = ids[:, :length].contiguous(), ids[:, :read].contiguous()
@@ -281,7 +281,7 @@ def of_model(model: Any, wanted: Mapping[str, Any] | None = None) -> dict[str, A
     return settings
 
 
-def _scores_at(answer: Any, last: torch.Tensor) -> torch.Tensor:
+def _at(answer: Any, last: torch.Tensor) -> torch.Tensor:
     """The scores [rows, vocabulary] at each row's position `last`: of what is called logits among a model's outputs,
     else of the first tensor [rows, tokens, vocabulary]."""
     candidates = [(path, leaf) for path, leaf in leaves(answer) if isinstance(leaf, torch.Tensor) and leaf.dim() == 3]

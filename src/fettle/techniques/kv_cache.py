@@ -246,7 +246,7 @@ class KvCache(Technique):
         if facts.keeps != "static":
             return []
         half = {"precision": "bf16"} if facts.device != "cpu" or facts.has_bf16 else {}
-        if facts.device == "cuda":  # a step takes longer to launch than to compute
+        if facts.device == "cuda":  # where what a step launches takes longer than what it computes
             return [Bundle(20, {"kv_cache": "static-compiled", **half})]
         compiled = Bundle(60, {"kv_cache": "static-compiled", **half})
         if facts.has_block_products:  # weights in few bits come first

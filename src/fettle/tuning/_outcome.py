@@ -88,48 +88,38 @@ def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, 
     """Who won the final race, and what is said of it against the workload as given: what that race says or, where it is
     surer, what all races together do."""
 
-    leader = session.standings.best()
-    if leader is None:
-        return None, "cannot tell"
-    winner, claim = leader, cast(Verdict, "same")
-    if leader.recipe.levels:
-        raced, claim, by_all = _fastest_recipe(session, leader, last)
-        if raced is None or (by_all and claim == "cannot tell"):
-            return raced, claim  # what earlier races say is neither "no difference" nor a promise
-        winner = raced
-    given = [trial for trial in last if not trial.recipe.levels and math.isfinite(session.score(trial))]
+    def said(speedup: Interval | None) -> Verdict:
+        return cast(Verdict, verdict(speedup, session.rules.indifference))
+
+    winner = leader = session.standings.best()
+    claim: Verdict = "cannot tell"
+    if leader is not None and not leader.recipe.levels:
+        claim = "same"
+    elif leader is not None:
+        again = [trial for trial in last if trial.recipe.levels]
+        able = [trial for trial in again if math.isfinite(session.score(trial))]
+        if able:
+            winner = _fastest(session, able)
+            claim = said(winner.speedup)
+        elif again and not any(trial.ok and not trial.is_compared for trial in again):
+            winner = None  # they held once and not again: nothing to hand out with a good conscience
+        together = _together(session, winner) if winner is not None else None
+        if winner is not None and together is not None:
+            settles = claim == "cannot tell" and (together.low > 1 or not last)
+            if settles or (claim == said(together) == "faster" and _is_surer(together, winner.speedup)):
+                winner, claim = replace(winner, speedup=together), said(together)
+                if claim == "cannot tell":
+                    return winner, claim  # what earlier races say is neither "no difference" nor a promise
     goal = session.standings.goal
-    gained = claim == "faster" if goal in TIMES else all(needs_less(winner, trial, goal) for trial in given)
-    if gained or not last:
+    given = [trial for trial in last if not trial.recipe.levels and math.isfinite(session.score(trial))]
+    if winner is None or not last:
+        return winner, claim
+    if claim == "faster" if goal in TIMES else all(needs_less(winner, trial, goal) for trial in given):
         return winner, claim
     winner = _as_given(session, given, last) or winner  # nothing was gained that can be shown
-    if winner.recipe != leader.recipe:  # nobody picked it for its speed
-        claim = _verdict_of(session, winner.speedup) if winner.recipe.levels else "same"
+    if leader is None or winner.recipe != leader.recipe:  # nobody picked it for its speed
+        claim = said(winner.speedup) if winner.recipe.levels else "same"
     return winner, claim
-
-
-def _verdict_of(session: Session, speedup: Interval | None) -> Verdict:
-    return cast(Verdict, verdict(speedup, session.rules.indifference))
-
-
-def _fastest_recipe(session: Session, leader: Trial, last: Sequence[Trial]) -> tuple[Trial | None, Verdict, bool]:
-    """The fastest recipe of the final race, or the leader where none ran in it; what may be claimed of it; and whether
-    that is what all races together say. None where they kept their limits before and not in the final race."""
-    winner, claim = leader, cast(Verdict, "cannot tell")
-    again = [trial for trial in last if trial.recipe.levels]
-    able = [trial for trial in again if math.isfinite(session.score(trial))]
-    if able:
-        winner = _fastest(session, able)
-        claim = _verdict_of(session, winner.speedup)
-    elif again and not any(trial.ok and not trial.is_compared for trial in again):
-        return None, claim, False
-    together = _together(session, winner)
-    if together is not None:
-        by_all = _verdict_of(session, together)
-        settles = claim == "cannot tell" and (together.low > 1 or not last)
-        if settles or (claim == by_all == "faster" and _is_surer(together, winner.speedup)):
-            return replace(winner, speedup=together), by_all, True
-    return winner, claim, False
 
 
 def _as_given(session: Session, given: Sequence[Trial], last: Sequence[Trial]) -> Trial | None:

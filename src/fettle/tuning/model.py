@@ -187,7 +187,7 @@ def points_of(race: int, trials: Sequence[Trial], *, elapsed: bool = False) -> l
             continue
         for index, value in party.items():
             process = names[index]
-            # A difference has the noise of both processes: half of its variance is taken for this one's.
+            # A difference has the noise of both: half of its variance is this one's, the mean over the others.
             met = [paired(logs[process], logs[other]) for other in names if other != process]
             noise = [_median_variance(values) / 2 for values in met if len(values) > 1]
             variance = max(statistics.median(noise) if noise else 0.1**2, _SMALLEST_NOISE**2)
@@ -214,7 +214,7 @@ def fit(points: Sequence[Point], *, known: tuple[Part, Part] | None = None) -> F
         scale = np.outer(np.sqrt(weights), np.sqrt(weights))
         same_process, together = _same(of_process) / scale, shared / scale
         if known is None:
-            # With an effect for each process, what is left are differences of a process from itself in other races.
+            # With what each process is like taken out, contrasts are of processes with themselves, in other races.
             drift = _shown(np.hstack([design, processes]), values, noise / scale, together, 1.0)
             beside = noise / scale + drift.variance * together
             spread = _shown(design, values, beside, same_process, PRIOR_SPREAD)
@@ -225,7 +225,7 @@ def fit(points: Sequence[Point], *, known: tuple[Part, Part] | None = None) -> F
         solved = _Solved(design, values, variance)
         if left < _FEWEST_TO_JUDGE:
             break
-        # Judged by the median: an outlier would widen a standard deviation and hide in it.
+        # Told by how far the middle ones are, or one that is far would widen the spread and hide in it.
         usual = 1.4826 * float(np.median(np.abs(solved.residuals))) * math.sqrt(len(points) / left)
         far = np.abs(solved.residuals) / np.maximum(usual, np.sqrt(np.diag(noise) + PRIOR_SPREAD**2))
         if (far <= _FAR).all():

@@ -22,7 +22,7 @@ def casts(call: Evidence) -> Finding | None:
         ops,
         "convert weights once, or keep a chain of operations in one type",
         levels={"precision": "bf16"} if any(op.dtype in ("bfloat16", "float16") for op in ops) else {},
-        # Each cast makes a tensor, for which the C library may fetch memory.
+        # Each makes a tensor, for which the C library need not fetch memory any more.
         formula="time of casts, with what fetching memory costs / call",
         besides=min(spent, call.fresh.seconds),
         before="x = layer(x).half().float()",

@@ -204,7 +204,7 @@ def receive(link: socket.socket) -> tuple[Any, memoryview]:
     """The next frame. EOFError when the other side has gone."""
     head, body = wire.PREFIX.unpack(_exactly(link, wire.PREFIX.size))
     header = wire.to_worker.decode(_exactly(link, head))
-    # The shared memory is reused as soon as this call is answered: runner and handler make copies.
+    # What stands in the shared memory is the next call's as soon as this one is answered: runner and handler copy.
     return header, shared[0][: body - wire.SHARED] if body & wire.SHARED else _exactly(link, body)
 
 

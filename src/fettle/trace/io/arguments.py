@@ -57,7 +57,7 @@ def operator_inputs(trace: Trace, operators: Collection[str]) -> dict[str, list[
     """
     by_operator: dict[str, list[_Texts]] = {name: [] for name in operators}
     known: dict[tuple[bytes, bytes], _Texts] = {}
-    for call in _read_again(trace, _calls):
+    for call in _again(trace, _calls):
         if call.ph == "X" and call.name in by_operator:
             inputs = call.args or _Inputs()
             key = bytes(inputs.types), bytes(inputs.values)
@@ -76,7 +76,7 @@ def kernel_launches(trace: Trace) -> pl.DataFrame:
     rows = np.flatnonzero(trace.kind == Kind.KERNEL)
     if not len(rows):
         return pl.DataFrame(schema=schema)
-    complete = (event for event in _read_again(trace, _kernels) if event.ph == "X")
+    complete = (event for event in _again(trace, _kernels) if event.ph == "X")
     found = [event.args for event in complete if kind_of_category(event.cat or "") == Kind.KERNEL]
     if len(found) != len(rows):  # which kernels these are is not known
         return pl.DataFrame(schema=schema)
@@ -88,7 +88,7 @@ def kernel_launches(trace: Trace) -> pl.DataFrame:
     return pl.DataFrame(told, schema=schema, orient="row")
 
 
-def _read_again(trace: Trace, decode: Callable[[bytes], list[T]]) -> Iterator[T]:
+def _again(trace: Trace, decode: Callable[[bytes], list[T]]) -> Iterator[T]:
     """The file's events once more. Parts that cannot be read are left out."""
     with suppress(OSError, EOFError, zlib.error, UsageError), trace.path.open("rb") as file:
         source = Counted(text_of(file))
