@@ -110,11 +110,12 @@ def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, 
                 winner, claim = replace(winner, speedup=together), said(together)
                 if claim == "cannot tell":
                     return winner, claim  # what earlier races say is neither "no difference" nor a promise
-    goal = session.standings.goal
-    given = [trial for trial in last if not trial.recipe.levels and math.isfinite(session.score(trial))]
     if winner is None or not last:
         return winner, claim
-    if claim == "faster" if goal in TIMES else all(needs_less(winner, trial, goal) for trial in given):
+    goal = session.standings.goal
+    given = [trial for trial in last if not trial.recipe.levels and math.isfinite(session.score(trial))]
+    gained = claim == "faster" if goal in TIMES else all(needs_less(winner, trial, goal) for trial in given)
+    if gained:
         return winner, claim
     winner = _as_given(session, given, last) or winner  # nothing was gained that can be shown
     if leader is None or winner.recipe != leader.recipe:  # nobody picked it for its speed
