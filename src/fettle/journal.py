@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 
 def locked(path: Path) -> int:
-    """Open a file, made where there is none, that no other process may lock before the descriptor is closed or this
-    process ends, however it does. Raises BlockingIOError where another has it. Without locks in the file system nobody
-    is kept out."""
+    """Open a file, made where there is none, and lock it until the descriptor is closed or this process ends, however
+    it does. Raises BlockingIOError where another process has it. Where the file system has no locks, nobody is kept
+    out."""
     import fcntl
 
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)

@@ -107,7 +107,7 @@ def _commands(place: Path, locks: Sequence[str], home: Path) -> list[list[str]]:
     bounds = [word for name in constraints for word in ("-c", name)]
     if _is_installed_itself(place, locks):
         wanted = [["."]]
-    # Hashes, where a list has them, are asked of everything in one call: each list has its own, and what fettle needs.
+    # Where a list has hashes, pip asks for them of everything in its call: a call for each list, and for our needs.
     return [make, *([*pip, *words, *bounds] for words in (*wanted, needs))]
 
 

@@ -53,7 +53,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Came:
-    """How one text came, for whoever timed it."""
+    """The times of one text's tokens, as a race is told them."""
 
     prompt: int
     rows: int
@@ -66,7 +66,7 @@ class Came:
 
 @dataclass
 class Text:
-    """One text as it came."""
+    """One text while it is written."""
 
     prompt: int
     rows: int

@@ -83,7 +83,7 @@ def _search(race: Race, device: str, lints: bool, began: float) -> PipelineResul
     except ChildError as error:
         raise _cannot_begin(race, str(error), lints) from None
     if facts.cuda and device == "auto" and not facts.has_step:
-        race.close()  # nothing else would copy the batches: the loop that is measured does
+        race.close()  # no step copies the batches to the device, so that the loop has to
         race.device = "cuda"
     for _ in range(_FIRST_ROUNDS):
         race.next_round(Setting())

@@ -216,8 +216,8 @@ class Connection(asyncio.Protocol):
 
     @property
     def was_stale(self) -> bool:
-        """Whether it had answered, and was then lost before anything of the next answer came: the server had closed it,
-        and never read what was sent (RFC 9110, 9.2.2: a client asks again)."""
+        """Whether the server closed it while it was idle: it had answered before, and was lost before anything of the
+        next answer came, whose request was never read (RFC 9110, 9.2.2: a client asks again)."""
         return self._transport is None and self._answers > 0 and not self._begun
 
     def close(self) -> None:

@@ -273,8 +273,8 @@ class _Load:
     def _answered(self) -> tuple[_Array, _Array, float, float]:
         """For a closed loop: what was answered in the steady part.
 
-        Answers are counted, not requests: with many clients those asked in it are answered long after it began, and
-        what comes once nobody asks any more is a server that runs empty. What failed counts whenever it did.
+        Answers are counted, not requests: with many clients, what is asked in it is answered long after it began, and
+        answers that come once no client asks any more are of a server that runs empty. Failures count at any time.
         """
         rows = np.array(self._rows).reshape(-1, 4)
         rows = rows[np.argsort(rows[:, 2], kind="stable")]

@@ -83,8 +83,8 @@ def prepare(state: State, request: Prepare) -> Prepared:
         held, written, whole = 0, [], Watcher(tokens, temperature=temperature)
 
         def own_texts() -> tuple[list[int], bool]:
-            """Write a text after each input, for what the race does not go by: nanoseconds of a mean one, and whether
-            the steps were steady, where the race goes by whole texts."""
+            """Write a whole text after each input, whatever the race times. Where it times whole texts, these are its
+            warm-up: the nanoseconds of a mean one, and whether the steps were steady."""
             nonlocal held
             took = 0
             for number, prompt in numbered:
@@ -140,8 +140,8 @@ class Scored:
 
 def scored(state: State, run: Any, request: Prepare, unseen: int) -> tuple[Scored | None, int]:
     """Feed the reference's tokens to a recipe, and compare its distributions: None where nothing judges, and the recipe
-    has only written after each input. Then the nanoseconds of its first call, 0 where there was none: the model as
-    given, where it is the reference, is not asked again for what it said."""
+    has only written after each input. Then the nanoseconds of its first call, 0 where there was none: a model as given
+    that is the reference itself is not asked for its scores again."""
     calls: list[Callable[[], Any]] = [functools.partial(run, **prompt) for prompt in state.workload.inputs]
     pieces = read_pieces(request.path)[unseen:] if request.path else []
     same = bool(pieces) and request.as_given and _is_reference(state.workload.model)

@@ -325,8 +325,8 @@ def _why(kept: Manifest, error: Exception) -> str:
 
 
 def _error(paths: Sequence[str], answers: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
-    """The largest relative L2 error of the outputs, as a study judges it. Raises `UsageError` where there is none:
-    another shape, or no numbers."""
+    """The largest relative L2 error of the outputs, as a study judges it. Raises `UsageError` where it cannot be had:
+    for another shape, or what is not finite."""
     judged = compare(*(dict(zip(paths, some, strict=True)) for some in (answers, wanted)))
     if judged.problem:
         raise UsageError(f"the packaged model answers otherwise than the model as given: {judged.problem}")

@@ -241,7 +241,7 @@ def _plain(graph: Any) -> Any:
 
 
 def tables(value: Any) -> Iterator[dict[str, Any]]:
-    """Every table in a tree of JSON, outer ones first; what has been changed in one by then is what is gone through."""
+    """Every table in a tree of JSON, outer ones first: the caller may change one before those in it follow."""
     if isinstance(value, dict):
         yield value
         value = list(value.values())

@@ -116,7 +116,7 @@ def front(result: Outcome) -> Figure | None:
 
 
 def _with_error(rows: Rows) -> Rows:
-    """Rows that have an error, at a place that a logarithmic axis can hold: none at all is drawn at the foot."""
+    """Rows that have an error; one of 0, which a logarithmic axis cannot hold, is drawn at its foot."""
     errors = [row["error"] for row in rows if row["error"]]
     floor = min(errors) / 3 if errors else 1e-9
     return [{**row, "y": max(row["error"], floor)} for row in rows if row["error"] is not None]
@@ -171,7 +171,7 @@ def _cloud(
 
 
 def _latency_ratio(result: Outcome) -> float | None:
-    """Where on the speed-up axis the latency limit lies; nowhere where that is of a part of what is limited."""
+    """Where on the speed-up axis the latency limit lies; None where speed-ups are of a part of that time."""
     limit, baseline = result.limits.max_latency_ms, result.baseline
     if not limit or limit <= 0 or baseline is None or not math.isfinite(baseline.time_ms):
         return None

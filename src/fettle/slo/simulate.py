@@ -141,7 +141,7 @@ def _waited(queued: list[float], first: int, arrived: int, now: float, delay_s: 
 
 
 def _held(queued: list[float], arrived: int, end: float, held_s: float) -> float:
-    """When a call ends that each request which comes during it holds up, `arrived` being the first that may."""
+    """When a call ends that each request coming during it holds up by `held_s`; `arrived` is the first that may."""
     last = len(queued)
     while arrived < last and queued[arrived] < end:
         arrived, end = arrived + 1, end + held_s

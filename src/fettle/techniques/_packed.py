@@ -121,7 +121,7 @@ class PackedRows(torch.overrides.TorchFunctionMode):
         return func(*args, **named)
 
     def once(self, tensor: torch.Tensor, find: Any) -> Any:
-        """What `find` says of a tensor that all blocks are given."""
+        """`find(tensor)`, worked out once for a tensor that all blocks are given."""
         key = (id(tensor), find.__name__)
         if key not in self.kept:
             self.kept[key] = (tensor, find(tensor))
