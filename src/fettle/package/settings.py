@@ -98,7 +98,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("cache_bytes is 0 or more, prefill_tokens 1 or more")
 
     def call_rows(self, rows: int) -> int:
-        """Rows of the call that so many go into: the next bucket, where there are buckets and one is large enough."""
+        """Rows of the call that carries so many: where only some sizes exist, the next of them, if there is one."""
         return next((size for size in self.buckets if size >= rows), rows)
 
     def cost_curve(self, machine: str) -> CostCurve | None:
