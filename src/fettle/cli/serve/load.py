@@ -147,19 +147,21 @@ def command(
         from fettle.machine import this_machine
         from fettle.report import loads_page
 
-        machine = this_machine().summary
-        write_text(page, loads_page(told, _table(runs), url, machine))
+        write_text(page, loads_page(told, _table(runs), url, this_machine().summary))
     if markdown is not None:
         write_text(markdown, _markdown(runs))
     if csv_file is not None:
         _options.write_csv(csv_file, COLUMNS, (torchserve_row(run, url) for run in told))
     if trouble is not None:
         raise trouble
-    # What was refused or failed was not answered within the limit either.
     worse = any(change.verdict == "worse" for change in changes)
-    missed = worse or (limit_s and any(run.within < 0.99 for run in runs)) or any(run.missed for run in runs)
-    failed = missed or any(run.void or not run.stable or not run.answered for run in runs)
-    _show.leave(interrupted=interrupted, missed=bool(failed))
+    _show.leave(interrupted=interrupted, missed=worse or any(_has_missed(run, limit_s) for run in runs))
+
+
+def _has_missed(run: Run, limit_s: float) -> bool:
+    """Whether a run is no good, or did not keep its limits: what was refused or failed was not in time either."""
+    late = limit_s > 0 and run.within < 0.99
+    return late or run.missed or bool(run.void) or not run.stable or not run.answered
 
 
 def _plans(
