@@ -249,11 +249,11 @@ class Study:
     # -- several at one study ----------------------------------------------------------------------------------------
 
     def claim(self, recipes: Sequence[Recipe], most: int, facts: Facts = Facts()) -> tuple[list[Recipe], int]:  # noqa: B008
-        """Take `most` of `recipes` at most which nobody on a machine like this one has measured or is about to; they
-        are this process's until `add` or `give_back`. With a number that no other claim has.
+        """Claim up to `most` of `recipes` that nobody on a machine like this one has measured or claimed; they are this
+        process's until `add` or `give_back`. Returns them, and a number that no other claim has.
 
-        A recipe whose worker vanished comes alone: should it be what ended that, it ends no other's measurement. After
-        `DEATHS` of them it is a failed trial.
+        A recipe whose worker vanished is claimed alone: if it is what killed the worker, it costs no other recipe its
+        measurement. After `DEATHS` vanished workers it is a failed trial.
         """
         self._bury()
         free, deaths = self._free(recipes)
