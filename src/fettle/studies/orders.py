@@ -66,7 +66,7 @@ def agree(targets: Sequence[str], settings: Settings) -> Orders:
     if settings.storage is None:
         raise UsageError("`study` names a study in a storage that others reach: name that too, `storage`")
     if settings.budget_s is not None:
-        raise UsageError("`budget`: what fits into it differs between machines: give `cells`, the same for all")
+        raise UsageError("`budget`: what fits into it differs between machines: `cells` is the same for all")
     if settings.grow_batch is not None or not settings.is_shared:
         raise UsageError(f"`design={settings.design}`: its steps follow from one another, so nobody can share them")
     wanted = Orders(
