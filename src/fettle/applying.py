@@ -73,8 +73,8 @@ def apply(
         facts = replace(training_facts(workload, allow_batch=True), largest_batch=LARGEST)
     else:
         facts = probe_facts(workload, allow_batch=True)
-    ranks = _of_torchrun("WORLD_SIZE")
-    nodes = max(1, ranks // _of_torchrun("LOCAL_WORLD_SIZE"))
+    ranks = _torchrun_count("WORLD_SIZE")
+    nodes = max(1, ranks // _torchrun_count("LOCAL_WORLD_SIZE"))
     optimize = _compiled(file.recipe, replace(facts, learned=file.learned, ranks=ranks, nodes=nodes))
     if isinstance(workload, TrainingWorkload):
         return optimize(workload.model, workload.optimizer, workload.loss, workload.data)
@@ -83,7 +83,7 @@ def apply(
         return optimize(workload.model, calibration, *([workload.call] if workload.call is not None else []))
 
 
-def _of_torchrun(name: str) -> int:
+def _torchrun_count(name: str) -> int:
     """A count that torchrun tells its ranks; 1 where it did not start this process."""
     text = os.environ.get(name, "")
     return max(1, int(text)) if text.isdigit() else 1

@@ -61,8 +61,8 @@ def read_batches(inputs: Any, model: Any = None, call: Callable[..., Any] | None
 
 
 def too_many(batch: Any, model: Any, call: Callable[..., Any] | None = None) -> str:
-    """How else batches in a list may be written that have more entries than the model takes; empty where they have
-    not. Asked once the model has refused one: hooks may make of them what it takes."""
+    """Where a batch in a list has more entries than the model takes arguments: how else the list may be written; else
+    empty. Asked only after the model has refused the batch, for hooks may turn it into what the model takes."""
     takes = _Signature.of(model, call)
     if takes is None or takes.most is None or not _is_arguments(batch) or len(batch) <= takes.most:
         return ""

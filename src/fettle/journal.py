@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 
 def locked(path: Path) -> int:
-    """Open a file, made where there is none, that no other process may lock before the descriptor is closed or this
-    process ends, however it does. Raises BlockingIOError where another has it. Without locks in the file system nobody
-    is kept out."""
+    """Open a file, made where there is none, and lock it until the descriptor is closed or this process ends, however
+    it does. Raises BlockingIOError where another process has it. Where the file system has no locks, nobody is kept
+    out."""
     import fcntl
 
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
@@ -60,7 +60,7 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = locked(path)
         except BlockingIOError:
-            raise UsageError(f"{path}: another {writer} writes there; wait for it, or name another place") from None
+            raise UsageError(f"{path}: another {writer} is writing there; wait for it, or name another place") from None
         except OSError as error:
             raise UsageError(f"{path}: measurements cannot be kept there ({error.strerror}): name another") from None
         try:
@@ -112,7 +112,7 @@ class Journal:
                 self.lines[line.key] = line
                 kept.append(raw)
         whole = b"\n".join(kept) + b"\n"
-        # What is there is not written again: a kill now must not cost it.
+        # Lines that are in the file already are not written again: a kill meanwhile would lose them.
         there = len(whole) - 1 if text.startswith(whole[:-1]) else 0
         os.ftruncate(self._descriptor, there)
         os.lseek(self._descriptor, there, os.SEEK_SET)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -81,15 +82,12 @@ def let_go(parent: Path, mark: str, most_bytes: int) -> None:
     """
     kept = []
     for folder in parent.iterdir():
-        try:
-            if folder.name.startswith("."):
-                if time.time() - folder.stat().st_mtime > _ABANDONED_S:
-                    shutil.rmtree(folder, ignore_errors=True)
-                continue
-            used = (folder / mark).stat().st_mtime_ns
-            kept.append((used, sum(file.stat().st_size for file in folder.iterdir()), folder))
-        except OSError:  # another process was first, or it is nothing of ours
-            continue
+        with contextlib.suppress(OSError):  # another process was first, or it is nothing of ours
+            if not folder.name.startswith("."):
+                used = (folder / mark).stat().st_mtime_ns
+                kept.append((used, sum(file.stat().st_size for file in folder.iterdir()), folder))
+            elif time.time() - folder.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(folder, ignore_errors=True)
     left = sum(size for _, size, _ in kept)
     for _, size, folder in sorted(kept)[:-1]:
         if left <= most_bytes:

@@ -133,7 +133,7 @@ def measure_peaks(device: str) -> Mapping[str, float]:
         for side in (size // 8, size // 4, size // 2, size):
             a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
             took = _best_s(lambda: a @ b, device)  # noqa: B023
-            if took > _LONG_S:  # a type that the processor lacks, and that a larger one takes minutes of
+            if took > _LONG_S:  # without instructions for the type a larger product takes minutes
                 break
         return 2 * side**3 / took
 

@@ -55,7 +55,7 @@ def needs_less(trial: Trial, given: Trial, goal: Goal) -> bool:
 
 
 class Usual(float):
-    """A limit on the error that nobody gave."""
+    """The usual limit on the error, where the user gave none."""
 
     def __repr__(self) -> str:
         return f"Usual({float(self):g})"
@@ -121,7 +121,7 @@ _CALLED: Mapping[Kind, str] = {
 
 
 def limits_given(**values: Any) -> Limits:
-    """Limits of what is not None, and the usual ones: None is what an option has that nobody gave."""
+    """The limits that were given; what is None was not, and has its usual limit."""
     return Limits(**{name: value for name, value in values.items() if value is not None})
 
 

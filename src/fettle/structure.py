@@ -142,7 +142,7 @@ def _add_value(path: str, value: Any, digest: Any, seen: set[int], depth: int = 
         functions = [] if isinstance(value, type) else list(_functions_of(value))
         for function in functions:
             _add(function, digest, seen)
-        if not isinstance(value, types.FunctionType) and any(map(_own, functions)):  # an object of the user's
+        if not isinstance(value, types.FunctionType) and any(map(_is_users, functions)):  # an object of the user's
             _add_settings(path, value, digest, seen, deeper)
     elif dataclasses.is_dataclass(value) or (name.endswith(_CONFIGS) and not isinstance(value, types.ModuleType)):
         _add_settings(path, value, digest, seen, deeper)
@@ -161,14 +161,14 @@ def _add(function: types.FunctionType, digest: Any, seen: set[int]) -> None:
     inner = getattr(function, "__wrapped__", None)  # under `torch.no_grad()`
     if isinstance(inner, types.FunctionType):
         _add(inner, digest, seen)
-    if not _own(function):
+    if not _is_users(function):
         return
     for name in _add_code(function.__code__, digest):
         with contextlib.suppress(Exception):
             _add_value(name, function.__globals__.get(name), digest, seen)
     _add_value("defaults", (function.__defaults__, function.__kwdefaults__), digest, seen)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(Exception):  # it may be empty still
+        with contextlib.suppress(Exception):  # a cell may still be empty
             _add_value(name, cell.cell_contents, digest, seen)
 
 
@@ -185,7 +185,7 @@ def _add_code(code: types.CodeType, digest: Any) -> list[str]:
     return names
 
 
-def _own(function: types.FunctionType) -> bool:
+def _is_users(function: types.FunctionType) -> bool:
     """Whether the user wrote it: in a file of theirs, a cell of a notebook, or a shell."""
     file = function.__code__.co_filename
     if file.startswith("<"):

@@ -199,7 +199,7 @@ class Study:
                 read = Trial.from_json(json.loads(trial.user_attrs[_TRIAL]))
             except (ValueError, KeyError, RecursionError, msgspec.ValidationError) as error:
                 raise UsageError(f"trial {trial.number} of the study cannot be read: {first_line(error)}") from error
-            first = by_recipe.setdefault(read.recipe, read)  # who was first has measured it
+            first = by_recipe.setdefault(read.recipe, read)  # the first measurement counts
             if first.versions != read.versions or first.status == "failed" or not first.is_compared:
                 by_recipe[read.recipe] = read
         return list(by_recipe.values())
@@ -249,11 +249,11 @@ class Study:
     # -- several at one study ----------------------------------------------------------------------------------------
 
     def claim(self, recipes: Sequence[Recipe], most: int, facts: Facts = Facts()) -> tuple[list[Recipe], int]:  # noqa: B008
-        """Take `most` of `recipes` at most which nobody on a machine like this one has measured or is about to; they
-        are this process's until `add` or `give_back`. With a number that no other claim has.
+        """Claim up to `most` of `recipes` that nobody on a machine like this one has measured or claimed; they are this
+        process's until `add` or `give_back`. Returns them, and a number that no other claim has.
 
-        A recipe whose worker vanished comes alone: should it be what ended that, it ends no other's measurement. After
-        `DEATHS` of them it is a failed trial.
+        A recipe whose worker vanished is claimed alone: if it is what killed the worker, it costs no other recipe its
+        measurement. After `DEATHS` vanished workers it is a failed trial.
         """
         self._bury()
         free, deaths = self._free(recipes)
@@ -261,7 +261,7 @@ class Study:
         wanted = [recipe for recipe in free if recipe not in lost][:most] or lost[:1]
         for recipe in wanted:
             self._begin(recipe, facts)
-        # Each writes before it reads, and numbers grow: of two who want the same both see the smaller number.
+        # Each writes its claim before it reads the others', and numbers grow: both of two see whose is smaller.
         won = self._won(wanted)
         self.give_back([recipe for recipe in wanted if recipe not in won])
         for recipe in [recipe for recipe in won if deaths[str(recipe)] >= DEATHS]:
@@ -292,7 +292,7 @@ class Study:
         waiting = create_trial(state=TrialState.WAITING, **self._levels(recipe, facts), user_attrs=attrs)
         number = self._claims[recipe] = storage.create_new_trial(self._study._study_id, waiting)
         storage.record_heartbeat(number)
-        with contextlib.suppress(UpdateFinishedTrialError):  # this process was stopped here for so long that it lost it
+        with contextlib.suppress(UpdateFinishedTrialError):  # the claim expired while this process was stopped
             storage.set_trial_state_values(number, TrialState.RUNNING)
         if self._ended is None:
             self._ended = threading.Event()

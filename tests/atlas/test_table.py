@@ -179,5 +179,5 @@ def test_whatever_a_study_comes_to_can_be_read_again(tmp_path: Path) -> None:
 
 
 def test_a_question_about_what_is_not_there_says_what_is() -> None:
-    with pytest.raises(UsageError, match="no such row with 'graph'; there are convolutional"):
+    with pytest.raises(UsageError, match="begins with 'graph'; there are convolutional"):
         matching(atlas(2, 3), family="graph")

@@ -36,11 +36,11 @@ def test_one_that_is_not_is_one_line(url, run_fettle):
 
 def test_a_server_without_https_is_one_line(server_url, certified):
     tls = trusting(certified / "certificate.pem")
-    with pytest.raises(UsageError, match="no safe connection") as refused:
+    with pytest.raises(UsageError, match="no secure connection") as refused:
         model_request(server_url.replace("http:", "https:"), tls=tls)
     assert "\n" not in str(refused.value)
     request = http_request(server_url.replace("http:", "https:"), b"", {}, tls)
-    with pytest.raises(UsageError, match="no safe connection"):
+    with pytest.raises(UsageError, match="no secure connection"):
         asyncio.run(closed_loop([request], 1, 0.1))
 
 

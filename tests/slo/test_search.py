@@ -507,7 +507,7 @@ def test_two_searches_in_one_folder_do_not_make_the_same_packages(run_fettle, tm
     assert not (tmp_path / "found").exists()
     with closing(open_journal(tmp_path / "found" / "measured.jsonl")):
         refused = run_fettle("serve", "slo", "small.py", "--p99", "1s", "--output", "found")
-    assert (refused.code, "another fettle serve slo writes there" in refused.err, len(made)) == (2, True, 1)
+    assert (refused.code, "another fettle serve slo is writing there" in refused.err, len(made)) == (2, True, 1)
 
 
 def test_a_setting_that_cannot_be_written_costs_no_search(run_fettle, store, tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ def model_features(evidence: Evidence) -> dict[str, Any]:
         return {}
     flops = sum(op.flops for op in ops)
     recurrent_s = sum(op.seconds for op in ops if any(word in f"{op.name} {op.kind}".lower() for word in _RECURRENT))
-    ranked = sorted(ops, key=lambda op: (-op.flops, -op.seconds, op.name))  # products first, if it has any
+    ranked = sorted(ops, key=lambda op: (-op.flops, -op.seconds, op.name))  # products first, if there are any
     shapes = dict.fromkeys("x".join(map(str, op.largest)) for op in ranked if op.largest)
 
     def of_flops(kind: str) -> float:

@@ -70,7 +70,7 @@ def matching(rows: Sequence[Row], **wanted: str) -> list[Row]:
         kept = [row for row in rows if str(getattr(row, name)).lower().startswith(text.lower())]
         if not kept:
             models = sorted({str(getattr(row, name)) for row in rows})
-            raise UsageError(f"`{name}`: there is no such row with {text!r}; there are {', '.join(models)[:300]}")
+            raise UsageError(f"no row has a `{name}` that begins with {text!r}; there are {', '.join(models)[:300]}")
         rows = kept
     return list(rows)
 

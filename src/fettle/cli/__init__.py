@@ -107,9 +107,9 @@ def _print_version(asked: bool) -> None:
 
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """SIGTERM, which a cluster or a CI system sends before it takes the machine away, and SIGHUP, with which a terminal
-    goes, are interrupts as Ctrl-C is: what is known is written, and what was begun is given back, on the way out. One
-    that is ignored, as nohup has it, stays so."""
+    """SIGTERM, which a cluster or a CI system sends before it takes the machine away, and SIGHUP, which comes when a
+    terminal closes, are interrupts like Ctrl-C: what is known is written, and claims are given back, on the way out. A
+    signal that is ignored, as by nohup, stays so."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -57,7 +57,7 @@ LatencyLimit = Annotated[
 MaxKl = Annotated[
     float | None,
     typer.Option(
-        help="text: largest mean KL divergence from the float32 model, nats per token; --max-error by another name",
+        help="text: largest mean KL divergence from the float32 model, nats per token; the same as --max-error",
         show_default="0.01",
     ),
 ]

@@ -63,7 +63,7 @@ def users_code_quiet() -> Iterator[None]:
 
 @contextmanager
 def _descriptor_apart() -> Iterator[None]:
-    """Give `sys.stderr` a descriptor of its own, and descriptor 2, which C++ code writes to, none that is read."""
+    """Give `sys.stderr` a descriptor of its own, and send descriptor 2, which C++ code writes to, to nowhere."""
     try:
         ours = sys.stderr.fileno() == 2
     except (OSError, ValueError, AttributeError):  # replaced, as by a test, or closed

@@ -33,7 +33,7 @@ _STYLES = {"winner": "green", "failed": "red", "rejected": "yellow"}
 def telling(first: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
     """A line that says what is going on, and changes in place, on standard error; where that is no terminal a line of
     its own, at most every 20 seconds, the first after as many."""
-    out = console(file=sys.stderr)  # this one, also while a factory has another
+    out = console(file=sys.stderr)  # the same one also while a factory has replaced it
     last = time.monotonic()
 
     def now_and_then(text: str) -> None:

@@ -199,8 +199,8 @@ def _print_gains(console: Console, effects: Sequence[Effect], together: Sequence
     from fettle.page import Table
 
     cells = [
-        [one.name, _ratio(one), str(one.models), str(one.helped), str(one.hurt), _of(one.best), _of(one.worst),
-         str(one.failed or ""), str(one.inaccurate or "")]
+        [one.name, _ratio(one), str(one.models), str(one.helped), str(one.hurt), _extreme(one.best),
+         _extreme(one.worst), str(one.failed or ""), str(one.inaccurate or "")]
         for one in effects
     ]  # fmt: skip
     columns = ["level", "gain", "models", "helped", "hurt", "most", "least", "failed", "inaccurate"]
@@ -218,5 +218,5 @@ def _ratio(one: Effect) -> str:
     return str(one.gain) if one.models > 1 else f"{one.gain.estimate:.2f}x"
 
 
-def _of(extreme: tuple[str, float]) -> str:
+def _extreme(extreme: tuple[str, float]) -> str:
     return f"{extreme[1]:.2f}x {extreme[0]}"

@@ -43,7 +43,7 @@ def command(
         typer.Option(help="gate: a path outside git, such as weights/, that the revision needs too. May be repeated"),
     ] = None,
     same_environment: Annotated[
-        bool, typer.Option("--same-environment", help="gate: build none for a revision whose lock file differs")
+        bool, typer.Option("--same-environment", help="gate: build no other one for a revision whose lock file differs")
     ] = False,
     mode: _options.Mode = "auto",
     nproc: _options.Nproc = 1,
@@ -57,7 +57,7 @@ def command(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="gate: folder of its history; default fettle-gate")
     ] = None,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="gate: print a table for a comment")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="gate: print Markdown, for a comment")] = False,
     as_json: _options.AsJson = False,
 ) -> None:
     """Compare named recipes side by side, each against the workload as given; or, as a gate, code and environments.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def command(
     target: Annotated[
         str,
-        typer.Argument(help="path/to/file.py:factory that returns a DataLoader, a dataset, or (it, step); or a trace"),
+        typer.Argument(help="path/to/file.py:factory that returns a DataLoader, dataset or (loader, step); or a trace"),
     ],
     slice_: Annotated[str, typer.Option("--slice", help="time of one run of one setting")] = "0.4s",
     timeout: Annotated[str, typer.Option(help="longest time of one run: a worker that hangs is ended then")] = "2m",

@@ -17,7 +17,7 @@ from fettle.errors import UsageError
 from fettle.files import write_text
 
 if TYPE_CHECKING:
-    from fettle.diagnose import Diagnosis, Verified
+    from fettle.diagnose import Diagnosis, Finding, Verified
 
 _MOST = 8
 
@@ -146,6 +146,15 @@ def _print(diagnosis: Diagnosis, checked: Sequence[Verified], console: Console) 
     console.print(f"[bold]{escape(diagnosis.verdict)}[/]\n")
     for note in diagnosis.notes:
         console.print(f"[yellow]note:[/] {escape(note)}")
+    _print_times(diagnosis, console)
+    fixes = {item.finding.rule: _checked(item) for item in checked}
+    _print_findings("Faults", diagnosis.findings, fixes, console)
+    tried = ": fettle tune tries them" if diagnosis.evidence else ""
+    _print_findings(f"Opportunities{tried}", diagnosis.opportunities, fixes, console)
+    _print_watching(diagnosis, console)
+
+
+def _print_times(diagnosis: Diagnosis, console: Console) -> None:
     if diagnosis.budget:
         wall = f" ({diagnosis.wall_s * 1e3:.4g} ms a call)" if diagnosis.wall_s == diagnosis.wall_s else ""
         console.print(f"Where the time goes{wall}:")
@@ -162,25 +171,21 @@ def _print(diagnosis: Diagnosis, checked: Sequence[Verified], console: Console) 
     roofs = diagnosis.roofline
     if roofs is not None and roofs.mfu_text:
         console.print(f"  {roofs.mfu_text}")
-    by_rule = {item.finding.rule: item for item in checked}
-    for title, items in (
-        ("Faults", diagnosis.findings),
-        ("Opportunities" + (": fettle tune tries them" if diagnosis.evidence else ""), diagnosis.opportunities),
-    ):
-        if items:
-            console.print(f"\n[bold underline]{title}[/]")
-        for place, finding in enumerate(items[:_MOST], 1):
-            console.print(f"\n[bold]{place}. {escape(finding.says)}[/]  [yellow]{finding.most}[/]")
-            for line in finding.evidence[: 3 if finding.opportunity else 5]:
-                console.print(f"   {escape(line)}", style="dim")
-            fix = " ".join(f"{name}={level}" for name, level in finding.levels.items())
-            answer = f"   → {escape(finding.advice)}" + (f"  [green]{escape(fix)}[/]" if fix else "")
-            console.print(answer)
-            if finding.rule in by_rule:
-                console.print(f"   {_checked(by_rule[finding.rule])}")
-        if len(items) > _MOST:
-            console.print(f"\n{len(items) - _MOST} smaller ones: see --json or the report")
-    _print_watching(diagnosis, console)
+
+
+def _print_findings(title: str, findings: Sequence[Finding], fixes: Mapping[str, str], console: Console) -> None:
+    if findings:
+        console.print(f"\n[bold underline]{title}[/]")
+    for place, finding in enumerate(findings[:_MOST], 1):
+        console.print(f"\n[bold]{place}. {escape(finding.says)}[/]  [yellow]{finding.most}[/]")
+        for line in finding.evidence[: 3 if finding.opportunity else 5]:
+            console.print(f"   {escape(line)}", style="dim")
+        fix = " ".join(f"{name}={level}" for name, level in finding.levels.items())
+        console.print(f"   → {escape(finding.advice)}" + (f"  [green]{escape(fix)}[/]" if fix else ""))
+        if finding.rule in fixes:
+            console.print(f"   {fixes[finding.rule]}")
+    if len(findings) > _MOST:
+        console.print(f"\n{len(findings) - _MOST} smaller ones: see --json or the report")
 
 
 def _print_watching(diagnosis: Diagnosis, console: Console) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def command(
     target: _options.Target,
     data: Annotated[
-        str, typer.Option(help="target of the loop's DataLoader, dataset or (either, step), as for fettle data")
+        str, typer.Option(help="target of the loop's DataLoader, dataset or (loader, step), as for fettle data")
     ] = "",
     skip: Annotated[
         list[str] | None,

@@ -90,7 +90,7 @@ def command(
 
     for name in allow or ():
         if name != "batch-size":
-            raise UsageError(f"--allow {name}: fettle can be allowed to change batch-size")
+            raise UsageError(f"--allow {name}: only batch-size can be allowed to change")
     output = _options.output_folder(output)
     limits = limits_given(
         max_error=max_error,

@@ -94,34 +94,32 @@ def write_ray(package: Package, folder: Path, *, max_replicas: int = 4, trust: s
     actor: dict[str, Any] = {"num_cpus": threads * settings.workers}
     actor |= {"num_gpus": 1} if device != "cpu" else {}
     knobs = ("max_rows", "delay_ms", "timeout_ms", "limit_ms")
+    deployment = {
+        "name": name,
+        "max_ongoing_requests": most_ongoing(settings),
+        "max_queued_requests": settings.max_queue_rows,
+        "autoscaling_config": {
+            "min_replicas": 1,
+            "max_replicas": max_replicas,
+            "target_ongoing_requests": round(scaling.target, 2),
+        },
+        "graceful_shutdown_timeout_s": 40,
+        "health_check_timeout_s": 30,
+        "ray_actor_options": actor,
+        "user_config": {knob: getattr(settings, knob) for knob in knobs},
+    }
+    application = {
+        "name": name,
+        "route_prefix": "/",
+        "import_path": "app:build",
+        "args": args,
+        "runtime_env": {"env_vars": {"FETTLE_TOKEN": ""}},
+        "deployments": [deployment],
+    }
     config = {
         "proxy_location": "EveryNode",
         "http_options": {"host": "127.0.0.1", "port": 8000},
-        "applications": [
-            {
-                "name": name,
-                "route_prefix": "/",
-                "import_path": "app:build",
-                "args": args,
-                "runtime_env": {"env_vars": {"FETTLE_TOKEN": ""}},
-                "deployments": [
-                    {
-                        "name": name,
-                        "max_ongoing_requests": most_ongoing(settings),
-                        "max_queued_requests": settings.max_queue_rows,
-                        "autoscaling_config": {
-                            "min_replicas": 1,
-                            "max_replicas": max_replicas,
-                            "target_ongoing_requests": round(scaling.target, 2),
-                        },
-                        "graceful_shutdown_timeout_s": 40,
-                        "health_check_timeout_s": 30,
-                        "ray_actor_options": actor,
-                        "user_config": {knob: getattr(settings, knob) for knob in knobs},
-                    }
-                ],
-            }
-        ],
+        "applications": [application],
     }
     lines = [
         f"# {name} {package.manifest.version} on Ray Serve, made by fettle serve export ray.",

@@ -107,7 +107,7 @@ def _commands(place: Path, locks: Sequence[str], home: Path) -> list[list[str]]:
     bounds = [word for name in constraints for word in ("-c", name)]
     if _is_installed_itself(place, locks):
         wanted = [["."]]
-    # Hashes, where a list has them, are asked of everything in one call: each list has its own, and what fettle needs.
+    # Where a list has hashes, pip asks for them of everything in its call: a call for each list, and for our needs.
     return [make, *([*pip, *words, *bounds] for words in (*wanted, needs))]
 
 
@@ -129,7 +129,7 @@ def _needs() -> list[str]:
         return [text for text in metadata.requires("torch-fettle") or () if "extra ==" not in text]
     except metadata.PackageNotFoundError:
         raise UsageError(
-            "fettle is not installed here, so that nothing says what it needs in another environment: name one, "
+            "fettle is not installed here, so nothing says what it needs in another environment: name one, "
             "`against_python`, or run both sides in this one, `same_environment`"
         ) from None
 

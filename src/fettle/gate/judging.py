@@ -62,7 +62,7 @@ def judge(what: str, change: Interval | None, limit: float, processes: int) -> J
         return Judged(what, change, limit, "worse", processes)
     if high < most:
         return Judged(what, change, limit, "within", processes)
-    # As it looks now the change is above the limit, and must be told from none, or below, and must be told from it.
+    # An estimate above the limit must be told from no change, one below it from the limit.
     distance, half = (estimate if estimate > most else most - estimate), (high - low) / 2
     needs = processes * (half / distance) ** 2 if distance > 0 and math.isfinite(half) else math.inf
     whole = max(processes + 1, math.ceil(needs)) if needs <= MOST_PROCESSES else 0

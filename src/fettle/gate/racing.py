@@ -247,7 +247,7 @@ def revision(
     label = repository.name(commit)
     lent = {path.resolve() for path in ground.settings.links}
     inside = [one for one in (location, *location.parents) if repository.root in one.parents]
-    is_lent = any(one in lent and not repository.holds(commit, one) for one in inside)  # what is there is not replaced
+    is_lent = any(one in lent and not repository.holds(commit, one) for one in inside)  # what the revision has stays
     if location.suffix == ".py" and not is_lent and not repository.holds(commit, location):
         name = location.relative_to(repository.root)
         raise UsageError(f"{name} is not there at {label!r}: lend it today's, `link={name}`")
@@ -259,7 +259,7 @@ def revision(
             )
         changed = repository.changed_locks(commit)
         listed = ", ".join(changed[:3])
-        there = [name for name in changed if (place / name).exists()]  # others have come since
+        there = [name for name in changed if (place / name).exists()]  # those that the revision has, too
         may_build = interpreter is None and not ground.settings.same_environment
         if there and may_build and environments.can_build(there):
             locks = environments.installed_from(there, repository.locks_beside(there, place))

@@ -167,7 +167,7 @@ def at(target: Target, repository: Repository, place: Path) -> Target:
 
 
 def _git(folder: Path, *arguments: str, check: bool = True) -> str:
-    # In a hook git sets variables that name a repository; which one is meant is known here.
+    # In a hook, variables such as GIT_DIR would stand above the folder that is meant here.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         done = subprocess.run(

@@ -48,7 +48,7 @@ class Kept:
         self.takes = set(inspect.signature(model.forward).parameters)
         states = [name for name in ("cache_params", "state") if name in self.takes]
         self.kept = states[0] if states and "past_key_values" not in self.takes else "past_key_values"
-        # A state takes one new token exactly. That a model has one beside keys and values is seen when it has read.
+        # A recurrent state takes one token at a time. Whether there is one beside keys and values shows after a prompt.
         self.one_at_a_time = self.kept != "past_key_values"
         if self.kept not in self.takes:  # a wrapper that hands on what it does not name, as PEFT's
             self.takes |= {"past_key_values", "use_cache", "return_dict", "attention_mask", "position_ids"}
@@ -72,12 +72,12 @@ class Kept:
             tokens, self.given = prompt.pop("input_ids"), prompt
         self.past = self.new_cache(tokens, room)
         self.mask = self.new_mask(None if mask is None else mask.long())
-        whole = bool(self.given) or not self.piece  # what else comes with a prompt belongs to all of it
+        whole = bool(self.given) or not self.piece  # its other arguments are about the whole prompt
         for new in [tokens] if whole else tokens.split(self.piece, 1):
             scores = self.ahead(new, 1)
         if not self.two_parts:
             self.given = {}
-        if self.kept != "past_key_values":  # the state is without what was filled up
+        if self.kept != "past_key_values":  # padding is not in the state
             self.mask = None
         return scores[:, -1]
 

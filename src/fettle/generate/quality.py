@@ -106,7 +106,7 @@ def write_pieces(workload: GenerationWorkload, path: str) -> list[Piece]:
                 _check_padding(decoder, prompt, forced, scores)
                 if not row_bytes:  # once is enough
                     _check_going_on(decoder, prompt, forced, scores)
-        else:  # after the inputs, which told how large the vocabulary is: no more of it is scored than is kept
+        else:  # the inputs came first, so that `row_bytes` is known: score no more than is kept
             forced = text[:, : max(1, left // (len(text) * row_bytes))]
             scores = score(decoder, forced, STRIDE, **prompt)
         row_bytes = 4 * scores.shape[2]
@@ -135,7 +135,7 @@ def _check_padding(decoder: Kept, prompt: dict[str, Any], forced: torch.Tensor, 
     if mask is None or bool(mask.all()) or decoder.two_parts or any(len(each) != len(mask) for each in prompt.values()):
         return
     counts = mask.long().sum(1)
-    row = int(counts.where(counts > 0, mask.shape[1]).argmin())  # one of nothing but padding has no scores alone
+    row = int(counts.where(counts > 0, mask.shape[1]).argmin())  # a row that is all padding has no scores of its own
     seen = mask[row].bool()
     alone = {
         name: tensor[row : row + 1, seen] if tensor.shape[:2] == mask.shape else tensor[row : row + 1]
@@ -215,7 +215,7 @@ def closeness(pieces: Sequence[Piece], scores: Sequence[torch.Tensor]) -> Closen
     mean, half = mean_interval(apart)
     own = torch.cat([loss[..., 1].flatten() for loss in losses]).double().mean().item()
     return Closeness(
-        kl=max(0.0, kl.mean().item()),  # rounding takes what is nothing below it
+        kl=max(0.0, kl.mean().item()),  # rounding makes it negative where it is 0
         worst_kl=kl.max().item(),
         agreement=torch.cat(same).double().mean().item(),
         perplexity=ratio_of(own),
@@ -244,7 +244,7 @@ def unequal(forced: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> 
     texts, as many as are `written`."""
     different = total = 0
     for wanted, text in zip(forced, written, strict=False):
-        text = text.cpu()[:, : wanted.shape[1]]  # of a long one less may be kept
+        text = text.cpu()[:, : wanted.shape[1]]  # of a long text fewer tokens may have been kept
         different += int((text != wanted).sum())
         total += text.numel()
     return different / total if total else math.nan

@@ -53,7 +53,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Came:
-    """How one text came, for whoever timed it."""
+    """The times of one text's tokens, as a race is told them."""
 
     prompt: int
     rows: int
@@ -66,7 +66,7 @@ class Came:
 
 @dataclass
 class Text:
-    """One text as it came."""
+    """One text while it is written."""
 
     prompt: int
     rows: int
@@ -183,7 +183,7 @@ def figures(texts: Sequence[Came], known: Generation) -> Generation:
     steps = sorted(ns for text in whole for ns in text.steps_ns)
     each = [sum(text.steps_ns) / sum(text.tokens) for text in whole]
     tokens = [count for text in whole for count in text.tokens]
-    # As they were written in turn: prompts may differ in their rows and lengths.
+    # By prompt, as they may differ in rows and length.
     lasted: dict[int, list[int]] = {}
     for text in whole:
         lasted.setdefault(text.prompt, []).append(text.ttft_ns + sum(text.steps_ns))

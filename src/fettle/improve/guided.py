@@ -49,7 +49,7 @@ class Settings:
     """The settings of a guided run."""
 
     data: str = ""
-    """Target whose factory returns the loop's DataLoader, a dataset, or (either, step); empty where there is none."""
+    """Target whose factory returns the loop's DataLoader, a dataset, or (loader, step); empty where there is none."""
     skip: Sequence[str] = ()
     """Steps that are left out."""
     budget_s: float = 900.0
@@ -120,7 +120,7 @@ def improve(
     with closing(Journal(run.folder / "improve.jsonl", "fettle improve", made_for)) as journal:
         known = {name: step for name, step in recall(journal).items()
                  if all((run.folder / file).exists() for file in step.files)}  # fmt: skip
-        if (kept := known.get("measure")) is not None and _is_another(kept, run):
+        if (kept := known.get("measure")) is not None and _workload_changed(kept, run):
             known = {}
         forget(journal, known.keys())
         for name in STEPS:
@@ -131,23 +131,23 @@ def improve(
                 interrupted = True
                 break
             steps.append(step)
-            if step is not before and _says_otherwise(step, before):
-                known = {}  # what came after went by what it said before
+            if step is not before and _results_changed(step, before):
+                known = {}  # later steps went by this one's earlier results
                 forget(journal, {done.name for done in steps})
-            if step is not before:  # what an earlier run has done is there
+            if step is not before:  # otherwise it is in the journal
                 journal.put(name, step)
     improvement = Improvement(target, steps, run.folder, interrupted)
     write_text(run.folder / "improve.html", page(improvement.headline, target, steps))
     return improvement
 
 
-def _says_otherwise(step: Step, before: Step | None) -> bool:
-    """Whether a step hands on something else than `before`, which those after it went by; one that was not done hands
-    on nothing. But a recipe that was packaged without `verify` is none to package once that fails."""
-    told = before.results if before is not None else {}
-    if step.name in ("measure", "data"):  # nobody goes by the time as given, and what a loader lets through is said
+def _results_changed(step: Step, before: Step | None) -> bool:
+    """Whether the steps after it had other results of this step to go by; a step that was not done has none. A recipe
+    that was packaged without `verify` must not stay packaged once that fails."""
+    earlier = before.results if before is not None else {}
+    if step.name in ("measure", "data"):  # later steps only report these
         return False
-    return step.results != told or (step.name == "verify" and step.status == "failed")
+    return step.results != earlier or (step.name == "verify" and step.status == "failed")
 
 
 @dataclass(frozen=True)
@@ -177,13 +177,13 @@ def _step(name: str, run: _Run, before: Sequence[Step]) -> Step:
     try:
         made = _DOES[name](run, results)
     except UsageError as error:
-        if name == "measure":  # it does not run: no step could
+        if name == "measure":  # the workload does not run: no other step could either
             raise
         made = Step(name=name, status="failed", says=str(error))
     return replace(made, seconds=time.monotonic() - began)
 
 
-def _is_another(measured: Step, run: _Run) -> bool:
+def _workload_changed(measured: Step, run: _Run) -> bool:
     """Whether the workload has other weights or inputs than when it was measured, or cannot be built any more."""
     if "fingerprint" not in measured.results:
         return False

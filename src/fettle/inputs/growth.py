@@ -118,7 +118,7 @@ def _grow(loader: DataLoader[Any]) -> tuple[list[int], int]:
     each = (time.monotonic() - began) / taken
     rows = rows[: max(16, min(len(rows), int(_SECONDS / max(each, 1e-7))))]
     plain: DataLoader[Any] = DataLoader(
-        loader.dataset, batch_size=None, sampler=rows * _PASSES, num_workers=1, collate_fn=_nothing,
+        loader.dataset, batch_size=None, sampler=rows * _PASSES, num_workers=1, collate_fn=_collate_nothing,
         worker_init_fn=loader.worker_init_fn, multiprocessing_context=loader.multiprocessing_context,
         prefetch_factor=2,
     )  # fmt: skip
@@ -131,7 +131,7 @@ def _grow(loader: DataLoader[Any]) -> tuple[list[int], int]:
     return sizes, len(rows)
 
 
-def _nothing(row: Any) -> int:
+def _collate_nothing(row: Any) -> int:
     """In place of the collate function: the bytes of the rows on their way do not matter here."""
     del row
     return 0

@@ -41,7 +41,7 @@ def pipeline(target: str) -> tuple[DataLoader[Any], Step | None]:
 def with_setting(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
     """The same loader with another setting: a copy, so that subclasses and all other arguments stay."""
     changed = copy.copy(loader)
-    # Not by attribute: a loader refuses to have some of these changed, for the sake of iterators that a copy has not.
+    # Not by attribute: a DataLoader refuses to change some of these, as its iterators rely on them; a copy has none.
     changed.__dict__.update(
         num_workers=setting.num_workers, prefetch_factor=setting.prefetch_factor if setting.num_workers else None,
         persistent_workers=bool(setting.num_workers) and setting.persistent_workers, pin_memory=setting.pin_memory,

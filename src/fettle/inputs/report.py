@@ -95,7 +95,7 @@ def rows(result: PipelineResult) -> list[dict[str, str]]:
         )
         if item.failure:
             note = item.failure if item.left_out else f"failed: {item.failure}"
-        # The level is what comparisons gave: rates of different minutes do not compare.
+        # Batches a second are those of side-by-side comparisons: rates measured minutes apart do not compare.
         cells = dict.fromkeys(("batches/s", "waiting", "batch 50%", "95%", "first"), "-")
         if item.slices:
             timing = item.first
@@ -109,7 +109,7 @@ def rows(result: PipelineResult) -> list[dict[str, str]]:
         listed.append({
             "workers": str(setting.num_workers), "prefetch": str(setting.prefetch_factor) if workers else "",
             "persist": ("yes" if setting.persistent_workers else "no") if workers else "",
-            "also": ", ".join(_also(setting)), **cells, "note": note,
+            "also": ", ".join(_other_settings(setting)), **cells, "note": note,
         })  # fmt: skip
     return listed
 
@@ -226,7 +226,7 @@ def limit_is_near(result: PipelineResult) -> bool:
     return bool(result.step_s) and 1 / result.step_s < 3 * max(item.level for item in result.settings)
 
 
-def _also(setting: Setting) -> list[str]:
+def _other_settings(setting: Setting) -> list[str]:
     """What a setting has beyond workers, their queue and their life."""
     words = {ONE_BY_ONE: ["rows one by one"], BATCH_INDEX: ["batch index"]}.get(setting.fetch, [])
     words += ["memory kept"] * setting.keep_memory
@@ -235,7 +235,7 @@ def _also(setting: Setting) -> list[str]:
 
 def _variant(setting: Setting) -> str:
     """What a setting has beyond its number of workers: a line in the curve."""
-    words = _also(setting)
+    words = _other_settings(setting)
     if setting.num_workers:
         words += [f"prefetch {setting.prefetch_factor}"] * (setting.prefetch_factor != 2)
         words += ["workers end each epoch"] * (not setting.persistent_workers)

@@ -48,7 +48,7 @@ def measure_and_search(
 ) -> PipelineResult:
     """Measure the pipeline of `target` (``file.py:factory``) and search its setting.
 
-    The factory returns a DataLoader, a dataset, or (either, step): `step` is called with each batch and stands for the
+    The factory returns a DataLoader, a dataset, or (loader, step): `step` is called with each batch and stands for the
     rest of the loop. `ranks` is how many processes of the job share this host. `device` "cuda" has each batch copied
     there before the step; "auto" does so where there is a device and no step that would do it. `keep` is the file that
     a killed search goes on from; it is gone when the search has come to its end.
@@ -83,7 +83,7 @@ def _search(race: Race, device: str, lints: bool, began: float) -> PipelineResul
     except ChildError as error:
         raise _cannot_begin(race, str(error), lints) from None
     if facts.cuda and device == "auto" and not facts.has_step:
-        race.close()  # nothing else would copy the batches: the loop that is measured does
+        race.close()  # no step copies the batches to the device, so that the loop has to
         race.device = "cuda"
     for _ in range(_FIRST_ROUNDS):
         race.next_round(Setting())
@@ -169,7 +169,7 @@ def climb(race: Race, facts: Facts, scores: dict[Setting, float], step_s: float)
     while True:
         able = sorted(number for number, setting in settings.items() if scores[setting] > 0)
         if len(able) < 2:
-            return  # those with workers ran, and have failed since
+            return  # the settings with workers have failed since they ran
         rises = scores[settings[able[-2]]] < (1 - WITHIN) * scores[settings[able[-1]]]
         waiting = race.measured[settings[able[-1]]].rate * step_s < 0.99
         if not (rises and waiting and able[-1] < most):
@@ -198,7 +198,7 @@ def settle(race: Race, scores: dict[Setting, float]) -> Setting:
                 enough = setting
                 break
         if scores[enough] > scores[top] / (1 - WITHIN):
-            top = enough  # what is smaller was compared with one that is not the best
+            top = enough  # the smaller ones were compared with one that is not the best: again
             continue
         middle = _between(scores, enough, top, halve=accepted)
         if middle is None:
@@ -266,8 +266,8 @@ def variants(race: Race, facts: Facts, scores: dict[Setting, float], useless: bo
     elif setting.num_workers:
         item = race.measured[setting]
         epoch = facts.epoch_batches / item.rate
-        # Workers that stay save their start in each epoch; to race them against workers that end would only add noise.
-        # Where the leader is the one given, with workers that end, and an epoch is short, it is worth to be seen.
+        # Persistent workers save their start in each epoch: racing them against others would only add noise. But where
+        # the leader is the setting as given, without them, and epochs are short, what they save can be measured.
         if not setting.persistent_workers and item.start_s > 0.01 * epoch and epoch < 8 * race.slice_s:
             run(replace(setting, persistent_workers=True), setting)
         notes.append(

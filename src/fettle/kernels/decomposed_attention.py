@@ -159,7 +159,7 @@ def launch_decomposed_attention(
     if first < 16 or rest >= first:
         first, rest = max(16, 1 << (channels - 1).bit_length()), 0
     chosen = torch.backends.cuda.matmul.fp32_precision
-    if chosen == "none":  # as all else
+    if chosen == "none":  # no setting of its own
         chosen = torch.backends.fp32_precision  # type: ignore[attr-defined]
     precision = "tf32" if chosen == "tf32" else "ieee"
 

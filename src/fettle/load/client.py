@@ -149,7 +149,7 @@ def get_json(url: str, headers: dict[str, str], kind: type[T], tls: ssl.SSLConte
         if isinstance(reason, ConnectionRefusedError):
             raise UsageError(f"nothing listens at {url.split('/v2')[0]}: is the server running?") from error
         if isinstance(reason, ssl.SSLError):
-            raise UsageError(f"no safe connection to {url}: {why_unsafe(reason)}") from error
+            raise UsageError(f"no secure connection to {url}: {why_unsafe(reason)}") from error
         why = error.read(200).decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else str(error)
         raise UsageError(f"{url} does not answer as an inference server: {' '.join(why[:200].split())}") from error
 
@@ -189,7 +189,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(request.data)
 
     def data_received(self, data: bytes) -> None:
-        if not self.busy:  # nothing was asked: not HTTP, or a farewell
+        if not self.busy:  # no request is under way: not HTTP, or a last word before it closes
             self.close()
             return
         self._begun = True
@@ -216,8 +216,8 @@ class Connection(asyncio.Protocol):
 
     @property
     def was_stale(self) -> bool:
-        """Whether it had answered, and was then lost before anything of the next answer came: the server had closed it,
-        and never read what was sent (RFC 9110, 9.2.2: a client asks again)."""
+        """Whether the server closed it while it was idle: it had answered before, and was lost before anything of the
+        next answer came, whose request was never read (RFC 9110, 9.2.2: a client asks again)."""
         return self._transport is None and self._answers > 0 and not self._begun
 
     def close(self) -> None:

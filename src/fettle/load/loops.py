@@ -44,7 +44,7 @@ async def open_loop(
     """
     load = _Load(requests, limit_s)
     rate = len(due) / (float(due[-1]) or 1.0)
-    # As many as are on their way where an answer takes 20 ms: a connection costs both sides more than a request does.
+    # As many as are in flight where an answer takes 20 ms: connecting costs both sides more than a request does.
     await load.connect(max(8, min(256, int(0.02 * rate))))
     with _quiet_collector(), contextlib.closing(PreciseTimer(0.1 / rate)) as clock:
         start = time.perf_counter() + 0.05
@@ -63,7 +63,7 @@ async def open_loop(
                 grown = grown + 1 if load.waiting > last + 0.05 * rate * WINDOW_S else 0
                 last, next_window = load.waiting, next_window + WINDOW_S
                 on_progress(time.perf_counter() - start, load.waiting)
-                # For as long as one answer takes it grows anyway.
+                # It grows anyway until the first answers come.
                 begun = 3 * WINDOW_S + (load.longest_s or patience_s)
                 if grown * WINDOW_S > begun and load.waiting > 0.15 * rate * WINDOW_S * grown:
                     stable = False
@@ -164,7 +164,7 @@ class _Load:
                 lambda: kind(self._done), request.host, request.port, ssl=request.tls
             )
         except ssl.SSLError as error:
-            raise UsageError(f"no safe connection to {request.host}:{request.port}: {why_unsafe(error)}") from error
+            raise UsageError(f"no secure connection to {request.host}:{request.port}: {why_unsafe(error)}") from error
         except OSError as error:
             raise UsageError(f"nothing answers at {request.host}:{request.port}: {error.strerror or error}") from error
         self._all.add(connection)
@@ -273,8 +273,8 @@ class _Load:
     def _answered(self) -> tuple[_Array, _Array, float, float]:
         """For a closed loop: what was answered in the steady part.
 
-        Answers are counted, not requests: with many clients those asked in it are answered long after it began, and
-        what comes once nobody asks any more is a server that runs empty. What failed counts whenever it did.
+        Answers are counted, not requests: with many clients, what is asked in it is answered long after it began, and
+        answers that come once no client asks any more are of a server that runs empty. Failures count at any time.
         """
         rows = np.array(self._rows).reshape(-1, 4)
         rows = rows[np.argsort(rows[:, 2], kind="stable")]
@@ -284,8 +284,8 @@ class _Load:
             return table, status, 0.0, float(table[:, 2].max())
         table, status = table[counted], status[counted]
         begin = warm_up(table[:, 2] - table[:, 0])
-        # One that begins with the first request ends with the last answer. Answers come by the batch: one that begins
-        # anywhere in a batch must end as much by chance.
+        # A window from the first request on ends with the last answer. Answers come batch by batch: a window that
+        # begins anywhere within a batch must end anywhere within one, too.
         first = float(table[begin - 1, 2]) if begin else 0.0
         end = self.until if begin else float(table[status == 200, 2].max())
         return table[begin:], status[begin:], first, end
@@ -306,7 +306,7 @@ class _Load:
         for task in self._tasks:
             task.cancel()
         now = time.perf_counter() - self.start
-        # What was never sent is as lost as what never came back.
+        # What was never sent counts as lost, like what was never answered.
         for _, due in self._queue:
             self.note(due, now, now, UNANSWERED)
         self._queue.clear()

@@ -172,7 +172,7 @@ class Start:
                     runner = self._ready(next(line), candidate)
                 except WorkerError as error:
                     if self._is_late(error) or (error.kind == "memory" and len(running) > 1):
-                        break  # that says nothing about the recipe: beside fewer it may fit
+                        break  # not the fault of the recipe: beside fewer processes it may fit
                     reason = f"{error}{_beside(running) if error.kind == 'memory' else ''}"
                     failed = Trial(
                         candidate.recipe,
@@ -322,9 +322,9 @@ class Start:
             worker.close()
             raise
         worker.pause()
-        # What one more process takes that starts by itself, as those of the final race do.
+        # A process that is no fork, as in the final race, would take this much longer.
         saved_s = self.forks.saved_s / self.rules.abreast if self.forks is not None and worker.is_fork else 0.0
-        judged = self.judging.path and candidate.recipe.levels  # as given it is measured whatever its answers
+        judged = self.judging.path and candidate.recipe.levels  # the workload as given is measured whatever it answers
         rejected = self.judging.reason(answer.accuracy) if judged else ""
         return Runner(candidate, worker, answer, rejected, began, process=f"{self.race}:{worker.pid}",
                       started_s=saved_s + time.monotonic() - began)  # fmt: skip
@@ -332,8 +332,8 @@ class Start:
 
 @contextmanager
 def _usage_as_failure(candidate: Candidate) -> Iterator[None]:
-    """What somebody should fix in our environment says only of another one that the candidate cannot run there. With
-    a label it names the candidate."""
+    """An error that the user should fix, with the candidate's label if it has one; in another environment it is only
+    the reason why the candidate cannot run there."""
     try:
         yield
     except UsageError as error:

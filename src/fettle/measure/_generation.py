@@ -83,8 +83,8 @@ def prepare(state: State, request: Prepare) -> Prepared:
         held, written, whole = 0, [], Watcher(tokens, temperature=temperature)
 
         def own_texts() -> tuple[list[int], bool]:
-            """Write a text after each input, for what the race does not go by: nanoseconds of a mean one, and whether
-            the steps were steady, where the race goes by whole texts."""
+            """Write a whole text after each input, whatever the race times. Where it times whole texts, these are its
+            warm-up: the nanoseconds of a mean one, and whether the steps were steady."""
             nonlocal held
             took = 0
             for number, prompt in numbered:
@@ -97,11 +97,11 @@ def prepare(state: State, request: Prepare) -> Prepared:
         peak = settled(state, has_peak, notes.lines, own_texts)
         first_call_s = (first_ns or whole.texts[0].whole_ns) / 1e9
         watcher.texts = []
-        if watcher.part == "ttft" and not first_ns:  # these were its first calls, and the race writes no more of them
+        if watcher.part == "ttft" and not first_ns:  # they were its first calls, and the race writes no whole texts
             whole.texts = []
             for number, prompt in numbered:
                 whole.sample_ns(run, prompt, number)
-        if temperature:  # the likeliest tokens judge, not those that were drawn
+        if temperature:  # it is judged by its likeliest tokens, not by drawn ones
             written = [run(**prompt) for prompt in workload.inputs]
         accuracy = with_metric(judged(state, run, fed, written, request), workload.metric, run)
         notes.lines += compiler_notes()
@@ -140,8 +140,8 @@ class Scored:
 
 def scored(state: State, run: Any, request: Prepare, unseen: int) -> tuple[Scored | None, int]:
     """Feed the reference's tokens to a recipe, and compare its distributions: None where nothing judges, and the recipe
-    has only written after each input. Then the nanoseconds of its first call, 0 where there was none: the model as
-    given, where it is the reference, is not asked again for what it said."""
+    has only written after each input. Then the nanoseconds of its first call, 0 where there was none: a model as given
+    that is the reference itself is not asked for its scores again."""
     calls: list[Callable[[], Any]] = [functools.partial(run, **prompt) for prompt in state.workload.inputs]
     pieces = read_pieces(request.path)[unseen:] if request.path else []
     same = bool(pieces) and request.as_given and _is_reference(state.workload.model)
@@ -176,7 +176,7 @@ def judged(state: State, run: Any, fed: Scored | None, written: Sequence[Any], r
     with torch.no_grad():
         own = written[0]
         same = not fed.unseen and isinstance(own, torch.Tensor) and torch.equal(own.cpu(), fed.forced[0])
-        known = fed.first if same else None  # what it says of its own text was asked already
+        known = fed.first if same else None  # its scores of its own text are known already
         problem = closeness.problem or astray(run, workload.inputs[0], own, int(workload.new_tokens), known)
         if not problem:
             checks = workload.check_inputs if request.exact else ()

@@ -72,12 +72,12 @@ def hides_text(workload: Workload) -> bool:
 def probe(state: State, request: messages.Probe) -> messages.Probed:
     """See that the model takes its inputs, and gather the facts."""
     check_inputs(brief(state.workload))
-    with state_kept(state.workload.model):  # the reference starts from them
+    with state_kept(state.workload.model):  # the reference starts from the same state
         facts = probe_facts(state.workload, allow_batch=request.allow_batch)
-    if state.derived_check:  # the same rows again: what calibrates a recipe must not judge it
+    if state.derived_check:  # its rows are the same, and must not calibrate what they judge
         parts = {name: replace(part, calibration_batches=0) for name, part in facts.parts.items()}
         facts = replace(facts, calibration_batches=0, parts=parts)
-    rebase(state)  # looking has imported modules
+    rebase(state)  # probing has imported modules, which take memory
     return messages.Probed(facts=facts, has_metric=state.workload.metric is not None)
 
 
@@ -102,7 +102,7 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
         extra = () if workload.call is None else (workload.call,)
         run = optimize(workload.model, calibration, *extra)
         optimize_s = time.perf_counter() - started
-        state.workload = replace(workload, model=run, parts=())  # a runtime of its own needs the original no more
+        state.workload = replace(workload, model=run, parts=())  # another runtime no longer needs the original model
         del workload
 
         # The answers come first and in the reference's order: a model whose buffers change in forward must have gone
@@ -125,7 +125,7 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
                 answers = outputs_of(state.workload.judged(output, grown))
                 judged.append(compare(first_rows(answers, request.factor, wanted[index]), wanted[index]))
             del output
-        while later:  # and let go: what it holds is none of the recipe's memory
+        while later:  # dropped as soon as it is done: its memory is not the recipe's
             later.pop()()
         accuracy = with_metric(worst(judged), state.workload.metric, run)
         if wanted is not None and not any(wanted):  # texts, which only the metric judges
@@ -164,7 +164,7 @@ def with_check(workload: Any) -> Any:
     if not check and len(workload.inputs) == 1:
 
         def other(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dim() == 0 or tensor.layout != torch.strided or tensor.is_quantized:  # rows of such stay
+            if tensor.dim() == 0 or tensor.layout != torch.strided or tensor.is_quantized:  # rows that cannot be moved
                 return tensor
             return tensor.roll(1, 0) if tensor.shape[0] > 1 else tensor.flip(-1)
 

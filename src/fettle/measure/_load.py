@@ -150,12 +150,12 @@ def with_gpu(load: Load, uuid: str, own: Collection[int]) -> Load:
     try:
         usual = (
             nvml.nvmlClocksThrottleReasonGpuIdle | nvml.nvmlClocksThrottleReasonApplicationsClocksSetting
-            | nvml.nvmlClocksThrottleReasonSwPowerCap  # the recipe's own draw, and no neighbour's doing
+            | nvml.nvmlClocksThrottleReasonSwPowerCap  # caused by the recipe's own power draw, not by a neighbour
         )  # fmt: skip
         slowed = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device) & ~usual
         now, most = (get(device, nvml.NVML_CLOCK_SM)
                      for get in (nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo))  # fmt: skip
     except Exception:
         return replace(load, others=others)
-    clock = min(now / most, load.clock) if slowed and most else load.clock  # the former where the latter is NaN
+    clock = min(now / most, load.clock) if slowed and most else load.clock  # the first where the second is NaN
     return replace(load, others=others, clock=clock)

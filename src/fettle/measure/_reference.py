@@ -50,67 +50,25 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
     Batches run in order, inputs before check inputs, each with seed 0, from the model's initial state. With
     `derived_check` the last one is made from the first, and is left out where the model does not take it.
     """
-    started, draws, passed_over, drawing = time.perf_counter(), False, set[str](), _SeesGenerators()
-    ended: dict[int, list[torch.Tensor]] = {}  # the random states after the last batch, by the seed before it
-    model, batches = workload.model, [*workload.inputs, *workload.check_inputs]
-    notes: list[str] = []
+    started, model = time.perf_counter(), workload.model
     module = model if isinstance(model, torch.nn.Module) else None
     if module is not None:
         with contextlib.suppress(NotImplementedError):  # an exported program has one mode, the one it was exported in
             module.eval()
-
-    def outputs(cast: Callable[[Any], Any], seed: int = 0) -> list[Outputs]:
-        nonlocal draws
-        answers = []
-        with state_kept(model):
-            for number, batch in enumerate(list(batches), 1):
-                torch.manual_seed(seed)
-                seeded = _random_states()
-                try:
-                    output = workload.judged(workload.run(model, cast(fresh(batch))), batch)
-                    answers.append(outputs_of(output))
-                    passed_over.update(_no_numbers(output))
-                    del output
-                except Exception as error:  # of the first batch, the probe has reported it
-                    if derived_check and number == len(batches) > 1:
-                        notes.append(_ONE_BATCH.format(why=first_line(error)))
-                        batches.pop()
-                        break
-                    error.add_note(f"batch {number} of {len(batches)}")
-                    raise
-                ended[seed] = _random_states()
-                draws = draws or not all(map(torch.equal, seeded, ended[seed]))
-        return answers
-
-    with torch.no_grad(), _fast_path(False):  # with gradients, as a model is called as given, there is none
+    runs, drawing = _Runs(workload, derived_check), _SeesGenerators()
+    with torch.no_grad(), _fast_path(False):  # the model as given is called with gradients, so without a fast path
         timed = time.perf_counter()
         try:
             with drawing:
-                answers = outputs(lambda batch: batch)
+                answers = runs.outputs()
         except Exception as error:
             where = getattr(error, "__notes__", ["a batch"])[-1]
             raise UsageError(f"the model does not take {where} of the inputs: {first_line(error)}") from error
         float32_s = time.perf_counter() - timed
-        derived_check = False  # what is asked again is asked of the same batches
+        runs.derived_check = False  # later runs are of the same batches
         only_metric = not any(answers)
-        if only_metric and workload.metric is None:
-            raise UsageError(_NO_TENSOR)
-        if passed_over and workload.metric is None:
-            some = ", ".join(sorted(passed_over)[:3])
-            notes.append(f"tensors and numbers alone are judged, and not the output's {some}: a metric could judge it")
-        if not only_metric and not any(tensor.numel() for outputs in answers for tensor in outputs.values()):
-            raise UsageError("the model's outputs are empty, so its answers cannot be checked: give inputs it answers")
-        if all(_is_nan(outputs) for outputs in answers):
-            raise UsageError("the model's answers are NaN throughout, so no recipe's answers can be checked")
-        noise = 0.0
-        if float32_s < SECONDS / 2:
-            others = outputs(lambda batch: batch, seed=1)
-            noise = _distance(others, answers)
-            notes += [_OTHER_SHAPES] if _shapes(others) != _shapes(answers) else []
-            if module is not None and any(isinstance(child, _HAVE_FAST_PATH) for child in module.modules()):
-                with _fast_path(True):
-                    off = _distance(outputs(lambda batch: batch), answers)
-                notes += [_PADDING.format(off=off)] if off > max(_NOTHING, 2 * noise) else []
+        _check_answers(answers, workload, runs)
+        noise = _noise(runs, answers, module) if float32_s < SECONDS / 2 else 0.0
 
         def run_float32(*args: Any, **kwargs: Any) -> Any:
             return model(*args, **kwargs) if workload.call is None else workload.call(model, *args, **kwargs)
@@ -120,20 +78,19 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
 
         dtype, why, best = _own_dtype(module), "", answers
         if dtype != "float64":
-            seeds_itself = len(ended) > 1 and all(map(torch.equal, ended[0], ended[1]))
-            draws = drawing.seen or (draws and (noise > _NOTHING or seeds_itself))
+            draws = drawing.seen or (runs.draws and (noise > _NOTHING or runs.seeds_itself))
             why = _DRAWS if draws else _why_not_float64(module, float32_s)
             if not why:
                 assert module is not None
                 try:
                     module.double()
-                    best, dtype = outputs(_to_double), "float64"
+                    best, dtype = runs.outputs(cast=_to_double), "float64"
                 except Exception as error:
                     text = str(error).splitlines()
                     why = f"it does not run in float64: {text[0][:120] if text else type(error).__name__}"
         unjudged = _only_rounding(answers, best)
         if any(unjudged):
-            notes.append(f"zero but for rounding, and not judged: the output's {_said(unjudged)}")
+            runs.notes.append(f"zero but for rounding, and not judged: the output's {_by_path(unjudged)}")
         best = [{key: value for key, value in outputs.items() if key not in small}
                 for outputs, small in zip(best, unjudged, strict=True)]  # fmt: skip
         with whole(path) as partial:  # a resumed study trusts what is there
@@ -142,7 +99,7 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
         dtype=dtype,
         why=why,
         noise=_finite(noise) or 0.0,
-        notes=notes,
+        notes=runs.notes,
         only_metric=only_metric,
         metric=_finite(metric),
         metric_problem=problem,
@@ -150,8 +107,83 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
     )
 
 
+class _Runs:
+    """Runs the model on all batches, and keeps what was seen meanwhile."""
+
+    def __init__(self, workload: Workload, derived_check: bool) -> None:
+        self.workload, self.derived_check = workload, derived_check
+        self.batches = [*workload.inputs, *workload.check_inputs]
+        self.notes: list[str] = []
+        self.draws = False
+        """Whether a batch has changed the state of torch's generators."""
+        self.not_compared: set[str] = set()
+        self.ended: dict[int, list[torch.Tensor]] = {}
+        """The generators' states after the last batch, by the seed before it."""
+
+    @property
+    def seeds_itself(self) -> bool:
+        return len(self.ended) > 1 and all(map(torch.equal, self.ended[0], self.ended[1]))
+
+    def outputs(self, seed: int = 0, cast: Callable[[Any], Any] = lambda batch: batch) -> list[Outputs]:
+        answers: list[Outputs] = []
+        with state_kept(self.workload.model):
+            for number, batch in enumerate(list(self.batches), 1):
+                torch.manual_seed(seed)
+                seeded = _random_states()
+                try:
+                    answers.append(self._outputs_of(batch, cast))
+                except Exception as error:  # not of the first batch: the probe would have reported it
+                    if self.derived_check and number == len(self.batches) > 1:
+                        self.notes.append(_ONE_BATCH.format(why=first_line(error)))
+                        self.batches.pop()
+                        break
+                    error.add_note(f"batch {number} of {len(self.batches)}")
+                    raise
+                self.ended[seed] = _random_states()
+                self.draws = self.draws or not all(map(torch.equal, seeded, self.ended[seed]))
+        return answers
+
+    def _outputs_of(self, batch: Any, cast: Callable[[Any], Any]) -> Outputs:
+        output = self.workload.judged(self.workload.run(self.workload.model, cast(fresh(batch))), batch)
+        tensors = outputs_of(output)
+        self.not_compared.update(_no_numbers(output))
+        return tensors
+
+
+def _check_answers(answers: list[Outputs], workload: Workload, runs: _Runs) -> None:
+    """Raise `UsageError` for answers that nothing can be compared with; note what of them is not compared."""
+    compared = any(answers)
+    if workload.metric is None:
+        if not compared:
+            raise UsageError(_NO_TENSOR)
+        if runs.not_compared:
+            some = ", ".join(sorted(runs.not_compared)[:3])
+            runs.notes.append(
+                f"tensors and numbers alone are judged, and not the output's {some}: a metric could judge it"
+            )
+    if compared and not any(tensor.numel() for outputs in answers for tensor in outputs.values()):
+        raise UsageError("the model's outputs are empty, so its answers cannot be checked: give inputs it answers")
+    if all(_is_nan(outputs) for outputs in answers):
+        raise UsageError("the model's answers are NaN throughout, so no recipe's answers can be checked")
+
+
+def _noise(runs: _Runs, answers: list[Outputs], module: torch.nn.Module | None) -> float:
+    """How far the answers are from those with another seed; a note where their shapes differ, or where torch's fast
+    path would change them."""
+    others = runs.outputs(seed=1)
+    noise = _distance(others, answers)
+    if _shapes(others) != _shapes(answers):
+        runs.notes.append(_OTHER_SHAPES)
+    if module is not None and any(isinstance(child, _HAVE_FAST_PATH) for child in module.modules()):
+        with _fast_path(True):
+            off = _distance(runs.outputs(), answers)
+        if off > max(_NOTHING, 2 * noise):
+            runs.notes.append(_PADDING.format(off=off))
+    return noise
+
+
 def _no_numbers(output: Any) -> set[str]:
-    """What an output has of texts and pictures, which are not compared."""
+    """Where in an output there are texts and pictures, which are not compared."""
     found = [path for path, leaf in leaves(output) if isinstance(leaf, (str, bytes))
              or (hasattr(leaf, "__array_interface__") and not is_numbers(leaf))]  # fmt: skip
     return {re.sub(r"(?<=.)\[\d+\]$", "", path) for path in found}
@@ -169,7 +201,7 @@ class _SeesGenerators(torch.overrides.TorchFunctionMode):
 
 @contextlib.contextmanager
 def _fast_path(enabled: bool) -> Iterator[None]:
-    """torch's layers of transformers with or without the implementation that they have for calls without gradients."""
+    """With or without the faster kernels that torch.nn's transformer layers have for calls without gradients."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(enabled)
     try:
@@ -191,7 +223,7 @@ def _distance(outputs: list[Outputs], reference: list[Outputs]) -> float:
 
 
 def _random_states() -> list[torch.Tensor]:
-    """Where torch's generators are."""
+    """The states of torch's generators."""
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     return [torch.random.get_rng_state(), *on_gpus]
 
@@ -214,13 +246,13 @@ def _only_rounding(outputs: list[Outputs], reference: list[Outputs]) -> list[set
     return [small & off for small in found]
 
 
-def _said(unjudged: list[set[str]]) -> str:
-    """The paths, each with its batches where it is judged in others."""
-    said = []
+def _by_path(unjudged: list[set[str]]) -> str:
+    """The paths, with their batches where the same path is judged in other batches."""
+    shown = []
     for path in sorted(set[str]().union(*unjudged)):
         numbers = [str(number) for number, small in enumerate(unjudged, 1) if path in small]
-        said.append(path if len(numbers) == len(unjudged) else f"{path} (batch {', '.join(numbers)})")
-    return ", ".join(said)
+        shown.append(path if len(numbers) == len(unjudged) else f"{path} (batch {', '.join(numbers)})")
+    return ", ".join(shown)
 
 
 def _why_not_float64(module: torch.nn.Module | None, float32_s: float) -> str:
@@ -238,7 +270,7 @@ def _why_not_float64(module: torch.nn.Module | None, float32_s: float) -> str:
 
 
 def _is_nan(outputs: Outputs) -> bool:
-    """Whether there is nothing else in the floating outputs, and there are such."""
+    """Whether all outputs are floating and hold nothing but NaN."""
     floating = [tensor for tensor in outputs.values() if tensor.is_floating_point() or tensor.is_complex()]
     return bool(floating) and len(floating) == len(outputs) and all(bool(t.isnan().all()) for t in floating)
 

@@ -80,7 +80,7 @@ class Rounds:
             if rules.is_stopped:
                 return
             if len(running) == 1 and is_expensive(anchor):
-                return  # nobody to compare it with, and every race that it meets somebody in times it again
+                return  # alone: every race in which it meets another recipe times it again
             if not any(started.live for started in running):
                 return
 
@@ -127,7 +127,7 @@ class Rounds:
             load = with_gpu(load, gpu, self.own)
         if not load.is_quiet:
             now = time.monotonic()
-            self._busy_until = now + max(_BUSY_S, 4 * (now - began))  # long calls: not each one twice
+            self._busy_until = now + max(_BUSY_S, 4 * (now - began))  # or every long call would be made twice
         elif not first:
             self.patience.given_up = False
         runner.loads.append(load)
@@ -171,7 +171,7 @@ def decided(running: Sequence[Started], anchor: Started, rules: Rules) -> bool:
             started.live = started is anchor or not _is_settled(anchor, started, rules)
         return all(not started.live for started in running if started is not anchor)
     for started in live:
-        if started.rejected:  # shown with its speed, but it cannot win: the first look is enough
+        if started.rejected:  # its speed is shown, but it cannot win: the first look is enough
             started.live = False
     able = [started for started in live if started.live and not started.rejected]
     if not able or (able == [anchor] and len(running) > 1):

@@ -205,7 +205,7 @@ def one_sample(state: State) -> int:
     if state.writes:
         began = time.perf_counter_ns()
         total = sum(state.watcher.sample_ns(state.run, prompt, number) for number, prompt in group)
-        if total:  # waiting is taken out of the part that is timed in proportion
+        if total:  # of the waiting only the timed part's share is taken out of it
             state.group = max(1, round(len(group) * (time.perf_counter_ns() - began) / total))
         return slowest(total // len(group))
     for batch in group:
@@ -255,21 +255,21 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
     With `request.apart` the threads that compute have a core each meanwhile (`one_core_each`).
     """
     wanted_ns = int(request.seconds * 1e9)
-    # All that this process has taken since its last slice: what is not said here is taken for others'.
+    # CPU time since the last slice, between slices too: what is not reported here counts as other programs'.
     if state.told_s is None:
         state.waits.refresh()
         state.told_s = state.cpu_s()
     before_s = state.told_s
     # Where the allocator happens to put a buffer can change the time of a small model by half, for as long as the
     # process lives. Blocks of random sizes, held until the next slice, move the buffers of each slice elsewhere.
-    sizes = random.SystemRandom()  # of another place in each process, all of which are seeded alike
+    sizes = random.SystemRandom()  # different in each process: torch and random are seeded alike in all
     state.padding = [torch.empty(sizes.randrange(64, 1 << 18), dtype=torch.uint8) for _ in range(16)]
     apart = one_core_each(state.computing) if request.apart and state.device == "cpu" else contextlib.nullcontext()
     samples: list[int] = []
     chunks: list[_Chunk] = []
     with apart:
-        # What ran between two slices has emptied the caches: where calls are short, one call settles them unmeasured.
-        # Fetching a GPU's memory again takes longer: milliseconds.
+        # What ran between two slices has emptied the caches: where calls are short, one unmeasured call fills them.
+        # Where a GPU's memory was given back, it also fetches that again, which takes milliseconds.
         if agreed(state.call_ns < wanted_ns * (1.0 if state.emptied else 0.2)):
             one_sample(state)
         state.waits.refresh()

@@ -146,7 +146,7 @@ def _of_rounds(groups: Sequence[Sequence[Mapping[int, float]]], weights: Sequenc
     lags = count // _ROUNDS_A_LAG
     covariances = [float(contrast[lag:] @ contrast[: count - lag]) / (count - 1) for lag in range(lags + 1)]
     shared = covariances[0] + 2 * sum((1 - lag / (lags + 1)) * covariances[lag] for lag in range(1, lags + 1))
-    shared -= rests * (1 + math.sqrt(2 / (count - 1)))  # and the standard error of a variance: what is there by chance
+    shared -= rests * (1 + math.sqrt(2 / (count - 1)))  # with its standard error: what chance alone would show
     return max(0.0, shared) * math.pi / 2 / count, (count - 1) / (lags + 1)
 
 

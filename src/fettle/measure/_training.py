@@ -72,8 +72,8 @@ def build(state: State, request: messages.Build) -> messages.Built:
     workload = state.workload = load_training(state.target, made=state.made)
     imports = state.end_of_build()
     state.fingerprint = training_fingerprint(workload)
-    factory = getattr(workload.optimizer, "func", workload.optimizer)  # of a partial
-    own = [factory] if isinstance(factory, types.FunctionType) else []  # settings are in the fingerprint
+    factory = getattr(workload.optimizer, "func", workload.optimizer)  # what a functools.partial calls
+    own = [factory] if isinstance(factory, types.FunctionType) else []  # others have their settings in the fingerprint
     locate(state)
     rebase(state)
     return messages.Built(
@@ -177,7 +177,7 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
         if not accuracy.problem:
             modes = [(module, module.training) for module in workload.model.modules()]
             accuracy = with_metric(accuracy, workload.metric, workload.model)
-            put_modes_back(modes)  # what is timed is a step as the loop makes it
+            put_modes_back(modes)  # steps are timed in the loop's own modes
 
         group = [None] * _pass_length(workload)
         state.cycle = itertools.repeat(group)

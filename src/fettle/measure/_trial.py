@@ -291,7 +291,7 @@ class Trial:
         trial = msgspec.convert(typed(data, cls), cls)
         gain = 1.0 if trial.speedup is None else trial.speedup.estimate
         if any(number <= 0 for number in (trial.samples, trial.peak_bytes or 1, trial.energy_j or 1.0, gain)):
-            raise ValueError("a figure of it is not above 0")
+            raise ValueError("its samples, memory, energy and speed-up must be above 0")
         for name, kind in learned_types(trial.learned).items():
             msgspec.convert(trial.learned[name], kind)
         return trial

@@ -66,10 +66,11 @@ def _text(path: str) -> str:
 
 @contextlib.contextmanager
 def one_core_each(threads: Sequence[int]) -> Iterator[None]:
-    """Hold each of these threads on a core of its own, where they are at least as many as the cores.
+    """Pin each of these threads to one core, where there are at least as many threads as cores.
 
     Beside a busy neighbour the kernel may put two threads that wait for each other on one core, and then the time
-    says nothing of the model. Held apart, the one that shares its core waits, and its waiting can be taken out.
+    says nothing of the model. Pinned, only the thread that shares its core with the neighbour waits, and its waiting
+    can be taken out.
     """
     try:
         allowed = sorted(os.sched_getaffinity(0))

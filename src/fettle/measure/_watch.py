@@ -68,8 +68,8 @@ def read_machine() -> Reading:
         steal_s=steal_s,
         pressure_s=_pressure_s(),
         throttled_s=throttled_s(),
-        clock_mhz=max(_of_cores("cpufreq/scaling_cur_freq"), default=0.0) / 1e3 or None,
-        overheated=sum(_of_cores("thermal_throttle/*_throttle_count")),
+        clock_mhz=max(_core_values("cpufreq/scaling_cur_freq"), default=0.0) / 1e3 or None,
+        overheated=sum(_core_values("thermal_throttle/*_throttle_count")),
         cores=cores,
     )
 
@@ -238,7 +238,7 @@ def _own_files(name: str) -> list[Path]:
     return [path for folder in control_groups("cpu") if (path := folder / name).is_file()]
 
 
-def _of_cores(name: str) -> list[float]:
+def _core_values(name: str) -> list[float]:
     """What the files of that name say of a few of the cores that we may use."""
     values = []
     for path in _core_files(name):

@@ -107,7 +107,7 @@ def _race(start: Start, candidates: Sequence[Candidate], patience: Patience, see
     later: list[Trial] = []
     with _ended_by_interrupt(start, running):
         later = _race(start, [candidates[baseline], *rest], patience, seed + 1, last)
-    if later and baseline < len(trials):  # what ties those that ran there to those that ran here
+    if later and baseline < len(trials):  # the baseline's slices connect the two races
         trials[baseline] = replace(trials[baseline], slices=(*trials[baseline].slices, *later[0].slices))
     return [*trials, *later[1:]]
 

@@ -64,7 +64,7 @@ def find_churn(snapshot: Snapshot, replay: Replay, steps: Steps) -> tuple[Churn,
     for cause in np.unique(causes).tolist():
         frees = freed[causes == cause]
         again = gained[gained > frees[0]]
-        if len(again):  # else given back and not wanted again: that is what giving back is for
+        if len(again):  # otherwise it was given back and never needed again, as it should be
             rows.append(_churn(snapshot, replay, cause, frees, again))
     return tuple(sorted(rows, key=lambda churn: -churn.freed_bytes))
 
@@ -95,7 +95,7 @@ def _churn(snapshot: Snapshot, replay: Replay, cause: str, frees: Ints, again: I
 
 def _cause(stack: tuple[Frame, ...]) -> str:
     names = " ".join(frame.name for frame in stack)
-    if "emptyCache" in names or "empty_cache" in names:  # before the next: emptying releases cached blocks too
+    if "emptyCache" in names or "empty_cache" in names:  # asked first: its stack has release_cached_blocks, too
         return "empty_cache"
     if "garbage_collect_cached_blocks" in names:
         return "gc_threshold"

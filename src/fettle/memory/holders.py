@@ -56,7 +56,7 @@ def holders(
     if len(rows) == 0:
         return ()
     group = groups.of_stack[table.stack[rows]]
-    # Without a stack it still matters whether a block is from before the recording, or from a thread without Python.
+    # Blocks without a stack are told apart by whether they are from before the recording.
     stackless = np.array([not frames for frames in groups.frames], np.bool_)[group]
     group = np.where(stackless & (table.birth[rows] < 0), len(groups.frames) + table.tag[rows], group)
     present, where = np.unique(group, return_inverse=True)

@@ -128,10 +128,28 @@ class _Parser:
         def column(key: str, default: int | None = None) -> Ints:
             return self.column(rows, key, "segment", default)
 
+        address = self.ints([_signed(row.get("address")) for row in rows], "the address of a segment")
+        pools = [row.get("segment_pool_id", (0, 0)) for row in rows]
+        if not all(isinstance(pool, (tuple, list)) and len(pool) == 2 for pool in pools):
+            raise self.bad("a segment_pool_id that is not a pair")
+        segments = Segments(
+            device=column("device", 0),
+            address=address,
+            total_bytes=column("total_size"),
+            allocated_bytes=column("allocated_size", -1),
+            active_bytes=column("active_size", -1),
+            requested_bytes=column("requested_size", -1),
+            stream=column("stream", 0),
+            small=np.array([row.get("segment_type") == "small" for row in rows], np.bool_),
+            pool=self.ints((number for pool in pools for number in pool), "a segment's pool").reshape(-1, 2),
+            expandable=np.array([row.get("is_expandable") is True for row in rows], np.bool_),
+        )
+        return segments, self.blocks(rows, address)
+
+    def blocks(self, rows: list[Any], segment_address: Ints) -> Blocks:
         blocks: list[Any] = []
         owner: list[int] = []
         address: list[int] = []
-        segment_address = self.ints([_signed(row.get("address")) for row in rows], "the address of a segment")
         for number, row in enumerate(rows):
             inside = row.get("blocks", [])
             if not isinstance(inside, list) or not all(isinstance(block, dict) for block in inside):
@@ -147,35 +165,18 @@ class _Parser:
                     raise self.bad(f"a block of segment {number} has no whole number as address or size")
                 address.append(at)
                 next_address = at + block["size"]
-        pools = [row.get("segment_pool_id", (0, 0)) for row in rows]
-        if not all(isinstance(pool, (tuple, list)) and len(pool) == 2 for pool in pools):
-            raise self.bad("a segment_pool_id that is not a pair")
         states = [block.get("state") for block in blocks]
         unknown = {state for state in states if isinstance(state, str)} - set(_STATES)
         if unknown:
             self.notes.append(f"{count_text(len(unknown), 'unknown block state')}, counted as inactive")
-        return (
-            Segments(
-                device=column("device", 0),
-                address=segment_address,
-                total_bytes=column("total_size"),
-                allocated_bytes=column("allocated_size", -1),
-                active_bytes=column("active_size", -1),
-                requested_bytes=column("requested_size", -1),
-                stream=column("stream", 0),
-                small=np.array([row.get("segment_type") == "small" for row in rows], np.bool_),
-                pool=self.ints((number for pool in pools for number in pool), "a segment's pool").reshape(-1, 2),
-                expandable=np.array([row.get("is_expandable") is True for row in rows], np.bool_),
-            ),
-            Blocks(
-                segment=np.array(owner, np.int64),
-                address=self.ints(map(_signed, address), "a block's address"),
-                size_bytes=self.column(blocks, "size", "block"),
-                requested_bytes=self.ints((_requested(block) for block in blocks), "a block's requested size"),
-                state=np.array([_STATES.get(s, 0) if isinstance(s, str) else 0 for s in states], np.int8),
-                stack=np.array([self.shared.stack(_block_frames(block)) for block in blocks], np.int64),
-                tag=self.shared.row_tags(blocks),
-            ),
+        return Blocks(
+            segment=np.array(owner, np.int64),
+            address=self.ints(map(_signed, address), "a block's address"),
+            size_bytes=self.column(blocks, "size", "block"),
+            requested_bytes=self.ints((_requested(block) for block in blocks), "a block's requested size"),
+            state=np.array([_STATES.get(s, 0) if isinstance(s, str) else 0 for s in states], np.int8),
+            stack=np.array([self.shared.stack(_block_frames(block)) for block in blocks], np.int64),
+            tag=self.shared.row_tags(blocks),
         )
 
     def traces(self, traces: object) -> dict[int, Trace]:

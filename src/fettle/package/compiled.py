@@ -216,7 +216,7 @@ def _load(path: Path, samples: Sequence[torch.Tensor]) -> Callable[..., list[tor
     if path.name == ONNX:
         run = _session(path)
     else:
-        # Else it would read beyond inputs that are larger than the model takes: sizes are not looked at.
+        # Without this check it would read beyond inputs that are larger than the model takes.
         os.environ.setdefault("AOTI_RUNTIME_CHECK_INPUTS", "1")
         place = samples[0].device
         # A library for several threads asks the GPU what it has done: while a CUDA graph is recorded, an error.

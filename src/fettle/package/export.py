@@ -85,15 +85,10 @@ def write_package(
     Raises `UsageError` where the model cannot be exported, or the recipe cannot be applied to the exported model.
     """
     check_installed()
-    unpacked = path.with_suffix("") if path.suffix == ".zip" else path
-    if there := next((place for place in (path, unpacked) if place.exists()), None):
-        raise UsageError(f"{there} exists already: give another `output` or another `version`")
+    _check_free(path)
     check_name(name, version)
+    _check_model(workload)
     settings = settings or ServeSettings()
-    if workload.parts:
-        raise UsageError("the workload is a pipeline, and a package holds one model: package the part that is served")
-    if not isinstance(workload.model, torch.nn.Module):
-        raise UsageError(f"the model is a {type(workload.model).__name__}: only an nn.Module can be packaged")
     recipe, evidence = canonical(recipe), evidence or {}
     served = as_served(recipe)
     if served.levels.get("weights") in BITS:  # what is left to compute is little, and in float32
@@ -132,19 +127,36 @@ def write_package(
             machine={**here.versions, "id": host_id(), "summary": here.summary},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         ))  # fmt: skip
-        if path.suffix == ".zip":
-            # Weights do not compress; a stored zip is fast to open.
-            with whole(path) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as file:
-                for item in sorted(scratch.iterdir()):
-                    file.write(item, item.name)
-        else:
-            os.rename(scratch, path)
+        _put(scratch, path)
     package = open_package(path)
     if kept.recipe.get("kv_cache") == COMPILED_STEP and flat.device == "cpu":
         on_progress("compiling its step, for this machine: what the first start would wait for")
         with suppress(UsageError):  # no room for a cache here, say: the server will tell
             find_handler(package, ModelRunner(package), "").running(settings.max_rows, settings.cache_bytes, 1)
     return package
+
+
+def _check_free(path: Path) -> None:
+    unpacked = path.with_suffix("") if path.suffix == ".zip" else path
+    if there := next((place for place in (path, unpacked) if place.exists()), None):
+        raise UsageError(f"{there} exists already: give another `output` or another `version`")
+
+
+def _check_model(workload: Workload) -> None:
+    if workload.parts:
+        raise UsageError("the workload is a pipeline, and a package holds one model: package the part that is served")
+    if not isinstance(workload.model, torch.nn.Module):
+        raise UsageError(f"the model is a {type(workload.model).__name__}: only an nn.Module can be packaged")
+
+
+def _put(folder: Path, path: Path) -> None:
+    """Move a package to its place, as a folder or as a zip, whose weights are stored: they would not compress."""
+    if path.suffix != ".zip":
+        os.rename(folder, path)
+        return
+    with whole(path) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as file:
+        for item in sorted(folder.iterdir()):
+            file.write(item, item.name)
 
 
 def as_served(recipe: Recipe) -> Recipe:
@@ -313,8 +325,8 @@ def _why(kept: Manifest, error: Exception) -> str:
 
 
 def _error(paths: Sequence[str], answers: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
-    """The largest relative L2 error of the outputs, as a study judges it. Raises `UsageError` where there is none:
-    another shape, or no numbers."""
+    """The largest relative L2 error of the outputs, as a study judges it. Raises `UsageError` where it cannot be had:
+    for another shape, or what is not finite."""
     judged = compare(*(dict(zip(paths, some, strict=True)) for some in (answers, wanted)))
     if judged.problem:
         raise UsageError(f"the packaged model answers otherwise than the model as given: {judged.problem}")

@@ -90,11 +90,11 @@ class Flat(torch.nn.Module):
     def _check_rows(self) -> None:
         """Raise `UsageError` where the answer to a row depends on other rows: they would be another client's.
 
-        Answers are those of the model as given. One that is another each time is not judged; where it is as long as the
-        longest row of a batch, what both have is compared.
+        The model as given is asked. Answers that differ each time are not judged; where an answer is as long as the
+        longest row of a batch, the part that both have is compared.
         """
         whole, sees = self.wanted[self.cuts], _Sees16Bits()
-        with contextlib.suppress(Exception), sees:  # a compiled model may not be looked into
+        with contextlib.suppress(Exception), sees:  # a compiled model may refuse such a mode
             self._answers(self.samples)
         rounded = sees.seen or any(map(_has_16_bits, (*self.inner.parameters(), *self.inner.buffers(), *self.samples)))
         try:

@@ -102,7 +102,7 @@ class Steps:
     """Seconds of the last `handle`: before the model, in it, and after it."""
 
     def _explained(self, data: Any, explainer: Any) -> list[Any]:
-        """A handler of one's own has ``explain(data, explainer)``; else it is of the first input that has some."""
+        """By the handler's own ``explain(data, explainer)``; else the attributions of the first input that has any."""
         own = getattr(self.handler, "explain", None)
         if own is not None:
             return list(own(data, explainer))

@@ -159,7 +159,7 @@ def read_settings(folder: Path, manifest: Manifest) -> ServeSettings:
 def write_settings(package: Package, settings: ServeSettings) -> Package:
     """Other settings for a package that is a folder; its manifest is sealed anew. Cut short at any moment, the package
     is sound. Raises `UsageError` where it cannot be written."""
-    files = package.manifest.files  # only these: a handler that ran has left its bytecode beside them
+    files = package.manifest.files  # and no others: a handler that ran has left its bytecode there
     with whole(package.folder / SETTINGS) as partial:
         partial.write_text(as_toml(settings), encoding="utf-8")
         digest = _digest(partial)

@@ -34,7 +34,7 @@ class ModelRunner:
         if device.startswith("cuda:"):
             torch.cuda.set_device(device)  # CUDA graphs are recorded on the current one
         levels = package.manifest.recipe
-        self.may_be_recorded = device.startswith("cuda") and not _records(Recipe(levels))
+        self.may_be_recorded = device.startswith("cuda") and not _records_graphs(Recipe(levels))
         """Whether a call can be part of a CUDA graph: it is none itself."""
         self._compiles_steps = levels.get("kv_cache") == COMPILED_STEP and device == "cpu"
         self._model: Callable[..., Any] | None = None
@@ -44,7 +44,7 @@ class ModelRunner:
             self._model, samples = load_model(package, device)
         self._samples = [as_array(tensor) for tensor in samples]
         self._dtypes = [tensor.dtype for tensor in samples]
-        self._fills = package.manifest.shares_calls  # else an output would be about the filling as well
+        self._fills = package.manifest.shares_calls  # else an output would be about the padding rows, too
 
     def run(self, parts: Sequence[Sequence[Array]], size: int) -> list[Array]:
         """One call for several requests: `parts` holds each one's arrays in the order of the manifest's inputs.
@@ -72,7 +72,7 @@ class ModelRunner:
             tensors = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
         answers = []
         for tensor, spec in zip(self.call(tensors), self.outputs, strict=True):
-            array = as_array(tensor).astype(spec.kind, copy=False)  # whoever reads the bytes goes by the manifest
+            array = as_array(tensor).astype(spec.kind, copy=False)  # clients read the bytes as the manifest's type
             if spec.batched and len(array) != filled:
                 raise RuntimeError(f"the model answers {len(array)} rows for {filled}: it cannot be batched")
             answers.append(array[:rows] if spec.batched else array)
@@ -165,11 +165,11 @@ def tuned(folder: Path, manifest: Manifest, samples: Sequence[torch.Tensor], dev
     if rest.levels.get("shapes") == "static":
         # Each number of rows is compiled for itself, and after a few torch would give up and run uncompiled.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-        batches.append(tuple(tensor[:1] for tensor in samples))  # another shape: else the level would be refused
+        batches.append(tuple(tensor[:1] for tensor in samples))  # shapes=static needs a second shape
     return apply(module, rest, batches)
 
 
-def _records(recipe: Recipe) -> bool:
+def _records_graphs(recipe: Recipe) -> bool:
     from fettle.techniques import changed  # a server on a CPU starts without the catalogue
 
     return any(level in technique.records for technique, level in changed(recipe))

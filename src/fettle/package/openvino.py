@@ -62,7 +62,7 @@ def save_model(
         openvino.save_model(model, str(folder / GRAPH), compress_to_fp16=False)
     except Exception as error:
         raise UsageError(f"OpenVINO cannot take the model: {first_line(error)}") from error
-    _check(folder)  # what could not be read again is better known now
+    _check(folder)  # a package that could not be loaded is refused now
 
 
 class OpenvinoModel:

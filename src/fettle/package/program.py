@@ -110,7 +110,7 @@ def _converts_nothing(node: torch.fx.Node) -> bool:
     made = node.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(made, torch.Tensor):
         return False
-    # What the program gives back is known by its name.
+    # The program's signature names the nodes that are its outputs.
     kept = any(user.op == "output" for user in node.users)
     return (before.dtype, before.device) == (made.dtype, made.device) and not kept
 
@@ -134,7 +134,7 @@ def save_program(program: torch.export.ExportedProgram, folder: Path) -> None:
     data = serialize(program, **without).exported_program
     graph = _plain(json.loads(data))
     try:
-        _check(graph)  # what could not be read again is better known now
+        _check(graph)  # a package that could not be loaded is refused now
     except ValueError as error:
         raise UsageError(f"the model cannot be packaged: {error}") from error
     parameters = set(program.graph_signature.parameters)
@@ -241,7 +241,7 @@ def _plain(graph: Any) -> Any:
 
 
 def tables(value: Any) -> Iterator[dict[str, Any]]:
-    """Every table in a tree of JSON, outer ones first; what has been changed in one by then is what is gone through."""
+    """Every table in a tree of JSON, outer ones first: the caller may change one before those in it follow."""
     if isinstance(value, dict):
         yield value
         value = list(value.values())

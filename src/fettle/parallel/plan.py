@@ -233,32 +233,18 @@ def _step(
     mine = trained
     if strategy.kind == "zero1":
         mine = [trained[i] for i in formulas.largest_partition([p.numel() for p in trained], ranks)]
-    # FSDP's parameters are DTensors. Their optimizer allocates what it would for their shards alone, but works out for
-    # each tensor of each call how it is laid out over the ranks: most of what planning a large model took.
+    # The optimizer is given plain shards and not FSDP's DTensors: it allocates the same, and need not work out how each
+    # tensor lies on the ranks, which took most of the time of planning a large model.
     updated = [_shard(p) for p in mine]
-    optimizer = workload.optimizer(updated)
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if held.isdisjoint(map(id, updated)):
-        raise UsageError(
-            "the optimizer factory takes its parameters from the model: let it make its groups of those it is given"
-        )
-    for group in optimizer.param_groups:
-        if device == "cuda" and "foreach" in group and group["foreach"] is None and not group.get("fused"):
-            group["foreach"] = True  # what torch chooses for CUDA tensors
-    for parameter in updated:  # the state is made by the first step, so there has been one
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    gc.collect()
-
+    optimizer = _optimizer_with_state(workload, updated, device)
     here = max(1, (os.cpu_count() or 1) // min(ranks, ranks_per_node))
     timeline = Timeline(device, Workspaces(here) if device == "cpu" else None)
     with fsdp_marks(timeline), timeline:
         timeline.see([list(model.parameters()), list(model.buffers())], "parameters", final=True)
         timeline.see([list(state.values()) for state in optimizer.state.values()], "optimizer state", final=True)
         timeline.see(batch, "activations", final=True)
-        states = {"parameters": _held(timeline, "parameters"), "gradients": 0}
-        states["optimizer state"] = _held(timeline, "optimizer state")
+        states = {"parameters": _live_bytes(timeline, "parameters"), "gradients": 0}
+        states["optimizer state"] = _live_bytes(timeline, "optimizer state")
         if strategy.kind in ("ddp", "zero1"):
             ddp_buckets(trained, strategy, timeline)
         with timeline.phase("forward"), precision_context(strategy):
@@ -266,7 +252,7 @@ def _step(
         with timeline.phase("backward"):
             loss.backward()  # type: ignore[no-untyped-call]
         timeline.see([p.grad for p in model.parameters() if p.grad is not None], "gradients", final=True)
-        states["gradients"] = _held(timeline, "gradients")
+        states["gradients"] = _live_bytes(timeline, "gradients")
         del loss
         with timeline.phase("optimizer"):
             if workload.max_grad_norm is not None:
@@ -279,6 +265,27 @@ def _step(
     return timeline, states, optimizer
 
 
+def _optimizer_with_state(
+    workload: TrainingWorkload, parameters: Sequence[torch.nn.Parameter], device: str
+) -> torch.optim.Optimizer:
+    """The workload's optimizer after a first step, which makes its state."""
+    optimizer = workload.optimizer(parameters)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if held.isdisjoint(map(id, parameters)):
+        raise UsageError(
+            "the optimizer factory takes its parameters from the model: let it make its groups of those it is given"
+        )
+    for group in optimizer.param_groups:
+        if device == "cuda" and "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True  # what torch chooses for CUDA tensors
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    return optimizer
+
+
 def _shard(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     """The part of a parameter that this rank holds, in the same memory."""
     return torch.nn.Parameter(_local(parameter.detach())) if isinstance(parameter, DTensor) else parameter
@@ -288,7 +295,7 @@ def _local(tensor: torch.Tensor | None) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _held(timeline: Timeline, part: str) -> int:
+def _live_bytes(timeline: Timeline, part: str) -> int:
     return sum(life.size for life in timeline.lives if life.part == part and not life.died)
 
 

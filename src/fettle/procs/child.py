@@ -172,7 +172,7 @@ class Child(Process):
 
     def _ended(self) -> ChildError:
         code = self.wait(5)
-        if code == -signal.SIGTERM:  # a cluster asks all of a job at once: where we are meant too, no child has failed
+        if code == -signal.SIGTERM:  # a cluster sends it to a whole job: then we get it too, and no child failed
             time.sleep(_MEANT_TOO_S)
         words = self.last_words()[:200]
         self.close()

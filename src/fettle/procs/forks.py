@@ -96,7 +96,7 @@ class ForkServer:
             for descriptor in (theirs, log, link):
                 send_handle(self._child.link, descriptor, self._child.pid)
             return Fork(self._child.receive(int, _TIMEOUT_S), ended)
-        except BaseException as error:  # an interrupt, too, leaves an answer that nobody has read
+        except BaseException as error:  # also an interrupt: it leaves an answer in the link
             os.close(ended)
             self._failed = True
             self.close()
@@ -144,7 +144,7 @@ def _changed(before: Mapping[str, str]) -> dict[str, str | None]:
 
 def _is_of(module: ModuleType, name: str, installed: tuple[str, ...]) -> bool:
     spec = getattr(module, "__spec__", None)
-    if spec is None or spec.name != name:  # what is only an attribute of another module, or goes by two names
+    if spec is None or spec.name != name:  # an attribute of another module, or a module with two names
         return False
     origin = spec.origin or ""
     return name.partition(".")[0] == "fettle" or origin.startswith(installed) or origin in ("built-in", "frozen")

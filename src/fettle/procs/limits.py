@@ -183,7 +183,7 @@ def control_groups(controller: str) -> Iterator[Path]:
     for line in lines:
         _, _, rest = line.partition(":")
         names, _, path = rest.partition(":")
-        if not names:  # in a place of its own beside version 1
+        if not names:  # version 2, which beside version 1 may be mounted at `unified`
             roots.insert(0, (_GROUPS / "unified", path))
             roots.insert(0, (_GROUPS, path))
         elif controller in names.split(","):

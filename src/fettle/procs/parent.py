@@ -32,7 +32,7 @@ def be_a_worker() -> None:
     main = threading.get_ident()
 
     def after_fork() -> None:
-        if threading.get_ident() == main:  # to the kernel the parent is a thread, and others end before this process
+        if threading.get_ident() == main:  # the signal comes when the forking thread ends, as others may
             die_with_parent()
 
     os.register_at_fork(after_in_child=after_fork)

@@ -36,7 +36,7 @@ class Fork:
             written.register(self._ended, select.POLLIN)
             if not written.poll(None if timeout is None else 1000 * timeout):
                 raise subprocess.TimeoutExpired("a fork", timeout or 0.0)
-            # Nothing is written where whoever forked it was killed, and it with that.
+            # Nothing is written where the process that forked it was killed, which kills the fork as well.
             self.returncode = int(os.read(self._ended, 16) or -signal.SIGKILL)
             os.close(self._ended)
         return self.returncode

@@ -95,7 +95,7 @@ def front(result: Outcome) -> Figure | None:
         return None
     known = any(row["memory"] is not None for row in rows)
     y = _log([row["y"] for row in rows], alt.Y("y:Q"), f"{error_name(result)} (log)", "format(datum.value, '~g')")
-    base = alt.Chart(theme.data(rows)).encode(x=_x(rows), y=y, tooltip=_tooltip(result))
+    base = alt.Chart(theme.data(rows)).encode(x=_speedup_axis(rows), y=y, tooltip=_tooltip(result))
     dots = theme.front_dots(base, 160)
     if known:
         scale = alt.Scale(range=[60, 700], zero=True)
@@ -116,7 +116,7 @@ def front(result: Outcome) -> Figure | None:
 
 
 def _with_error(rows: Rows) -> Rows:
-    """Rows that have an error, at a place that a logarithmic axis can hold: none at all is drawn at the foot."""
+    """Rows that have an error; one of 0, which a logarithmic axis cannot hold, is drawn at its foot."""
     errors = [row["error"] for row in rows if row["error"]]
     floor = min(errors) / 3 if errors else 1e-9
     return [{**row, "y": max(row["error"], floor)} for row in rows if row["error"] is not None]
@@ -129,7 +129,7 @@ def _cloud(
     names = sorted({row["lever"] for row in rows}, key=lambda name: (name in ("as given", OTHER), name))
     colours = [QUIET if name in ("as given", OTHER) else LEVERS[i % len(LEVERS)] for i, name in enumerate(names)]
     shown = [status for status in SHAPES if any(row["status"] == status for row in rows)]
-    base = alt.Chart(theme.data(rows)).encode(x=_x(rows, _latency_ratio(result)), y=y)
+    base = alt.Chart(theme.data(rows)).encode(x=_speedup_axis(rows, _latency_ratio(result)), y=y)
     dots = (
         base.mark_point(filled=True, size=90)
         .encode(
@@ -171,7 +171,7 @@ def _cloud(
 
 
 def _latency_ratio(result: Outcome) -> float | None:
-    """Where on the speed-up axis the latency limit lies; nowhere where that is of a part of what is limited."""
+    """Where on the speed-up axis the latency limit lies; None where speed-ups are of a part of that time."""
     limit, baseline = result.limits.max_latency_ms, result.baseline
     if not limit or limit <= 0 or baseline is None or not math.isfinite(baseline.time_ms):
         return None
@@ -180,7 +180,7 @@ def _latency_ratio(result: Outcome) -> float | None:
     return baseline.time_ms / limit
 
 
-def _x(rows: Rows, *more: float | None) -> alt.X:
+def _speedup_axis(rows: Rows, *more: float | None) -> alt.X:
     values = [row["speedup"] for row in rows] + [1.0] + [value for value in more if value]
     return _log(values, alt.X("speedup:Q"), "speed-up over the model as given (log)", "format(datum.value, '~g') + 'x'")
 

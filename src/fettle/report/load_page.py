@@ -51,17 +51,17 @@ def headline(runs: Sequence[Data], loads: Sequence[str]) -> str:
 
 
 def _doubt(run: Data) -> str:
-    """Why a run's figures are not to be gone by; empty where they are."""
+    """Why a run's figures cannot be trusted; empty where they can."""
     return str(run["void"]) or ("" if run["stable"] else "the backlog only grew: more than the server can do")
 
 
 def _part(run: Data, key: str) -> Data:
-    """Where a figure stands: what texts show stands apart."""
+    """The part of a run that has a figure: those of texts are in a part of their own."""
     return run if key in run else run.get("texts", {})
 
 
 def _ends(run: Data, key: str, percent: str) -> Sequence[float | None]:
-    """The ends of a percentile's interval, which is known of whole answers."""
+    """The ends of a percentile's interval, which only the latency of whole answers has."""
     ends = run.get("intervals_ms", {}).get(percent) if key == "latency_ms" else None
     return ends or (None, None)
 

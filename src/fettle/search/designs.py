@@ -60,7 +60,7 @@ def _climb(evidence: Evidence, start: Recipe | None = None) -> Iterator[Step]:
         rung = {
             label: recipe
             for label, recipe in moves.items()
-            if recipe is not None and standing.recipe.levels.items() < recipe.levels.items()  # up only, no exchange
+            if recipe is not None and standing.recipe.levels.items() < recipe.levels.items()  # additions only
         }
         going_on = evidence.measure(list(rung.values()))
         tried = {label: evidence.trials[recipe] for label, recipe in rung.items() if recipe in evidence.trials}
@@ -232,6 +232,6 @@ def _spread(model: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]], most
         along = spread @ matrix[row]
         known = 1 + matrix[row] @ along
         spread -= np.outer(along, along) / known
-        variance -= (matrix @ along) ** 2 / known  # of all rows by one product: to compute them anew takes minutes
+        variance -= (matrix @ along) ** 2 / known  # one product for all rows: computing them anew takes minutes
         variance[row] = -np.inf
     return chosen

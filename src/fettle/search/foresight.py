@@ -225,7 +225,7 @@ class Guide:
         gains = self.foresight.forecast(alone, list(evidence.trials.values()))
         failed = {level for one in self.foreseen if one.failed for level in one.recipe.levels.items()}
         ran = {level for trial in evidence.trials.values() if trial.ok for level in trial.recipe.levels.items()}
-        groups: dict[Level | bool, list[Level]] = {False: [], True: []}  # by whether slow, or alone
+        groups: dict[Level | bool, list[Level]] = {False: [], True: []}  # by whether slow; a failure's suspects alone
         for level, expected in zip(left, gains, strict=True):
             groups.setdefault(level if level in failed - ran else expected.gain < _SLOW, []).append(level)
         recipes: list[Recipe] = []

@@ -85,23 +85,17 @@ def calibrate(
                 raise Stopped
             size = todo.pop(0)
             on_progress(f"cost of {size} row{'s' if size > 1 else ''}, {workers} x {threads} threads, {device}")
-            try:
-                calibration.samples[size], rested, calibration.memory_bytes[size] = processes.time(size, seconds)
-                if len(rested) >= LEAST_RESTED:
-                    calibration.rested[size] = rested
-            except ChildError as failure:
-                calibration.failures[size] = str(failure)
-                todo = [other for other in todo if other < size]
-                # A process that ran out of memory may be in any state: what is still to be measured gets new ones.
-                todo = todo or _steps(calibration, buckets)
-                if not calibration.samples or not todo or not _started(processes, calibration):
-                    break
-                continue
-            if limit_s and statistics.median(calibration.samples[size]) > limit_s and size > 1:
+            answers = _time_size(processes, calibration, size, seconds)
+            if not calibration.samples:
+                break
+            if not answers or (limit_s and size > 1 and statistics.median(calibration.samples[size]) > limit_s):
                 todo = [other for other in todo if other < size]
             least = statistics.median(calibration.samples[min(calibration.samples)])
             if not todo and not (limit_s and least > limit_s):
                 todo = _steps(calibration, buckets)
+            # A process that ran out of memory may be in any state: what is still to be measured gets new ones.
+            if not answers and not (todo and _started(processes, calibration)):
+                break
         calibration.samples = dict(sorted(calibration.samples.items()))
         return calibration
     finally:
@@ -114,6 +108,18 @@ def _started(processes: _Workers, made: Calibration) -> bool:
     except (ChildError, UsageError) as failure:  # a recipe that cannot work on this device, say: another may do
         made.failures.setdefault(0, str(failure))
         return False
+    return True
+
+
+def _time_size(processes: _Workers, made: Calibration, size: int, seconds: float) -> bool:
+    """Time calls of this size; whether they answered."""
+    try:
+        made.samples[size], rested, made.memory_bytes[size] = processes.time(size, seconds)
+    except ChildError as failure:
+        made.failures[size] = str(failure)
+        return False
+    if len(rested) >= LEAST_RESTED:
+        made.rested[size] = rested
     return True
 
 

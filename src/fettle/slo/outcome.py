@@ -49,8 +49,8 @@ def explain(result: SearchResult) -> list[str]:
     best = result.best or (points[0] if points else None)
     if best is None or not best.predicted:
         return _why_nothing(result)
-    notes = [*_of_ties(best, points), *_of_serving(best, result), *_of_rows(best, result), *_of_delay(best, points),
-            *_of_workers(best, points)]  # fmt: skip
+    notes = [*_about_ties(best, points), *_about_serving(best, result), *_about_rows(best, result),
+            *_about_delay(best, points), *_about_workers(best, points)]  # fmt: skip
     if result.best is None and any(point.tests for point in points):
         nearest = min((test for point in points for test in point.tests), key=_p99)
         p99 = _p99(nearest)
@@ -72,7 +72,7 @@ def _why_nothing(result: SearchResult) -> list[str]:
             "requests that come together cannot both be in time"]  # fmt: skip
 
 
-def _of_ties(best: Point, points: Sequence[Point]) -> list[str]:
+def _about_ties(best: Point, points: Sequence[Point]) -> list[str]:
     """Settings that kept the limit up to the same rate."""
     if not best.measured:
         return []
@@ -82,7 +82,7 @@ def _of_ties(best: Point, points: Sequence[Point]) -> list[str]:
             for point in tied]  # fmt: skip
 
 
-def _of_serving(best: Point, result: SearchResult) -> list[str]:
+def _about_serving(best: Point, result: SearchResult) -> list[str]:
     """What of a row's cost is not the model's, and what a pause costs. Nothing where it was not measured."""
     measured, rows = result.branches[best.setting.branch], best.setting.max_rows
     costs, notes = measured.costs, []
@@ -108,7 +108,7 @@ def how_much_slower(points: Sequence[Point]) -> str:
     return f"the model's calls took {statistics.median(times):.2f}x as long in load tests as when calibrated"
 
 
-def _of_rows(best: Point, result: SearchResult) -> list[str]:
+def _about_rows(best: Point, result: SearchResult) -> list[str]:
     """A sentence for each doubling of the rows, up to the first that the curve or the limit rules out."""
     setting, notes = best.setting, []
     costs = result.branches[setting.branch].costs
@@ -140,7 +140,7 @@ def _of_rows(best: Point, result: SearchResult) -> list[str]:
     return notes
 
 
-def _of_delay(best: Point, points: Sequence[Point]) -> list[str]:
+def _about_delay(best: Point, points: Sequence[Point]) -> list[str]:
     """What waiting for fuller batches brings or costs, beside the same setting with or without it."""
     mine = best.setting
     alike = (p for p in points if replace(p.setting, delay_s=mine.delay_s) == mine)
@@ -151,7 +151,7 @@ def _of_delay(best: Point, points: Sequence[Point]) -> list[str]:
     return [f"{what}: {other.now / best.now - 1:+.0%} in simulation"]
 
 
-def _of_workers(best: Point, points: Sequence[Point]) -> list[str]:
+def _about_workers(best: Point, points: Sequence[Point]) -> list[str]:
     """The best setting of every other branch, in one sentence each."""
     tops: dict[Any, Point] = {}
     for point in points:

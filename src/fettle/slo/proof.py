@@ -105,8 +105,8 @@ async def prove(
 ) -> None:  # fmt: skip
     """Open-loop load tests around the predicted capacity, as `bracket` has them.
 
-    They begin at `expected` where tests of a like setting let expect a rate, never below `to_beat`, which another
-    setting has shown, and end where that one is not kept: how much worse this one is nobody needs to know. Raises
+    They begin at `expected`, a rate that tests of a similar setting let expect, but not below `to_beat`, which another
+    setting has shown; where this one does not keep that rate they end, however much worse it is. Raises
     `ServerFailure` where the server fails, and `Stopped`.
     """
     setting, limit_s = point.setting, result.limit_s

@@ -251,11 +251,11 @@ class _Search:
                 self._until = time.monotonic() + sum(
                     TESTS * load_test_s(p.predicted, self.seconds) for p in todo[number:]
                 )
-                # A test of what is expected to show so much less than another has shown would be wasted.
+                # Testing a point that is expected to be far behind what another has shown would be a waste.
                 shown = max((point.measured or 0.0 for point in result.points), default=0.0)
                 if (self._expected(point) or math.inf) >= BEHIND * shown:
                     await self._prove(point, shown)
-            # Where no test kept the limit the capacity is below the lowest rate: the least that the prediction was off.
+            # Where no test kept the limit, capacity is below the lowest rate: the prediction was off by at least that.
             off = {
                 p.setting.branch: p.predicted / (p.measured or p.lowest)
                 for p in todo
@@ -288,7 +288,7 @@ class _Search:
         branch = point.setting.branch
         like = [p.measured / p.predicted for p in self.result.points
                 if p.measured and p.predicted and p.setting.branch == branch]  # fmt: skip
-        # Where the costs were corrected by those tests already, the prediction is what they let expect.
+        # Once those tests have corrected the costs, the prediction itself is what they let expect.
         factor = statistics.mean(like or [1.0]) if self.result.branches[branch].scale == 1.0 else 1.0
         return point.predicted * factor if like else None
 

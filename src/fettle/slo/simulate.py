@@ -97,7 +97,7 @@ def simulate(
         if delay_s > 0:
             now, arrived = _waited(queued, first, arrived, now, delay_s, most)
         waiting = arrived - first
-        if waiting > bound:  # nobody took anything meanwhile: what came last was refused
+        if waiting > bound:  # the queue was full: the last to come were refused
             refused += waiting - bound
             del queued[first + bound : arrived]
             count, waiting, arrived = len(queued), bound, first + bound
@@ -141,7 +141,7 @@ def _waited(queued: list[float], first: int, arrived: int, now: float, delay_s: 
 
 
 def _held(queued: list[float], arrived: int, end: float, held_s: float) -> float:
-    """When a call ends that each request which comes during it holds up, `arrived` being the first that may."""
+    """When a call ends that each request coming during it holds up by `held_s`; `arrived` is the first that may."""
     last = len(queued)
     while arrived < last and queued[arrived] < end:
         arrived, end = arrived + 1, end + held_s
@@ -179,7 +179,7 @@ def capacity(
     """
     curve, sizes = costs.curve, range(1, settings.max_rows + 1)
     rates = [n / (curve.at(settings.call_rows(n)) + costs.batch_s) * settings.workers for n in sizes]
-    # A full queue of large batches is cheap a row: utilisation is judged by rows against the best rate.
+    # Rows cost less in the large batches of a full queue: utilisation is rows over the best rate, not time.
     top = BUSIEST * max(rates)
     unit = poisson(1.0, requests * 1.2)[:requests]
 

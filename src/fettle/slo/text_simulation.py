@@ -96,8 +96,8 @@ def simulate_texts(
     count, lengths, more = len(due), len(prompts), len(outputs)
     ttft = np.full(count, math.inf)
     texts: list[_Text] = []
-    writing = 0  # as many stand first
-    free = [-math.inf] * rows  # since when each row of the cache has nobody
+    writing = 0  # how many of `texts`, the first ones, have read their prompts
+    free = [-math.inf] * rows  # since when each free row of the cache is free
     steps: list[float] = []
     others: list[int] = []
     now, come, late = 0.0, 0, 0
@@ -113,7 +113,7 @@ def simulate_texts(
             if not tables.keeps or text.prompt == 1:  # its prompt needs no step of its own
                 texts[writing], texts[-1] = texts[-1], texts[writing]
                 writing += 1
-        if not texts:  # the row of the one before is not free yet for the server
+        if not texts:  # the server does not know yet that the row is free
             now = free[0]
             continue
         took, written = 0.0, texts[:writing]

@@ -34,7 +34,7 @@ class Grown:
 def check_growth(session: Session, limit_bytes: float) -> None:
     """Raise `UsageError` where no batch of this workload can grow up to that limit."""
     if session.facts.generates:
-        raise UsageError("`grow_batch`: text is written at several numbers of rows as it is")
+        raise UsageError("`grow_batch`: text is measured at several numbers of rows anyway")
     if session.facts.device == "cpu" and math.isinf(limit_bytes):
         raise UsageError("`grow_batch=device`: a CPU has no memory of its own: name a limit, `grow_batch='2GiB'`")
 

@@ -73,7 +73,8 @@ def _across(table: Table, analyses: Sequence[Analysis]) -> list[Figure | None]:
             if stage == PYTHON.name or stage in table.apart:
                 name = f"across-{table.groups.index(group)}-{stage}"
                 places = at_each(lead.model, stage, table.apart)
-                drawn.append(effect_charts.across(name, f"The same level at each {stage}{_of(group)}", better, places))
+                title = f"The same level at each {stage}{_of_group(group)}"
+                drawn.append(effect_charts.across(name, title, better, places))
     return drawn
 
 
@@ -89,7 +90,7 @@ def on_average(
     logs: dict[Level, list[float]] = {}
     for found in models:
         for level, ratio in found.items():
-            if ratio.low > 0:  # it was measured side by side
+            if ratio.low > 0:  # it has an interval: it was measured side by side
                 logs.setdefault(level, []).append(math.log(ratio.estimate))
     means = {}
     for level, some in logs.items():
@@ -116,7 +117,7 @@ def on_machines(leads: Collection[Analysis], apart: frozenset[str] = frozenset()
     }  # fmt: skip
 
 
-def _of(group: str) -> str:
+def _of_group(group: str) -> str:
     """The group as it ends a title."""
     return f": {group}" if group else ""
 
@@ -176,7 +177,7 @@ def _scatter(name: str, table: Table, lead: Analysis) -> Figure:
         f"Scatter of {len(rows)} experiments by {response.name}, coloured by {varied[0]} and split by {second}: the "
         "two factors that explain most."
     )
-    title = f"Every experiment by {varied[0]}{_of(lead.group)}"
+    title = f"Every experiment by {varied[0]}{_of_group(lead.group)}"
     return picture(name, title, words, _HEIGHT, dots, names.encode(text="recipe:N"))
 
 
@@ -214,7 +215,7 @@ def _front(name: str, table: Table, group: str) -> Figure | None:
     )  # fmt: skip
     best = "; ".join(str(row["recipe"]) for row in rows if row["front"])
     words = f"{len(rows)} experiments, {one.name} against {two.name}. On the Pareto front: {best[:400]}."
-    return picture(name, f"{one.name} against {two.name}{_of(group)}", words, _HEIGHT, line, dots)
+    return picture(name, f"{one.name} against {two.name}{_of_group(group)}", words, _HEIGHT, line, dots)
 
 
 def unbeaten(points: Sequence[tuple[float, float]], one: Response, two: Response) -> set[int]:
@@ -249,7 +250,7 @@ def _runs(name: str, table: Table, group: str, lead: Analysis | None) -> Figure 
         y=alt.Y("off:Q", title="off the fit, %"), tooltip=["recipe:N", alt.Tooltip("off:Q", format="+.1f")],
     )  # fmt: skip
     words = f"What the fit leaves over of {len(rows)} experiments in their order, {min(off):+.0f}% to {max(off):+.0f}%."
-    return picture(name, f"Off the fit, in the order of the table{_of(group)}", words, 180, dots)
+    return picture(name, f"Off the fit, in the order of the table{_of_group(group)}", words, 180, dots)
 
 
 def _rounds(name: str, table: Table, group: str, timed: Sequence[Experiment]) -> Figure:
@@ -277,4 +278,4 @@ def _rounds(name: str, table: Table, group: str, timed: Sequence[Experiment]) ->
         f"Time by round of {len(shown)} of {len(timed)} configurations, those that swing most first, as percent off "
         f"each one's median; the first swings by {100 * swings[id(shown[0])]:.0f}%."
     )
-    return Figure(name, f"Time by round, % off the median{_of(group)}", words, as_spec(chart))
+    return Figure(name, f"Time by round, % off the median{_of_group(group)}", words, as_spec(chart))

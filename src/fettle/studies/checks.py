@@ -133,7 +133,7 @@ def _lack_of_fit(model: Model) -> Iterator[Doubt]:
         size = math.sqrt(max(0.0, lack - pure / repeated) * missing / len(cells))
         yield from _lacking(p, size)
     elif left > 0 and np.isfinite(errors).all() and errors.any():
-        errors = np.maximum(errors, float(np.median(errors)))  # none claims to be surer than most
+        errors = np.maximum(errors, float(np.median(errors)))  # or a few small errors would decide everything
         squares = float(np.sum((residuals / errors) ** 2))
         size = math.sqrt(max(0.0, float(residuals @ residuals) / left - float(np.mean(errors**2))))
         yield from _lacking(float(chdtrc(left, squares)), size)

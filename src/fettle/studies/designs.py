@@ -95,7 +95,7 @@ def _factorial(space: Space, start: Recipe, most: int | None) -> list[Recipe]:
     """Every valid combination, in random order: what changes while a study runs must not look like a factor."""
     whole = combinations_of(space, MOST)
     if most is not None and most < len(whole):
-        return combinations_of(space, most)  # balanced
+        return combinations_of(space, most)  # a fraction, which is balanced
     random.Random(0).shuffle(whole)
     return whole
 
@@ -145,7 +145,7 @@ def check(design: str, most: int | None) -> None:
     if design not in NAMES:
         raise UsageError(f"unknown design {design!r}: there are {', '.join(NAMES)}")
     if most is not None and most < 2:
-        raise UsageError(f"`cells={most}`: a study needs two combinations at least")
+        raise UsageError(f"`cells={most}`: a study needs at least two combinations")
 
 
 def fitting(seconds: Sequence[float], budget_s: float) -> int:

@@ -182,7 +182,7 @@ def fit(table: Table, group: str, response: Response, first: Collection[str] = (
     columns |= {term: np.array([holds(row, term) for row in rows], np.float64) for term in mains}
     columns |= {(one, two): columns[one,] * columns[two,] for terms in pairs.values() for one, two in terms}
     tested = {column.tobytes() for column in columns.values() if column.any()}
-    # Nothing need be left over where each experiment comes with its error, and there are enough for all that is asked.
+    # No experiment need be spare where each comes with its error, and there are enough for all effects.
     spare = 0 if measured is not None and len(tested) <= len(rows) else LEAST_FREEDOM
     chosen = _Columns(columns)
     chosen.add([(), *mains], len(rows))
@@ -210,14 +210,14 @@ class _Columns:
         """Take in what can be told apart from all before, as long as there are fewer than `most`."""
         for term in terms:
             rest = column = self.every[term]
-            for _ in range(2):  # a second time for what rounding left
+            for _ in range(2):  # twice, against Gram-Schmidt's rounding
                 for unit in self._basis:
                     rest = rest - (unit @ rest) * unit
             length = float(np.linalg.norm(rest))
             orphan = next((level for level in term if len(term) > 1 and (level,) not in self.values), None)
             if not column.any():
                 self.left_out[term] = "never tried together"
-            elif orphan is not None:  # heredity: behind both of its levels
+            elif orphan is not None:  # heredity: a pair is in only with both of its levels
                 self.left_out[term] = self.left_out[orphan,]
             elif length <= _SAME * max(1.0, float(np.linalg.norm(column))):
                 self.left_out[term] = NEVER_APART

@@ -66,7 +66,7 @@ def agree(targets: Sequence[str], settings: Settings) -> Orders:
     if settings.storage is None:
         raise UsageError("`study` names a study in a storage that others reach: name that too, `storage`")
     if settings.budget_s is not None:
-        raise UsageError("`budget`: what fits into a time differs from machine to machine: `cells` is the same for all")
+        raise UsageError("`budget`: what fits into it differs between machines: `cells` is the same for all")
     if settings.grow_batch is not None or not settings.is_shared:
         raise UsageError(f"`design={settings.design}`: its steps follow from one another, so nobody can share them")
     wanted = Orders(
@@ -129,7 +129,7 @@ def settings_of(settings: Settings, targets: Sequence[str] = ()) -> tuple[list[s
     else:
         texts = [_harmless(text) for text in orders.targets]
     if settings.under_load and orders.under_load is False:
-        raise UsageError(f"the study {settings.name!r} compares quiet times: it was begun without `under_load`")
+        raise UsageError(f"the study {settings.name!r} measures quiet machines: it was begun without `under_load`")
     here = [one.name for one in find_interpreters(settings.pythons)]
     if sorted(here) != sorted(orders.environments):
         missing = [name for name in orders.environments if name not in here] or ["no others"]

@@ -72,11 +72,11 @@ def pool(table: Table, group: str, response: Response) -> Pooled | str:
             warnings.simplefilter("ignore")  # a variance of zero is on the boundary, which is not a fault
             fitted = _fit(model, np.array(machines))
     except (np.linalg.LinAlgError, ValueError, FloatingPointError) as error:
-        return _failed(first_line(error))
-    return fitted or _failed("it did not converge")
+        return _why_not_pooled(first_line(error))
+    return fitted or _why_not_pooled("it did not converge")
 
 
-def _failed(why: str) -> str:
+def _why_not_pooled(why: str) -> str:
     return (
         f"the mixed model could not be fitted ({why}): {MACHINE} is an ordinary factor, and intervals hold for these "
         "machines only."

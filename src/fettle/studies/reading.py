@@ -6,7 +6,8 @@ import csv
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations, dropwhile
 from pathlib import Path
 
@@ -59,13 +60,7 @@ def read_csv(
     if not names:
         raise UsageError("no column looks like a setting that was varied: name them, `factors`")
     levels = {name: _levels(name, rows, named.get(name)) for name in names}
-    several = [len(known) - 1 for known in levels.values()]
-    count = sum(several) + sum(one * two for one, two in combinations(several, 2))
-    if count > MOST_EFFECTS:
-        raise UsageError(
-            f"the levels of {len(names)} factors and their pairs are {count:,} effects, and no more than "
-            f"{MOST_EFFECTS:,} are told apart: name fewer columns, `factors`"
-        )
+    _check_effects(levels)
     experiments = tuple(
         Experiment(
             levels={name: row[name] for name in names},
@@ -74,25 +69,38 @@ def read_csv(
         )
         for row, group in zip(rows, groups, strict=True)
     )
-    notes = [] if named else ["factors, as no others were named: " + ", ".join(names)]
-    for name in names:
+    chosen = [] if named else ["factors, as no others were named: " + ", ".join(names)]
+    table = Table(levels, responses, experiments)
+    return replace(table, notes=(*chosen, *_oddities(rows, table)))
+
+
+def _check_effects(levels: Mapping[str, Sequence[str]]) -> None:
+    several = [len(known) - 1 for known in levels.values()]
+    count = sum(several) + sum(one * two for one, two in combinations(several, 2))
+    if count > MOST_EFFECTS:
+        raise UsageError(
+            f"the levels of {len(levels)} factors and their pairs are {count:,} effects, and no more than "
+            f"{MOST_EFFECTS:,} are told apart: name fewer columns, `factors`"
+        )
+
+
+def _oddities(rows: Sequence[Row], table: Table) -> Iterator[str]:
+    """Notes on empty cells, missing responses and repeated rows. Raises `UsageError` where a response has no number."""
+    for name, known in table.factors.items():
         if empty := sum(not row[name] for row in rows):
-            notes.append(
-                f"{empty} of {len(rows)} rows have nothing in {name!r}: that counts as a level of its own"
-                + (", and as the one as given" if not levels[name][0] else "")
-            )
-    for one in responses:
-        lost = sum(experiment.value(one.name) is None for experiment in experiments)
-        if lost == len(experiments):
+            given = "" if known[0] else ", and as the one as given"
+            yield f"{empty} of {len(rows)} rows have nothing in {name!r}: that counts as a level of its own{given}"
+    for one in table.responses:
+        lost = sum(experiment.value(one.name) is None for experiment in table.experiments)
+        if lost == len(rows):
             raise UsageError(f"the column {one.name!r} has no positive number")
         if lost:
-            notes.append(f"{lost} of {len(rows)} rows have no positive number in {one.name!r}: they stay missing")
+            yield f"{lost} of {len(rows)} rows have no positive number in {one.name!r}: they stay missing"
     if copies := len(rows) - len({tuple(row.values()) for row in rows}):
-        notes.append(
+        yield (
             f"{copies} of {len(rows)} rows are copies of others, in every column. They count as repeats: where they "
             "are none, the intervals are too narrow"
         )
-    return Table(levels, responses, experiments, notes=tuple(notes))
 
 
 def read_ladder(path: Path) -> dict[str, float]:
@@ -129,7 +137,7 @@ def _rows(path: Path) -> list[Row]:
         lines = [(reader.line_num, line) for line in reader if line]
     except csv.Error as error:
         raise UsageError(f"{path} is not a CSV file: {error}") from error
-    lines = list(dropwhile(lambda item: item[1][0].startswith("#"), lines))  # where it came from
+    lines = list(dropwhile(lambda item: item[1][0].startswith("#"), lines))  # comments on where the table comes from
     if len(lines) < 2:
         raise UsageError(f"{path} has no rows below a header")
     header = [name.strip() for name in lines[0][1]]

@@ -55,7 +55,7 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
             _measure_as_given(workload, settings)
             if settings.atlas is not None and not workload.failure:
                 own = workload.session.probed.fingerprint
-                others = [row for row in rows if weights_of(row.fingerprint) != own]  # whatever its code was
+                others = [row for row in rows if weights_of(row.fingerprint) != own]  # also with other code
                 workload.guide = guide_for(workload.session, others, settings.atlas, machine)
         if all(workload.failure for workload in workloads):
             raise UsageError(workloads[0].failure)
@@ -124,7 +124,7 @@ def _measure_as_given(workload: Workload, settings: Settings) -> None:
     session = workload.session
     if settings.is_shared:
         if any(trial.status == "failed" for trial in session.study.trials() if not trial.recipe.levels):
-            with one_at_a_time(session):  # nobody can claim what was measured: each worker tries it again by itself
+            with one_at_a_time(session):  # a failed trial cannot be claimed: each worker tries again by itself
                 session.measure([Recipe()])
         else:
             measure_shares(session, [Recipe()], 1, math.inf)
@@ -207,7 +207,7 @@ def _measure(workload: Workload, settings: Settings, began: float) -> None:
             session.costs = replace(session.costs, budget=whole)
         try:
             workload.steps = removals(space, session, start)
-        except KeyboardInterrupt:  # the race has kept what it has: with no time left, that is what the answer goes by
+        except KeyboardInterrupt:  # its trials are kept: without time left the answer is made of those
             session.costs = replace(session.costs, budget=replace(session.budget, seconds=0.0))
             workload.steps = removals(space, session, start)
             raise

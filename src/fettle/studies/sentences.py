@@ -66,7 +66,7 @@ def _pair(model: Model, effect: Effect, apart: frozenset[str]) -> Sentence:
     one, two = effect.levels
     ways = [_way(model, effect, a, b, apart) for a, b in ((one, two), (two, one)) if a[0] not in apart]
     order: list[Kind] = ["needs", "turns", "cancels", "more", "less"]
-    # Of the same kind, that of the level which is worth less alone: the other is the stage, not the actor.
+    # Of the same kind, the one about the level that is worth less alone.
     return min(ways, key=lambda way: (order.index(way.kind), abs(way.ratios[0] - 1)))
 
 

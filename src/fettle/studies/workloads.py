@@ -98,7 +98,7 @@ def _check(settings: Settings) -> None:
     if settings.grow_batch is not None and settings.design != "ladder":
         raise UsageError("`grow_batch` is for a ladder: `design=ladder`")
     if settings.rounds < 3:
-        raise UsageError(f"`rounds={settings.rounds}`: a time needs three at least")
+        raise UsageError(f"`rounds={settings.rounds}`: a time needs at least three")
     if MACHINE in settings.arguments:
         raise UsageError(f"`factor={MACHINE}`: that is what kinds of machines are called: rename the argument")
     for name, values in settings.arguments.items():

@@ -30,13 +30,13 @@ def attend(
         else:
             scale = scale / factor if divides else scale * factor
     if mask is not None:
-        if fill is not None:  # as numbers, since a row that is masked throughout must stay what it was
+        if fill is not None:  # as numbers: a boolean mask would change a row that is masked throughout
             mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(mask, fill)
         mask = mask.to(query.dtype)
         if mask.dim() < 2:
             mask = mask.expand(query.shape[-2], key_t.shape[-1])
     attention, key = torch.nn.functional.scaled_dot_product_attention, key_t.transpose(-2, -1)
-    if query.dim() == 3:  # the fast kernels want a dimension of heads
+    if query.dim() == 3:  # the fast kernels need a dimension of heads
         mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         return attention(query, key, value, attn_mask=mask, scale=scale).squeeze(1)
@@ -50,7 +50,7 @@ def kind_of(node: Any, module: torch.nn.Module) -> str:
         "add": "add", "iadd": "add", "add_": "add", "mul": "mul", "imul": "mul", "mul_": "mul",
         "div": "div", "div_": "div", "truediv": "div", "itruediv": "div",
         "masked_fill": "fill", "masked_fill_": "fill", "dropout": "dropout",
-        # A change of type stands between weights and values, or between scores and softmax, and means nothing there.
+        # A cast between scores and softmax, or between weights and values, changes nothing here.
         "to": "nothing", "type_as": "nothing", "float": "nothing", "half": "nothing", "bfloat16": "nothing",
     }  # fmt: skip
     if not isinstance(node, torch.fx.Node):
@@ -124,7 +124,7 @@ def read_scores(scores: Any, module: torch.nn.Module) -> Any:
         elif kind == "fill":
             mask, fill = argument(scores, 1, "mask"), argument(scores, 2, "value")
             if not isinstance(fill, (int, float)) or fill > -1e9:
-                return None  # it is added to the scores, beside which it must be all that counts
+                return None  # it is added to the scores, which must not matter beside it
             scores = argument(scores, 0, "input")
         elif len(sides) < 2 or (scores.kwargs and kind):
             return None  # add(..., alpha=2), say

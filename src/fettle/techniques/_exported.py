@@ -89,9 +89,9 @@ class Exported:
         self.own = own
         self.names: dict[Any, Any] = {}  # of keyword arguments, in the order in which they first came
         self.samples = [self.given(*spread(batch)) for batch in batches]
-        self.engines: dict[Any, Any] = {}  # by all that a call is given but the values of tensors
-        self.shared: dict[Any, Any] = {}  # by the same without sizes: what is free and the engine; None: there is none
-        self.right: set[Any] = set()  # keys of inputs that the shared engine has answered as the model does
+        self.engines: dict[Any, Any] = {}  # by a call's `key`
+        self.shared: dict[Any, Any] = {}  # by `kind`: free dimensions and their engine, or None
+        self.right: set[Any] = set()  # keys for which the shared engine was checked
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch.utils import _pytree as pytree
@@ -192,7 +192,7 @@ class Exported:
         def free_sizes(leaves: list[Any]) -> list[int]:
             return [tensor.shape[dim] for tensor, dims in zip(tensors(leaves), free, strict=True) for dim in dims]
 
-        # The exporter takes a size of 1 for a constant, so the example is the one whose least size is the largest.
+        # The exporter takes a size of 1 for a constant: the example is the one with the largest smallest size.
         example = max(alike, key=lambda leaves: min(free_sizes(leaves)))
         try:
             engine = self.make(example, spec, alike[1:], free)
@@ -250,7 +250,7 @@ class Exported:
         def plain(values: list[Any]) -> list[torch.Tensor]:
             return [value.detach().clone() for value in values if isinstance(value, torch.Tensor)]
 
-        # Tensors that were made in inference mode cannot be traced: leave it, and take copies.
+        # Tensors made in inference mode cannot be traced: leave that mode, and clone them.
         with torch.inference_mode(False), torch.no_grad():
             engine = self.build(Flat(), plain(leaves), [plain(sample) for sample in samples], free)
         return engine, seen["parts"], seen["spec"]

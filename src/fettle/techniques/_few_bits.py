@@ -21,9 +21,9 @@ def packable(model: torch.nn.Module, bits: int) -> tuple[dict[str, Any], int]:
     for above, parent in list(model.named_modules()):
         for name, layer in list(parent.named_children()):
             if getattr(type(layer), "forward", None) is not torch.nn.Linear.forward:
-                continue  # one with an adapter, say, computes more than its weight
+                continue  # an adapter's layer, say, computes more than the product
             if layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
-                continue  # so may one that somebody has hooked into
+                continue  # and so may a layer with hooks
             weight: Any = layer.weight
             total += 1
             if weight.shape[1] % 32 == 0 and weight.is_floating_point():
@@ -43,7 +43,7 @@ def few_bits(model: torch.nn.Module, kind: Any, bits: int, *more: int, only: Any
     if missing := [name for name in only if name not in known]:
         raise RuntimeError(f"{bits} bits: the layer {missing[0]} was chosen, and the model has none of that name")
     for path, (parent, name, layer, most) in layers.items():
-        is_chosen = not only or path.removesuffix(".fused") in only  # the first of those that became one product
+        is_chosen = not only or path.removesuffix(".fused") in only  # a fused layer has the name of its first
         setattr(parent, name, kind(layer.weight, layer.bias, most if is_chosen else 8, *more))
         held += is_chosen
     logging.getLogger("optimized").info("%d bits: %d of %d linear layers", bits, held, total)
@@ -81,7 +81,7 @@ def four_bits_part(model: torch.nn.Module, batches: Any, kind: Any, tokens: int,
             parent, name, layer, _ = layers[path]
             setattr(parent, name, layer)
         found = float(torch.where(wanted.isinf(), 0.0, terms).sum(-1).mean())
-        return max(0.0, found) if found < float("inf") else float("inf")  # of what is no number, too
+        return max(0.0, found) if found < float("inf") else float("inf")  # also where it is NaN
 
     kinds: dict[Any, dict[str, list[str]]] = {}
     for path, (_, _, layer, bits) in layers.items():

@@ -60,7 +60,7 @@ def _layers(model: Any) -> Sequence[Any]:
 
 
 def _has_state(decoder: Kept, prompt: dict[str, Any]) -> bool:
-    """Whether some layer keeps a state in place of keys and values, as its cache says once it has read something."""
+    """Whether some layer keeps a state in place of keys and values; its cache says so once it has read a prompt."""
     with contextlib.suppress(Exception):  # the baseline trial will say what is wrong with it
         decoder.prefill(room=1, **prompt)
     return decoder.one_at_a_time

@@ -102,7 +102,7 @@ def _kept_graph(
 
     def read(folder: Path) -> Any:
         model = openvino_core().read_model(str(folder / _GRAPH))
-        _say_again(folder / _SAID, part)
+        _repeat_notes(folder / _SAID, part)
         return model
 
     def write(model: Any, folder: Path) -> None:
@@ -122,7 +122,7 @@ def _files(
 
     def make() -> list[IO[bytes]]:
         fill(flat, tensors, free, options, folder)
-        return [path.open("rb") for path in Path(folder).iterdir()]  # the folder is gone before they are kept
+        return [path.open("rb") for path in Path(folder).iterdir()]  # the folder goes before they are copied
 
     def read(kept: Path) -> None:
         for path in kept.iterdir():
@@ -146,7 +146,7 @@ def _kept(
     began = time.perf_counter()
     try:
         key, size = _key(*about)
-    except Exception as error:  # it asks for values, say: exporting tells what that means
+    except Exception as error:  # such as code that depends on values: exporting says why
         log.info("what is converted cannot be kept: %s", first_line(error))
         return make()
     folder = cache_folder(FOLDER) / key
@@ -196,7 +196,7 @@ def _listening(said: list[dict[str, Any]]) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _say_again(path: Path, part: Any) -> None:
+def _repeat_notes(path: Path, part: Any) -> None:
     """Say what was said when the model was converted, and put the layers that were chosen into `part`."""
     kept = json.loads(path.read_text(encoding="utf-8"))
     for one in kept["said"]:
@@ -216,7 +216,7 @@ def _key(
         cpu_name(),
         sorted(cpu_flags()),
         torch.get_num_threads(),
-        # Not `get_float32_matmul_precision`: that raises where a program has set it by these names.
+        # Not `get_float32_matmul_precision`: it raises where a program has used these settings.
         torch.backends.fp32_precision,  # type: ignore[attr-defined]
         torch.backends.cuda.matmul.fp32_precision,
         torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
@@ -225,7 +225,7 @@ def _key(
         machine += [torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.version.cuda]
     digest.update(json.dumps([*said, installed(_PACKAGES), machine], sort_keys=True).encode())
     for name in ("_openvino", "_openvino_int8", "_openvino_text", "_tensorrt", "runtime"):
-        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())  # how it is converted
+        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())  # the code that converts
     used = _add_operators(flat, tensors, digest)
     size = sum(tensor.nbytes for tensor in used)
     if 2 * size > MOST_BYTES:

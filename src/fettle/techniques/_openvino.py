@@ -99,7 +99,7 @@ def openvino_bf16_sums(model: Any) -> None:
         shape = output.get_partial_shape()
         last = list(shape)[-1] if shape.rank.is_static and len(shape) > 1 else None
         width = last.get_length() if last is not None and last.is_static else 0
-        # One or two sums are a model's own end; an identity wider than residual streams are costs too much
+        # One or two sums are a model's end; a product with an identity of more than 8192 columns costs too much.
         if sums > 2 and 0 < width <= 8192 and output.get_element_type().to_dtype() == numpy.float32:
             identity = opset13.constant(numpy.eye(width, dtype=numpy.float32))
             result.input(0).replace_source_output(opset13.matmul(output, identity, False, True).output(0))
@@ -121,7 +121,7 @@ class OpenvinoRequest:
 
     def __init__(self, compiled: Any) -> None:
         self.request = compiled.create_infer_request()
-        # What `openvino_angles` has added comes last, and is not part of the answer.
+        # Outputs that `openvino_angles` has added are not part of the answer.
         outputs = [
             output for output in self.request.model_outputs
             if not any(name.startswith("angle in float32") for name in output.get_names())

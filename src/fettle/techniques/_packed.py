@@ -78,7 +78,7 @@ def pack_blocks(model: torch.nn.Module) -> list[Any]:
 
 
 class Unclear(Exception):
-    """A tensor may be of places, or of pairs of places: as many as it has another size by chance."""
+    """Two sizes of a tensor are equal by chance, so that its axes cannot be told apart: places, or pairs of places."""
 
 
 class PackedRows(torch.overrides.TorchFunctionMode):
@@ -97,7 +97,7 @@ class PackedRows(torch.overrides.TorchFunctionMode):
         self.groups = [(list(same), length) for length, same in groupby(rows, key=lambda row: lengths[row])]
         self.sizes = [len(same) * length for same, length in self.groups]
         self.blocks = self.attended = 0
-        self.others = False  # rows of another length, which may be the same length in another batch
+        self.others = False  # whether rows of another length were seen
         self.kept: dict[Any, Any] = {}
         self.learns = torch.is_grad_enabled()
         self.varlen: Any = None
@@ -121,7 +121,7 @@ class PackedRows(torch.overrides.TorchFunctionMode):
         return func(*args, **named)
 
     def once(self, tensor: torch.Tensor, find: Any) -> Any:
-        """What `find` says of a tensor that all blocks are given."""
+        """`find(tensor)`, worked out once for a tensor that all blocks are given."""
         key = (id(tensor), find.__name__)
         if key not in self.kept:
             self.kept[key] = (tensor, find(tensor))
@@ -130,7 +130,7 @@ class PackedRows(torch.overrides.TorchFunctionMode):
     def pack(self, tensor: torch.Tensor, is_hidden: bool = False) -> torch.Tensor:
         """A tensor with the places in its second axis, or of all rows in its first, without those that are padding."""
         places = self.shape[1]
-        if tensor.dim() < 2 or (tensor.dim() == 3 and tensor.dtype == torch.bool):  # of pairs of places
+        if tensor.dim() < 2 or (tensor.dim() == 3 and tensor.dtype == torch.bool):  # [rows, places, places]
             return tensor
         if tensor.shape[:2] in (self.shape, (1, places)):
             if not is_hidden and tensor.dim() > 2 and tensor.shape[-1] == places and tensor.shape[:-1] != (1, places):
@@ -199,7 +199,7 @@ class PackedRows(torch.overrides.TorchFunctionMode):
         elif key_padding_mask is not None and bool(key_padding_mask.any()):
             raise RuntimeError("ragged=packed: a row does not attend to all of its own places")
         if mask is not None and mask.dtype == torch.bool:
-            mask = ~mask  # here it says what is not seen
+            mask = ~mask  # True means hidden here
         linear = torch.nn.functional.linear
         q, k, v = linear(query, weight, bias).view(1, -1, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
         found = self.attend(q, k, v, mask, dropout if training else 0.0)
@@ -217,7 +217,7 @@ class PackedRows(torch.overrides.TorchFunctionMode):
             own = torch.cat([mask[..., slice(None) if alone else span, span] for span in spans])
             found.append(own if packed or len(own) == 1 else own[rows])
             start += len(rows) * length
-        if mask.requires_grad:  # a bias that is learned may begin as none
+        if mask.requires_grad:  # a learned bias may begin as zeros
             return found, False
 
         def every(tests: list[Any]) -> bool:
@@ -248,8 +248,8 @@ class Packed(Part):
         from contextlib import suppress
 
         mask, lengths = filled(self.mask, args, kwargs)
-        # Where there are as many rows as places, a mask of pairs could be one of rows; where all rows together are as
-        # long as one with its padding, packed rows could be that one.
+        # With as many rows as places, a mask [rows, places] looks like one of pairs; where all rows together are as
+        # long as a padded row, packed rows look like that one.
         if len(lengths) < 2 or mask.shape[1] in (len(lengths), min(lengths), sum(lengths)):
             return self.run(*args, **kwargs)
         with suppress(Unclear), PackedRows(lengths, mask.shape[1], mask.device):
@@ -274,7 +274,7 @@ def why_not_packed(model: torch.nn.Module, args: Any, kwargs: Any, lengths: list
     rows: Any = None
     try:
         if any("decoder_input_ids" in inspect.signature(module.forward).parameters for module in model.modules()):
-            return of_two  # which may be as long as each other in this batch
+            return of_two  # two texts, which may have the same length in this batch
         given, device = answers(), next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         real = torch.arange(places, device=device) < torch.tensor(lengths, device=device)[:, None]
         rows = PackedRows(lengths, places, device)

@@ -226,7 +226,7 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
             before = buffers_of(module)
             with watch, fed_alike(module) as alike:
                 given = outputs()
-            if training and (before or not differs):  # layers of the user's own may look at `self.training` too
+            if training and (before or not differs):  # the user's own layers may ask for `self.training`
                 noise = _distance(given, outputs())
                 module.eval()
                 before = buffers_of(module)
@@ -238,7 +238,7 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
             )  # fmt: skip
             # transformers' models have implementations to choose from
             if not (_is_transformers(module) or isinstance(workload, GenerationWorkload)):
-                manual = count_manual_attention(module.eval(), outputs)  # with dropout nothing could be rewritten
+                manual = count_manual_attention(module.eval(), outputs)  # in train mode dropout would stand in the way
     except Exception:  # the baseline trial will say what is wrong with it
         pass
     return {
@@ -336,7 +336,7 @@ def _hf_attention(module: torch.nn.Module, device: str) -> tuple[str, ...]:
     model = models[0]
     in_use = getattr(model.config, "_attn_implementation", None) or "eager"
     if not any(_looks_up_attention(type(child)) for child in module.modules()):
-        return (in_use,)  # chosen when it was built: a switch would change a word of the configuration and nothing else
+        return (in_use,)  # chosen when it was built: switching would only change the configuration
     if not _quietly(lambda: bool(model._can_set_attn_implementation()), False):
         return (in_use,)
     others = ("sdpa", "eager", *(["flash_attention_2"] if device == "cuda" else []))
@@ -346,7 +346,7 @@ def _hf_attention(module: torch.nn.Module, device: str) -> tuple[str, ...]:
 
 def _looks_up_attention(kind: type) -> bool:
     """Whether a class of layers asks for transformers' table of attention functions each time that it is called."""
-    bases = [base for base in kind.__mro__ if base.__module__ != "transformers.modeling_utils"]  # which has the table
+    bases = [base for base in kind.__mro__ if base.__module__ != "transformers.modeling_utils"]  # that has the table
     methods = (inspect.unwrap(value) for base in bases for value in vars(base).values() if callable(value))
     codes = (getattr(method, "__code__", None) for method in methods)
     return any("ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes if code is not None)

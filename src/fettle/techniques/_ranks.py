@@ -224,7 +224,7 @@ def replicate(model: torch.nn.Module, mesh: Any, per_head: tuple[str, ...]) -> N
     for name, module in list(model.named_modules()):
         owners = [module]
         if isinstance(module, torch.nn.MultiheadAttention):
-            owners.append(module.out_proj)  # whose forward it does not call
+            owners.append(module.out_proj)  # it reads its weight without calling it
         if any(held[owner] for owner in owners):
             see_local(module, [(owner, held[owner]) for owner in owners], is_named(name, per_head))
 

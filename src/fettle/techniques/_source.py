@@ -122,7 +122,7 @@ def source(
     elif heading:
         lines += [use]
     text = "\n".join(lines).rstrip() + "\n"
-    ast.parse(text)  # a technique with a slip in its lines fails here, by name, not in the user's hands
+    ast.parse(text)  # a syntax error in a technique's lines shows here, not in the user's program
     return text
 
 

@@ -49,7 +49,7 @@ def state_kept(model: Any) -> Any:
     @contextlib.contextmanager
     def kept() -> Any:
         module = model if isinstance(model, torch.nn.Module) else torch.nn.Module()
-        alive = [*module.parameters(), *module.modules()]  # no other may get the identity of one meanwhile
+        alive = [*module.parameters(), *module.modules()]  # kept alive, so that no `id` is used again
         buffers, met = buffers_of(module), set[int]()
         torchs = vars(torch.nn.Module()).keys()  # parameters, buffers, submodules, hooks and the mode
         before = [(child, type(child), made_of(child), Attributes(child, met, torchs)) for child in module.modules()]
@@ -70,7 +70,7 @@ def state_kept(model: Any) -> Any:
 
 def made_of(module: torch.nn.Module) -> list[Any]:
     """A module's own parameters, with how often each was written into, and its own submodules."""
-    if isinstance(module, torch.jit.ScriptModule):  # makes them anew whenever it is asked
+    if isinstance(module, torch.jit.ScriptModule):  # its parameters are new objects each time
         return []
     items = module._parameters.items()
     parameters = [(name, one) for name, one in items if one is not None and not torch.nn.parameter.is_lazy(one)]

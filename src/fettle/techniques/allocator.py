@@ -76,7 +76,7 @@ class Allocator(Technique):
         return "tcmalloc" if "tcmalloc" in facts.libraries else "keep"
 
     def usual(self, facts: Facts) -> str:
-        # What is done between the parts of a pipeline has large pieces of its own.
+        # Work between the parts of a pipeline allocates large pieces, too.
         keeps = facts.mode == "inference" and facts.parts and facts.device == "cpu" and "glibc" in facts.libraries
         return "keep" if keeps else self.default
 

@@ -20,7 +20,7 @@ class Graphed:
         self.model = model
         self.graphs: dict[Any, Any] = {}
         self.most = 16
-        self.lock = Lock()  # a graph has one place for its inputs
+        self.lock = Lock()  # all calls share the inputs of a graph
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch.utils import _pytree as pytree
@@ -28,7 +28,7 @@ class Graphed:
         leaves, spec = flatten((args, kwargs))
         key = (spec, *map(self.kind, leaves))
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda), -1)
-        on: Any = torch.cuda.device  # what runs on another than the current one would not be recorded
+        on: Any = torch.cuda.device  # work on another than the current device would not be recorded
         with self.lock, on(device):
             if key not in self.graphs and not self.add(key, leaves, spec):
                 return self.model(*args, **kwargs)
@@ -79,7 +79,7 @@ class Graphed:
                 self.model(*args, **kwargs)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        torch.clear_autocast_cache()  # weights in 16 bits that are there already would be no part of the graph
+        torch.clear_autocast_cache()  # or casts of weights that are cached would not be in the graph
         with torch.cuda.graph(graph):
             output = self.model(*args, **kwargs)
         torch.clear_autocast_cache()

@@ -71,7 +71,7 @@ def fuse_linear(model: torch.nn.Module, groups: Any) -> None:
     import logging
 
     fused, patterns = 0, tuple(pattern for pattern, *_ in groups)
-    # The parents alone: so each layer's old weights go as soon as it is fused.
+    # Only parents are held, so that a layer's old weights are freed as soon as it is fused.
     for name, parent in [one for one in model.named_modules() if is_named(one[0], patterns)]:
         for pattern, *names in groups:
             layers: list[Any] = [getattr(parent, child, None) for child in names]

@@ -124,7 +124,7 @@ def write_guessing(
         input_ids = text[:, :0]
     text = torch.cat([input_ids, text], 1)
     end, most = input_ids.shape[1] + new_tokens, positions_of(decoder) or float("inf")
-    if getattr(decoder, "two_parts", False):  # whose decoder has read other tokens than the prompt's
+    if getattr(decoder, "two_parts", False):  # its decoder has not read the prompt
         begun = prompt.get("decoder_input_ids")
         most += input_ids.shape[1] - (1 if begun is None else begun.shape[1])
     if on_tokens is not None:

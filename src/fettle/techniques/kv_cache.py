@@ -54,7 +54,7 @@ def compiled(call: Any, options: Any, guarded: bool) -> Any:
             if node.target is torch._C._nn.scaled_dot_product_attention:
                 node.target = attention_of_few
         graph.recompile()
-        # The rotation of a query would be computed again for every key that it is multiplied with.
+        # Otherwise Inductor fuses the rotation of a query into the product, and computes it again for every key.
         return compile_fx(graph, inputs, config_patches={"realize_opcount_threshold": 8})
 
     if options.get("mode") and not guarded:
@@ -77,7 +77,7 @@ class Static(Kept):
         self.tokens, self.compiled, self.caches = tokens, compiled, {}  # type: ignore[var-annotated]
         self.compile, self.prompts, self.graphs = compile, prompts, {}  # type: ignore[var-annotated]
         self.encoder: Any = model.get_encoder() if self.two_parts else None
-        self.source = 0  # how many of its states there is room for
+        self.source = 0  # room for the encoder's states, in tokens
 
     def encoded(self, mask: Any, **prompt: torch.Tensor) -> dict[str, Any]:
         from transformers.modeling_outputs import BaseModelOutput
@@ -88,7 +88,7 @@ class Static(Kept):
         states: torch.Tensor = self.encoder(**prompt, **masked)[0]
         rows, length = states.shape[:2]
         room = length
-        if "input_ids" in prompt:  # sound and pictures have one length, and some decoders look at all of it
+        if "input_ids" in prompt:  # not sound or pictures: they have one length, and some decoders see all of it
             room = max(self.source, -(-length // 64) * 64)
             mask = torch.ones(rows, length, device=states.device) if mask is None else mask
             masked = {"attention_mask": torch.nn.functional.pad(mask.long(), (0, room - length))}
@@ -138,7 +138,7 @@ class Static(Kept):
     def call(self, tokens: torch.Tensor, past: Any, mask: Any, places: Any, last: int) -> torch.Tensor:
         """One call of the model."""
         if mask is None and "position_ids" in self.takes and torch.compiler.is_compiling():
-            # Without them some models count the tokens by a mask of as many, whose shape no graph can have.
+            # Without positions some models count tokens by the mask, whose changing length a graph cannot have.
             places = (past.get_seq_length() + torch.arange(tokens.shape[1], device=tokens.device))[None]
             mask = tokens.new_ones(len(tokens), self.tokens)
         given = {"attention_mask": mask, "position_ids": places, "logits_to_keep": last}
@@ -190,7 +190,7 @@ class Rounded(Kept):
                     held[number] = torch.cat([held[number], codes], 2)
                     self.scales[number] = torch.cat([self.scales[number], steps], 2)
                 self.keys, self.values = held
-                if is_first:  # a prompt sees itself as it is
+                if is_first:  # a prompt attends to its own keys and values unrounded
                     return key_states, value_states
                 return tuple(codes.to(self.dtype).mul_(steps) for codes, steps in zip(held, self.scales, strict=True))
 
@@ -250,7 +250,7 @@ class KvCache(Technique):
         if facts.device == "cuda":  # where what a step launches takes longer than what it computes
             return [Bundle(20, {"kv_cache": "static-compiled", **half})]
         compiled = Bundle(60, {"kv_cache": "static-compiled", **half})
-        if facts.has_block_products:  # weights in few bits are tried before
+        if facts.has_block_products:  # weights in few bits come first
             return [compiled]
         return [
             Bundle(20, {"kv_cache": "static", **half}),

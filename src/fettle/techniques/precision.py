@@ -26,7 +26,7 @@ def widen(tree: Any, dtype: torch.dtype) -> Any:
 def gradients_to_masters(weights: list[torch.nn.Parameter], masters: list[torch.nn.Parameter]) -> None:
     """Hand the gradients of 16-bit weights to their float32 masters, and forget them."""
     for weight, master in zip(weights, masters, strict=True):
-        # In the master's own layout: a fused optimizer goes through memory, whatever the strides of the two say.
+        # In the master's own layout: a fused optimizer walks through memory and ignores strides.
         master.grad = None if weight.grad is None else torch.empty_like(master).copy_(weight.grad)
         weight.grad = None
 
@@ -142,7 +142,7 @@ class Precision(Technique):
             )
             if recipe.levels.get("optimizer") != "compiled":
                 return masters
-            # What goes between weights and masters is in the compiled update.
+            # The compiled update copies between weights and masters itself.
             forget = ("for weight in weights:", "    weight.grad = None")
             return replace(masters, helpers=common, before_step=(), after_step=forget, clipped="weights")
         if level == "autocast-fp16" and facts.mode == "training":
@@ -154,7 +154,7 @@ class Precision(Technique):
                 before_step=("scaler.unscale_(optimizer)",) if facts.max_grad_norm is not None else (),
                 step=("scaler.step(optimizer)", "scaler.update()"),
             )
-        # Costs a copy of each tensor that came out narrow, and nothing for the others.
+        # Copies only those outputs that are not of the type as given.
         outputs = (
             f"output = widen(output, {dtype})  # copies what is {dtype}: the caller sees the type it always saw",
         )

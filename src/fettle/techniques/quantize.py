@@ -41,7 +41,7 @@ def quantize_linear(model: torch.nn.Module, config: str, label: str, batches: An
     is computed (weight_norm) or quantised already, where a layer has two names."""
     import logging
 
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # CUDA extensions that it cannot load mean nothing here
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of CUDA extensions that are not needed here
     from torchao import quantization
 
     cls = getattr(quantization, config)

@@ -22,7 +22,7 @@ def aoti_files(flat: torch.nn.Module, tensors: Any, free: Any, options: Any, fol
     """Compile the model ahead of time by AOTInductor, to ``model.pt2`` in a folder."""
     program = exported_program(flat, tensors, free)
     if any(tensor.is_cuda for tensor in tensors):
-        options = {**options, "aot_inductor.weight_use_caching_allocator": True}  # else torch does not count them
+        options = {**options, "aot_inductor.weight_use_caching_allocator": True}  # else torch does not count it
     torch._inductor.aoti_compile_and_package(program, package_path=f"{folder}/model.pt2", inductor_configs=options)
 
 
@@ -30,7 +30,7 @@ def aoti_engine(flat: torch.nn.Module, tensors: Any, free: Any, options: Any) ->
     """The model compiled ahead of time to a shared library."""
     import tempfile
 
-    # The library takes it that its inputs lie in memory as the examples did, and does not look.
+    # The library assumes without a check that inputs lie in memory as the examples did.
     last, plain = torch.channels_last, torch.contiguous_format
     layouts = [last if not t.is_contiguous() and t.is_contiguous(memory_format=last) else plain for t in tensors]
 
@@ -167,21 +167,9 @@ class Runtime(Technique):
     packages = (*(name for names in _RUN_BY.values() for name in names), "transformers")
 
     def levels(self, facts: Facts) -> list[Level]:
-        cannot, text = "", facts.no_text
+        cannot, text = _why_not_exported(facts), facts.no_text
         if facts.generates and (facts.sees_part or facts.keeps not in ("static", "whole")):
             text = NOT_WHOLE
-        if not facts.is_module:
-            cannot = "the model is a plain callable"
-        elif facts.is_scripted:
-            cannot = "the model is TorchScript, which torch.export does not take"
-        elif facts.custom_call:
-            cannot = "the workload has a call of its own, and an exported model has only its forward"
-        elif facts.changes_buffers:
-            cannot = "the model changes its own buffers when it is called, and in an exported model they stay the same"
-        elif facts.changes_inputs:
-            cannot = facts.no_copies
-        elif facts.shapes_vary:
-            cannot = "each input calls it in other shapes, and an exported model has one"
         cpu = "" if facts.device == "cpu" else f"the work is on {facts.device}, and this level runs on the CPU"
         cuda = facts.not_nvidia if facts.device == "cuda" else "TensorRT needs a CUDA device"
         gpu = "" if facts.device == "cuda" else "it is for GPUs: on a CPU runtime=aoti compiles an exported model"
@@ -190,7 +178,7 @@ class Runtime(Technique):
         bf16 = "" if facts.has_bf16 else "this CPU has no bfloat16 instructions"
         data = "" if facts.calibration_batches else "no batches to calibrate on: give at least two"
         onnx = facts.not_nvidia or (_missing(facts, "onnxruntime-gpu") if facts.device == "cuda" else cpu)
-        onnx = onnx or (_missing(facts, "onnxruntime") if "onnxruntime-gpu" not in facts.packages else "")
+        onnx = onnx or ("" if "onnxruntime-gpu" in facts.packages else _missing(facts, "onnxruntime"))
         onnx = onnx or _missing(facts, "onnx") or _missing(facts, "onnxscript")
         crashes = (
             "" if facts.device != "cuda" or loads_cuda_libraries() else "torch 2.11 crashes when it loads one for CUDA"
@@ -250,7 +238,7 @@ class Runtime(Technique):
     def bundles(self, facts: Facts) -> list[Bundle]:
         if facts.generates:
             places = {"int8-dynamic": 10}
-            if not facts.has_block_products:  # there products in blocks are faster, and nearer
+            if not facts.has_block_products:  # those products are faster and more exact
                 places |= {"int8": 12, "int4": 45, "as-given": 55}
             return [
                 Bundle(place, {"runtime": STATEFUL, "weights": level, **AS_GIVEN}) for level, place in places.items()
@@ -260,10 +248,10 @@ class Runtime(Technique):
         places = {"openvino": 10, "openvino-int8": 40, "openvino-int8-part": 50, "onnxruntime": 70}
         if facts.has_bf16:
             places = {"openvino-bf16": 10, "openvino-int8-part": 20, "openvino-bf16-sums": 40, "openvino-int8": 50}
-        # Residual sums are what a transformer has; the level says so itself where a model's are in bfloat16 already.
+        # Only transformers have many residual sums. Where a model's are in bfloat16 already, the level itself refuses.
         if not (facts.uses_sdpa or facts.manual_attention):
             places.pop("openvino-bf16-sums", None)
-        if facts.num_linear + facts.num_conv <= 8:  # a minute of choosing pays where products are what takes the time
+        if facts.num_linear + facts.num_conv <= 8:  # choosing layers takes a minute: not for few products
             places.pop("openvino-int8-part")
         found = [Bundle(place, {"runtime": level, **AS_GIVEN}) for level, place in places.items()]
         frozen = Bundle(120, {"precision": "bf16", "runtime": "aoti", "freeze": "on"})
@@ -338,6 +326,20 @@ class Streams(Technique):
 
 
 _EXTRAS = {"openvino": "openvino", "nncf": "openvino", "onnxruntime": "onnx", "onnx": "onnx", "onnxscript": "onnx"}
+
+
+def _why_not_exported(facts: Facts) -> str:
+    if not facts.is_module:
+        return "the model is a plain callable"
+    if facts.is_scripted:
+        return "the model is TorchScript, which torch.export does not take"
+    if facts.custom_call:
+        return "the workload has a call of its own, and an exported model has only its forward"
+    if facts.changes_buffers:
+        return "the model changes its own buffers when it is called, and in an exported model they stay the same"
+    if facts.changes_inputs:
+        return facts.no_copies
+    return "each input calls it in other shapes, and an exported model has one" if facts.shapes_vary else ""
 
 
 def _missing(facts: Facts, package: str) -> str:

@@ -74,7 +74,7 @@ def start_s(trial: Trial) -> float:
     known = trial.start_s if math.isfinite(trial.start_s) else trial.startup.load_s + trial.startup.total_s + 5.0
     if not math.isfinite(known):
         return 10.0
-    # The compiler's work is in the cache by then. It also traces, loads and warms up, which no cache saves.
+    # Compiled code is in the cache by then; tracing, loading and warming up is what no cache saves.
     saved = 0.5 * trial.startup.first_call_s if trial.startup.cache == "cold" else 0.0
     return max(1.0, known - saved)
 

@@ -56,7 +56,7 @@ def final_race(session: Session, space: Space) -> FinalRace:
             f"there was time for only one of {len(best)} recipes in the final race: {others} may be as fast or faster"
         )
     session.report(f"final race: the best{f' {len(again)}' if len(again) > 1 else ''} in fresh processes")
-    session.held.keep({Recipe()})  # nobody picked its process for having been fast
+    session.held.keep({Recipe()})  # the only process that was not picked for its speed
     session.be_patient(plan.spare_s)
     share_s = REPLICATES_S if budget.seconds is None else min(REPLICATES_S, max(0.0, budget.left_s))
     stop = Stop()

@@ -110,22 +110,28 @@ def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, 
                 winner, claim = replace(winner, speedup=together), said(together)
                 if claim == "cannot tell":
                     return winner, claim  # what earlier races say is neither "no difference" nor a promise
-    gained = claim == "faster"
+    if winner is None or not last:
+        return winner, claim
+    goal = session.standings.goal
     given = [trial for trial in last if not trial.recipe.levels and math.isfinite(session.score(trial))]
-    if session.standings.goal not in TIMES and winner is not None:
-        goal = session.standings.goal
-        gained = all(needs_less(winner, trial, goal) for trial in given)
-    if winner is not None and not gained and last:
-        # Nothing was gained that can be shown: change nothing, or no more than the answers need.
-        known = [session.standings.known.get(recipe) for recipe in (Recipe(), preconditions(session.facts))]
-        winner = next((trial for trial in (*given, *known) if trial and math.isfinite(session.score(trial))), winner)
-        raced = [trial for trial in last if trial.processes > 1] or last  # not the rungs of the ladder beside them
-        busy = next((trial for trial in raced if not trial.is_quiet), None)
-        if busy is not None and not winner.recipe.levels:  # what the final race compared says what this is worth
-            winner = replace(winner, is_quiet=False, load=busy.load)
-        if leader is None or winner.recipe != leader.recipe:  # nobody picked it for its speed
-            claim = said(winner.speedup) if winner.recipe.levels else "same"
+    gained = claim == "faster" if goal in TIMES else all(needs_less(winner, trial, goal) for trial in given)
+    if gained:
+        return winner, claim
+    winner = _as_given(session, given, last) or winner  # nothing was gained that can be shown
+    if leader is None or winner.recipe != leader.recipe:  # nobody picked it for its speed
+        claim = said(winner.speedup) if winner.recipe.levels else "same"
     return winner, claim
+
+
+def _as_given(session: Session, given: Sequence[Trial], last: Sequence[Trial]) -> Trial | None:
+    """The workload as given, or with no more changes than right answers need; None where both miss the limits."""
+    known = [session.standings.known.get(recipe) for recipe in (Recipe(), preconditions(session.facts))]
+    trial = next((one for one in (*given, *known) if one and math.isfinite(session.score(one))), None)
+    raced = [one for one in last if one.processes > 1] or last  # not the rungs of the ladder beside them
+    busy = next((one for one in raced if not one.is_quiet), None)
+    if trial is not None and busy is not None and not trial.recipe.levels:
+        return replace(trial, is_quiet=False, load=busy.load)  # this is worth what the final race's comparison is
+    return trial
 
 
 def _is_surer(one: Interval, other: Interval | None) -> bool:

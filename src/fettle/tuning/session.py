@@ -261,7 +261,7 @@ class Session:
         candidates = candidates[: self.costs.how_many_fit(candidates, self.costs.left_s(deadline))]
         if candidates or Recipe() not in self.standings.known:
             stop = Stop()
-            compares = not self.rules.equal_rounds and self.options.storage is None  # and on this machine alone
+            compares = not self.rules.equal_rounds and self.options.storage is None  # nor where machines share it
             # The first steps of a training loop say nothing where its batches differ in shape.
             compares = compares and not (self.facts.mode == "training" and self.facts.num_input_shapes > 1)
             rules = replace(self.rules, deadline=deadline, grace_s=0.0, stop=stop,
@@ -320,7 +320,7 @@ class Session:
         """Say so at once where the time of the workload as given swings, before minutes are spent."""
         baseline = self.standings.known.get(Recipe())
         if baseline is not None and (swings := how_it_swings(baseline)):
-            say = self.note if fetching(baseline.slices) else self.remark  # what memory does the result says itself
+            say = self.note if fetching(baseline.slices) else self.remark  # the result itself says what memory does
             say(swings)
 
     def be_patient(self, spare_s: float) -> None:

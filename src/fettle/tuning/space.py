@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fettle.errors import UsageError
 from fettle.recipe import Recipe, technique_and_part
@@ -42,39 +42,31 @@ def space_for(
     choices: dict[str, tuple[str, ...]] = {}
     left_out: list[LeftOut] = []
     required = dict(preconditions(facts).levels)
-    allowed = _of_factors(allowed, facts)
+    allowed = _by_factor(allowed, facts)
     offered = bundles(facts)
     for name, technique, own in factors(facts):
-        usable = [technique.default]
         if facts.mode not in technique.modes:
             if name in allowed:
                 raise UsageError(f"the technique {name} is for {' and '.join(technique.modes)} only")
             continue
+        usable = [technique.default]
         beside = [] if name in allowed else [Recipe(), *offered]
         for level in technique.levels(own):
-            permitted = name not in allowed or level.name in allowed[name]
             if level.name == technique.default:
                 continue
             saves = [technique.only_saves_memory(level.name, recipe) for recipe in beside]
-            if why := level.why_not or _useless(own, saves, memory_counts):
-                left_out.append(LeftOut(name, level.name, why))
-            elif not permitted:
-                left_out.append(LeftOut(name, level.name, "not among the levels that are allowed"))
-            else:
+            why = level.why_not or _useless(own, saves, memory_counts)
+            if not why and name in allowed and level.name not in allowed[name]:
+                why = "not among the levels that are allowed"
+            if not why:
                 usable.append(level.name)
-                if why := ruled_out(Recipe({name: level.name})):
-                    left_out.append(LeftOut(name, level.name, f"{why}, unless another technique saves it"))
+                if unsaved := ruled_out(Recipe({name: level.name})):
+                    why = f"{unsaved}, unless another technique saves it"
+            if why:
+                left_out.append(LeftOut(name, level.name, why))
         if name in allowed:
             _pin(name, technique, allowed[name], own, usable, required)
         choices[name] = tuple(usable)
-    # Of a part that is not worth it a bundle goes without.
-    able = [
-        Recipe({name: level for name, level in bundle.levels.items() if len(choices[name]) > 1 or not facts.parts})
-        for bundle in offered
-    ]
-    useful = [
-        bundle for bundle in dict.fromkeys(able) if all(level in choices[name] for name, level in bundle.levels.items())
-    ]
 
     def idle_in(recipe: Recipe) -> list[str]:
         return [name for name in idle(recipe) if name not in required]
@@ -97,9 +89,18 @@ def space_for(
         required=canonical(Recipe(required)),
         cost=cost or level_cost,
         is_idle=lambda recipe: bool(idle_in(recipe)),
-        bundles=[canonical(Recipe({**recipe.levels, **required})) for recipe in useful],
+        bundles=[canonical(Recipe({**recipe.levels, **required})) for recipe in _possible(offered, choices, facts)],
     )
     return space, left_out
+
+
+def _possible(offered: Iterable[Recipe], choices: Mapping[str, Sequence[str]], facts: Facts) -> list[Recipe]:
+    """The bundles whose levels are all in the space; in a pipeline without those of parts that have no choice."""
+    able = [
+        Recipe({name: level for name, level in bundle.levels.items() if len(choices[name]) > 1 or not facts.parts})
+        for bundle in offered
+    ]
+    return [one for one in dict.fromkeys(able) if all(level in choices[name] for name, level in one.levels.items())]
 
 
 def level_cost(recipe: Recipe) -> int:
@@ -115,7 +116,7 @@ def _useless(facts: Facts, saves: Sequence[bool], memory_counts: bool) -> str:
     return f"the part takes {facts.share:.2%} of the call's time" if saves and facts.share < _LEAST_SHARE else ""
 
 
-def _of_factors(allowed: Mapping[str, Sequence[str]], facts: Facts) -> Mapping[str, Sequence[str]]:
+def _by_factor(allowed: Mapping[str, Sequence[str]], facts: Facts) -> Mapping[str, Sequence[str]]:
     """The user's choice by factor: a technique named alone is meant for every part that can have one of its levels.
 
     Raises `UsageError` for a part that there is not."""

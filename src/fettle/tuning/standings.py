@@ -69,7 +69,7 @@ class Standings:
             trials = [trial for trial in trials if trial.recipe.levels.get(PYTHON.name, PYTHON.default) in named]
         for trial in trials:
             self.known[trial.recipe] = self.judged(trial)
-        repeated = study.notes("again in race ")  # what was known by then ran in these
+        repeated = study.notes("again in race ")  # the races in which known recipes ran again
         kept = self.raced(*repeated, study.note("final race"), study.note("last race"))
         self.add([*self.known.values(), *kept])
         able = self.longest_ms is not None
@@ -243,6 +243,6 @@ def _beside_limits(trial: Trial, limits: Limits, goal: Goal) -> Iterator[tuple[f
     if (most := limits.max_tpot_ms) is not None:
         yield text.tpot_ms / most, f"{text.tpot_ms:.3g} ms per output token are above {most:g} ms"
     if (least := limits.min_throughput) is not None:
-        # Of whole texts, whatever part of them the race went by.
+        # Of whole texts, also where the race goes by a part of them.
         rate, unit = (text.throughput, "tokens") if trial.generation else (trial.throughput, "samples")
         yield least / rate if rate > 0 else math.nan, f"{rate:.3g} {unit} a second are below {least:g}"

@@ -134,15 +134,7 @@ def _look(path: Path) -> tuple[str, str]:
         heading = html.unescape(title.group(1)) if title else ""
         return ("report", heading.removesuffix(" – fettle")) if heading.endswith(" – fettle") else ("", "")
     if name.endswith((".json", ".json.gz")):
-        head = _head(path)
-        if b'"traceEvents"' in head or b'"deviceProperties"' in head:
-            return "trace", "a profiler's trace"
-        if name == "manifest.json" and path.with_name("weights.safetensors").exists():
-            return "package", "a model that fettle serves"
-        of_load = b'"latency_ms"' in head and b'"goodput"' in head
-        if of_load or (b'limit_ms"' in head and b'"met"' in head):
-            return "load", _under_load(path)
-        return ("results", "the same for machines") if name in _RESULTS else ("", "")
+        return _json(path, name)
     if name.endswith(".csv"):
         rows = _head(path).startswith(b"Benchmark,TS failed requests,")
         return ("load", "load tests in TorchServe's columns") if rows else ("", "")
@@ -154,6 +146,18 @@ def _look(path: Path) -> tuple[str, str]:
         )
         return ("snapshot", "an allocator's snapshot") if is_snapshot else ("", "")
     return "", ""
+
+
+def _json(path: Path, name: str) -> tuple[str, str]:
+    head = _head(path)
+    if b'"traceEvents"' in head or b'"deviceProperties"' in head:
+        return "trace", "a profiler's trace"
+    if name == "manifest.json" and path.with_name("weights.safetensors").exists():
+        return "package", "a model that fettle serves"
+    of_load = b'"latency_ms"' in head and b'"goodput"' in head
+    if of_load or (b'limit_ms"' in head and b'"met"' in head):
+        return "load", _under_load(path)
+    return ("results", "the same for machines") if name in _RESULTS else ("", "")
 
 
 _BY_STATE = "SELECT state, count(*) FROM trials GROUP BY state"

@@ -87,7 +87,7 @@ class Steps:
             self._note_slow(wall)
         self._before = (self._data, self._sync, self._gc, self._syncs)
         if self._count % _RENEW == 0 or self._count == _FEWEST_FOR_SLOW + 1:
-            self._first_wall = self._first_wall or self._walls[0]  # which goes once there are too many
+            self._first_wall = self._first_wall or self._walls[0]  # `_walls` drops it in a long loop
             self._slow_ns = self.slow_factor * self._median()
 
     @contextlib.contextmanager

@@ -19,6 +19,7 @@ from fettle.errors import UsageError
 from fettle.files import check_writable, write_text
 from fettle.patches import replaced
 from fettle.watching.account import Steps
+from fettle.watching.report import StepReport
 from fettle.watching.slow import Sampler
 
 T = TypeVar("T")
@@ -64,21 +65,25 @@ def watch(
             finally:
                 steps.report = steps.summary(1 - busy[0] / busy[1] if busy[1] else None)
     finally:
-        failed = sys.exception() is not None
         _ONE.release()
-        try:
-            if steps.report is not None and to is not None:
-                hidden = (OSError, ValueError) if failed else ()  # a closed file must not hide the program's own error
-                with contextlib.suppress(*hidden):
-                    print(steps.report, file=sys.stderr if to == "stderr" else to)
-        finally:
-            if steps.report is not None and json_to is not None:
-                try:
-                    write_text(json_to, steps.report.to_json())
-                except UsageError as error:
-                    if not failed:
-                        raise
-                    warnings.warn(str(error), stacklevel=2)  # nor must this one
+        if steps.report is not None:
+            _hand_out(steps.report, sys.stderr if to == "stderr" else to, json_to, failed=sys.exception() is not None)
+
+
+def _hand_out(report: StepReport, to: TextIO | None, json_to: str | os.PathLike[str] | None, failed: bool) -> None:
+    """Print and write the report. Where the loop has `failed`, no error in here may hide that one."""
+    try:
+        if to is not None:
+            with contextlib.suppress(*((OSError, ValueError) if failed else ())):
+                print(report, file=to)
+    finally:
+        if json_to is not None:
+            try:
+                write_text(json_to, report.to_json())
+            except UsageError as error:
+                if not failed:
+                    raise
+                warnings.warn(str(error), stacklevel=4)
 
 
 def step_timer(iterable: Iterable[T], **options: Any) -> Iterator[T]:

@@ -188,7 +188,7 @@ def switches() -> list[tuple[str, list[Any], dict[str, Any]]]:
     if torch.are_deterministic_algorithms_enabled():
         warns = {"warn_only": torch.is_deterministic_algorithms_warn_only_enabled()}
         calls += [("use_deterministic_algorithms", [True], warns)]
-    with contextlib.suppress(RuntimeError):  # where it was set by its new name
+    with contextlib.suppress(RuntimeError):  # it raises where the newer setting was used
         if torch.get_float32_matmul_precision() != "highest":
             calls += [("set_float32_matmul_precision", [torch.get_float32_matmul_precision()], {})]
     return calls

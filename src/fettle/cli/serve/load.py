@@ -117,7 +117,7 @@ def command(
     seconds, limit_s = _options.duration_s(duration, "--duration"), _options.limit_s(p99, "--p99")
     token, tls = read_text(token_file).strip() if token_file is not None else "", trusting(ca_file)
     limits = TextLimits(_options.limit_s(ttft, "--ttft"), _options.limit_s(itl, "--itl"))
-    if _of_texts(url):
+    if _asks_for_texts(url):
         if body is not None:
             raise UsageError("--body is for other URLs: prompts for /v1 are made up, or those of --texts FILE")
         lines = text_lines(prompt_tokens, output_tokens, texts, seed=seed)
@@ -131,7 +131,7 @@ def command(
 
     earlier = read_baseline(baseline) if baseline is not None else []
     with _show.telling("starting", quiet=as_json) as show:
-        runs = run(_all(requests, plans, seconds, limit_s, limits, show))
+        runs = run(_run_all(requests, plans, seconds, limit_s, limits, show))
     interrupted = any(run.interrupted for run in runs)
     told = [as_data(run) for run in runs]
     changes, trouble = [], None
@@ -147,19 +147,21 @@ def command(
         from fettle.machine import this_machine
         from fettle.report import loads_page
 
-        machine = this_machine().summary
-        write_text(page, loads_page(told, _table(runs), url, machine))
+        write_text(page, loads_page(told, _table(runs), url, this_machine().summary))
     if markdown is not None:
         write_text(markdown, _markdown(runs))
     if csv_file is not None:
         _options.write_csv(csv_file, COLUMNS, (torchserve_row(run, url) for run in told))
     if trouble is not None:
         raise trouble
-    # What was refused or failed was not answered within the limit either.
     worse = any(change.verdict == "worse" for change in changes)
-    missed = worse or (limit_s and any(run.within < 0.99 for run in runs)) or any(run.missed for run in runs)
-    failed = missed or any(run.void or not run.stable or not run.answered for run in runs)
-    _show.leave(interrupted=interrupted, missed=bool(failed))
+    _show.leave(interrupted=interrupted, missed=worse or any(_has_missed(run, limit_s) for run in runs))
+
+
+def _has_missed(run: Run, limit_s: float) -> bool:
+    """Whether a run is no good, or did not keep its limits: what was refused or failed was not in time either."""
+    late = limit_s > 0 and run.within < 0.99
+    return late or run.missed or bool(run.void) or not run.stable or not run.answered
 
 
 def _plans(
@@ -194,12 +196,12 @@ def _requests(
     return [http_request(url, read_bytes(body), headers, tls)]
 
 
-def _of_texts(url: str) -> bool:
+def _asks_for_texts(url: str) -> bool:
     """Whether texts are asked for, by OpenAI's protocol."""
     return url.rstrip("/").endswith(("/v1", "/v1/completions", "/v1/chat/completions"))
 
 
-async def _all(
+async def _run_all(
     requests: Any, plans: list[tuple[str, Any]], seconds: float, limit_s: float, limits: TextLimits, show: Any
 ) -> list[Run]:
     from fettle.load.loops import closed_loop, open_loop
@@ -214,7 +216,7 @@ async def _all(
             show(f"run {number} of {len(plans)}: {max(0.0, end - now):.0f} s left, {waiting} requests on their way")
 
         how: dict[str, Any] = {"limit_s": limit_s, "limits": limits, "on_progress": on_progress, "stop": stop}
-        how["patience_s"] = 60.0 if _of_texts(requests[0].path) else 10.0
+        how["patience_s"] = 60.0 if _asks_for_texts(requests[0].path) else 10.0
         if mode == "closed":
             runs.append(await closed_loop(requests, plan, seconds, **how))
         else:

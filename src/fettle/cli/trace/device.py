@@ -50,9 +50,11 @@ def occupancy(traces: list[Trace]) -> Answer:
 def flops(
     traces: list[Trace],
     peak: Annotated[
-        float | None, typer.Option(min=1e-6, help="what the device computes at most, TFLOP/s; for --bandwidth too")
+        float | None, typer.Option(min=1e-6, help="peak arithmetic of the device, TFLOP/s; goes with --bandwidth")
     ] = None,
-    bandwidth: Annotated[float | None, typer.Option(min=1e-6, help="what its memory moves at most, GB/s")] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(min=1e-6, help="peak bandwidth of its memory, GB/s; goes with --peak")
+    ] = None,
 ) -> Answer:
     """FLOPs of matrix products, convolutions and attention: by operator, by distinct shapes, against the roofline.
 

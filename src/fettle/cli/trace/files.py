@@ -79,7 +79,7 @@ def sql(
 @app.command()
 def augment(
     source: Source,
-    target: Annotated[Path | None, typer.Argument(hidden=True, help="--output, as it was")] = None,
+    target: Annotated[Path | None, typer.Argument(hidden=True, help="earlier spelling of --output")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="the new trace (.json)")] = Path("augmented.json"),
     fresh: Fresh = False,
     as_json: Json = False,

@@ -36,8 +36,8 @@ def operators(traces: list[Trace]) -> Answer:
 def tree(
     traces: list[Trace],
     rows: Rows = 60,
-    depth: Annotated[int, typer.Option(min=1, max=200, help="how deep")] = 4,
-    python: Annotated[bool, typer.Option("--python", help="with Python functions")] = False,
+    depth: Annotated[int, typer.Option(min=1, max=200, help="deepest level of calls that is shown")] = 4,
+    python: Annotated[bool, typer.Option("--python", help="include Python functions")] = False,
 ) -> Answer:
     """Calls merged by path, with host and device time.
 

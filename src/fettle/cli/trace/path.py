@@ -86,7 +86,7 @@ def whatif(
         str | None, typer.Option(help="kernels that match this expression take --factor of their time")
     ] = None,
     factor: Annotated[
-        float | None, typer.Option(min=0, help="the share of their time that --kernels then take; default 0, none")
+        float | None, typer.Option(min=0, help="factor on the time of --kernels; default 0: they take no time")
     ] = None,
 ) -> Answer:
     """How long would the step be without syncs, with perfect overlap, with one graph launch, with faster kernels?
@@ -98,7 +98,7 @@ def whatif(
       fettle trace whatif trace.json.gz --kernels gemm --factor 0.5 --output whatif.html
     """
     if factor is not None and kernels is None:
-        raise UsageError("--factor is of --kernels: name them, for example --kernels gemm")
+        raise UsageError("--factor goes with --kernels: name them, for example --kernels gemm")
     answers, questions = [], []
     notes: dict[str, Any] = step_windows(own_end)
     uncertain: dict[str, list[str]] = {}
@@ -131,7 +131,7 @@ def compare(
     rows: Rows = 20,
     chart: Chart = None,
     fresh: Fresh = False,
-    skip: Annotated[int, typer.Option(min=0, help="leave out this many first steps")] = 0,
+    skip: Annotated[int, typer.Option(min=0, help="leave out this many steps at the beginning")] = 0,
     steps_before: Annotated[str | None, typer.Option(help="steps of the first trace, such as 3,4,5")] = None,
     steps_after: Annotated[str | None, typer.Option(help="steps of the second trace")] = None,
 ) -> None:

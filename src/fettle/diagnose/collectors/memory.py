@@ -34,7 +34,7 @@ def kept_alive(call: Callable[[], Any], calls: int = 3) -> Kept:
     for _ in range(calls + 1):
         call()
         gc.collect()
-        # By type, not isinstance: lazy proxies among all objects would be woken.
+        # By type: isinstance would make lazy proxies among all objects load.
         alive = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
         last, known = known, {id(tensor): weakref.ref(tensor) for tensor in alive}
         # An address may be another tensor's by now.
@@ -103,7 +103,7 @@ def padding(workload: Workload) -> Padding:
             run = (ids.flip(1) == last).long().cumprod(1).sum(1)
             alike = int((last == filler).sum())
             elsewhere = int((ids == filler).sum() - run[last[:, 0] == filler].sum())
-            # One token at the end of several rows, and hardly before it: the filler.
+            # The same token at the end of several rows, and hardly elsewhere, is padding.
             if (alike > 1 or len(ids) == 1) and 10 * elsewhere <= int(run.sum()):
                 padded += int(run[run > 1].sum())
             positions += ids.numel()

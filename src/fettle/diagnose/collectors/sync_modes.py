@@ -190,16 +190,7 @@ class Functions(TorchFunctionMode):
         flag = next((arg for arg in args if isinstance(arg, bool)), False)  # the first bare one is `non_blocking`
         non_blocking = bool(kwargs.get("non_blocking", flag))
         here = watch.holds(source)
-        if other is not None:
-            to_device: bool | None = watch.holds(other)
-        elif target is None:
-            to_device = None
-        elif watch.real:
-            to_device = watch.is_device(target)
-        elif isinstance(target, str):
-            to_device = target not in ("cpu",)
-        else:
-            to_device = True if target.index is not None or target.type != "cpu" else (None if here else True)
+        to_device = watch.holds(other) if other is not None else self._is_to_device(target, here)
         if target is not None and str(target).startswith("cuda") and not watch.real:
             args = tuple(DEVICE if arg is target else arg for arg in args)
             kwargs = {key: DEVICE if arg is target else arg for key, arg in kwargs.items()}
@@ -216,6 +207,18 @@ class Functions(TorchFunctionMode):
             result = result.clone() if result is source and not watch.real else result
             watch.mark(result)
         return result
+
+    def _is_to_device(self, target: str | torch.device | None, here: bool) -> bool | None:
+        """None where the tensor stays. Without a GPU a program's `torch.device("cpu")` stands for its device."""
+        if target is None:
+            return None
+        if self.watch.real:
+            return self.watch.is_device(target)
+        if isinstance(target, str):
+            return target != "cpu"
+        if target.index is None and target.type == "cpu" and here:
+            return None
+        return True
 
     def _uploaded(self, name: str, value: Any, non_blocking: bool) -> None:
         """A blocking copy of a tensor or a list of the host, unless it is empty."""

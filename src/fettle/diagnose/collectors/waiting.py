@@ -114,7 +114,7 @@ def waiting(
     loader_s = clock.seconds / clock.calls
     at_hand_s = _at_hand(call, clock, device) if loader_s > 0.02 * wall_s else 0.0
     loading = Loading(loader_s, clock.rows, clock.batches // clock.calls, at_hand_s)
-    # A collection that came once says nothing of how often it comes: a full one may take longer than all these calls.
+    # One collection says nothing of how often they come: a full one may take longer than all these calls.
     collecting = sum(sum(spans) for spans in pauses.values() if len(spans) > 1)
     return collecting / clock.calls, blocked / clock.calls, loading
 

@@ -72,7 +72,7 @@ def grad_recorded(call: Evidence) -> Finding | None:
 def host_bound(call: Evidence) -> Finding | None:
     """The host's own work around operators outweighs what they do."""
     calls = sum(op.calls for op in call.operations)
-    without_core_s = call.crowded * call.wall_s  # other programs had it: not the host's work
+    without_core_s = call.crowded * call.wall_s  # taken by other programs, not the host's own work
     if calls < 20 or call.share(call.host_s - without_core_s) < 0.25 or call.slept_s > 0.3 * call.wall_s:
         return None
     line = f"{calls} operators a call; {call.host_s * 1e6 / calls:.0f} us of host time around each"
@@ -114,7 +114,7 @@ def python_loop(call: Evidence) -> Finding | None:
     """One source line that calls the same small operator very often: a Python loop over a tensor."""
     stepping = {op.line for op in named(call, *OPTIMIZER)}
     layers = {op.line for op in call.operations if op.weights > 8}  # called by one line of a container
-    often = 24 * max(1, call.loading.batches)  # a loop over a loader's batches is how things are done
+    often = 24 * max(1, call.loading.batches)  # once a batch is normal
     lines: dict[str, list[Operation]] = {}
     for op in call.operations:
         if op.calls >= often and op.seconds / op.calls < 1e-4 and op.line and op.line not in stepping | layers:
@@ -125,9 +125,9 @@ def python_loop(call: Evidence) -> Finding | None:
     line = max(calls, key=lambda key: calls[key])
     total = sum(op.calls for op in call.operations)
     if calls[line] < 0.3 * total or any(op.repeated > 0.3 for op in call.operations):
-        return None  # where a sequence is computed again and again, that is the cause
-    # The loop is all that runs as often as it turns, and what its function does around it (stack, unbind); one pass
-    # over the whole takes at least what one turn took.
+        return None  # recomputing a sequence is the cause, which another rule says
+    # The loop is what runs as often as it turns, with what its function does around it (stack, unbind). One call for
+    # the whole tensor takes at least as long as one turn.
     turns = max(op.calls for op in lines[line])
     around = {op.function for op in lines[line] if op.function}
     body = [
@@ -177,8 +177,8 @@ def built_in_call(call: Evidence) -> Finding | None:
         return None
     count = sum(call.built.values())
     places = sorted(call.built, key=lambda line: -call.built[line])[:4]
-    # What a constructor does is not known, and weights just written are in no cache: of the call, surely still needed
-    # are the loader, and the products at their peak.
+    # What constructors take is not known, and new weights are in no cache: only the loader and the products at their
+    # peak are sure to be left of the call.
     return cause(
         f"Modules are built on every call: {count} parameter{'s' if count > 1 else ''}.",
         bound=1 - call.share(call.ideal_s() + call.loading.seconds),
@@ -194,14 +194,14 @@ def built_in_call(call: Evidence) -> Finding | None:
 @rule("inference", "training")
 def syncs(call: Evidence) -> Finding | None:
     """Places where the host would wait for the device."""
-    # Of a compiled model, a line that breaks the graph is that rule's: mended there, it is mended here.
+    # A line that breaks a compiled model's graph is left to that rule: it is the same fix.
     breaks = {(b.file, b.line) for b in call.compile.breaks} if call.compiled and call.compile else set()
     syncs = [sync for sync in call.syncs if (sync.file, sync.line) not in breaks]
     if not syncs:
         return None
     count = sum(sync.count for sync in syncs)
     waits = "waits for the GPU" if call.facts.device == "cuda" else "would wait for a GPU"
-    # Without it the host could run ahead, and what was computed only to be looked at need not be: all but the products.
+    # Without it the host could run ahead, and what is computed only for it would go: all but products may be saved.
     return cause(
         f"The host {waits} {f'{count} times' if count > 1 else 'once'} a call.",
         bound=1 - call.share(call.seconds(MATRIX) + call.loading.seconds),

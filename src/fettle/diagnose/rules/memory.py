@@ -18,8 +18,8 @@ def spike(call: Evidence) -> Finding | None:
         return None
     shapes = {op.largest for op in grown}
     ops = [op for op in call.operations if op.largest in shapes or op in grown]
-    # The operators that read it next read all of it: reductions, mostly.
-    size = 2 * max(math.prod(op.largest) for op in grown)  # in bytes, were it in 16 bits
+    # And those that read all of it afterwards, mostly reductions.
+    size = 2 * max(math.prod(op.largest) for op in grown)  # bytes in a 16-bit type
     ops += [op for op in call.operations if op not in ops and op.bytes >= size * op.calls]
     first = max(grown, key=lambda op: op.growth)
     shape = "x".join(map(str, first.largest))

@@ -43,7 +43,7 @@ def copies(call: Evidence) -> Finding | None:
         ops,
         "avoid clone(), contiguous() and cat() in the hot path; a compiler fuses many of them away",
         levels={"compile": "default", "grad": "inference_mode"},
-        # Its results gone, caches hold what comes next, and the C library need not fetch as much memory.
+        # Without their results caches hold more of the rest, and the C library fetches less memory.
         formula="copying operators, and as much again of work on their results, with what fetching memory costs / call",
         besides=min(large, spent + call.fresh.seconds),
         before="x = x.clone() * 2",
@@ -82,7 +82,7 @@ def attention(call: Evidence) -> Finding | None:
     ops = [op for op in call.operations if op.largest in matrices or op in softmax]
     modules = {op.module for op in softmax}
     ops += [op for op in named(call, "bmm", "baddbmm") if op.module in modules and op not in ops]
-    # A fused kernel still multiplies; it may reach more than one large product does, so half of that time is granted.
+    # A fused kernel still multiplies, and may be faster at it than one large product: half of that time remains.
     could = sum(max(0.0, op.seconds - 0.5 * (op.flops / call.peak_flops(op.dtype) if op.flops else 0.0)) for op in ops)
     could += 0.5 * sum(op.seconds for op in call.operations if op.group == LAYOUT and op.module in modules)
     shape = "x".join(map(str, max(matrices)))
@@ -148,7 +148,7 @@ def recomputation(call: Evidence) -> Finding | None:
     """Growing inputs, computed whole each time: generation without a key-value cache."""
     ops = [op for op in call.operations if op.repeated > 0]
     spent = sum(op.seconds * op.repeated for op in ops)
-    # What stands around these products (norms, activations) is computed again with them.
+    # Norms and activations around these products are computed again with them.
     share = spent / max(taken(ops), 1e-12)
     calls = max((op.calls for op in ops), default=0)
     return about_operators(

@@ -53,15 +53,15 @@ class Cache:
                 f"no text fits into {size_text(most_bytes)} of cache: {length} tokens take "
                 f"{size_text(token * length)}; serve with more `cache_bytes`, or package with a smaller max_tokens"
             )
-        # In memory the layers come first: a layer's keys of all rows are one batch of matrices then, and not copied.
-        # What is compiled for them is so for their number: four, eight and so on.
+        # In memory layers come first: so a layer's keys of all rows are one batch of matrices, which is not copied.
+        # Code is compiled for a number of rows: four, eight and so on.
         on_cpu = runner.device == "cpu"
         there = max(4, 1 << (self.rows - 1).bit_length()) if on_cpu else self.rows
         shape = (layers, 2, there, heads, length, size)
         past = _untouched_zeros(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=runner.device)
         self._past = past.permute(2, 0, 1, 3, 4, 5)
         self._held: list[tuple[Sequence[int], int]] = [((), 0)] * self.rows
-        self._when, self._now = [0] * self.rows, 0  # each row was written to last
+        self._when, self._now = [0] * self.rows, 0  # when each row was last written to
         given = torch.tensor(filled([[0] * 7] * 2, [5] * 2, 7))
         if length > 12 and not self.halves:
             runner.compile_for(self._inputs(given, self._past[:2, ..., :5, :]))
@@ -185,7 +185,7 @@ class Cache:
         self._held[other], self._when[other] = (held[0], min(length, held[1])), when
 
     def wipe(self, row: int) -> None:
-        """Forget what is not finite: a place that is left out counts nothing times itself, which it would spoil."""
+        """Zero a row with values that are not finite: a masked place counts 0 times its value, which would be NaN."""
         self._past[row] = 0
         self.holds(row, (), 0)
 

@@ -30,18 +30,18 @@ class Detokenizer:
         if len(whole) <= len(before) or whole.endswith("\ufffd"):
             return ""
         self._ids, self._sent = self._ids[self._sent :], len(self._ids) - self._sent
-        return self._passed(whole[len(before) :])
+        return self._certain(whole[len(before) :])
 
     def end(self) -> str:
         """The text has ended: what was held back."""
         if self.stopped:
             return ""
         before, whole = self._decode(self._ids[: self._sent]), self._decode(self._ids)
-        passed = self._passed(whole[len(before) :])
+        passed = self._certain(whole[len(before) :])
         held, self._held = self._held, ""
         return passed if self.stopped else passed + held
 
-    def _passed(self, text: str) -> str:
+    def _certain(self, text: str) -> str:
         """What of the text no stop string can take any more."""
         if not self._stop:
             return text

@@ -106,7 +106,7 @@ class Handler:
             return list(ask.tokens)
         text, special = ask.text or "", True
         if ask.messages is not None:
-            text, special = self._chatted(ask.messages, ask.template or {}), False  # the template writes them itself
+            text, special = self._chatted(ask.messages, ask.template or {}), False  # the template has them
         if len(text) > self.settings.max_characters:
             raise TooLong(f"a prompt may have at most {self.settings.max_characters} characters")
         tokens = list(self.tokenizer.encode(text, add_special_tokens=special).ids)
@@ -120,7 +120,7 @@ class Handler:
         most, wanted = self.settings.max_tokens, ask.sampling.max_tokens
         if not prompt:
             raise UsageError("the prompt is empty")
-        read = len(self.begins) or len(prompt)  # by what goes on writing
+        read = len(self.begins) or len(prompt)  # what the decoder reads before it writes
         longest = most if self.begins else most - 1
         if len(prompt) > longest:
             raise TooLong(f"a prompt has at most {longest} tokens, this one {len(prompt)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -95,21 +95,21 @@ def labels_file(path: Path) -> bytes:
     """
     try:
         text = read_text(path, MAX_LABELS_BYTES)
-        if path.suffix != ".json":
-            names = text.splitlines()
-        else:
+        labels: Any = text.splitlines()
+        if path.suffix == ".json":
             labels = msgspec.json.decode(text.encode(), type=list[str] | dict[str, str | list[str]])
-            if isinstance(labels, dict):
-                by_number = {int(number): name for number, name in labels.items()}
-                if min(by_number, default=0) < 0 or max(by_number, default=0) > 1_000_000:
-                    raise UsageError(f"{path} numbers its classes beyond a million")
-                called = [by_number.get(number, str(number)) for number in range(max(by_number, default=-1) + 1)]
-                names = [name if isinstance(name, str) else name[-1] for name in called]
-            else:
-                names = labels
+        names = _in_order(labels, path) if isinstance(labels, dict) else labels
     except (OSError, ValueError, IndexError, RecursionError) as error:
         raise UsageError(f"{path} holds no labels: a line for each class, or JSON ({first_line(error)})") from error
     return "".join(" ".join(name.split()) + "\n" for name in names).encode()
+
+
+def _in_order(labels: Mapping[str, str | list[str]], path: Path) -> list[str]:
+    """The names of classes by number; a number that is left out is its own name."""
+    by_number = {int(number): name if isinstance(name, str) else name[-1] for number, name in labels.items()}
+    if min(by_number, default=0) < 0 or max(by_number, default=0) > 1_000_000:
+        raise UsageError(f"{path} numbers its classes beyond a million")
+    return [by_number.get(number, str(number)) for number in range(max(by_number, default=-1) + 1)]
 
 
 def label(labels: Sequence[str], index: int) -> str:

@@ -93,9 +93,9 @@ class Recorded:
             (rows, new, 1)
             for new in new_sizes
             for rows in powers(most_rows)
-            if rows * new < 4 * prefill_tokens or new == _SHORTEST_PROMPT  # both may be filled up to almost the double
+            if rows * new < 4 * prefill_tokens or new == _SHORTEST_PROMPT  # each may be rounded up to nearly twice
         ]
-        sizes.sort(key=lambda size: -size[0] * size[1] * size[2])  # those that follow find the largest one's memory
+        sizes.sort(key=lambda size: -size[0] * size[1] * size[2])  # the largest first: the others reuse its memory
         recorded = [self._fits(*size) for size in sizes[:_MOST]]
         if not all(recorded):
             self.most = len(self.graphs)

@@ -225,7 +225,7 @@ class Running:
             text.reason = "stop" if text.detokenizer.stopped else "" if text.left else "length"
         if text.reason:
             characters += text.detokenizer.end()
-            if text.detokenizer.stopped:  # by what was held back
+            if text.detokenizer.stopped:  # the stop string was in what had been held back
                 text.reason = "stop"
         logprobs: tuple[TokenLogprob, ...] = ()
         if sampling.logprobs is not None and not is_end:

@@ -342,11 +342,11 @@ def in_order(version: str) -> tuple[tuple[int, int | str], ...]:
 def _with_batching(settings: ServeSettings, wanted: Any) -> ServeSettings:
     allowed = {"max_rows", "delay_ms", "max_queue_rows", "timeout_ms", "limit_ms"}
     if not isinstance(wanted, Mapping) or set(wanted) - {*allowed, "policy", "pad"}:
-        raise Refusal(400, f"batch may hold {', '.join(sorted(allowed))}")
+        raise Refusal(400, f"batch may only hold {', '.join(sorted(allowed))}")
     changed = _with(settings, wanted)
     # Only batch sizes that were warmed: a larger one would compile while clients wait.
     if changed.max_rows > settings.max_rows:
-        raise Refusal(400, f"only {settings.max_rows} rows were warmed: load the model again for more")
+        raise Refusal(400, f"the model was warmed up for {settings.max_rows} rows at most: load it again for more")
     return changed
 
 

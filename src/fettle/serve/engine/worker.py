@@ -202,7 +202,7 @@ class Worker:
             self._is_ready(header)
         elif isinstance(header, wire.Pong):
             self.rss = header.rss
-            if self.idle:  # else it was asked just before its batch came, whose answer is awaited
+            if self.idle:  # else it was pinged just before its batch came, and that answer is awaited
                 self._rest()
         elif isinstance(header, wire.Failed) and header.id < 0:
             self.pool.problem = header.reason  # the process ends now, which `_on_lost` hears of

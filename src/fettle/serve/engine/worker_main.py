@@ -46,8 +46,8 @@ def main() -> None:
         os.close(descriptor)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     logging.getLogger("fettle.package.compiled").setLevel(logging.INFO)  # how long a start took, and why
-    logging.getLogger("fettle.serve.settings").setLevel(logging.ERROR)  # the server has said it
-    with contextlib.suppress(ImportError):  # which is reported when there is something to load
+    logging.getLogger("fettle.serve.settings").setLevel(logging.ERROR)  # the server has logged them
+    with contextlib.suppress(ImportError):  # reported when a package is loaded
         for name in ("torch._export.serde.serialize", "safetensors.torch", "fettle.applying", "fettle.package.handler"):
             importlib.import_module(name)  # what any package needs, while the server is still busy with its own start
     with contextlib.suppress(ConnectionError, EOFError):
@@ -66,7 +66,7 @@ def main() -> None:
                 log.exception("loading failed")
             send(link, _failed(-1, error))
             return
-        gc.collect()  # what was loaded and then compiled has circles in it
+        gc.collect()  # loading and compiling leave reference cycles
         gc.freeze()  # what loading made stays: no collection needs to look at it again
         send(link, wire.Ready(time.perf_counter() - began, worker.texts))
         while True:
@@ -139,7 +139,7 @@ class _Worker:
         running = self.running
         if running is None:
             return
-        asked = select.poll()  # takes any number of descriptors
+        asked = select.poll()  # unlike select(), takes descriptors above 1023
         asked.register(link, select.POLLIN)
         while running.texts and not asked.poll(0):
             frames: list[Any] = []

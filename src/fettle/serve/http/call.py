@@ -67,7 +67,7 @@ class Call(msgspec.Struct, eq=False):
         """Raise `Malformed` where the body is announced as too large or in a coding that nobody reads, or where it is
         not certain for which host it is: what another server before us makes of that may differ."""
         if b"," in self.headers.get(b"host", b""):
-            raise Malformed("a request names one host")
+            raise Malformed("a request must name exactly one host")
         if self.headers.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
             raise Malformed("the body's Transfer-Encoding is not supported", 501)
         announced = self.headers.get(b"content-length")

@@ -125,13 +125,13 @@ class Connection(asyncio.Protocol):
         self._call.target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_body:  # what follows the last chunk was not there when the head was checked
+        if not self._in_body:  # trailers come after the head was checked: they are ignored
             name, headers = name.lower(), self._call.headers
             headers[name] = headers[name] + b", " + value if name in headers else value
 
     def on_headers_complete(self) -> None:
         if self._parser.should_upgrade():
-            return  # comes once more
+            return  # `_read_as_http` parses the head once more
         call = self._call
         self._head_bytes, self._in_body = 0, True
         method = self._parser.get_method().decode("ascii")
@@ -142,7 +142,7 @@ class Connection(asyncio.Protocol):
         if refused is not None:
             self._refuse(refused)
         elif self._work is None and call.headers.get(b"expect", b"").lower() == b"100-continue":
-            self._write(b"HTTP/1.1 100 Continue\r\n\r\n")  # after answers that are under way it would be theirs
+            self._write(b"HTTP/1.1 100 Continue\r\n\r\n")  # or it would be read as part of an answer
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes -= len(body)

@@ -100,7 +100,7 @@ def _wanted(body: bytes) -> _Index:
     try:
         return msgspec.json.decode(body or b"{}", type=_Index)
     except (ValueError, RecursionError):
-        raise Malformed('the body is a JSON object, of which "ready" is true or false') from None
+        raise Malformed('the body must be a JSON object in which "ready" is true or false') from None
 
 
 async def _shadowed(pool: Pool, inference: protocol.Inference, key: Hashable) -> None:

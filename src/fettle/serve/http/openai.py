@@ -176,7 +176,7 @@ async def _chat(call: Call) -> Reply:
     wanted = await _read(call, Chat)
     version = writer(call, wanted.model, None)
     if wanted.response_format is not None and wanted.response_format.type != "text":
-        raise Malformed("response_format is text", param="response_format")
+        raise Malformed("the only response_format here is text", param="response_format")
     if wanted.tools:
         raise Malformed("no model here calls tools: leave tools out", param="tools")
     if wanted.top_logprobs is not None and not wanted.logprobs:
@@ -243,7 +243,7 @@ class _Answer:
             kind = "chat.completion" if self.chat else "text_completion"
             ends = [pieces[-1] for pieces in texts]
             return json_reply({**self.head, "object": kind, "choices": choices, "usage": self._usage(ends)})
-        try:  # one choice of each prompt: the others may wait until it is whole
+        try:  # each prompt's first choice: the others may have to wait until it is whole
             await asyncio.gather(*(writing.begin() for writing in self.writings[:: self.count]))
         except BaseException:
             self.stop()

@@ -44,7 +44,7 @@ async def predict(call: Call) -> Reply | None:
         body = read_field(body, kind, ("data", "body"))
     if generates(version):
         if explain:
-            raise Refusal(400, "what moved a text that is written cannot be explained")
+            raise Refusal(400, "explanations are not available for generated text")
         ask = read_prompt(body).ask if "json" in kind else Ask(text=_plain_text(body))
         text = await whole_text(call, version, ask)
         return Reply(200, text.encode(), b"text/plain; charset=utf-8")

@@ -234,7 +234,7 @@ class _Walk:
         return ("host", thread), self.low
 
     def _waited(self, start: int, end: int, cause: int, row: int) -> None:
-        """A wait of device work; what nothing explains is a call's that blocks meanwhile, as it is in the gaps."""
+        """A wait of device work. What nothing explains is put down to a call that blocks meanwhile, as in idle gaps."""
         if cause == _NUMBER["queued_unknown"]:
             starts, stops = self.blocked
             for i in range(bisect_right(stops, start), bisect_left(starts, end)):

@@ -90,7 +90,7 @@ def _rounded(trace: Trace) -> pl.DataFrame:
     return frame.with_columns(pl.when("called").then(of_launch)).drop("called")
 
 
-def _of(work: pl.DataFrame, kind: str) -> tuple[Ints, Ints]:
+def _of_type(work: pl.DataFrame, kind: str) -> tuple[Ints, Ints]:
     """Starts and ends of the work of one type."""
     mine = work.filter(pl.col("type") == kind)
     return mine["ts"].to_numpy(), mine["end"].to_numpy()
@@ -114,7 +114,7 @@ def temporal_breakdown(trace: Trace) -> pl.DataFrame:
         return frame_of([], **columns)
     ts, end = work["ts"].to_numpy(), work["end"].to_numpy()
     span = int(end.max() - ts.min())
-    busy, compute = _merged_total(ts, end), _merged_total(*_of(work, "COMPUTATION"))
+    busy, compute = _merged_total(ts, end), _merged_total(*_of_type(work, "COMPUTATION"))
     return frame_of([(trace.rank, span - busy, compute, busy - compute, span)], **columns)
 
 
@@ -158,7 +158,7 @@ def deviations(trace: Trace) -> list[str]:
 def communication_overlap(trace: Trace) -> float | None:
     """Percentage of communication time that overlaps computation, to 2 decimals; None without communication."""
     work = _rounded(trace)
-    communication, compute = merge(*_of(work, "COMMUNICATION")), merge(*_of(work, "COMPUTATION"))
+    communication, compute = merge(*_of_type(work, "COMMUNICATION")), merge(*_of_type(work, "COMPUTATION"))
     whole = total(communication)
     return round(100 * total(intersect(communication, compute)) / whole, 2) if whole else None
 
@@ -167,7 +167,7 @@ def kernel_types(trace: Trace) -> pl.DataFrame:
     """Columns: kernel_type (combinations joined by ` overlapping `), sum_us."""
     work = _rounded(trace)
     types = ("COMPUTATION", "COMMUNICATION", "MEMORY")
-    lengths = combinations({kind: merge(*_of(work, kind)) for kind in types})
+    lengths = combinations({kind: merge(*_of_type(work, kind)) for kind in types})
     rows = [(" overlapping ".join(names), us) for names, us in lengths.items()]
     return frame_of(rows, kernel_type=str, sum_us=int).sort("sum_us", descending=True)
 

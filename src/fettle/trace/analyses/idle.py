@@ -84,12 +84,12 @@ def idle_pieces(trace: Trace, device: int) -> pl.DataFrame:
         np.concatenate([mine, number[tail]]),
     )
     names = trace.column("name").astype(np.int32)
-    pieces = _cut(pieces, "launch_call", *_full(trace), "full_queue")
+    pieces = _cut(pieces, "launch_call", *_full_queue_waits(trace), "full_queue")
     start, end, calls = blocking_calls(trace)
     return _cut(pieces, "queued_unknown", (start, end), names[calls], "blocking_call").frame(next_row)
 
 
-def _full(trace: Trace) -> tuple[Intervals, npt.NDArray[np.int32]]:
+def _full_queue_waits(trace: Trace) -> tuple[Intervals, npt.NDArray[np.int32]]:
     """When launch calls waited for a slot in a full queue, and the names of the work whose begin freed it."""
     calls, freed = slot_waits(trace)
     work = trace.device_rows[freed]

@@ -179,7 +179,7 @@ class Replay:
         held = np.where((waits.held == Held.NOTHING) & (waits.previous >= 0), Held.STREAM, waits.held)
         known = ~np.isin(waits.cause, [NUMBER["queued_unknown"], NUMBER["unlinked"]])
         calls = self.calls
-        # Work is launched when its call begins (0: unknown), or returns, where that may wait for a slot.
+        # Work is launched when its call begins (0: unknown), or when it returns where it may have waited for a slot.
         begun, returned = np.append(calls.start, 0)[self.call_of], np.append(calls.end, 0)[self.call_of]
         may_wait = np.append((calls.bound >= 0) | (calls.freed >= 0), False)[self.call_of]
         self.at_return = may_wait & (returned <= start)
@@ -210,7 +210,7 @@ class Replay:
         self.last_work = [[int(work)] for work in stops.work]
         for k in np.flatnonzero(stops.whole & (stops.work >= 0)).tolist():
             self.last_work[k] += self._ended(int(stops.end[k]))
-        self.usual_call = {False: 5_000.0, True: 5_000.0}  # of graphs apart
+        self.usual_call = {False: 5_000.0, True: 5_000.0}  # by whether it launches a graph
         durations = (calls.end - calls.start).astype(float)
         for graph in self.usual_call:
             alike = calls.launches & (calls.stop < 0) & (calls.graph == graph)
@@ -233,7 +233,7 @@ class Replay:
         When work begins is known as soon as it and what it comes after are launched.
         """
         calls, stops = self.calls, self.stops
-        # A call that waits for nothing is over with its begin.
+        # A call that waits for nothing needs no second place in the order, for its end.
         waits = np.flatnonzero((calls.stop >= 0) | (calls.bound >= 0))
         stop = calls.stop[waits]
         after = np.where(np.append(stops.other, -1)[stop] >= 0, np.append(stops.when, 0)[stop] + 1, calls.end[waits])
@@ -276,9 +276,9 @@ class Replay:
         lasts = np.where(costs & (calls.stop < 0), calls.end - calls.start, 0).astype(float).tolist()
         stops, thread, bound = calls.stop.tolist(), calls.thread.tolist(), calls.bound.tolist()
         queue, queue_of, at_return = calls.queue.tolist(), self.queue_of.tolist(), self.at_return.tolist()
-        # Begins of the work launched so far into each queue, in order; last, where -1 points, what is in none.
+        # When work begins that was launched into each queue; the last list, at -1, is of work in no queue.
         in_queue: list[list[float]] = [[] for _ in range(len(self.queues) + 1)]
-        # What is not known, or has not happened yet, holds nothing up: the last place, where -1 points.
+        # The last element, at -1, stands for what is unknown: it holds nothing up.
         begun, left = [_NEVER] * (len(gap) + 1), [_NEVER] * (len(gap) + 1)
         began, done = [_NEVER] * (len(durations) + 1), [_NEVER] * (len(durations) + 1)
         host = dict.fromkeys(self.host_threads, 0.0)

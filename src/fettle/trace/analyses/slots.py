@@ -124,7 +124,7 @@ def doubtful_waits(trace: Trace) -> tuple[Ints, Ints]:
     for key, only_longest in ((device, False), (lane, True)):
         for _, mine in in_groups(key):
             one = _launches(trace, work[mine], links.launch_rows[work[mine]])
-            may = one.freed & (_at_longest(one) | (_long(one) & (not only_longest)))
+            may = one.freed & (_at_longest(one) | (_long_calls(one) & (not only_longest)))
             may &= (one.lag <= CLEAR_RETURN_NS) & ~np.isin(one.calls, known)
             parts.append((one.calls[may], one.order[one.seen[may] - 1]))
     calls, freed = (np.concatenate(column) for column in zip(*parts, strict=True))
@@ -193,10 +193,10 @@ def _counted(trace: Trace, work: Ints, calls: Ints, device: int, stream: int) ->
     in_time = begins <= one.end
     near = one.length >= depth - max(2, SPREAD * depth)
     just = (begins > one.start) & in_time
-    # Calls that are not long may be over by chance soon after work began: those that waited are over as soon as others.
+    # A short call may return right after work began by chance: one that waited returns as soon after it as clear cases.
     soonest, latest = np.percentile(one.lag[clear], [5, 95])
     just &= (one.lag >= soonest - SAME_NS) & (one.lag <= latest + SAME_NS)
-    released = np.where(one.freed & near & (just | _long(one)), one.order[np.maximum(one.seen - 1, 0)], -1)
+    released = np.where(one.freed & near & (just | _long_calls(one)), one.order[np.maximum(one.seen - 1, 0)], -1)
     released = np.where(one.graph & just & (one.end - begins <= CLEAR_RETURN_NS), bound, released)
     return Queue(device, stream, depth, one.calls, released, np.where(in_time, bound, -1), one.order)
 
@@ -223,7 +223,7 @@ def _bound(one: _Launches, depth: int) -> tuple[Ints, Ints]:
     return np.append(one.order, -1)[at], np.append(one.begins, -1)[at]
 
 
-def _long(one: _Launches) -> Bools:
+def _long_calls(one: _Launches) -> Bools:
     """Calls far longer than the shortest ones."""
     duration = one.end - one.start
     few = np.sort(duration[one.plain])[:FEWEST_WAITS]
@@ -262,14 +262,14 @@ def _depth(one: _Launches) -> tuple[int, Bools] | None:
             return full, same
         if clear.sum() > 2 and (lag[clear] <= CLEAR_RETURN_NS).mean() >= 0.9:
             return full, clear
-    waits = np.flatnonzero(_long(one) & one.freed & (one.length >= 2))
+    waits = np.flatnonzero(_long_calls(one) & one.freed & (one.length >= 2))
     if len(waits) < FEWEST_WAITS:
         return None
     order = waits[np.argsort(one.length[waits], kind="stable")]
     weight = np.cumsum(duration[order])
     depth = int(one.length[order[np.searchsorted(weight, weight[-1] / 2)]])
     near = np.abs(one.length - depth) <= max(2, SPREAD * depth)
-    # Most of what is long has to be there, most of what is there long or freed, and little may lie above it.
+    # Most long calls must be at that length, most calls there long or freed, and few above it.
     at_it = near[waits]
     concentrated = duration[waits[at_it]].sum() >= 0.6 * duration[waits].sum() and at_it.sum() >= FEWEST_WAITS
     above = (one.length > depth + max(2, SPREAD * depth)) & one.plain
