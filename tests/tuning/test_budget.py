@@ -126,7 +126,7 @@ def test_a_fraction_ends_with_its_budget_and_keeps_nothing_back(tmp_path, monkey
     running._measure(workload, settings, 0.0)
     assert not made.costs.confirms
     assert session.costs.deadline() == 60.0
-    assert len(session.standings.known) == 3
+    assert len(workload.unknown()) > 0
     assert world.now <= 71
 
 

@@ -379,7 +379,7 @@ def test_two_processes_that_differ_by_chance_bring_in_no_more(tmp_path, monkeypa
 
     last = [in_two("baseline", 9.0, 9.05), in_two(fast, 3.0, slower_ms)]
     assert is_vague(ratio_interval_of(last))
-    assert _need_more(session, last) == ([] if enough else last[1:])
+    assert [one.recipe for one in _need_more(session, last)] == ([] if enough else [Recipe.parse(fast)])
 
 
 def ratio_interval_of(trials):
