@@ -220,8 +220,8 @@ def test_without_a_budget_the_final_race_is_whole(tmp_path, monkeypatch):
     assert again[Recipe()].processes >= 2
 
 
-def test_more_processes_are_for_what_may_still_be_announced(tmp_path, monkeypatch):
-    """No figure of the others is announced: three more starts of each were most of the final race."""
+def test_more_processes_are_for_what_may_still_be_the_best(tmp_path, monkeypatch):
+    """No figure of the others is announced: three more starts of each were much of the final race."""
     world = World(time_ms(5), ready_s(1.0))
     world.install(monkeypatch)
     space, facts = made_up_space()
@@ -229,7 +229,8 @@ def test_more_processes_are_for_what_may_still_be_announced(tmp_path, monkeypatc
     near = [Recipe.parse(text) for text in ("precision=bf16", "precision=bf16 grad=inference_mode")]
     session.measure(near)
     monkeypatch.setattr(_final_race, "is_vague", lambda speedup: True)
-    monkeypatch.setattr(session.standings, "contenders", lambda able: able[:1])
+    monkeypatch.setattr(session.standings, "finalists", lambda: [session.standings.known[recipe] for recipe in near])
+    monkeypatch.setattr(session.standings, "beats", lambda one, other: one.recipe != other.recipe)
     last = final_race(session, space)
     assert sorted(trial.processes for trial in last.trials if trial.recipe in (Recipe(), *near)) == [2, 5, 5]
 

@@ -69,20 +69,6 @@ def test_what_an_earlier_run_tried_and_this_one_may_not_does_not_win():
     assert found.best() is given
 
 
-def test_who_may_still_be_announced():
-    """The simplest of the best, and whoever may be better than it by more than is given away for that."""
-    speeds = {"precision=bf16 grad=no_grad": 2.0, "precision=bf16": 1.97, "runtime=onnxruntime channels_last=on": 1.94,
-              "matmul=medium": 1.8}  # fmt: skip
-    trials = [Trial(Recipe.parse(text), "measured", speedup=Interval(speed, speed, speed),
-                    accuracy=Accuracy(finite=True)) for text, speed in speeds.items()]  # fmt: skip
-    found = Standings("throughput", Limits(max_error=None), Races(), known={one.recipe: one for one in trials})
-    found.noise = lambda one, other: 0.05
-    assert found.pick(trials) is trials[1]
-    assert found.contenders(trials) == trials[:3]
-    found.noise = lambda one, other: 0.01  # 1.5% is told apart
-    assert found.contenders(trials) == trials[:1]
-
-
 def test_slow_recipes_are_ended_only_where_none_of_them_may_win():
     slices = [Slice("a", number, ms) for number, ms in enumerate((9.0, 11.0))]
     given = Trial(Recipe(), "measured", speedup=Interval(1.0, 1.0, 1.0), slices=slices, peak_bytes=9,

@@ -93,13 +93,16 @@ def final_race(session: Session, space: Space) -> FinalRace:
 
 
 def _need_more(session: Session, trials: Sequence[Trial]) -> list[Trial]:
-    """Those that may yet be announced, where one of them is not known well enough: with the spread that the whole study
-    has shown, as two processes a side may show hardly any or far too much. How wide the intervals are decides, not what
-    they say; what they are wide by for drift, more processes would not tell."""
-    told = session.standings.confirmed(trials, drifts=False)
+    """Those that may be the best, where a finalist is not known well enough: with the spread that the whole study has
+    shown, as two processes a side may show hardly any or far too much. How wide the intervals are decides whether, not
+    what they say; what they are wide by for drift, more processes would not tell."""
+    standings = session.standings
+    told = standings.confirmed(trials, drifts=False)
     able = [one for one in told if one.recipe.levels and one.processes > 1 and math.isfinite(session.score(one))]
-    last = session.standings.contenders(able) if able else []
-    return last if any(one.speedup is not None and is_vague(one.speedup) for one in last) else []
+    if not any(one.speedup is not None and is_vague(one.speedup) for one in able):
+        return []
+    best = standings.known[standings.pick(able).recipe]
+    return [one for one in able if not standings.beats(best, standings.known[one.recipe])]
 
 
 def _is_settled(session: Session, last: FinalRace, recipe: Recipe) -> bool:

@@ -134,15 +134,6 @@ class Standings:
         simplest = min(tied, key=lambda trial: (len(trial.recipe.levels), self.score(trial)))
         return next(trial for trial in able if trial.recipe == simplest.recipe)
 
-    def contenders(self, able: Sequence[Trial]) -> list[Trial]:
-        """The `pick`, and those that may be better than it by more than `SIMPLER` for all that the races say."""
-        pick = self.pick(able)
-        most = self.score(self.known.get(pick.recipe, pick)) - math.log1p(SIMPLER)
-        return [
-            trial for trial in able
-            if trial is pick or self.score(self.known.get(trial.recipe, trial)) - self.noise(pick, trial) < most
-        ]  # fmt: skip
-
     def score(self, trial: Trial) -> float:
         """The goal as a number, smaller is better; infinite where the trial may not win."""
         may_win = self.allowed(trial.recipe) and not self.misses(trial)
