@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,9 @@ from fettle.errors import UsageError
 from fettle.measure import Interval, Startup, Stop, Trial, _candidates
 from fettle.recipe import Recipe
 from fettle.search import auto
+from fettle.studies import Settings, running
+from fettle.studies.workloads import Telling, Workload, _session
+from fettle.tuning import _final_race
 from fettle.tuning._budget import (
     FEWEST_ROUNDS,
     Budget,
@@ -22,6 +26,8 @@ from fettle.tuning._budget import (
     start_s,
     turn_s,
 )
+from fettle.tuning._final_race import final_race
+from fettle.workload import Target
 
 
 def time_ms(scale):
@@ -102,6 +108,26 @@ def test_a_build_that_hangs_ends_with_the_budget(tmp_path, monkeypatch):
     world.process_s = 500.0
     study(world, session, space, auto)
     assert world.now <= 1.1 * 60 + 10
+
+
+def test_a_fraction_ends_with_its_budget_and_keeps_nothing_back(tmp_path, monkeypatch):
+    """Its races knew no deadline: compilers that took minutes were waited for, one after the other."""
+    world = World(time_ms(5), lambda recipe: 300.0 if "compile" in recipe.levels else 1.0)
+    world.install(monkeypatch)
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: world.now))
+    space, facts = made_up_space()
+    settings = Settings(design="fraction", budget_s=60.0, output=tmp_path)
+    made = _session(Target("made/up.py:workload"), tmp_path, settings, Telling(lambda event: None, 0.0))
+    session = session_in(world, tmp_path, made.budget.seconds, facts)
+    session.rules, session.costs = replace(session.rules, equal_rounds=3), replace(session.costs, confirms=False)
+    cells = ["precision=bf16", "grad=inference_mode", "compile=default", "compile=default freeze=on"]
+    workload = Workload("net", {}, session, space, [Recipe(), *map(Recipe.parse, cells)])
+    session.measure([Recipe()])
+    running._measure(workload, settings, 0.0)
+    assert not made.costs.confirms
+    assert session.costs.deadline() == 60.0
+    assert len(workload.unknown()) > 0
+    assert world.now <= 71
 
 
 def test_an_interrupt_keeps_what_the_rounds_have_shown(tmp_path, monkeypatch):
@@ -192,6 +218,21 @@ def test_without_a_budget_the_final_race_is_whole(tmp_path, monkeypatch):
     again = {trial.recipe: trial for trial in last.trials}
     assert again[session.standings.best().recipe].processes >= 2
     assert again[Recipe()].processes >= 2
+
+
+def test_more_processes_are_for_what_may_still_be_the_best(tmp_path, monkeypatch):
+    """No figure of the others is announced: three more starts of each were much of the final race."""
+    world = World(time_ms(5), ready_s(1.0))
+    world.install(monkeypatch)
+    space, facts = made_up_space()
+    session = session_in(world, tmp_path, None, facts)
+    near = [Recipe.parse(text) for text in ("precision=bf16", "precision=bf16 grad=inference_mode")]
+    session.measure(near)
+    monkeypatch.setattr(_final_race, "is_vague", lambda speedup: True)
+    monkeypatch.setattr(session.standings, "finalists", lambda: [session.standings.known[recipe] for recipe in near])
+    monkeypatch.setattr(session.standings, "beats", lambda one, other: one.recipe != other.recipe)
+    last = final_race(session, space)
+    assert sorted(trial.processes for trial in last.trials if trial.recipe in (Recipe(), *near)) == [2, 5, 5]
 
 
 def test_a_budget_that_is_too_small_is_said_plainly(tmp_path, monkeypatch):

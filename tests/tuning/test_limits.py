@@ -57,7 +57,7 @@ def test_what_was_not_measured_never_wins(facts, goal):
     ],
 )
 def test_a_limit_that_is_missed_is_named(limits, phrase):
-    assert misses_of(trial(), limits) == phrase
+    assert misses_of(trial(), limits, "throughput") == phrase
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ def test_limits_hold_for_whole_texts_and_their_parts_beside_any_goal(goal, limit
 
 
 def test_an_unknown_time_or_memory_keeps_no_limit():
-    assert misses_of(trial(time_ms=math.nan), Limits(max_latency_ms=9))
-    assert misses_of(trial(peak_bytes=None), Limits(max_memory_bytes=9))
+    assert misses_of(trial(time_ms=math.nan), Limits(max_latency_ms=9), "throughput")
+    assert misses_of(trial(peak_bytes=None), Limits(max_memory_bytes=9), "throughput")
 
 
 def test_the_largest_miss_is_the_distance():
-    assert distance(trial(), Limits(max_error=0.02)) == 0
-    assert distance(trial(), Limits(max_error=0.005, max_latency_ms=9)) == pytest.approx(math.log(2))
-    assert distance(trial(accuracy=Accuracy()), Limits(max_error=0.02)) == math.inf
+    assert distance(trial(), Limits(max_error=0.02), "throughput") == 0
+    assert distance(trial(), Limits(max_error=0.005, max_latency_ms=9), "throughput") == pytest.approx(math.log(2))
+    assert distance(trial(accuracy=Accuracy()), Limits(max_error=0.02), "throughput") == math.inf
 
 
 def test_no_budget_is_never_spent():

@@ -193,10 +193,12 @@ def _session(target: Target, folder: Path, settings: Settings, on_progress: Tell
     options = Options(
         limits=settings.limits, output=folder, storage=settings.storage,
         study=f"{settings.name}/{target.name}" if settings.name else None, confidence=settings.confidence,
-        budget_s=settings.budget_s if settings.design in designs.STEPS else None,
-        trial_timeout_s=settings.trial_timeout_s, under_load=settings.under_load, polite=settings.polite,
+        budget_s=settings.budget_s, trial_timeout_s=settings.trial_timeout_s, under_load=settings.under_load,
+        polite=settings.polite,
     )  # fmt: skip
-    return Session(target, options, on_progress, started=on_progress.began)
+    session = Session(target, options, on_progress, started=on_progress.began)
+    session.costs = replace(session.costs, confirms=False)
+    return session
 
 
 def _only(space: Space, named: set[str]) -> Space:

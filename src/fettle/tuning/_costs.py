@@ -27,6 +27,8 @@ class Costs:
     budget: Budget
     saved_s: float = 0.0
     """Seconds that a start of the search takes less than one of the final race."""
+    confirms: bool = True
+    """Whether a final race follows, for which time is kept back."""
 
     def of(self, recipe: Recipe) -> int:
         """How expensive a recipe is to start, as `Space.cost`. Where a process of the workload as given takes longer to
@@ -51,7 +53,7 @@ class Costs:
             each_s = self._start_s(recipe, baseline)
             left_s -= each_s + FEWEST_ROUNDS * turn_s(baseline)
             is_first = number == 0 and not finalists
-            if left_s < (0.0 if is_first else max(0.0, each_s - reserved_s)):
+            if left_s < (0.0 if is_first or not self.confirms else max(0.0, each_s - reserved_s)):
                 return number
         return len(recipes)
 
@@ -77,9 +79,9 @@ class Costs:
         return max(0.0, whole_s - self.saved_s)
 
     def deadline(self) -> float:
-        """When to begin the final race."""
+        """When to begin the final race, or to end where none follows."""
         known = self.standings.known
-        if (baseline := known.get(Recipe())) is None:
+        if (baseline := known.get(Recipe())) is None or not self.confirms:
             return self.budget.end
         few = sum(trial.status != "failed" for trial in known.values()) - 1 < _FEW
         return self.budget.deadline([baseline, *self.standings.finalists()], few=few)

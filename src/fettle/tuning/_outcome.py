@@ -27,9 +27,6 @@ from fettle.tuning.standings import distance
 if TYPE_CHECKING:
     from fettle.report import Result
 
-_SIMPLER = math.log(1.03)
-"""A recipe that cannot be told from the best and is simpler wins up to this loss."""
-
 
 def outcome(
     session: Session,
@@ -99,7 +96,7 @@ def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, 
         again = [trial for trial in last if trial.recipe.levels]
         able = [trial for trial in again if math.isfinite(session.score(trial))]
         if able:
-            winner = _fastest(session, able)
+            winner = session.standings.pick(able)
             claim = said(winner.speedup)
         elif again and not any(trial.ok and not trial.is_compared for trial in again):
             winner = None  # they held once and not again: nothing to hand out with a good conscience
@@ -137,20 +134,6 @@ def _as_given(session: Session, given: Sequence[Trial], last: Sequence[Trial]) -
 def _is_surer(one: Interval, other: Interval | None) -> bool:
     """Whether an interval is narrower, on the log scale."""
     return other is None or one.high * other.low < other.high * one.low
-
-
-def _fastest(session: Session, able: Sequence[Trial]) -> Trial:
-    """The fastest of those that ran in the final race, by all races together; of those that cannot be told from it and
-    lose no more than `_SIMPLER` the one that changes least."""
-    known = {trial.recipe: session.standings.known.get(trial.recipe, trial) for trial in able}
-    best = min(known.values(), key=session.standings.rank)
-    tied = [
-        trial for trial in known.values()
-        if trial is best
-        or (not session.standings.beats(best, trial) and session.score(trial) - session.score(best) <= _SIMPLER)
-    ]  # fmt: skip
-    simplest = min(tied, key=lambda trial: (len(trial.recipe.levels), session.score(trial)))
-    return next(trial for trial in able if trial.recipe == simplest.recipe)
 
 
 def _together(session: Session, winner: Trial) -> Interval | None:

@@ -215,7 +215,7 @@ class Session:
 
     def measure_share(self, recipes: Sequence[Recipe], most: int) -> bool:
         """Claim at most `most` of `recipes` that no worker on a machine like this one has measured or is about to, and
-        measure them. False where there are none."""
+        measure them. False where there are none, or no time for one."""
         mine, place = self.study.claim([canonical(recipe) for recipe in recipes], most, self.facts)
         try:
             if mine:
@@ -224,7 +224,7 @@ class Session:
                 self.measure(mine)
         finally:
             self.study.give_back()
-        return bool(mine)
+        return any(recipe in self.standings.known for recipe in mine)
 
     def score(self, trial: Trial) -> float:
         """The goal as a number, smaller is better; infinite where the trial may not win."""

@@ -21,6 +21,8 @@ from fettle.tuning.model import Fit, Races
 
 FINALISTS = 4
 """Most recipes that meet in the final race, as far as there is time."""
+SIMPLER = 0.03
+"""A recipe that cannot be told from the best and is simpler wins up to this loss."""
 GAIN_OF_SHARING = math.log(1.15)
 """What a level that helps beside a neighbour (fewer threads, a stream a core) must gain there before it counts. Without
 this, two of 28 studies beside neighbours announced a stream a core, by 3% and more, which is 8% slower on the quiet
@@ -119,6 +121,19 @@ class Standings:
             near = [near[0], other, *(trial for trial in near[1:] if trial is not other)]
         return near[:FINALISTS]
 
+    def pick(self, able: Sequence[Trial]) -> Trial:
+        """The fastest of these by all races together; of those that cannot be told from it and lose no more than
+        `SIMPLER` the one that changes least."""
+        known = [self.known.get(trial.recipe, trial) for trial in able]
+        best = min(known, key=self.rank)
+        tied = [
+            trial for trial in known
+            if trial is best
+            or (not self.beats(best, trial) and self.score(trial) - self.score(best) <= math.log1p(SIMPLER))
+        ]  # fmt: skip
+        simplest = min(tied, key=lambda trial: (len(trial.recipe.levels), self.score(trial)))
+        return next(trial for trial in able if trial.recipe == simplest.recipe)
+
     def score(self, trial: Trial) -> float:
         """The goal as a number, smaller is better; infinite where the trial may not win."""
         may_win = self.allowed(trial.recipe) and not self.misses(trial)
@@ -213,12 +228,12 @@ def score_of(trial: Trial, goal: Goal) -> float:
     return math.log(slower / trial.speedup.estimate) if trial.speedup is not None else math.inf
 
 
-def misses_of(trial: Trial, limits: Limits, goal: Goal = "throughput") -> str:
+def misses_of(trial: Trial, limits: Limits, goal: Goal) -> str:
     """Which limit on time or memory a trial breaks, as a phrase; empty when it keeps them."""
     return next((phrase for factor, phrase in _beside_limits(trial, limits, goal) if not factor <= 1), "")
 
 
-def distance(trial: Trial, limits: Limits, goal: Goal = "throughput") -> float:
+def distance(trial: Trial, limits: Limits, goal: Goal) -> float:
     """How far a trial is from keeping the limits: the log of the largest factor that one is missed by; 0 for none."""
     factors = [1.0, *(factor for factor, _ in _beside_limits(trial, limits, goal))]
     if limits.max_error is not None:
