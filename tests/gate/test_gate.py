@@ -281,12 +281,12 @@ def test_the_looks_at_a_gate_share_its_error_rate(tmp_path: Path) -> None:
     once, more = rules(processes=6), rules()
     assert (once.confidence, once.replicates, once.further) == (0.95, 6, ())
     assert (more.confidence, more.replicates, more.further) == (pytest.approx(1 - 0.05 / 3), 4, (8, 16))
-    assert more.need_more is not None
+    assert more.is_enough is not None
     old = Trial(Recipe(), "measured", processes=4)
     said = [
-        bool(more.need_more([old, replace(old, speedup=Interval(1, 1 / high, high))])) for high in (1.02, 1.04)
+        more.is_enough([old, replace(old, speedup=Interval(1, 1 / high, high))]) for high in (1.02, 1.04)
     ]  # fmt: skip
-    assert said == [False, True]
+    assert said == [True, False]
 
 
 @pytest.mark.parametrize(("change", "verdict"), [(0.0, "within"), (0.1, "worse")])

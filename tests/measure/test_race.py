@@ -689,7 +689,7 @@ def test_a_process_that_is_slow_for_life_brings_in_more(target: Target, tmp_path
 
 def test_no_further_processes_are_announced_when_the_time_is_up() -> None:
     told: list[Progress] = []
-    rules = Rules(deadline=time.monotonic() - 1, need_more=lambda trials: trials)
+    rules = Rules(deadline=time.monotonic() - 1, is_enough=lambda trials: False)
     start = SimpleNamespace(rules=rules, on_progress=told.append)
     anchor = SimpleNamespace(failure="", runners=[None])
     running: Any = [SimpleNamespace(trial=SimpleNamespace(ok=True, processes=2))]

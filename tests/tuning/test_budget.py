@@ -15,7 +15,6 @@ from fettle.recipe import Recipe
 from fettle.search import auto
 from fettle.studies import Settings, running
 from fettle.studies.workloads import Telling, Workload, _session
-from fettle.tuning import _final_race
 from fettle.tuning._budget import (
     FEWEST_ROUNDS,
     Budget,
@@ -26,7 +25,6 @@ from fettle.tuning._budget import (
     start_s,
     turn_s,
 )
-from fettle.tuning._final_race import final_race
 from fettle.workload import Target
 
 
@@ -218,21 +216,6 @@ def test_without_a_budget_the_final_race_is_whole(tmp_path, monkeypatch):
     again = {trial.recipe: trial for trial in last.trials}
     assert again[session.standings.best().recipe].processes >= 2
     assert again[Recipe()].processes >= 2
-
-
-def test_more_processes_are_for_what_may_still_be_the_best(tmp_path, monkeypatch):
-    """No figure of the others is announced: three more starts of each were much of the final race."""
-    world = World(time_ms(5), ready_s(1.0))
-    world.install(monkeypatch)
-    space, facts = made_up_space()
-    session = session_in(world, tmp_path, None, facts)
-    near = [Recipe.parse(text) for text in ("precision=bf16", "precision=bf16 grad=inference_mode")]
-    session.measure(near)
-    monkeypatch.setattr(_final_race, "is_vague", lambda speedup: True)
-    monkeypatch.setattr(session.standings, "finalists", lambda: [session.standings.known[recipe] for recipe in near])
-    monkeypatch.setattr(session.standings, "beats", lambda one, other: one.recipe != other.recipe)
-    last = final_race(session, space)
-    assert sorted(trial.processes for trial in last.trials if trial.recipe in (Recipe(), *near)) == [2, 5, 5]
 
 
 def test_a_budget_that_is_too_small_is_said_plainly(tmp_path, monkeypatch):

@@ -168,7 +168,7 @@ class Ground:
         first, *further = self._steps
         return replace(
             self.rules(first), further=tuple(further), confidence=1 - self._alpha, narrow=self.settings.fail_slower / 2,
-            need_more=lambda trials: trials if overall(self.judged(trials)) == "cannot tell" else (),
+            is_enough=lambda trials: overall(self.judged(trials)) != "cannot tell",
         )  # fmt: skip
 
     def judged(self, trials: Sequence[Trial]) -> list[Judged]:

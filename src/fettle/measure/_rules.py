@@ -75,9 +75,9 @@ class Rules:
     further: tuple[int, ...] = ()
     """Processes for each candidate where a speed-up is still vague after the rounds (`is_vague`), one step after the
     other."""
-    need_more: Callable[[Sequence[Trial]], Sequence[Trial]] | None = None
-    """Which of the trials need more processes, in place of all where one `is_vague`. What looks at more than an
-    interval's width looks once more for each step, and `confidence` must leave each look its share."""
+    is_enough: Callable[[Sequence[Trial]], bool] | None = None
+    """Whether the trials need no more processes, in place of `is_vague`. What looks at more than an interval's width
+    looks once more for each step, and `confidence` must leave each look its share."""
     narrow: float = 0.0
     """Where each has several processes, no more rounds than would make the interval over them narrower, or half of it
     this narrow (`is_exhausted`). 0: until the rounds alone are as precise as is asked for."""

@@ -136,21 +136,19 @@ def _with_rows(trial: Trial, tokens_per_s: Mapping[str, float]) -> Trial:
 
 
 def _go_on(start: Start, rounds: Rounds, running: Sequence[Started], anchor: Started, wanted: int) -> bool:
-    """Where a speed-up is vague: more processes of those that need them and of the anchor, as many rounds again, and
-    what is known then; whether there were more.
+    """Where a speed-up is vague: more processes of all that have several, as many rounds again, and what is known then;
+    whether there were more.
 
     How wide an interval is decides this, not what it says: the error rate stays what it was. Rules that do look at what
-    it says have their own `need_more`, and a confidence for that many looks.
+    it says have their own `is_enough`, and a confidence for that many looks.
     """
     rules, had = start.rules, len(anchor.runners)
     if rules.is_stopped or anchor.failure or had >= wanted or time.monotonic() > rules.deadline:
         return False
-    vague = {trial.recipe for trial in _vague([started.trial for started in running], rules)}
-    if not vague:
+    if not _is_vague([started.trial for started in running], rules):
         return False
     start.on_progress(Progress("not certain yet: a few more processes of each"))
-    again = [one for one in running if one.trial.ok and one.trial.processes > 1
-             and (one is anchor or one.trial.recipe in vague)]  # fmt: skip
+    again = [started for started in running if started.trial.ok and started.trial.processes > 1]
     for started in again:
         started.live = True
     start.replicate(again, wanted)
@@ -171,13 +169,12 @@ def _again_s(runners: Sequence[Runner]) -> float:
     return statistics.median(starts_s) if starts_s else math.nan
 
 
-def _vague(trials: Sequence[Trial], rules: Rules) -> Sequence[Trial]:
-    """Those of which more processes should tell more. What ran in one process has an interval of its rounds alone."""
+def _is_vague(trials: Sequence[Trial], rules: Rules) -> bool:
+    """Whether the processes leave open how fast one is. What ran in one process has an interval of its rounds alone."""
     several = [trial for trial in trials if trial.ok and trial.processes > 1]
-    if rules.need_more is not None:
-        return rules.need_more(trials) if several else ()
-    vague = any(trial.speedup is not None and _statistics.is_vague(trial.speedup) for trial in several)
-    return several if vague else ()
+    if rules.is_enough is not None:
+        return bool(several) and not rules.is_enough(trials)
+    return any(trial.speedup is not None and _statistics.is_vague(trial.speedup) for trial in several)
 
 
 def _ended(started: Started) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -65,7 +64,7 @@ def final_race(session: Session, space: Space) -> FinalRace:
     rules = replace(session.rules, deadline=budget.end, grace_s=budget.grace_s, stop=stop,
                     indifference=max(session.rules.indifference, SIMPLER), precision=0.05,
                     replicates=plan.replicates, further=(MOST_REPLICATES,),
-                    need_more=lambda trials: _need_more(session, trials), replicate_s=share_s,
+                    is_enough=lambda trials: _is_enough(session, trials), replicate_s=share_s,
                     rows=session.facts.row_counts)  # fmt: skip
     trials = session.run([Recipe(), *again, *cheap], rules, session.held, once=cheap)
     session.held.close()
@@ -92,17 +91,12 @@ def final_race(session: Session, space: Space) -> FinalRace:
     return FinalRace(trials, interrupted=stop.asked)
 
 
-def _need_more(session: Session, trials: Sequence[Trial]) -> list[Trial]:
-    """Those that may be the best, where a finalist is not known well enough: with the spread that the whole study has
-    shown, as two processes a side may show hardly any or far too much. How wide the intervals are decides whether, not
-    what they say; what they are wide by for drift, more processes would not tell."""
-    standings = session.standings
-    told = standings.confirmed(trials, drifts=False)
-    able = [one for one in told if one.recipe.levels and one.processes > 1 and math.isfinite(session.score(one))]
-    if not any(one.speedup is not None and is_vague(one.speedup) for one in able):
-        return []
-    best = standings.known[standings.pick(able).recipe]
-    return [one for one in able if not standings.beats(best, standings.known[one.recipe])]
+def _is_enough(session: Session, trials: Sequence[Trial]) -> bool:
+    """Whether what would be announced is known well enough: with the spread that the whole study has shown, as two
+    processes a side may show hardly any or far too much. How wide the intervals are decides, not what they say; what
+    they are wide by for drift, more processes would not tell."""
+    told = [one for one in session.standings.confirmed(trials, drifts=False) if one.ok and one.processes > 1]
+    return not any(trial.speedup is not None and is_vague(trial.speedup) for trial in told)
 
 
 def _is_settled(session: Session, last: FinalRace, recipe: Recipe) -> bool:
