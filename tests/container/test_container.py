@@ -121,13 +121,14 @@ def test_a_name_is_one_that_a_service_may_have(name: str, slug: str) -> None:
 
 
 def test_a_package_for_gpus_is_given_them() -> None:
-    for made in (Image("m", {}, "3.11.7", {}, True), Image("m", {}, "3.11.7", {}, True, on_gpu=True)):
+    assert [image.gpus_of(devices) for devices in (["cpu"], ["cuda"], ["cuda:1"], ["cuda:0", "cuda:2"])] == [0, 1, 2, 3]
+    for made in (Image("m", {}, "3.11.7", {}, True), Image("m", {}, "3.11.7", {}, True, gpus=2)):
         service = yaml.safe_load(image.compose(made))["services"]["m"]
         found = service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
-        assert [one["driver"] for one in found] == ["nvidia"] * made.on_gpu
+        assert [one["driver"] for one in found] == ["nvidia"] * bool(made.gpus)
         (deployment,) = (one for one in yaml.safe_load_all(image.kubernetes(made)) if one["kind"] == "Deployment")
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
-        assert container["resources"]["limits"].get("nvidia.com/gpu", 0) == made.on_gpu
+        assert container["resources"]["limits"].get("nvidia.com/gpu", 0) == made.gpus
 
 
 @pytest.mark.parametrize("serves", [True, False])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -58,8 +58,8 @@ class Image:
     """File name of fettle's own wheel, where it is not from an index."""
     files: tuple[str, ...] = ()
     """What was written."""
-    on_gpu: bool = False
-    """It serves on NVIDIA's GPUs."""
+    gpus: int = 0
+    """NVIDIA's, that it serves on."""
 
     @property
     def locks(self) -> list[str]:
@@ -102,11 +102,11 @@ def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
         check_place(place)
         levels, recorded, name = dict(package.manifest.recipe), dict(package.manifest.machine), package.manifest.name
         needs = list(package.manifest.requires)
-        on_gpu = "cuda" in recorded and any(device.startswith("cuda") for device in package.settings.devices)
+        gpus = gpus_of(package.settings.devices) if "cuda" in recorded else 0
     else:
         recipe = load_recipe(source)
         levels, recorded = dict(recipe.levels), dict(recipe.machine.get("versions", {}))
-        name, needs, on_gpu = str(recipe.workload.get("name") or "recipe"), [], False
+        name, needs, gpus = str(recipe.workload.get("name") or "recipe"), [], 0
     extras = "[serve]" if serves else ""
     versions = closure([OWN + extras, *dict.fromkeys([*needs, *_libraries(levels, recorded)])])
     _check(versions, recorded)
@@ -116,7 +116,7 @@ def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
             "`wheel='dist/...whl'`"
         )
     image = Image(
-        _slug(name), levels, platform.python_version(), versions, serves, wheel.name if wheel else "", on_gpu=on_gpu
+        _slug(name), levels, platform.python_version(), versions, serves, wheel.name if wheel else "", gpus=gpus
     )  # fmt: skip
     carried = ["entrypoint.sh", "model" if serves else "recipe.toml", *image.locks, *([wheel.name] if wheel else [])]
     texts = {
@@ -182,11 +182,17 @@ ENTRYPOINT ["/app/entrypoint.sh"]
 """
 
 
+def gpus_of(devices: Sequence[str]) -> int:
+    """How many GPUs must be there for all of these names of devices: `cuda:1` is the second."""
+    names = [device.partition(":") for device in devices]
+    return max((int(index or 0) + 1 for kind, _, index in names if kind == "cuda"), default=0)
+
+
 def compose(image: Image) -> str:
     """A compose file: the cache is a volume, what is compiled outlives the container."""
     ports = "    ports: ['127.0.0.1:8080:8080']  # without a token: not for other machines\n" if image.serves else ""
     devices = "[{driver: nvidia, count: all, capabilities: [gpu]}]"
-    gpus = f"    deploy: {{resources: {{reservations: {{devices: {devices}}}}}}}\n" if image.on_gpu else ""
+    gpus = f"    deploy: {{resources: {{reservations: {{devices: {devices}}}}}}}\n" if image.gpus else ""
     return f"""services:
   "{image.name}":
     build: {{context: ., dockerfile: Containerfile}}
@@ -205,7 +211,7 @@ volumes:
 def kubernetes(image: Image) -> str:
     """A Deployment with its volume, and a Service where the image serves."""
     port = "          ports: [{containerPort: 8080}]\n" if image.serves else ""
-    gpu = ", nvidia.com/gpu: 1" if image.on_gpu else ""
+    gpu = f", nvidia.com/gpu: {image.gpus}" if image.gpus else ""
     probes = """          readinessProbe: {httpGet: {path: /v2/health/ready, port: 8080}, periodSeconds: 5}
           livenessProbe: {httpGet: {path: /v2/health/live, port: 8080}, periodSeconds: 15}
           startupProbe: {httpGet: {path: /v2/health/ready, port: 8080}, failureThreshold: 60, periodSeconds: 5}

@@ -56,12 +56,14 @@ def test_a_small_request_is_few_calls():
             module = frame.f_globals.get("__name__", "")
             count += event == "call" and not module.startswith(("asyncio", "selectors", "tests."))
 
-        for number in range(REQUESTS + 1):
-            connection.data_received(REQUEST)
-            while len(client.answers) == number:
-                await asyncio.sleep(0)
-            sys.setprofile(on_event)  # from the second one on
-        sys.setprofile(None)
+        try:
+            for number in range(REQUESTS + 1):
+                connection.data_received(REQUEST)
+                while len(client.answers) == number:
+                    await asyncio.sleep(0)
+                sys.setprofile(on_event)  # from the second one on
+        finally:
+            sys.setprofile(None)
         connection.connection_lost(None)
         worker._alarm.clear()
         assert all(answer.startswith(b"HTTP/1.1 200 ") for answer in client.answers)

@@ -264,8 +264,9 @@ class Worker:
         self._go_on(now)
         if isinstance(header, wire.Done):
             self.rss = header.rss
-            if self._has_grown():
-                self.ready = False
+        if self._has_grown():
+            self.ready = False
+        if isinstance(header, wire.Done):
             self.pool.finished(batch, began, header, body)
         else:
             log.warning("a call of %s failed: %s", self.pool.name, header.reason)

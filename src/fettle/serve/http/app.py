@@ -59,7 +59,7 @@ class App:
         try:
             if self._guarded:
                 self._check_caller(call.headers)
-            call.parts = path_parts(call.target)
+            call.parts = path_parts(call.target.partition(b"?")[0])
             call.check_head()
         except Refusal as refusal:
             return self.refused(call, refusal)

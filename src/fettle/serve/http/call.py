@@ -112,9 +112,9 @@ class Call(msgspec.Struct, eq=False):
         return self.version
 
 
-@lru_cache(maxsize=64)  # of 64 KiB each at most
+@lru_cache(maxsize=64)  # refusals are not kept, so none is long
 def path_parts(target: bytes) -> tuple[str, ...]:
-    """The path between its slashes, unquoted after it was cut.
+    """Of a request's target without the query: the path between its slashes, unquoted after it was cut.
 
     Raises `NoSuchPath` where it is too long, `Malformed` where it is not one.
     """
