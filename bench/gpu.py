@@ -150,7 +150,7 @@ def tests(name: str) -> dict[str, Any]:
     counts = re.search(r'errors="(\d+)" failures="(\d+)" skipped="(\d+)" tests="(\d+)"', seen)
     errors, failures, skipped, total = map(int, counts.groups()) if counts else (1, 0, 0, 1)
     found = {"passed": total - errors - failures - skipped, "failed": errors + failures, "skipped": skipped}
-    why = f"{found['failed']} of {total} tests failed\n{told[-6000:]}"
+    why = f"{found['failed']} of {total} tests failed, exit code {done.returncode}\n{told[-6000:]}"
     return {**found, "failure": why if done.returncode else ""}
 
 

@@ -161,7 +161,7 @@ def test_a_test_that_crashes_ends_none_of_the_others(tmp_path: Path, monkeypatch
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     found = gpu.tests("tests-made_up")
     assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 0)
-    assert found["failure"].startswith("2 of 3 tests failed\n")
+    assert found["failure"].startswith("2 of 3 tests failed, exit code 1\n")
 
 
 @pytest.mark.slow

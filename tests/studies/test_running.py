@@ -214,7 +214,7 @@ def test_ctrl_c_keeps_the_steps_that_are_done(design: str, at: str, shown: list[
     workload = Workload("net", {}, Interrupted(at), Space(switches("abc"), lambda recipe: ""))
     start = Recipe.parse("a=on b=on c=on") if design == "ablation" else None
     with pytest.raises(KeyboardInterrupt):
-        running._measure(workload, Settings(design=design, start=start), 0.0)
+        running._measure(workload, Settings(design=design, start=start))
     assert [step.label for step in workload.steps] == shown
 
 
@@ -228,7 +228,7 @@ def test_ctrl_c_keeps_the_batches_that_have_grown(monkeypatch):
     workload = Workload("net", {}, Interrupted(""), Space(switches("ab"), lambda recipe: ""))
     workload.session.at = None
     with pytest.raises(KeyboardInterrupt):
-        running._measure(workload, Settings(design="ladder", grow_batch=1e9), 0.0)
+        running._measure(workload, Settings(design="ladder", grow_batch=1e9))
     assert list(workload.grown) == [Recipe(), Recipe.parse("a=on")]
 
 
@@ -275,7 +275,7 @@ def test_a_search_leaves_an_ablation_half_of_the_time(monkeypatch):
     had = list[float]()
     monkeypatch.setattr(running, "auto", lambda space, session, guide: had.append(session.costs.budget.seconds))
     workload = Workload("net", {}, timed(60.0), Space(switches("ab"), lambda recipe: ""))
-    running._measure(workload, Settings(design="ablation", budget_s=60.0), time.monotonic())
+    running._measure(workload, Settings(design="ablation", budget_s=60.0))
     assert had == [pytest.approx(30.0, abs=5.0)]
     assert workload.session.costs.budget.seconds == 60.0
 
@@ -306,6 +306,7 @@ def test_a_ladder_in_a_storage_of_others_takes_its_turn_and_knows_what_they_meas
     monkeypatch.setattr(tempfile, "tempdir", f"{tmp_path}")
     read = list[str]()
     session = SimpleNamespace(facts=Facts(), report=wait, refresh=lambda: read.append("again"))
+    session.costs = timed(60.0).costs
     with running._in_turn(session, Settings(design="ladder", storage="x.db")):
         assert read == ["again"]
         with pytest.raises(InterruptedError, match="another worker"), one_at_a_time(session):
@@ -319,8 +320,9 @@ def test_a_budget_that_is_gone_is_said(monkeypatch):
     monkeypatch.setattr(running, "_seconds", lambda workload, settings: [1.0])
     session = Opened(Facts())
     session.standings, session.measure = SimpleNamespace(known={Recipe(): None}), list
+    session.costs = SimpleNamespace(budget=Budget(5, time.monotonic() - 60))
     workload = Workload("net", {}, session, cells=[Recipe(), Recipe.parse("compile=default")])
-    running._measure(workload, Settings(budget_s=5), time.monotonic() - 60)
+    running._measure(workload, Settings(budget_s=5))
     assert session.notes == ["net: the budget was used up before 1 of 2 combinations could be measured"]
 
 

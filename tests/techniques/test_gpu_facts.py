@@ -155,7 +155,9 @@ def test_half_of_the_free_memory_is_asked_for_at_once(monkeypatch: pytest.Monkey
     asked: list[tuple[int, Any]] = []
     recipe, several, layer = Recipe.parse("allocator=preheat"), replace(GPU, num_input_shapes=2), nn.Linear(2, 2)
     assert "CUDA" in conflict(recipe, Facts())
-    assert "one shape" in conflict(recipe, GPU)
+    offered = {level.name: level.why_not for level in find("allocator").levels(GPU)}
+    assert "one shape" in offered["preheat"]
+    assert not conflict(recipe, GPU)  # where it is asked for
     layer.weight = nn.Parameter(on_gpu(2, 2))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30 if device == "cuda" else 1 << 28, 1 << 31))
     monkeypatch.setattr(torch, "empty", lambda size, dtype, device: asked.append((size * dtype.itemsize, device)))

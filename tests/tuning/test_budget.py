@@ -121,7 +121,7 @@ def test_a_fraction_ends_with_its_budget_and_keeps_nothing_back(tmp_path, monkey
     cells = ["precision=bf16", "grad=inference_mode", "compile=default", "compile=default freeze=on"]
     workload = Workload("net", {}, session, space, [Recipe(), *map(Recipe.parse, cells)])
     session.measure([Recipe()])
-    running._measure(workload, settings, 0.0)
+    running._measure(workload, settings)
     assert not made.costs.confirms
     assert session.costs.deadline() == 60.0
     assert len(workload.unknown()) > 0

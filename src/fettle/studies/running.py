@@ -70,7 +70,7 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
         for place, workload in enumerate(running):
             _leave(workload.session, 1 / (len(running) - place))
             with _in_turn(workload.session, settings):
-                _measure(workload, settings, began)
+                _measure(workload, settings)
             close_all()
             workload.session.let_go()
     except KeyboardInterrupt:
@@ -140,7 +140,12 @@ def _in_turn(session: Session, settings: Settings) -> Iterator[None]:
     if settings.storage is None or settings.is_shared:
         yield
         return
+    asked = time.monotonic()
     with one_at_a_time(session):
+        budget = session.costs.budget
+        if budget.seconds is not None:  # waiting for another worker is not counted
+            budget = replace(budget, seconds=budget.seconds + time.monotonic() - asked)
+            session.costs = replace(session.costs, budget=budget)
         session.refresh()
         yield
 
@@ -188,7 +193,7 @@ def _seconds(workload: Workload, settings: Settings) -> list[float]:
     return [replicates * each_s + beside_s for each_s in costs.seconds_for_each(workload.unknown(), settings.rounds)]
 
 
-def _measure(workload: Workload, settings: Settings, began: float) -> None:
+def _measure(workload: Workload, settings: Settings) -> None:
     session, space = workload.session, workload.space
     if settings.design == "ladder":
         for step in steps(space, session, start=settings.start):
@@ -213,13 +218,11 @@ def _measure(workload: Workload, settings: Settings, began: float) -> None:
             raise
         return
     if settings.is_shared:
-        deadline = math.inf if settings.budget_s is None else began + settings.budget_s
-        measure_shares(session, workload.cells, TOGETHER, deadline)
+        measure_shares(session, workload.cells, TOGETHER, session.costs.budget.end)
     while not settings.is_shared and (left := workload.unknown()):
         before = len(left)
         if settings.budget_s is not None:
-            fit = designs.fitting(_seconds(workload, settings), settings.budget_s - (time.monotonic() - began))
-            left = left[:fit]
+            left = left[: designs.fitting(_seconds(workload, settings), session.costs.budget.left_s)]
         if not session.measure(left[:TOGETHER]) or len(workload.unknown()) == before:
             break
     if settings.budget_s is not None and (left := workload.unknown()):

@@ -29,23 +29,25 @@ _LOOK_S = 1.0
 
 
 def measure_shares(session: Session, cells: Sequence[Recipe], most: int, deadline: float) -> None:
-    """Measure `cells` together with whoever else is at it, `most` a race, until all are known or until `deadline`
-    (`time.monotonic`)."""
+    """Measure `cells` together with whoever else is at it, `most` a race, until all are known or there is no time for
+    another before `deadline` (`time.monotonic`)."""
     waiting, measured = False, -1
     while time.monotonic() < deadline:
         left = [cell for cell in cells if cell not in session.standings.known]
         if not left:
             return
         with one_at_a_time(session):
-            busy = session.measure_share(left, most)
-        if not busy:
+            measured_any = session.measure_share(left, most)
+        if measured_any is False:
+            return  # there is no time for another
+        if measured_any is None:
             if not waiting:
                 session.report("others measure what is left")
             time.sleep(_LOOK_S)
             before, measured = measured, len(session.study.hosts())
             if measured != before:  # reading all trials anew takes a core, which others may need for theirs
                 session.refresh(anew=False)
-        waiting = not busy
+        waiting = measured_any is None
 
 
 @contextlib.contextmanager

@@ -280,7 +280,7 @@ def rewrite_attention(model: torch.nn.Module, run: Any) -> None:
         defaults = {name: parameters[name].default for name in names}
         # A partial function, whose copy belongs to the module's copy
         module.forward = functools.partial(as_traced, module, module.forward, forward, defaults, fixed)
-    logging.getLogger("optimized").info("attention: %d modules use SDPA now", len(rewritten) + processors)
+    logging.getLogger("optimized").info("attention: %d modules use SDPA now", len(before) + len(rewritten) + processors)
 
 
 def count_manual_attention(model: torch.nn.Module, run: Any) -> int:

@@ -42,7 +42,7 @@ class Algebra(Technique):
         if not facts.uneven_sdpa:
             return []
         if facts.device == "cuda":
-            exported = {"runtime": "exported", "algebra": "fewer-products", "precision": "bf16"}
+            exported = {"runtime": "exported", "algebra": "fewer-products"}
             return [Bundle(5, {**exported, "cuda_graphs": "on"}), Bundle(15, exported)]
         runtime = "openvino-bf16" if facts.has_bf16 else "openvino"
         return [Bundle(10, {"runtime": runtime, "algebra": "fewer-products", **AS_GIVEN})]

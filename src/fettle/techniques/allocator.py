@@ -58,7 +58,7 @@ class Allocator(Technique):
     def levels(self, facts: Facts) -> list[Level]:
         gpu = "" if facts.device == "cpu" else "the work is on a GPU"
         cpu = "" if facts.device == "cuda" else "the work is not on a CUDA device"
-        alike = "" if facts.num_input_shapes > 1 or facts.generates else "the batches all have one shape"
+        alike = "" if facts.num_input_shapes > 1 or facts.custom_call else "the batches all have one shape"
         return [
             Level("default", "the C library's own"),
             Level("keep", "the C library's own, which keeps what is freed for what comes next",
@@ -69,6 +69,10 @@ class Allocator(Technique):
               for name, (summary, _) in _DEVICE.items()),
             Level("preheat", "half of the free device memory, asked for at once and split from then on", cpu or alike),
         ]  # fmt: skip
+
+    def why_not(self, level: str, facts: Facts) -> str:
+        pointless = level == "preheat" and facts.device == "cuda"  # with batches of one shape, which is no reason
+        return "" if pointless else super().why_not(level, facts)
 
     def keeps_memory(self, facts: Facts) -> str:
         if facts.device != "cpu":

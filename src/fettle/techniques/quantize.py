@@ -112,8 +112,8 @@ def quantize_static(model: torch.nn.Module, batches: Any) -> Any:
     import inspect
 
     args, kwargs = spread(batches[0])
-    model = with_names(model, kwargs)
-    takes = inspect.signature(model.forward).parameters
+    named = with_names(model, kwargs)
+    takes = inspect.signature(named.forward).parameters
     names = [name for name, one in takes.items() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     was_none = {name: value is None for name, value in (*zip(names, args, strict=False), *kwargs.items())}
 
@@ -127,12 +127,12 @@ def quantize_static(model: torch.nn.Module, batches: Any) -> Any:
     try:
         with torch.no_grad():
             try:
-                exported = torch.export.export(model, args, kwargs, dynamic_shapes=open_sizes(model, batches))
+                exported = torch.export.export(named, args, kwargs, dynamic_shapes=open_sizes(named, batches))
             except Exception:
                 shapes: Any = torch.export.AdditionalInputs()  # type: ignore[no-untyped-call] # what differs, no more
                 for batch in batches:
                     shapes.add(*spread(batch))
-                exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes)
+                exported = torch.export.export(named, args, kwargs, dynamic_shapes=shapes)
         made = quantize_exported(exported.module(), batches)
         made.register_forward_pre_hook(refuse_others, with_kwargs=True)
         return made

@@ -213,9 +213,9 @@ class Session:
             self.race_unknown(missing)
         return [self.standings.known[recipe] for recipe in wanted if recipe in self.standings.known]
 
-    def measure_share(self, recipes: Sequence[Recipe], most: int) -> bool:
+    def measure_share(self, recipes: Sequence[Recipe], most: int) -> bool | None:
         """Claim at most `most` of `recipes` that no worker on a machine like this one has measured or is about to, and
-        measure them. False where there are none, or no time for one."""
+        measure them: whether there was time for any. None where there is none to claim."""
         mine, place = self.study.claim([canonical(recipe) for recipe in recipes], most, self.facts)
         try:
             if mine:
@@ -224,7 +224,7 @@ class Session:
                 self.measure(mine)
         finally:
             self.study.give_back()
-        return any(recipe in self.standings.known for recipe in mine)
+        return any(recipe in self.standings.known for recipe in mine) if mine else None
 
     def score(self, trial: Trial) -> float:
         """The goal as a number, smaller is better; infinite where the trial may not win."""

@@ -143,7 +143,7 @@ def map_tensors(change: Any, tree: Any, kinds: Any = None) -> Any:
             if isinstance(tree, list):
                 changed = copy.copy(tree)
                 changed[:] = items
-            else:
+            elif any(new is not old for new, old in zip(items, tree, strict=True)):  # no type of Python's own
                 changed = tuple.__new__(type(tree), items)
                 getattr(changed, "__dict__", {}).update(getattr(tree, "__dict__", {}))
         return changed

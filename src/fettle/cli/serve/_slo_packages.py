@@ -41,7 +41,7 @@ def variants_of(texts: Sequence[str], trust: Sequence[str] = (), *, writes: bool
                 f"{text} writes texts, and --p99 is for others: fettle serve slo {text} --ttft 500ms --itl 50ms"
             )
         check_here(manifest.name, manifest.requires)
-        if (digest := package.handler_digest) and digest not in trust:
+        if (digest := package.handler_digest) and digest not in trust and not writes:
             raise UsageError(f"{manifest.name} brings code of its own; to let it run, say --trust {digest}")
         if variants and asked(package) != asked(variants[0].package):
             raise UsageError(f"{text} is asked otherwise than {texts[0]}: name packages of one model, made alike")
