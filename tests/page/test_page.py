@@ -6,7 +6,7 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from fettle.page import Cell, Figure, Table, shell, still
+from fettle.page import Cell, Figure, Table, clean, shell, still
 
 HOUSE = Path(shell.__file__).parents[1]
 BAR = {"mark": "bar", "data": {"values": [{"a": 1}]}, "encoding": {"x": {"field": "a", "type": "quantitative"}},
@@ -82,3 +82,7 @@ def test_no_module_writes_a_page_by_hand() -> None:
     """Save the server's list of endpoints, which is not a report."""
     by_hand = [path.name for path in HOUSE.rglob("*.py") if re.search("<!doctype|<html|<style", path.read_text(), re.I)]
     assert by_hand == ["openapi.py"]
+
+
+def test_what_is_cleaned_keeps_its_types() -> None:
+    assert clean((("a\x1b", [1]), {"b": ("\x00",)})) == (("a\ufffd", [1]), {"b": ("\ufffd",)})

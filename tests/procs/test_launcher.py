@@ -14,6 +14,10 @@ from fettle.procs import launcher
         ({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}, {"CUDA_VISIBLE_DEVICES": "GPU-b"}),
         ({"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": ""}),
         ({"HIP_VISIBLE_DEVICES": "3,5"}, {"HIP_VISIBLE_DEVICES": "5"}),  # which AMD's runtime goes by alone
+        (
+            {"HIP_VISIBLE_DEVICES": "3,5", "CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"},
+            {"HIP_VISIBLE_DEVICES": "5", "CUDA_VISIBLE_DEVICES": "GPU-b"},
+        ),
     ],
 )
 def test_each_rank_sees_a_device_of_its_own(

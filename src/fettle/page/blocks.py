@@ -121,4 +121,5 @@ def clean(value: T) -> T:
         made = {clean(key): clean(item) for key, item in value.items()}
     elif isinstance(value, (list, tuple)):
         made = [clean(item) for item in value]
+        made = tuple(made) if isinstance(value, tuple) else made
     return made  # type: ignore[return-value]

@@ -202,9 +202,9 @@ def be_a_rank() -> None:
     # Each rank builds its model on a device of its own, whatever number the factory knows it by.
     local, rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
     names = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")  # AMD's runtime goes by the first that is set
-    name = next((name for name in names if name in os.environ), names[1])
-    devices = os.environ.get(name, str(local)).split(",")  # none where it is empty
-    os.environ[name] = devices[local % len(devices)]
+    for name in [name for name in names if name in os.environ] or names[1:]:
+        devices = os.environ.get(name, str(local)).split(",")  # none where it is empty
+        os.environ[name] = devices[local % len(devices)]
     be_a_worker()
     rendezvous = from_environment()
     del os.environ[VARIABLE]  # the user's code need not know the secret

@@ -217,9 +217,13 @@ class Ranks(list[Trace]):
     def __iter__(self) -> Iterator[Trace]:
         return map(self.opened, super().__iter__())
 
+    def paths(self) -> list[Path]:
+        """Known without opening any."""
+        return [held.path for held in super().__iter__()]
+
     def __getitem__(self, at: Any) -> Any:
         found = super().__getitem__(at)
-        return self.opened(found) if isinstance(found, Trace) else list(map(self.opened, found))
+        return self.opened(found) if isinstance(found, Trace) else Ranks(found, self.opened)
 
 
 def per_trace(analysis: Callable[Concatenate[Trace, P], R]) -> Callable[Concatenate[Trace, P], R]:

@@ -53,10 +53,11 @@ def critical(
     """
     frames: dict[str, pl.DataFrame] = {}
     pieces: dict[str, pl.DataFrame] = {}
-    paths = [T.critical_path(trace, step) for trace in traces]
-    summaries = [T.path_shares(trace, path) for trace, path in zip(traces, paths, strict=True)]
-    for trace, path, summary in zip(traces, paths, summaries, strict=True):
+    paths, summaries = [], []
+    for trace in traces:
         prefix = f"rank_{trace.rank}_" if len(traces) > 1 else ""
+        paths.append(path := T.critical_path(trace, step))
+        summaries.append(summary := T.path_shares(trace, path))
         frames |= {f"{prefix}summary": summary, f"{prefix}events": T.path_events(trace, path)}
         pieces[f"{prefix}pieces"] = path.pieces
     if overlay is not None:

@@ -27,13 +27,17 @@ from fettle.trace.model import ReadFacts
 BLOCK_BYTES = 512 << 10
 MAX_CARRY_BYTES = 64 << 20
 MAX_HEADER_BYTES = 64 << 20
-SPARE_BYTES = 256 << 20
+SPARE_BYTES = 32 << 20
 """Less free memory is none for another 8 MiB of text; and the longest columns are copied once more at the end."""
 _NEARLY_ALL_EVENTS_BYTES = 16 << 10
 
 _START = re.compile(rb'"traceEvents"\s*:\s*\[')
 _FIRST_KEY = re.compile(rb'\s*\{\s*"([^"\\]{1,40})"')
 Stream = BufferedReader | gzip.GzipFile
+
+
+class NoMemoryLeft(UsageError):
+    """The file may be in order: unlike one that is not, it is left out of no folder."""
 
 
 class Counted:
@@ -104,9 +108,8 @@ def feed(
     unread: list[bytes] = []
     for number, (chunk, last) in enumerate(chunks(source, text, boundary, unread)):
         if number % 16 == 15 and granted_memory_bytes() < SPARE_BYTES + columns.rows * 16:
-            raise UsageError(
-                f"no memory is left after its first {columns.facts.events_seen} events: record fewer steps, or open it "
-                "on a larger machine"
+            raise NoMemoryLeft(
+                "no memory is left for all of its events: record fewer steps, or open it on a larger machine"
             )
         if last and to_the_end:
             _last_chunk(chunk, columns)
