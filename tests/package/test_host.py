@@ -10,7 +10,12 @@ from fettle.package import host
     [
         (None, ["cpu", "cuda:0", "cuda:2"]),
         ("0,1", ["cpu", "cuda:0"]),
+        ("2, 0", ["cpu", "cuda:0", "cuda:1"]),
+        ("2,-1,0", ["cpu", "cuda:0"]),
+        ("0,7,2", ["cpu", "cuda:0"]),
+        ("NoDevFiles,0", ["cpu"]),
         ("GPU-a", ["cpu", "cuda:0"]),
+        ("GPU-a,MIG-b,GPU-c,GPU-d", ["cpu", "cuda:0", "cuda:2"]),
         ("", ["cpu"]),
         ("-1", ["cpu"]),
     ],

@@ -18,7 +18,7 @@ from fettle.package.function import as_function
 from fettle.package.manifest import open_package, seal
 from fettle.package.model_runner import ModelRunner, load_model
 from fettle.package.openvino import GRAPH, OpenvinoModel
-from fettle.package.program import load_program
+from fettle.package.program import export_program, load_program
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
 from fettle.techniques import find
@@ -387,6 +387,26 @@ def test_a_part_of_a_call_computes_nothing_else(tmp_path):
         fast(x + 9, y)
     [found] = fast.part([x + 9, y], (1,))
     assert torch.equal(found, y + 1)
+
+
+def test_what_no_output_needs_is_not_exported():
+    """And what changes a tensor is, in a graph of its own, too."""
+
+    class Model(torch.nn.Module):
+        def forward(self, *tensors):
+            (x,) = tensors
+            y, z = x.clone(), x.clone()
+            torch.nn.functional.dropout(x @ x.t(), 0.5, self.training)
+            with torch.autocast("cpu", torch.bfloat16):
+                y[0] = 7.0
+            z[0] = 7.0
+            return y, z
+
+    x = torch.randn(3, 4)
+    program = export_program(Model().eval(), [x], [{0: "rows"}], 8)
+    assert not any("matmul" in str(node.target) for node in program.graph.nodes)
+    for made, wanted in zip(program.module()(x), Model().eval()(x), strict=True):
+        torch.testing.assert_close(made, wanted)
 
 
 def test_a_straight_program_answers_as_the_program_does(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fettle.kernels import block_products, packed_blocks
-from fettle.package.program import size_check
+from fettle.package.program import drop_unused, size_check
 
 _LARGE = 1 << 16
 """Elements of a matrix whose layout matters."""
@@ -87,7 +87,7 @@ def _only(bare: torch.fx.GraphModule, outputs: Sequence[int]) -> torch.fx.GraphM
     graph = torch.fx.Graph()
     found: Any = graph.graph_copy(bare.graph, {})
     graph.output(tuple(found[place] for place in outputs))
-    _drop_unused(graph)
+    drop_unused(graph)
     return torch.fx.GraphModule(bare, graph)
 
 
@@ -117,13 +117,8 @@ def _graph_and_weights(module: torch.nn.Module) -> tuple[torch.fx.Graph, dict[st
             weights[node.target] = value
         elif node.op not in ("placeholder", "call_function", "output"):
             return None
-    _drop_unused(graph)
+    drop_unused(graph)
     return graph, weights
-
-
-def _drop_unused(graph: torch.fx.Graph) -> None:
-    """Take out what no output needs: the exporter leaves what has a dropout in it, which does nothing here."""
-    graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
 
 
 def _with_weights(

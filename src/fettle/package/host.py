@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
 
 from fettle.machine import cpu_name
@@ -27,12 +28,16 @@ def host_id() -> str:
 
 
 def devices() -> list[str]:
-    """Devices that a model can be served on: the CPU, and the first of each model of NVIDIA GPU, no more of them than
-    ``CUDA_VISIBLE_DEVICES`` names."""
+    """Devices that a model can be served on: the CPU, and the first of each model of NVIDIA GPU, of those that
+    ``CUDA_VISIBLE_DEVICES`` names before the first name that is none."""
     by_model: dict[str, str] = {}
     gpus, visible = _gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        gpus = gpus[: len([name for name in visible.split(",") if name.strip() not in ("", "-1")])]
+        names = [name.strip() for name in visible.split(",")]
+        # Which GPU a UUID is only the driver could say.
+        places = [place if name.startswith(("GPU-", "MIG-")) else int(name) if name.isdecimal() else len(gpus)
+                  for place, name in enumerate(names)]  # fmt: skip
+        gpus = [gpus[place] for place in takewhile(range(len(gpus)).__contains__, places)]
     for index, model in enumerate(gpus):
         by_model.setdefault(model, f"cuda:{index}")
     return ["cpu", *by_model.values()]

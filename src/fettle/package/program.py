@@ -86,7 +86,8 @@ def _export(
 def _forget_types(program: torch.export.ExportedProgram) -> None:
     """Let a recipe compute in other types than those that were exported with.
 
-    Takes out the assertions of every tensor's type, and conversions to the type and device that a tensor had already.
+    Takes out the assertions of every tensor's type, conversions to the type and device that a tensor had already, and
+    what no output needs.
     """
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
@@ -96,7 +97,17 @@ def _forget_types(program: torch.export.ExportedProgram) -> None:
                 elif _converts_nothing(node):
                     node.replace_all_uses_with(node.args[0])
                     module.graph.erase_node(node)
+            drop_unused(module.graph)
             module.recompile()
+
+
+def drop_unused(graph: torch.fx.Graph) -> None:
+    """Take out what no output needs: the exporter leaves what has a dropout in it, which does nothing here. A graph in
+    this one stays, since torch does not look into it for what changes a tensor."""
+    for node in reversed(graph.nodes):
+        inner = isinstance(node.target, torch._ops.HigherOrderOperator)
+        if not (node.users or inner or node.is_impure(impure_random=False)):
+            graph.erase_node(node)
 
 
 def _converts_nothing(node: torch.fx.Node) -> bool:
