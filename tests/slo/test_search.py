@@ -416,8 +416,8 @@ def test_a_setting_and_what_it_is_called():
 def test_code_of_its_own_needs_trust_before_anything_is_measured(store):
     digest = open_package(store / "echo").handler_digest
     with pytest.raises(UsageError, match=f"--trust {digest}"):
-        _Work.of(str(store / "echo"), [], None, "", 3, ["0" * 64])
-    assert _Work.of(str(store / "echo"), [], None, "", 3, [digest]).package is not None
+        _Work.of([str(store / "echo")], [], None, "", 3, ["0" * 64])
+    assert _Work.of([str(store / "echo")], [], None, "", 3, [digest]).package is not None
 
 
 def test_what_is_found_can_be_served(package):
@@ -531,7 +531,7 @@ def test_a_setting_that_cannot_be_written_costs_no_search(run_fettle, store, tmp
     said = run_fettle(*command)
     assert (said.code, "could not be written" in said.err, "requests a second" in said.out) == (2, True, True)
     assert json.loads((tmp_path / "slo" / "result.json").read_text())["written"] == ""
-    monkeypatch.setattr("fettle.cli.serve.slo.check_writable", check_writable)
+    monkeypatch.setattr("fettle.cli.serve._slo_packages.check_writable", check_writable)
     said = run_fettle(*command)
     assert (said.code, "Read-only" in said.err, "give --no-write" in said.err, len(asked)) == (2, True, True, 1)
     assert run_fettle(*command, "--no-write").code in (0, 1)
