@@ -3,7 +3,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -13,11 +12,9 @@ import polars as pl
 import pytest
 
 from fettle.errors import UsageError
-from fettle.trace import Kind, critical_path_of_ranks, load, load_all, time_account, trace_health, write_report
-from fettle.trace.frames import joined
-from fettle.trace.io import parallel, reader, sidecar, stream
+from fettle.trace import Kind, load, load_all, trace_health
+from fettle.trace.io import parallel, sidecar, stream
 from fettle.trace.io.assemble import assemble
-from fettle.trace.model import Ranks
 from tests.trace.build import Build, training
 
 
@@ -301,57 +298,6 @@ def test_columns_that_do_not_fit_into_memory(tmp_path: Path, monkeypatch: pytest
         load(training(50).write(tmp_path / "t.json"), use_sidecar=False)
     with pytest.raises(UsageError, match=r"t\.json: no memory is left"):  # and is not left out of its folder
         load_all(tmp_path, use_sidecar=False)
-
-
-def ranks_in(folder: Path, count: int, **metadata: object) -> None:
-    for rank in range(count):
-        build = training(2)
-        build.metadata = {"distributedInfo": {"rank": rank}, **metadata}
-        build.write(folder / f"{rank}.json")
-
-
-def test_ranks_that_do_not_fit_are_opened_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks_in(tmp_path, 3)
-    monkeypatch.setattr(reader, "granted_memory_bytes", lambda: 1 << 30)
-    every = load_all(tmp_path, use_sidecar=False)
-    monkeypatch.setattr(reader, "granted_memory_bytes", lambda: 1000)
-    few = load_all(tmp_path, use_sidecar=False)
-    assert joined(few, time_account).equals(joined(every, time_account))
-    assert not sum(held.events.height for held in list.__iter__(few))
-    assert [few[1].rank, *(trace.rank for trace in few[1:])] == [1, 1, 2]
-    assert isinstance(few[1:], Ranks)
-    assert write_report(few, tmp_path / "page.html") == []
-    assert "not fit into memory together, so the path through all" in (tmp_path / "page.html").read_text()
-    with pytest.raises(UsageError, match="do not fit into memory together"):
-        critical_path_of_ranks(few)
-
-
-@pytest.mark.parametrize("beside", [None, "{"])
-def test_one_trace_in_a_folder_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: str | None) -> None:
-    ranks_in(tmp_path, 1)
-    if beside is not None:
-        (tmp_path / "1.json").write_text(beside)
-    monkeypatch.setattr(reader, "granted_memory_bytes", lambda: 1000)
-    traces = load_all(tmp_path, use_sidecar=False)
-    assert (type(traces), traces[0].events.height, len(traces[0].facts.notes)) == (list, 18, int(beside is not None))
-
-
-def test_ranks_are_opened_again_from_what_their_first_reading_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks_in(tmp_path, 2, note="x" * (1 << 20))  # smaller files are not kept
-    load_all(tmp_path)
-    read, kept = [], []
-    first, keep = reader._read, sidecar.write
-    monkeypatch.setattr(reader, "_read", lambda path, *how: (read.append(path.name), first(path, *how))[1])
-    monkeypatch.setattr(sidecar, "write", lambda trace, key: (kept.append(trace.path.name), keep(trace, key)))
-    monkeypatch.setattr(reader, "granted_memory_bytes", lambda: 1000)
-    few = load_all(tmp_path, fresh=True)
-    assert [trace.events.height for _ in range(2) for trace in few] == [18] * 4
-    assert read == kept == ["0.json", "1.json"]
-    shutil.rmtree(sidecar.folder())  # others needed the room
-    assert [trace.events.height for trace in few] == [18, 18]
-    assert (read[2:], kept[2:]) == (["0.json", "1.json"], [])
 
 
 def test_a_folder_of_ranks(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ polars frame; text that repeats (names, threads, shapes) is kept once and referr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -198,32 +198,6 @@ class Trace:
         process, tid = self.threads[thread]
         label = self.thread_names.get(f"{process}/{tid}", "")
         return label or f"process {process} thread {tid}"
-
-
-def without_events(trace: Trace) -> Trace:
-    """What is held of a trace that does not fit into memory beside others."""
-    return replace(trace, events=trace.events.clear(), names=[], shapes=[], side={})
-
-
-class Ranks(list[Trace]):
-    """Traces that do not fit into memory together. Who goes through them has one at a time: each is `opened` again when
-    its turn comes, from what is held of it.
-    """
-
-    def __init__(self, held: Iterable[Trace], opened: Callable[[Trace], Trace]) -> None:
-        super().__init__(held)
-        self.opened = opened
-
-    def __iter__(self) -> Iterator[Trace]:
-        return map(self.opened, super().__iter__())
-
-    def paths(self) -> list[Path]:
-        """Known without opening any."""
-        return [held.path for held in super().__iter__()]
-
-    def __getitem__(self, at: Any) -> Any:
-        found = super().__getitem__(at)
-        return self.opened(found) if isinstance(found, Trace) else Ranks(found, self.opened)
 
 
 def per_trace(analysis: Callable[Concatenate[Trace, P], R]) -> Callable[Concatenate[Trace, P], R]:

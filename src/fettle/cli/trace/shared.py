@@ -99,7 +99,7 @@ def read_traces(path: Path, fresh: bool = False, own_end: bool = False) -> list[
         return T.load_all(
             path,
             own_end=own_end,
-            fresh=fresh,
+            use_sidecar=not fresh,
             on_progress=lambda share: show(f"reading {path}", share, 1.0),
         )
 

@@ -32,7 +32,7 @@ from fettle.trace.analyses.stops import autograd_threads, host_stops, main_threa
 from fettle.trace.analyses.waits import CAUSES, Held, Waits, blocking_calls, device_waits
 from fettle.trace.frames import names_of_rows
 from fettle.trace.kinds import ADDRESS
-from fettle.trace.model import Ranks, Trace
+from fettle.trace.model import Trace
 from fettle.trace.ordering import in_groups
 
 CATEGORIES = (*CLASSES, *CAUSES)
@@ -306,10 +306,8 @@ def critical_path_of_ranks(traces: list[Trace], step: int | None = None) -> Crit
     clocks' uncertainty.
 
     Raises:
-        UsageError: The ranks share no collectives that can be matched, or do not fit into memory together.
+        UsageError: The ranks share no collectives that can be matched.
     """
-    if isinstance(traces, Ranks):  # the path is walked in all of them at once
-        raise UsageError("the ranks do not fit into memory together, so the path through all of them is not asked")
     matched = match_collectives(traces)
     if len(traces) < 2 or not matched.height:
         raise UsageError("these ranks share no collectives that can be matched: ask each rank's own critical path")

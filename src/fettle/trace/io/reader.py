@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,18 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from fettle.errors import UsageError
-from fettle.procs.limits import granted_cores, granted_memory_bytes
+from fettle.procs.limits import granted_cores
 from fettle.trace.io import sidecar
 from fettle.trace.io.assemble import assemble
 from fettle.trace.io.decode import Columns
 from fettle.trace.io.parallel import read_in_parallel
 from fettle.trace.io.stream import Counted, NoMemoryLeft, begin, feed, parse_metadata, text_of
-from fettle.trace.model import Ranks, Trace, without_events
+from fettle.trace.model import Trace
 
 PARALLEL_ABOVE_BYTES = 160 << 20
 DEFAULT_MAX_EVENTS = 200_000_000
-BYTES_PER_EVENT = 400
-"""About what an event takes, and what all questions of a report work out from it."""
 
 
 def load(
@@ -30,7 +27,6 @@ def load(
     *,
     rank: int | None = None,
     use_sidecar: bool = True,
-    fresh: bool = False,
     processes: int | None = None,
     max_events: int = DEFAULT_MAX_EVENTS,
     on_progress: Callable[[float], None] | None = None,
@@ -41,7 +37,6 @@ def load(
         path: The file.
         rank: Which rank it is; None takes it from the file's `distributedInfo`, its name, or else 0.
         use_sidecar: Read the columns kept from an earlier opening of the very same bytes, and keep them otherwise.
-        fresh: Read the file itself, and keep its columns in place of those of an earlier opening.
         processes: How many processes decode a large uncompressed file; None chooses.
         max_events: Refuse files with more events than this.
         on_progress: Told the share of the file that has been read, again and again.
@@ -53,7 +48,7 @@ def load(
     if not path.is_file():
         raise UsageError(f"no such trace file: {path}")
     key = sidecar.key_of(path) if use_sidecar else None
-    if key is not None and not fresh:
+    if key is not None:
         kept = sidecar.read(path, key)
         if kept is not None:
             return kept if rank is None else replace(kept, rank=rank)
@@ -80,8 +75,8 @@ def load_all(
     """Open a file, or every trace in a folder (`*.json`, `*.json.gz`), one trace a rank, ordered by rank.
 
     Two files that claim one rank get different ones, and a file that cannot be read is left out: the health report says
-    so. Several that do not fit into memory together are opened again, each when its turn comes. With `own_end` steps
-    end with their own annotations. Raises `UsageError` where none can be read, or one does not fit into memory alone.
+    so. With `own_end` steps end with their own annotations. Raises `UsageError` where none can be read, or not all fit
+    into memory together.
     """
     path = Path(path)
     if not path.is_dir():
@@ -91,15 +86,6 @@ def load_all(
         raise UsageError(f"no *.json or *.json.gz traces in {path}")
     traces: list[Trace] = []
     unreadable: list[str] = []
-    events, room = 0, granted_memory_bytes() / 2 if len(files) > 1 else math.inf
-
-    def again(held: Trace) -> Trace:
-        # Nothing is kept here: where all columns are more than may be kept, that would put those of the next rank out.
-        key = sidecar.key_of(held.path) if options.get("use_sidecar", True) else None
-        kept = None if key is None else sidecar.read(held.path, key)
-        trace = kept or load(held.path, **options | {"use_sidecar": False})
-        return replace(trace, rank=held.rank, facts=held.facts, own_end=own_end)
-
     for number, file in enumerate(files):
 
         def one(share: float, number: int = number) -> None:
@@ -112,10 +98,6 @@ def load_all(
             raise
         except UsageError as error:
             unreadable.append(str(error))
-            continue
-        events += traces[-1].events.height
-        if events * BYTES_PER_EVENT > room:
-            traces = list(map(without_events, traces))
     if not traces:
         raise UsageError(unreadable[0])
     claimed = {trace.rank for trace in traces}
@@ -126,10 +108,7 @@ def load_all(
             note = f"rank {trace.rank} is claimed by another file too; called {free} here"
             traces[i] = _noted(replace(trace, rank=free), note)
     first, *rest = sorted(traces, key=lambda t: t.rank)
-    traces = [_noted(first, *(f"left out of the folder: {line}" for line in unreadable)), *rest]
-    if events * BYTES_PER_EVENT <= room:
-        return traces
-    return Ranks(traces, again) if rest else [again(traces[0])]
+    return [_noted(first, *(f"left out of the folder: {line}" for line in unreadable)), *rest]
 
 
 def _noted(trace: Trace, *notes: str) -> Trace:

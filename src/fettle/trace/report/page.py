@@ -9,7 +9,7 @@ import polars as pl
 
 from fettle.errors import UsageError
 from fettle.files import write_text
-from fettle.trace.model import Ranks, Trace
+from fettle.trace.model import Trace
 
 
 def write_report(traces: list[Trace], target: Path, *, before: Trace | None = None) -> list[str]:
@@ -54,8 +54,7 @@ def write_report(traces: list[Trace], target: Path, *, before: Trace | None = No
         if section is not None:
             sections.append(section)
     sections = clean(sections)
-    paths = traces.paths() if isinstance(traces, Ranks) else [trace.path for trace in traces]
-    name = clean(", ".join(sorted({path.name for path in paths})[:4]))
+    name = clean(", ".join(sorted({t.path.name for t in traces})[:4]))
     page = shell.render(
         "fettle.trace.report",
         "page.html.j2",
