@@ -9,15 +9,8 @@ import polars as pl
 import pytest
 
 from fettle.trace import product_summary, product_table
-from fettle.trace.analyses.flops import (
-    Cost,
-    Limits,
-    attention_cost,
-    call_cost,
-    convolution_cost,
-    limits_of,
-    matrix_cost,
-)
+from fettle.trace.analyses.flops import Limits, limits_of
+from fettle.trace.costs import Cost, attention_cost, call_cost, convolution_cost, matrix_cost
 from tests.conftest import Run
 from tests.trace.build import Build
 
@@ -127,6 +120,12 @@ def test_the_table_is_by_shapes_and_types(tmp_path: Path) -> None:
     assert product_summary(table)["count"].to_list() == [3]
     known = products(tmp_path, deviceProperties=[{"name": "NVIDIA H100 80GB HBM3"}]).load(tmp_path, "h100.json")
     assert product_table(known)["bound"].to_list() == ["memory", "memory"]
+
+
+def test_the_file_is_read_once(tmp_path: Path) -> None:
+    trace = products(tmp_path).load(tmp_path)
+    trace.path.unlink()
+    assert product_table(trace)["types"].to_list() == ["c10::BFloat16"] * 2
 
 
 def test_the_command(tmp_path: Path, run_fettle: Run) -> None:

@@ -52,6 +52,7 @@ SIDE_TABLES: dict[str, dict[str, pl.DataType]] = {
     "syncs": {"row": pl.Int64(), "sync": pl.String(), "wait_on_stream": pl.Int64(), "wait_on_record": pl.Int64()},
     "launches": {"row": pl.Int64(), "blocks_per_sm": pl.Float64(), "occupancy": pl.Float64()},
     "generated": {"row": pl.Int64(), "file": pl.String()},
+    "products": {"row": pl.Int64(), "types": pl.String(), "values": pl.String()},  # of its inputs, as JSON
     "stacks": {"row": pl.Int64(), "stack": pl.String()},
     "counters": {"row": pl.Int64(), "counter": pl.String(), "value": pl.Float64()},
     "memory": {

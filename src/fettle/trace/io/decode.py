@@ -171,7 +171,7 @@ class Columns:
         shape = np.zeros(count, np.uint32)
         if operators:
             shape[operators] = self._shapes(args, operators)
-        self.side.of_chunk(args, kind, operators, chunk, base)
+        self.side.of_chunk(args, names, kind, operators, chunk, base)
         columns = (ts_ns, dur_ns, name, kind, thread, device, stream, correlation, external, shape)
         self.chunks.append(dict(zip(EVENT_COLUMNS, columns, strict=True)))
         self.rows += count

@@ -19,6 +19,8 @@ class Args(msgspec.Struct, gc=False):
     external: int | None = msgspec.field(name="External id", default=-1)
     external_old: int | None = msgspec.field(name="external id", default=-1)
     dims: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw())  # empty: not recorded
+    types: msgspec.Raw = msgspec.field(name="Input type", default=msgspec.Raw())
+    values: msgspec.Raw = msgspec.field(name="Concrete Inputs", default=msgspec.Raw())
     sequence: int | None = msgspec.field(name="Sequence number", default=-1)
     stack: Any = msgspec.field(name="Call stack", default=None)
     bytes: Any = None

@@ -99,5 +99,8 @@ _FIT: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("correlation", "external", "external_old", "sequence"), integer),
     **dict.fromkeys(("blocks", "occupancy"), number),
     **dict.fromkeys(("stream", "device"), lambda value: value if isinstance(value, (int, str)) else None),
-    "dims": lambda value: msgspec.Raw(json.dumps(value).encode()) if isinstance(value, list) else None,
+    **dict.fromkeys(
+        ("dims", "types", "values"),
+        lambda value: msgspec.Raw(json.dumps(value).encode()) if isinstance(value, list) else None,
+    ),
 }

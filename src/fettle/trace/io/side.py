@@ -10,12 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from fettle.trace.costs import OPERATORS
 from fettle.trace.io.fields import integer, integers, number, say, stream_number, to_array
 from fettle.trace.kinds import Kind
 from fettle.trace.model import SIDE_TABLES, ReadFacts
 
 _FRAME_PIECES = 100
 _MOST_CHARS = {"file": 1000, "stack": 8192, "collective": 100, "group": 100, "dtype": 40, "sync": 100}
+_MOST_BYTES = 4096
 
 
 class SideTables:
@@ -46,7 +48,13 @@ class SideTables:
         return self.frames
 
     def of_chunk(
-        self, args: list[Any], kind: npt.NDArray[np.uint8], operators: list[int], chunk: bytes, base: int
+        self,
+        args: list[Any],
+        names: list[str],
+        kind: npt.NDArray[np.uint8],
+        operators: list[int],
+        chunk: bytes,
+        base: int,
     ) -> None:
         """What the complete events of one chunk say; `base` is the row of the first one."""
         numbers = integers([args[i].sequence for i in operators])
@@ -59,6 +67,12 @@ class SideTables:
         ]
         self._arguments("generated", [i for i in rare if args[i].file], args, base)
         self._arguments("stacks", [i for i in rare if args[i].stack], args, base)
+        products = [i for i in operators if names[i] in OPERATORS]
+        inputs = {
+            name: [bytes(getattr(args[i], name))[:_MOST_BYTES].decode("utf-8", "replace") for i in products]
+            for name in ("types", "values")
+        }
+        self.put("products", row=[base + i for i in products], **inputs)
         copies = np.flatnonzero((kind == Kind.MEMCPY) | (kind == Kind.MEMSET)).tolist()
         copies = [i for i in copies if args[i].bytes is not None or args[i].gb_per_s is not None]
         self._arguments("copies", copies, args, base)
