@@ -15,7 +15,9 @@ Over several ranks, where a collective waited, the path goes to the rank that ar
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, product
 
 import numpy as np
@@ -157,6 +159,11 @@ class _Walk:
         self.stop_ends = {thread: [e for e, _, _ in entries] for thread, entries in self.stop_of.items()}
         self.stop_work, self.stop_other = stops.work.tolist(), stops.other.tolist()
         self.stop_when, self.stop_row = stops.when.tolist(), stops.row.tolist()
+
+    @cached_property
+    def position(self) -> dict[int, int]:
+        """Which piece of device work an event's row is."""
+        return {row: i for i, row in enumerate(self.rows)}
 
     def run(self) -> CriticalPath:
         """Loop, not recursion: device work and host stretches follow each other until the window's start."""
@@ -315,9 +322,14 @@ def critical_path_of_ranks(traces: list[Trace], step: int | None = None) -> Crit
     certain = 2 * max(int(clocks["uncertainty_ns"].max()), 0)  # type: ignore[arg-type]
     shift = clock_shifts(traces, clocks)
     low, high = window_of(traces[0], step)
-    walks = {t.rank: _Walk(t, low + shift[t.rank], high + shift[t.rank]) for t in traces}
-    arrivals = _last_arrivals(matched, clocks, walks, certain)
-    _follow(walks, arrivals, traces[0], shift)
+    by_rank, walks = {trace.rank: trace for trace in traces}, dict[int, _Walk]()
+
+    def walk_of(rank: int) -> _Walk:
+        if rank not in walks:  # the path has not been there yet
+            walks[rank] = _Walk(by_rank[rank], low + shift[rank], high + shift[rank])
+        return walks[rank]
+
+    _follow(walk_of, _last_arrivals(matched, clocks, certain), traces[0].rank, shift)
     frames = [
         walk.frame().with_columns(
             pl.col("start_ns") - shift[rank], pl.col("end_ns") - shift[rank], rank=pl.lit(rank, dtype=pl.Int64())
@@ -328,36 +340,36 @@ def critical_path_of_ranks(traces: list[Trace], step: int | None = None) -> Crit
 
 
 def _last_arrivals(
-    matched: pl.DataFrame, clocks: pl.DataFrame, walks: dict[int, _Walk], certain: int
+    matched: pl.DataFrame, clocks: pl.DataFrame, certain: int
 ) -> dict[tuple[int, int], tuple[int, int]]:
-    """(rank, work) of a collective to (rank, work) of its last arrival, where that is clearly another."""
+    """(rank, row) of a collective to (rank, row) of its last arrival, where that is clearly another."""
     start = pl.col("start_ns") - pl.col("offset_ns")
     arrived = matched.join(clocks, on="rank").select("key", "rank", "row", start=start).sort("start", "rank")
     both = arrived.join(arrived.group_by("key").agg(pl.all().last()), on="key", suffix="_last")
     late = both.filter(pl.col("rank") != pl.col("rank_last"), pl.col("start_last") - pl.col("start") > certain)
-    position = {rank: {row: i for i, row in enumerate(walk.rows)} for rank, walk in walks.items()}
-    return {
-        (rank, position[rank][row]): (last, position[last][last_row])
-        for rank, row, last, last_row in late.select("rank", "row", "rank_last", "row_last").iter_rows()
-    }
+    found = late.select("rank", "row", "rank_last", "row_last").iter_rows()
+    return {(rank, row): (last, last_row) for rank, row, last, last_row in found}
 
 
 def _follow(
-    walks: dict[int, _Walk], arrivals: dict[tuple[int, int], tuple[int, int]], first: Trace, shift: dict[int, int]
+    walk_of: Callable[[int], _Walk],
+    arrivals: dict[tuple[int, int], tuple[int, int]],
+    rank: int,
+    shift: dict[int, int],
 ) -> None:
-    rank = first.rank
-    walk = walks[rank]
+    walk = walk_of(rank)
     place, time = walk.begin(), walk.high
     while time > walk.low:
         index = place[1]
-        last = arrivals.get((rank, index)) if place[0] == "device" else None
-        if last is not None and last[1] not in walks[last[0]].seen:
-            walked = walks[last[0]]
-            arrived = walked.start[last[1]] - shift[last[0]] + shift[rank]
-            if walk.start[index] < arrived < time:
+        last = arrivals.get((rank, walk.rows[index])) if place[0] == "device" else None
+        if last is not None:
+            other = walk_of(last[0])
+            there = other.position[last[1]]
+            arrived = other.start[there] - shift[last[0]] + shift[rank]
+            if there not in other.seen and walk.start[index] < arrived < time:
                 walk.seen.add(index)
                 walk._add(arrived, time, walk.label[index], walk.rows[index])
                 time = max(arrived, walk.low) - shift[rank] + shift[last[0]]
-                rank, walk, place = last[0], walked, ("device", last[1])
+                rank, walk, place = last[0], other, ("device", there)
                 continue
         place, time = walk.take(place, time)
