@@ -64,6 +64,7 @@ def test_a_gap_is_split_not_labelled(tmp_path: Path) -> None:
         ("cuda_runtime", "hipMemcpyWithStream", "blocking_call"),
         ("cuda_runtime", "cudaMalloc", "allocator"),
         ("cuda_driver", "cuModuleLoadData", "compile_or_load"),
+        ("cpu_op", "_compile.compile_inner (dynamo_timed)", "compile_or_load"),
         ("python_function", "torch/_inductor/compile_fx.py(1): compile_fx_inner", "compile_or_load"),
         ("python_function", "torch/_compile.py(22): inner", "python"),  # a wrapper that compiles nothing
         ("python_function", "torch/_inductor/compile_fx.py(9): run", "python"),

@@ -100,7 +100,8 @@ _LOADING = re.compile(
     r": (_?compile_fx\w*|_?compile_inner|fx_codegen_and_compile|_?convert_frame\w*|precompile)$|"
     r": make_(ttir|ttgir|llir|ptx|cubin)$|async_compile\.py\(\d+\): |codecache\.py\(\d+\): (load|compile|write)|"
     r"triton/compiler/compiler\.py\(\d+\): compile|"
-    r": (autotune_to_one_config|benchmark_all_configs)$|nvrtc|cudnnFind",
+    r": (autotune_to_one_config|benchmark_all_configs)$|nvrtc|cudnnFind|"
+    r" \(dynamo_timed\)$",  # the compiler's own ranges, which are operators to the profiler
     re.IGNORECASE,
 )
 _DATA = re.compile(
@@ -154,7 +155,7 @@ def host_cause(name: str, kind: Kind) -> str:
         return "garbage_collection"
     if _OTHER_RANK.search(name):
         return "other_rank"
-    if kind in (Kind.PYTHON, Kind.ANNOTATION) and _LOADING.search(name):
+    if _LOADING.search(name):
         return "compile_or_load"
     if kind == Kind.OPERATOR:
         return "operator"

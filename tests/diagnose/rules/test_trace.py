@@ -92,6 +92,19 @@ def test_steps_that_others_slowed_down_make_no_bound_too_small(width: int, bound
     assert found[0].bound == pytest.approx(bound, abs=0.03)
 
 
+def test_what_compiled_again_is_named(tmp_path: Path) -> None:
+    """The compiler's own ranges are operators to the profiler, and hold operators."""
+    made = Build().step(0, 0, 1000)
+    for number in range(2):
+        made.op("_compile.compile_inner (dynamo_timed)", 500 * number, 300).op("aten::mm", 500 * number + 100, 100)
+        made.op(f"Torch-Compiled Region: 0/{number}", 500 * number + 300, 200)
+        made.op("Torch-Compiled Region: 1/0", 500 * number + 350, 50)
+    (found,) = (one for one in trace_findings(made.load(tmp_path))[0] if one.rule == "compiling")
+    assert "60%" in found.says
+    assert "torch.compile compiled 2 functions in it" in found.evidence
+    assert "compiled again, for a guard failed: functions 0" in found.evidence
+
+
 def test_python_around_small_operators(tmp_path: Path) -> None:
     made = Build().step(0, 0, 1000)
     for number in range(60):

@@ -30,6 +30,7 @@ from fettle.trace import (
     steps,
     time_account,
 )
+from fettle.units import count_text
 
 _LEAST_PYTHON = 0.25
 """On a trace of the host alone: Python around operators below this share is the rule, not a fault."""
@@ -107,7 +108,8 @@ _CAUSES = {
     "idle_compile_or_load": Finding(
         "compiling",
         "Steps contain compilation or lazy loading.",
-        advice="warm up, and keep the compile cache",
+        advice="warm up, keep the compile cache, and mark sizes that change dynamic: fettle diagnose FILE.py names the "
+        "guard that failed",
         before="for batch in loader:\n    step(batch)",
         after="step(example)  # warm up\nfor batch in loader:\n    step(batch)",
     ),
@@ -149,6 +151,8 @@ _CAUSES = {
 }
 """By column of the time account: what is said of time that was lost in this way, without its numbers."""
 _CROSSING = re.compile(r"HtoD|DtoH|H2D|D2H|M2D|D2M|HostToDevice|DeviceToHost", re.IGNORECASE)
+_VERSION = re.compile(r"Torch-Compiled Region: (\d+)/(\d{1,9})")
+"""What ran: the number of a function, and of its version, from 0."""
 _ON_HOST = {
     "python-bound": "The main thread runs Python between many small operators.",
     "garbage-collection": "Python's garbage collector runs during steps.",
@@ -185,6 +189,8 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
             lines = [f"the main thread waits {usual:.1%} of a step for the next batch"]
             if not on_device:  # operators inside the loader are loading too
                 lost = max(lost, int(waits["wait_ns"].sum()) / wall_ns)
+        elif name == "idle_compile_or_load":
+            lines = _compilations(trace)
         elif name == "exposed_copy":
             lost *= _between_host_and_device(trace)
         elif name == "idle_python" and not on_device:
@@ -215,6 +221,14 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
         findings.append(small)
     budget = {name: value for name, value in share.items() if value > 0}
     return sorted(findings, key=lambda finding: finding.weight, reverse=True), budget
+
+
+def _compilations(trace: Trace) -> list[str]:
+    """How often torch.compile compiled within the trace, and which functions ran in more than one version."""
+    times = int(trace.named(lambda name: name == "_compile.compile_inner (dynamo_timed)").sum())
+    again = sorted({match[1] for name in trace.names if (match := _VERSION.match(name)) and int(match[2])})
+    lines = [f"torch.compile compiled {count_text(times, 'function')} in it"] if times else []
+    return lines + ([f"compiled again, for a guard failed: functions {', '.join(again[:8])}"] if again else [])
 
 
 def _between_host_and_device(trace: Trace) -> float:
