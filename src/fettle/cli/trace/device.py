@@ -6,7 +6,7 @@ import polars as pl
 import typer
 
 from fettle import trace as T
-from fettle.cli.trace.shared import Answer, question
+from fettle.cli.trace.shared import Answer, next_command, question
 from fettle.errors import UsageError
 from fettle.trace.analyses.arrival import clock_offsets, match_collectives
 from fettle.trace.analyses.flops import Limits, limits_of
@@ -86,7 +86,8 @@ def launches(traces: list[Trace]) -> Answer:
     frame = joined(traces, T.launch_stats)
     return Answer(
         {"summary": T.call_table(frame)},
-        chart=lambda charts: charts.stack_of(charts.launch_charts(frame)),
+        next_command(traces),
+        lambda charts: charts.stack_of(charts.launch_charts(frame)),
         long=lambda: {"launches": frame},
     )
 
@@ -103,7 +104,7 @@ def comm(traces: list[Trace]) -> Answer:
     """
     collectives = joined(traces, T.collective_table)
     frames = {"overlap": joined(traces, T.overlap), "collectives": collectives}
-    notes = {}
+    notes = next_command(traces)
     if len(traces) > 1:
         matched = match_collectives(traces)
         frames |= {

@@ -6,7 +6,7 @@ import polars as pl
 import typer
 
 from fettle import trace as T
-from fettle.cli.trace.shared import Answer, Json, Rows, question
+from fettle.cli.trace.shared import Answer, Json, Rows, next_command, question
 from fettle.errors import UsageError
 from fettle.trace.analyses.attribution import work_by
 from fettle.trace.analyses.operators import call_blocks, counter_sums
@@ -123,7 +123,7 @@ def host(traces: list[Trace]) -> Answer:
         "conversions": joined(traces, T.conversions),
         "data_loading": joined(traces, T.data_loading),
     }
-    return Answer(frames, chart=lambda charts: charts.bar_chart(summary, "question", "time_ns"))
+    return Answer(frames, next_command(traces), lambda charts: charts.bar_chart(summary, "question", "time_ns"))
 
 
 @question

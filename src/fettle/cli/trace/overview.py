@@ -18,6 +18,7 @@ from fettle.cli.trace.shared import (
     Step,
     app,
     listing,
+    next_command,
     question,
     read_traces,
     show,
@@ -83,7 +84,8 @@ def steps(traces: list[Trace], as_json: Json = False, own_end: OwnEnd = False) -
     summaries = {f"rank {t.rank}": T.step_summary(T.steps(t)) for t in traces}
     far = [(t.rank, n) for t, s in zip(traces, summaries.values(), strict=True) for n in s["outliers"]]  # type: ignore[union-attr]
     outliers = pl.DataFrame(far, schema={"rank": pl.Int64(), "step": frame.schema["step"]}, orient="row")
-    notes = step_windows(own_end) | (summaries if as_json else {k: _in_words(s) for k, s in summaries.items()})
+    notes: dict[str, Any] = next_command(traces, "why slow ones are slower", "trace report") | step_windows(own_end)
+    notes |= summaries if as_json else {k: _in_words(s) for k, s in summaries.items()}
     return Answer({"steps": frame}, notes, lambda charts: charts.step_chart(frame, outliers))
 
 
@@ -126,7 +128,8 @@ def account(
     frames = {"total": total, "steps": frame} if as_json else {
         "where the time went": account_parts(total), "steps": frame.select(pl.exclude("^idle_.*_ns$")),
     }  # fmt: skip
-    return Answer(frames, step_windows(own_end or annotation is not None), lambda charts: charts.account_chart(frame))
+    notes = step_windows(own_end or annotation is not None) | next_command(traces)
+    return Answer(frames, notes, lambda charts: charts.account_chart(frame))
 
 
 @question
@@ -147,7 +150,7 @@ def idle(
     frame = pl.concat(frames)
     missing = {f"rank {t.rank} device {d}": missing_information(t, d, step) for t in traces for d in t.device_keys}
     missing = {place: text for place, text in missing.items() if text}
-    notes: dict[str, Any] = {"streams": "over the whole trace", **step_windows(own_end)}
+    notes: dict[str, Any] = {"streams": "over the whole trace", **step_windows(own_end), **next_command(traces)}
     notes |= {"missing": missing} if as_json else {f"missing for {place}": text for place, text in missing.items()}
     shown = {"idle": frame, "streams": joined(traces, T.idle_streams)}
     return Answer(shown, notes, lambda charts: charts.bar_chart(frame, "cause", "idle_ns"))

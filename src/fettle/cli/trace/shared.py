@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,6 +141,14 @@ def _tell(trace: Trace, label: str) -> None:
 def step_windows(own_end: bool) -> dict[str, str]:
     """What a step's window is, as a note."""
     return {"a step ends": "with its own annotation" if own_end else "where the next one begins"}
+
+
+def next_command(
+    traces: Sequence[Trace], question: str = "what to do about it", command: str = "diagnose"
+) -> dict[str, str]:
+    """A note: the command that answers what one asks next."""
+    path = traces[0].path.parent if len(traces) > 1 else traces[0].path
+    return {question: f"fettle {command} {shlex.quote(str(path))}"}
 
 
 def show(answer: Answer, as_json: bool, rows: int, traces: Sequence[Trace] = ()) -> None:
