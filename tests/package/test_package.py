@@ -20,7 +20,7 @@ from fettle.package import manifest, model_runner
 from fettle.package.export import _output_name, write_package
 from fettle.package.flat import Flat
 from fettle.package.handler import find_handler
-from fettle.package.manifest import Package, open_package, seal, write_settings
+from fettle.package.manifest import Package, open_package, read_manifest, seal, write_settings
 from fettle.package.model_runner import ModelRunner, load_model
 from fettle.package.program import load_program, tables
 from fettle.package.settings import ServeSettings
@@ -238,6 +238,15 @@ def test_archives_cannot_escape_link_or_explode(tmp_path, name, data, mode, why)
     with pytest.raises(UsageError, match=why):
         open_package(path)
     assert [item.name for item in tmp_path.iterdir()] == ["p.zip"]
+
+
+@pytest.mark.parametrize("kind", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_what_unpacks_all_at_once_is_not_unpacked(tmp_path, kind):
+    with zipfile.ZipFile(tmp_path / "p.zip", "w", kind) as file:
+        file.writestr("manifest.json", b" " * (1 << 20))
+    for read in (open_package, read_manifest):
+        with pytest.raises(UsageError, match="neither stored nor deflated"):
+            read(tmp_path / "p.zip")
 
 
 def test_a_file_that_is_no_archive(tmp_path):

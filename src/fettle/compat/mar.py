@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from fettle.errors import UsageError, first_line
-from fettle.package.archive import unzip
+from fettle.package.archive import bounded, unzip
 from fettle.package.export import check_installed, write_package
 from fettle.package.handlers import READY
 from fettle.package.handlers.parts import LABELS, labels_file
@@ -76,7 +76,7 @@ def read_mar(path: Path) -> Mar:
     try:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        with zipfile.ZipFile(path) as archive, archive.open(MANIFEST) as entry:
+        with zipfile.ZipFile(path) as archive, archive.open(bounded(archive.getinfo(MANIFEST))) as entry:
             text = entry.read(MAX_MANIFEST + 1)
         if len(text) > MAX_MANIFEST:
             raise ValueError("its manifest is too large")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import lzma
 import stat
 import zipfile
 import zlib
@@ -35,8 +34,15 @@ def unzip(archive: Path, folder: Path, *, what: str, max_files: int, folders: bo
     except _Unsound as error:
         raise UsageError(f"{archive} is not a sound {what}: {error}") from error
     # zipfile says NotImplementedError of a compression that it does not know, RuntimeError of a password.
-    except (OSError, zipfile.BadZipFile, RuntimeError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+    except (OSError, zipfile.BadZipFile, RuntimeError, EOFError, ValueError, zlib.error) as error:
         raise UsageError(f"{archive} cannot be unpacked: {first_line(error)}") from error
+
+
+def bounded(entry: zipfile.ZipInfo) -> zipfile.ZipInfo:
+    """The entry, if it can be unpacked a little at a time; else BadZipFile: bzip2 and LZMA make gigabytes at once."""
+    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise zipfile.BadZipFile(f"{entry.filename[:80]!r} is neither stored nor deflated")
+    return entry
 
 
 class _Unsound(Exception):
@@ -50,7 +56,7 @@ def _check(entries: list[zipfile.ZipInfo], folder: Path, max_files: int, folders
     if len({name.casefold() for name in names}) != len(names):
         raise _Unsound("it holds a name twice")
     for entry, name in zip(entries, names, strict=True):
-        shown = repr(entry.filename[:80])
+        shown = repr(bounded(entry).filename[:80])
         parts = PurePosixPath(name).parts
         plain = all(part not in ("", ".", "..") and "\\" not in part and "\0" not in part for part in parts)
         if not folders and (entry.is_dir() or len(parts) != 1 or name.startswith(".") or not plain):

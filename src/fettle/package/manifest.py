@@ -28,7 +28,7 @@ import msgspec
 
 from fettle.errors import UsageError, first_line
 from fettle.files import read_bytes, read_text, whole, write_bytes
-from fettle.package.archive import unzip
+from fettle.package.archive import bounded, unzip
 from fettle.package.handlers import Settings as HandlerSettings
 from fettle.package.requires import specifiers
 from fettle.package.settings import ServeSettings, as_toml, settings_from
@@ -133,7 +133,7 @@ def read_manifest(path: Path) -> Manifest:
         if not path.is_file():
             text = read_bytes(path / MANIFEST, _MAX_TEXT)
         else:
-            with zipfile.ZipFile(path) as file, file.open(MANIFEST) as entry:
+            with zipfile.ZipFile(path) as file, file.open(bounded(file.getinfo(MANIFEST))) as entry:
                 text = entry.read(_MAX_TEXT)
         return msgspec.json.decode(text, type=Manifest)
     except UsageError:
