@@ -7,6 +7,7 @@ string of the graph is checked here before torch sees it, and only computing ope
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import json
@@ -34,6 +35,7 @@ _OPERATOR = re.compile(
 _FORBIDDEN_OPERATORS = {"from_file"}
 _SYMBOL = re.compile(r"Symbol\('[suz]\d+'(, (positive|integer|nonnegative|nonzero)=True)*\)")
 _EXPRESSION = re.compile(r"[\w\s+\-*/%(),.<>=!&|~]{0,2000}")
+_EXPONENT = re.compile(r"Integer\(-?\d\)|Rational\(-?1, 2\)")
 _EXPRESSION_WORDS = re.compile(
     r"[suz]\d+|FloorDiv|Mod|PythonMod|ModularIndexing|Where|CleanDiv|CeilDiv|CeilToInt|FloorToInt|TruncToInt|RoundToInt"
     r"|PowByNatural|FloatPow|FloatTrueDiv|IntTrueDiv|ToFloat|Identity|Max|Min|Abs|Add|Mul|Pow|Integer|Rational|Eq|Ne|Lt|Le|Gt|Ge|And|Or|Not|True"
@@ -280,6 +282,7 @@ def _check(value: Any, key: str = "") -> None:
             words = re.findall(r"[A-Za-z_0-9.]+", bare)
             if not _EXPRESSION.fullmatch(bare) or not all(_EXPRESSION_WORDS.fullmatch(word) for word in words):
                 raise ValueError(f"not an expression of sizes: {value[:80]!r}")
+            _check_powers(bare)
         elif key in ("in_spec", "out_spec"):
             _check_tree(json.loads(value))
         elif key in ("as_string", "as_strings"):
@@ -289,6 +292,18 @@ def _check(value: Any, key: str = "") -> None:
                 raise ValueError("not a version of torch")
         elif not _NAME.fullmatch(value):
             raise ValueError(f"not a name in a graph: {value[:80]!r}")
+
+
+def _check_powers(expression: str) -> None:
+    """Raise ValueError for what may be a number of any length: torch computes numbers while it reads them."""
+    try:
+        calls = [call for call in ast.walk(ast.parse(expression.strip(), mode="eval")) if isinstance(call, ast.Call)]
+    except SyntaxError as error:
+        raise ValueError(f"not an expression of sizes: {expression[:80]!r}") from error
+    powers = [[ast.unparse(argument) for argument in call.args] for call in calls if ast.unparse(call.func) == "Pow"]
+    small = all(len(one) == 2 and "Pow" not in one[0] and _EXPONENT.fullmatch(one[1]) for one in powers)
+    if not small or "**" in expression or "<<" in expression:
+        raise ValueError(f"a power of sizes that is too large: {expression[:80]!r}")
 
 
 def _check_tree(spec: Any) -> None:
