@@ -107,7 +107,7 @@ class Journal:
             for raw in rest.split(b"\n"):
                 try:
                     line = msgspec.json.decode(raw, type=Line)
-                except (msgspec.MsgspecError, RecursionError):
+                except (ValueError, RecursionError):
                     break  # cut short by the end of the process
                 self.lines[line.key] = line
                 kept.append(raw)

@@ -123,7 +123,7 @@ def test_events_may_end_their_lines_as_http_does_and_hold_more_than_data():
     [
         ({"text": "a"}, True), ({"text": ""}, False), ({"delta": {"content": "a"}}, True),
         ({"delta": {"role": "assistant", "content": ""}}, False), ({"delta": {"reasoning_content": "hm"}}, True),
-        ({"delta": None, "finish_reason": "stop"}, False),
+        ({"delta": None, "finish_reason": "stop"}, False), ("no choice", False), ({"delta": "no text"}, False),
     ],
 )  # fmt: skip
 def test_what_a_model_writes_is_heard_under_each_of_its_names(choice, is_heard):
@@ -184,7 +184,7 @@ def test_lengths_follow_their_distribution(tmp_path):
     assert (lengths("uniform:3:5").min(), lengths("uniform:3:5").max()) == (3, 5)
     assert np.median(lengths("lognormal:50:0.5")) == pytest.approx(50, rel=0.1)
     assert lengths("exponential:40").mean() == pytest.approx(40, rel=0.1)
-    for wrong in ("", "0", "uniform:3", "normal:3:4", "uniform:a:b", "lognormal:-1:2"):
+    for wrong in ("", "0", "\u00b2", "99999999999", "uniform:3", "normal:3:4", "uniform:a:b", "lognormal:-1:2"):
         with pytest.raises(UsageError, match="is not a length"):
             lengths(wrong)
     file = tmp_path / "texts"
@@ -194,6 +194,7 @@ def test_lengths_follow_their_distribution(tmp_path):
     assert b"ignore_eos" in second.data
     with pytest.raises(UsageError, match="texts, not numbers"):
         text_requests("http://127.0.0.1:1/v1/chat/completions", text_lines(file=file), model="m")
-    file.write_text("{}")
-    with pytest.raises(UsageError, match="line of JSON"):
-        text_lines(file=file)
+    for wrong in (b"{}", b'{"prompt": 99999999999}', b'{"prompt": "\xff"}', b'{"prompt": 4, "x": ' + b"[" * 99_999):
+        file.write_bytes(wrong)
+        with pytest.raises(UsageError, match="line of JSON"):
+            text_lines(file=file)

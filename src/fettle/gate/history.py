@@ -111,7 +111,7 @@ def read(folder: Path) -> list[Entry]:
     for line in lines:
         try:
             entries.append(msgspec.convert(typed(json.loads(line), Entry), Entry))
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
     return entries
 

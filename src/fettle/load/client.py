@@ -6,6 +6,7 @@ import asyncio
 import functools
 import http.client
 import json
+import math
 import ssl
 import urllib.error
 import urllib.request
@@ -24,6 +25,8 @@ from fettle.package.handlers.parts import LAST
 from fettle.package.tensors import TO_NUMPY
 
 T = TypeVar("T")
+_MOST_ELEMENTS = 1 << 28
+"""Of one input, whatever a server says of its shape."""
 
 
 class _Models(msgspec.Struct):
@@ -113,6 +116,8 @@ def model_request(
         if kind is None:
             raise UsageError(f"the input {spec.name} is {spec.datatype}: give a `body`")
         shape = [rows if i == 0 and size == -1 else 16 if size == -1 else size for i, size in enumerate(spec.shape)]
+        if min(shape, default=1) < 0 or math.prod(shape) > _MOST_ELEMENTS:
+            raise UsageError(f"the input {spec.name} has shape {shape[:8]}: give a `body`")
         if kind.kind == "f":
             array = random.standard_normal(shape).astype(kind)
         else:
@@ -144,7 +149,8 @@ def get_json(url: str, headers: dict[str, str], kind: type[T], tls: ssl.SSLConte
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10, context=tls) as answer:
             return msgspec.json.decode(answer.read(1 << 20), type=kind)
-    except (OSError, ValueError, OverflowError, http.client.HTTPException) as error:  # a port that cannot be, no HTTP
+    # Of a port that cannot be, or of what is no HTTP, each says its own.
+    except (OSError, ValueError, OverflowError, RecursionError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None)
         if isinstance(reason, ConnectionRefusedError):
             raise UsageError(f"nothing listens at {url.split('/v2')[0]}: is the server running?") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,9 @@ from fettle.load.client import Connection, Request, get_json, http_request
 
 BROKEN = -3
 """The status of a text that broke off."""
+_MOST_TOKENS = 1_000_000
+_LONGEST_LINE = 16 << 20
+"""Of what a server sends."""
 _TOKENS = (10, 240)
 """Prompts are made of these tokens, which every vocabulary has, at random: no two begin alike."""
 _DISTRIBUTIONS: Mapping[str, tuple[int, Callable[..., Any]]] = {
@@ -43,7 +47,7 @@ class TextConnection(Connection):
     def send(self, request: Request, tag: Any) -> None:
         self._rest, self._whole = b"", False
         self._moments: list[float] = []
-        self._usage: dict[str, Any] = {}
+        self._usage = _Usage()
         self._refusal = b""
         again = request.again if isinstance(request, TextRequest) else None
         super().send(again() if again is not None else request, tag)
@@ -54,6 +58,8 @@ class TextConnection(Connection):
             self._refusal = (self._refusal + data)[:4096]
             return
         *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _LONGEST_LINE:
+            raise ValueError("no end of a line")  # the connection counts as lost
         for line in lines:
             field, _, said = line.partition(b":")
             if field != b"data":
@@ -62,13 +68,13 @@ class TextConnection(Connection):
                 self._whole = True
                 continue
             try:
-                chunk = msgspec.json.decode(said)
-            except msgspec.DecodeError:
+                chunk = msgspec.json.decode(said, type=_Chunk)
+            except (ValueError, RecursionError):
                 continue
-            if chunk.get("error"):
+            if chunk.error:
                 self._refusal = said
-            self._usage = chunk.get("usage") or self._usage
-            if any(_has_text(choice.get("delta") or choice) for choice in chunk.get("choices", ())):
+            self._usage = chunk.usage or self._usage
+            if any(_has_text(choice.get("delta") or choice) for choice in chunk.choices or ()):
                 self._moments.append(now)
 
     @property
@@ -76,14 +82,13 @@ class TextConnection(Connection):
         """What a server said that would not write the text, or broke it off."""
         try:
             refusal = msgspec.json.decode(self._refusal, type=_Refusal)
-        except msgspec.MsgspecError:
+        except (ValueError, RecursionError):
             return ""
         return refusal.error.message.partition("\n")[0]
 
     def heard(self, start: float) -> tuple[np.ndarray[Any, Any], int, int]:
         """Of the last answer: when its pieces came, in seconds from `start`, and the tokens of its prompt and text."""
-        prompt_tokens, tokens = (int(self._usage.get(key, 0)) for key in ("prompt_tokens", "completion_tokens"))
-        return np.array(self._moments) - start, prompt_tokens, tokens
+        return np.array(self._moments) - start, self._usage.prompt_tokens or 0, self._usage.completion_tokens or 0
 
     def on_message_complete(self) -> None:
         """The answer has ended; one without its last event broke off."""
@@ -93,6 +98,19 @@ class TextConnection(Connection):
 def _has_text(piece: Mapping[str, Any]) -> bool:
     """Of an answer, or of what a model thinks before it, which vLLM, SGLang and llama.cpp send by a name of its own."""
     return any(piece.get(name) for name in ("text", "content", "reasoning_content", "reasoning"))
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Chunk(msgspec.Struct):
+    """A piece of a text, in OpenAI's protocol."""
+
+    choices: list[dict[str, Any]] | None = None
+    usage: _Usage | None = None
+    error: Any = None
 
 
 class _Message(msgspec.Struct):
@@ -118,7 +136,7 @@ class _Listing(msgspec.Struct):
 class TextLine(msgspec.Struct):
     """One text that is asked for: after a prompt, or so many tokens of one."""
 
-    prompt: str | Annotated[int, Meta(ge=1)]
+    prompt: str | Annotated[int, Meta(ge=1, le=_MOST_TOKENS)]
     max_tokens: Annotated[int, Meta(ge=1)] = 128
 
 
@@ -181,7 +199,7 @@ def text_requests(
 
 def _lengths(text: str, option: str, count: int, random: np.random.Generator) -> list[int]:
     """`count` lengths, each at least 1. Raises `UsageError`."""
-    if text.isdigit() and int(text):
+    if re.fullmatch(r"[0-9]{1,7}", text) and 0 < int(text) <= _MOST_TOKENS:
         return [int(text)] * count
     name, *numbers = text.split(":")
     needs, draw = _DISTRIBUTIONS.get(name, (0, None))
@@ -189,7 +207,7 @@ def _lengths(text: str, option: str, count: int, random: np.random.Generator) ->
         values = [float(number) for number in numbers]
         if draw is None or len(values) != needs or min(values) <= 0:
             raise ValueError
-        return [max(1, int(length)) for length in np.clip(draw(random, count, *values), 1, 1e6)]
+        return [max(1, int(length)) for length in np.clip(draw(random, count, *values), 1, _MOST_TOKENS)]
     except ValueError:
         raise UsageError(
             f"{option}_tokens: {text!r} is not a length: 128, uniform:16:256, exponential:128 or lognormal:128:0.8"
@@ -199,7 +217,7 @@ def _lengths(text: str, option: str, count: int, random: np.random.Generator) ->
 def _read(file: Path) -> list[TextLine]:
     try:
         lines = [msgspec.json.decode(line, type=TextLine) for line in read_bytes(file).splitlines() if line.strip()]
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{file} has no line of JSON for each request: {first_line(error)}") from error
     if not lines:
         raise UsageError(f"{file} is empty")

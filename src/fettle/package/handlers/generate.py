@@ -190,7 +190,7 @@ def read_chat(tokenizer: Path | None, template: Path | None = None) -> tuple[dic
     if folder is not None and (folder / _TOKENIZER_CONFIG).is_file():
         try:
             config = msgspec.json.decode(read_bytes(folder / _TOKENIZER_CONFIG, 16 << 20), type=dict[str, Any])
-        except msgspec.MsgspecError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{folder / _TOKENIZER_CONFIG} cannot be read: {first_line(error)}") from error
     special = {key: _content(config[key]) for key in ("bos_token", "eos_token") if config.get(key)}
     if template is None and folder is not None and (folder / CHAT).is_file():
