@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fettle.errors import UsageError
 from fettle.trace import call_tree, load, write_report
+from fettle.trace.io.mend import read_event_by_event
 from tests.trace import fuzzing
 from tests.trace.build import Build
 
@@ -28,7 +29,8 @@ ARGUMENTS = st.fixed_dictionaries(
     {},
     optional={
         "stream": st.integers(0, 3) | ANY, "device": st.integers(0, 1) | ANY, "correlation": st.integers(1, 5) | ANY,
-        "External id": st.integers(1, 5) | ANY, "Input Dims": ANY, "Sequence number": st.integers(0, 3) | ANY,
+        "External id": st.integers(1, 5) | ANY, "Sequence number": st.integers(0, 3) | ANY,
+        "Input Dims": ANY, "Input type": ANY, "Concrete Inputs": ANY,
         "bytes": ANY, "memory bandwidth (GB/s)": ANY, "Collective name": st.just("allreduce") | ANY, "Group size": ANY,
         "In msg nelems": ANY, "dtype": ANY, "Addr": ANY, "Bytes": ANY, "Total Allocated": ANY, "Device Id": ANY,
         "cuda_sync_kind": ANY, "wait_on_stream": ANY, "Call stack": ANY, "kernel_file": ANY,
@@ -86,6 +88,15 @@ def test_the_seeds_are_traces(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ten_thousand_mutated_traces_never_crash(tmp_path: Path) -> None:
     assert fuzzing.run_cases(0, 10_000, tmp_path) == []
+
+
+def test_what_could_be_an_event_in_another_a_hundred_deep_is_not_read_a_hundred_times(monkeypatch) -> None:
+    plain, read = json.JSONDecoder.raw_decode, []
+    monkeypatch.setattr(json.JSONDecoder, "raw_decode", lambda *given: read.append(given[2]) or plain(*given))
+    text = b'{"ph":[{},' * 100 + b"1," * 9_000 + b'@},{"ph":"X"}'
+    events, rest, _ = read_event_by_event(text)
+    assert (events, rest) == ([{"ph": "X"}], b"")
+    assert len(read) < 12
 
 
 def test_a_few_long_names_above_many_calls_fill_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,12 @@ import msgspec
 from fettle.trace.io.events import Args, Event
 from fettle.trace.io.fields import integer, number
 
+_MOST_TIMES = 8
+"""How often each letter may be read in vain: events may lie in what could be one, a thousand deep."""
+_DEEP = 64 << 10
+"""Letters that are too deep to be read, about."""
+_NEXT_EVENT = re.compile(r'\}\s*,\s*(?=\{\s*"(?:ph|name|cat)"\s*:)')
+
 
 def read_event_by_event(text: bytes) -> tuple[list[dict[str, Any]], bytes, int]:
     """Salvage events from a chunk that does not decode as a whole.
@@ -22,9 +28,8 @@ def read_event_by_event(text: bytes) -> tuple[list[dict[str, Any]], bytes, int]:
     decoder = json.JSONDecoder(strict=False)
     source = text.decode("utf-8", "replace")
     events: list[dict[str, Any]] = []
-    skipped = 0
+    skipped = spent = 0
     at, size = 0, len(source)
-    next_event = re.compile(r'\}\s*,\s*(?=\{\s*"(?:ph|name|cat)"\s*:)')
     while at < size:
         while at < size and source[at] in " \t\r\n,":
             at += 1
@@ -37,7 +42,9 @@ def read_event_by_event(text: bytes) -> tuple[list[dict[str, Any]], bytes, int]:
                 error.pos >= size - 8 or error.msg.startswith("Unterminated string")
             ):
                 break  # not broken, only not finished: more text may follow
-            match = next_event.search(source, at)
+            reached = error.pos if isinstance(error, json.JSONDecodeError) else at + _DEEP
+            spent += reached - at
+            match = _NEXT_EVENT.search(source, at if spent < _MOST_TIMES * size else reached)
             if match is None:
                 break
             skipped += 1

@@ -27,6 +27,7 @@ from fettle.trace.model import ReadFacts
 BLOCK_BYTES = 512 << 10
 MAX_CARRY_BYTES = 64 << 20
 MAX_HEADER_BYTES = 64 << 20
+MAX_METADATA_BYTES = 16 << 20
 SPARE_BYTES = 32 << 20
 """Less free memory is none for another 8 MiB of text; and the longest columns are copied once more at the end."""
 _NEARLY_ALL_EVENTS_BYTES = 16 << 10
@@ -184,6 +185,8 @@ def parse_metadata(header: bytes, trailer: bytes, facts: ReadFacts) -> dict[str,
     after = trailer.strip()[1:].strip(b", \r\n\t")
     for text in (before + b"}", b"{" + (after or b"}")):
         try:
+            if len(text) > MAX_METADATA_BYTES:
+                raise ValueError
             value = json.loads(text.decode("utf-8", "replace"), strict=False)
         except (ValueError, RecursionError):
             if len(text.strip(b"{} \n")) > 0:
