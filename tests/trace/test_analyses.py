@@ -15,7 +15,7 @@ from fettle.trace.analyses import hta
 from fettle.trace.analyses.arrival import clock_offsets, match_collectives
 from fettle.trace.analyses.communication import bus_factor
 from fettle.trace.analyses.idle import missing_information
-from fettle.trace.analyses.launches import launch_links
+from fettle.trace.analyses.launches import launch_rows
 from fettle.trace.analyses.operators import counter_sums
 from fettle.trace.analyses.waits import device_waits
 from fettle.trace.kinds import is_collective_name, short_kernel_name
@@ -206,7 +206,7 @@ def test_of_calls_with_one_number_the_last_before_the_work_launched_it(tmp_path:
     for start, number in ((5, 7), (20, 7), (110, 7), (160, 8), (100, 7), (300, 7), (310, 9)):
         build.add("kernel", "k", start, 3, pid=0, tid=7, device=0, stream=7, correlation=number)
     trace = build.load(tmp_path)
-    calls = launch_links(trace).launch_rows
+    calls = launch_rows(trace)
     started = [int(trace.ts[c]) // 1000 if c >= 0 else None for c in calls]
     # Before the first call there is none: then the first one; at the same instant the call counts.
     assert started == [10, 10, 100, 100, 150, 200, None]

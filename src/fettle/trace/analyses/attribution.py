@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from fettle.trace.analyses.ancestry import LIBRARY, Ancestors, ancestors
-from fettle.trace.analyses.launches import launch_links
+from fettle.trace.analyses.launches import launch_rows, launched_work
 from fettle.trace.analyses.stacks import host_stacks, nearest
 from fettle.trace.analyses.stops import BACKWARD
 from fettle.trace.frames import names_of_rows
@@ -43,8 +43,7 @@ def attribute_kernels(trace: Trace) -> pl.DataFrame:
     forward_operator (of backward work), module, line (source file, line and function outside libraries), annotation,
     generated (the file of a generated Triton kernel), launch_row. Null where the trace does not say.
     """
-    links = launch_links(trace)
-    rows, calls = links.device_rows, links.launch_rows
+    rows, calls = trace.device_rows, launch_rows(trace)
     up = ancestors(trace)
 
     def at_call(table: Ints) -> Ints:
@@ -126,7 +125,7 @@ def kernels_under(trace: Trace, operators: Collection[str]) -> pl.DataFrame:
     Columns: name, operator, count, sum_ns. Work that none of them launched is left out.
     """
     wanted = (trace.kind == Kind.OPERATOR) & trace.named(operators.__contains__)
-    rows, calls = launch_links(trace).known
+    rows, calls = launched_work(trace)
     owner = nearest(host_stacks(trace).parent, wanted, np.flatnonzero(trace.is_host))[calls]
     known = (owner >= 0) & (trace.kind[rows] == Kind.KERNEL)
     return (

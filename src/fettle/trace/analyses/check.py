@@ -9,7 +9,7 @@ from fettle.trace.analyses.account import account_total, device_classes, time_ac
 from fettle.trace.analyses.critical import CriticalPath, critical_path
 from fettle.trace.analyses.idle import idle_pieces, idle_summary
 from fettle.trace.analyses.kernels import CLASSES, kernel_table
-from fettle.trace.analyses.launches import launch_links
+from fettle.trace.analyses.launches import launched_work
 from fettle.trace.analyses.operators import annotation_table, call_tree
 from fettle.trace.analyses.replay import Change
 from fettle.trace.analyses.steps import steps
@@ -104,7 +104,7 @@ def _agreement(there: pl.DataFrame, pieces: pl.DataFrame) -> tuple[int, int]:
 
 
 def _work(trace: Trace) -> list[Row]:
-    work, _ = launch_links(trace).known
+    work, _ = launched_work(trace)
     linked, everything = int(trace.dur[work].sum()), int(trace.dur[trace.device_rows].sum())
     kernels = int(kernel_table(trace)["sum_ns"].sum())
     tree, annotations = call_tree(trace, max_depth=10_000), annotation_table(trace)

@@ -26,7 +26,7 @@ import polars as pl
 from fettle.errors import UsageError
 from fettle.trace.analyses.arrival import clock_offsets, clock_shifts, match_collectives
 from fettle.trace.analyses.kernels import CLASSES, class_of_row
-from fettle.trace.analyses.launches import launch_links
+from fettle.trace.analyses.launches import launched_work
 from fettle.trace.analyses.slots import doubtful_waits
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.steps import step_thread, step_windows
@@ -84,7 +84,7 @@ def window_of(trace: Trace, step: int | None = None) -> tuple[int, int]:
     low, high = int(starts[0]), int(ends[-1])
     marks = step_thread(trace)
     if step is None and marks >= 0:
-        work, calls = launch_links(trace).known
+        work, calls = launched_work(trace)
         late = trace.end[work] > high
         work, calls = work[late], calls[late]
         mine = np.isin(trace.column("thread")[calls], [marks, *autograd_threads(trace)])

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from fettle.trace.analyses.launches import launch_links
+from fettle.trace.analyses.launches import launch_rows, launched_work
 from fettle.trace.analyses.stacks import host_stacks
 from fettle.trace.analyses.steps import step_summary, steps
 from fettle.trace.analyses.whatif import TRUSTED_ERROR, replay_error
@@ -101,13 +101,12 @@ def _reading(trace: Trace) -> list[Finding]:
 
 
 def _links(trace: Trace) -> list[Finding]:
-    links = launch_links(trace)
-    work = len(links.device_rows)
-    unlinked = int((links.launch_rows < 0).sum())
+    calls, work = launch_rows(trace), len(trace.device_rows)
+    unlinked = int((calls < 0).sum())
     runtime = np.flatnonzero(trace.kind == Kind.RUNTIME)
     numbered = runtime[trace.column("correlation")[runtime] > 0]
     launches = numbered[trace.named(lambda name: "LaunchKernel" in name or "GraphLaunch" in name, numbered)]
-    lost = int((~np.isin(launches, links.launch_rows)).sum()) if work else 0
+    lost = int((~np.isin(launches, calls)).sum()) if work else 0
     operators = bool((trace.kind == Kind.OPERATOR).any())
     return [
         _doubt("device work without a known launch", unlinked,
@@ -127,7 +126,7 @@ def _links(trace: Trace) -> list[Finding]:
 
 def _shared_numbers(trace: Trace) -> int:
     """Launch calls, of one kernel each, to whose number several kernels belong."""
-    work, calls = launch_links(trace).known
+    work, calls = launched_work(trace)
     single = trace.named(lambda name: is_launch_call(name) and not is_graph_launch(name), calls)
     chosen = single & (trace.kind[work] == Kind.KERNEL)
     return int((np.unique(calls[chosen], return_counts=True)[1] > 1).sum())
@@ -157,7 +156,7 @@ def _replayed(trace: Trace) -> list[Finding]:
 
 
 def _clock(trace: Trace) -> list[Finding]:
-    work, calls = launch_links(trace).known
+    work, calls = launched_work(trace)
     early = trace.ts[calls] - trace.ts[work]
     before = early[early > 0]
     worst = int(before.max(initial=0))

@@ -13,7 +13,7 @@ import re
 import numpy as np
 import polars as pl
 
-from fettle.trace.analyses.launches import launch_links
+from fettle.trace.analyses.launches import launch_rows
 from fettle.trace.frames import frame_of, names_of_rows, with_rank
 from fettle.trace.intervals import combinations, intersect, merge, total
 from fettle.trace.kinds import DEVICE_KINDS, Kind
@@ -26,21 +26,12 @@ _NOT_COMPUTATION = re.compile(
     r"(^hip)|(^job_exe)|"
     r"(^packet)|(^pe_exe)|(^cpum_exe_subgraph)|(^hccl)|(^collective_subgraph_execution)"
 )
-_QUEUED = {
-    "cudaLaunchKernel",
-    "cudaLaunchKernelExC",
-    "cuLaunchKernel",
-    "cuLaunchKernelEx",
-    "cudaMemcpyAsync",
-    "cudaMemsetAsync",
-    "hipLaunchKernel",
-    "hipExtModuleLaunchKernel",
-    "hipMemcpyAsync",
-    "hipMemsetAsync",
-    "hipMemcpyWithStream",
-}
 CONSECUTIVE_US = 30
 _LAUNCHES = {"cudaLaunchKernel", "cudaLaunchKernelExC", "cudaMemcpyAsync", "cudaMemsetAsync"}
+_QUEUED = _LAUNCHES | {
+    "cuLaunchKernel", "cuLaunchKernelEx", "hipLaunchKernel", "hipExtModuleLaunchKernel", "hipMemcpyAsync",
+    "hipMemsetAsync", "hipMemcpyWithStream",
+}  # fmt: skip
 
 
 def kernel_type(name: str) -> str:
@@ -66,8 +57,8 @@ def _rounded(trace: Trace) -> pl.DataFrame:
         host &= ts < ts[marks].max()
         gpu &= (stream >= 0) & (correlation >= 0) & np.isin(correlation, correlation[host & (correlation >= 0)])
     rows = np.flatnonzero(gpu)
-    links, by_row = launch_links(trace), np.full(trace.events.height, -1, dtype=np.int64)
-    by_row[links.device_rows] = links.launch_rows
+    by_row = np.full(trace.events.height, -1, dtype=np.int64)
+    by_row[trace.device_rows] = launch_rows(trace)
     launch = by_row[rows]
     called = (launch >= 0) & host[launch]
     types = pl.Series([kernel_type(name) for name in trace.names], dtype=pl.String())

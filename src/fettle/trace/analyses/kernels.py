@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 
 from fettle.trace.analyses.account import device_classes
-from fettle.trace.analyses.launches import launch_links
+from fettle.trace.analyses.launches import launch_rows
 from fettle.trace.frames import frame_of, names_of_rows, with_rank
 from fettle.trace.intervals import combinations
 from fettle.trace.kinds import Kind
@@ -49,7 +49,7 @@ def kernel_table(trace: Trace) -> pl.DataFrame:
     median_ns, std_ns (of the launches; 0 for one), min_ns, max_ns, short (launches under 10 us), call_ns (mean launch
     call), delay_ns (median from the end of the launch call to the start).
     """
-    rows, launch = trace.device_rows, launch_links(trace).launch_rows
+    rows, launch = trace.device_rows, launch_rows(trace)
     linked = pl.col("linked")
     frame = pl.DataFrame(
         {

@@ -6,8 +6,6 @@ number: kernel launches of any API, copies, memory sets, and graphs, where one c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import polars as pl
 
@@ -20,23 +18,11 @@ LONG_CALL_NS = 50_000
 LATE_NS = 100_000
 
 
-@dataclass(frozen=True)
-class LaunchLinks:
-    """For each piece of device work (rows in start order) the row of its launch, -1 where none is known."""
-
-    device_rows: Ints
-    launch_rows: Ints
-
-    @property
-    def known(self) -> tuple[Ints, Ints]:
-        """The work whose launch is known, and those launches, row by row."""
-        has = self.launch_rows >= 0
-        return self.device_rows[has], self.launch_rows[has]
-
-
 @per_trace
-def launch_links(trace: Trace) -> LaunchLinks:
-    """Tie device work to launches; where a number is used twice, the last call before the work counts."""
+def launch_rows(trace: Trace) -> Ints:
+    """For each piece of device work, in order of its start, the row of its launch; -1 where none is known. Where a
+    number is used twice, the last call before the work counts.
+    """
     device_rows = trace.device_rows
     correlation = trace.column("correlation")
     calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & (correlation > 0))
@@ -49,7 +35,13 @@ def launch_links(trace: Trace) -> LaunchLinks:
     if len(several):
         last = last_before(numbers, trace.ts[calls], wanted[several], trace.ts[device_rows[several]])
         launch[several] = calls[np.where(last >= 0, last, left[several])]
-    return LaunchLinks(device_rows, launch)
+    return launch
+
+
+def launched_work(trace: Trace) -> tuple[Ints, Ints]:
+    """The work whose launch is known, and those launches, row by row."""
+    launch = launch_rows(trace)
+    return trace.device_rows[launch >= 0], launch[launch >= 0]
 
 
 def launch_stats(trace: Trace) -> pl.DataFrame:
@@ -59,7 +51,7 @@ def launch_stats(trace: Trace) -> pl.DataFrame:
     duration_ns (of the work), delay_ns (end of the call to start of the work; negative: it started inside the call, or
     clocks differ), short (bool: the work is shorter than the call that launched it; null for graphs).
     """
-    rows, calls = launch_links(trace).known
+    rows, calls = launched_work(trace)
     frame = pl.DataFrame(
         {
             "rank": np.full(len(rows), trace.rank),

@@ -7,7 +7,7 @@ import polars as pl
 
 from fettle.errors import UsageError
 from fettle.trace.analyses.ancestry import ancestors, called_from, outer_first, outermost
-from fettle.trace.analyses.launches import launch_links
+from fettle.trace.analyses.launches import launched_work
 from fettle.trace.analyses.stacks import host_stacks, nearest
 from fettle.trace.frames import frame_of, names_of_rows, with_rank
 from fettle.trace.kinds import Kind, without_address
@@ -30,7 +30,7 @@ def operator_table(trace: Trace) -> pl.DataFrame:
     first.
     """
     rows = np.flatnonzero(trace.kind == Kind.OPERATOR)
-    work, calls = launch_links(trace).known
+    work, calls = launched_work(trace)
     owner = nearest(host_stacks(trace).parent, trace.kind == Kind.OPERATOR, calls)[calls]
     work, owner = work[owner >= 0], owner[owner >= 0]
     device, kernels = np.zeros((2, trace.events.height), dtype=np.int64)
@@ -148,7 +148,7 @@ def kernel_sequences(trace: Trace, operator: str = "", *, min_kernels: int = 3, 
     operator, kernels (names in launch order, joined by ` -> `), length, count, device_ns, host_ns (of the operators).
     """
     flags = (trace.kind == Kind.OPERATOR) & trace.named(lambda name: operator in name)
-    rows, calls = launch_links(trace).known
+    rows, calls = launched_work(trace)
     roots = outermost(trace, flags)[calls]
     inside = roots >= 0
     order = np.lexsort((trace.ts[rows[inside]], trace.ts[calls[inside]]))
@@ -212,7 +212,7 @@ def device_time(trace: Trace, wanted: np.ndarray, parent: Ints) -> tuple[Ints, I
     many pieces of work the former is. `parent` is the nearest wanted event strictly above each.
     """
     exclusive, kernels = np.zeros(trace.events.height, dtype=np.int64), np.zeros(trace.events.height, dtype=np.int64)
-    work, calls = launch_links(trace).known
+    work, calls = launched_work(trace)
     owner = nearest(called_from(trace), wanted, np.flatnonzero(trace.is_host))[calls]
     known = owner >= 0
     np.add.at(exclusive, owner[known], trace.dur[work][known])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from fettle.trace.analyses.launches import launch_links
+from fettle.trace.analyses.launches import launched_work
 from fettle.trace.analyses.slots import queues, waited_ns
 from fettle.trace.frames import frame_of, names_of_rows, with_rank
 from fettle.trace.model import Trace
@@ -17,7 +17,7 @@ def queue_length(trace: Trace) -> pl.DataFrame:
     A launch adds the work it launches (a graph: all its kernels) at the call's start; work leaves when it starts.
     Columns: rank, device, stream, ts_ns, length. Rows in order of device, stream and time.
     """
-    rows, calls = launch_links(trace).known
+    rows, calls = launched_work(trace)
     places = {"device": trace.column("device")[rows].astype(np.int64), "stream": trace.column("stream")[rows]}
     begins = np.maximum(trace.ts[rows], trace.ts[calls])
     launched, begun = (pl.DataFrame(places | {"ts_ns": time}) for time in (trace.ts[calls], begins))

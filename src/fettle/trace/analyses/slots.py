@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fettle.trace.analyses.launches import launch_links
+from fettle.trace.analyses.launches import launch_rows, launched_work
 from fettle.trace.kinds import Kind, is_graph_launch
 from fettle.trace.model import Bools, Ints, Trace, per_trace
 from fettle.trace.ordering import in_groups
@@ -86,9 +86,8 @@ class _Launches:
 @per_trace
 def queues(trace: Trace) -> list[Queue]:
     """The queues that were full at some time, with the launch calls that waited; empty where none was."""
-    links = launch_links(trace)
-    work = np.flatnonzero(links.launch_rows >= 0)  # positions, which are in order of begin
-    rows, calls = links.known
+    work = np.flatnonzero(launch_rows(trace) >= 0)  # positions, which are in order of begin
+    rows, calls = launched_work(trace)
     device, stream = trace.column("device")[rows].astype(np.int64), trace.column("stream")[rows]
     queues = []
     for one, mine in in_groups(device):
@@ -116,14 +115,14 @@ def doubtful_waits(trace: Trace) -> tuple[Ints, Ints]:
     """Launch calls that look as if they had waited for a slot and that no queue explains, as there are too few of them
     or they left no plateau: as `slot_waits`.
     """
-    links = launch_links(trace)
-    work, known = np.flatnonzero(links.launch_rows >= 0), slot_waits(trace)[0]
-    rows = links.device_rows[work]
+    launch = launch_rows(trace)
+    work, known = np.flatnonzero(launch >= 0), slot_waits(trace)[0]
+    rows = trace.device_rows[work]
     device, lane = trace.column("device")[rows], trace.lane(rows)
     parts = [(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))]
     for key, only_longest in ((device, False), (lane, True)):
         for _, mine in in_groups(key):
-            one = _launches(trace, work[mine], links.launch_rows[work[mine]])
+            one = _launches(trace, work[mine], launch[work[mine]])
             may = one.freed & (_at_longest(one) | (_long_calls(one) & (not only_longest)))
             may &= (one.lag <= CLEAR_RETURN_NS) & ~np.isin(one.calls, known)
             parts.append((one.calls[may], one.order[one.seen[may] - 1]))
@@ -137,10 +136,10 @@ def shallow_queues(trace: Trace) -> list[Queue]:
     """The queues of streams that were never full, if they were no deeper than the longest of a device was: the least
     that a depth which does not show may be. None where that one was long. A graph is one entry.
     """
-    full, links = queues(trace), launch_links(trace)
-    work = np.flatnonzero(links.launch_rows >= 0)
-    work = work[np.sort(np.unique(links.launch_rows[work], return_index=True)[1])]
-    rows, calls = links.device_rows[work], links.launch_rows[work]
+    full, launch = queues(trace), launch_rows(trace)
+    work = np.flatnonzero(launch >= 0)
+    work = work[np.sort(np.unique(launch[work], return_index=True)[1])]
+    rows, calls = trace.device_rows[work], launch[work]
     device, lane = trace.column("device")[rows].astype(np.int64), trace.lane(rows)
     shallow = []
     for one, on_device in in_groups(device):

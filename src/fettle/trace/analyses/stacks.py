@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from fettle.trace.analyses.launches import launch_links
+from fettle.trace.analyses.launches import launched_work
 from fettle.trace.intervals import gaps, split
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Ints, Trace, per_trace
@@ -29,19 +29,9 @@ LONG_COPY_NS = 20_000
 ROUNDED_NS = 1_000
 ENTERING_EVENTS = 64  # functions and their calls on the way into a range
 CAUSES_OF_HOST = (
-    "host_untraced",
-    "operator",
-    "python",
-    "runtime_call",
-    "launch_call",
-    "blocking_call",
-    "allocator",
-    "compile_or_load",
-    "data_loading",
-    "garbage_collection",
-    "profiler",
-    "other_rank",
-)
+    "host_untraced", "operator", "python", "runtime_call", "launch_call", "blocking_call", "allocator",
+    "compile_or_load", "data_loading", "garbage_collection", "profiler", "other_rank",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -294,7 +284,7 @@ def _causes(trace: Trace, parent: Ints, host_rows: Ints) -> npt.NDArray[np.uint8
     cause = np.zeros(trace.events.height, dtype=np.uint8)
     cause[host_rows] = table[names[host_rows].astype(np.int64) * 256 + kinds[host_rows]]
     # Whatever starts device work launches it: copies, memory sets, graphs.
-    work, calls = launch_links(trace).known
+    work, calls = launched_work(trace)
     cause[calls[cause[calls] == number["runtime_call"]]] = number["launch_call"]
     # A copy that is done when its call returns has made the host wait, whatever its name promises; one that has begun
     # by then has, too, where the call is long.

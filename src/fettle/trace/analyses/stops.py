@@ -8,7 +8,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from fettle.trace.analyses.launches import launch_links
+from fettle.trace.analyses.launches import launch_rows, launched_work
 from fettle.trace.analyses.slots import doubtful_waits, slot_waits
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.intervals import merge
@@ -61,7 +61,7 @@ def main_thread(trace: Trace) -> int:
     thread = trace.column("thread")
     for rows in (
         np.flatnonzero((trace.kind == Kind.ANNOTATION) & trace.named(lambda name: name.startswith("ProfilerStep#"))),
-        launch_links(trace).known[1],
+        launched_work(trace)[1],
         np.flatnonzero(trace.is_host),
     ):
         if len(rows):
@@ -96,9 +96,8 @@ def host_stops(trace: Trace, doubtful: bool = False) -> Stops:
 
 def _own_copies(trace: Trace) -> list[tuple[int, ...]]:
     """Copies that return only when they are done or have begun: pageable memory is staged inside the call."""
-    stacks, links = host_stacks(trace), launch_links(trace)
-    has = np.flatnonzero(links.launch_rows >= 0)
-    calls, work = links.launch_rows[has], links.device_rows[has]
+    stacks, has = host_stacks(trace), np.flatnonzero(launch_rows(trace) >= 0)
+    work, calls = launched_work(trace)
     waited = (stacks.cause[calls] == CAUSES_OF_HOST.index("blocking_call")) & (trace.kind[work] == Kind.MEMCPY)
     waited &= trace.ts[work] < trace.end[calls]
     thread = trace.column("thread")
@@ -125,7 +124,7 @@ def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ..
         return []
     end = trace.end[device_rows]
     by_end = np.argsort(end, kind="stable")
-    launch = launch_links(trace).launch_rows
+    launch = launch_rows(trace)
     called = np.where(launch >= 0, trace.ts[np.maximum(launch, 0)], np.iinfo(np.int64).min)
     by = np.where(launch >= 0, trace.column("thread")[np.maximum(launch, 0)], -1)
     by_call = np.argsort(called, kind="stable")
@@ -182,7 +181,7 @@ def _hand_overs(trace: Trace) -> list[tuple[int, ...]]:
     """
     stacks, thread_of = host_stacks(trace), trace.column("thread")
     has_operators = bool((trace.kind == Kind.OPERATOR).any())
-    sharing = autograd_threads(trace) if has_operators else np.unique(thread_of[launch_links(trace).known[1]]).tolist()
+    sharing = autograd_threads(trace) if has_operators else np.unique(thread_of[launched_work(trace)[1]]).tolist()
     group = sorted({*sharing, main_thread(trace)} - {-1})
     if len(group) < 2:
         return []

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from fettle.trace.analyses.launches import launch_links
+from fettle.trace.analyses.launches import launch_rows
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.stops import autograd_threads, main_thread
 from fettle.trace.intervals import in_turn
@@ -102,7 +102,7 @@ def device_waits(trace: Trace) -> Waits:
     """Find out for all device work at once."""
     rows = trace.device_rows
     start, end = trace.ts[rows], trace.end[rows]
-    launch = launch_links(trace).launch_rows
+    launch = launch_rows(trace)
     linked, at = launch >= 0, np.maximum(launch, 0)
 
     def ended_of(work: Ints) -> Ints:
@@ -275,7 +275,7 @@ def _recorded_events(trace: Trace, rows: Ints, key: Ints) -> tuple[Ints, Bools]:
     correlation, stream, device = trace.column("correlation"), trace.column("stream"), trace.column("device")
     calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & (correlation > 0))
     time_of = dict(zip(correlation[calls].tolist(), trace.ts[calls].tolist(), strict=True))
-    launch = launch_links(trace).launch_rows
+    launch = launch_rows(trace)
     launched = np.where(launch >= 0, trace.ts[np.maximum(launch, 0)], -1)
     by_call = np.argsort(launched, kind="stable")
     by_call = by_call[launched[by_call] >= 0]
