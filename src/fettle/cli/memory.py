@@ -111,7 +111,8 @@ def _print_analysis(console: Console, analysis: Analysis) -> None:
     _print_leaks(console, analysis)
     if analysis.pools:
         _show.print_table(console, tables.pools(analysis), "Reserved memory")
-    _print_churn(console, analysis)
+    for churn in analysis.churn:
+        console.print(f"\n[bold]Churn[/]: {escape(churn.sentence)}")
     for advice in analysis.advice:
         console.print(f"\n[bold]{escape(advice.setting)}[/]: {escape(advice.why)}")
         console.print(f"  not when: {escape('; '.join(advice.not_when))}")
@@ -126,19 +127,6 @@ def _print_leaks(console: Console, analysis: Analysis) -> None:
         basis = leaks.reason or f"{count_text(leaks.steps, 'step')}, {leaks.step_source}"
         console.print(f"\nLeaks: none seen ({escape(basis)})")
     for leak in leaks.leaks:
-        console.print(
-            f"\n[bold]Leak[/] ({leak.kind}): {size_text(leak.bytes_per_step)} a step, "
-            f"{leak.growing_share:.0%} of steps grew. {escape(leak.what_to_do)}"
-        )
+        console.print(f"\n[bold]Leak[/]: {escape(leaks.sentence(leak))}")
         _show.print_table(console, tables.survivors(leak), "Survivors")
 
-
-def _print_churn(console: Console, analysis: Analysis) -> None:
-    for row in analysis.churn:
-        took = f" in {row.duration_ms / 1000:.2f} s" if row.duration_ms is not None else ""
-        console.print(
-            f"\n[bold]Churn[/] ({row.cause}): {count_text(row.freed_segments, 'segment')} "
-            f"({size_text(row.freed_bytes)}) freed, "
-            f"{row.allocated_segments} ({size_text(row.allocated_bytes)}) fetched{took}, at {escape(row.own_line)}. "
-            f"{escape(row.what_to_do)}"
-        )

@@ -17,6 +17,7 @@ from fettle.memory.replay import Replay
 from fettle.memory.snapshot import Action, Frame, Ints, Snapshot
 from fettle.memory.stacks import own_line
 from fettle.memory.steps import Steps
+from fettle.units import count_text, size_text
 
 _FEWEST_GROWING_STEPS = 3
 
@@ -50,6 +51,15 @@ class Churn:
     duration_ms: float | None
     """From the first free to the last allocation."""
     what_to_do: str
+
+    @property
+    def sentence(self) -> str:
+        took = f" in {self.duration_ms / 1000:.2f} s" if self.duration_ms is not None else ""
+        return (
+            f"{count_text(self.freed_segments, 'segment')} ({size_text(self.freed_bytes)}) freed, "
+            f"{self.allocated_segments} ({size_text(self.allocated_bytes)}) fetched{took}: {self.cause} at "
+            f"{self.own_line}. {self.what_to_do}"
+        )
 
 
 def find_churn(snapshot: Snapshot, replay: Replay, steps: Steps) -> tuple[Churn, ...]:

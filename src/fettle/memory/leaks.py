@@ -75,6 +75,10 @@ class LeakReport:
     slope_bytes_per_step: float
     leaks: tuple[Leak, ...]
 
+    def sentence(self, leak: Leak) -> str:
+        grew = f"{leak.growing_share:.0%} of {self.steps} steps ended higher"
+        return f"{size_text(leak.bytes_per_step)} a step ({leak.kind}); {grew}. {leak.what_to_do}"
+
 
 def find_leaks(snapshot: Snapshot, replay: Replay, groups: StackGroups, steps: Steps) -> LeakReport:
     """Look for growth in tensors, in reserved memory and in the process, in this order; the first found is named."""
