@@ -122,7 +122,7 @@ def _texts(recorded: str) -> tuple[str, ...]:
     """A list of texts as JSON; empty where it is none."""
     try:
         return _decode_texts(recorded or "[]")
-    except (msgspec.DecodeError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         return ()
 
 

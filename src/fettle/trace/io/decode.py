@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -30,6 +29,7 @@ _DAY_NS = 86_400 * 10**9
 _EXACT_US = 2.0**43
 _IS_DEVICE = np.isin(np.arange(256), DEVICE_KINDS)
 _IS_OPERATOR = np.isin(np.arange(256), (Kind.OPERATOR, Kind.ANNOTATION))
+_UNREADABLE = (ValueError, ArithmeticError, RecursionError)  # msgspec's errors are ValueErrors
 _CONTROL = bytes.maketrans(bytes(range(32)), b" " * 32)
 
 
@@ -79,7 +79,7 @@ class Columns:
         events: list[Any]
         try:
             events = decode_fast(text)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError, ValueError):
+        except _UNREADABLE:
             events, rest, chunk = self._mend(chunk)
         self._append(events, chunk)
         return rest
@@ -90,7 +90,7 @@ class Columns:
         clean = chunk.decode("utf-8", "replace").encode().translate(_CONTROL)
         try:
             return decode_fast(b"[" + clean + b"]"), b"", clean
-        except (msgspec.DecodeError, RecursionError, OverflowError, ValueError):
+        except _UNREADABLE:
             pass
         events: list[Any] = []
         raw, rest, skipped = read_event_by_event(clean)
@@ -144,7 +144,7 @@ class Columns:
             events = [e for e in decode_exact(b"[" + chunk + b"]") if e.ph == "X"]
             ts = np.array([whole_ns(e.ts) for e in events], dtype=np.int64)
             dur = np.array([whole_ns(e.dur) for e in events], dtype=np.int64)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, ArithmeticError):
+        except _UNREADABLE:
             return None
         return (ts, dur) if len(events) == count else None
 
