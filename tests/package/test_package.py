@@ -214,7 +214,7 @@ def test_an_expression_is_not_evaluated(sound, hostile):
         if "expr_str" in table:
             table["expr_str"] = hostile
     path.write_text(json.dumps(graph))
-    with pytest.raises(UsageError, match="expression|power"):
+    with pytest.raises(UsageError, match=r"expression|power"):
         load_program(sound.folder)
 
 

@@ -129,4 +129,3 @@ def _print_leaks(console: Console, analysis: Analysis) -> None:
     for leak in leaks.leaks:
         console.print(f"\n[bold]Leak[/]: {escape(leaks.sentence(leak))}")
         _show.print_table(console, tables.survivors(leak), "Survivors")
-

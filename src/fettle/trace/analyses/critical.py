@@ -339,9 +339,7 @@ def critical_path_of_ranks(traces: list[Trace], step: int | None = None) -> Crit
     return CriticalPath(low, high, pl.concat(frames).sort("start_ns"))
 
 
-def _last_arrivals(
-    matched: pl.DataFrame, clocks: pl.DataFrame, certain: int
-) -> dict[tuple[int, int], tuple[int, int]]:
+def _last_arrivals(matched: pl.DataFrame, clocks: pl.DataFrame, certain: int) -> dict[tuple[int, int], tuple[int, int]]:
     """(rank, row) of a collective to (rank, row) of its last arrival, where that is clearly another."""
     start = pl.col("start_ns") - pl.col("offset_ns")
     arrived = matched.join(clocks, on="rank").select("key", "rank", "row", start=start).sort("start", "rank")
