@@ -15,6 +15,7 @@ from fettle.files import (
     plain,
     read_bytes,
     read_text,
+    read_toml,
     whole,
     write_bytes,
     write_text,
@@ -114,3 +115,13 @@ def test_a_user_without_a_folder_is_told_to_set_one(tmp_path: Path, monkeypatch:
         cache_folder("one")
     monkeypatch.setenv("FETTLE_CACHE", str(tmp_path))
     assert cache_folder("one") == tmp_path / "fettle" / "one"
+
+
+@pytest.mark.parametrize("text", [".".join(["a"] * 200) + " = 1", "[x . " + ' . "y z"' * 200 + "]"])
+def test_a_key_of_very_many_parts_is_not_parsed(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "one.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="a hundred parts"):
+        read_toml(path)
+    path.write_text("a.b.c = [" + "0.5, " * 200 + "]")
+    assert len(read_toml(path)["a"]["b"]["c"]) == 200

@@ -6,8 +6,10 @@ import dataclasses
 import hashlib
 import math
 import os
+import re
 import shlex
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,9 @@ from fettle.errors import UsageError
 
 MOST_BYTES = 64 << 20
 """The most that is read of a file from outside, where nothing larger is to be expected."""
+_LONG_KEY = re.compile(
+    r"""(?<![\w"'-])(?:(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){100}""",
+)
 
 
 def home() -> Path:
@@ -126,6 +131,14 @@ def read_text(path: str | os.PathLike[str], most: int = MOST_BYTES, what: str = 
         return read_bytes(path, most, what).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not text in UTF-8") from error
+
+
+def read_toml(path: str | os.PathLike[str], most: int = MOST_BYTES, what: str = "") -> dict[str, Any]:
+    """The same as TOML. Raises ValueError or RecursionError where it is none that can be read."""
+    text = read_text(path, most, what)
+    if _LONG_KEY.search(text):  # the parser takes memory and time by the square of a key's parts
+        raise ValueError("a key of a hundred parts or more")
+    return tomllib.loads(text)
 
 
 def plain(value: Any, special: Mapping[type, Callable[[Any], Any]] | None = None) -> Any:

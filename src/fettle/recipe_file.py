@@ -5,7 +5,6 @@ Reading one parses it and checks its names against the catalogue; it never runs 
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ import msgspec
 import tomli_w
 
 from fettle.errors import UsageError, first_line
-from fettle.files import read_text, write_text
+from fettle.files import read_toml, write_text
 from fettle.recipe import FORMAT, Recipe
 from fettle.techniques import check_names, handed_on, learned_types, respelled
 
@@ -88,7 +87,7 @@ def load_recipe(path: str | Path) -> RecipeFile:
     """Read a ``recipe.toml``. Raises `UsageError` in one line for anything that is not one."""
     path = Path(path)
     try:
-        data = tomllib.loads(read_text(path, _MAX_BYTES, "the recipe "))
+        data = read_toml(path, _MAX_BYTES, "the recipe ")
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not a recipe: {first_line(error)}") from error
     if "levels" not in data:

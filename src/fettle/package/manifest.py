@@ -18,7 +18,6 @@ import hashlib
 import os
 import re
 import tempfile
-import tomllib
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -27,7 +26,7 @@ from typing import Any
 import msgspec
 
 from fettle.errors import UsageError, first_line
-from fettle.files import read_bytes, read_text, whole, write_bytes
+from fettle.files import read_bytes, read_toml, whole, write_bytes
 from fettle.package.archive import bounded, unzip
 from fettle.package.handlers import Settings as HandlerSettings
 from fettle.package.requires import specifiers
@@ -148,7 +147,7 @@ def read_settings(folder: Path, manifest: Manifest) -> ServeSettings:
     try:
         settings = ServeSettings(max_rows=manifest.max_rows)
         if path.name == SETTINGS:
-            settings = settings_from(tomllib.loads(read_text(path, _MAX_TEXT)), str(path))
+            settings = settings_from(read_toml(path, _MAX_TEXT), str(path))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be used: {first_line(error)}") from error
     if settings.max_rows > manifest.max_rows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +12,7 @@ from rich.console import Console
 
 from fettle.cli import _options, _quiet, _show
 from fettle.errors import UsageError, first_line
-from fettle.files import read_bytes, read_text
+from fettle.files import read_bytes, read_toml
 from fettle.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ def toml_settings(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        return tomllib.loads(read_text(path))
+        return read_toml(path)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read: {first_line(error)}") from error
 

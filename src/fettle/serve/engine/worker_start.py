@@ -97,10 +97,11 @@ def threads_each(threads: int, workers: int) -> int:
 def likely_threads(package: Path, threads: int | None, workers: int | None) -> int:
     """What `threads_each` will be for this package, before anybody has checked it: a guess, as good as the file."""
     try:
-        said = tomllib.loads((package / "serve.toml").read_text("utf-8"))
+        with (package / "serve.toml").open(encoding="utf-8") as file:
+            said = tomllib.loads(file.read(8192))  # nobody has looked at it yet, and a long key takes a long time
         each = threads_each(int(threads or said.get("threads", 0)), int(workers or said.get("workers", 1)))
         return max(1, min(each, 1024))  # as settings allow
-    except (OSError, ValueError, TypeError, ArithmeticError):  # what is wrong with it is said when it is opened
+    except (OSError, ValueError, TypeError, ArithmeticError, RecursionError):  # what is wrong is said when it is opened
         return threads_each(threads or 0, workers or 1)
 
 

@@ -25,7 +25,7 @@ from fettle.trace.model import ReadFacts
 # Small enough that a block, its events and its arrays stay in memory that the process already has: with 8 MiB, handing
 # memory back and taking it again cost as much as decoding.
 BLOCK_BYTES = 512 << 10
-MAX_CARRY_BYTES = 64 << 20
+MAX_CARRY_BYTES = 16 << 20
 MAX_HEADER_BYTES = 64 << 20
 MAX_METADATA_BYTES = 16 << 20
 SPARE_BYTES = 32 << 20
