@@ -47,7 +47,8 @@ def attribute_kernels(trace: Trace) -> pl.DataFrame:
     up = ancestors(trace)
 
     def at_call(table: Ints) -> Ints:
-        return np.append(table, -1)[calls]
+        at: Ints = np.append(table, -1)[calls]
+        return at
 
     operator, top = at_call(up.operator), at_call(up.top_operator)
     _by_external_id(trace, rows, operator, top, up)
