@@ -22,10 +22,26 @@ _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "/Lib/")
 _LIBRARY_STARTS = ("torch/", "fettle/", str(Path(__file__).parents[1]), "<frozen", "<eval_with_key")
 """Starts of names that the profiler has cut short; and this package, which calls the program while it records."""
 _PLUMBING = (
-    "torch::unwind", "CapturedTraceback", "gather_with_cpp", "CachingAllocator", "c10::alloc_cpu", "aten::empty",
-    "at::detail::empty", "at::native::empty", "at::_ops::", "c10::impl::", "c10::Dispatcher", "_start", "__libc_start",
-    "clone", "pthread_", "__xmknodat", "execute_native_thread_routine", "PyEval_", "PyObject_",
-)  # fmt: skip
+    "torch::unwind",
+    "CapturedTraceback",
+    "gather_with_cpp",
+    "CachingAllocator",
+    "c10::alloc_cpu",
+    "aten::empty",
+    "at::detail::empty",
+    "at::native::empty",
+    "at::_ops::",
+    "c10::impl::",
+    "c10::Dispatcher",
+    "_start",
+    "__libc_start",
+    "clone",
+    "pthread_",
+    "__xmknodat",
+    "execute_native_thread_routine",
+    "PyEval_",
+    "PyObject_",
+)
 
 
 @dataclass(frozen=True)

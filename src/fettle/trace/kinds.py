@@ -31,20 +31,25 @@ class Kind(IntEnum):
 HOST_KINDS = (Kind.OPERATOR, Kind.ANNOTATION, Kind.RUNTIME, Kind.PYTHON, Kind.OVERHEAD)
 DEVICE_KINDS = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)
 
-_CATEGORIES = {
-    Kind.OPERATOR: "cpu_op operator",
-    Kind.ANNOTATION: "user_annotation",
-    Kind.RUNTIME: "runtime",
-    Kind.PYTHON: "python_function",
-    Kind.KERNEL: "kernel concurrent_kernel mtia_ccp_events",
-    Kind.MEMCPY: "gpu_memcpy memcpy",
-    Kind.MEMSET: "gpu_memset memset",
-    Kind.DEVICE_ANNOTATION: "gpu_user_annotation",
-    Kind.SYNC: "cuda_sync xpu_sync",
-    Kind.OVERHEAD: "overhead",
-    Kind.COUNTER_RANGE: "cuda_profiler_range",
+_KIND_OF_CATEGORY = {
+    "cpu_op": Kind.OPERATOR,
+    "operator": Kind.OPERATOR,
+    "user_annotation": Kind.ANNOTATION,
+    "python_function": Kind.PYTHON,
+    "kernel": Kind.KERNEL,
+    "concurrent_kernel": Kind.KERNEL,
+    "mtia_ccp_events": Kind.KERNEL,
+    "gpu_memcpy": Kind.MEMCPY,
+    "memcpy": Kind.MEMCPY,
+    "gpu_memset": Kind.MEMSET,
+    "memset": Kind.MEMSET,
+    "gpu_user_annotation": Kind.DEVICE_ANNOTATION,
+    "cuda_sync": Kind.SYNC,
+    "xpu_sync": Kind.SYNC,
+    "overhead": Kind.OVERHEAD,
+    "cuda_profiler_range": Kind.COUNTER_RANGE,
+    "runtime": Kind.RUNTIME,
 }
-_KIND_OF_CATEGORY = {category: kind for kind, names in _CATEGORIES.items() for category in names.split()}
 
 
 def kind_of_category(category: str) -> Kind:

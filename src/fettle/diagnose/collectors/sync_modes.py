@@ -32,10 +32,17 @@ _UPLOAD = "the host waits while its memory is copied to the device; pin it and c
 # Operators as the dispatcher names them. Those whose kernels call others are here because their CUDA kernels wait
 # inside, where no mode sees it (ATen: native/cuda/{Nonzero,Unique,SummaryOps,Repeat,IndexKernel,Equal}).
 _OPERATORS: dict[str, tuple[SyncKind, str]] = {
-    **dict.fromkeys(("aten._local_scalar_dense", "aten.equal", "aten.allclose"), ("read", _READ)),
-    **dict.fromkeys(("aten.nonzero", "aten.masked_select", "aten.bincount"), ("size", _SIZE)),
-    **dict.fromkeys(("aten._unique", "aten._unique2", "aten.unique_dim"), ("size", _SIZE)),
-    **dict.fromkeys(("aten.unique_consecutive", "aten.unique_dim_consecutive"), ("size", _SIZE)),
+    "aten._local_scalar_dense": ("read", _READ),
+    "aten.equal": ("read", _READ),
+    "aten.allclose": ("read", _READ),
+    "aten.nonzero": ("size", _SIZE),
+    "aten.masked_select": ("size", _SIZE),
+    "aten._unique": ("size", _SIZE),
+    "aten._unique2": ("size", _SIZE),
+    "aten.unique_dim": ("size", _SIZE),
+    "aten.unique_consecutive": ("size", _SIZE),
+    "aten.unique_dim_consecutive": ("size", _SIZE),
+    "aten.bincount": ("size", _SIZE),
     "aten.repeat_interleave.Tensor": ("size", _SIZE + "; output_size= gives it beforehand"),
     "aten._linalg_check_errors": ("check", _CHECK + "; the _ex variants do not"),
 }

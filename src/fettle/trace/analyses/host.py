@@ -21,9 +21,15 @@ from fettle.trace.ordering import in_groups
 
 SMALL_NS = 10_000
 CONVERSIONS = (
-    "aten::to", "aten::_to_copy", "aten::copy_", "aten::contiguous", "aten::clone", "aten::type_as", "aten::item",
+    "aten::to",
+    "aten::_to_copy",
+    "aten::copy_",
+    "aten::contiguous",
+    "aten::clone",
+    "aten::type_as",
+    "aten::item",
     "aten::_local_scalar_dense",
-)  # fmt: skip
+)
 
 
 def threads(trace: Trace) -> pl.DataFrame:
