@@ -446,7 +446,12 @@ def own_answers(model, prompts, most):
     return ["".join(f" {token}" for token in text) for text in texts]
 
 
-@pytest.mark.parametrize("make", [t5, pytest.param(bart, marks=pytest.mark.slow)])
+def m2m100():
+    torch.manual_seed(0)
+    return transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**TWO_PARTS)).eval()
+
+
+@pytest.mark.parametrize("make", [t5, *(pytest.param(make, marks=pytest.mark.slow) for make in (bart, m2m100))])
 def test_an_encoder_reads_the_prompts_and_its_decoder_writes(tmp_path, make):
     """Texts join and leave; each is the model's own, whatever the lengths of the others, and no token costs more than
     its own work: prompts are read by another call than tokens are written by."""
@@ -469,9 +474,9 @@ def test_an_encoder_reads_the_prompts_and_its_decoder_writes(tmp_path, make):
         running.handler.room([5] * 101, Ask())
 
 
-def test_a_decoder_whose_rows_cannot_be_told_their_places_reads_the_whole_text(tmp_path):
+def test_a_decoder_that_attends_in_its_own_way_reads_the_whole_text(tmp_path):
     torch.manual_seed(0)
-    model = transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**TWO_PARTS)).eval()
+    model = transformers.MvpForConditionalGeneration(transformers.MvpConfig(**TWO_PARTS)).eval()
     running = find_handler(package := packaged(tmp_path / "m", model), ModelRunner(package), "").running(3, 0, 8)
     assert [spec.name for spec in package.manifest.inputs] == ["source", "source_mask", "input_ids", "last"]
     prompts, most = PROMPTS[2:7], [5, 6, 7, 3, 2]

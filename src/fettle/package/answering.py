@@ -53,7 +53,7 @@ class CachedAnswerToken(torch.nn.Module):
         [r, l, 2, h, s, d], whatever its tokens are."""
         from transformers.cache_utils import Cache, EncoderDecoderCache
 
-        from fettle.package.attending import FreshLayer
+        from fettle.package.attending import FreshLayer, fresh_of
 
         model: Any = self.model
         states = model.get_encoder()(input_ids=source, attention_mask=source_mask).last_hidden_state
@@ -63,8 +63,7 @@ class CachedAnswerToken(torch.nn.Module):
             input_ids=source[:, :1], attention_mask=torch.ones_like(mask[..., :1]), encoder_hidden_states=states,
             encoder_attention_mask=mask, past_key_values=made, use_cache=True,
         )  # fmt: skip
-        layers: list[Any] = made.cross_attention_cache.layers
-        return states, torch.stack([torch.stack(layer.fresh, 1) for layer in layers], 1)
+        return states, fresh_of(made.cross_attention_cache.layers)
 
     def forward(
         self, source: torch.Tensor, source_mask: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor,
@@ -75,7 +74,7 @@ class CachedAnswerToken(torch.nn.Module):
         from transformers.cache_utils import EncoderDecoderCache
         from transformers.modeling_outputs import BaseModelOutput
 
-        from fettle.package.attending import kept_apart, over, places_of_rows
+        from fettle.package.attending import fresh_of, kept_apart, over, places_of_rows
 
         states, crossed = self.read(source, source_mask)
         if self.dtype != torch.float32:  # in the graph it would undo what a recipe computes in
@@ -98,9 +97,7 @@ class CachedAnswerToken(torch.nn.Module):
                 past_key_values=EncoderDecoderCache(cache, over(past)),
                 use_cache=True,
             ).logits
-        chosen = logits.gather(1, last[:, None, None].expand(-1, 1, logits.shape[-1]))[:, 0]
-        fresh = [torch.stack(layer.fresh, 1) for layer in layers if layer.fresh is not None]
-        return {LOGITS: chosen, FRESH: torch.stack(fresh, 1), CROSSED: crossed}
+        return {LOGITS: at_place(logits, last), FRESH: fresh_of(layers), CROSSED: crossed}
 
 
 def answering(workload: Workload, model: torch.nn.Module, ids: torch.Tensor) -> list[Workload]:
@@ -128,11 +125,7 @@ def _cached(model: Any, ids: torch.Tensor) -> Workload | None:
     It can for models of transformers that attend by SDPA, and whose decoder goes by positions of its rows that can be
     told to it. Its scores after prompts and texts of several lengths must come out.
     """
-    try:
-        from transformers import PreTrainedModel
-    except ImportError:
-        return None
-    if not isinstance(model, PreTrainedModel) or model.config._attn_implementation != "sdpa":
+    if not attends_by_sdpa(model):
         return None
     step, length, pad = CachedAnswerToken(model).eval(), ids.shape[1], torch.nn.functional.pad
 
@@ -172,6 +165,15 @@ def _cached(model: Any, ids: torch.Tensor) -> Workload | None:
     return Workload(step, batches, samples=len(ids)) if all(agree(*pair, step.dtype) for pair in pairs) else None
 
 
+def attends_by_sdpa(model: object) -> bool:
+    """Whether it is a model of transformers that looks up its attention by this name."""
+    try:
+        from transformers import PreTrainedModel
+    except ImportError:
+        return False
+    return isinstance(model, PreTrainedModel) and model.config._attn_implementation == "sdpa"
+
+
 def agree(scores: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether both are one model's scores: of one that computes in 16 bits they are rounded otherwise by each path."""
     if dtype == torch.float32:
@@ -186,6 +188,9 @@ def scores_at(answer: Any, last: torch.Tensor) -> torch.Tensor:
     if not candidates:
         raise UsageError("the model gives no scores [rows, tokens, vocabulary]")
     named = [leaf for path, leaf in candidates if path.endswith("logits")]
-    logits = named[0] if named else candidates[0][1]
-    place = last[:, None, None].expand(-1, 1, logits.shape[-1])
-    return logits.gather(1, place)[:, 0]
+    return at_place(named[0] if named else candidates[0][1], last)
+
+
+def at_place(values: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Of values [rows, tokens, n] those at each row's place [rows]: [rows, n]."""
+    return values.gather(1, place[:, None, None].expand(-1, 1, values.shape[-1]))[:, 0]

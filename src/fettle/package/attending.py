@@ -5,7 +5,7 @@ Joining them copies all keys and values that are kept, for every token that is w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -51,6 +51,11 @@ def over(past: torch.Tensor) -> DynamicCache:
     return cache
 
 
+def fresh_of(layers: Iterable[Any]) -> torch.Tensor:
+    """Keys and values of the new tokens [rows, layers, 2, heads, new, a head's size]."""
+    return torch.stack([torch.stack(layer.fresh, 1) for layer in layers], 1)
+
+
 @contextmanager
 def kept_apart(past: torch.Tensor, *, biased: bool = False) -> Iterator[tuple[DynamicCache, list[KeptLayer]]]:
     """A cache `over` past; inside, SDPA attends to it and to new tokens, with a bias only where each row has its own.
@@ -92,8 +97,8 @@ def places_of_rows(decoder: Any, new: torch.Tensor, all_of_them: torch.Tensor) -
     """Inside, a decoder of transformers goes by each row's own positions, not by one number for all: by those of the
     `new` tokens [rows, new] and of all that they attend to [rows, kept and new].
 
-    It can be told them where it adds a vector to a token by its place, as BART, or to scores by the distance, as T5.
-    ValueError for others.
+    It can be told them where it adds a vector to a token by its place, as BART, or M2M100 out of a table, or to scores
+    by the distance, as T5. ValueError for others.
     """
     width = all_of_them.shape[1]
     away = (new[:, :, None] - all_of_them[:, None]).clamp_min(0)
@@ -107,6 +112,10 @@ def places_of_rows(decoder: Any, new: torch.Tensor, all_of_them: torch.Tensor) -
 
     def of_places(look_up: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def vectors(tokens: Any, *_: Any, **__: Any) -> torch.Tensor:
+            module = decoder.embed_positions
+            if hasattr(module, "weights"):  # the token that fills up has the first place, and others those behind it
+                first = module.padding_idx
+                return module.weights[torch.where(tokens == first, first, new + first + 1)]  # type: ignore[no-any-return]
             found = look_up(tokens, position_ids=_plain(new).flatten())
             return found.reshape(*new.shape, found.shape[-1])
 

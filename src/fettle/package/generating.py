@@ -16,7 +16,7 @@ import torch
 from fettle.errors import UsageError
 from fettle.generate.decoding import Kept, is_two_parts
 from fettle.generate.workload import positions_of
-from fettle.package.answering import agree, answering, scores_at
+from fettle.package.answering import agree, answering, at_place, attends_by_sdpa, scores_at
 from fettle.package.handlers.generate import Settings
 from fettle.package.handlers.parts import FRESH, LAST, LOGITS, PAST, SEEN
 from fettle.workload import Workload
@@ -73,7 +73,7 @@ class CachedNextToken(torch.nn.Module):
         A token's position is the number of tokens before it, wherever its keys lie. `past` may come in float32, as
         clients and samples have it.
         """
-        from fettle.package.attending import kept_apart
+        from fettle.package.attending import fresh_of, kept_apart
 
         if self.dtype != torch.float32:  # in the graph it would undo what a recipe computes in
             past = past.to(self.dtype)
@@ -98,9 +98,8 @@ class CachedNextToken(torch.nn.Module):
                 states = model.base_model(**given, past_key_values=cache).last_hidden_state
             else:
                 head, states = None, model(**given, past_key_values=cache).logits
-        chosen = states.gather(1, last[:, None, None].expand(-1, 1, states.shape[-1]))[:, 0]
-        fresh = [torch.stack(layer.fresh, 1) for layer in layers if layer.fresh is not None]
-        return {LOGITS: chosen if head is None else head(chosen), FRESH: torch.stack(fresh, 1)}
+        chosen = at_place(states, last)
+        return {LOGITS: chosen if head is None else head(chosen), FRESH: fresh_of(layers)}
 
 
 def generating(workload: Workload, max_tokens: int | None = None) -> list[Workload]:
@@ -154,12 +153,7 @@ def _cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor, mos
     to the last so many, in texts of `most` tokens. `wanted` [rows, vocabulary] are the model's scores after the tokens
     `ids` [rows, tokens], which must come out.
     """
-    try:
-        from transformers import DynamicCache, PreTrainedModel
-        from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-    except ImportError:
-        return None
-    if not isinstance(model, PreTrainedModel) or model.config._attn_implementation != "sdpa":
+    if not attends_by_sdpa(model):
         return None
 
     def sample(ids: torch.Tensor, cut: int, end: int, empty: int) -> dict[str, torch.Tensor]:
@@ -179,6 +173,8 @@ def _cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor, mos
     length = ids.shape[1]
     with torch.no_grad():
         try:
+            from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
             made: Any = model(input_ids=ids, use_cache=True).past_key_values
             kept: Any = made.layers if isinstance(made, DynamicCache) else [None]
             if not all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in kept):
@@ -196,7 +192,7 @@ def _cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor, mos
                 long = (torch.arange(min(max(windows) + 3, most), device=ids.device) * 7919 % wanted.shape[-1])[None]
                 batch, scores = sample(long, long.shape[1] - 2, long.shape[1], 1), model(input_ids=long).logits
                 pairs.append((step(**batch)[LOGITS].float(), scores[:, -1].float()))
-        except Exception:  # a model that takes no positions, or keeps something else
+        except Exception:  # an older transformers, or a model that takes no positions, or keeps something else
             return None
     if not all(agree(*pair, step.dtype) for pair in pairs):
         return None

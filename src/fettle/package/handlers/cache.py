@@ -162,7 +162,7 @@ class Cache:
         lost = length - most if source == row else length
         place = min((row, *range(free, self.rows)), key=self._when.__getitem__) if lost >= _LEAST_REUSED else row
         if place == source != row:
-            self.swap(source, row, max(self._held[source][1], length))
+            self.swap(source, row)
         else:
             if place != row:
                 self.move(row, place, length)
@@ -175,14 +175,15 @@ class Cache:
     def move(self, row: int, to: int, length: int) -> None:
         """Put a row's first `length` tokens into another row."""
         self._past[to, ..., :length, :] = self._past[row, ..., :length, :]
-        self._held[to], self._when[to] = (self._held[row][0], min(length, self._held[row][1])), self._when[row]
+        self._held[to], self._when[to] = (self._held[row][0], length), self._when[row]
 
-    def swap(self, one: int, other: int, length: int) -> None:
-        """Let two rows, neither longer than `length`, change places."""
-        kept, held, when = self._past[one, ..., :length, :].clone(), self._held[one], self._when[one]
-        self.move(other, one, length)
-        self._past[other, ..., :length, :] = kept
-        self._held[other], self._when[other] = (held[0], min(length, held[1])), when
+    def swap(self, one: int, other: int) -> None:
+        """Let two rows change places."""
+        held, when = self._held[one], self._when[one]
+        kept = self._past[one, ..., : held[1], :].clone()
+        self.move(other, one, self._held[other][1])
+        self._past[other, ..., : held[1], :] = kept
+        self._held[other], self._when[other] = held, when
 
     def wipe(self, row: int) -> None:
         """Zero a row with values that are not finite: a masked place counts 0 times its value, which would be NaN."""

@@ -253,20 +253,23 @@ class Running:
 
     def _begin_to_write(self, row: int) -> None:
         """Put a text whose prompt is through before those whose prompts are not."""
-        texts, front = self.texts, self._writing
-        if front != row:
-            if self.cache is not None:
-                self.cache.swap(front, row, max(texts[front].kept, texts[row].kept))
-            texts[front], texts[row] = texts[row], texts[front]
-        texts[front].writes = True
+        front = self._writing
+        self._swap(front, row)
+        self.texts[front].writes = True
 
     def _leave(self, row: int) -> None:
         """Free a text's row: the last that is being written takes it, and the last of all takes that one's. What was
         written stays in the row that is free then."""
         texts, front = self.texts, self._writing
         for last in (front - 1, len(texts) - 1) if row < front else (len(texts) - 1,):
-            if last != row:
-                if self.cache is not None:
-                    self.cache.swap(last, row, max(texts[last].kept, texts[row].kept))
-                texts[row], texts[last], row = texts[last], texts[row], last
+            self._swap(row, last)
+            row = last
         texts.pop()
+
+    def _swap(self, one: int, other: int) -> None:
+        """Let two texts change places, with what is kept of them."""
+        if one == other:
+            return
+        if self.cache is not None:
+            self.cache.swap(one, other)
+        self.texts[one], self.texts[other] = self.texts[other], self.texts[one]
