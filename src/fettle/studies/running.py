@@ -177,8 +177,7 @@ def _plan(workloads: Sequence[Workload], settings: Settings, began: float) -> Pl
             fit = designs.fitting(_seconds(workload, settings), left_s)
             if fit < len(workload.unknown()):
                 most = whole - len(workload.unknown()) + fit
-                start = settings.start or Recipe()
-                workload.cells = designs.cells(settings.design, workload.space, start, most, least=1)
+                workload.cells = designs.fewer(settings.design, workload.space, workload.cells, most)
                 notes.append(f"{workload.name}: {len(workload.cells)} of {whole} combinations fit into the budget")
         left = workload.unknown()
         parts.append(Part(workload.name, len(workload.cells), len(workload.cells) - len(left),
