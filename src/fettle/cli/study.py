@@ -161,7 +161,7 @@ def command(
         raise UsageError("`enqueue` begins a study that workers find by its name: give it one, `study=NAME`")
     settings = Settings(
         design=design, techniques=_options.levels(technique, "--technique"), only=only,
-        arguments=_arguments(factor), pythons=tuple(python or ()),
+        arguments=_options.levels(factor, "--factor"), pythons=tuple(python or ()),
         order=tuple(name.strip() for name in order.split(",") if name.strip()),
         start=None if recipe is None else Recipe.parse(recipe), cells=cells, rounds=rounds,
         grow_batch=None if grow_batch is None else _limit_bytes(grow_batch),
@@ -257,15 +257,6 @@ def measured(targets: Sequence[str], settings: Settings, *, agreed: bool, quiet:
             "nothing but what you name"
         )
     return outcome
-
-
-def _arguments(options: Sequence[str] | None) -> dict[str, list[str]]:
-    """``["batch=1,4,16"]`` as values by argument."""
-    arguments = {name: list(dict.fromkeys(values)) for name, values in _options.levels(options, "--factor").items()}
-    for name, values in arguments.items():
-        if not name.isidentifier() or len(values) < 2:
-            raise UsageError(f"--factor {name}={','.join(values)}: write NAME=VALUE,VALUE, for example batch=1,4")
-    return arguments
 
 
 def _limit_bytes(text: str) -> float:

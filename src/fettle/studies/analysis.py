@@ -86,11 +86,10 @@ def _analyse(table: Table, group: str, response: Response) -> Analysis:
         return Analysis(group, response, known, missing, why_not=why)
     pooled = pool(table, group, response) if MACHINE in model.levels else ""
     fitted, spreads = (pooled.model, pooled.spreads) if isinstance(pooled, Pooled) else (model, {})
-    estimated = effects(fitted, apart=table.apart)
+    estimated = effects(fitted)
     return Analysis(
-        group, response, known, missing, tuple(estimated), shares(model),
-        tuple(sentences(fitted, estimated, apart=table.apart)), _checked(table, model),
-        pooling=str(pooled), spreads=spreads, model=model,
+        group, response, known, missing, tuple(estimated), shares(model), tuple(sentences(fitted, estimated)),
+        _checked(table, model), pooling=str(pooled), spreads=spreads, model=model,
     )  # fmt: skip
 
 
