@@ -16,6 +16,7 @@ from rich.markup import escape
 from fettle.cli import _options, _show
 from fettle.errors import UsageError
 from fettle.files import check_writable, write_text
+from fettle.units import parse_size, rate_text, size_text
 
 if TYPE_CHECKING:
     from fettle.measure import Interval
@@ -261,8 +262,6 @@ def measured(targets: Sequence[str], settings: Settings, *, agreed: bool, quiet:
 
 def _limit_bytes(text: str) -> float:
     """``2GiB`` as bytes; ``device`` is as much as there is."""
-    from fettle.units import parse_size
-
     return math.inf if text == "device" else parse_size(text, "--grow-batch")
 
 
@@ -296,7 +295,6 @@ def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Gr
     from fettle.page import Table as Grid
     from fettle.report import interval
     from fettle.studies.ladder_chart import beside
-    from fettle.units import rate_text, size_text
 
     def speed(per_second: float, speedup: Interval | None) -> tuple[str, str]:
         return rate_text(per_second) if speedup is not None else "–", interval(speedup)

@@ -51,7 +51,7 @@ class Plan:
     def __str__(self) -> str:
         cells, known = (sum(getattr(part, name) for part in self.parts) for name in ("cells", "known"))
         many = count_text(cells, "combination") + (f" of {len(self.parts)} workloads" if len(self.parts) > 1 else "")
-        about = "about " if self.design in ("ladder", "ablation") else ""
+        about = "about " if self.design in STEPS else ""
         measured = f", {known} of them measured already" if known else ""
         return f"{self.design}: {about}{many}{measured}; the rest takes about {seconds_text(self.seconds)}"
 

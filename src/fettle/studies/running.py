@@ -231,6 +231,6 @@ def _measure(workload: Workload, settings: Settings) -> None:
 
 def _foreseen(guide: Guide, workload: Workload) -> list[str]:
     """What the atlas expected and what was found."""
-    guide.look_back(trial for recipe, trial in workload.known.items()
-                    if recipe not in {one.recipe for one in guide.foreseen})  # fmt: skip
+    foreseen = {one.recipe for one in guide.foreseen}
+    guide.look_back(trial for recipe, trial in workload.known.items() if recipe not in foreseen)
     return [f"{workload.name}: {line}" for line in guide.summary()]
