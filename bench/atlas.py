@@ -160,14 +160,14 @@ def page(rows) -> str:
     for machine in machines:
         some = matching(rows, machine=machine)
         one = some[0]
-        busy = sum(not row.quiet for row in some)
+        busy, brought = sum(not row.quiet for row in some), effects(some)
         lines += [
             "", f"## {one.gpu or one.cpu or machine}", "",
             f"{_parts(one)}, torch {one.torch}. "
             + (f"{busy} of {len(some)} trials {'was' if busy == 1 else 'were'} measured while others used the machine."
                if busy else
                "All trials were measured while the machine was quiet."), "",
-            *_table(effects(some)), *_without_twins(some), "", "### By family", "", *_families(some),
+            *_table(brought), *_without_twins(some, brought), "", "### By family", "", *_families(some),
             "", "### Levels that interact", "", *_pairs(some),
             "", "### The literature's claims", "", *claims(some),
         ]  # fmt: skip
@@ -201,9 +201,9 @@ def _table(found) -> list[str]:
     return rows
 
 
-def _without_twins(rows) -> list[str]:
+def _without_twins(rows, brought) -> list[str]:
     """Levels that ran, and never beside an otherwise equal recipe, so that the table cannot have them."""
-    told = {name: own for name in untold(rows) if (own := fitted(rows, (name,)))}
+    told = {name: own for name in untold(rows, brought) if (own := fitted(rows, (name,)))}
     return [f"\n`{name}` never ran beside an otherwise equal recipe. By a fit to all trials of each model it is worth\n"
             f"{ratio} on {models} models." for name, (ratio, models) in told.items()]  # fmt: skip
 

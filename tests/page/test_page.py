@@ -32,6 +32,18 @@ def test_a_page_without_figures_runs_no_script_and_one_with_them_brings_all_it_n
     assert "<script src" not in drawn
 
 
+def test_the_charts_scripts_are_joined_once_for_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell, "_joined", lambda: "joined")
+    for folder, kept in ((tmp_path, 1), (tmp_path / "file", 0)):
+        monkeypatch.setenv("FETTLE_CACHE", str(folder))
+        assert shell.bundle() == "joined"
+        assert len(list(folder.glob("fettle/pages/vega-*.js"))) == kept
+        (tmp_path / "file").touch()
+    monkeypatch.setenv("FETTLE_CACHE", str(tmp_path))
+    monkeypatch.setattr(shell, "_joined", lambda: "once more")
+    assert shell.bundle() == "joined"
+
+
 def test_a_table_escapes_its_cells_aligns_numbers_and_says_what_it_leaves_out() -> None:
     table = Table(
         ("where", "bytes"),

@@ -51,6 +51,22 @@ def test_the_fraction_tells_main_effects_and_pairs():
     assert len(cells("fraction", space(choices=choices), most=12)) == 12
 
 
+@pytest.mark.parametrize("design", ["factorial", "fraction", "pairs"])
+def test_of_what_was_listed_a_budget_takes_a_part_without_listing_it_again(design):
+    asked = list[Recipe]()
+    large = space(lambda recipe: asked.append(recipe) or "", dict.fromkeys("abcdef", ("off", "on")))
+    whole = designs.cells(design, large, Recipe())
+    count = len(asked)
+    found = designs.fewer(design, large, whole, 13)
+    assert len(asked) == count
+    assert found[0] == Recipe()
+    assert len(set(found)) == 13
+    if design == "pairs":
+        assert found == whole[:13]
+    else:
+        assert all(4 <= sum(name in recipe.levels for recipe in found) <= 9 for name in "abcdef")
+
+
 def test_pairs_are_each_alone_and_each_two_together():
     found = cells("pairs")
     assert set(found[1:5]) == {"a=on", "b=on", "c=x", "c=y"}

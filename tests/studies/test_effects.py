@@ -18,8 +18,8 @@ ABC = {"a=on": math.log(2.0), "b=on": math.log(0.8), "a=on b=on": math.log(1.3)}
 BRIDGER = Path(__file__).parents[1] / "search" / "data" / "bridger.csv"
 
 
-def found(made, **options):
-    return {effect.label: effect for effect in effects(fit(made, "", TIME), **options)}
+def found(made):
+    return {effect.label: effect for effect in effects(fit(made, "", TIME))}
 
 
 def test_planted_effects_come_back():
@@ -132,7 +132,7 @@ def test_levels_that_did_not_run_side_by_side_have_no_interval_by_themselves():
     made = table({"batch=4": 0.5, "a=on": 0.3, "a=on batch=4": 0.2},
                  {"a": ("off", "on"), "batch": ("1", "4"), "b": ("off", "on")}, noise=0.01, repeats=2,
                  apart=["batch"])  # fmt: skip
-    effect = {one.label: one for one in effects(fit(made, "", TIME), apart=made.apart)}
+    effect = {one.label: one for one in effects(fit(made, "", TIME))}
     assert (effect["batch=4"].ratio.low, effect["batch=4"].reading) == (0.0, "cannot tell")
     assert effect["a=on × batch=4"].reading == "helped"
     assert effect["a=on"].reading == "helped"

@@ -96,7 +96,7 @@ def test_the_same_level_stands_beside_itself_on_each_model_and_environment():
     here, there = (at_each(analyses[0].model, "python")[name] for name in ("this", "old"))
     for found, gain in ((here, 0.2), (there, -0.2)):  # half of batch's 0.2 on average
         assert found["a", "on"].low < math.exp(gain) < found["a", "on"].high
-    assert at_each(analyses[0].model, "batch", whole.apart)["1"].keys() == {("a", "on"), ("b", "on"), ("python", "old")}
+    assert at_each(analyses[0].model, "batch")["1"].keys() == {("a", "on"), ("b", "on"), ("python", "old")}
     assert {"across-0-python", "across-0-batch", "across-2-python"} < drawn.keys()
     text = page("x", whole, analyses, list(drawn.values()))
     assert all(text.count(f'id="chart-{name}"') == 1 for name in drawn)
@@ -138,7 +138,7 @@ def test_what_machines_differ_by_is_their_mean_over_models():
     gains = {"a=on": 0.2} | {f"a=on machine={name}": gain for name, gain in slower.items()}
     tables = [table(gains | {"a=on b=on": more}, {**switches("ab"), **machine}, noise=1e-4, apart=["machine"])
               for more in (0.0, 0.2, 0.4)]  # fmt: skip
-    found = on_machines([lead for one in tables for lead in analyse(one)], frozenset({"machine"}))
+    found = on_machines([lead for one in tables for lead in analyse(one)])
     assert found["a", "on"] == pytest.approx([0.3, 0.6, 0.2], abs=2e-3)  # half of 0.2 on average is from the pair
     two = [replace(one, experiments=tuple(row for row in one.experiments if row.levels["machine"] != "m3"))
            for one in tables]  # fmt: skip

@@ -14,7 +14,7 @@ from tests.studies.made_up import TIME, switches, table
 def said(gains, factors=None, **options):
     made = table(gains, factors or switches("abc"), noise=0.003, repeats=2, **options)
     model = fit(made, "", TIME)
-    return model, sentences(model, effects(model, apart=made.apart), apart=made.apart)
+    return model, sentences(model, effects(model))
 
 
 @pytest.mark.parametrize(

@@ -91,10 +91,10 @@ def effects(rows: Sequence[Row]) -> list[Effect]:
     return sorted((one for one in known if one is not None), key=lambda one: (-one.gain.estimate, one.level))
 
 
-def untold(rows: Sequence[Row]) -> dict[str, int]:
-    """Levels that ran and of which `effects` says nothing, as none ran beside an otherwise equal recipe; with the
-    number of their trials."""
-    told = {one.name for one in effects(rows)}
+def untold(rows: Sequence[Row], brought: Sequence[Effect]) -> dict[str, int]:
+    """Levels that ran and of which `effects`, what these rows say that levels `brought`, is silent, as none ran
+    beside an otherwise equal recipe; with the number of their trials."""
+    told = {one.name for one in brought}
     ran = Counter("=".join(level) for row in rows if row.gain is not None
                   for level in Recipe.parse(row.recipe).levels.items())  # fmt: skip
     return {name: count for name, count in sorted(ran.items()) if name not in told}

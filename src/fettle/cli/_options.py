@@ -172,7 +172,7 @@ def levels(options: Sequence[str] | None, option: str) -> dict[str, list[str]]:
         if not name.strip() or not several:
             raise UsageError(f"{option} {text!r}: write NAME=LEVEL or NAME=LEVEL,LEVEL")
         chosen.setdefault(name.strip(), []).extend(several)
-    return chosen
+    return {name: list(dict.fromkeys(several)) for name, several in chosen.items()}
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:

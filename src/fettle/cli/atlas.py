@@ -186,8 +186,9 @@ def _print_answer(console: Console, rows: Sequence[Row]) -> None:
             one = some[0]
             where = f"{one.gpu or one.cpu or 'machine'} ({one.machine}), {one.device}, {one.mode}"
             console.print(f"\n{where}", style="bold", markup=False)
-        _print_gains(console, effects(some), pairs(some))
-        if left := untold(some):
+        brought = effects(some)
+        _print_gains(console, brought, pairs(some))
+        if left := untold(some, brought):
             names = ", ".join(f"{name} ({count_text(count, 'trial')})" for name, count in left.items())
             console.print(f"never beside an otherwise equal recipe: {names}", markup=False)
     cells = [[item["workload"], f"{item['speedup']:.2f}x", item["recipe"], item["machine"]] for item in _best(rows)]

@@ -16,6 +16,7 @@ from rich.markup import escape
 from fettle.cli import _options, _show
 from fettle.errors import UsageError
 from fettle.files import check_writable, write_text
+from fettle.units import parse_size, rate_text, size_text
 
 if TYPE_CHECKING:
     from fettle.measure import Interval
@@ -161,7 +162,7 @@ def command(
         raise UsageError("`enqueue` begins a study that workers find by its name: give it one, `study=NAME`")
     settings = Settings(
         design=design, techniques=_options.levels(technique, "--technique"), only=only,
-        arguments=_arguments(factor), pythons=tuple(python or ()),
+        arguments=_options.levels(factor, "--factor"), pythons=tuple(python or ()),
         order=tuple(name.strip() for name in order.split(",") if name.strip()),
         start=None if recipe is None else Recipe.parse(recipe), cells=cells, rounds=rounds,
         grow_batch=None if grow_batch is None else _limit_bytes(grow_batch),
@@ -259,19 +260,8 @@ def measured(targets: Sequence[str], settings: Settings, *, agreed: bool, quiet:
     return outcome
 
 
-def _arguments(options: Sequence[str] | None) -> dict[str, list[str]]:
-    """``["batch=1,4,16"]`` as values by argument."""
-    arguments = {name: list(dict.fromkeys(values)) for name, values in _options.levels(options, "--factor").items()}
-    for name, values in arguments.items():
-        if not name.isidentifier() or len(values) < 2:
-            raise UsageError(f"--factor {name}={','.join(values)}: write NAME=VALUE,VALUE, for example batch=1,4")
-    return arguments
-
-
 def _limit_bytes(text: str) -> float:
     """``2GiB`` as bytes; ``device`` is as much as there is."""
-    from fettle.units import parse_size
-
     return math.inf if text == "device" else parse_size(text, "--grow-batch")
 
 
@@ -305,7 +295,6 @@ def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Gr
     from fettle.page import Table as Grid
     from fettle.report import interval
     from fettle.studies.ladder_chart import beside
-    from fettle.units import rate_text, size_text
 
     def speed(per_second: float, speedup: Interval | None) -> tuple[str, str]:
         return rate_text(per_second) if speedup is not None else "–", interval(speedup)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from functools import lru_cache
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from fettle.errors import UsageError
+from fettle.files import cache_folder, read_text, write_text
 from fettle.page import theme
 from fettle.page.blocks import Figure, clean
 from fettle.units import size_text
@@ -64,9 +68,19 @@ def script_json(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-@lru_cache(maxsize=1)
 def bundle() -> str:
-    """Vega's scripts as one text, from the library that is installed: the page needs no network."""
+    """Vega's scripts as one text, from the library that is installed: the page needs no network. To join them takes
+    longer than all else of a page, so the text is kept for the next process."""
+    with contextlib.suppress(UsageError):  # nowhere to keep it
+        kept = cache_folder("pages") / f"vega-{theme.VEGALITE}-{metadata.version('vl-convert-python')}.js"
+        if not kept.is_file():
+            write_text(kept, _joined())
+        return read_text(kept)
+    return _joined()
+
+
+@lru_cache(maxsize=1)
+def _joined() -> str:
     import vl_convert
 
     snippet = "window.vegaEmbed = vegaEmbed;"

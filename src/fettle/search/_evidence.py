@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -26,7 +27,7 @@ class Evidence:
         self.space = space
         self.session = session
         self.trials: dict[Recipe, Trial] = {}
-        self._moved: dict[tuple[Recipe, str, str], Recipe | None] = {}
+        self.moved = functools.cache(functools.partial(moved, space))
 
     def measure(self, recipes: Sequence[Recipe]) -> bool:
         """Race what is new among the recipes; whether all were measured. If not, the budget is spent.
@@ -90,13 +91,6 @@ class Evidence:
         return ratio is not None and ratio.estimate > 0 and math.isclose(
             self.score(trial), -math.log(ratio.estimate), rel_tol=1e-6, abs_tol=1e-9
         )  # fmt: skip
-
-    def moved(self, recipe: Recipe, technique: str, level: str) -> Recipe | None:
-        """`moved`, cached."""
-        key = (recipe, technique, level)
-        if key not in self._moved:
-            self._moved[key] = moved(self.space, recipe, technique, level)
-        return self._moved[key]
 
     def outcomes(self, technique: str, level: str) -> Iterator[tuple[Trial, Trial]]:
         """All pairs of trials before and after this move, in whatever order they were measured."""

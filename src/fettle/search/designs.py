@@ -132,9 +132,10 @@ def factorial(space: Space, session: Session) -> Trial | None:
     return evidence.leader()
 
 
-def combinations_of(space: Space, most: int = MOST) -> list[Recipe]:
-    """The recipes of the factorial in the order to measure them: any beginning of a fraction is itself balanced."""
-    recipes = _listed(space)
+def combinations_of(space: Space, most: int = MOST, among: Sequence[Recipe] | None = None) -> list[Recipe]:
+    """The recipes of the factorial, or those `among` which to choose, in the order to measure them: any beginning of a
+    fraction is itself balanced."""
+    recipes = _listed(space) if among is None else list(among)
     return recipes if len(recipes) <= most else [recipes[row] for row in _spread(_columns(space, recipes), most)]
 
 
@@ -221,17 +222,19 @@ def _columns(space: Space, recipes: Sequence[Recipe]) -> tuple[npt.NDArray[np.fl
 
 
 def _spread(model: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]], most: int) -> list[int]:
-    """Greedy near D-optimal choice: always the row whose outcome is least certain given those chosen."""
+    """Greedy near D-optimal choice: always the row whose outcome is least certain given those chosen.
+
+    What each chosen row tells is kept as one vector: the matrix of what they leave open has the square of its entries.
+    """
     matrix, precision = model
-    spread = np.diag(1 / precision)
     variance = np.einsum("ij,j,ij->i", matrix, 1 / precision, matrix)
+    told = np.empty((most, len(precision)))
     chosen: list[int] = []
-    for _ in range(most):
+    for count in range(most):
         row = int(np.argmax(np.round(variance, 9)))  # rounded, so that ties fall alike on every machine
         chosen.append(row)
-        along = spread @ matrix[row]
-        known = 1 + matrix[row] @ along
-        spread -= np.outer(along, along) / known
-        variance -= (matrix @ along) ** 2 / known  # one product for all rows: computing them anew takes minutes
+        along = matrix[row] / precision - told[:count].T @ (told[:count] @ matrix[row])
+        told[count] = along / math.sqrt(1 + matrix[row] @ along)
+        variance -= (matrix @ told[count]) ** 2  # one product for all rows: computing them anew takes minutes
         variance[row] = -np.inf
     return chosen

@@ -109,11 +109,6 @@ class Foreseen:
         return max(SLOWEST, math.log(ratio.estimate)) if ratio is not None and ratio.estimate > 0 else None
 
     @property
-    def failed(self) -> bool:
-        """Whether it did not run."""
-        return self.gain is None
-
-    @property
     def held(self) -> bool:
         """Whether it came as expected, as far as that was sure."""
         return self.gain is not None and abs(self.gain - self.expected.gain) <= 2 * self.unsure
@@ -223,7 +218,7 @@ class Guide:
             return []
         alone = [evidence.moved(Recipe(), *level) or Recipe() for level in left]
         gains = self.foresight.forecast(alone, list(evidence.trials.values()))
-        failed = {level for one in self.foreseen if one.failed for level in one.recipe.levels.items()}
+        failed = {level for one in self.foreseen if one.gain is None for level in one.recipe.levels.items()}
         ran = {level for trial in evidence.trials.values() if trial.ok for level in trial.recipe.levels.items()}
         groups: dict[Level | bool, list[Level]] = {False: [], True: []}  # by whether slow; a failure's suspects alone
         for level, expected in zip(left, gains, strict=True):

@@ -64,7 +64,7 @@ def _across(table: Table, analyses: Sequence[Analysis]) -> list[Figure | None]:
     drawn = []
     if len(models) > 1:
         if len(models) >= _SEVERAL:
-            average = on_average(models.values(), on_machines(leads.values(), table.apart))
+            average = on_average(models.values(), on_machines(leads.values()))
             models = {f"mean of {len(models)}": average} | models
         drawn.append(effect_charts.across("across", "The same level on each model", better, models))
     for group, lead in leads.items():
@@ -72,7 +72,7 @@ def _across(table: Table, analyses: Sequence[Analysis]) -> list[Figure | None]:
         for stage in lead.model.levels:
             if stage == PYTHON.name or stage in table.apart:
                 name = f"across-{table.groups.index(group)}-{stage}"
-                places = at_each(lead.model, stage, table.apart)
+                places = at_each(lead.model, stage)
                 title = f"The same level at each {stage}{_of_group(group)}"
                 drawn.append(effect_charts.across(name, title, better, places))
     return drawn
@@ -102,13 +102,13 @@ def on_average(
     return means
 
 
-def on_machines(leads: Collection[Analysis], apart: frozenset[str] = frozenset()) -> dict[Level, list[float]]:
+def on_machines(leads: Collection[Analysis]) -> dict[Level, list[float]]:
     """By level what it brings on each of several kinds of machines, as a log, on average over models; nothing where
     machines are too few to be a sample of such machines."""
     logs: dict[Level, dict[str, list[float]]] = {}
     for lead in leads:
         if lead.model is not None and len(lead.model.levels.get(MACHINE, ())) >= LEAST_MACHINES:
-            for machine, found in at_each(lead.model, MACHINE, apart).items():
+            for machine, found in at_each(lead.model, MACHINE).items():
                 for level, ratio in found.items():
                     logs.setdefault(level, {}).setdefault(machine, []).append(math.log(ratio.estimate))
     return {

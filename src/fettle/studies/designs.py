@@ -51,7 +51,7 @@ class Plan:
     def __str__(self) -> str:
         cells, known = (sum(getattr(part, name) for part in self.parts) for name in ("cells", "known"))
         many = count_text(cells, "combination") + (f" of {len(self.parts)} workloads" if len(self.parts) > 1 else "")
-        about = "about " if self.design in ("ladder", "ablation") else ""
+        about = "about " if self.design in STEPS else ""
         measured = f", {known} of them measured already" if known else ""
         return f"{self.design}: {about}{many}{measured}; the rest takes about {seconds_text(self.seconds)}"
 
@@ -75,6 +75,14 @@ def cells(design: str, space: Space, start: Recipe, most: int | None = None, *, 
     return recipes
 
 
+def fewer(design: str, space: Space, cells: Sequence[Recipe], most: int) -> list[Recipe]:
+    """No more than `most` of a design's recipes, the workload as given first; of many combinations a balanced
+    fraction."""
+    if design in ("factorial", "fraction"):
+        cells = list(dict.fromkeys([Recipe(), *combinations_of(space, most, cells)]))
+    return list(cells[:most])
+
+
 def beginning(space: Space, start: Recipe) -> Recipe:
     """The recipe that a study is made about, with what every recipe must have. Raises `UsageError` for one that cannot
     work here."""
@@ -95,7 +103,7 @@ def _factorial(space: Space, start: Recipe, most: int | None) -> list[Recipe]:
     """Every valid combination, in random order: what changes while a study runs must not look like a factor."""
     whole = combinations_of(space, MOST)
     if most is not None and most < len(whole):
-        return combinations_of(space, most)  # a fraction, which is balanced
+        return combinations_of(space, most, whole)  # a fraction, which is balanced
     random.Random(0).shuffle(whole)
     return whole
 

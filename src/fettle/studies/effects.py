@@ -59,9 +59,8 @@ class Effect:
         return min(ends)
 
 
-def effects(model: Model, *, apart: frozenset[str] = frozenset()) -> list[Effect]:
-    """Main effects, then two-way interactions. Those of factors in `apart` alone have no interval: their levels never
-    ran side by side."""
+def effects(model: Model) -> list[Effect]:
+    """Main effects, then two-way interactions. Those of factors in `Model.apart` alone have no interval."""
     mains: list[Term] = [((name, level),) for name, levels in model.levels.items() for level in levels[1:]]
     pairs: list[Term] = [
         ((a, one), (b, two))
@@ -71,7 +70,7 @@ def effects(model: Model, *, apart: frozenset[str] = frozenset()) -> list[Effect
     ]
     gains = {term: model.main(term[0]) for term in mains} | {term: model.gain({term: 1.0}) for term in pairs}
     for term, gain in gains.items():
-        if gain is not None and all(name in apart for name, _ in term):
+        if gain is not None and all(name in model.apart for name, _ in term):
             gains[term] = replace(gain, error=math.inf)
     p_values = {term: gain.p() for term, gain in gains.items() if gain is not None}
     known = [term for term, p in p_values.items() if math.isfinite(p)]
@@ -79,13 +78,13 @@ def effects(model: Model, *, apart: frozenset[str] = frozenset()) -> list[Effect
     return [_effect(model, term, gain, adjusted.get(term, math.nan)) for term, gain in gains.items()]
 
 
-def at_each(model: Model, stage: str, apart: frozenset[str] = frozenset()) -> dict[str, dict[Level, Interval]]:
-    """By level of one factor, what each level of the others, but for those `apart`, brings there, on average over the
-    rest."""
+def at_each(model: Model, stage: str) -> dict[str, dict[Level, Interval]]:
+    """By level of one factor, what each level of the others, but for those in `Model.apart`, brings there, on average
+    over the rest."""
     return {
         place: {
             (name, level): _interval(gain)
-            for name, levels in model.levels.items() if name not in {stage, *apart}
+            for name, levels in model.levels.items() if name not in {stage, *model.apart}
             for level in levels[1:] if (gain := model.main((name, level), (stage, place))) is not None
         }
         for place in model.levels[stage]

@@ -78,6 +78,8 @@ class Model:
     columns: Sequence[Term]
     left_out: Mapping[Term, str]
     """Why the experiments cannot tell an effect."""
+    apart: frozenset[str]
+    """Factors whose levels did not run side by side, `Table.apart`."""
     x: Vector
     y: Vector
     """Cost: the logarithm of the response, with its sign changed where larger is better."""
@@ -194,7 +196,9 @@ def fit(table: Table, group: str, response: Response, first: Collection[str] = (
     results = statsmodels().api.OLS(y, x).fit()
     freedom = float(len(rows) - x.shape[1])
     covariance, left = _covariance(results, x, measured, freedom)
-    return Model(response, levels, rows, tuple(chosen.values), chosen.left_out, x, y, results, covariance, left)
+    return Model(
+        response, levels, rows, tuple(chosen.values), chosen.left_out, table.apart, x, y, results, covariance, left
+    )
 
 
 class _Columns:

@@ -177,8 +177,7 @@ def _plan(workloads: Sequence[Workload], settings: Settings, began: float) -> Pl
             fit = designs.fitting(_seconds(workload, settings), left_s)
             if fit < len(workload.unknown()):
                 most = whole - len(workload.unknown()) + fit
-                start = settings.start or Recipe()
-                workload.cells = designs.cells(settings.design, workload.space, start, most, least=1)
+                workload.cells = designs.fewer(settings.design, workload.space, workload.cells, most)
                 notes.append(f"{workload.name}: {len(workload.cells)} of {whole} combinations fit into the budget")
         left = workload.unknown()
         parts.append(Part(workload.name, len(workload.cells), len(workload.cells) - len(left),
@@ -232,6 +231,6 @@ def _measure(workload: Workload, settings: Settings) -> None:
 
 def _foreseen(guide: Guide, workload: Workload) -> list[str]:
     """What the atlas expected and what was found."""
-    guide.look_back(trial for recipe, trial in workload.known.items()
-                    if recipe not in {one.recipe for one in guide.foreseen})  # fmt: skip
+    foreseen = {one.recipe for one in guide.foreseen}
+    guide.look_back(trial for recipe, trial in workload.known.items() if recipe not in foreseen)
     return [f"{workload.name}: {line}" for line in guide.summary()]

@@ -40,14 +40,11 @@ class Sentence:
         return self.kind != "helps"
 
 
-def sentences(model: Model, effects: Sequence[Effect], *, apart: frozenset[str] = frozenset()) -> list[Sentence]:
+def sentences(model: Model, effects: Sequence[Effect]) -> list[Sentence]:
     """Surprises, the surest and largest first, then what helps."""
-    sentences = []
-    for effect in effects:
-        if effect.is_claimed:
-            alone = len(effect.levels) == 1
-            sentences.append(_average(model, effect) if alone else _pair(model, effect, apart))
-    return sorted(sentences, key=lambda sentence: (not sentence.is_surprise, -sentence.size))
+    claimed = [effect for effect in effects if effect.is_claimed]
+    said = [_average(model, effect) if len(effect.levels) == 1 else _pair(model, effect) for effect in claimed]
+    return sorted(said, key=lambda sentence: (not sentence.is_surprise, -sentence.size))
 
 
 def _average(model: Model, effect: Effect) -> Sentence:
@@ -60,23 +57,23 @@ def _average(model: Model, effect: Effect) -> Sentence:
     return Sentence(kind, text, effect.levels, (effect.ratio.estimate,), effect.certain)
 
 
-def _pair(model: Model, effect: Effect, apart: frozenset[str]) -> Sentence:
+def _pair(model: Model, effect: Effect) -> Sentence:
     """The more telling of the two ways to say it: what needs, what turns, what cancels, what grows or
     shrinks."""
     one, two = effect.levels
-    ways = [_way(model, effect, a, b, apart) for a, b in ((one, two), (two, one)) if a[0] not in apart]
+    ways = [_way(model, effect, a, b) for a, b in ((one, two), (two, one)) if a[0] not in model.apart]
     order: list[Kind] = ["needs", "turns", "cancels", "more", "less"]
     # Of the same kind, the one about the level that is worth less alone.
     return min(ways, key=lambda way: (order.index(way.kind), abs(way.ratios[0] - 1)))
 
 
-def _way(model: Model, effect: Effect, level: Level, other: Level, apart: frozenset[str]) -> Sentence:
+def _way(model: Model, effect: Effect, level: Level, other: Level) -> Sentence:
     alone, beside = model.beside(level, None), model.beside(level, other)
     assert alone is not None  # a pair stands in the model only after both of its levels
     assert beside is not None
     name, stage = "=".join(level), "=".join(other)
     before, after = _ratio(alone), _ratio(beside)
-    when = "at" if other[0] in apart else "after"
+    when = "at" if other[0] in model.apart else "after"
     numbers = f"{_times(before)} alone, {_times(after)} {when} {stage}"
     kind: Kind
     if _helps(beside) and not _helps(alone) and alone.gain < _PART * beside.gain:
