@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 import types
+from collections import UserDict
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,6 +37,7 @@ from fettle.techniques import (
     probe_facts,
     source,
 )
+from fettle.techniques._exported import flatten
 from fettle.techniques._pipeline import Part, calls_of_parts, put_part
 from fettle.techniques._source import preamble
 from fettle.techniques.batch import endless
@@ -596,6 +599,13 @@ def test_answers_of_which_only_some_have_16_bits_as_given_are_left_alone():
     model = Answers(torch.bfloat16, torch.float32).eval()
     with pytest.raises(UsageError, match="some outputs are bfloat16 as given and some float32"):
         fettle.apply(model, "precision=autocast-bf16", [torch.rand(4, 3)])
+
+
+def test_what_cannot_be_exported_is_named():
+    given = {"x": torch.ones(2), "mode": Enum("Mode", "fast exact").fast}
+    assert flatten(given)[0] == list(given.values())
+    with pytest.raises(RuntimeError, match="a UserDict among inputs or outputs cannot be exported"):
+        flatten(UserDict(given))
 
 
 def test_several_threads_may_be_where_a_setting_is_another():
