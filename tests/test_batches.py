@@ -25,6 +25,11 @@ class Named(nn.Module):
         return input_ids
 
 
+class Wrapped(Named):
+    def __call__(self, pixels):
+        return super().__call__(pixels)
+
+
 def loader(*tensors: torch.Tensor, rows: int = 2) -> DataLoader:
     return DataLoader(TensorDataset(*tensors), batch_size=rows)
 
@@ -93,6 +98,7 @@ def test_the_spellings_that_are_shown_are_taken() -> None:
     assert read_batches((X, X), two).items == [(X, X)]
     assert read_batches([((X, X),)], one).items == [((X, X),)]
     assert read_batches([({"pixels": X},)], Named()).items == [({"pixels": X},)]
+    assert read_batches({"pixels": X}, Wrapped()).items == [{"pixels": X}]  # by what its own `__call__` takes
     pairs = loader(torch.ones(6, 4), torch.ones(6))
     assert len(read_batches([first for first, *_ in itertools.islice(pairs, 8)], one).items) == 3
     assert len(read_batches([(batch,) for batch in itertools.islice(pairs, 8)], one).items) == 3

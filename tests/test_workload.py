@@ -179,6 +179,8 @@ class TestLeaves:
             (Point(1, (2,)), ["[0]", "[1][0]"]),
             (Pair([1], Pair(2)), [".left[0]", ".right.left"]),
             (UserDict(a=1), [".a"]),
+            ({"z": torch.distributions.Normal(torch.zeros(2), torch.ones(2))}, [".z.loc", ".z.scale"]),
+            (torch.nn.Linear(2, 2), ["output"]),
             ("text", ["output"]),
         ],
     )
@@ -552,14 +554,16 @@ def test_tensors_are_changed_wherever_they_lie_and_the_tree_is_left_alone() -> N
     one = torch.ones(2)
     tree = {"a": (one, [one, "text"]), "b": Pair(one, {"c": Point(one, 3)}), "d": None, "e": OrderedDict(f=one)}
     tree["g"] = UserDict(h=one)  # as tokenizers of transformers return
+    tree["i"] = SimpleNamespace(tensor=one, others=[one])
     changed = map_tensors(lambda tensor: tensor * 2, tree)
     doubled = [leaf for _, leaf in leaves(changed) if isinstance(leaf, torch.Tensor)]
-    assert len(doubled) == 6
+    assert len(doubled) == 7
     assert all(torch.equal(leaf, torch.full((2,), 2.0)) for leaf in doubled)
     assert isinstance(changed["b"], Pair)
     assert isinstance(changed["b"].right["c"], Point)
     assert changed["b"].right["c"].y == 3
     assert type(changed["g"]) is UserDict
+    assert changed["i"].others[0] is tree["i"].tensor is one
     assert tree["g"]["h"] is one
     assert (type(changed["e"]), changed["a"][1][1], changed["d"]) == (OrderedDict, "text", None)
     assert torch.equal(one, torch.ones(2))

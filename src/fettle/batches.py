@@ -83,7 +83,9 @@ class _Signature:
     @classmethod
     def of(cls, model: Any, call: Callable[..., Any] | None) -> _Signature | None:
         """None where it is unknown."""
-        function = call or getattr(model, "forward", model)
+        own = type(model).__call__ if callable(model) else None
+        is_torchs = str(getattr(own, "__module__", "")).startswith("torch.")  # and calls `forward`
+        function = call or (getattr(model, "forward", model) if is_torchs else model)
         if not inspect.isroutine(function) or inspect.isbuiltin(function):
             return None
         try:

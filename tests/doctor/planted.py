@@ -127,6 +127,7 @@ ODD = replace(
 NO_TORCH = replace(LAPTOP, packages=OTHERS[3:], files=FILES, program=Program())
 """Works, and says so: see `CASES`."""
 CLEAN = {"a machine with two GPUs": HEALTHY, "a laptop": LAPTOP, "a container with a quota": QUOTA,
+         "a switch that only AMD's runtime knows": replace(HEALTHY, variables={"HIP_LAUNCH_BLOCKING": "1"}),
          "versions that are none, and a list of files that is cut": ODD}  # fmt: skip
 
 
@@ -262,6 +263,8 @@ CASES = [
          ("pinned_num_register_threads",)),
     Case("two variables", variables(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:128"), "allocator-set-twice", "warning",
          ("PYTORCH_CUDA_ALLOC_CONF counts", "unset PYTORCH_ALLOC_CONF")),
+    Case("settings for AMD's", variables(PYTORCH_HIP_ALLOC_CONF="backend:none"), "allocator-set-twice", "warning",
+         ("no build for AMD",)),
     Case("a key twice", conf("max_split_size_mb:64,max_split_size_mb:128"), "allocator-set-twice", "warning",
          ("max_split_size_mb 2 times",)),
     Case("settings that are ignored", conf("backend:cudaMallocAsync,expandable_segments:True"), "allocator-contradicts",

@@ -423,6 +423,14 @@ def test_odd_models_are_judged_right(body: str, inputs: str, model: str, tmp_pat
     assert prepared.accuracy.problem == ""
 
 
+def test_a_lazy_module_has_the_same_weights_whatever_the_recipe_makes_of_them(tmp_path: Path) -> None:
+    target = _module(tmp_path, "return self.lazy(x)", "[torch.randn(4, 3)]")
+    reference, state = _probed(target, tmp_path), State()
+    _inference.build(state, Build(target))
+    text = "def optimize(model, batches):\n    model.bfloat16()\n    return lambda x: model(x.bfloat16())\n"
+    assert _inference.prepare(state, Prepare(text, "bf16", reference)).accuracy.error < 0.02
+
+
 @pytest.mark.parametrize(("samples", "counted"), [("", 2 * (4 + 1) / 2), (", samples=3", 2 * 3)])
 def test_batches_of_unlike_rows_are_timed_together_and_counted_by_their_mean(samples, counted, tmp_path: Path) -> None:
     made = f"fettle.Workload(torch.nn.Linear(3, 2), [torch.ones(4, 3), torch.ones(1, 3)]{samples})"

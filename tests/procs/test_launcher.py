@@ -13,7 +13,8 @@ from fettle.procs import launcher
         ({}, {"CUDA_VISIBLE_DEVICES": "1"}),
         ({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}, {"CUDA_VISIBLE_DEVICES": "GPU-b"}),
         ({"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": ""}),
-        ({"HIP_VISIBLE_DEVICES": "3,5"}, {"HIP_VISIBLE_DEVICES": "5"}),  # which AMD's runtime goes by alone
+        # AMD's runtime goes by its own variable, NVIDIA's does not know it.
+        ({"HIP_VISIBLE_DEVICES": "3,5"}, {"HIP_VISIBLE_DEVICES": "5", "CUDA_VISIBLE_DEVICES": "1"}),
         (
             {"HIP_VISIBLE_DEVICES": "3,5", "CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"},
             {"HIP_VISIBLE_DEVICES": "5", "CUDA_VISIBLE_DEVICES": "GPU-b"},

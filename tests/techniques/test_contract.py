@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 import types
+from collections import UserDict
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,6 +37,7 @@ from fettle.techniques import (
     probe_facts,
     source,
 )
+from fettle.techniques._exported import flatten
 from fettle.techniques._pipeline import Part, calls_of_parts, put_part
 from fettle.techniques._source import preamble
 from fettle.techniques.batch import endless
@@ -43,7 +46,7 @@ from fettle.techniques.cuda_graphs import Graphed
 from fettle.techniques.precision import to_16_bits
 from fettle.techniques.quantize import quantize_static
 from fettle.tuning._arguments import check_techniques
-from fettle.workload import Target, Workload, find_target, leaves, spread
+from fettle.workload import Target, Workload, find_target, leaves, spread, tensors
 from tests.forking import run_script
 
 WORKLOAD = '''
@@ -568,6 +571,41 @@ def test_a_recipe_that_is_applied_in_inference_mode_leaves_weights_that_can_be_e
         fettle.apply(model, "precision=bf16", [torch.rand(2, 3)])
     assert model.weight.dtype == torch.bfloat16
     assert not model.weight.is_inference()
+
+
+class Answers(torch.nn.Module):
+    """Answers of one type or another, the first one in an object of a class of its own."""
+
+    def __init__(self, *dtypes):
+        super().__init__()
+        self.layer, self.dtypes = torch.nn.Linear(3, 2), dtypes
+
+    def forward(self, x):
+        first, *others = (self.layer(x) if dtype is None else self.layer(x).to(dtype) for dtype in self.dtypes)
+        return SimpleNamespace(first=first, size=len(x)), others
+
+
+@pytest.mark.parametrize("recipe", ["precision=bf16", "precision=autocast-bf16"])
+@pytest.mark.parametrize("dtypes", [(None,), (torch.bfloat16,), (torch.float64, torch.float16)])
+def test_answers_in_16_bits_have_the_types_that_they_had(recipe, dtypes):
+    model, x = Answers(*dtypes).eval(), torch.rand(4, 3)
+    wanted = [leaf.dtype for leaf in tensors(model(x))]
+    answer = fettle.apply(model, recipe, [x])(x)
+    assert answer[0].size == 4
+    assert [leaf.dtype for leaf in tensors(answer)] == wanted
+
+
+def test_answers_of_which_only_some_have_16_bits_as_given_are_left_alone():
+    model = Answers(torch.bfloat16, torch.float32).eval()
+    with pytest.raises(UsageError, match="some outputs are bfloat16 as given and some float32"):
+        fettle.apply(model, "precision=autocast-bf16", [torch.rand(4, 3)])
+
+
+def test_what_cannot_be_exported_is_named():
+    given = {"x": torch.ones(2), "mode": Enum("Mode", "fast exact").fast}
+    assert flatten(given)[0] == list(given.values())
+    with pytest.raises(RuntimeError, match="a UserDict among inputs or outputs cannot be exported"):
+        flatten(UserDict(given))
 
 
 def test_several_threads_may_be_where_a_setting_is_another():

@@ -15,6 +15,7 @@ from fettle.recipe import Recipe
 from fettle.techniques import CATALOGUE, Facts, _probe, bundles, conflict, find, load, source
 from fettle.techniques.quantize import quantize_linear, rows_of_linear
 from fettle.techniques.sparsity import sparsify
+from fettle.workload import Workload
 from tests.techniques.test_devices import on_gpu
 
 GPU = Facts(device="cuda", cuda_capability=(9, 0), uses_sdpa=True, num_linear=3, packages={"torchao": "0.18.0"})
@@ -26,6 +27,19 @@ def test_attention_kernels_of_16_bit_numbers_are_not_offered_in_float32() -> Non
         assert conflict(Recipe.parse(f"sdpa_backend={level} precision=bf16"), GPU) == ""
         assert conflict(Recipe.parse(f"sdpa_backend={level}"), Facts(**{**vars(GPU), "dtype": "float16"})) == ""
     assert conflict(Recipe.parse("sdpa_backend=efficient"), GPU) == ""
+
+
+def test_fsdp_is_offered_bfloat16_where_the_gpu_computes_in_it() -> None:
+    recipe = Recipe.parse("parallel=zero3 mixed_precision=bf16")
+    here = replace(GPU, mode="training", ranks=2, samples=4)
+    assert conflict(recipe, here) == ""
+    assert "capability 8.0" in conflict(recipe, replace(here, cuda_capability=(7, 5)))
+
+
+def test_a_function_works_where_its_inputs_lie_that_are_not_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_probe, "_machine", lambda device: {"device": device})
+    found = _probe.probe_facts(Workload(lambda x, lengths, mask: x, [(on_gpu(2, 3), torch.ones(2), torch.ones(2))]))
+    assert found.device == "cuda"
 
 
 def test_onnxruntime_on_a_gpu_is_another_package() -> None:

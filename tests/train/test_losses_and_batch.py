@@ -93,12 +93,13 @@ def test_a_recipe_is_judged_on_the_batches_and_the_noise_of_the_reference(tmp_pa
     assert state.workload.model.training  # what is timed is a step of training, whatever the metric did
 
 
-def test_steps_of_unlike_batches_are_of_as_many_rows_as_they_have_on_the_mean(monkeypatch):
+@pytest.mark.parametrize(("name", "rows"), [("uneven", (4 * 16 + 8) / 5), ("short", 10), ("loader", 16)])
+def test_steps_of_unlike_batches_are_of_as_many_rows_as_they_have_on_the_mean(name, rows, monkeypatch):
     monkeypatch.setattr(_meters, "trim", lambda: None)
-    state, asked = State(), Build(find_target(f"{TINY}:uneven"))
+    state, asked = State(), Build(find_target(f"{TINY}:{name}"))
     action(state, asked)(state, asked)
     text = source(Recipe(), Facts(mode="training", max_grad_norm=1.0))
-    assert prepare(state, Prepare(source=text, label="baseline", path="")).samples == (4 * 16 + 8) / 5
+    assert prepare(state, Prepare(source=text, label="baseline", path="")).samples == rows
 
 
 @given(st.integers(0, 200), st.integers(1, 200))

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from fettle.doctor._check import Finding, check, error, note, warning
 from fettle.doctor.environment import Environment
 
-_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_AMD = "PYTORCH_HIP_ALLOC_CONF"
+"""Only a build for AMD's GPUs reads it."""
+_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", _AMD, "PYTORCH_ALLOC_CONF")
 """The first that is set counts."""
 _TRUTHS = (
     "expandable_segments", "pinned_use_background_threads", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc",
@@ -29,9 +31,15 @@ _NATIVE = ("expandable_segments", "max_split_size_mb", "garbage_collection_thres
 _RAISES = "torch raises when the settings are first read, or reads something else."
 
 
+def _set(here: Environment) -> dict[str, str]:
+    """The variables that this torch reads, and what they say. The first counts."""
+    names = (name for name in _NAMES if name != _AMD or here.torch_built_for() == "rocm")
+    return {name: here.variables[name] for name in names if here.variables.get(name, "").strip()}
+
+
 def _settings(here: Environment) -> tuple[str, str]:
     """The variable that counts, and what it says."""
-    return next(((name, here.variables[name]) for name in _NAMES if here.variables.get(name, "").strip()), ("", ""))
+    return next(iter(_set(here).items()), ("", ""))
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:
@@ -85,8 +93,10 @@ def _fault(key: str, value: str) -> tuple[str, str]:
 
 @check(quick=True)
 def allocator_set_twice(here: Environment) -> Iterator[Finding]:
-    """Several variables, of which one counts; or a key twice."""
-    set_values = {name: here.variables[name].strip() for name in _NAMES if here.variables.get(name, "").strip()}
+    """Several variables, of which one counts; one that only another build reads; or a key twice."""
+    set_values = {name: value.strip() for name, value in _set(here).items()}
+    if here.torch_built_for() not in ("", "rocm") and _AMD in here.variables:
+        yield warning(f"{_AMD} is set, and torch is no build for AMD's GPUs.", "It is ignored.", f"unset {_AMD}")
     if len(set(set_values.values())) > 1:
         first, *others = set_values
         yield warning(f"{first} and {' and '.join(others)} are set, and differ.",

@@ -46,6 +46,8 @@ def build(state: State, request: messages.Build) -> messages.Built:
     state.workload = made if state.writes else with_check(made)
     state.rows = made.samples or statistics.mean(map(rows_of, made.inputs)) or 1
     state.derived_check = len(made.inputs) == 1 and not made.check_inputs
+    if isinstance(made.model, torch.nn.Module) and any(map(torch.nn.parameter.is_lazy, made.model.parameters())):
+        check_inputs(brief(state.workload))  # the first call makes its weights
     imports = state.end_of_build()
     state.fingerprint = fingerprint(state.workload)
     locate(state, state.workload.inputs[0])
@@ -175,7 +177,8 @@ def with_check(workload: Any) -> Any:
 def check_inputs(workload: Any) -> None:
     """Call the workload once as it is; raises `UsageError` with the model's own error and where it came from."""
     model = workload.model
-    if isinstance(model, torch.nn.Module) and any(tensor.is_meta for tensor in model.parameters()):
+    held = itertools.chain(model.parameters(), model.buffers()) if isinstance(model, torch.nn.Module) else ()
+    if any(tensor.is_meta for tensor in held):
         raise UsageError("the model is on the meta device, where weights have no values: load them before it is tuned")
 
     def once() -> None:

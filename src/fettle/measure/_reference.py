@@ -37,8 +37,8 @@ _ONE_BATCH = (
 _OTHER_SHAPES = "the answers have other shapes with another seed: recipes are compared on seed 0 alone"
 _DRAWS = "it draws random numbers, and would draw others in float64"
 _NO_TENSOR = (
-    "the model's output holds no tensor, so its answers cannot be checked: return one, or give the workload a metric "
-    "and say how far it may fall, `max_metric_drop`"
+    "the model's output holds no tensor, so its answers cannot be checked: return one (in a `call` of the workload, "
+    "where the model keeps or yields it), or give a metric and say how far it may fall, `max_metric_drop`"
 )
 _NOTHING, _OFF = 1e-4, 0.1
 """An output below this share of the largest one's typical size and above this relative error as given is rounding."""

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -60,6 +60,8 @@ from fettle.train.facts import MOST_BATCHES
 from fettle.workload import Target, rows_of, switches
 
 _TIMELINE_STEPS = 3
+_SHORT_PASS = 4
+"""Batches of a DataLoader of which one that is short is a share that shows in the time of a step."""
 _FEWEST_SEEDS = 2
 """Other seeds that must train to the end: those that diverge say nothing of how far apart two are."""
 _HEADROOM = 0.9
@@ -179,13 +181,14 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
             accuracy = with_metric(accuracy, workload.metric, workload.model)
             put_modes_back(modes)  # steps are timed in the loop's own modes
 
-        group = [None] * _pass_length(workload)
+        rows = _rows_in_a_sample(workload)
+        group = [None] * len(rows)
         state.cycle = itertools.repeat(group)
         peak = settled(state, has_peak, notes.lines)
         phases = steps.timeline(max(_TIMELINE_STEPS, len(group)))
         notes.lines += [*_collectives(steps), *compiler_notes()]
-    rows = statistics.mean(map(rows_of, workload.data)) if len(group) > 1 and not workload.samples else workload.rows
-    return prepared(state, optimize_s, first_call_s, accuracy, peak, rows * request.factor, notes, phases)
+    samples = request.factor * (workload.samples or statistics.mean(rows) or 1)
+    return prepared(state, optimize_s, first_call_s, accuracy, peak, samples, notes, phases)
 
 
 def plan(state: State, request: messages.MakePlan) -> messages.Planned:
@@ -324,9 +327,14 @@ def _largest_batch(workload: TrainingWorkload, facts: Facts) -> int:
     return largest
 
 
-def _pass_length(workload: TrainingWorkload) -> int:
-    """Steps in one sample of time: one, or a pass through the data where its batches differ in shape."""
-    data: Iterable[Any] = workload.data
-    if not isinstance(data, Sequence) or len(data) > MOST_BATCHES:
-        return 1
-    return 1 if same_shapes(data) else len(data)
+def _rows_in_a_sample(workload: TrainingWorkload) -> list[float]:
+    """Rows of each step in one sample of time: of one, or of a pass through the data where its batches differ. Of a
+    longer pass through a DataLoader, whose last batch may be short, the typical step has a whole one."""
+    data: Any = workload.data
+    if isinstance(data, torch.utils.data.DataLoader) and data.batch_sampler is not None:
+        dealt = list(map(len, itertools.islice(data.batch_sampler, _SHORT_PASS + 1)))
+        if len(dealt) <= _SHORT_PASS and len({*dealt}) > 1:
+            return [workload.rows * count / dealt[0] for count in dealt]
+    elif isinstance(data, Sequence) and len(data) <= MOST_BATCHES and not same_shapes(data):
+        return list(map(rows_of, data))
+    return [workload.rows]

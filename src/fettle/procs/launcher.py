@@ -201,10 +201,10 @@ def be_a_rank() -> None:
     """The life of one rank: the module's, asked over a socket."""
     # Each rank builds its model on a device of its own, whatever number the factory knows it by.
     local, rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
-    names = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")  # AMD's runtime goes by the first that is set
-    for name in [name for name in names if name in os.environ] or names[1:]:
-        devices = os.environ.get(name, str(local)).split(",")  # none where it is empty
-        os.environ[name] = devices[local % len(devices)]
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        if name.startswith("CUDA") or name in os.environ:  # AMD's runtime goes by the second where that is set
+            devices = os.environ.get(name, str(local)).split(",")  # none where it is empty
+            os.environ[name] = devices[local % len(devices)]
     be_a_worker()
     rendezvous = from_environment()
     del os.environ[VARIABLE]  # the user's code need not know the secret

@@ -10,6 +10,7 @@ from fettle.workload import spread
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """Leaves and structure of a tree. Dataclasses that torch does not know yet are made known."""
     import dataclasses
+    from enum import Enum
 
     from torch.utils import _pytree as pytree
 
@@ -20,7 +21,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     if unknown:
         return flatten(tree)
     for leaf in leaves:
-        if not isinstance(leaf, (torch.Tensor, int, float, bool, str, type(None), torch.dtype, torch.device)):
+        if not isinstance(leaf, (torch.Tensor, int, float, bool, str, Enum, type(None), torch.dtype, torch.device)):
             raise RuntimeError(f"a {type(leaf).__name__} among inputs or outputs cannot be exported")
     return leaves, spec
 

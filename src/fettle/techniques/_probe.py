@@ -36,7 +36,7 @@ from fettle.techniques.ragged import padding_of
 from fettle.techniques.skip_steps import denoiser_of
 from fettle.techniques.step_cache import is_unet
 from fettle.techniques.tiles import is_decoder
-from fettle.workload import Workload, fresh, leaves, rows_of, tensors
+from fettle.workload import Workload, device_of, fresh, leaves, rows_of, tensors
 
 T = TypeVar("T")
 
@@ -91,9 +91,10 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
     module = model if isinstance(model, torch.nn.Module) else torch.nn.Module()
     given = tensors(workload.inputs[0])
     parameters = list(module.parameters())
-    devices = [tensor.device.type for tensor in [*parameters, *module.buffers(), *given]]
+    devices = [tensor.device.type for tensor in [*parameters, *module.buffers()]]
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in parameters if tensor.is_floating_point()]
-    generation, device = generation_facts(workload), statistics.mode(devices or ["cpu"])
+    generation = generation_facts(workload)
+    device = statistics.mode(devices) if devices else device_of(model, workload.inputs[0])
     return Facts(
         is_module=isinstance(model, torch.nn.Module),
         is_scripted=isinstance(model, torch.jit.ScriptModule),
@@ -212,6 +213,7 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
     differs = any(_random_or_batch_dependent(child) for child in training)
     watch, manual, changes, writes = _SeesSdpa(), 0, False, False
     alike: list[tuple[str, ...]] = []
+    kinds: dict[str, None] = {}
     try:
         with unchanged(workload, module) as model, torch.no_grad():
 
@@ -226,6 +228,8 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
             before = buffers_of(module)
             with watch, fed_alike(module) as alike:
                 given = outputs()
+            floating = (tensor.dtype for tensor in tensors(given) if tensor.is_floating_point())
+            kinds = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in floating)
             if training and (before or not differs):  # the user's own layers may ask for `self.training`
                 noise = _distance(given, outputs())
                 module.eval()
@@ -244,6 +248,7 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
     return {
         "uses_sdpa": watch.seen, "uneven_sdpa": watch.uneven, "manual_attention": manual,
         "train_mode_differs": differs, "changes_buffers": changes, "changes_inputs": writes, "fed_alike": tuple(alike),
+        "output_types": tuple(kinds),
     }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ the same training, and are compared by time per row.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from fettle.techniques._base import TRAINING, Bundle, Code, Facts, Level, Recipe, Technique, register
@@ -19,7 +20,7 @@ from fettle.techniques._ranks import (
     shard,
     split_state,
 )
-from fettle.techniques.precision import autocast
+from fettle.techniques.precision import autocast, no_bf16
 
 REPLICATED, TENSOR = ("ddp", "zero1"), ("tensor", "zero3-tensor")
 SHARDED: tuple[str, ...] = ("zero2", "zero3", "hsdp", "zero3-tensor")
@@ -238,6 +239,10 @@ class MixedPrecision(_Sharded):
         "fp32": "as given",
         "bf16": "parameters gathered and used in bfloat16, gradients reduced in float32",
     }
+
+    def levels(self, facts: Facts) -> list[Level]:
+        as_given, bf16 = super().levels(facts)
+        return [as_given, replace(bf16, why_not=bf16.why_not or no_bf16(facts))]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         if recipe.levels.get("precision", "fp32") != "fp32":

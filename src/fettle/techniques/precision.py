@@ -62,6 +62,19 @@ def computes_in_bf16(facts: Facts) -> bool:
     return facts.has_bf16 if facts.device == "cpu" else not (0, 0) < facts.cuda_capability < (8, 0)
 
 
+def no_bf16(facts: Facts) -> str:
+    """Why bfloat16 cannot be used here; empty where it can. A CPU without it can, slowly."""
+    works = facts.device == "cpu" or computes_in_bf16(facts)
+    return "" if works else "bfloat16 needs compute capability 8.0"
+
+
+def _mixed(dtype: str, facts: Facts) -> str:
+    """Why outputs could not all have their own type again under `dtype`; empty where they can."""
+    others = [kind for kind in facts.output_types if kind != dtype]
+    mixed = others and dtype in facts.output_types
+    return f"some outputs are {dtype} as given and some {others[0]}: which is which would be lost" if mixed else ""
+
+
 def autocast(facts: Facts) -> dict[str, str]:
     """The level that is fastest for its care in training, where it is fast at all."""
     if computes_in_bf16(facts):
@@ -83,8 +96,9 @@ class Precision(Technique):
     def levels(self, facts: Facts) -> list[Level]:
         whole = "" if facts.is_module else "the model is a plain callable, its weights are out of reach"
         given = "" if facts.dtype == "float32" else f"the weights are {facts.dtype}, not float32"
-        bf16 = "" if facts.device == "cpu" or computes_in_bf16(facts) else "bfloat16 needs compute capability 8.0"
+        bf16 = no_bf16(facts) or _mixed("bfloat16", facts)
         fp16 = "" if facts.device != "cpu" or "avx512_fp16" in facts.cpu_flags else "this CPU has no float16 arithmetic"
+        fp16 = fp16 or _mixed("float16", facts)
         other = "" if facts.mode == "inference" else "small updates are lost without float32 weights: see bf16-master"
         masters = "" if facts.mode == "training" else "it is for training"
         if not facts.groups_masters:
@@ -154,17 +168,19 @@ class Precision(Technique):
                 before_step=("scaler.unscale_(optimizer)",) if facts.max_grad_norm is not None else (),
                 step=("scaler.step(optimizer)", "scaler.update()"),
             )
-        # Copies only those outputs that are not of the type as given.
-        outputs = (
-            f"output = widen(output, {dtype})  # copies what is {dtype}: the caller sees the type it always saw",
-        )
+        outputs: tuple[str, ...] = ()
+        helpers: tuple[Any, ...] = ()
+        if dtype.removeprefix("torch.") not in facts.output_types and facts.mode == "inference":
+            # Copies only those outputs that are not of the type as given.
+            outputs = (
+                f"output = widen(output, {dtype})  # copies what is {dtype}: the caller sees the type it always saw",
+            )
+            helpers = (map_tensors, widen)
         if level.startswith("autocast-"):
             autocast = f'torch.autocast("{facts.device}", dtype={dtype})'
-            if facts.mode == "training":
-                return Code(contexts=(autocast,))
-            return Code(helpers=(map_tensors, widen), contexts=(autocast,), outputs=outputs)
+            return Code(helpers=helpers, contexts=(autocast,), outputs=outputs)
         return Code(
-            helpers=(map_tensors, cast, widen, to_dtype),
+            helpers=(*helpers, map_tensors, cast, to_dtype),
             prepare=(f"to_dtype(model, {dtype})",),
             inputs=(f"args, kwargs = cast(args, {dtype}), cast(kwargs, {dtype})",),
             outputs=outputs,

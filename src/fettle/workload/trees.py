@@ -26,7 +26,8 @@ def spread(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of a pytree with its path; dataclasses, mappings and sequences are branches, None is skipped."""
+    """Every leaf of a pytree with its path; dataclasses, mappings and sequences are branches, None is skipped. Of any
+    other object, such as a distribution, the leaves are the tensors among its attributes, where it has some."""
     if tree is None:
         return
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not isinstance(tree, Mapping):
@@ -39,7 +40,12 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         for index, value in enumerate(tree):
             yield from leaves(value, f"{path}[{index}]")
     else:
-        yield path or "output", tree
+        import torch
+
+        is_leaf = callable(tree) or isinstance(tree, torch.Tensor)
+        held = {} if is_leaf else getattr(tree, "__dict__", {})
+        inside = [(f"{path}.{name}", value) for name, value in held.items() if isinstance(value, torch.Tensor)]
+        yield from inside or [(path or "output", tree)]
 
 
 def is_numbers(value: Any) -> bool:
@@ -109,14 +115,15 @@ def fresh(batch: Any) -> Any:
 
 def map_tensors(change: Any, tree: Any, kinds: Any = None) -> Any:
     """A copy of a tree with every tensor changed, or all that is of other `kinds`: in sequences, mappings, dataclasses,
-    and what torch knows as a tree."""
+    what torch knows as a tree, and the attributes of other objects, such as a distribution."""
     import copy  # in the body: this source is copied into optimized.py
     import dataclasses
     from collections.abc import MutableMapping
 
     import torch
 
-    if isinstance(tree, kinds or torch.Tensor):
+    kinds = kinds or torch.Tensor
+    if isinstance(tree, kinds):
         return change(tree)
     if tree is None or isinstance(tree, (str, int, float, torch.Size)):
         return tree
@@ -146,6 +153,11 @@ def map_tensors(change: Any, tree: Any, kinds: Any = None) -> Any:
             elif any(new is not old for new, old in zip(items, tree, strict=True)):  # no type of Python's own
                 changed = tuple.__new__(type(tree), items)
                 getattr(changed, "__dict__", {}).update(getattr(tree, "__dict__", {}))
+        elif not callable(tree):
+            held = {name: one for name, one in getattr(tree, "__dict__", {}).items() if isinstance(one, kinds)}
+            if held:
+                changed = copy.copy(tree)
+                vars(changed).update({name: change(one) for name, one in held.items()})
         return changed
 
     return torch.utils._pytree.tree_map(inside, tree, is_leaf=lambda item: item is not tree)
