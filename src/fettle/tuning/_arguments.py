@@ -17,7 +17,7 @@ from typing import Any, get_args
 import psutil
 
 from fettle.errors import UsageError
-from fettle.measure import Worker, WorkerError, messages
+from fettle.measure import Worker
 from fettle.procs.nodes import Nodes, address_of
 from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
@@ -138,20 +138,11 @@ def check_ranks(options: Options, target: Target) -> Target:
     if nodes == 1:
         return target
     if target.mode == AUTO:
-        target = ask_for_mode(target, options.trial_timeout_s)
+        with Worker() as worker:
+            target = replace(target, mode=worker.build(target, options.trial_timeout_s).mode)
     if target.mode != "training":
         raise UsageError(f"`nodes={nodes}` is for training, and this is a workload for inference")
     return target
-
-
-def ask_for_mode(target: Target, timeout_s: float = 600.0) -> Target:
-    """The target with the mode that its factory's answer shows, asked in a process of its own."""
-    try:
-        with Worker() as worker:
-            built = worker.ask(messages.Build(target), messages.Built, timeout_s)
-    except WorkerError as error:
-        raise UsageError(f"the workload could not be built: {error}") from error
-    return replace(target, mode=built.mode)
 
 
 def open_nodes(options: Options, target: Target) -> Nodes | None:
