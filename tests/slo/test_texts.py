@@ -21,8 +21,8 @@ from fettle.package.handlers.running import Running
 from fettle.package.handlers.sampling import Sampling
 from fettle.package.manifest import open_package
 from fettle.report import texts_page, texts_table, texts_words
-from fettle.slo import text_search as room
 from fettle.slo import text_costs, text_simulation
+from fettle.slo import text_search as room
 from fettle.slo.kept import Tested as OneTest
 from fettle.slo.points import Variant
 from fettle.slo.server_process import ServerFailure, ServerStats
