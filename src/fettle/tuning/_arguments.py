@@ -5,6 +5,7 @@ Arguments are named in back-quotes, as a caller in Python writes them; the comma
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import secrets
@@ -112,11 +113,11 @@ def check_limits(limits: Limits) -> None:
         "min throughput": limits.min_throughput, "max ttft": limits.max_ttft_ms, "max tpot": limits.max_tpot_ms,
     }  # fmt: skip
     for name, value in checks.items():
-        if value is not None and not value > 0:
-            raise UsageError(f"an impossible limit: {name} must be above 0, and is {value:g}")
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"an impossible limit: {name} must be above 0 and finite, and is {value:g}")
     if limits.min_agreement is not None and not 0 <= limits.min_agreement <= 1:
         raise UsageError(f"an impossible limit: min agreement is a share between 0 and 1, not {limits.min_agreement:g}")
-    if limits.max_metric_drop is not None and not limits.max_metric_drop >= 0:
+    if limits.max_metric_drop is not None and not 0 <= limits.max_metric_drop < math.inf:
         raise UsageError(f"an impossible limit: max metric drop must not be below 0, and is {limits.max_metric_drop:g}")
 
 
