@@ -249,7 +249,7 @@ def _finish(
 
 @dataclass
 class _Work:
-    """What is to be served: a package, or a target with its recipes."""
+    """What is to be served: packages, or a target with its recipes."""
 
     name: str
     text: str = ""
