@@ -191,5 +191,6 @@ def test_the_keywords_of_tune_are_the_options_and_limits() -> None:
     assert set(options.Keywords.__annotations__) == fields
     made = options.options_of(fettle.Options(budget_s=5), {"max_error": 0.5, "output": "there"})
     assert (made.limits.max_error, made.budget_s, made.output) == (0.5, 5, Path("there"))
+    assert options.options_of(fettle.Options(output="here"), {}).output == Path("here")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="did you mean budget_s"):
         options.options_of(None, {"budgets": 3})  # type: ignore[typeddict-unknown-key]

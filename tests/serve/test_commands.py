@@ -114,5 +114,5 @@ def test_what_a_server_would_ignore_is_refused(fettle, tmp_path):
 
 def test_an_address_of_ipv6_is_in_brackets(capsys):
     server = SimpleNamespace(ports=[8080], registry=SimpleNamespace(versions=list))
-    run._say_where(server, SimpleNamespace(host="::1", certificate=None), True)
+    run._say_where(server, SimpleNamespace(host="::1", certificate=None), True, print)
     assert json.loads(capsys.readouterr().out)["url"] == "http://[::1]:8080"

@@ -417,7 +417,7 @@ def test_code_of_its_own_needs_trust_before_anything_is_measured(store):
     digest = open_package(store / "echo").handler_digest
     with pytest.raises(UsageError, match=f"--trust {digest}"):
         _Work.of([str(store / "echo")], [], None, "", 3, ["0" * 64])
-    assert _Work.of([str(store / "echo")], [], None, "", 3, [digest]).package is not None
+    assert _Work.of([str(store / "echo")], [], None, "", 3, [digest]).packages
 
 
 def test_what_is_found_can_be_served(package):

@@ -21,8 +21,8 @@ from fettle.package.handlers.running import Running
 from fettle.package.handlers.sampling import Sampling
 from fettle.package.manifest import open_package
 from fettle.report import texts_page, texts_table, texts_words
+from fettle.slo import text_costs, text_simulation
 from fettle.slo import text_search as room
-from fettle.slo import text_simulation
 from fettle.slo.kept import Tested as OneTest
 from fettle.slo.points import Variant
 from fettle.slo.server_process import ServerFailure, ServerStats
@@ -277,6 +277,15 @@ def test_texts_have_limits_of_their_own(package, monkeypatch, tmp_path):
     monkeypatch.setattr("fettle.package.manifest.open_package", lambda path: package)
     with pytest.raises(UsageError, match="--ttft 500ms --itl 50ms"):
         _Work.of([str(tmp_path)], [], None, "", 3, [])
+
+
+def test_a_package_that_is_refused_ends_no_search(monkeypatch):
+    def refused(*asked):
+        raise UsageError("no text fits")
+
+    monkeypatch.setattr(text_costs.Child, "call", refused)
+    found = text_costs.calibrate_texts(SimpleNamespace(folder="there"), most=1, prompt=1, whole=2)
+    assert found.failures == {"loading": "no text fits"}
 
 
 def test_what_is_timed():

@@ -151,6 +151,7 @@ def test_a_result_that_was_tampered_with(folder: Path, change: dict, run_fettle:
         ({"techniques": {"precision": "bf17"}}, "no level 'bf17'"),
         ({"confidence": 95}, "confidence"),
         ({"budget_s": -1}, "budget must be above 0"),
+        ({"max_error": float("inf")}, "max error must be above 0 and finite"),
         ({"max_eror": 0.1}, "did you mean max_error"),
         ({"inputs": [1]}, "inputs, call and metric belong to a live model"),
         ({"nproc": 0}, "`nproc=0`"),

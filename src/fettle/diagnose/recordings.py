@@ -235,12 +235,9 @@ class Examiner:
         Raises `WorkerError` where it fails, `UsageError` where the workload cannot be built.
         """
         if self._worker is None:
-            self._worker = Worker()
-            try:
-                self._worker.ask(messages.Build(self._target), messages.Built, 600.0)
-            except WorkerError as error:
-                self.close()
-                raise UsageError(f"the workload could not be built: {error}") from error
+            worker = Worker()
+            worker.build(self._target)
+            self._worker = worker
         try:
             request = messages.Examine(f"fettle.diagnose.{collector}", seconds, path)
             return self._worker.ask(request, messages.Examined, _LONGEST_S)

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
+from fettle.files import plain
 from fettle.generate.limits import cache_bytes, count_work, weights_read
 from fettle.generate.quality import (
     Closeness,
@@ -51,7 +52,7 @@ def reference(state: State, request: WriteReference) -> Reference:
     own = closeness(pieces, [piece.log_p for piece in pieces])
     return Reference(
         dtype=as_reference(workload.model), why="it writes text that recipes are judged on",
-        metric=metric if math.isfinite(metric) else None, metric_problem=problem,
+        metric=plain(metric), metric_problem=problem,
         seconds=time.perf_counter() - started, perplexity=own.perplexity,
         prefill_flops=work.prefill_flops, decode_flops=work.decode_flops,
     )  # fmt: skip

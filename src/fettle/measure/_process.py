@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from fettle.measure.messages import Answer, Asked
+from fettle.errors import UsageError
+from fettle.measure.messages import Answer, Asked, Build, Built
 from fettle.procs.child import ChildError as WorkerError
 from fettle.procs.forks import ForkServer, Imports
 from fettle.procs.interpreter import WORKER
 from fettle.procs.nodes import Nodes
 from fettle.procs.ranks import Ranks
+from fettle.workload import Target
 
 __all__ = ["Worker", "WorkerError", "close_all", "close_each"]
 
@@ -43,6 +45,16 @@ class Worker(Ranks):
         """
         self.send(request)
         return self.finish(answer, timeout_s)
+
+    def build(self, target: Target, timeout_s: float = 600.0) -> Built:
+        """Build the workload of a target. Raises `UsageError` where that cannot be done, the worker gone."""
+        try:
+            return self.ask(Build(target), Built, timeout_s)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, WorkerError):
+                raise UsageError(f"the workload could not be built: {error}") from error
+            raise
 
     def finish(self, answer: type[A], timeout_s: float) -> A:
         """The answer to the request that was sent; raises what `ask` raises. So two workers can work side by side."""

@@ -7,6 +7,7 @@ precision first, and once more with other seeds: how far the two runs are apart 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
 import time
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from fettle.errors import UsageError, first_line
-from fettle.files import whole
+from fettle.files import plain, whole
 from fettle.measure._accuracy import Outputs, compare, outputs_of, user_metric, worst
 from fettle.measure.messages import Reference
 from fettle.procs.limits import granted_memory_bytes
@@ -69,12 +70,9 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
         only_metric = not any(answers)
         _check_answers(answers, workload, runs)
         noise = _noise(runs, answers, module) if float32_s < SECONDS / 2 else 0.0
-
-        def run_float32(*args: Any, **kwargs: Any) -> Any:
-            return model(*args, **kwargs) if workload.call is None else workload.call(model, *args, **kwargs)
-
         with state_kept(model):
-            metric, problem = user_metric(workload.metric, run_float32)
+            own = model if workload.call is None else functools.partial(workload.call, model)
+            metric, problem = user_metric(workload.metric, own)
 
         dtype, why, best = _own_dtype(module), "", answers
         if dtype != "float64":
@@ -98,10 +96,10 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
     return Reference(
         dtype=dtype,
         why=why,
-        noise=_finite(noise) or 0.0,
+        noise=plain(noise) or 0.0,
         notes=runs.notes,
         only_metric=only_metric,
-        metric=_finite(metric),
+        metric=plain(metric),
         metric_problem=problem,
         seconds=time.perf_counter() - started,
     )
@@ -284,7 +282,3 @@ def _own_dtype(module: torch.nn.Module | None) -> str:
 
 def _to_double(batch: Any) -> Any:
     return map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

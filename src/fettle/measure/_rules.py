@@ -94,7 +94,8 @@ class Rules:
     rows: tuple[int, ...] = ()
     """Where text is written: numbers of rows at which tokens a second are measured, too, in each first process."""
     longest_ms: float | None = None
-    """A recipe that takes longer for one row is ended while it is made ready, with nothing measured; None: none is."""
+    """A recipe whose calls take longer is ended while it is made ready, with nothing measured; None: none is. A larger
+    batch may take as many times longer."""
     deadline: float = math.inf
     """`time.monotonic()` at which to stop: what has been measured by then counts."""
     grace_s: float = 30.0

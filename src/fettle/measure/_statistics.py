@@ -38,8 +38,6 @@ TRIM = 0.2
 """Share of the processes that is left out at either end, where there are enough for that to be one."""
 LOOKS = (3, 4, 6, 8, 11, 15, 20, 27, 36, 48)
 """Rounds after which a race looks at its data: about a third more each time."""
-
-
 VAGUE = 0.025
 """Half an interval of 2.5% hides a difference of 3%."""
 LITTLE = 0.25

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from fettle.errors import UsageError, first_line, place
-from fettle.files import write_bytes
+from fettle.files import plain, write_bytes
 from fettle.measure import _meters, messages
 from fettle.measure._accuracy import user_metric, with_metric
 from fettle.measure._clock import Clock
@@ -137,7 +137,7 @@ def reference(state: State, request: messages.WriteReference) -> messages.Refere
     write_bytes(request.path, msgspec.json.encode(asdict(band)))
     return messages.Reference(
         dtype="float32",
-        metric=metric if math.isfinite(metric) else None,
+        metric=plain(metric),
         metric_problem=problem,
         seconds=time.perf_counter() - started,
         curves=[curve.losses for curve in (baseline, *others)],

@@ -190,7 +190,7 @@ def _speedup(anchor: Started, started: Started, rules: Rules) -> Interval | None
     if min(len(slower), len(faster)) > 1:
         return _statistics.exp(_statistics.contrast_interval([slower, faster], (1, -1), 1 - rules.confidence))
     ratios = log_ratios(anchor, started)
-    return _statistics.exp(_statistics.log_interval(ratios, rules.alpha)) if ratios else None
+    return _statistics.ratio_interval(ratios, rules.alpha) if ratios else None
 
 
 def _elapsed_speedup(anchor: Started, started: Started, rules: Rules) -> Interval | None:
@@ -200,7 +200,7 @@ def _elapsed_speedup(anchor: Started, started: Started, rules: Rules) -> Interva
         for each in (anchor, started)
     )
     ratios = _statistics.paired(slower, faster)
-    return _statistics.exp(_statistics.log_interval(ratios, rules.alpha)) if len(ratios) > 1 else None
+    return _statistics.ratio_interval(ratios, rules.alpha) if len(ratios) > 1 else None
 
 
 def _generation(runners: Sequence[Runner]) -> Generation | None:

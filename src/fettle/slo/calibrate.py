@@ -71,7 +71,7 @@ def calibrate(
     but for the first. Failures of the workers are part of what is returned. Raises `Stopped` between two sizes once
     `stopped` says so.
     """
-    calibration = Calibration({}, {}, {}, rested={})
+    calibration = Calibration()
     if stopped():
         raise Stopped
     processes = _Workers(package, workers, threads, device)

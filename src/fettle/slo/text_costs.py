@@ -147,7 +147,7 @@ def calibrate_texts(
                     middle = statistics.median(samples)
                     into.append((cell, middle))
                     costs.spread += [value / middle for value in samples]
-        except ChildError as failure:
+        except (ChildError, UsageError) as failure:  # no room for one text, say: another package may have it
             costs.failures[tried] = str(failure)
     costs.writing = _whole(costs.writing)
     costs.rows = max((cell.rows for cell, _ in costs.writing), default=0)

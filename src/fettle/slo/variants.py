@@ -89,17 +89,14 @@ def study_recipes(target: Target, storage: str, name: str, most: int) -> list[Re
     Raises `UsageError` where the study is not there, is another workload's, or has none on this machine.
     """
     from fettle.machine import this_machine
-    from fettle.measure import Worker, WorkerError, messages
+    from fettle.measure import Worker
     from fettle.storage import storage_url
     from fettle.study import Study
 
     if "://" not in storage and not Path(storage).is_file():
         raise UsageError(f"no such study: {storage}")
     with Worker() as worker:  # builds the workload as it was built when the study was made
-        try:
-            built = worker.ask(messages.Build(target), messages.Built, PACKAGE_S)
-        except WorkerError as error:
-            raise UsageError(f"the workload could not be built: {error}") from error
+        built = worker.build(target, PACKAGE_S)
     study = Study.open(
         name or target.name, storage_url(storage, Path.cwd()), built.fingerprint, this_machine().id,
         structure=built.structure, beside=not name,

@@ -5,6 +5,7 @@ Arguments are named in back-quotes, as a caller in Python writes them; the comma
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import secrets
@@ -17,7 +18,7 @@ from typing import Any, get_args
 import psutil
 
 from fettle.errors import UsageError
-from fettle.measure import Worker, WorkerError, messages
+from fettle.measure import Worker
 from fettle.procs.nodes import Nodes, address_of
 from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
@@ -112,11 +113,11 @@ def check_limits(limits: Limits) -> None:
         "min throughput": limits.min_throughput, "max ttft": limits.max_ttft_ms, "max tpot": limits.max_tpot_ms,
     }  # fmt: skip
     for name, value in checks.items():
-        if value is not None and not value > 0:
-            raise UsageError(f"an impossible limit: {name} must be above 0, and is {value:g}")
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"an impossible limit: {name} must be above 0 and finite, and is {value:g}")
     if limits.min_agreement is not None and not 0 <= limits.min_agreement <= 1:
         raise UsageError(f"an impossible limit: min agreement is a share between 0 and 1, not {limits.min_agreement:g}")
-    if limits.max_metric_drop is not None and not limits.max_metric_drop >= 0:
+    if limits.max_metric_drop is not None and not 0 <= limits.max_metric_drop < math.inf:
         raise UsageError(f"an impossible limit: max metric drop must not be below 0, and is {limits.max_metric_drop:g}")
 
 
@@ -138,20 +139,11 @@ def check_ranks(options: Options, target: Target) -> Target:
     if nodes == 1:
         return target
     if target.mode == AUTO:
-        target = ask_for_mode(target, options.trial_timeout_s)
+        with Worker() as worker:
+            target = replace(target, mode=worker.build(target, options.trial_timeout_s).mode)
     if target.mode != "training":
         raise UsageError(f"`nodes={nodes}` is for training, and this is a workload for inference")
     return target
-
-
-def ask_for_mode(target: Target, timeout_s: float = 600.0) -> Target:
-    """The target with the mode that its factory's answer shows, asked in a process of its own."""
-    try:
-        with Worker() as worker:
-            built = worker.ask(messages.Build(target), messages.Built, timeout_s)
-    except WorkerError as error:
-        raise UsageError(f"the workload could not be built: {error}") from error
-    return replace(target, mode=built.mode)
 
 
 def open_nodes(options: Options, target: Target) -> Nodes | None:

@@ -149,9 +149,9 @@ def options_of(options: Options | None, keywords: Keywords) -> Options:
     limits = replace(chosen.limits, **{name: changes.pop(name) for name in of_limits & changes.keys()})
     if changes.get("techniques", {}) is None:
         changes["techniques"] = {}
-    for name in ("output", "atlas"):
-        if changes.get(name) is not None:
-            changes[name] = Path(changes[name])
+    for name in ("output", "atlas"):  # as text, also in `options`
+        path = changes.get(name, getattr(chosen, name))
+        changes[name] = path if path is None else Path(path)
     return replace(chosen, limits=limits, **changes)
 
 

@@ -14,6 +14,7 @@ import typer
 
 from fettle.cli import _options, _quiet, _show
 from fettle.cli._console import console
+from fettle.cli.serve._slo_packages import is_package
 from fettle.errors import UsageError, extra
 from fettle.units import parse_size
 
@@ -127,7 +128,7 @@ def command(
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO if log_requests else logging.WARNING, format="%(message)s"
     )
-    say = functools.partial(console(error=True, soft_wrap=True).print, markup=False)
+    say = functools.partial(console(error=True, soft_wrap=True).print, markup=False)  # addresses in one piece
     with _quiet.libraries_quiet():  # until it serves: what exporting and compiling print is no log of a server's
         opened = [_packaged(text, recipe, say) for text in packages or ()]
         if p99 is not None:
@@ -138,7 +139,7 @@ def command(
 
         def ready(server: Server) -> None:
             waiting.close()
-            _say_where(server, address, as_json)
+            _say_where(server, address, as_json, say)
 
         try:
             run(serve(address, options, opened, ready))
@@ -147,7 +148,7 @@ def command(
                 spare.end()
 
 
-def _say_where(server: Server, address: Address, as_json: bool) -> None:
+def _say_where(server: Server, address: Address, as_json: bool, say: Callable[[str], None]) -> None:
     """Where it listens, and what can be asked there."""
     from fettle.package.handlers.generate import Settings
 
@@ -157,7 +158,6 @@ def _say_where(server: Server, address: Address, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"url": base, "ports": server.ports, "models": names}), flush=True)
         return
-    say = functools.partial(console(error=True, soft_wrap=True).print, markup=False)  # addresses in one piece
     say(f"serving {', '.join(names) or 'nothing yet'} at {base}")
     for name in names:
         say(f"  POST {base}/v2/models/{name}/infer")
@@ -193,7 +193,7 @@ def _packaged(text: str, recipe: Path | None, say: Callable[[str], None]) -> Pac
     from fettle.package.manifest import open_package
     from fettle.recipe_file import RecipeFile, load_recipe
 
-    if Path(text).is_dir() or text.endswith(".zip"):
+    if is_package(text):
         if recipe is not None:
             raise UsageError(f"{text} is packaged with its recipe already: --recipe is for a target")
         return open_package(Path(text))

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from fettle.load.run import TextLimits
     from fettle.load.texts import TextLine
-    from fettle.package.manifest import Package
     from fettle.recipe import Recipe
     from fettle.slo.points import Failure, Outcome, SearchResult, Variant
     from fettle.slo.text_search import TextSearch
@@ -157,10 +156,10 @@ def command(
         "trust": trust or (),
     }  # fmt: skip
     work = _Work.of(target, recipe or [], storage, study, recipes, trust or ())
-    if write and work.package is not None:
+    if write and work.packages:
         check_settings(work.packages)
     folder = wanted.get("", Path(f"slo-{work.name}"))
-    if work.package is None:
+    if work.target is not None:
         check_place(place := folder / "package")
         if place.exists() and not (folder / "measured.jsonl").exists():
             raise UsageError(f"{place} exists already, and no search of fettle's made it: give another --output")
@@ -250,10 +249,9 @@ def _finish(
 
 @dataclass
 class _Work:
-    """What is to be served: a package, or a target with its recipes."""
+    """What is to be served: packages, or a target with its recipes."""
 
     name: str
-    package: Package | None = None
     text: str = ""
     target: Any = None
     recipes: tuple[Recipe, ...] = ()
@@ -273,7 +271,7 @@ class _Work:
             if recipes or storage is not None:
                 raise UsageError(f"{texts[0]} is packaged with its recipe already: name the target to try others")
             packages = variants_of(texts, trust)
-            return cls(packages[0].package.manifest.name, packages[0].package, packages=packages)
+            return cls(packages[0].package.manifest.name, packages=packages)
         if texts[1:]:
             raise UsageError(f"{text} is no package: several that are named are packages of one model")
         from fettle.techniques import check_names
@@ -286,7 +284,7 @@ class _Work:
             from fettle.slo.variants import study_recipes
 
             levels += study_recipes(target, storage, study, most)
-        return cls(target.name, None, text, target, tuple(levels or [Recipe()]))
+        return cls(target.name, text, target, tuple(levels or [Recipe()]))
 
     async def search(
         self, folder: Path, max_error: float, options: dict[str, Any], progress: Callable[[str], None]
@@ -303,7 +301,7 @@ class _Work:
         journal = open_journal(folder / "measured.jsonl")  # first: no two searches make the same packages
         try:
             failures: list[Failure] = []
-            if self.package is None:
+            if self.target is not None:
                 self.packages, failures = await asyncio.to_thread(
                     package_all, self.text, self.target, self.recipes, folder / "packages",
                     max_rows=options["most_rows"], max_error=max_error, on_progress=progress, stopped=stop.is_set,
@@ -327,7 +325,7 @@ class _Work:
 
         assert result.best is not None
         package = next(v.package for v in self.packages if v.name == result.best.setting.variant)
-        if self.package is None:
+        if self.target is not None:
             place = folder / "package"
             with whole_folder(place) as made:
                 shutil.copytree(package.folder, made, dirs_exist_ok=True)
