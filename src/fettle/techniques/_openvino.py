@@ -135,7 +135,7 @@ class OpenvinoRequest:
         # NumPy has no bfloat16: its bits come as float16.
         self.bits = [torch.bfloat16 if output.element_type.get_type_name() == "bf16" else None for output in outputs]
         self.shapes = [output.get_partial_shape() for output in outputs]
-        self.static = all(shape.is_static for shape in self.shapes)
+        self.static = all(shape.is_static for shape in self.shapes) and not any(self.bits)
         self.inputs: list[Any] = []
         self.results: list[Any] = []
 

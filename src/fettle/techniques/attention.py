@@ -34,13 +34,13 @@ class Attention(Technique):
 
     def levels(self, facts: Facts) -> list[Level]:
         manual = "" if facts.manual_attention else "no attention written out by hand was found that can be rewritten"
-        biased = _biased(facts)
+        bias = _biased(facts)
         found = [
             Level("as-is", "as given"),
             Level("sdpa", "attention written out by hand becomes scaled_dot_product_attention", manual),
-            Level("tiled", "a bias by row and column is added tile by tile, and never written out", biased["tiled"]),
-            Level("flex", "torch's FlexAttention, compiled, adds a bias by row and column", biased["flex"]),
-            Level("fused", "a bias by row and column is added inside one kernel, and never written out", biased["fused"]),
+            Level("tiled", "a bias by row and column is added tile by tile, and never written out", bias["tiled"]),
+            Level("flex", "torch's FlexAttention, compiled, adds a bias by row and column", bias["flex"]),
+            Level("fused", "a bias by row and column is added inside one kernel, and never written out", bias["fused"]),
         ]
         for name in _HF:
             why_not = f"this model cannot be switched to {name} here"
