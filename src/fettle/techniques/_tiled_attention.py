@@ -42,7 +42,7 @@ def tiled_attention(
         for first in range(0, tokens, step):
             part = slice(first, first + step)
             into = None if held is None else held[: heads - head, : tokens - first]
-            square = None if into is None else into.unflatten(-1, (height, width))
+            square = None if into is None else into.view(*into.shape[:2], height, width)
             bias = torch.add(rows[some, part, :, None], columns[some, part, None, :], out=square)
             weights = torch.softmax(bias.flatten(-2).baddbmm_(query[some, part], key[some]), -1, out=into)
             out[some, part] = weights.to(value.dtype) @ value[some]
