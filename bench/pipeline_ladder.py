@@ -6,11 +6,11 @@
         --given @attention=products --recipe "precision[unet]=bf16" --together
 
 Each recipe has a process of its own, which is idle (it waits for a line) while another one calls. The first call, on
-what the metric judges, is no figure; then every process makes one call in each round, in an order that changes from
-round to round. Where a call is short it only warms what the others' calls have emptied, and the median of those that
-follow in half a second counts. What a recipe's code goes by is looked up on the factory `--small` of the same file, a
-reduced pipeline of the same parts: looking a pipeline over takes several calls of it. A ratio is to the call as given
-of the same round.
+what the metric judges or the first batch, is no figure; then every process makes one call in each round, in an order
+that changes from round to round. Where a call is short it only warms what the others' calls have emptied, and the
+median of those that follow in half a second counts. What a recipe's code goes by is looked up on the factory `--small`
+of the same file, a reduced pipeline of the same parts: looking a pipeline over takes several calls of it. A ratio is to
+the call as given of the same round; what is printed is their pseudo-median with its interval of 95%.
 Runs that are continued with the same `--json` add their rounds to it, so that a ladder may be made in pieces; the model
 as given is part of each. `start` builds all processes and leaves them idle, `rounds` has those of the recipes that are
 named make their calls, `stop` ends them: what needs the machine for itself is then short.
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import random
 import resource
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from fettle.machine import this_machine
+from fettle.measure import ratio_interval
 from fettle.workload import Target, find_target
 
 SHORT_S, SLICE_S = 0.2, 0.5
@@ -90,8 +92,6 @@ def worker(target: str, small: str, recipe: str, arguments: list[str]) -> None:
         run = optimize(made.model, list(made.inputs), *([made.call] if made.call else []))
         metric = made.metric(run) if made.metric else None
 
-    print(json.dumps({"metric": metric, "loaded_bytes": before}), file=answers, flush=True)
-
     def call_s(batch: Any = made.inputs[0]) -> float:
         args, kwargs = spread(batch)
         start = time.perf_counter()
@@ -116,6 +116,9 @@ def worker(target: str, small: str, recipe: str, arguments: list[str]) -> None:
             _meters.trim()
             _meters.reset_peak(device)  # on a GPU this gives back what is free: the others need it
 
+    if made.metric is None:
+        call_s()
+    print(json.dumps({"metric": metric, "loaded_bytes": before}), file=answers, flush=True)
     for question in sys.stdin:
         if question == "stop\n":
             break
@@ -225,8 +228,8 @@ def main() -> None:
         shutil.rmtree(folder)
     for recipe, row in rows.items():
         if row["seconds"]:
-            middle = statistics.median(row["speedups"])
-            print(f"{middle:5.2f}x  {row['metric']}  {row['peak_bytes'] / 2**30:.2f} GiB  {recipe or 'as given'}")
+            times = ratio_interval([math.log(speedup) for speedup in row["speedups"]], 0.05)
+            print(f"{times}  {row['metric']}  {row['peak_bytes'] / 2**30:.2f} GiB  {recipe or 'as given'}")
 
 
 if __name__ == "__main__":

@@ -57,10 +57,17 @@ def test_bf16_sums_add_one_product_where_an_output_lies_behind_sums(exported) ->
     )
     assert products(changed) == products(plain) + 1  # the head ends in a product of its own
     request = OpenvinoRequest(openvino_core().compile_model(changed, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}))
-    request.start((x,))
     with torch.no_grad():
-        for mine, wanted in zip(request.finish(), model(x), strict=True):
+        for mine, wanted in zip(request.answer((x,)), model(x), strict=True):
             torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_only_sizes_that_the_program_leaves_open_are_open(exported) -> None:
+    model, x, program = exported
+    with torch.no_grad():
+        of_any_rows = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    shapes = [openvino_model(copy.copy(one), [], "openvino").input(0).partial_shape for one in (program, of_any_rows)]
+    assert [str(shape) for shape in shapes] == ["[2,8,32]", "[?,8,32]"]
 
 
 @pytest.mark.skipif(not {"amx_bf16", "avx512_bf16"} & set(cpu_flags()), reason="no bfloat16 instructions")
@@ -110,8 +117,7 @@ def timed(**how: bool) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...], torch
 
 def answer(model: Any, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     request = OpenvinoRequest(openvino_core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "bf16"}))
-    request.start(inputs)
-    return request.finish()
+    return request.answer(inputs)
 
 
 @pytest.mark.skipif(not {"amx_bf16", "avx512_bf16"} & set(cpu_flags()), reason="no bfloat16 instructions")

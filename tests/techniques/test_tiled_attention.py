@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fettle
+from fettle.kernels.decomposed_attention import attention_reference
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, conflict, find, probe_facts
 from fettle.techniques._tiled_attention import relative_positions, tiled_attention, with_decomposed_bias
@@ -50,16 +51,15 @@ class Unlike(Published):
 def test_in_tiles_of_any_size(heads: int, height: int, width: int, tile: int) -> None:
     torch.manual_seed(0)
     tokens = height * width
-    query, key, value = torch.randn(3, heads, tokens, 8).unbind(0)
-    rows, columns = torch.randn(heads, tokens, height), torch.randn(heads, tokens, width)
-    bias = (rows[..., None] + columns[..., None, :]).flatten(-2)
-    wanted = (query @ key.transpose(-2, -1) * 0.3 + bias).softmax(-1) @ value
+    sizes = [8, 8, 8, height, width]
+    given = [torch.randn(2, heads, tokens, size, requires_grad=True) for size in sizes]
+    wanted = attention_reference(*given, 0.3)
     with torch.no_grad():
-        torch.testing.assert_close(tiled_attention(query, key, value, rows, columns, 0.3, tile), wanted)
-    found = tiled_attention(query.requires_grad_(), key, value, rows, columns, 0.3, tile)
+        torch.testing.assert_close(tiled_attention(*given, 0.3, tile), wanted)
+    found = tiled_attention(*given, 0.3, tile)
     torch.testing.assert_close(found, wanted)
-    found.sum().backward()
-    assert query.grad is not None
+    pull = torch.randn_like(found)
+    torch.testing.assert_close(torch.autograd.grad(found, given, pull), torch.autograd.grad(wanted, given, pull))
 
 
 @pytest.mark.parametrize("size", [4, 6])  # 6: the table is for another size
@@ -133,10 +133,10 @@ def test_the_scores_of_no_more_than_a_tile_are_held() -> None:
             largest = max(largest, out.numel() if isinstance(out, torch.Tensor) else 0)
             return out
 
-    query = torch.randn(2, 256, 4)
+    query, bias = torch.randn(1, 2, 256, 4), torch.randn(1, 2, 256, 16)
     for keeps in (True, False):
         with Watch(), torch.set_grad_enabled(keeps):
-            tiled_attention(query, query, query, torch.randn(2, 256, 16), torch.randn(2, 256, 16), 0.5, tile=4096)
+            tiled_attention(query, query, query, bias, bias, 0.5, tile=4096)
     assert largest <= 2 * 256 * 16  # the bias by row; written out it is 2 x 256 x 256
 
 

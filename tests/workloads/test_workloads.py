@@ -83,6 +83,16 @@ def test_builds_runs_and_gives_sane_outputs(name: str) -> None:
             assert (first - second).norm() > 0.1 * first.norm(), path
 
 
+@pytest.mark.slow
+def test_passages_in_a_nested_tensor_get_the_answers_of_padded_ones() -> None:
+    padded = build("minilm_passages")
+    nested = replace(find_target(str(FOLDER / "minilm_passages.py")), arguments={"nested": True}).load()
+    batch = {name: tensor[:4] for name, tensor in padded.inputs[0].items()}
+    with torch.inference_mode():
+        wanted = padded.model(**batch).last_hidden_state * batch["attention_mask"].unsqueeze(-1)
+    torch.testing.assert_close(nested.run(nested.model, batch), wanted, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["digits", "minilm"])
 def test_metric_is_that_of_the_model(name: str) -> None:
     made = build(name)

@@ -94,8 +94,7 @@ class OpenvinoModel:
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """One call. Not for two threads at once."""
-        self._request.start(tensors)
-        return tuple(self._request.finish())
+        return tuple(self._request.answer(tensors))
 
 
 def _check(folder: Path) -> None:

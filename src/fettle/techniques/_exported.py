@@ -15,14 +15,15 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     from torch.utils import _pytree as pytree
 
     leaves, spec = pytree.tree_flatten(tree)
-    unknown = {type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)}
+    plain = (torch.Tensor, int, float, bool, str, Enum, type(None), torch.dtype, torch.device)
+    others = [leaf for leaf in leaves if not isinstance(leaf, plain)]
+    unknown = {type(leaf) for leaf in others if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)}
     for kind in unknown:
         torch.export.register_dataclass(kind)
     if unknown:
         return flatten(tree)
-    for leaf in leaves:
-        if not isinstance(leaf, (torch.Tensor, int, float, bool, str, Enum, type(None), torch.dtype, torch.device)):
-            raise RuntimeError(f"a {type(leaf).__name__} among inputs or outputs cannot be exported")
+    if others:
+        raise RuntimeError(f"a {type(others[0]).__name__} among inputs or outputs cannot be exported")
     return leaves, spec
 
 

@@ -20,6 +20,11 @@ def openvino_model(program: Any, samples: Any, level: str, part: Any = None) -> 
     with warnings.catch_warnings():  # from inside the converter, about torch's trees
         warnings.filterwarnings("ignore", ".*(LeafSpec|TreeSpec).*", FutureWarning)
         model = openvino.convert_model(program)
+    # The converter leaves every size open: those that the program fixes are fixed again.
+    given = {node.name: node.meta["val"].shape for node in program.graph.nodes if node.op == "placeholder"}
+    shapes = [given[name] for name in program.graph_signature.user_inputs]
+    sizes = [[size if isinstance(size, int) else -1 for size in shape] for shape in shapes]
+    model.reshape(dict(enumerate(sizes)))
     if level == "openvino-bf16-sums":
         openvino_bf16_sums(model)
     if level != "openvino":
@@ -130,12 +135,28 @@ class OpenvinoRequest:
         # NumPy has no bfloat16: its bits come as float16.
         self.bits = [torch.bfloat16 if output.element_type.get_type_name() == "bf16" else None for output in outputs]
         self.shapes = [output.get_partial_shape() for output in outputs]
-        self.static = all(shape.is_static for shape in self.shapes)
+        self.static = all(shape.is_static for shape in self.shapes) and not any(self.bits)
         self.inputs: list[Any] = []
         self.results: list[Any] = []
 
+    def answer(self, values: Any) -> list[torch.Tensor]:
+        """The outputs, computed from this thread: no other one has to be woken up."""
+        self.give(values)
+        self.request.infer(share_outputs=True)
+        return self.outputs()
+
     def start(self, values: Any) -> None:
-        """Begin to compute; the inputs are kept alive until the end."""
+        """Begin to compute."""
+        self.give(values)
+        self.request.start_async()
+
+    def finish(self) -> list[torch.Tensor]:
+        """Wait, and give the outputs."""
+        self.request.wait()
+        return self.outputs()
+
+    def give(self, values: Any) -> None:
+        """Have it read these inputs, which are kept alive until the next ones."""
         import numpy
         import openvino
 
@@ -147,11 +168,9 @@ class OpenvinoRequest:
             self.results = [numpy.empty(shape.to_shape(), kind) for shape, kind in places]
             for index, array in enumerate(self.results):
                 self.request.set_output_tensor(index, openvino.Tensor(array, shared_memory=True))
-        self.request.start_async()
 
-    def finish(self) -> list[torch.Tensor]:
-        """Wait, and give the outputs."""
-        self.request.wait()
+    def outputs(self) -> list[torch.Tensor]:
+        """What was computed."""
         if not self.static:
             self.results = [self.request.get_output_tensor(index).data.copy() for index in range(len(self.kinds))]
         found = [torch.from_numpy(array) for array in self.results]
@@ -174,8 +193,7 @@ def openvino_engine(
 
     def run(values: Any) -> Any:
         with lock:
-            request.start(values)
-            return request.finish()
+            return request.answer(values)
 
     return run
 

@@ -35,17 +35,16 @@ def tiled_attention(
     query, key = query * scale, key.transpose(-2, -1)
     together = max(1, tile // tokens**2)
     step = tokens if together > 1 else max(1, tile // tokens)
-    # Without autograd all tiles lie in the memory of the first. The product is added to the bias, which saves a pass.
-    held = None if torch.is_grad_enabled() else query.new_empty(2, min(heads, together), min(tokens, step), tokens)
+    # Without autograd all tiles lie in the memory of the first: bias, scores and weights take each other's place.
+    held = None if torch.is_grad_enabled() else query.new_empty(min(heads, together), min(tokens, step), tokens)
     for head in range(0, heads, together):
         some = slice(head, head + together)
         for first in range(0, tokens, step):
             part = slice(first, first + step)
-            by_row, by_column = rows[some, part, :, None], columns[some, part, None, :]
-            scores, weights = (None, None) if held is None else held[:, : len(by_row), : by_row.shape[1]]
-            bias = torch.add(by_row, by_column, out=None if scores is None else scores.unflatten(-1, (height, width)))
-            scores = bias.flatten(-2).baddbmm_(query[some, part], key[some])
-            weights = torch.softmax(scores, -1, out=weights)
+            into = None if held is None else held[: heads - head, : tokens - first]
+            square = None if into is None else into.view(*into.shape[:2], height, width)
+            bias = torch.add(rows[some, part, :, None], columns[some, part, None, :], out=square)
+            weights = torch.softmax(bias.flatten(-2).baddbmm_(query[some, part], key[some]), -1, out=into)
             out[some, part] = weights.to(value.dtype) @ value[some]
     return out.view(shape)
 

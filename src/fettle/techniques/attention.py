@@ -34,13 +34,13 @@ class Attention(Technique):
 
     def levels(self, facts: Facts) -> list[Level]:
         manual = "" if facts.manual_attention else "no attention written out by hand was found that can be rewritten"
-        no_bias = "" if facts.decomposed_bias else _NO_BIAS
+        bias = _biased(facts)
         found = [
             Level("as-is", "as given"),
             Level("sdpa", "attention written out by hand becomes scaled_dot_product_attention", manual),
-            Level("tiled", "a bias by row and column is added tile by tile, and never written out", _tiled(facts)),
-            Level("flex", "torch's FlexAttention, compiled, adds a bias by row and column", no_bias),
-            Level("fused", "a bias by row and column is added inside one kernel, and never written out", _fused(facts)),
+            Level("tiled", "a bias by row and column is added tile by tile, and never written out", bias["tiled"]),
+            Level("flex", "torch's FlexAttention, compiled, adds a bias by row and column", bias["flex"]),
+            Level("fused", "a bias by row and column is added inside one kernel, and never written out", bias["fused"]),
         ]
         for name in _HF:
             why_not = f"this model cannot be switched to {name} here"
@@ -60,10 +60,8 @@ class Attention(Technique):
         return 2 if level == "flex" else self.cost
 
     def usual(self, facts: Facts) -> str:
-        for level, why_not in (("tiled", _tiled(facts)), ("fused", _fused(facts))):
-            if not why_not:
-                return level
-        return "sdpa" if facts.manual_attention else self.default
+        usual = [level for level, why_not in _biased(facts).items() if not why_not and level != "flex"]
+        return usual[0] if usual else "sdpa" if facts.manual_attention else self.default
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         runtime = recipe.levels.get("runtime", "torch")
@@ -99,20 +97,16 @@ _MADE = {
     "fused": ("decomposed_attention()", "does not have this kernel"),
 }
 """What computes attention with a bias by row and column, and why another runtime does not."""
-_NO_BIAS = "no attention with a decomposed relative-position bias was found"
 
 
-def _tiled(facts: Facts) -> str:
+def _biased(facts: Facts) -> dict[str, str]:
+    """Why a bias by row and column cannot be added that way here, by the level; empty where it can."""
     if not facts.decomposed_bias:
-        return _NO_BIAS
-    return "" if facts.device == "cpu" else "it is for CPUs: a loop over tiles leaves a GPU idle"
-
-
-def _fused(facts: Facts) -> str:
-    if not facts.decomposed_bias:
-        return _NO_BIAS
+        return dict.fromkeys(_MADE, "no attention with a decomposed relative-position bias was found")
+    fused = "" if any(name in facts.packages for name in _TRITON) else "Triton is not installed: pip install triton"
     if facts.device != "cuda":
-        return "the kernel is for GPUs"
-    if not facts.amd and facts.cuda_capability < (8, 0):
-        return "the kernel is for GPUs of compute capability 8.0 and later"
-    return "" if any(name in facts.packages for name in _TRITON) else "Triton is not installed: pip install triton"
+        fused = "the kernel is for GPUs"
+    elif not facts.amd and facts.cuda_capability < (8, 0):
+        fused = "the kernel is for GPUs of compute capability 8.0 and later"
+    tiled = "" if facts.device == "cpu" else "it is for CPUs: a loop over tiles leaves a GPU idle"
+    return {"tiled": tiled, "flex": "", "fused": fused}
