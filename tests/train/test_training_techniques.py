@@ -507,7 +507,15 @@ def test_an_incomplete_batch_is_cut_into_more_parts(rows, count, parts):
 )
 def test_a_batch_in_which_no_rows_are_found_is_no_larger_one(change):
     with pytest.raises(ValueError, match="SimpleNamespace has no tensor with rows"):
-        change(SimpleNamespace(ids=torch.rand(4, 2)))
+        change(SimpleNamespace(ids=[torch.rand(4, 2)]))
+
+
+def test_a_batch_may_be_an_object_that_holds_tensors():
+    batch = SimpleNamespace(ids=torch.arange(8).reshape(4, 2), name="a")
+    assert next(joined([batch, batch], 2)).ids.shape == (8, 2)
+    assert [part.ids.tolist() for part in split(batch, 2)] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert next(own_rows([batch], 1, 2)).ids.tolist() == [[4, 5], [6, 7]]
+    assert batch.ids.shape == (4, 2)
 
 
 def test_a_loader_with_other_workers_keeps_what_it_was_told():
