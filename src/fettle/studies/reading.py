@@ -16,7 +16,7 @@ from fettle.files import read_text
 from fettle.studies.table import Experiment, Response, Table
 
 MOST_BYTES = 32 << 20
-"""Which may take 4 GB of memory."""
+"""Half of it took 2 GB of memory."""
 MOST_COLUMNS = 1_000
 MOST_LEVELS = 12
 """Levels from which a column of numbers that nobody named a factor is taken for something measured."""

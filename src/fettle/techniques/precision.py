@@ -168,20 +168,17 @@ class Precision(Technique):
                 before_step=("scaler.unscale_(optimizer)",) if facts.max_grad_norm is not None else (),
                 step=("scaler.step(optimizer)", "scaler.update()"),
             )
-        outputs: tuple[str, ...] = ()
-        helpers: tuple[Any, ...] = ()
+        code = Code()
         if dtype.removeprefix("torch.") not in facts.output_types and facts.mode == "inference":
-            # Copies only those outputs that are not of the type as given.
-            outputs = (
-                f"output = widen(output, {dtype})  # copies what is {dtype}: the caller sees the type it always saw",
+            widened = (
+                f"output = widen(output, {dtype})  # copies what is {dtype}: the caller sees the type it always saw"
             )
-            helpers = (map_tensors, widen)
+            code = Code(helpers=(map_tensors, widen), outputs=(widened,))
         if level.startswith("autocast-"):
-            autocast = f'torch.autocast("{facts.device}", dtype={dtype})'
-            return Code(helpers=helpers, contexts=(autocast,), outputs=outputs)
-        return Code(
-            helpers=(*helpers, map_tensors, cast, to_dtype),
+            return replace(code, contexts=(f'torch.autocast("{facts.device}", dtype={dtype})',))
+        return replace(
+            code,
+            helpers=(*code.helpers, map_tensors, cast, to_dtype),
             prepare=(f"to_dtype(model, {dtype})",),
             inputs=(f"args, kwargs = cast(args, {dtype}), cast(kwargs, {dtype})",),
-            outputs=outputs,
         )

@@ -350,10 +350,7 @@ def _last_arrivals(matched: pl.DataFrame, clocks: pl.DataFrame, certain: int) ->
 
 
 def _follow(
-    walk_of: Callable[[int], _Walk],
-    arrivals: dict[tuple[int, int], tuple[int, int]],
-    rank: int,
-    shift: dict[int, int],
+    walk_of: Callable[[int], _Walk], arrivals: dict[tuple[int, int], tuple[int, int]], rank: int, shift: dict[int, int]
 ) -> None:
     walk = walk_of(rank)
     place, time = walk.begin(), walk.high
