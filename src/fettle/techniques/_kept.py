@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fettle.errors import first_line
 from fettle.files import cache_folder
 from fettle.kept_files import MOST_BYTES, SUMS, is_sound, keep
-from fettle.machine import cpu_name
+from fettle.machine import cpu_name, installed
 from fettle.patches import replaced
 from fettle.techniques._exported import openvino_core
-from fettle.techniques._host import cpu_flags, installed
+from fettle.techniques._host import cpu_flags
 from fettle.techniques._state_kept import Attributes
 
 FOLDER = "converted"
