@@ -135,7 +135,7 @@ def test_a_manifest_that_is_none_is_one_line(sound, text):
         ("threads = -1", "threads is 0 to"),
         ("timeout_ms = nan", "timeout_ms"),
         ("limit_ms = -1.0", "limit_ms"),
-        ('policy = "best"', "no such policy"),
+        ('policy = "greedy"', "unknown field .policy"),
         ("delay_ms = inf", "delay_ms must be"),
     ],
 )
@@ -144,17 +144,6 @@ def test_settings_that_no_machine_can_have_are_one_line(sound, text, why):
     seal(sound.folder, sound.manifest)
     with pytest.raises(UsageError, match=why):
         open_package(sound.folder)
-
-
-def test_settings_of_earlier_versions_are_served_greedily_and_said_so(sound, caplog):
-    curve = "[curve]\nrows = [1, 2]\nseconds = [0.01, 0.02]\n"
-    for text, said in (('policy = "curve"', 0), (f'policy = "greedy"\npad = false\n{curve}', 0),
-                       (f'policy = "curve"\n{curve}', 1), ("pad = true", 1)):  # fmt: skip
-        (sound.folder / "serve.toml").write_text(f"max_rows = 4\n{text}")
-        seal(sound.folder, sound.manifest)
-        caplog.clear()
-        assert open_package(sound.folder).settings.max_rows == 4
-        assert [("batches are greedy" in record.message) for record in caplog.records] == [True] * said
 
 
 def test_without_settings_of_its_own_the_manifest_is_checked_alike(sound):
