@@ -39,6 +39,12 @@ MAX_FILES = 256
 _MAX_TEXT = 1 << 20
 
 
+class _Versioned(msgspec.Struct):
+    """What is read first: another format has other fields."""
+
+    format: int
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What ``manifest.json`` says."""
 
@@ -111,8 +117,6 @@ def open_package(path: Path) -> Package:
     if not (path / MANIFEST).is_file():
         raise UsageError(f"{path} is not a package: it has no {MANIFEST}")
     manifest = read_manifest(path)
-    if manifest.format != FORMAT:
-        raise UsageError(f"{path} has package format {manifest.format}; this fettle reads format {FORMAT}")
     check_name(manifest.name, manifest.version)
     specifiers(manifest.requires)
     for name, digest in manifest.files.items():
@@ -134,6 +138,8 @@ def read_manifest(path: Path) -> Manifest:
         else:
             with zipfile.ZipFile(path) as file, file.open(bounded(file.getinfo(MANIFEST))) as entry:
                 text = entry.read(_MAX_TEXT)
+        if (version := msgspec.json.decode(text, type=_Versioned).format) != FORMAT:
+            raise UsageError(f"{path} has package format {version}; this fettle reads format {FORMAT}")
         return msgspec.json.decode(text, type=Manifest)
     except UsageError:
         raise
