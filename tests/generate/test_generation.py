@@ -336,6 +336,8 @@ def test_writing_ends_where_every_row_has_had_a_stop_token() -> None:
         ({"new_tokens": 1}, "new_tokens are 1"),
         ({"new_tokens": True}, "new_tokens"),
         ({"batches": (0,)}, "batches"),
+        ({"batches": 2}, r"batches are 2: give numbers of rows, such as \(1, 2, 4\)"),
+        ({"texts": "a text"}, "texts are tensors of tokens"),
         ({"inputs": [torch.rand(2, 3)]}, "integers"),
         ({"inputs": [torch.ones(3).long()]}, "integers"),
         ({"inputs": []}, "empty"),
