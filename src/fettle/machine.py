@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import metadata
@@ -24,6 +24,7 @@ from fettle.procs.limits import affinity_cores, quota_cores
 _PACKAGES = (
     "torch", "torchao", "onnxruntime", "openvino", "triton", "transformers", "diffusers", "numpy", "torch-fettle",
 )  # fmt: skip
+_OTHER_DISTRIBUTIONS = {"onnxruntime": "onnxruntime-gpu"}
 
 _DECIDES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "LD_PRELOAD")
 """Variables that the time of a call depends on."""
@@ -91,12 +92,14 @@ def this_machine() -> Machine:
     )
 
 
-def installed() -> dict[str, str]:
-    """Versions of the libraries that decide what is measured, of those that are installed. None is imported."""
-    versions = {}
-    for name in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
+def installed(names: Iterable[str] = _PACKAGES) -> dict[str, str]:
+    """Versions of those packages that are installed, by default of the libraries that decide what is measured. None is
+    imported."""
+    versions: dict[str, str] = {}
+    for name in names:
+        for distribution in (name, _OTHER_DISTRIBUTIONS.get(name, name)):
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                versions.setdefault(name, metadata.version(distribution))
     return versions
 
 

@@ -16,9 +16,8 @@ from fettle.generate import limits, quality
 from fettle.generate.decoding import Kept, chances, decoder_of, score, write
 from fettle.generate.speed import Came, Generation, Watcher, figures, rows_of, tokens_per_s
 from fettle.measure._inference import hides_text
-from fettle.measure._notes import notes_kept
 from fettle.recipe import Recipe
-from fettle.techniques import _kept, conflict, handed_on, load, prefill, probe_facts, source
+from fettle.techniques import Notes, _kept, conflict, handed_on, load, prefill, probe_facts, source
 from fettle.techniques.guessing import Draft, Lookup, write_guessing
 from fettle.techniques.kv_cache import attention_of_few
 from fettle.techniques.weights import FewBits, Weights, few_bits
@@ -337,6 +336,8 @@ def test_writing_ends_where_every_row_has_had_a_stop_token() -> None:
         ({"new_tokens": 1}, "new_tokens are 1"),
         ({"new_tokens": True}, "new_tokens"),
         ({"batches": (0,)}, "batches"),
+        ({"batches": 2}, r"batches are 2: give numbers of rows, such as \(1, 2, 4\)"),
+        ({"texts": "a text"}, "texts are tensors of tokens"),
         ({"inputs": [torch.rand(2, 3)]}, "integers"),
         ({"inputs": [torch.ones(3).long()]}, "integers"),
         ({"inputs": []}, "empty"),
@@ -736,7 +737,7 @@ def test_four_bits_are_where_the_limit_allows_and_the_choice_is_kept() -> None:
     if why_not := conflict(recipe, facts):
         pytest.skip(why_not)
 
-    with notes_kept() as notes:
+    with Notes() as notes:
         optimize = load(source(recipe, facts), "chooses")
         run = optimize(llama(), [ids(1, 12), {"input_ids": ids(2, 9)}])
     (chosen,) = notes.learned.values()

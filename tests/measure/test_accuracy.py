@@ -112,6 +112,10 @@ def test_limits_name_their_numbers() -> None:
     assert "fell from 0.97 to 0.9" in _judge(
         Accuracy(metric=0.9, finite=True), max_metric_drop=0.01, reference_metric=0.97
     )
+    assert _judge(Accuracy(agreement=0.8, finite=True), min_agreement=0.9) == "top-1 agreement 0.8 is below 0.9"
+    assert "5.00% of the tokens it writes are not" in _judge(Accuracy(unequal=0.05, finite=True), exact=True)
+    curve = Accuracy(error=2.0, losses=(0.5,), finite=True)
+    assert _judge(curve, max_error=1) == "its losses are 2 times as far off as two seeds are from each other"
 
 
 def test_a_metric_that_raises_or_is_not_finite_is_a_problem() -> None:

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fettle import techniques
 from fettle.package import compiled
 from fettle.package.export import write_package
 from fettle.package.model_runner import load_model
@@ -185,6 +184,6 @@ def test_a_graph_of_onnx_runtime_is_kept_as_it_has_optimised_it(written, caplog,
     kept.write_bytes(sound[:-1] + b"x")
     said(caplog, package)
     kept.write_bytes(sound)
-    monkeypatch.setattr(techniques, "installed", lambda names: dict.fromkeys(names, "another"))
+    monkeypatch.setattr(compiled, "installed", lambda names: dict.fromkeys(names, "another"))
     said(caplog, package)
     assert made == ["model.onnx", "model.onnx"]

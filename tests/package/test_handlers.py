@@ -4,6 +4,7 @@ import io
 import json
 import struct
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from fettle.errors import UsageError
 from fettle.package.export import write_package
 from fettle.package.handler import find_handler
-from fettle.package.handlers import parts, settle
+from fettle.package.handlers import make, parts, settle, tensors
 from fettle.package.handlers.image import Decoding, decode
 from fettle.package.manifest import open_package
 from fettle.package.model_runner import ModelRunner
@@ -273,11 +274,48 @@ SCORES = TensorSpec("y", "FP32", (-1, 10))
         ("detection", [SPEC], [SCORES], {}, "needs outputs"),
         ("text", [IDS], [SCORES], {}, "give a `tokenizer`"),
         ("video", [SPEC], [SCORES], {}, "no ready handler"),
+        ("image", [SPEC, FLAT], [SCORES], {}, "fills one input"),
+        ("image", [SPEC], [SCORES], {"decoding": {"std": [0.0]}}, "mean and std have"),
+        ("detection", [SPEC, FLAT], [SCORES], {}, "cannot fill the input x"),
+        ("generate", [IDS], [SCORES], {}, "give a `tokenizer`"),
     ],
 )
 def test_a_handler_that_does_not_fit_the_model_is_refused(kind, inputs, outputs, wanted, why):
     with pytest.raises(UsageError, match=why):
         settle(kind, wanted, inputs, outputs, set())
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "outputs", "wanted", "why"),
+    [
+        ("text", [FLAT], [SCORES], {}, "no input is called input_ids: x"),
+        ("text", [IDS, FLAT], [SCORES], {}, r"no tokenizer fills the input x FP32\[-1, 8\]"),
+        ("text", [IDS], [TensorSpec("y", "FP32", (-1,))], {}, "needs an output"),
+        ("generate", [IDS], [SCORES], {"max_tokens": 3, "max_new_tokens": 9}, "at most max_tokens"),
+    ],
+)
+def test_a_tokenizer_does_not_make_any_model_one_for_texts(kind, inputs, outputs, wanted, why):
+    with pytest.raises(UsageError, match=why):
+        settle(kind, wanted, inputs, outputs, {"tokenizer.json"})
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"{", "is not JSON"),
+        (b"[1]", "several inputs: give an object with a, b"),
+        (b'{"a": [[1, 2]]}', "the input b is missing"),
+        (b'{"a": [[1, 2, 3]], "b": [1]}', r"a has shape \[1, 3\]; \[-1, 2\] is wanted"),
+        (b'{"a": [[1, 2]], "b": [1, 2]}', "differ in their number of rows"),
+    ],
+)
+def test_a_body_that_is_not_the_inputs_of_the_model_is_one_line(body, why):
+    specs, handler = (TensorSpec("a", "FP32", (-1, 2)), TensorSpec("b", "FP32", (-1,))), make(tensors.Settings())
+    handler.initialize(SimpleNamespace(runner=None, manifest=SimpleNamespace(max_rows=8, inputs=specs, outputs=specs)))
+    [row] = handler.preprocess([{"body": b'{"instances": {"a": [1, 2], "b": 3}}'}])
+    assert handler.postprocess([row]) == [{"a": [[1.0, 2.0]], "b": [3.0]}]
+    with pytest.raises(UsageError, match=why):
+        handler.preprocess([{"body": body}])
 
 
 def test_settings_that_are_wrong_are_refused_while_packaging(tmp_path):

@@ -182,6 +182,32 @@ def test_the_batch_of_a_loader_that_shuffles_is_planned() -> None:
     assert {row.failed for row in plan_for_study(loader, 2, None)[0].predictions if row.strategy == "ddp"} == {""}
 
 
+@pytest.mark.parametrize(
+    ("ranks", "options", "why"),
+    [
+        (0, {}, "a world of 0 ranks cannot be planned"),
+        (2, {"ranks_per_node": 0}, "0 ranks per node"),
+        (2, {"headroom": 1.0}, "a headroom of 1.0"),
+        (2, {"strategies": [parse_strategy("ddp checkpoint=block")]}, "the model has no repeated blocks"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_is_one_line(ranks: int, options: dict, why: str) -> None:
+    work = fettle.TrainingWorkload(
+        model=torch.nn.Linear(8, 8), optimizer=torch.optim.SGD, data=[torch.ones(4, 8)],
+        loss=lambda model, batch: model(batch).mean(),
+    )  # fmt: skip
+    with pytest.raises(UsageError, match=why):
+        plan(work, ranks, **{"device": "cpu", **options})
+
+
+def test_in_16_bits_half_as_much_is_sent() -> None:
+    _, rows = planned("ddp", "ddp compress=fp16", "ddp compress=powersgd", "zero3", "zero3 precision=bf16")
+    assert rows["ddp compress=fp16"].sent_bytes == rows["ddp"].sent_bytes // 2
+    assert rows["ddp compress=powersgd"].peak_bytes > rows["ddp"].peak_bytes  # what it leaves out it keeps
+    assert "is not predicted" in rows["ddp compress=powersgd"].note
+    assert rows["zero3 precision=bf16"].sent_bytes < rows["zero3"].sent_bytes
+
+
 def test_a_step_that_needs_values_says_so() -> None:
     workload, mode, _ = build_fake(find_target(f"{HERE}:needs_values"))
     with pytest.raises(UsageError, match="needs values"):

@@ -402,6 +402,10 @@ def test_what_earlier_versions_called_it_is_read(old, new, tmp_path):
     assert check_techniques({"policy": "bf16"}) == {"mixed_precision": ["bf16"]}
 
 
+def test_a_level_that_is_a_number_may_be_written_as_one():
+    assert check_techniques({"threads": 2, "prefill": [256]}) == {"threads": ["2"], "prefill": ["256"]}
+
+
 def test_a_level_that_is_none_is_one_line_of_what_there_is():
     with pytest.raises(UsageError, match=r"precision has no level 'fp3': there are fp32, bf16, autocast-bf16, fp16"):
         check_names(Recipe({"precision": "fp3"}))

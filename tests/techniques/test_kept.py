@@ -137,8 +137,7 @@ def test_where_nothing_can_be_kept_it_works_all_the_same(start, tmp_path, monkey
 
 
 def test_layers_that_were_chosen_are_said_and_learned_again(monkeypatch, tmp_path):
-    from fettle.measure._notes import notes_kept
-    from fettle.techniques import Facts, keep_converted, load, source
+    from fettle.techniques import Facts, Notes, keep_converted, load, source
 
     monkeypatch.setenv("FETTLE_CACHE", str(tmp_path))
     told, read = [], _kept.tally["read"]
@@ -147,7 +146,7 @@ def test_layers_that_were_chosen_are_said_and_learned_again(monkeypatch, tmp_pat
         recipe = fettle.Recipe.parse("runtime=openvino-int8-part")
         lines = source(recipe, Facts(max_error=0.5))
         x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-        with notes_kept() as notes, torch.no_grad():
+        with Notes() as notes, torch.no_grad():
             keep_converted(load(lines, "r"), "r")(torch.nn.Sequential(torch.nn.Linear(8, 4)).eval(), [x])(x)
         told.append((notes.lines, notes.learned))
     assert _kept.tally["read"] == read + 1
@@ -164,13 +163,13 @@ def test_the_file_that_is_handed_over_keeps_nothing():
 
 
 def test_what_the_lines_say_is_heard_where_nobody_listened_before():
-    logger, said = logging.getLogger("optimized"), []
+    logger = logging.getLogger("optimized")
     logger.setLevel(logging.WARNING)
     try:
         logger.info("not heard, and remembered as such")
-        with _kept._listening(said):
+        with _kept.Notes() as notes:
             logger.info("heard")
         assert logger.level == logging.WARNING
     finally:
         logger.setLevel(logging.NOTSET)
-    assert said == [{"text": "heard", "learned": None}]
+    assert (notes.lines, notes.learned) == (["heard"], {})

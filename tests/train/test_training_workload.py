@@ -8,9 +8,10 @@ from torch import nn
 
 import fettle
 from fettle.errors import UsageError
+from fettle.measure._training import _check_step
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, load, source
-from fettle.train import Steps, load_training, training_fingerprint
+from fettle.train import Steps, load_training, training_facts, training_fingerprint
 from fettle.workload import find_target
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -48,6 +49,22 @@ def test_bad_fields_get_one_line(changes, says):
     with pytest.raises(UsageError, match=says) as caught:
         made(**changes)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"optimizer": lambda parameters: 1 / 0}, "the optimizer factory raised ZeroDivisionError"),
+        ({"optimizer": lambda parameters: "adam"}, "the optimizer factory returned a str"),
+        ({"loss": lambda model, batch: model(batch[0])}, r"the loss function returned a tensor of shape \(4, 1\)"),
+        ({"loss": lambda model, batch: 0.5}, "the loss function returned float"),
+        ({"loss": lambda model, batch: loss(model, batch).detach()}, "the loss has no gradient"),
+        ({"loss": lambda model, batch: model(batch)}, "the first training step raised TypeError"),
+    ],
+)
+def test_a_loop_whose_step_cannot_be_made_gets_one_line(changes, says):
+    with pytest.raises(UsageError, match=says):
+        _check_step(made(**changes), training_facts(made(**changes)))
 
 
 def test_stream_goes_round_and_seeds_reorder_it():

@@ -60,7 +60,8 @@ class GenerationWorkload(Workload):
         if not 0 <= self.temperature <= 100:
             raise UsageError(f"the workload's temperature is {self.temperature!r}: give 0 to 100")
         self._join_draft()
-        if not self.batches or any(not isinstance(rows, int) or not 1 <= rows <= 4096 for rows in self.batches):
+        counts = self.batches if isinstance(self.batches, Sequence) else ()
+        if not counts or any(not isinstance(rows, int) or not 1 <= rows <= 4096 for rows in counts):
             raise UsageError(f"the workload's batches are {self.batches!r}: give numbers of rows, such as (1, 2, 4)")
         read = read_batches(self.inputs)
         object.__setattr__(self, "inputs_taken_for", read.taken_for)

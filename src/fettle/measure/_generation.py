@@ -31,11 +31,11 @@ from fettle.measure import _meters
 from fettle.measure._accuracy import user_metric, with_metric
 from fettle.measure._clock import Clock, is_steady
 from fettle.measure._lockstep import slowest
-from fettle.measure._notes import compiler_notes, notes_kept
+from fettle.measure._notes import compiler_notes
 from fettle.measure._state import State, prepared, settled
 from fettle.measure._trial import Accuracy
 from fettle.measure.messages import MeasureRows, Prepare, Prepared, Reference, RowsMeasured, WriteReference
-from fettle.techniques import keep_converted, load
+from fettle.techniques import Notes, keep_converted, load
 
 _LONG_NS = 300_000_000
 """Texts that take so long together show by their steps whether the time is steady."""
@@ -63,7 +63,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
     workload = state.workload
     calibration = list(workload.calibration) or list(workload.inputs[:1])
     state.clock = Clock(state.device, state.gpus)
-    with notes_kept() as notes:
+    with Notes() as notes:
         started = time.perf_counter()
         later: list[Callable[[], None]] = []
         optimize = keep_converted(load(request.source, request.label), request.label, later)

@@ -18,7 +18,7 @@ from fettle.generate import GenerationWorkload, brief
 from fettle.measure import _generation, _meters, messages
 from fettle.measure._accuracy import compare, first_rows, outputs_of, repeat_rows, with_metric, worst
 from fettle.measure._clock import Clock
-from fettle.measure._notes import compiler_notes, notes_kept
+from fettle.measure._notes import compiler_notes
 from fettle.measure._reference import read_reference, write_reference
 from fettle.measure._state import (
     State,
@@ -34,7 +34,7 @@ from fettle.measure._state import (
     take_slice,
 )
 from fettle.structure import structure
-from fettle.techniques import keep_converted, load, probe_facts, state_kept
+from fettle.techniques import Notes, keep_converted, load, probe_facts, state_kept
 from fettle.workload import Workload, fingerprint, fresh, map_tensors, rows_of, switches, tensors
 
 
@@ -97,7 +97,7 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
     workload = state.workload
     calibration = [_own_generators(batch) for batch in workload.calibration or workload.inputs[:1]]
     state.clock = Clock(state.device, state.gpus)
-    with notes_kept() as notes:
+    with Notes() as notes:
         started = time.perf_counter()
         later: list[Callable[[], None]] = []
         optimize = keep_converted(load(request.source, request.label), request.label, later)

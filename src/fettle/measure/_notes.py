@@ -1,38 +1,10 @@
-"""What a trial says of itself: lines that the optimised source logs, and what torch's compiler counted."""
+"""What a trial says of torch's compiler, beside the lines of its recipe (`fettle.techniques.Notes`)."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 from fettle.techniques import tally
-
-
-class Notes(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        self.learned: dict[str, Any] = {}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-        self.learned |= getattr(record, "learned", {})
-
-
-@contextlib.contextmanager
-def notes_kept() -> Iterator[Notes]:
-    """Collect what the optimised source logs about itself (the logger ``optimized``): lines, and what it chose."""
-    handler, logger = Notes(), logging.getLogger("optimized")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    try:
-        yield handler
-    finally:
-        logger.removeHandler(handler)
 
 
 def compiler_notes() -> list[str]:

@@ -22,7 +22,7 @@ from fettle.machine import measure_peaks
 from fettle.measure import _meters
 from fettle.measure._clock import Clock, warm_up
 from fettle.measure._lockstep import agreed, slowest
-from fettle.measure._notes import Notes, compile_cache
+from fettle.measure._notes import compile_cache
 from fettle.measure._pace import Pace
 from fettle.measure._trial import Accuracy
 from fettle.measure._waits import Times, Waits, busiest, held_up_ns, one_core_each, ran_ns, waited_ns, without_waits
@@ -30,7 +30,7 @@ from fettle.measure._watch import throttled_s
 from fettle.measure.messages import Examine, Examined, MeasurePeaks, Peaks, Prepared, SliceTaken, TakeSlice
 from fettle.procs.forks import Imports, imports
 from fettle.procs.limits import pages_fetched, resident_bytes
-from fettle.techniques import state_kept
+from fettle.techniques import Notes, state_kept
 from fettle.workload import device_of, leaves, spread, tensors
 
 

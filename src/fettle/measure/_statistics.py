@@ -241,20 +241,14 @@ def verdict(speedup: Interval | None, indifference: float) -> str:
 def _signed_rank_quantile(n: int, alpha: float) -> int:
     """How many Walsh averages to cut from each end: the largest k with P(W < k) <= alpha / 2, 0 if there is none.
 
-    W is the signed-rank statistic of n symmetric observations; its distribution is counted exactly up to n = 60 and
-    taken as normal above.
+    W is the signed-rank statistic of n symmetric observations: each rank is in it or not, as likely.
     """
-    if n > 60:
-        from scipy.special import ndtri
-
-        centre, spread = n * (n + 1) / 4, math.sqrt(n * (n + 1) * (2 * n + 1) / 24)
-        return max(0, math.floor(centre + float(ndtri(alpha / 2)) * spread))
-    ways = np.zeros(n * (n + 1) // 2 + 1)
-    ways[0] = 1.0
+    chances = np.zeros(n * (n + 1) // 2 + 1)
+    chances[0] = 1.0
     for rank in range(1, n + 1):
-        ways[rank:] = ways[rank:] + ways[:-rank]
-    cumulative = np.cumsum(ways / 2.0**n)
-    return int(np.searchsorted(cumulative, alpha / 2, side="right"))
+        chances[rank:] = chances[rank:] + chances[:-rank]
+        chances /= 2
+    return int(np.searchsorted(np.cumsum(chances), alpha / 2, side="right"))
 
 
 def paired(first: Mapping[int, float], second: Mapping[int, float]) -> list[float]:

@@ -23,7 +23,7 @@ from fettle.measure import _meters, messages
 from fettle.measure._accuracy import user_metric, with_metric
 from fettle.measure._clock import Clock
 from fettle.measure._lockstep import mean
-from fettle.measure._notes import compiler_notes, notes_kept
+from fettle.measure._notes import compiler_notes
 from fettle.measure._state import (
     State,
     examine,
@@ -41,7 +41,7 @@ from fettle.procs.limits import granted_memory_bytes, resident_bytes
 from fettle.procs.parent import failure_of
 from fettle.recipe import Recipe
 from fettle.structure import structure
-from fettle.techniques import LARGEST, Facts, enlarged, load, put_modes_back, source
+from fettle.techniques import LARGEST, Facts, Notes, enlarged, load, put_modes_back, source
 from fettle.train import (
     SEEDS,
     Band,
@@ -148,7 +148,7 @@ def reference(state: State, request: messages.WriteReference) -> messages.Refere
 def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
     """Train with a recipe's source from seed 0, judge its losses, warm up, and report what that took."""
     workload: TrainingWorkload = state.workload
-    with notes_kept() as notes:
+    with Notes() as notes:
         started = time.perf_counter()
         train = load(request.source, request.label)
         seed_all(0)

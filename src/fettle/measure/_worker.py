@@ -6,6 +6,7 @@ in `_inference` and `_training`.
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ from fettle.workload import AUTO
 def main(parent: Parent) -> None:
     """Answer requests until the parent goes."""
     state = State(imported_s=parent.imported_s)
+    logging.getLogger("optimized").propagate = False  # a trial tells what the lines say
 
     def answer(request: Asked) -> Answer:
         if parent.node and isinstance(request, Prepare):  # what rank 0 is judged by lies on its node

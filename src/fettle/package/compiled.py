@@ -29,6 +29,7 @@ from fettle.errors import first_line
 from fettle.files import cache_folder
 from fettle.kept_files import is_sound, keep
 from fettle.kernels import block_products
+from fettle.machine import installed
 from fettle.package.function import Blocks, in_blocks
 from fettle.package.host import cores, host_id
 from fettle.package.program import GRAPH, WEIGHTS, load_program
@@ -121,8 +122,6 @@ def _key(folder: Path, recipe: Recipe, device: str, samples: Sequence[torch.Tens
     parts += [tensor.stride() for tensor in samples if not tensor.is_contiguous()]
     parts += [blocks.only] if blocks is not None and blocks.only else []
     if recipe.levels.get("runtime") == "onnxruntime":
-        from fettle.techniques import installed
-
         parts.append(installed(("onnxruntime",)))
     digest.update(json.dumps(parts, sort_keys=True, default=dict).encode())
     return digest.hexdigest()[:40]

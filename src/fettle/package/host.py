@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from importlib import metadata
 from itertools import takewhile
 from pathlib import Path
 
-from fettle.machine import cpu_name
+from fettle.machine import cpu_name, installed
 from fettle.procs.limits import granted_cores
 
 
@@ -20,10 +19,7 @@ def cores() -> int:
 
 def host_id() -> str:
     """Equal where measured costs may be believed: the same processor, cores, GPUs and version of torch."""
-    try:
-        torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        torch = ""
+    torch = installed(["torch"]).get("torch", "")
     return hashlib.sha256("|".join([cpu_name(), str(cores()), *sorted(_gpus()), torch]).encode()).hexdigest()[:12]
 
 

@@ -30,13 +30,19 @@ from fettle.files import read_bytes, read_toml, whole, write_bytes
 from fettle.package.archive import bounded, unzip
 from fettle.package.handlers import Settings as HandlerSettings
 from fettle.package.requires import specifiers
-from fettle.package.settings import ServeSettings, as_toml, settings_from
+from fettle.package.settings import ServeSettings, as_toml
 from fettle.package.tensors import TensorSpec
 
 MANIFEST, SAMPLES, SETTINGS, HANDLER = "manifest.json", "samples.safetensors", "serve.toml", "handler.py"
 FORMAT = 1
 MAX_FILES = 256
 _MAX_TEXT = 1 << 20
+
+
+class _Versioned(msgspec.Struct):
+    """What is read first: another format has other fields."""
+
+    format: int
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -111,8 +117,6 @@ def open_package(path: Path) -> Package:
     if not (path / MANIFEST).is_file():
         raise UsageError(f"{path} is not a package: it has no {MANIFEST}")
     manifest = read_manifest(path)
-    if manifest.format != FORMAT:
-        raise UsageError(f"{path} has package format {manifest.format}; this fettle reads format {FORMAT}")
     check_name(manifest.name, manifest.version)
     specifiers(manifest.requires)
     for name, digest in manifest.files.items():
@@ -134,6 +138,8 @@ def read_manifest(path: Path) -> Manifest:
         else:
             with zipfile.ZipFile(path) as file, file.open(bounded(file.getinfo(MANIFEST))) as entry:
                 text = entry.read(_MAX_TEXT)
+        if (version := msgspec.json.decode(text, type=_Versioned).format) != FORMAT:
+            raise UsageError(f"{path} has package format {version}; this fettle reads format {FORMAT}")
         return msgspec.json.decode(text, type=Manifest)
     except UsageError:
         raise
@@ -147,7 +153,7 @@ def read_settings(folder: Path, manifest: Manifest) -> ServeSettings:
     try:
         settings = ServeSettings(max_rows=manifest.max_rows)
         if path.name == SETTINGS:
-            settings = settings_from(read_toml(path, _MAX_TEXT), str(path))
+            settings = msgspec.convert(read_toml(path, _MAX_TEXT), ServeSettings)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be used: {first_line(error)}") from error
     if settings.max_rows > manifest.max_rows:

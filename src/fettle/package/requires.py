@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
 
 from fettle.errors import UsageError
+from fettle.machine import installed
 
 _HANDLERS = {"image": ["pillow"], "detection": ["pillow"], "text": ["tokenizers"], "generate": ["tokenizers"]}
 _RUNTIMES = {
@@ -17,7 +17,6 @@ _RUNTIMES = {
 }  # fmt: skip
 _WROTE = ("torch", "openvino", "tokenizers")
 """Libraries that wrote a file of the package: an older one may not be able to read it."""
-_OTHER_NAMES = {"onnxruntime": "onnxruntime-gpu"}
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 
 
@@ -65,9 +64,7 @@ def check_here(model: str, requires: Mapping[str, str]) -> None:
 
 
 def _installed(name: str) -> Version | None:
-    for distribution in (name, _OTHER_NAMES.get(name, name)):
-        try:
-            return Version(metadata.version(distribution))
-        except (metadata.PackageNotFoundError, ValueError):
-            continue
-    return None
+    try:
+        return Version(installed([name])[name])
+    except (KeyError, ValueError):
+        return None

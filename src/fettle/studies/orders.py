@@ -55,8 +55,7 @@ class Orders(msgspec.Struct, frozen=True):
     confidence: float
     only: bool = False
     max_metric_drop: float | None = None
-    under_load: bool | None = None
-    """None: an earlier version began the study, and did not say."""
+    under_load: bool = False
 
 
 def agree(targets: Sequence[str], settings: Settings) -> Orders:
@@ -128,7 +127,7 @@ def settings_of(settings: Settings, targets: Sequence[str] = ()) -> tuple[list[s
         texts = [named[name].pop(0) for name in orders.names]
     else:
         texts = [_harmless(text) for text in orders.targets]
-    if settings.under_load and orders.under_load is False:
+    if settings.under_load and not orders.under_load:
         raise UsageError(f"the study {settings.name!r} measures quiet machines: it was begun without `under_load`")
     here = [one.name for one in find_interpreters(settings.pythons)]
     if sorted(here) != sorted(orders.environments):
@@ -138,10 +137,9 @@ def settings_of(settings: Settings, targets: Sequence[str] = ()) -> tuple[list[s
         settings, design=orders.design, techniques=orders.techniques, arguments=orders.arguments, order=orders.order,
         start=None if orders.start is None else Recipe.parse(orders.start), cells=orders.cells, rounds=orders.rounds,
         mode=orders.mode, confidence=orders.confidence, only=orders.only,
-        max_metric_drop=orders.max_metric_drop,
+        max_metric_drop=orders.max_metric_drop, under_load=orders.under_load,
         # What earlier versions kept where nobody gave one.
         max_error=None if orders.max_error == MAX_ERROR else orders.max_error,
-        under_load=settings.under_load if orders.under_load is None else orders.under_load,
     )  # fmt: skip
 
 
@@ -190,10 +188,10 @@ def _differing(known: Orders, wanted: Orders) -> str:
     b: dict[str, Any] = msgspec.to_builtins(wanted)
     spelled = {"names": "target", "environments": "python", "techniques": "technique", "arguments": "factor",
                "start": "recipe"}  # fmt: skip
-    not_said = {"targets"} | ({"under_load"} if known.under_load is None else set())
+    may_differ = {"targets"}
     if (known.max_error, wanted.max_error) == (MAX_ERROR, None):  # what earlier versions kept where nobody gave one
-        not_said.add("max_error")
-    return next((spelled.get(key, key) for key in a if key not in not_said and a[key] != b[key]), "")
+        may_differ.add("max_error")
+    return next((spelled.get(key, key) for key in a if key not in may_differ and a[key] != b[key]), "")
 
 
 def _from_here(text: str) -> str:

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 
 from fettle.errors import UsageError
-from fettle.machine import Machine
+from fettle.machine import Machine, installed
 from fettle.measure import Trial
 from fettle.procs.interpreter import Interpreter, find_interpreters, look
 from fettle.recipe import Recipe, technique_and_part
@@ -22,7 +22,7 @@ from fettle.studies.batches import Grown, check_growth
 from fettle.studies.settings import Settings
 from fettle.studies.table import MACHINE
 from fettle.study import OtherWorkload
-from fettle.techniques import CATALOGUE, PYTHON, Facts, check_names, factors, installed
+from fettle.techniques import CATALOGUE, PYTHON, Facts, check_names, factors
 from fettle.tuning import Event, OnProgress, Options, Session, check_limits, check_techniques, space_for, writable
 from fettle.workload import Target, check_mode, find_target
 
@@ -166,7 +166,7 @@ def workloads_of(targets: Sequence[str], settings: Settings, telling: Telling) -
 def differences(environments: Iterable[Interpreter]) -> list[str]:
     """What each has that ours has not, for people."""
     lines = []
-    ours = {"python": platform.python_version(), **installed(_PACKAGES)}
+    ours = {"python": platform.python_version(), **installed(sorted(_PACKAGES))}
     for one in environments:
         other = [f"{name} {version}" for name, version in one.versions.items() if version != ours.get(name)]
         other += [f"no {name}" for name in ours if name not in one.versions]

@@ -38,8 +38,8 @@ from fettle.techniques._catalogue import (
 )
 from fettle.techniques._exported import exported_program, loads_cuda_libraries, openvino_core
 from fettle.techniques._facts import parts_lines, parts_sentence
-from fettle.techniques._host import cpu_flags, installed
-from fettle.techniques._kept import keep_converted, tally
+from fettle.techniques._host import cpu_flags
+from fettle.techniques._kept import Notes, keep_converted, tally
 from fettle.techniques._openvino import OpenvinoRequest, openvino_model
 from fettle.techniques._openvino_int8 import openvino_saturates
 from fettle.techniques._probe import machine_facts, probe_facts, unchanged
@@ -56,9 +56,9 @@ for _file in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{_file.name}")
 
 __all__ = [
-    "CATALOGUE", "LARGEST", "PYTHON", "Bundle", "Code", "Facts", "Learned", "Level", "OpenvinoRequest", "Technique",
-    "batch_factor", "bundles", "canonical", "changed", "check_names", "conflict", "cpu_flags", "enlarged",
-    "environment", "exported_program", "factors", "find", "for_parts", "handed_on", "idle", "installed", "int8_part",
+    "CATALOGUE", "LARGEST", "PYTHON", "Bundle", "Code", "Facts", "Learned", "Level", "Notes", "OpenvinoRequest",
+    "Technique", "batch_factor", "bundles", "canonical", "changed", "check_names", "conflict", "cpu_flags", "enlarged",
+    "environment", "exported_program", "factors", "find", "for_parts", "handed_on", "idle", "int8_part",
     "is_calibrated", "keep_converted", "keeps_memory", "kind_of", "known_levels", "learned_types", "load",
     "loads_cuda_libraries", "machine_facts", "modules_by_size", "needs_of", "only_saving", "openvino_core",
     "openvino_model", "openvino_precision", "openvino_saturates", "parts_lines", "parts_sentence", "preconditions",

@@ -1,17 +1,14 @@
-"""What the machine offers: instructions, packages, allocators."""
+"""The instructions that the machine offers."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
-from collections.abc import Iterable
 
 import torch
 
 from fettle.machine import processor
 
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_bf16", "amx_int8", "neon", "sve")
-_OTHER_DISTRIBUTIONS = {"onnxruntime": "onnxruntime-gpu"}
 
 
 def cpu_flags() -> tuple[str, ...]:
@@ -25,16 +22,3 @@ def cpu_flags() -> tuple[str, ...]:
     if not getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)():  # the kernel must grant the tiles
         present -= {"amx_bf16", "amx_int8"}
     return tuple(flag for flag in _FLAGS if flag in present)
-
-
-def installed(names: Iterable[str]) -> dict[str, str]:
-    """Versions of those packages that are installed, without importing any."""
-    found = {}
-    for name in sorted(names):
-        for distribution in (name, _OTHER_DISTRIBUTIONS.get(name, name)):
-            try:
-                found[name] = importlib.metadata.version(distribution)
-                break
-            except importlib.metadata.PackageNotFoundError:
-                continue
-    return found

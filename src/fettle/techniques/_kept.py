@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fettle.errors import first_line
 from fettle.files import cache_folder
 from fettle.kept_files import MOST_BYTES, SUMS, is_sound, keep
-from fettle.machine import cpu_name
+from fettle.machine import cpu_name, installed
 from fettle.patches import replaced
 from fettle.techniques._exported import openvino_core
-from fettle.techniques._host import cpu_flags, installed
+from fettle.techniques._host import cpu_flags
 from fettle.techniques._state_kept import Attributes
 
 FOLDER = "converted"
@@ -44,6 +44,7 @@ tally = {"read": 0, "converted": 0}
 """How many models of this process were kept before, and how many were not."""
 
 log = logging.getLogger(__name__)
+_OPTIMIZED = logging.getLogger("optimized")
 
 
 def keep_converted(
@@ -94,10 +95,10 @@ def _kept_graph(
     about: tuple[Any, ...], convert: Callable[[], Any], part: Any, later: list[Callable[[], None]] | None
 ) -> Any:
     """OpenVINO's model that belongs to `about`, read or converted."""
-    said: list[dict[str, Any]] = []
+    notes = Notes()
 
     def make() -> Any:
-        with _listening(said):
+        with notes:
             return convert()
 
     def read(folder: Path) -> Any:
@@ -109,7 +110,7 @@ def _kept_graph(
         import openvino
 
         openvino.save_model(model, str(folder / _GRAPH), compress_to_fp16=False)
-        (folder / _SAID).write_text(json.dumps({"said": said, "part": part}), encoding="utf-8")
+        (folder / _SAID).write_text(json.dumps({"lines": notes.lines, "learned": notes.learned, "part": part}))
 
     return _kept(about, make, read, write, later)
 
@@ -177,31 +178,35 @@ def _kept(
     return found
 
 
-@contextmanager
-def _listening(said: list[dict[str, Any]]) -> Iterator[None]:
-    """Note what the lines say of themselves meanwhile, and what they learned."""
+class Notes(logging.Handler):
+    """What a recipe's lines say of themselves (the logger ``optimized``) while this context lasts, and what they
+    learned."""
 
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append({"text": record.getMessage(), "learned": getattr(record, "learned", None)})
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.learned: dict[str, Any] = {}
 
-    handler, logger = Listener(), logging.getLogger("optimized")
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    def __enter__(self) -> Notes:
+        self._usual = _OPTIMIZED.level
+        _OPTIMIZED.setLevel(logging.INFO)
+        _OPTIMIZED.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _OPTIMIZED.removeHandler(self)
+        _OPTIMIZED.setLevel(self._usual)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        self.learned |= getattr(record, "learned", {})
 
 
 def _repeat_notes(path: Path, part: Any) -> None:
     """Say what was said when the model was converted, and put the layers that were chosen into `part`."""
     kept = json.loads(path.read_text(encoding="utf-8"))
-    for one in kept["said"]:
-        extra = {"learned": one["learned"]} if one["learned"] else None
-        logging.getLogger("optimized").info("%s", one["text"], extra=extra)
+    for line in kept["lines"]:
+        _OPTIMIZED.info("%s", line, extra={"learned": kept["learned"]})
     if part is not None:
         part.update(kept["part"])
 

@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 import torch
 
 from fettle.generate import GenerationWorkload, brief
-from fettle.machine import find_libraries
+from fettle.machine import find_libraries, installed
 from fettle.procs.limits import usable_cores
 from fettle.techniques._attention_rewrite import count_manual_attention
 from fettle.techniques._base import CATALOGUE
 from fettle.techniques._facts import Facts, Padding
 from fettle.techniques._generation import generation_facts
-from fettle.techniques._host import cpu_flags, installed
+from fettle.techniques._host import cpu_flags
 from fettle.techniques._linear import is_conv1d
 from fettle.techniques._pipeline import looks_at
 from fettle.techniques._state_kept import buffers_of, is_same, put_modes_back, state_kept
@@ -133,7 +133,7 @@ def _machine(device: str) -> dict[str, Any]:
         "physical_cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "cpu_flags": cpu_flags(),
-        "packages": installed({name for technique in CATALOGUE for name in technique.packages}),
+        "packages": installed(sorted({name for technique in CATALOGUE for name in technique.packages})),
         "libraries": find_libraries(),
         **_gpu(device == "cuda"),
     }

@@ -163,8 +163,8 @@ def check_techniques(allowed: Mapping[str, str | Sequence[str]]) -> Mapping[str,
     for name, levels in allowed.items():
         if not levels:
             raise UsageError(f"no level of {name} is allowed: name one at least, or leave {name} out")
-        for level in [levels] if isinstance(levels, str) else levels:
-            recipe = Recipe(respelled({name: level}))
+        for level in [levels] if isinstance(levels, (str, int)) else levels:  # threads=2
+            recipe = Recipe(respelled({name: str(level)}))
             check_names(recipe)
             for today, spelled in recipe.levels.items():
                 chosen.setdefault(today, []).append(spelled)
