@@ -152,7 +152,7 @@ def test_a_manifest_that_is_none_is_one_line(sound, text):
         ("threads = -1", "threads is 0 to"),
         ("timeout_ms = nan", "timeout_ms"),
         ("limit_ms = -1.0", "limit_ms"),
-        ('policy = "greedy"', "unknown field .policy"),
+        ('policy = "best"', "no such policy"),
         ("buckets = [4, 2]", "buckets must increase"),
         ("max_rows = 4\nbuckets = [2]", "the largest bucket must hold max_rows"),
         ("prefill_tokens = 0", "prefill_tokens 1 or more"),
@@ -167,6 +167,17 @@ def test_settings_that_no_machine_can_have_are_one_line(sound, text, why):
     seal(sound.folder, sound.manifest)
     with pytest.raises(UsageError, match=why):
         open_package(sound.folder)
+
+
+def test_settings_of_earlier_versions_are_served_greedily_and_said_so(sound, caplog):
+    curve = "[curve]\nrows = [1, 2]\nseconds = [0.01, 0.02]\n"
+    for text, said in (('policy = "curve"', 0), (f'policy = "greedy"\npad = false\n{curve}', 0),
+                       (f'policy = "curve"\n{curve}', 1), ("pad = true", 1)):  # fmt: skip
+        (sound.folder / "serve.toml").write_text(f"max_rows = 4\n{text}")
+        seal(sound.folder, sound.manifest)
+        caplog.clear()
+        assert open_package(sound.folder).settings.max_rows == 4
+        assert [("batches are greedy" in record.message) for record in caplog.records] == [True] * said
 
 
 def test_without_settings_of_its_own_the_manifest_is_checked_alike(sound):

@@ -30,7 +30,7 @@ from fettle.files import read_bytes, read_toml, whole, write_bytes
 from fettle.package.archive import bounded, unzip
 from fettle.package.handlers import Settings as HandlerSettings
 from fettle.package.requires import specifiers
-from fettle.package.settings import ServeSettings, as_toml
+from fettle.package.settings import ServeSettings, as_toml, settings_from
 from fettle.package.tensors import TensorSpec
 
 MANIFEST, SAMPLES, SETTINGS, HANDLER = "manifest.json", "samples.safetensors", "serve.toml", "handler.py"
@@ -153,7 +153,7 @@ def read_settings(folder: Path, manifest: Manifest) -> ServeSettings:
     try:
         settings = ServeSettings(max_rows=manifest.max_rows)
         if path.name == SETTINGS:
-            settings = msgspec.convert(read_toml(path, _MAX_TEXT), ServeSettings)
+            settings = settings_from(read_toml(path, _MAX_TEXT), str(path))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be used: {first_line(error)}") from error
     if settings.max_rows > manifest.max_rows:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import re
 from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import tomli_w
 
+log = logging.getLogger("fettle.serve.settings")
 MAX_ROWS, MAX_WORKERS, MAX_THREADS = 1 << 14, 256, 1024
 """What a package may ask for: batches as large, as many processes, and threads of each."""
 _DEVICE = re.compile(r"[a-z]{2,16}(:\d{1,3})?")
@@ -107,6 +111,20 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if curve is None:
             return 0.0
         return min(curve.at(self.call_rows(n)) / n for n in range(1, self.max_rows + 1)) / self.workers
+
+
+def settings_from(data: Mapping[str, Any], where: str) -> ServeSettings:
+    """Settings out of plain data. ValueError for what cannot be.
+
+    Earlier versions could batch and pad by the cost curve: `where` says in a warning which settings still ask for it.
+    """
+    kept = {key: value for key, value in data.items() if key not in ("policy", "pad")}
+    policy = data.get("policy", "greedy")
+    if policy not in ("greedy", "curve"):
+        raise ValueError(f"no such policy: {policy!r}")
+    if (policy == "curve" and data.get("curve")) or data.get("pad"):
+        log.warning("%s: no batching by the cost curve now, batches are greedy: fettle serve slo finds max_rows", where)
+    return msgspec.convert(kept, ServeSettings)
 
 
 def powers(most: int) -> list[int]:

@@ -16,7 +16,7 @@ from fettle.errors import UsageError
 from fettle.package.host import cores
 from fettle.package.manifest import MANIFEST, Package, check_name, open_package, read_manifest
 from fettle.package.requires import check_here
-from fettle.package.settings import ServeSettings
+from fettle.package.settings import ServeSettings, settings_from
 from fettle.procs.limits import affinity
 from fettle.serve.engine.metrics import Metrics
 from fettle.serve.engine.pool import Pool
@@ -341,7 +341,7 @@ def in_order(version: str) -> tuple[tuple[int, int | str], ...]:
 
 def _with_batching(settings: ServeSettings, wanted: Any) -> ServeSettings:
     allowed = {"max_rows", "delay_ms", "max_queue_rows", "timeout_ms", "limit_ms"}
-    if not isinstance(wanted, Mapping) or set(wanted) - allowed:
+    if not isinstance(wanted, Mapping) or set(wanted) - {*allowed, "policy", "pad"}:
         raise Refusal(400, f"batch may only hold {', '.join(sorted(allowed))}")
     changed = _with(settings, wanted)
     # Only batch sizes that were warmed: a larger one would compile while clients wait.
@@ -353,7 +353,7 @@ def _with_batching(settings: ServeSettings, wanted: Any) -> ServeSettings:
 def _with(settings: ServeSettings, wanted: Mapping[str, Any]) -> ServeSettings:
     """Settings with others in their place. Raises `Refusal` (400) for what cannot be."""
     try:
-        return msgspec.convert({**msgspec.to_builtins(settings), **wanted}, ServeSettings)
+        return settings_from({**msgspec.to_builtins(settings), **wanted}, "a change while serving")
     except ValueError as error:
         raise Refusal(400, str(error)[:200]) from None
 

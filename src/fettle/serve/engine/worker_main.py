@@ -46,6 +46,7 @@ def main() -> None:
         os.close(descriptor)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     logging.getLogger("fettle.package.compiled").setLevel(logging.INFO)  # how long a start took, and why
+    logging.getLogger("fettle.serve.settings").setLevel(logging.ERROR)  # the server has logged them
     with contextlib.suppress(ImportError):  # reported when a package is loaded
         for name in ("torch._export.serde.serialize", "safetensors.torch", "fettle.applying", "fettle.package.handler"):
             importlib.import_module(name)  # what any package needs, while the server is still busy with its own start
