@@ -166,13 +166,16 @@ class Registry:
         return await self.load(package, changed)
 
     def change(self, name: str, wanted: Mapping[str, Any]) -> None:
-        """Set a model's default, weights, shadow, or batching. Raises `Refusal` (400); then nothing has changed."""
+        """Set a model's default, weights, shadow, or batching. Raises `Refusal` (400); then nothing has changed.
+
+        A default without weights gets everything: who rolls back names one version.
+        """
         model = self._model(name)
         unknown = set(wanted) - {"default", "weights", "shadow", "batch"}
         if unknown:
             raise Refusal(400, f"no such setting: {min(unknown)[:80]!r}")
         default, shadow = wanted.get("default", model.default), wanted.get("shadow", model.shadow)
-        weights = wanted.get("weights", model.weights)
+        weights = wanted.get("weights", {} if "default" in wanted else model.weights)
         if not (isinstance(default, str) and isinstance(shadow, str)):
             raise Refusal(400, "default and shadow are versions, as text")
         named = [default, *([shadow] if shadow else [])]
