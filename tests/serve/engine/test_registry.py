@@ -103,7 +103,7 @@ def test_the_index_shows_what_comes_and_goes_and_what_failed(registry):
 def test_no_worker_starts_for_code_that_nobody_trusts(registry):
     given = package("1")
     given.handler_digest = "ab12"
-    with pytest.raises(Refusal, match="code of its own.*ab12"):
+    with pytest.raises(Refusal, match=r"code of its own.*ab12"):
         asyncio.run(registry.load(given))
     assert registry.made == []
 
