@@ -394,8 +394,9 @@ def test_a_model_that_keeps_something_else_runs_the_whole_text(odd):
     assert set(plain.inputs[0]) == {"input_ids", "attention_mask", "last"}
 
 
-def test_a_sample_of_tokens_without_their_name_keeps_keys_and_values_too():
-    kept, plain = generating(Workload(llama(), [torch.randint(0, WORDS, (2, 8))]))
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_a_sample_of_tokens_without_their_name_keeps_keys_and_values_too(tokens):
+    kept, plain = generating(Workload(llama(), [torch.randint(0, WORDS, (2, tokens))]))
     assert set(kept.inputs[0]) == {"input_ids", "attention_mask", "last", "seen", "past"}
     assert set(plain.inputs[0]) == {"input_ids", "last"}
 

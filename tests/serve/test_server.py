@@ -395,7 +395,8 @@ def test_weights_are_sticky_and_shadows_are_silent(managed):
                 ask(managed.url + "/v2/models/net/infer", {"inputs": [tensor]}, headers=headers)[1]["model_version"]
             )
         assert len(seen) == 1
-    assert manage(managed, "/admin/models/net", {"weights": {}, "shadow": "2"}, "PUT")[0] == 200
+    rolled_back = manage(managed, "/admin/models/net", {"default": "1", "shadow": "2"}, "PUT")
+    assert (rolled_back[0], rolled_back[1]["weights"]) == (200, {})  # whoever names a default means all requests
     before = managed.registry.choose("net", "2").metrics.requests.count
     assert infer(managed, [[1, 2, 3, 4]])[1]["model_version"] == "1"
     until(lambda: managed.registry.choose("net", "2").metrics.requests.count > before)

@@ -14,7 +14,7 @@ from typing import Any
 
 from fettle.errors import UsageError
 from fettle.package.host import host_id
-from fettle.package.manifest import Package
+from fettle.package.manifest import Package, check_trust
 from fettle.package.settings import ServeSettings
 from fettle.serve.engine.worker_start import threads_each
 from fettle.slo.simulate import Costs, capacity
@@ -81,9 +81,7 @@ def write_ray(package: Package, folder: Path, *, max_replicas: int = 4, trust: s
     """Write application, settings, start script and package to a new folder. Raises `UsageError`."""
     if folder.exists():
         raise UsageError(f"{folder} exists already: give another `output`")
-    digest = package.handler_digest
-    if digest is not None and digest != trust:
-        raise UsageError(f"{package.manifest.name} brings code of its own; to let it run, give `trust='{digest}'`")
+    check_trust(package, [trust])
     settings = package.settings
     scaling = scale(settings, host_id())
     threads = threads_each(settings.threads, settings.workers)

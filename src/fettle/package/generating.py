@@ -122,9 +122,9 @@ def generating(workload: Workload, max_tokens: int | None = None) -> list[Worklo
     else:
         names = ()
         ids = batch[0] if isinstance(batch, tuple) and len(batch) == 1 else batch
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.shape[1] < 4:
-        raise UsageError("a model that generates takes tokens: integers [rows, tokens], at least 4 in the sample")
-    ids = ids.long()
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
+        raise UsageError("a model that generates takes tokens: integers [rows, tokens]")
+    ids = ids.long().repeat(1, -(-4 // ids.shape[1]))  # a sample has 4 tokens at least, and which ones is all the same
     if two_parts:
         return answering(workload, model.eval(), ids)
     wrapped = NextToken(model.eval(), workload.call, names).eval()

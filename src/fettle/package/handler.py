@@ -29,7 +29,7 @@ from fettle.files import read_bytes
 from fettle.package import handlers
 from fettle.package.handlers.parts import Item
 from fettle.package.handlers.running import Running
-from fettle.package.manifest import HANDLER, Manifest, Package
+from fettle.package.manifest import HANDLER, Manifest, Package, check_trust
 from fettle.package.model_runner import ModelRunner
 
 _METRIC = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
@@ -140,11 +140,8 @@ def find_handler(package: Package, runner: ModelRunner, trust: str) -> Steps:
     digest = package.handler_digest
     if digest is None:
         handler: Any = handlers.make(package.manifest.handler or handlers.tensors.Settings())
-    elif digest != trust:
-        raise UsageError(
-            f"{package.manifest.name} brings code of its own; to let it run, start with `trust='{digest}'`"
-        )
     else:
+        check_trust(package, [trust])
         handler = _run(package.folder / HANDLER, digest)
     context = Context(package.folder, package.manifest, runner)
     handler.initialize(context)

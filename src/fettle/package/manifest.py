@@ -19,6 +19,7 @@ import os
 import re
 import tempfile
 import zipfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -90,6 +91,13 @@ class Package:
     def handler_digest(self) -> str | None:
         """SHA-256 of the handler's code, None where there is none."""
         return self.manifest.files.get(HANDLER)
+
+
+def check_trust(package: Package, trust: Collection[str]) -> None:
+    """Raise `UsageError` where a package brings code and its digest is not in `trust`."""
+    digest = package.handler_digest
+    if digest and digest not in trust:
+        raise UsageError(f"{package.manifest.name} brings code of its own; to let it run, give `trust='{digest}'`")
 
 
 def seal(folder: Path, manifest: Manifest) -> None:

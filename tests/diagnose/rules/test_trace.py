@@ -90,6 +90,7 @@ def test_steps_that_others_slowed_down_make_no_bound_too_small(width: int, bound
     found, _ = trace_findings(made.load(tmp_path))
     assert found[0].rule == "data-wait"
     assert found[0].bound == pytest.approx(bound, abs=0.03)
+    assert any("do not count in the bound" in line for line in found[0].evidence) == (width == 8)
 
 
 def test_what_compiled_again_is_named(tmp_path: Path) -> None:

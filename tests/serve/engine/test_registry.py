@@ -100,6 +100,14 @@ def test_the_index_shows_what_comes_and_goes_and_what_failed(registry):
     asyncio.run(test())
 
 
+def test_no_worker_starts_for_code_that_nobody_trusts(registry):
+    given = package("1")
+    given.handler_digest = "ab12"
+    with pytest.raises(Refusal, match=r"code of its own.*ab12"):
+        asyncio.run(registry.load(given))
+    assert registry.made == []
+
+
 def test_what_has_gone_is_shown_no_more_in_the_metrics(registry):
     """Else they grow with each version that a server has ever had; one that is replaced goes on counting."""
 

@@ -23,7 +23,7 @@ def variants_of(texts: Sequence[str], trust: Sequence[str] = (), *, writes: bool
     """The packages of these names, to choose among: of one model. Raises `UsageError`."""
     from fettle.package.handlers.generate import Settings
     from fettle.package.handlers.text import TOKENIZER
-    from fettle.package.manifest import open_package
+    from fettle.package.manifest import check_trust, open_package
     from fettle.package.requires import check_here
     from fettle.slo.points import Variant
 
@@ -41,8 +41,8 @@ def variants_of(texts: Sequence[str], trust: Sequence[str] = (), *, writes: bool
                 f"{text} writes texts, and --p99 is for others: fettle serve slo {text} --ttft 500ms --itl 50ms"
             )
         check_here(manifest.name, manifest.requires)
-        if (digest := package.handler_digest) and digest not in trust and not writes:
-            raise UsageError(f"{manifest.name} brings code of its own; to let it run, say --trust {digest}")
+        if not writes:
+            check_trust(package, trust)
         if variants and asked(package) != asked(variants[0].package):
             raise UsageError(f"{text} is asked otherwise than {texts[0]}: name packages of one model, made alike")
         variants.append(Variant(text if len(texts) > 1 else "", package))

@@ -158,6 +158,8 @@ _ON_HOST = {
     "garbage-collection": "Python's garbage collector runs during steps.",
 }
 """By rule: what is said instead where there is no device."""
+_MOSTLY = 0.9
+"""Where less of the wall time than this counts in the bounds, a finding says so: it may be far above its share."""
 
 
 def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
@@ -176,6 +178,7 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
     busy = share["compute"] + share["exposed_communication"] + share["exposed_copy"] if on_device else 0.0
     unknown = 0.0 if on_device else share["idle_host_untraced"]
     left = 1 - (_profiler_ns(trace) + (0 if on_device else _slowed_ns(trace))) / wall_ns
+    aside = "recording" if on_device else "recording, and operators slower than the fastest alike"
     details = _details(trace)
     trains = any(name.startswith("autograd::engine") for name in trace.names)  # graphs are recorded of inference alone
 
@@ -211,6 +214,7 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
                     f"{lost:.1%} of the wall time of {count} step{'s' if count > 1 else ''}",
                     *lines,
                     *([f"meanwhile: {meanwhile}"] if meanwhile else []),
+                    *([f"{1 - left:.0%} of it do not count in the bound: {aside}"] if left < _MOSTLY else []),
                 ),
                 parts=((cause.rule, lost), ("the rest", 1 - lost)),
                 levels=cause.levels if on_device and not (trains and cause.levels == GRAPHS) else {},

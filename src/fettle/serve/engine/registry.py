@@ -14,7 +14,7 @@ import msgspec
 
 from fettle.errors import UsageError
 from fettle.package.host import cores
-from fettle.package.manifest import MANIFEST, Package, check_name, open_package, read_manifest
+from fettle.package.manifest import MANIFEST, Package, check_name, check_trust, open_package, read_manifest
 from fettle.package.requires import check_here
 from fettle.package.settings import ServeSettings, settings_from
 from fettle.procs.limits import affinity
@@ -84,17 +84,17 @@ class Registry:
         name, number = package.manifest.name, package.manifest.version
         try:
             check_here(name, package.manifest.requires)
+            check_trust(package, self.options.trust)
         except UsageError as error:
             raise Refusal(400, str(error)) from None
         async with self._lock:
             settings = self._settings(package, changed)
-            digest = package.handler_digest or ""
             model = self.models.get(name) or Model()
             old = model.versions.get(number)
             pool = Pool(
                 package, settings, self.metrics.of(name, number),
                 cores=cores_for(settings.workers, settings.threads, sorted(affinity()), self._taken(apart=old)),
-                trust=digest if digest in self.options.trust else "",
+                trust=package.handler_digest or "",
                 explain=self.options.explain, spare=self.options.spare,
             )  # fmt: skip
             self._unserved[name, number] = pool
@@ -166,13 +166,16 @@ class Registry:
         return await self.load(package, changed)
 
     def change(self, name: str, wanted: Mapping[str, Any]) -> None:
-        """Set a model's default, weights, shadow, or batching. Raises `Refusal` (400); then nothing has changed."""
+        """Set a model's default, weights, shadow, or batching. Raises `Refusal` (400); then nothing has changed.
+
+        A default without weights gets everything: who rolls back names one version.
+        """
         model = self._model(name)
         unknown = set(wanted) - {"default", "weights", "shadow", "batch"}
         if unknown:
             raise Refusal(400, f"no such setting: {min(unknown)[:80]!r}")
         default, shadow = wanted.get("default", model.default), wanted.get("shadow", model.shadow)
-        weights = wanted.get("weights", model.weights)
+        weights = wanted.get("weights", {} if "default" in wanted else model.weights)
         if not (isinstance(default, str) and isinstance(shadow, str)):
             raise Refusal(400, "default and shadow are versions, as text")
         named = [default, *([shadow] if shadow else [])]
