@@ -267,6 +267,33 @@ def test_limits_for_ci_that_say_nothing_are_refused(run_fettle, text: str) -> No
     assert "write NAME=NUMBER" in said.err
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("bench m.py --against main --nproc 2", "--nproc is for recipes"),
+        ("bench m.py --bisect a..b --fail-memory 5%", "--fail-memory is for --against"),
+        ("bench m.py --against main --rounds 2", "--rounds must be 3 or more"),
+        ("bench m.py --against main --confidence 1", "--confidence is a share"),
+        ("data t.json --output p.html", "fettle trace report draws a trace"),
+        ("diagnose m.py --max-metric-drop 0.1", "give --verify"),
+        ("doctor m.py --lock r.lock", "leave out TARGET"),
+        ("plan m.py --device-memory 0", "give the memory of one device"),
+        ("study m.py --enqueue", "give it one, --study NAME"),
+        ("serve load http://a --ttft 1s -c 1", "give its URL with /v1"),
+        ("serve package m.py --chat-template t.jinja", "for --handler generate"),
+        ("serve run --store absent", "no such folder: absent"),
+        ("serve slo m.py --p99 0", "--p99 must be more than 0"),
+        ("serve load u --csv a.txt -c 1", "name a file that ends in"),
+    ],
+)
+def test_options_that_do_not_go_together_are_one_line(run_fettle, monkeypatch, tmp_path, line: str, says: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("m.py").write_text("workload = dict\n")
+    said = run_fettle(*line.split())
+    assert (said.code, said.out, said.err.count("\n")) == (2, "", 1 + ("is now" in said.err))
+    assert says in said.err
+
+
 def test_an_empty_target_is_not_this_folder(run_fettle) -> None:
     said = run_fettle("diagnose", "")
     assert said.code == 2

@@ -186,8 +186,6 @@ def _letters(count: int) -> str:
 
 def _describe(items: Sequence[Any]) -> str:
     """``4 batches of 2 positional arguments``, by the first of them."""
-    if not items:
-        return ""
     count = "one batch" if len(items) == 1 else f"{len(items)} batches"
     first = items[0]
     if _is_arguments(first):

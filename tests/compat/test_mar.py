@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fettle.compat.mar import import_mar, read_mar
+from fettle.compat.mar import _load_weights, import_mar, read_mar
 from fettle.errors import UsageError
 from fettle.package import export
 from fettle.package.model_runner import load_model
@@ -235,3 +235,25 @@ def test_refusals_say_what_to_do(eager, tmp_path):
         with pytest.raises(UsageError, match="`input="):
             import_mar(eager, out, trust=eager.digest, inputs=[wrong])
     assert not out.exists()
+
+
+def test_weights_are_read_in_every_form_that_people_save(tmp_path):
+    torch.manual_seed(0)
+    wanted = torch.nn.Linear(3, 2).state_dict()
+    safetensors = pytest.importorskip("safetensors.torch")
+    forms = {"a.pt": wanted, "b.pt": {"state_dict": wanted, "epoch": 3},
+             "c.pt": {f"module.{name}": value for name, value in wanted.items()}}  # fmt: skip
+    for name, saved in forms.items():
+        torch.save(saved, tmp_path / name)
+    safetensors.save_file(wanted, tmp_path / "d.safetensors")
+    for name in (*forms, "d.safetensors"):
+        model = torch.nn.Linear(3, 2)
+        _load_weights(model, tmp_path / name)
+        assert torch.equal(model.weight, wanted["weight"])
+    torch.save({"epoch": 3}, tmp_path / "e.pt")
+    (tmp_path / "f.safetensors").write_bytes(b"none")
+    for name, why in (("e.pt", "no state dict"), ("f.safetensors", "holds no weights")):
+        with pytest.raises(UsageError, match=why):
+            _load_weights(torch.nn.Linear(3, 2), tmp_path / name)
+    with pytest.raises(UsageError, match="takes weights"):
+        _load_weights(len, tmp_path / "a.pt")

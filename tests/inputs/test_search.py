@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 
 def a_slice(rate: float, waiting: float = 0.5, fetch_s: float = 0.01, cpu: float = 1.0, **other: object) -> Slice:
     values = {
-        "batches": 100, "rate": rate, "waiting": waiting, "wait_p05_s": 0.0, "wait_p50_s": 0.0, "wait_p95_s": 0.0,
+        "batches": 100, "rate": rate, "waiting": waiting,
         "fetch_p50_s": fetch_s, "fetch_p95_s": fetch_s, "fetch_p99_s": fetch_s, "fetch_busy": cpu, "cpu_share": 0.5,
         "fetch_mean_s": fetch_s, "fetch_system": 0.0, "fetch_pages": 0.0,
         "start_s": 0.1, "boundaries_s": [], "batch_bytes": 1000, "worker_bytes": 1000,

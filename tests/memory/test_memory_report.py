@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from memory_machine import MIB, Machine, healthy_training, stack
+from test_memory_questions import _churning as churning
+from test_memory_questions import _leaking as leaking
 
 from fettle.errors import UsageError
 from fettle.memory import analyse, compare, parse, write_report
@@ -120,6 +122,20 @@ def test_the_command_prints_json_tables_and_a_report(tmp_path: Path, run_fettle)
     assert text.code == 0
     assert "Who holds the peak" in text.out
     assert "Leaks: none seen" in text.out
+
+
+def test_the_command_tells_of_leaks_spikes_and_churn(tmp_path: Path, run_fettle) -> None:
+    machine = Machine()
+    machine.alloc(20 * MIB, stack("base:1"))
+    for number in range(80):
+        machine.free(machine.alloc(300 * MIB if number == 40 else MIB // 2, stack("logits_to_float:3")))
+    told = {
+        "spikes": (machine, "Spikes"), "leaks": (leaking("tensor"), "Leak: 5.00 MiB a step (tensor); 100% of 14"),
+        "few": (leaking("tensor", steps=4), "Leaks: not judged: 4 steps"), "churn": (churning("empty_cache"), "Churn:"),
+    }  # fmt: skip
+    for name, (made, line) in told.items():
+        done = run_fettle("memory", made.save(tmp_path / f"{name}.pickle"))
+        assert (done.code, line in done.out) == (0, True), done.out + done.err
 
 
 def test_the_command_compares_two(tmp_path: Path, run_fettle) -> None:

@@ -148,6 +148,11 @@ def test_what_a_model_or_a_server_cannot_do_is_said(server):
     assert (status, answer["error"]) == (501, "explanations are off on this server")
     assert ask(server.url + "/explanations/net", [[1, 2, 3, 4]])[0] == 501
     assert "/explanations/net" not in json.dumps(ask(server.url + "/openapi.json")[1])
+    binary = {"Inference-Header-Content-Length": "many"}
+    assert ask(server.url + "/v2/models/net/infer", b"{}", headers=binary)[0] == 400
+    assert ask(server.url + "/v1/models/echo:predict", b"a word")[:2] == (200, b"A WORD")
+    status, answer, _ = ask(server.url + "/v1/models/none:predict", b"a word")
+    assert (status, answer["type"]) == (404, "ModelNotFoundException")
 
 
 def test_nobody_gets_another_ones_answer(server):
@@ -355,6 +360,23 @@ def test_nothing_is_loaded_from_an_address_or_a_path(managed):
     assert manage(managed, "/v2/repository/models/none/load", b"", "POST")[0] == 404
     bad = {"parameters": {"config": "{}", "file:1/model.pt": "AAAA"}}
     assert manage(managed, "/v2/repository/models/net/load", bad, "POST")[0] == 400
+
+
+def test_management_says_what_it_does_and_what_cannot_be(managed):
+    assert manage(managed, "/admin/models/net")[1]["versions"]["1"]["state"] == "READY"
+    assert [row["modelVersion"] for row in manage(managed, "/models/net/all")[1]] == ["1"]
+    for path, data, method, status in (
+        ("/v2/models/net/infer", b"{}", "POST", 404), ("/predictions/net", b"a", "POST", 404),
+        ("/admin/models/net", b"{", "PUT", 400), ("/admin/models/net", [], "PUT", 400),
+        ("/admin/models/net", {"weights": {"1": 0}}, "PUT", 400), ("/admin/models/net", {"batch": 3}, "PUT", 400),
+        ("/v2/repository/models/a%20b/load", b"", "POST", 400), ("/models/net/9", None, "DELETE", 404),
+        ("/models?" + "&".join(f"a{n}=1" for n in range(40)), b"", "POST", 400),
+    ):  # fmt: skip
+        assert manage(managed, path, data, method)[0] == status, path
+    assert manage(managed, "/admin/models/net", {"shadow": "1"}, "PUT")[0] == 200
+    assert manage(managed, "/v2/repository/models/net/unload", b"", "POST")[0] == 200
+    assert manage(managed, "/v2/repository/models/net/unload", b"", "POST")[0] == 404
+    assert ask(managed.url + "/v2/health/ready")[0] == 503
 
 
 def test_versions_swap_under_load_without_a_failed_request(managed):

@@ -284,6 +284,18 @@ def test_both_spellings_of_an_external_id_in_one_chunk(tmp_path: Path) -> None:
     assert build.load(tmp_path).column("external").tolist() == [7, 7, 8]
 
 
+@pytest.mark.parametrize("block_bytes", [500, 1 << 20])
+def test_what_follows_the_events_may_look_like_events(tmp_path: Path, monkeypatch, block_bytes: int) -> None:
+    monkeypatch.setattr(stream, "BLOCK_BYTES", block_bytes)
+    path = training(9).write(tmp_path / "t.json")
+    usual, events = load(path, use_sidecar=False), json.loads(path.read_text())["traceEvents"]
+    more = [{"name": "a" * 99, "ph": number} for number in range(9)]
+    path.write_text(json.dumps({"traceEvents": events, "more": more, "distributedInfo": {"rank": 5}}))
+    found = load(path, use_sidecar=False)
+    assert (found.rank, found.metadata["more"], found.facts.notes) == (5, more, [])
+    assert found.events.equals(usual.events)
+
+
 def test_more_events_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "BLOCK_BYTES", 500)
     with pytest.raises(UsageError, match="more than 10 events"):

@@ -148,16 +148,11 @@ def main() -> None:
         _fail(_old_spellings.as_options(str(error), _known_options()), error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", _INTERRUPTED)
-    except typer.Exit as leaving:
-        sys.exit(leaving.exit_code)
     except _ParseError as error:
         message = error.format_message()  # type: ignore[attr-defined]
         if not message:  # no command: the help was printed instead
             sys.exit(2)
         _fail(message)
-    except BrokenPipeError:  # the reader of our output (`| head`) has gone: not an error of ours
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except OSError as error:
         if error.errno == errno.EIO and error.filename is None:  # the terminal has gone
             os._exit(_INTERRUPTED)

@@ -23,7 +23,6 @@ class Compile(Request):
     """Compile the target and call it on all its inputs, so many times."""
 
     target: Target
-    mode: str | None
     dynamic: bool | None
     backend: str
     rounds: int
@@ -32,7 +31,6 @@ class Compile(Request):
 def compile_health(
     target: str | Target,
     *,
-    mode: str | None = None,
     dynamic: bool | None = None,
     backend: str = "inductor",
     rounds: int = 3,
@@ -47,7 +45,7 @@ def compile_health(
         UsageError: The target cannot be built, or the process ended or ran out of time.
     """
     named = find_target(target) if isinstance(target, str) else target
-    request = Compile(named, mode, dynamic, backend, rounds)
+    request = Compile(named, dynamic, backend, rounds)
     with Child("fettle.diagnose.compile_worker") as child:
         try:
             return child.call(request, CompileHealth, timeout_s)
@@ -61,7 +59,7 @@ def _run(request: Compile) -> CompileHealth:
     workload = request.target.load()
     model = workload.model
     if not is_compiled(model):
-        model = torch.compile(model, mode=request.mode, dynamic=request.dynamic, backend=request.backend)
+        model = torch.compile(model, dynamic=request.dynamic, backend=request.backend)
     failure, calls, first_call_s, settled = [], 0, 0.0, 0
     counters = torch._dynamo.utils.get_compilation_metrics
     with watch_compile() as watch:

@@ -23,7 +23,6 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 from fettle.errors import UsageError, first_line
-from fettle.estimates import nearest_rank
 from fettle.inputs import _fetch
 from fettle.inputs._messages import Asked, Describe, Faults, FindFaults, Open, TakeSlice
 from fettle.inputs.pipeline import Step, batch_bytes, fetches, pipeline, with_setting
@@ -108,7 +107,7 @@ class Loop:
         self.board.go_on()
         turn = max(1, self.setting.num_workers)
         least = max(4, 2 * turn)
-        waits: list[float] = []
+        waited = 0.0
         walls: list[float] = []
         boundaries: list[float] = []
         begin, cpu = time.perf_counter(), time.process_time()
@@ -126,7 +125,7 @@ class Loop:
             if new and self.long_epochs:
                 boundaries.append(got - now)
             else:
-                waits.append(got - now)
+                waited += got - now
                 walls.append(after - now)
             now = after
         self.board.pause()
@@ -137,9 +136,8 @@ class Loop:
             walls[-1] += time.perf_counter() - began
         elapsed = sum(walls)
         return Slice(
-            batches=len(walls), rate=len(walls) / max(elapsed, 1e-12), waiting=sum(waits) / max(elapsed, 1e-12),
-            wait_p05_s=nearest_rank(waits, 0.05), wait_p50_s=statistics.median(waits),
-            wait_p95_s=nearest_rank(waits, 0.95), **_fetch.summary(self.board),
+            batches=len(walls), rate=len(walls) / max(elapsed, 1e-12), waiting=waited / max(elapsed, 1e-12),
+            **_fetch.summary(self.board),
             cpu_share=(time.process_time() - cpu) / max(time.perf_counter() - begin, 1e-12), start_s=self.start_s,
             boundaries_s=boundaries[:64], batch_bytes=batch_bytes(self.first), worker_bytes=_worker_bytes(),
         )  # fmt: skip

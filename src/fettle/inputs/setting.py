@@ -92,9 +92,6 @@ class Slice(msgspec.Struct, frozen=True):
     """Batches a second within an epoch."""
     waiting: float
     """Share of the time spent waiting for the next batch."""
-    wait_p05_s: float
-    wait_p50_s: float
-    wait_p95_s: float
     fetch_p50_s: float
     """Producing one batch in one worker (or in the main process, without workers), as timed there."""
     fetch_p95_s: float

@@ -16,7 +16,7 @@ import ssl
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,7 @@ async def open_loop(
                     await asyncio.wait_for(stop.wait(), left_s - 0.1)
                     break
             await clock.wait(start + moment)
-            await load.send(index, float(moment))
+            load.send(index, float(moment))
             if not index % 16:
                 await asyncio.sleep(0)  # answers are read also while we are behind
             if time.perf_counter() > next_window:
@@ -98,7 +98,7 @@ async def closed_loop(
     with _quiet_collector():
         load.start = time.perf_counter()
         for _ in range(concurrency):
-            await load.send(next(load.turns), time.perf_counter() - load.start)
+            load.send(next(load.turns), time.perf_counter() - load.start)
         while time.perf_counter() - load.start < seconds and not (stop is not None and stop.is_set()):
             await asyncio.sleep(min(0.25, max(0.001, seconds - (time.perf_counter() - load.start))))
             on_progress(time.perf_counter() - load.start, load.waiting)
@@ -170,7 +170,7 @@ class _Load:
         self._all.add(connection)
         return connection
 
-    async def send(self, index: int, due: float) -> None:
+    def send(self, index: int, due: float) -> None:
         """Send on a free connection, or on a new one; where there are too many, wait for one to become free."""
         self._move(1)
         self._empty.clear()
@@ -188,7 +188,9 @@ class _Load:
     def _send_on_new(self, request: Request, due: float, sent: float) -> None:
         """On a new connection, when there is one; `sent` is when it should have been sent."""
         self._opening += 1
-        self._keep_task(self._opened(request, due, sent))
+        task = self._loop.create_task(self._opened(request, due, sent))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _opened(self, request: Request, due: float, sent: float) -> None:
         try:
@@ -221,23 +223,16 @@ class _Load:
         self._move(-1)
         if not self.waiting:
             self._empty.set()
-        if not connection.alive:
+        if connection.alive:
+            self._free.append(connection)
+        else:
             self._all.discard(connection)
             connection.close()
-            if self.again:
-                self._keep_task(self.send(next(self.turns), now))
-            elif self._queue:
-                self._move(-1)  # `send` counts it again
-                self._keep_task(self.send(*self._queue.popleft()))
-        elif self.again:
-            self._move(1)
-            self._empty.clear()
-            connection.send(self.requests[next(self.turns) % len(self.requests)], (now, now))
+        if self.again:
+            self.send(next(self.turns), now)
         elif self._queue:
-            index, due = self._queue.popleft()
-            connection.send(self.requests[index % len(self.requests)], (due, now))
-        else:
-            self._free.append(connection)
+            self._move(-1)  # `send` counts it again
+            self.send(*self._queue.popleft())
 
     def note(self, due: float, sent: float, answered: float, status: int) -> None:
         """Take down a request that has ended."""
@@ -254,11 +249,6 @@ class _Load:
         levels = np.concatenate([[counts[begin - 1] if begin else 0], counts[begin:stop]])
         edges = np.concatenate([[first], times[begin:stop], [end]])
         return float((levels * np.diff(edges)).sum() / max(end - first, 1e-9))
-
-    def _keep_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _due(self) -> tuple[_Array, _Array, float, float]:
         """For an open loop: requests that were due in the steady part, their statuses, its first and last moment."""

@@ -36,9 +36,6 @@ class Allocations:
     stream: Ints
     tag: Ints
 
-    def __len__(self) -> int:
-        return len(self.birth)
-
     def alive_at(self, event: int) -> Flags:
         """Which rows are in use after an event; -1 is the start of the window."""
         return (self.birth <= event) & (self.death > event)

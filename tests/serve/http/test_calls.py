@@ -12,8 +12,10 @@ from fettle.package.settings import ServeSettings
 from fettle.package.tensors import TensorSpec
 from fettle.serve.engine.metrics import Metrics
 from fettle.serve.engine.pool import Pool
+from fettle.serve.engine.refusal import Malformed, NoSuchPath
 from fettle.serve.engine.registry import Model, Options, Registry
 from fettle.serve.http.app import App
+from fettle.serve.http.call import path_parts
 from fettle.serve.http.connection import Connection
 from tests.serve.engine.test_anticipation import Echo
 
@@ -70,3 +72,11 @@ def test_a_small_request_is_few_calls():
         return count / REQUESTS
 
     assert asyncio.run(calls()) <= MOST
+
+
+def test_paths_are_read_as_clients_and_proxies_write_them():
+    assert path_parts(b"http://a:1/v2/models/") == path_parts(b"/v2/models") == ("v2", "models")
+    assert path_parts(b"/v2/a%2Fb") == ("v2", "a/b")
+    for wrong in (b"http://[", b"nothing", b"/" + b"a/" * 9):
+        with pytest.raises((Malformed, NoSuchPath)):
+            path_parts(wrong)

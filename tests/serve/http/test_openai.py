@@ -295,6 +295,9 @@ def test_log_probabilities_are_of_the_tokens_of_the_text(client, model, tokenize
     assert all(token in top for token, top in zip(told.tokens, told.top_logprobs, strict=True))
 
 
+USER = {"role": "user", "content": "a"}
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -305,11 +308,18 @@ def test_log_probabilities_are_of_the_tokens_of_the_text(client, model, tokenize
         ({"prompt": "a", "stop": [""]}, "stop"),
         ({"prompt": "a", "echo": True}, "echo"),
         ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": ["a"] * 3, "n": 50}, "n"),
         ({}, "prompt"),
+        ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": [USER], "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"content": "a"}]}, "messages"),
     ],
 )
 def test_what_cannot_be_asked_is_the_protocols_own_error(server, body, param):
-    status, said, _ = ask(server.url + "/v1/completions", json.dumps({"model": "tiny", **body}).encode())
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    status, said, _ = ask(server.url + path, json.dumps({"model": "tiny", **body}).encode())
     assert status == 400
     assert said["error"]["type"] == "invalid_request_error"
     assert (said["error"]["param"] or "").split("[")[0] == param

@@ -55,11 +55,32 @@ def test_what_does_not_fit_is_a_sentence(changes):
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"null", b'{"inputs": []}', b"[" * 100_000, b"\xff\xfe", b'{"inputs": 3}']
-)
+    "body",
+    [b"", b"{", b"[]", b"null", b'{"inputs": []}', b"[" * 100_000, b"\xff\xfe", b'{"inputs": 3}',
+     b'{"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": ' + b"[" * 100_000],
+)  # fmt: skip
 def test_what_is_no_request(body):
     with pytest.raises(Malformed):
         read(body)
+
+
+def test_tensors_that_do_not_go_together_are_a_sentence():
+    two = (*X, TensorSpec("z", "FP32", (-1, 1)))
+    one = json.loads(asked())["inputs"]
+    more = {"name": "z", "shape": [2, 1], "datatype": "FP32", "data": [1, 2]}
+    for inputs, request, why in (
+        (X, {"inputs": one * 2}, "given twice"), (two, {"inputs": [*one, more]}, "number of rows"),
+        (X, {"inputs": one, "outputs": [{"name": "q"}]}, "no output is called"),
+        (X, {"inputs": one, "outputs": [{"name": "y", "parameters": {"classification": 2}}]}, "not supported"),
+        (X, {"inputs": one, "parameters": [1]}, "parameters: "),
+        (X, {"inputs": [{**one[0], "parameters": {"binary_data_size": 15}}]}, "the request has none"),
+    ):  # fmt: skip
+        with pytest.raises(Malformed, match=why):
+            read(json.dumps(request).encode(), inputs=inputs)
+    with pytest.raises(Malformed, match="one input"):
+        read(b"", 0, inputs=two)
+    with pytest.raises(Malformed, match="supported"):
+        inflate(b"", "br", 100)
 
 
 @pytest.mark.parametrize("datatype", ["FP32", "INT64", "BOOL"])

@@ -21,7 +21,6 @@ from fettle.package.settings import ServeSettings
 
 Shape = tuple[int, ...]
 PREFIX = struct.Struct("<IQ")
-MAX_HEADER = 16 << 20
 SHARED = 1 << 63
 """In a body's length: the body stands in the shared memory."""
 SHARED_FROM = 1 << 20
@@ -142,10 +141,6 @@ to_worker = msgspec.msgpack.Decoder(ToWorker)
 _from_worker = msgspec.msgpack.Decoder(FromWorker)
 
 
-class ProtocolError(Exception):
-    """The other side does not follow this protocol."""
-
-
 class Frames:
     """A worker's messages out of a stream that comes in pieces of any size."""
 
@@ -154,12 +149,11 @@ class Frames:
         self._need = PREFIX.size
 
     def feed(self, data: bytes) -> Iterator[tuple[FromWorker, memoryview]]:
-        """Every header and body that is whole now. Bodies are views of what was received. Raises `ProtocolError`."""
+        """Every header and body that is whole now. Bodies are views of what was received. Raises
+        `msgspec.MsgspecError` for what is no message."""
         self._buffer += data
         while len(self._buffer) >= self._need:
             head, body = PREFIX.unpack_from(self._buffer)
-            if head > MAX_HEADER:
-                raise ProtocolError
             whole = PREFIX.size + head + body
             if len(self._buffer) < whole:
                 self._need = whole
@@ -172,11 +166,7 @@ class Frames:
                 del self._buffer[:whole]
             self._need = PREFIX.size
             view = memoryview(taken)
-            try:
-                header = _from_worker.decode(view[PREFIX.size : PREFIX.size + head])
-            except msgspec.MsgspecError:
-                raise ProtocolError from None
-            yield header, view[PREFIX.size + head :]
+            yield _from_worker.decode(view[PREFIX.size : PREFIX.size + head]), view[PREFIX.size + head :]
 
 
 def frame(header: ToWorker | FromWorker, body: Sequence[Any] = ()) -> list[Any]:

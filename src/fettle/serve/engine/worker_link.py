@@ -16,7 +16,7 @@ class WorkerLink(asyncio.Protocol):
     """A process that runs `worker_main`, and our end of the socket pair to it.
 
     `on_message(header, body)` is called for each of its messages, `on_lost(why)` once: when it has gone, or sends
-    what is not a message.
+    what is not a message, for which asyncio closes the connection.
     """
 
     def __init__(
@@ -64,13 +64,10 @@ class WorkerLink(asyncio.Protocol):
     # -- what asyncio calls ------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        try:
-            for header, body in self._frames.feed(data):
-                self._on_message(header, body)
-                if self._ended:
-                    return
-        except wire.ProtocolError:
-            self._on_lost("protocol error")
+        for header, body in self._frames.feed(data):
+            self._on_message(header, body)
+            if self._ended:
+                return
 
     def connection_lost(self, error: Exception | None) -> None:
         """The process has ended, or we ended it."""

@@ -114,7 +114,7 @@ class App:
 
     def _no_route(self, call: Call) -> Refusal:
         known = about.document(self.registry)["paths"].get("/" + "/".join(call.parts))
-        if known is None:
+        if known is None or self._routes is MANAGEMENT:  # the document is the other port's
             return NoSuchPath()
         allowed = ", ".join(sorted(method.upper() for method in known))  # the path is right and the method is not
         return Refusal(405, f"the method is {allowed} here", headers=((b"allow", allowed.encode()),))

@@ -105,10 +105,8 @@ def read_request(
     whole, end = memoryview(body), len(body) if header_length is None else header_length
     try:
         request, rest = _requests.decode(whole[:end]), whole[end:]
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Malformed(f"the request is not an inference request: {str(error)[:200]}") from None
-    except RecursionError:
-        raise Malformed("the request is nested too deeply") from None
     by_name: dict[str, Array] = {}
     place = 0
     for tensor in request.inputs:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fettle.package.handlers.asking import Ask
 from fettle.serve.engine.pool import Pool
-from fettle.serve.engine.refusal import Malformed, NoSuchPath, Refusal
+from fettle.serve.engine.refusal import Malformed, Refusal
 from fettle.serve.engine.registry import Registry
 from fettle.serve.engine.request import Request
 from fettle.serve.http.call import Call
@@ -131,8 +131,6 @@ async def manage(call: Call) -> Reply | None:
             return json_reply({"status": f'Default version successfully updated for model "{name}" to "{number}"'})
         case "PUT", ["models", name, *numbers] if len(numbers) < 2:
             return await _scale(call, name, *numbers)
-        case _, ["predictions" | "v1", *_]:
-            raise NoSuchPath
     return None
 
 

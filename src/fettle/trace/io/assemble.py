@@ -63,8 +63,6 @@ def _drop_outliers(
     if not work.any() or int(ts.max()) - int(ts.min()) <= _WEEK_NS:
         return events, side, 0
     far = np.abs(ts - np.int64(np.median(ts[work]))) > _WEEK_NS
-    if not far.any():
-        return events, side, 0
     moved = np.cumsum(~far) - 1
     kept = {}
     for table, frame in side.items():

@@ -112,6 +112,11 @@ def feed(
             raise NoMemoryLeft(
                 "no memory is left for all of its events: record fewer steps, or open it on a larger machine"
             )
+        if columns.trailer:  # the array has ended: what follows may hold what looks like the beginnings of events
+            columns.trailer += b"," + chunk
+            if len(columns.trailer) > MAX_METADATA_BYTES:
+                return
+            continue
         if last and to_the_end:
             _last_chunk(chunk, columns)
             return
@@ -119,9 +124,8 @@ def feed(
         if columns.facts.events_seen > max_events:
             raise UsageError(f"more than {max_events} events: cut the trace, or raise max_events")
         if rest.startswith(b"]"):
-            columns.trailer = rest + b"," + drain(source)
-            return
-        if rest:
+            columns.trailer = rest
+        elif rest:
             unread.append(rest)
 
 
@@ -168,14 +172,6 @@ def _last_chunk(chunk: bytes, columns: Columns) -> None:
         whole = chunk[: len(chunk) - len(rest)].rstrip().rstrip(b",") if chunk.endswith(rest) and not skipped else b""
         columns.add(whole or json.dumps(raw).encode()[1:-1])
     columns.trailer, columns.facts.truncated = rest, not rest.startswith(b"]")
-
-
-def drain(source: Counted) -> bytes:
-    """What is left of the file after the event array, up to a bound: the metadata that some writers put there."""
-    parts: list[bytes] = []
-    while sum(map(len, parts)) < MAX_HEADER_BYTES and (block := source.read()):
-        parts.append(block)
-    return b"".join(parts)
 
 
 def parse_metadata(header: bytes, trailer: bytes, facts: ReadFacts) -> dict[str, Any]:
