@@ -26,12 +26,15 @@ _OPTIONS = {
     ("serve slo", "--head-room"): ["--headroom"],
     ("serve slo", "--study-name"): ["--study"],
     ("serve slo", "--seconds"): ["--duration"],
-    ("serve load", "--markdown"): ["--output"],
-    ("serve load", "--csv"): ["--output"],
-    ("serve slo", "--csv"): ["--output"],
-    ("study", "--csv"): ["--output"],
-    ("study", "--parquet"): ["--output"],
 }
+_BY_SUFFIX = {
+    ("serve load", "--markdown"): ".md",
+    ("serve load", "--csv"): ".csv",
+    ("serve slo", "--csv"): ".csv",
+    ("study", "--csv"): ".csv",
+    ("study", "--parquet"): ".parquet",
+}
+"""Options that wrote to a file of any name; what has the suffix is an ``--output``, the rest goes on as it is."""
 _ARGUMENT = re.compile(r"`([a-z][a-z_]*)(=(?:'[^'`]*'|\"[^\"`]*\"|[^`'\"]*))?`")
 
 
@@ -51,7 +54,9 @@ def renewed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     for index, arg in enumerate(args):
         name, equals, value = arg.partition("=")
         following = value if equals else args[index + 1] if index + 1 < len(args) else ""
-        spelled = _OPTIONS.get((command, name))
+        spelled: list[str] | None = _OPTIONS.get((command, name))
+        if spelled is None and following.endswith(_BY_SUFFIX.get((command, name), "no such suffix")):
+            spelled = ["--output"]
         if (command, name) == ("serve slo", "--study") and re.search(r"[/\\]|\.db$", following):
             spelled = ["--storage"]
         if spelled:

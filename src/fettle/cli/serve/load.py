@@ -75,6 +75,8 @@ def command(
             "columns (.csv); for several repeat it",
         ),
     ] = None,
+    markdown: Annotated[Path | None, typer.Option(hidden=True)] = None,  # earlier spellings of --output, of any suffix
+    csv_file: Annotated[Path | None, typer.Option("--csv", hidden=True)] = None,
     baseline: Annotated[
         Path | None, typer.Option(help="compare with what an earlier --json printed; exit code 1 if it became worse")
     ] = None,
@@ -110,7 +112,7 @@ def command(
     except ImportError as error:
         raise extra(f"{error.name} is not installed", "serve") from error
     wanted = _options.outputs(output, ".html", ".md", ".csv")
-    page, markdown, csv_file = wanted.get(".html"), wanted.get(".md"), wanted.get(".csv")
+    page, markdown, csv_file = wanted.get(".html"), wanted.get(".md", markdown), wanted.get(".csv", csv_file)
     check_writable(page, markdown, csv_file)
     seconds, limit_s = _options.duration_s(duration, "--duration"), _options.limit_s(p99, "--p99")
     token, tls = read_text(token_file).strip() if token_file is not None else "", trusting(ca_file)

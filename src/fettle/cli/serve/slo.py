@@ -83,6 +83,7 @@ def command(
             "columns (.csv); for both repeat it",
         ),
     ] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", hidden=True)] = None,  # an earlier spelling of --output
     ttft: _options.FirstToken = None,
     itl: _options.BetweenTokens = None,
     prompt_tokens: _options.PromptTokens = "128",
@@ -129,7 +130,7 @@ def command(
     if study and storage is None:
         raise UsageError("--study is the name of a study in a --storage: name that, too")
     wanted = _options.outputs(output, ".csv", folder=True)
-    check_writable(csv_file := wanted.get(".csv"))
+    check_writable(csv_file := wanted.get(".csv", csv_file))
     if ttft or itl:
         if p99 is not None or storage is not None or recipe or price:
             raise UsageError("--ttft and --itl are for a package that writes texts, without --p99, recipes and prices")
