@@ -170,7 +170,7 @@ def by_optimum(work: dict[str, Any], name: str, folder: Path) -> tuple[Write, An
 
     model = OVModelForCausalLM.from_pretrained(
         folder / "model", export=True, ov_config={"INFERENCE_NUM_THREADS": 2},
-        quantization_config=OVWeightQuantizationConfig(bits=int(name[-1])),
+        quantization_config=OVWeightQuantizationConfig(bits=int(name[-1]), group_size_fallback="adjust"),
     )  # fmt: skip
     tensors = {**work, "model": model, "inputs": [torch.tensor([ids]) for ids in work["inputs"]]}
     write, score = by_transformers(tensors, name)
