@@ -1,7 +1,8 @@
 """Writing text: recipes of fettle beside what a user would pick otherwise, all in one run, in turn.
 
     python bench/generation.py workloads/gpt2_text.py --rounds 9
-    python bench/generation.py workloads/smollm2_text.py --llama VENV/bin/python --openvino VENV/bin/python --gguf FILE
+    python bench/generation.py workloads/smollm2_text.py --llama PYTHON --openvino PYTHON --onnxruntime PYTHON \\
+        --optimum PYTHON --gguf FILE
 
 Each way is a process of its own that builds the model once and then waits. In a round every way writes after each of
 the workload's prompts, in random order, the others idle; told are the time to the first token, the time per token after
@@ -14,9 +15,11 @@ A step of decoding reads all weights, and the keys and values so far: of fettle'
 told as a share of what a sum over memory reads in that time, measured in the same run (`read` among the peaks).
 
 Peers: transformers as it comes, in bfloat16, with its static cache compiled, and its continuous batching
-(`generate_batch`); llama.cpp and OpenVINO GenAI with the GGUF file, where `--llama` and `--openvino` name a Python that
-has `llama_cpp` or `openvino_genai`. A way that fails is told with its reason. `--step` waits for a line on stdin before
-each round, for a machine that others use in between.
+(`generate_batch`); llama.cpp and OpenVINO GenAI with the GGUF file; ONNX Runtime GenAI (from its model builder) and
+optimum-intel with the workload's model in 4 and 8 bits. The latter four run where their options name a Python that has
+`llama_cpp`, `openvino_genai`, `onnxruntime_genai` (with torch, transformers, onnx_ir) or `optimum.intel` (with nncf).
+A way that fails is told with its reason. `--step` waits for a line on stdin before each round, for a machine that
+others use in between.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from generation_peers import PLAIN, Write, by_transformers
+
 RECIPES = {
     "fettle, int8 in blocks": "grad=inference_mode weights=int8-blocks kv_cache=static-prompts",
     "fettle, int8 in blocks, bf16": "grad=inference_mode precision=bf16 weights=int8-blocks kv_cache=static-prompts",
@@ -50,12 +55,7 @@ RECIPES = {
     "fettle, bf16": "grad=inference_mode precision=bf16 kv_cache=static-frozen",
 }
 PEERS = ("transformers", "transformers, bf16", "transformers, bf16, static, compiled", "transformers, generate_batch")
-PLAIN = ("llama.cpp", "OpenVINO GenAI")
-"""Those whose Python has no torch."""
 BASE = PEERS[0]
-
-Write = Callable[[int, Callable[..., None]], None]
-"""Writes after a prompt, by its number, and calls back for each token, with its time where that is past."""
 
 
 def made(path: str) -> dict[str, Any]:
@@ -94,128 +94,17 @@ def by_fettle(work: dict[str, Any], levels: str) -> tuple[Write, Any, int]:
     return write, lambda ids, forced: run(input_ids=ids, forced=forced)[0], read
 
 
-def by_transformers(work: dict[str, Any], name: str) -> tuple[Write, Any]:
-    import torch
-    from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
-
-    model, new = work["model"].eval(), work["new_tokens"]
-    if "bf16" in name:
-        model.to(torch.bfloat16)
-    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
-
-    class Heard:
-        def __init__(self, heard: Callable[..., None]) -> None:
-            self.heard, self.began = heard, False
-
-        def put(self, value: Any) -> None:
-            if self.began:  # what comes first is the prompt
-                self.heard()
-            self.began = True
-
-        def end(self) -> None: ...
-
-    if "static" in name:
-        compiling = CompileConfig(dynamic=False, fullgraph=False, mode="default")
-        compiling._compile_all_devices = True
-        settings |= {"cache_implementation": "static", "compile_config": compiling}
-
-    def write(index: int, heard: Callable[..., None]) -> None:
-        ids = work["inputs"][index]
-        with torch.inference_mode():
-            model.generate(ids, attention_mask=torch.ones_like(ids), streamer=Heard(heard), **settings)
-
-    def write_batch(index: int, heard: Callable[..., None]) -> None:
-        config = GenerationConfig(do_sample=False, max_new_tokens=new, eos_token_id=-1, pad_token_id=0)
-        # Not in inference mode: its own thread is in none, and may not change what was made in one.
-        prompt = [work["inputs"][index][0].tolist()]
-        found = model.generate_batch(
-            prompt, generation_config=config, persistent_manager=True, record_timestamps=True,
-            continuous_batching_config=ContinuousBatchingConfig(max_memory_percent=0.05),  # else half the machine
-        )  # fmt: skip
-        if not found or any(len(one.generated_tokens) != new for one in found.values()):
-            said = [str(getattr(one, "error", None) or len(one.generated_tokens)) for one in found.values()]
-            raise RuntimeError(f"generate_batch did not write {new} tokens: {said}")
-        for at in next(iter(found.values())).timestamps:
-            heard(at)
-
-    def score(ids: Any, forced: Any) -> Any:
-        with torch.inference_mode():
-            return model(torch.cat([ids, forced], 1)).logits[0, ids.shape[1] - 1 : -1]
-
-    return write_batch if "generate_batch" in name else write, score
-
-
-def by_llama(work: dict[str, Any], gguf: str) -> tuple[Write, Any]:
-    import numpy
-    from llama_cpp import Llama
-
-    model = Llama(gguf, n_ctx=512, n_batch=512, n_threads=2, n_threads_batch=2, verbose=False)
-    scoring = Llama(gguf, n_ctx=512, n_batch=512, n_threads=2, n_threads_batch=2, verbose=False, logits_all=True)
-
-    def write(index: int, heard: Callable[..., None]) -> None:
-        model.reset()
-        for count, _ in enumerate(model.generate(work["inputs"][index], temp=0.0, repeat_penalty=1.0), 1):
-            heard()
-            if count == work["new_tokens"]:
-                break
-
-    def score(ids: list[int], forced: list[int]) -> Any:
-        scoring.reset()
-        scoring.eval([*ids, *forced])
-        return numpy.array(scoring.scores[len(ids) - 1 : len(ids) + len(forced) - 1])
-
-    return write, score
-
-
-def by_openvino(work: dict[str, Any], gguf: str, folder: Path) -> tuple[Write, Any]:
-    import numpy
-    import openvino
-    import openvino_genai as genai
-
-    own = folder / "genai" / "model.gguf"
-    own.parent.mkdir()
-    own.symlink_to(Path(gguf).resolve())
-    pipe = genai.LLMPipeline(str(own), "CPU", INFERENCE_NUM_THREADS=2, enable_save_ov_model=True)
-    config = genai.GenerationConfig(max_new_tokens=work["new_tokens"], do_sample=False, ignore_eos=True)
-
-    class Heard(genai.StreamerBase):
-        def __init__(self, heard: Callable[..., None]) -> None:
-            super().__init__()
-            self.heard = heard
-
-        def write(self, token: Any) -> Any:
-            self.heard()
-            return genai.StreamingStatus.RUNNING
-
-        def end(self) -> None: ...
-
-    def write(index: int, heard: Callable[..., None]) -> None:
-        ids = openvino.Tensor(numpy.array([work["inputs"][index]], dtype=numpy.int64))
-        pipe.generate(ids, config, Heard(heard))
-
-    scoring = openvino.compile_model(str(own.with_name("openvino_model.xml")), "CPU").create_infer_request()
-
-    def score(ids: list[int], forced: list[int]) -> Any:
-        scoring.reset_state()
-        whole = numpy.array([[*ids, *forced]])
-        given = {"input_ids": whole, "attention_mask": numpy.ones_like(whole), "beam_idx": numpy.zeros(1, numpy.int32)}
-        given["position_ids"] = numpy.arange(whole.shape[1])[None]
-        return scoring.infer(given)[0][0, len(ids) - 1 : -1]
-
-    return write, score
-
-
 # -- one way in a process of its own -------------------------------------------------------------------------------
 
 
-def way(name: str, path: str, folder: Path, gguf: str) -> None:
+def way(name: str, path: str, folder: Path) -> None:
     """Answer the parent's lines: `score`, or `write`, each with one line of JSON."""
     out, sys.stdout = sys.stdout, sys.stderr
     began = time.perf_counter()
     read = 0
     if name in PLAIN:
         work = json.loads((folder / "prompts.json").read_text())
-        write, score = by_llama(work, gguf) if name == "llama.cpp" else by_openvino(work, gguf, folder)
+        write, score = PLAIN[name][1](work, name, folder)
     elif name in RECIPES:
         work = made(path)
         write, score, read = by_fettle(work, RECIPES[name])
@@ -264,13 +153,19 @@ def divergence(score: Any, folder: Path, plain: bool) -> float:
 
 
 def write_reference(path: str, folder: Path) -> None:
-    """Prompts for those without torch, and what the float32 model writes after them and after the first tokens of the
-    texts, with its distributions."""
+    """What those get that know no workload: prompts, and the model as transformers saves it, with a tokenizer of one
+    token; and what the float32 model writes after the prompts and after the first tokens of the texts, with its
+    distributions."""
     import numpy
     import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
 
     work = made(path)
     model = work["model"].float().eval()
+    model.save_pretrained(folder / "model")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"0": 0}, "0"))).save_pretrained(folder / "model")
     prompts = {"inputs": [ids[0].tolist() for ids in work["inputs"]], "new_tokens": work["new_tokens"]}
     (folder / "prompts.json").write_text(json.dumps(prompts))
     pairs = []
@@ -295,7 +190,7 @@ class Child:
     def __init__(self, name: str, python: str, given: argparse.Namespace, folder: Path) -> None:
         self.name, self.kl, self.rounds = name, None, []
         self.log = folder / f"{name}.log"
-        command = [python, __file__, given.workload, "--way", name, "--folder", str(folder), "--gguf", given.gguf]
+        command = [python, __file__, given.workload, "--way", name, "--folder", str(folder)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                         stderr=self.log.open("w"))  # fmt: skip
         self.failure = ""
@@ -357,9 +252,9 @@ def main() -> None:
     parser.add_argument("workload")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", nargs="+", help="ways by name")
-    parser.add_argument("--llama", default="", metavar="PYTHON")
-    parser.add_argument("--openvino", default="", metavar="PYTHON")
-    parser.add_argument("--gguf", default="")
+    for option in dict.fromkeys(option for option, _ in PLAIN.values()):
+        parser.add_argument(f"--{option}", metavar="PYTHON")
+    parser.add_argument("--gguf")
     parser.add_argument("--max-kl", type=float, default=0.01)
     parser.add_argument("--step", action="store_true")
     parser.add_argument("--json", type=Path, default=Path("generation.json"))
@@ -367,11 +262,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.way:
-        return way(given.way, given.workload, given.folder, given.gguf)
+        return way(given.way, given.workload, given.folder)
     from fettle.machine import measure_peaks, this_machine
 
     pythons = dict.fromkeys([*PEERS, *RECIPES], sys.executable)
-    pythons |= {name: python for name, python in zip(PLAIN, (given.llama, given.openvino), strict=True) if python}
+    pythons |= {name: python for name, (option, _) in PLAIN.items() if (python := vars(given)[option])}
 
     def turn(label: str) -> None:
         if given.step:
@@ -382,6 +277,9 @@ def main() -> None:
         folder = Path(held)
         turn("reference")
         write_reference(given.workload, folder)
+        (folder / "gguf").mkdir()
+        if given.gguf:
+            (folder / "gguf" / "model.gguf").symlink_to(Path(given.gguf).resolve())
         children = []
         for name, python in pythons.items():
             if not given.only or name in given.only or name == BASE:
