@@ -144,8 +144,8 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
 
 
 def _own_generators(batch: Any) -> Any:
-    """The batch in containers of its own, with copies of its generators: each call draws what the reference's call of it
-    drew."""
+    """The batch in containers of its own, with copies of its generators: each call draws what the reference's call
+    of it drew."""
     return map_tensors(torch.Generator.clone_state, again(batch), torch.Generator)
 
 

@@ -165,9 +165,7 @@ def map_tensors(change: Any, tree: Any, kinds: Any = None) -> Any:
 
             attributes = getattr(tree, "__dict__", {}).items()
             held = {
-                name: map_tensors(noted, one, kinds)
-                for name, one in attributes
-                if isinstance(one, kinds) or isinstance(one, Mapping)
+                name: map_tensors(noted, one, kinds) for name, one in attributes if isinstance(one, (kinds, Mapping))
             }
             if found:
                 changed = copy.copy(tree)
